@@ -1,0 +1,63 @@
+"""The paper's section 3 as a library: pure PyTorch, each piece usable in anyone's own training loop.
+
+In the order in which they happen in a step: `views`, `clustering`, `objects`, `matching`, `memory`, `heads`,
+`losses`.
+"""
+
+from cribo.method.clustering import cluster_tokens, cluster_tokens_kmeans, draw_initial_tokens
+from cribo.method.heads import ProjectionHead, PrototypeLayer
+from cribo.method.losses import (
+    Centre,
+    SelfDistillation,
+    cross_image_loss,
+    cross_view_loss,
+    prototype_loss,
+    sinkhorn_centre,
+)
+from cribo.method.matching import NO_MATCH, cycle_consistency, match_objects
+from cribo.method.memory import Matches, MemoryBank
+from cribo.method.objects import pool_objects
+from cribo.method.views import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Crops,
+    Photometric,
+    ViewRecipe,
+    apply_photometric,
+    cut_views,
+    normalise,
+    patch_coordinates,
+    sample_crops,
+    sample_photometric,
+)
+
+__all__ = [
+    "IMAGENET_MEAN",
+    "IMAGENET_STD",
+    "NO_MATCH",
+    "Centre",
+    "Crops",
+    "Matches",
+    "MemoryBank",
+    "Photometric",
+    "ProjectionHead",
+    "PrototypeLayer",
+    "SelfDistillation",
+    "ViewRecipe",
+    "apply_photometric",
+    "cluster_tokens",
+    "cluster_tokens_kmeans",
+    "cross_image_loss",
+    "cross_view_loss",
+    "cut_views",
+    "cycle_consistency",
+    "draw_initial_tokens",
+    "match_objects",
+    "normalise",
+    "patch_coordinates",
+    "pool_objects",
+    "prototype_loss",
+    "sample_crops",
+    "sample_photometric",
+    "sinkhorn_centre",
+]

@@ -1,0 +1,270 @@
+"""Joint-space clustering: the tokens of both views of an image, partitioned into K clusters at once.
+
+Paper section 3.2.1, "Joint-space clustering", and appendix "Clustering algorithm".
+"""
+
+from typing import Literal, Protocol, get_args
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Marginals = Literal["adaptive", "uniform"]
+
+# Keeps the share of an empty cluster above zero in the adaptive marginals, so that it can win tokens back.
+_EMPTY_CLUSTER_SIZE = 0.01
+
+
+class Clustering(Protocol):
+    """What every clustering of this module can be called with."""
+
+    def __call__(
+        self,
+        tokens: Float[Tensor, "b t d"],
+        coordinates: Float[Tensor, "b t 2"],
+        *,
+        num_objects: int,
+        position_weight: float,
+        initial_tokens: Int[Tensor, "b k"] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Int[Tensor, "b t"]:
+        """Labels (B, T) in [0, num_objects) of tokens (B, T, D) at coordinates (B, T, 2)."""
+        ...
+
+
+@torch.no_grad()
+def cluster_tokens(
+    tokens: Float[Tensor, "b t d"],
+    coordinates: Float[Tensor, "b t 2"],
+    *,
+    num_objects: int,
+    position_weight: float,
+    marginals: Marginals = "adaptive",
+    iterations: int = 5,
+    sinkhorn_iterations: int = 5,
+    sharpness: float = 20.0,
+    initial_tokens: Int[Tensor, "b k"] | None = None,
+    generator: torch.Generator | None = None,
+) -> Int[Tensor, "b t"]:
+    """Assign each token to one of `num_objects` clusters by optimal transport with positional cues.
+
+    Every image is clustered on its own: its labels do not depend on the images that share its batch.
+
+    Args:
+        tokens: (B, T, D) tokens of both views, one after the other (T = 2N); any scale, normalised here.
+        coordinates: (B, T, 2) patch centres (x, y) in pixels of the source image.
+        num_objects: K, the number of clusters; some may end up empty.
+        position_weight: lambda_pos, the weight of the positional cost against the semantic one.
+        marginals: mass of the clusters in the transport plan: `uniform` gives each 1/K (the paper's text);
+            `adaptive` gives each a share that follows its size in the previous round (the released recipe).
+        iterations: rounds of assignment and centroid update.
+        sinkhorn_iterations: rounds of row and column scaling inside each.
+        sharpness: inverse of the entropic regularisation: the plan starts from exp(-sharpness * cost).
+        initial_tokens: (B, K) indices into T of the tokens to start from; drawn when not given.
+        generator: source of that draw; torch's default when not given.
+
+    Returns:
+        (B, T) int64 labels in [0, K).
+
+    Raises:
+        ValueError: a value is out of range, or shapes do not agree.
+
+    Example:
+        >>> tokens, coordinates = torch.randn(2, 98, 16), torch.rand(2, 98, 2) * 224
+        >>> labels = cluster_tokens(tokens, coordinates, num_objects=6, position_weight=1.0)
+        >>> labels.shape
+        torch.Size([2, 98])
+    """
+    if marginals not in get_args(Marginals):
+        raise ValueError(f"marginals must be one of {', '.join(get_args(Marginals))}, got {marginals!r}")
+    if position_weight < 0:
+        raise ValueError(f"position_weight must be >= 0, got {position_weight}")
+    if sharpness <= 0:
+        raise ValueError(f"sharpness must be > 0, got {sharpness}")
+    if sinkhorn_iterations < 1:
+        raise ValueError(f"sinkhorn_iterations must be >= 1, got {sinkhorn_iterations}")
+    initial_tokens = _initial_tokens(tokens, coordinates, num_objects, iterations, initial_tokens, generator)
+
+    with torch.autocast(tokens.device.type, enabled=False):
+        tokens = F.normalize(tokens.float(), dim=-1)
+        centroids = _gather_rows(tokens, initial_tokens)
+        distances = _distances_to_others(coordinates.float()) if position_weight > 0 else None
+        cluster_mass = tokens.new_full((tokens.shape[0], num_objects), 1 / num_objects)
+        labels = initial_tokens  # replaced in the first round; here for the type checker
+        for iteration in range(iterations):
+            cost = -tokens @ centroids.mT
+            if distances is not None:
+                nearest = (
+                    _gather_rows(distances, initial_tokens).mT
+                    if iteration == 0
+                    else _nearest_member(distances, labels, num_objects)
+                )
+                cost = cost + position_weight * _positional_cost(nearest)
+            labels = _transport(_scale_to_unit(cost), cluster_mass, sinkhorn_iterations, sharpness)
+            if iteration < iterations - 1:
+                centroids, sizes = _centroids(tokens, labels, num_objects)
+                if marginals == "adaptive":
+                    mass = sizes + _EMPTY_CLUSTER_SIZE
+                    cluster_mass = mass / mass.sum(dim=1, keepdim=True)
+    return labels
+
+
+@torch.no_grad()
+def cluster_tokens_kmeans(
+    tokens: Float[Tensor, "b t d"],
+    coordinates: Float[Tensor, "b t 2"],
+    *,
+    num_objects: int,
+    position_weight: float = 0.0,
+    iterations: int = 5,
+    initial_tokens: Int[Tensor, "b k"] | None = None,
+    generator: torch.Generator | None = None,
+) -> Int[Tensor, "b t"]:
+    """Assign each token to its nearest centroid by cosine (spherical k-means), the paper's baseline.
+
+    Same shapes and errors as `cluster_tokens`. `coordinates` are accepted for the common interface; k-means
+    has no positional cue, so `position_weight` must be 0. An empty cluster keeps a zero centroid.
+
+    Source: paper appendix "Clustering algorithm", table "Ablation study on the clustering algorithm".
+
+    Example:
+        >>> tokens, coordinates = torch.randn(2, 98, 16), torch.rand(2, 98, 2) * 224
+        >>> cluster_tokens_kmeans(tokens, coordinates, num_objects=6).shape
+        torch.Size([2, 98])
+    """
+    if position_weight != 0:
+        raise ValueError(
+            f"k-means has no positional cue: position_weight must be 0, got {position_weight}; "
+            "use cluster_tokens for positional cues"
+        )
+    initial_tokens = _initial_tokens(tokens, coordinates, num_objects, iterations, initial_tokens, generator)
+    with torch.autocast(tokens.device.type, enabled=False):
+        tokens = F.normalize(tokens.float(), dim=-1)
+        labels = (tokens @ _gather_rows(tokens, initial_tokens).mT).argmax(dim=-1)
+        for _ in range(iterations - 1):
+            centroids, _ = _centroids(tokens, labels, num_objects)
+            labels = (tokens @ centroids.mT).argmax(dim=-1)
+    return labels
+
+
+def draw_initial_tokens(
+    num_tokens: int, num_objects: int, *, generator: torch.Generator | None = None
+) -> Int[Tensor, " k"]:
+    """Draw the tokens that start the clusters of one image: uniformly, without replacement.
+
+    Drawing per image, from a generator keyed by the image, keeps its clusters independent of its batch.
+
+    Raises:
+        ValueError: more clusters than tokens.
+    """
+    _check_num_objects(num_objects, num_tokens)
+    device = generator.device if generator is not None else None
+    return torch.randperm(num_tokens, generator=generator, device=device)[:num_objects]
+
+
+def _check_num_objects(num_objects: int, num_tokens: int) -> None:
+    if not 1 <= num_objects <= num_tokens:
+        raise ValueError(
+            f"num_objects must be between 1 and the number of tokens of both views ({num_tokens}), "
+            f"got {num_objects}: use fewer clusters, larger images or smaller patches"
+        )
+
+
+def _initial_tokens(
+    tokens: Tensor,
+    coordinates: Tensor,
+    num_objects: int,
+    iterations: int,
+    initial_tokens: Tensor | None,
+    generator: torch.Generator | None,
+) -> Int[Tensor, "b k"]:
+    """Check the arguments that every clustering shares, and draw the initial tokens if none are given."""
+    if tokens.ndim != 3:
+        raise ValueError(f"tokens must have the shape (B, T, D), got {tuple(tokens.shape)}")
+    batch, num_tokens, _ = tokens.shape
+    if coordinates.shape != (batch, num_tokens, 2):
+        raise ValueError(
+            f"coordinates must have the shape ({batch}, {num_tokens}, 2), got {tuple(coordinates.shape)}"
+        )
+    _check_num_objects(num_objects, num_tokens)
+    if iterations < 1:
+        raise ValueError(f"iterations must be >= 1, got {iterations}")
+    if initial_tokens is None:
+        draws = [draw_initial_tokens(num_tokens, num_objects, generator=generator) for _ in range(batch)]
+        return torch.stack(draws).to(tokens.device) if draws else tokens.new_zeros((0, num_objects)).long()
+    if initial_tokens.shape != (batch, num_objects):
+        raise ValueError(
+            f"initial_tokens must have the shape ({batch}, {num_objects}), got {tuple(initial_tokens.shape)}"
+        )
+    return initial_tokens.long()
+
+
+def _gather_rows(matrix: Float[Tensor, "b t d"], rows: Int[Tensor, "b k"]) -> Float[Tensor, "b k d"]:
+    return matrix.gather(1, rows[..., None].expand(-1, -1, matrix.shape[-1]))
+
+
+def _distances_to_others(coordinates: Float[Tensor, "b t 2"]) -> Float[Tensor, "b t t"]:
+    """Distances between tokens, infinite where they are exactly 0, for those never count.
+
+    Direct differences: distances by a matrix product leave a token slightly off itself.
+    """
+    distances = torch.cdist(coordinates, coordinates, compute_mode="donot_use_mm_for_euclid_dist")
+    return distances.masked_fill_(distances == 0, torch.inf)
+
+
+def _nearest_member(
+    distances: Float[Tensor, "b t t"], labels: Int[Tensor, "b t"], num_objects: int
+) -> Float[Tensor, "b t k"]:
+    """Distance from each token to the nearest member of each cluster; infinite without such a member.
+
+    A scatter-minimum over members: nothing of the size (B, T, T, K) is formed. The distances are symmetric,
+    so rows are scattered whole, which keeps both reads and writes contiguous.
+    """
+    batch, num_tokens, _ = distances.shape
+    nearest = distances.new_full((batch, num_objects, num_tokens), torch.inf)
+    members = labels[..., None].expand_as(distances)
+    return nearest.scatter_reduce_(1, members, distances, "amin").mT
+
+
+def _positional_cost(nearest: Float[Tensor, "b t k"]) -> Float[Tensor, "b t k"]:
+    """Fill the entries without a nearest member with the image's mean, and scale by the image's maximum."""
+    cost = torch.where(nearest.isinf(), 0.0, nearest)
+    mean = cost.mean(dim=(1, 2), keepdim=True)  # the zeros count, as in the released recipe
+    cost = torch.where(cost == 0, mean, cost)
+    # All coordinates equal: there is no cue, and no division by zero.
+    return cost / cost.amax(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(cost.dtype).tiny)
+
+
+def _scale_to_unit(cost: Float[Tensor, "b t k"]) -> Float[Tensor, "b t k"]:
+    lowest = cost.amin(dim=(1, 2), keepdim=True)
+    highest = cost.amax(dim=(1, 2), keepdim=True)
+    return (cost - lowest) / (highest - lowest).clamp_min(torch.finfo(cost.dtype).tiny)
+
+
+def _transport(
+    cost: Float[Tensor, "b t k"], cluster_mass: Float[Tensor, "b k"], iterations: int, sharpness: float
+) -> Int[Tensor, "b t"]:
+    """Cluster of each token with the most mass in the Sinkhorn-Knopp plan (paper equation of `Q*`).
+
+    The plan is diag(row) @ kernel @ diag(column): scaling the two vectors instead of the matrix costs two
+    matrix-vector products a round. The last row scaling cannot change a row's arg-max, so it is left out.
+    """
+    kernel = torch.exp(-sharpness * cost)
+    token_mass = 1 / cost.shape[1]
+    column = torch.ones_like(cluster_mass)[..., None]
+    for _ in range(iterations):
+        row = token_mass / (kernel @ column)
+        column = cluster_mass[..., None] / (kernel.mT @ row)
+    return (kernel * column.mT).argmax(dim=-1)
+
+
+def _centroids(
+    tokens: Float[Tensor, "b t d"], labels: Int[Tensor, "b t"], num_objects: int
+) -> tuple[Float[Tensor, "b k d"], Float[Tensor, "b k"]]:
+    """Normalised sum of each cluster's tokens, zero for an empty cluster, and the clusters' sizes."""
+    batch, _, dim = tokens.shape
+    sums = tokens.new_zeros((batch, num_objects, dim))
+    sums.scatter_add_(1, labels[..., None].expand_as(tokens), tokens)
+    sizes = tokens.new_zeros((batch, num_objects)).scatter_add_(1, labels, torch.ones_like(tokens[..., 0]))
+    return F.normalize(sums, dim=-1), sizes

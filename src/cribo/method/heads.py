@@ -1,0 +1,93 @@
+"""Projection head and last layers (METHOD: MLP with GELU, L2 normalisation, weight-normalised prototypes)."""
+
+import itertools
+import math
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+class ProjectionHead(nn.Module):
+    """The MLP shared by the image level and the object level, up to the L2-normalised bottleneck.
+
+    Args:
+        dim: D, channels of the representations.
+        hidden_dim: width of the hidden layers.
+        bottleneck_dim: E, channels of the embeddings.
+        num_layers: linear layers in all, at least 1.
+
+    Raises:
+        ValueError: a size below 1.
+
+    Source: paper appendix "Network architecture", after DINO (Caron et al. 2021): no batch norm, weights from
+    a normal of standard deviation .02 truncated at 2, biases zero.
+
+    Example:
+        >>> ProjectionHead(16, hidden_dim=32, bottleneck_dim=8)(torch.randn(5, 16)).shape
+        torch.Size([5, 8])
+    """
+
+    def __init__(
+        self, dim: int, *, hidden_dim: int = 2048, bottleneck_dim: int = 256, num_layers: int = 3
+    ) -> None:
+        super().__init__()
+        sizes = {
+            "dim": dim,
+            "hidden_dim": hidden_dim,
+            "bottleneck_dim": bottleneck_dim,
+            "num_layers": num_layers,
+        }
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{name} must be >= 1, got {value}")
+        widths = [dim, *[hidden_dim] * (num_layers - 1), bottleneck_dim]
+        layers: list[nn.Module] = []
+        for inputs, outputs in itertools.pairwise(widths):
+            linear = nn.Linear(inputs, outputs)
+            nn.init.trunc_normal_(linear.weight, std=0.02)
+            nn.init.zeros_(linear.bias)
+            layers += [linear, nn.GELU()]
+        self.mlp = nn.Sequential(*layers[:-1])
+
+    def forward(self, representations: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows e"]:
+        """Embeddings of unit length, in float32 whatever the precision of the MLP."""
+        return F.normalize(self.mlp(representations).float(), dim=-1)
+
+
+class PrototypeLayer(nn.Module):
+    """A weight-normalised linear layer without bias: the last layer of a head.
+
+    Args:
+        bottleneck_dim: E.
+        num_prototypes: L.
+        train_gain: whether the gain (1 at the start) is trained; the released recipe freezes it for ViT-B.
+
+    Raises:
+        ValueError: a size below 1.
+
+    Example:
+        >>> PrototypeLayer(8, 32)(torch.randn(5, 8)).shape
+        torch.Size([5, 32])
+    """
+
+    def __init__(self, bottleneck_dim: int, num_prototypes: int, *, train_gain: bool = True) -> None:
+        super().__init__()
+        for name, value in (("bottleneck_dim", bottleneck_dim), ("num_prototypes", num_prototypes)):
+            if value < 1:
+                raise ValueError(f"{name} must be >= 1, got {value}")
+        # The default initialisation of nn.Linear.
+        bound = 1 / math.sqrt(bottleneck_dim)
+        self.direction = nn.Parameter(torch.empty(num_prototypes, bottleneck_dim).uniform_(-bound, bound))
+        self.gain = nn.Parameter(torch.ones(num_prototypes, 1), requires_grad=train_gain)
+
+    @property
+    def weight(self) -> Float[Tensor, "l e"]:
+        """The prototypes: unit directions times their gain."""
+        return self.gain * F.normalize(self.direction, dim=-1)
+
+    def forward(self, embeddings: Float[Tensor, "*rows e"]) -> Float[Tensor, "*rows l"]:
+        """Logits. Training uses `prototype_loss`, which never holds all of them at once."""
+        return cast(Tensor, F.linear(embeddings, self.weight))

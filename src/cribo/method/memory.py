@@ -1,0 +1,221 @@
+"""The pair of memory banks M_1 and M_2 (paper section 3.2.2)."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from cribo.method.matching import NO_MATCH, cycle_consistency, inverse_norms, nearest_rows
+
+Criterion = Literal["cycle", "none"]
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Matches of a batch's objects: `nearest` (2, R) slots of the bank, and `valid` (2, R) positive pairs."""
+
+    nearest: Int[Tensor, "2 r"]
+    valid: Bool[Tensor, "2 r"]
+
+
+class MemoryBank:
+    """The teacher's object representations of the last images, of both views, row-aligned.
+
+    One fixed allocation, a ring: objects are written in place and expire by image count. Rows stay as they
+    were given (unnormalised) beside their inverse norm, so that a neighbour can go through the head.
+
+    It is no `nn.Module` and registers no buffer: distributed wrappers would overwrite one process's bank with
+    another's, or save only one. It saves and restores itself.
+
+    Args:
+        num_images: S, how many images the bank remembers.
+        num_objects: K, the most objects an image can have.
+        dim: D, channels of an object representation.
+        dtype: of the stored rows; half precision halves the memory and is searched in float32.
+        device: where the rows live.
+
+    Raises:
+        ValueError: a size below 1.
+
+    Example:
+        >>> bank = MemoryBank(num_images=100, num_objects=4, dim=16)
+        >>> objects, images = torch.randn(2, 3, 16), torch.tensor([7, 7, 9])
+        >>> bank.push(objects, images, counts=[2, 1])
+        >>> matches = bank.match(torch.randn(2, 5, 16), torch.arange(5))
+        >>> bank.objects(0, matches.nearest[0]).shape
+        torch.Size([5, 16])
+    """
+
+    def __init__(
+        self,
+        *,
+        num_images: int,
+        num_objects: int,
+        dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        for name, value in (("num_images", num_images), ("num_objects", num_objects), ("dim", dim)):
+            if value < 1:
+                raise ValueError(f"{name} must be >= 1, got {value}")
+        self.num_images = num_images
+        self.capacity = num_images * num_objects
+        self._rows = torch.empty((2, self.capacity, dim), dtype=dtype, device=device)
+        self._inverse_norms = torch.empty((2, self.capacity), device=device)
+        self._images = torch.empty(self.capacity, dtype=torch.long, device=device)
+        self._counts: deque[int] = deque()  # objects of each remembered image, oldest first
+        self._oldest = 0  # slot of the oldest live row
+        self._length = 0  # live rows
+
+    def __len__(self) -> int:
+        """How many objects the bank holds."""
+        return self._length
+
+    @property
+    def images_held(self) -> int:
+        """How many images the bank remembers now, those without objects included."""
+        return len(self._counts)
+
+    def objects(self, view: int, slots: Int[Tensor, " r"]) -> Float[Tensor, "r d"]:
+        """Unnormalised object representations (R, D) at the given slots of one view's bank, in float32."""
+        return self._rows[view, slots].float()
+
+    def image_ids(self, slots: Int[Tensor, " r"]) -> Int[Tensor, " r"]:
+        """Image of each of the given slots."""
+        return self._images[slots]
+
+    @torch.no_grad()
+    def match(
+        self,
+        objects: Float[Tensor, "2 r d"],
+        images: Int[Tensor, " r"],
+        *,
+        group_rows: Sequence[int] | None = None,
+        criterion: Criterion = "cycle",
+    ) -> Matches:
+        """Find each object's nearest neighbour in the bank of its view, and which pairs are to be used.
+
+        Args:
+            objects: (2, R, D) the batch's teacher objects, any scale.
+            images: (R,) image of each object; the bank's rows of the same image never match.
+            group_rows: objects of each group of images, in order; one group when not given.
+            criterion: `cycle` keeps cycle-consistent matches, `none` keeps every match.
+
+        Returns:
+            slots of the neighbours (`NO_MATCH` if there is none) and the validity of each pair.
+
+        Raises:
+            ValueError: an unknown criterion.
+        """
+        if criterion not in get_args(Criterion):
+            raise ValueError(f"criterion must be one of {', '.join(get_args(Criterion))}, got {criterion!r}")
+        with torch.autocast(objects.device.type, enabled=False):
+            live = self._live()
+            nearest = torch.stack(
+                [
+                    nearest_rows(
+                        objects[view],
+                        [self._rows[view, part] for part in live],
+                        [self._inverse_norms[view, part] for part in live],
+                        query_images=images,
+                        segment_images=[self._images[part] for part in live],
+                    )
+                    for view in (0, 1)
+                ]
+            )
+            matched = nearest != NO_MATCH
+            # Row numbers count from the oldest row; slots count from the start of the ring.
+            slots = torch.where(matched, (nearest + self._oldest) % self.capacity, NO_MATCH)
+            if criterion == "none" or not live:
+                return Matches(slots, matched)
+            reachable = slots.clamp_min(0)
+            jumped = torch.stack([self.objects(1 - view, reachable[view]) for view in (0, 1)])
+            groups = [objects.shape[1]] if group_rows is None else group_rows
+            return Matches(slots, matched & cycle_consistency(objects, jumped, groups))
+
+    @torch.no_grad()
+    def push(self, objects: Float[Tensor, "2 r d"], images: Int[Tensor, " r"], counts: Sequence[int]) -> None:
+        """Remember a batch's objects, forgetting the oldest images beyond `num_images`.
+
+        Args:
+            objects: (2, R, D) unnormalised, image after image.
+            images: (R,) image of each object.
+            counts: objects of each of the batch's images, 0 included; they sum to R.
+
+        Raises:
+            ValueError: counts do not sum to R, or the batch holds more images or objects than the bank can.
+        """
+        rows = objects.shape[1]
+        if sum(counts) != rows:
+            raise ValueError(f"counts must sum to the {rows} objects given, got {sum(counts)}")
+        if len(counts) > self.num_images or rows > self.capacity:
+            raise ValueError(
+                f"a batch of {len(counts)} images with {rows} objects does not fit a bank of "
+                f"{self.num_images} images and {self.capacity} objects: use a larger bank or a smaller batch"
+            )
+        while len(self._counts) + len(counts) > self.num_images or self._length + rows > self.capacity:
+            expired = self._counts.popleft()
+            self._oldest = (self._oldest + expired) % self.capacity
+            self._length -= expired
+        end = (self._oldest + self._length) % self.capacity
+        first = min(rows, self.capacity - end)
+        norms = torch.stack([inverse_norms(view) for view in objects])
+        for target, source in (
+            (slice(end, end + first), slice(0, first)),
+            (slice(0, rows - first), slice(first, rows)),
+        ):
+            self._rows[:, target] = objects[:, source].to(self._rows.dtype)
+            self._inverse_norms[:, target] = norms[:, source]
+            self._images[target] = images[source]
+        self._counts.extend(counts)
+        self._length += rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """The live rows and where they lie, as tensors and numbers that a checkpoint can hold."""
+        live = self._live()
+
+        def gather(values: Tensor, dim: int) -> Tensor:
+            parts = [values[:, part] if dim else values[part] for part in live]
+            return torch.cat(parts, dim=dim) if parts else values.narrow(dim, 0, 0).clone()
+
+        return {
+            "rows": gather(self._rows, 1),
+            "inverse_norms": gather(self._inverse_norms, 1),
+            "images": gather(self._images, 0),
+            "counts": torch.tensor(list(self._counts), dtype=torch.long),
+            "oldest": self._oldest,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave, at the same slots.
+
+        Raises:
+            ValueError: the state comes from a bank of another width, or holds more than this one can.
+        """
+        rows: Tensor = state["rows"]
+        counts: list[int] = state["counts"].tolist()
+        if rows.shape[2] != self._rows.shape[2]:
+            raise ValueError(
+                f"the bank's objects have {self._rows.shape[2]} channels, the state's {rows.shape[2]}"
+            )
+        self._counts.clear()
+        self._oldest, self._length = int(state["oldest"]) % self.capacity, 0
+        self.push(rows.to(self._rows.device), state["images"].to(self._rows.device), counts)
+        # Rows may be rounded to the bank's type after their norm was taken: keep the norms as they were.
+        norms = state["inverse_norms"].to(self._inverse_norms.device)
+        start = 0
+        for part in self._live():
+            size = part.stop - part.start
+            self._inverse_norms[:, part] = norms[:, start : start + size]
+            start += size
+
+    def _live(self) -> list[slice]:
+        """Slices of the live slots, oldest first: one, or two when the ring wraps, or none."""
+        end = self._oldest + self._length
+        parts = [slice(self._oldest, min(end, self.capacity)), slice(0, max(0, end - self.capacity))]
+        return [part for part in parts if part.stop > part.start]
