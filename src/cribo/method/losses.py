@@ -139,8 +139,8 @@ class Centre(nn.Module):
         ValueError: momentum outside [0, 1).
 
     Example:
-        >>> centre = Centre(32)
-        >>> centre.update(torch.randn(8), torch.randn(32, 8))
+        >>> centre, embeddings = Centre(32), torch.randn(5, 8)
+        >>> centre.update(embeddings.sum(dim=0), torch.tensor(5), torch.randn(32, 8))
         >>> centre.value.shape
         torch.Size([32])
     """
@@ -155,11 +155,21 @@ class Centre(nn.Module):
         self.register_buffer("value", torch.zeros(num_prototypes))
 
     @torch.no_grad()
-    def update(self, mean_embedding: Float[Tensor, " e"], prototypes: Float[Tensor, "l e"]) -> None:
-        """Move towards a batch's mean logits, given its mean embedding (E,) and the teacher's prototypes."""
+    def update(
+        self, total: Float[Tensor, " e"], count: Tensor, prototypes: Float[Tensor, "l e"]
+    ) -> None:
+        """Move towards the mean logits of a batch; stay where there are no rows.
+
+        Sums may come from several micro-batches or devices, so sums are what it takes.
+
+        Args:
+            total: (E,) sum of the batch's teacher embeddings.
+            count: scalar, how many there are.
+            prototypes: (L, E) weight of the teacher's last layer.
+        """
         with torch.autocast(self.value.device.type, enabled=False):
-            mean_logits = prototypes.float() @ mean_embedding.float()
-        self.value.lerp_(mean_logits, 1 - self.momentum)
+            mean_logits = prototypes.float() @ (total.float() / count.clamp_min(1))
+        self.value.lerp_(mean_logits, (count > 0).float() * (1 - self.momentum))
 
 
 @torch.no_grad()

@@ -1,0 +1,231 @@
+"""Collections of image files: folders of any depth, and text files that list images."""
+
+import difflib
+import os
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import UInt8
+from torch import Tensor
+
+from cribo.data.reading import MAX_PIXELS, read_image
+
+# Compared in lower case: ImageNet's files end in .JPEG.
+EXTENSIONS = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".tif", ".tiff", ".bmp", ".gif"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".jp2"),
+)
+
+
+class DataError(ValueError):
+    """Data that cannot be used as asked; the message says what was found and what to change."""
+
+
+class MissingData(DataError, FileNotFoundError):
+    """A folder or file that is not there; the message offers the nearest name that is."""
+
+
+class ImageSource(Protocol):
+    """A numbered collection of images: what pretraining reads.
+
+    Any object with these three methods can be trained on:
+
+    >>> class Frames:
+    ...     def __len__(self): return 100
+    ...     def load(self, index): return torch.full((3, 64, 64), index, dtype=torch.uint8)
+    ...     def name(self, index): return f"frame {index}"
+    """
+
+    def __len__(self) -> int:
+        """Number of images."""
+        ...
+
+    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
+        """One image, RGB; raises UnreadableImage for a broken one, which training skips, counts and lists."""
+        ...
+
+    def name(self, index: int) -> str:
+        """What to call the image in reports and messages, the same in every run."""
+        ...
+
+
+class PackedNames:
+    """An immutable sequence of strings in two flat arrays: the bytes of all of them, and where each one ends.
+
+    A list of a million strings costs about 100 MB in the parent and, since every access writes a reference
+    count, is copied page by page into each forked worker. These arrays hold no Python objects: workers go on
+    sharing them.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        text, ends = bytearray(), array("q", [0])
+        for name in names:
+            text += os.fsencode(
+                name
+            )  # file names need not be valid UTF-8; fsencode and fsdecode keep them exactly
+            ends.append(len(text))
+        self._text = np.frombuffer(bytes(text), dtype=np.uint8)
+        self._ends = np.frombuffer(ends.tobytes(), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> str:
+        if not 0 <= index < len(self):
+            raise IndexError(f"index must be in 0..{len(self) - 1}, got {index}")
+        return os.fsdecode(self._text[self._ends[index] : self._ends[index + 1]].tobytes())
+
+
+class ImageFiles:
+    """Image files as an ImageSource; `open_images` makes one.
+
+    `names` are paths relative to `folder` (or absolute), in the order of the indices.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], names: Iterable[str], *, max_pixels: int = MAX_PIXELS
+    ) -> None:
+        if max_pixels < 4:
+            raise DataError(f"max_pixels must be >= 4 (the smallest image is 2 x 2), got {max_pixels}")
+        self.folder = os.fspath(folder)
+        self.max_pixels = max_pixels
+        self._names = PackedNames(names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def name(self, index: int) -> str:
+        """The image's path below `folder`, with `/` on every system."""
+        return self._names[index]
+
+    def path(self, index: int) -> str:
+        """Where the image's file is."""
+        return os.path.join(self.folder, self._names[index])
+
+    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
+        """One image, RGB, upright. Raises UnreadableImage (see `read_image`)."""
+        return read_image(self.path(index), max_pixels=self.max_pixels)
+
+
+def open_images(
+    root: str | os.PathLike[str], images: str = "", *, max_pixels: int = MAX_PIXELS
+) -> ImageFiles:
+    """All images below a folder, or those that a text file lists.
+
+    `root` is a folder of any layout (flat like COCO's `train2017`, class folders like ImageNet, deeper), of
+    which `images` may name a sub-folder; or a .txt file with one path per line, relative to the file's own
+    folder or absolute, where blank lines and lines that start with # do not count. Folders are searched to
+    the bottom, through links too; hidden files and folders are left out. Every file with one of `EXTENSIONS`
+    counts: where label maps lie below the same root, name the sub-folder. A folder's images come in the
+    order of their names (by code point, part by part), on every system; those of a list as listed.
+
+    Raises MissingData for a folder, a list or a listed image that is not there, DataError if there is no
+    image or `root` is a file of another kind.
+
+    >>> train = open_images("coco", "train2017")
+    >>> train.load(0).shape, train.name(0)
+    (torch.Size([3, 480, 640]), '000000000009.jpg')
+    """
+    path = Path(root).expanduser() / images
+    require(path)
+    if path.is_dir():
+        files = ImageFiles(path, list_files(path, EXTENSIONS), max_pixels=max_pixels)
+        if len(files) == 0:
+            raise DataError(_nothing_found(path))
+        return files
+    if path.suffix.lower() != ".txt":
+        raise DataError(
+            f"{path} is a file: give a folder of images, or a .txt file that lists one image per line"
+        )
+    return ImageFiles(path.parent, _read_list(path), max_pixels=max_pixels)
+
+
+def list_files(folder: str | os.PathLike[str], extensions: Iterable[str]) -> Iterator[str]:
+    """Paths of all files below `folder` with one of `extensions` (lower case, with dot), in order.
+
+    Links are followed, except one that leads back to a folder above itself. Paths are relative to `folder`
+    and have `/` between their parts. Raises DataError for a folder that may not be listed.
+    """
+    return _walk(os.fspath(folder), "", frozenset(extensions), ())
+
+
+def _walk(
+    folder: str, prefix: str, extensions: frozenset[str], above: tuple[tuple[int, int], ...]
+) -> Iterator[str]:
+    status = os.stat(folder)
+    here = (status.st_dev, status.st_ino)
+    if here in above:
+        return
+    try:
+        with os.scandir(folder) as entries:
+            # Sorted per folder, so that no more than one folder's entries are alive at once.
+            visible = sorted((e for e in entries if not e.name.startswith(".")), key=lambda entry: entry.name)
+    except OSError as error:
+        raise DataError(f"cannot list the folder {folder}: {error.strerror}") from error
+    for entry in visible:
+        if entry.is_dir():
+            yield from _walk(entry.path, f"{prefix}{entry.name}/", extensions, (*above, here))
+        # is_file: opening a pipe that is called x.jpg would wait for ever.
+        elif os.path.splitext(entry.name)[1].lower() in extensions and entry.is_file():
+            yield prefix + entry.name
+
+
+def _read_list(path: Path) -> list[str]:
+    try:
+        # utf-8-sig: editors on Windows put a byte-order mark first, which would be part of the first name.
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is no list of images: it is not UTF-8 text") from error
+    names = [line for line in lines if line and not line.startswith("#")]
+    if not names:
+        raise DataError(
+            f"{path} lists no image: put one path per line, relative to {path.parent} or absolute"
+        )
+    missing = [name for name in names if not os.path.isfile(os.path.join(path.parent, name))]
+    if missing:
+        raise MissingData(
+            f"{len(missing)} of the {len(names)} images that {path} lists are not there, "
+            f"the first is {missing[0]!r} (looked for at {os.path.join(path.parent, missing[0])})"
+        )
+    return names
+
+
+def require(path: Path) -> None:
+    """Raises MissingData if `path` is not there, with the nearest name that is."""
+    if path.exists():
+        return
+    missing = path
+    while not missing.parent.exists():
+        missing = missing.parent
+    parent = missing.parent
+    message = f"there is no {missing.name!r} in {parent.absolute()}"
+    if missing != path:
+        message += f" (asked for {path})"
+    if not parent.is_dir():
+        raise MissingData(f"{message}, which is a file")
+    there = sorted(entry.name for entry in os.scandir(parent) if not entry.name.startswith("."))
+    nearest = difflib.get_close_matches(missing.name, there, n=1, cutoff=0.5)
+    if nearest:
+        raise MissingData(f"{message}; did you mean {nearest[0]!r}?")
+    folders = [name for name in there if (parent / name).is_dir()]
+    raise MissingData(f"{message}; folders there: {_enumerate(folders) or 'none'}")
+
+
+def _nothing_found(folder: Path) -> str:
+    found: Counter[str] = Counter()
+    broken = 0
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            found["hidden" if name.startswith(".") else os.path.splitext(name)[1] or "without extension"] += 1
+            broken += not os.path.exists(os.path.join(parent, name))
+    there = _enumerate([f"{count} {kind}" for kind, count in found.most_common()]) or "no files at all"
+    links = f" ({broken} of them links to files that are not there)" if broken else ""
+    return f"no images in {folder}: looked for {' '.join(EXTENSIONS)}, found {there}{links}"
+
+
+def _enumerate(names: list[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

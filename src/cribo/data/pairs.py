@@ -1,0 +1,261 @@
+"""Training data: pairs of views, each image decoded once, everything random keyed by (seed, epoch, image)."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from cribo.data.images import ImageSource
+from cribo.data.randomness import keyed_generator
+from cribo.data.reading import UnreadableImage
+from cribo.method import (
+    Photometric,
+    ViewRecipe,
+    cut_views,
+    draw_initial_tokens,
+    patch_coordinates,
+    sample_crops,
+    sample_photometric,
+)
+
+# What a keyed draw is for, so that no two purposes share a stream.
+_VIEWS, _ORDER, _REPLACEMENT = 0, 1, 2
+_REPLACEMENT_ATTEMPTS = 100
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """An image that could not be used, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass
+class ViewPairs:
+    """A batch of view pairs as it leaves the workers.
+
+    Attributes:
+        views: (B, 2, 3, H, W) 8-bit.
+        coordinates: (B, 2, N, 2) patch centres (x, y) in pixels of the source image.
+        initial_tokens: (B, K) tokens of 2N that start the clusters.
+        drop_path_noise: (B, 2, sites) uniform numbers for the student's stochastic depth.
+        images: (B,) index of each image in its collection.
+        photometric: parameters of the 2B views, image after image; they stay on the host.
+        unreadable: images that had to be replaced by another.
+    """
+
+    views: UInt8[Tensor, "b 2 3 h w"]
+    coordinates: Float[Tensor, "b 2 n 2"]
+    initial_tokens: Int[Tensor, "b k"]
+    drop_path_noise: Float[Tensor, "b 2 sites"]
+    images: Int[Tensor, " b"]
+    photometric: Photometric
+    unreadable: list[Unreadable]
+
+    def __len__(self) -> int:
+        return self.images.shape[0]
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "ViewPairs":
+        """The batch with its tensors on `device`, apart from the photometric parameters."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "ViewPairs":
+        """The batch in page-locked memory; called by the loader."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def split(self, parts: int) -> "list[ViewPairs]":
+        """`parts` batches of equal size, in order.
+
+        Raises:
+            ValueError: the batch does not divide.
+        """
+        if len(self) % parts:
+            raise ValueError(f"a batch of {len(self)} images does not divide into {parts} parts")
+        size = len(self) // parts
+        return [
+            ViewPairs(
+                views=self.views[start : start + size],
+                coordinates=self.coordinates[start : start + size],
+                initial_tokens=self.initial_tokens[start : start + size],
+                drop_path_noise=self.drop_path_noise[start : start + size],
+                images=self.images[start : start + size],
+                photometric=self.photometric.select(slice(2 * start, 2 * (start + size))),
+                unreadable=self.unreadable if start == 0 else [],
+            )
+            for start in range(0, len(self), size)
+        ]
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "ViewPairs":
+        tensors = ("views", "coordinates", "initial_tokens", "drop_path_noise", "images")
+        return replace(self, **{name: function(getattr(self, name)) for name in tensors})
+
+
+class ViewPairDataset(Dataset[ViewPairs]):
+    """View pairs of an image collection, asked for by (epoch, image).
+
+    An unreadable image is replaced by another one drawn in its place, and reported with the batch.
+
+    Args:
+        source: the images.
+        recipe: how views are drawn.
+        grid: (h, w) patches of a view.
+        num_objects: K, initial tokens to draw; 0 for none.
+        drop_path_sites: uniform numbers to draw per view.
+        seed: of the run.
+    """
+
+    def __init__(
+        self,
+        source: ImageSource,
+        recipe: ViewRecipe,
+        *,
+        grid: tuple[int, int],
+        num_objects: int,
+        drop_path_sites: int,
+        seed: int,
+    ) -> None:
+        self.source = source
+        self.recipe = recipe
+        self.grid = grid
+        self.num_objects = num_objects
+        self.drop_path_sites = drop_path_sites
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, key: tuple[int, int]) -> ViewPairs:
+        """The view pair of one image in one epoch, as a batch of one.
+
+        Raises:
+            UnreadableImage: neither the image nor any of a hundred drawn in its place can be read.
+        """
+        epoch, wanted = key
+        index, image, unreadable = self._load(epoch, wanted)
+        generator = keyed_generator(self.seed, _VIEWS, epoch, index)
+        crops = sample_crops(image.shape[1], image.shape[2], self.recipe, generator=generator)
+        photometric = sample_photometric(self.recipe, generator=generator)
+        tokens = 2 * self.grid[0] * self.grid[1]
+        initial = (
+            draw_initial_tokens(tokens, self.num_objects, generator=generator)
+            if self.num_objects
+            else torch.zeros(0, dtype=torch.long)
+        )
+        return ViewPairs(
+            views=cut_views(image, crops, self.recipe.size)[None],
+            coordinates=patch_coordinates(crops.boxes, crops.flips, self.grid)[None],
+            initial_tokens=initial[None],
+            drop_path_noise=torch.rand((1, 2, self.drop_path_sites), generator=generator),
+            images=torch.tensor([index]),
+            photometric=photometric,
+            unreadable=unreadable,
+        )
+
+    def _load(self, epoch: int, wanted: int) -> tuple[int, UInt8[Tensor, "3 h w"], list[Unreadable]]:
+        unreadable: list[Unreadable] = []
+        generator = keyed_generator(self.seed, _REPLACEMENT, epoch, wanted)
+        index = wanted
+        for _ in range(_REPLACEMENT_ATTEMPTS):
+            try:
+                return index, self.source.load(index), unreadable
+            except UnreadableImage as error:
+                unreadable.append(Unreadable(self.source.name(index), error.reason))
+                index = int(torch.randint(len(self.source), (1,), generator=generator))
+        raise UnreadableImage(
+            self.source.name(wanted),
+            f"{unreadable[0].reason}; nor could any of {_REPLACEMENT_ATTEMPTS - 1} others drawn in its place be read",
+        )
+
+
+def collate(samples: list[ViewPairs]) -> ViewPairs:
+    """Join batches of one into a batch."""
+
+    def cat(name: str) -> Tensor:
+        return torch.cat([getattr(sample, name) for sample in samples])
+
+    return ViewPairs(
+        views=cat("views"),
+        coordinates=cat("coordinates"),
+        initial_tokens=cat("initial_tokens"),
+        drop_path_noise=cat("drop_path_noise"),
+        images=cat("images"),
+        photometric=Photometric.cat([sample.photometric for sample in samples]),
+        unreadable=[entry for sample in samples for entry in sample.unreadable],
+    )
+
+
+class StepBatchSampler(Sampler[list[tuple[int, int]]]):
+    """The batches of one epoch from the current step on, as lists of (epoch, image).
+
+    The order of an epoch is a permutation keyed by (seed, epoch); images beyond the last full batch sit that
+    epoch out. The place in the data is a function of the step alone, so resuming at a step, on any number of
+    devices, needs no state of a loader.
+
+    Args:
+        num_images: of the collection.
+        batch_size: images of one optimiser step, over all devices.
+        seed: of the run.
+        position: tells the optimiser step that comes next, when an epoch begins.
+        rank, world_size: which part of each batch this process gets.
+
+    Raises:
+        ValueError: less than one batch of images, or a batch that the processes cannot share evenly.
+    """
+
+    def __init__(
+        self,
+        num_images: int,
+        batch_size: int,
+        seed: int,
+        *,
+        position: Callable[[], int],
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if num_images < batch_size:
+            raise ValueError(
+                f"the data has {num_images} images, fewer than one batch: "
+                f"set optim.batch_size to {num_images} or less, got {batch_size}"
+            )
+        if batch_size % world_size:
+            raise ValueError(
+                f"optim.batch_size must be a multiple of the {world_size} processes, got {batch_size}"
+            )
+        self.num_images = num_images
+        self.batch_size = batch_size
+        self.seed = seed
+        self.position = position
+        self.rank = rank
+        self.world_size = world_size
+
+    def __len__(self) -> int:
+        return self.num_images // self.batch_size
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        """Batches (of this process's share) to the end of the epoch that the current step lies in."""
+        epoch, first = divmod(self.position(), len(self))
+        generator = keyed_generator(self.seed, _ORDER, epoch)
+        order = torch.randperm(self.num_images, generator=generator).tolist()
+        share = self.batch_size // self.world_size
+        for step in range(first, len(self)):
+            start = step * self.batch_size + self.rank * share
+            yield [(epoch, image) for image in order[start : start + share]]
+
+
+def pair_loader(
+    dataset: ViewPairDataset, sampler: StepBatchSampler, *, workers: int, pin_memory: bool
+) -> DataLoader[ViewPairs]:
+    """A loader of view pairs; its batches do not depend on the number of workers."""
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=workers,
+        collate_fn=collate,
+        pin_memory=pin_memory,
+        persistent_workers=workers > 0,
+        prefetch_factor=4 if workers else None,
+    )

@@ -1,0 +1,143 @@
+"""One image file to one RGB tensor, or one error that says what is wrong with the file."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from PIL import Image, ImageChops, UnidentifiedImageError
+from torch import Tensor
+
+MAX_PIXELS = 2 * 89_478_485
+"""Default limit of width x height: the size at which Pillow itself refuses to open an image."""
+
+# Named, so that no file can reach Pillow's rarer plugins: the one for EPS, for example, starts Ghostscript.
+FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "JPEG2000")
+
+_EXIF_ORIENTATION = 0x0112
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+class UnreadableImage(Exception):
+    """An image file that cannot be used, with the `path` of the file and the `reason`; it can be pickled."""
+
+    def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
+        # Both go to args: that is what pickle calls the class with when a worker process sends the error.
+        super().__init__(os.fspath(path), reason)
+        self.path: str = os.fspath(path)
+        self.reason: str = reason
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+def read_image(path: str | os.PathLike[str], *, max_pixels: int = MAX_PIXELS) -> UInt8[Tensor, "3 h w"]:
+    """Reads an image file as RGB, upright.
+
+    Any of `FORMATS`, the first frame of those with several. Transparent pixels are laid over white, since the
+    colour stored under them is arbitrary. 16 bits per channel become 8 by scaling the whole range, EXIF
+    orientation is applied, embedded colour profiles are ignored. The tensor is writable and channels-last in
+    memory (strides (1, 3 w, 3)), the layout that torchvision resizes fastest.
+
+    Raises UnreadableImage if the file is missing, empty, truncated, no image, narrower or lower than 2
+    pixels, holds pixels of 32 bits (their range is not defined), or has more than `max_pixels` pixels: the
+    header says so, and nothing is decoded. A limit above `MAX_PIXELS` also needs
+    `PIL.Image.MAX_IMAGE_PIXELS` raised.
+
+    >>> read_image("street.jpg").shape
+    torch.Size([3, 360, 480])
+    """
+    # Pillow alone, although torchvision.io decodes a JPEG about 20 % faster: that module is deprecated since
+    # torchvision 0.29, which announces its removal.
+    with open_header(path, max_pixels=max_pixels) as image:
+        image.load()
+        rgb = _to_rgb(image)
+        turn = _UPRIGHT.get(_orientation(image))
+        pixels = np.array(rgb if turn is None else rgb.transpose(turn))
+    return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """Height and width in pixels of the tensor that `read_image` would give, from the file's header alone.
+
+    Raises UnreadableImage for what the header shows to be unusable; what follows the header is not looked at,
+    except in a TIFF, which is decoded.
+    """
+    with open_header(path) as image:
+        if (
+            image.format == "TIFF"
+        ):  # whether its size is turned before or while it is decoded depends on Pillow
+            image.load()
+        width, height = image.size
+        return (width, height) if _orientation(image) >= 5 else (height, width)
+
+
+@contextmanager
+def open_header(path: str | os.PathLike[str], *, max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
+    """Opens an image file, checks its header, and gives the Pillow image, whose pixels are not decoded yet.
+
+    Whatever goes wrong, here or with the image inside the `with` block, is raised as UnreadableImage.
+    """
+    try:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                raise UnreadableImage(path, "the file is empty")
+            with Image.open(file, formats=FORMATS) as image:
+                width, height = image.size
+                if width * height > max_pixels:
+                    raise UnreadableImage(
+                        path,
+                        f"{width} x {height} pixels are more than max_pixels = {max_pixels}: not decoded",
+                    )
+                if min(width, height) < 2:
+                    raise UnreadableImage(
+                        path, f"{width} x {height} pixels are too few, at least 2 x 2 are needed"
+                    )
+                yield image
+    except (UnreadableImage, MemoryError):
+        raise
+    except UnidentifiedImageError as error:
+        raise UnreadableImage(path, f"not an image of a known format ({', '.join(FORMATS)})") from error
+    except FileNotFoundError as error:
+        raise UnreadableImage(path, "no such file") from error
+    except (
+        Exception
+    ) as error:  # decoders meet broken bytes with anything: OSError, SyntaxError, struct.error, ...
+        raise UnreadableImage(path, str(error) or type(error).__name__) from error
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        return int(image.getexif().get(_EXIF_ORIENTATION, 1))
+    except Exception:  # a broken EXIF block says nothing against the pixels
+        return 1
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        # The high byte, which is also what Pillow keeps of 16-bit RGB; of 16-bit grey its convert() clips at
+        # 255 in some versions. Older ones open 16-bit PNGs as "I".
+        return Image.fromarray((np.array(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            "32-bit pixels have no defined range of brightness: convert the file to 8 or 16 bits per channel"
+        )
+    if image.mode == "CMYK" and image.format in ("JPEG", "MPO") and "adobe" not in image.info:
+        # Pillow inverts the inks of every CMYK JPEG; only files with Adobe's marker store them inverted.
+        return ImageChops.invert(image).convert("RGB")
+    if image.has_transparency_data:
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+    return image.convert("RGB")

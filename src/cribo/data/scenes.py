@@ -1,0 +1,274 @@
+"""Images composed by the program from a seed: textured, shaded objects on a textured ground, with a class for every pixel.
+
+The class of an object is its outline together with its texture; the class of a ground is its texture. Colours, sizes,
+orientations, lighting and overlaps are drawn independently of the class, so a mean colour says nothing about it.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+OBJECT_CLASSES = (
+    "striped disc",
+    "dotted square",
+    "chequered triangle",
+    "meshed star",
+    "zigzag cross",
+    "scaled hexagon",
+    "marbled flower",
+    "woven gear",
+)
+GROUND_CLASSES = ("sand", "clouds", "water", "gravel")
+
+_TILE = 512  # texels along one side of a texture tile; tiles repeat without a seam
+_TEXELS_PER_PIXEL = 5.0  # tiles are sampled far below their resolution, so the nearest texel is good enough
+_ANGLES = 720  # entries of an outline table
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Scenes:
+    """A data set of `count` square scenes, each composed from `(seed, first + index)` alone.
+
+    Args:
+        count: number of scenes.
+        size: side of a scene in pixels, at least 16.
+        seed: the seed of the whole data set; scenes of two seeds have nothing in common.
+        first: number of the first scene, so that index ranges of one seed serve as training and held-out sets.
+        min_objects: fewest objects in a scene.
+        max_objects: most objects in a scene; objects painted early may end up hidden.
+
+    Raises:
+        ValueError: a value is out of its range.
+
+    Example:
+        >>> train, held_out = Scenes(2000), Scenes(200, first=2000)
+        >>> train.load(0).shape, train.labels(0).shape
+        (torch.Size([3, 96, 96]), torch.Size([96, 96]))
+    """
+
+    count: int
+    size: int = 96
+    seed: int = 0
+    first: int = 0
+    min_objects: int = 4
+    max_objects: int = 7
+
+    def __post_init__(self) -> None:
+        for name, least in (("count", 1), ("size", 16), ("seed", 0), ("first", 0), ("min_objects", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)}")
+        if self.max_objects < self.min_objects:
+            raise ValueError(f"max_objects must be >= min_objects ({self.min_objects}), got {self.max_objects}")
+
+    @property
+    def classes(self) -> list[str]:
+        """Class names; the position in this list is the class index used in `labels`."""
+        return [*OBJECT_CLASSES, *GROUND_CLASSES]
+
+    @property
+    def ignore_index(self) -> int:
+        """The label that means no class; it does not occur."""
+        return 255
+
+    def __len__(self) -> int:
+        return self.count
+
+    def name(self, index: int) -> str:
+        """A name for the scene that tells the seed and number it is composed from."""
+        return f"scene-{self.seed}-{self._number(index):06d}"
+
+    def load(self, index: int) -> UInt8[Tensor, "3 size size"]:
+        """The RGB image of one scene.
+
+        Raises:
+            IndexError: no such scene.
+        """
+        return torch.from_numpy(self._compose(index)[0])
+
+    def labels(self, index: int) -> UInt8[Tensor, "size size"]:
+        """The class index of every pixel of one scene; the value 255 (ignore) does not occur.
+
+        Raises:
+            IndexError: no such scene.
+        """
+        return torch.from_numpy(self._compose(index)[1])
+
+    def _number(self, index: int) -> int:
+        if not 0 <= index < self.count:
+            raise IndexError(f"scene index must be in 0..{self.count - 1}, got {index}")
+        return self.first + index
+
+    def _compose(self, index: int) -> tuple[Array, Array]:
+        random = np.random.Generator(np.random.Philox(key=[self.seed, self._number(index)]))
+        return compose_scene(random, self.size, self.min_objects, self.max_objects)
+
+
+def compose_scene(random: np.random.Generator, size: int, min_objects: int, max_objects: int) -> tuple[Array, Array]:
+    """Paint one scene, far objects first.
+
+    Returns:
+        The image, uint8 (3, size, size), and the class of every pixel, uint8 (size, size).
+    """
+    scene = random.random(8)
+    num_objects = min_objects + int(scene[0] * (max_objects - min_objects + 1))
+    ground = len(OBJECT_CLASSES) + int(scene[1] * len(GROUND_CLASSES))
+    light = 2 * np.pi * scene[2]
+    light_x, light_y = np.cos(light), np.sin(light)
+    draws = random.random((num_objects + 1, 16)).astype(np.float32)
+    dark, bright = _colour_pairs(draws[:, :6])
+
+    pixel = np.arange(size, dtype=np.float32)
+    x, y = pixel[None, :], pixel[:, None]
+    canvas = _paint(ground, x, y, draws[0], dark[0], bright[0])
+    labels = np.full((size, size), ground, np.uint8)
+    scales = np.sort(draws[1:, 6])[::-1]  # large objects are painted first: they are hidden less often
+
+    for order in range(num_objects):
+        draw = draws[order + 1]
+        object_class = int(draw[7] * len(OBJECT_CLASSES))
+        radius = size * (0.17 + 0.15 * float(scales[order]))
+        centre_x, centre_y = size * (1.1 * draw[8] - 0.05), size * (1.1 * draw[9] - 0.05)
+        margin = 1.25 * radius + 2
+        left, right = int(max(centre_x - margin, 0)), int(min(centre_x + margin + 1, size))
+        top, bottom = int(max(centre_y - margin, 0)), int(min(centre_y + margin + 1, size))
+        if left >= right or top >= bottom:
+            continue
+        window = slice(top, bottom), slice(left, right)
+        dx, dy = x[:, left:right] - centre_x, y[top:bottom] - centre_y
+
+        stretch = 0.8 + 0.2 * draw[10]
+        coverage, rim = _cover(object_class, dx, dy, radius, 2 * np.pi * draw[11], stretch)
+        shade = _cover(object_class, dx + 0.09 * radius * light_x, dy + 0.09 * radius * light_y, radius,
+                       2 * np.pi * draw[11], stretch)[0]  # fmt: skip
+        surface = _paint(object_class, dx, dy, draw, dark[order + 1], bright[order + 1])
+        relief = 0.98 + (0.1 + 0.25 * draw[12]) * (light_x * dx + light_y * dy) / radius * (0.4 + rim)
+
+        part = canvas[(slice(None), *window)]
+        part *= 1 - 0.45 * shade
+        part += coverage * (surface * relief - part)
+        labels[window][coverage > 0.5] = object_class
+
+    slope = (light_x * (x - size / 2) + light_y * (y - size / 2)) / size
+    canvas *= 0.9 + 0.2 * scene[3] + (0.1 + 0.4 * scene[4]) * slope
+    return (canvas.clip(0, 1) * 255 + 0.5).astype(np.uint8), labels
+
+
+def _paint(texture: int, x: Array, y: Array, draw: Array, dark: Array, bright: Array) -> Array:
+    """Two colours, mixed by a rotated, scaled and shifted piece of a texture: (3, h, w)."""
+    turn = 2 * np.pi * draw[13]
+    step = _TEXELS_PER_PIXEL * (0.8 + 0.4 * draw[14])
+    along, across = step * np.cos(turn), step * np.sin(turn)
+    shift_x, shift_y = _TILE * draw[14] * 7, _TILE * draw[15]
+    column = (along * x + across * y + shift_x).astype(np.int32) & (_TILE - 1)
+    row = (along * y - across * x + shift_y).astype(np.int32) & (_TILE - 1)
+    mix = _textures()[texture, row, column]
+    return dark[:, None, None] + (bright - dark)[:, None, None] * mix
+
+
+def _cover(outline: int, dx: Array, dy: Array, radius: float, turn: float, stretch: float) -> tuple[Array, Array]:
+    """How much of each pixel an object covers (0 to 1, soft over one pixel), and its squared relative distance from the centre."""
+    cosine, sine = np.cos(turn), np.sin(turn)
+    u = cosine * dx + sine * dy
+    v = (cosine * dy - sine * dx) / stretch
+    distance = np.sqrt(u * u + v * v)
+    table = _outlines()[outline]
+    border = radius * table[((np.arctan2(v, u) + np.pi) * (_ANGLES / (2 * np.pi))).astype(np.int32) % _ANGLES]
+    return (border - distance + 0.5).clip(0, 1), (distance / border) ** 2
+
+
+def _colour_pairs(draws: Float[Array, "n 6"]) -> tuple[Float[Array, "n 3"], Float[Array, "n 3"]]:
+    """Two colours per row: luminances that are alike in all rows, hues that are not; either may be the brighter."""
+    low = 0.30 + 0.06 * draws[:, 0]
+    luminance = np.stack([low, low + 0.32 + 0.06 * draws[:, 1]], 1)
+    flipped = draws[:, 2] < 0.5
+    luminance = np.where(flipped[:, None], luminance[:, ::-1], luminance)
+    hue = 2 * np.pi * np.stack([draws[:, 3], draws[:, 3] + 0.4 * (draws[:, 4] - 0.5)], 1)
+    chroma = (0.16 + 0.16 * draws[:, 5])[:, None]
+    # The chroma axes of YIQ change no luminance.
+    in_phase, quadrature = np.float32([0.956, -0.272, -1.106]), np.float32([0.621, -0.647, 1.703])
+    offset = np.cos(hue)[..., None] * in_phase + np.sin(hue)[..., None] * quadrature
+    rgb = luminance[..., None] + chroma[..., None] * offset
+    return rgb[:, 0], rgb[:, 1]
+
+
+@lru_cache(maxsize=1)
+def _outlines() -> Float[Array, "outlines angles"]:
+    """The radius of every outline as a function of the angle, each scaled to the area of the unit disc times 0.8."""
+    angle = np.linspace(-np.pi, np.pi, _ANGLES, endpoint=False)
+
+    def polygon(corners: int) -> Array:
+        sector = 2 * np.pi / corners
+        return np.cos(sector / 2) / np.cos((angle + np.pi) % sector - sector / 2)
+
+    across = np.abs(np.stack([np.cos(angle), np.sin(angle)]))
+    arm = 0.36
+    cross = np.minimum(1 / across.max(0), np.maximum(arm / np.maximum(across.min(0), 1e-6), arm * np.sqrt(2)))
+    teeth = 1 + 0.13 * np.clip(3 * np.cos(9 * angle), -1, 1)
+    sawtooth = np.abs((angle + np.pi) / (2 * np.pi) * 5 % 1 - 0.5) * 2
+    star = 1 / (1 + 1.4 * (1 - sawtooth))
+    petals = 1 + 0.3 * np.cos(5 * angle)
+    shapes = [np.ones(_ANGLES), polygon(4), polygon(3), star, cross, polygon(6), petals, teeth]
+    stacked = np.stack([shape * np.sqrt(0.8 / np.mean(shape**2)) for shape in shapes])
+    return np.minimum(stacked, 1.25).astype(np.float32)
+
+
+@lru_cache(maxsize=1)
+def _textures() -> Float[Array, "textures tile tile"]:
+    """One seamless tile per class, in the order of the classes; values in 0..1 with mean 1/2."""
+    fixed = np.random.Generator(np.random.Philox(key=[7, 7]))
+    unit = np.arange(_TILE) / _TILE
+    u, v = np.meshgrid(2 * np.pi * unit, 2 * np.pi * unit)
+
+    def band(low: float, high: float) -> Array:
+        """Gaussian noise with frequencies between `low` and `high` cycles per tile, standard deviation 1."""
+        cycles = np.hypot(*np.meshgrid(*2 * [np.fft.fftfreq(_TILE, 1 / _TILE)]))
+        spectrum = np.fft.fft2(fixed.standard_normal((_TILE, _TILE)))
+        noise = np.fft.ifft2(spectrum * ((cycles >= low) & (cycles <= high))).real
+        return noise / noise.std()
+
+    def centred(field: Array) -> Array:
+        """Shift to median 0, so that both colours get an equal share of the area."""
+        return field - np.median(field)
+
+    wobble = band(1, 4)
+    cycles = 9  # of the regular textures: a period of about 7 pixels
+    rows = np.floor(unit[:, None] * cycles * 2).astype(int)
+    brick_u = (unit[None] * cycles + 0.5 * (rows % 2)) % 1 - 0.5
+    brick_v = (unit[:, None] * cycles * 2) % 1
+    scales = 0.75 - np.hypot(brick_u * 1.3, brick_v - 0.1)
+    weave = np.where((np.floor(u * cycles / np.pi) + np.floor(v * cycles / np.pi)) % 2 == 0,
+                     np.cos(3 * cycles * u), np.cos(3 * cycles * v))  # fmt: skip
+    points = fixed.random((170, 2)).astype(np.float32)
+    grid = unit.astype(np.float32)
+    offset_x = np.abs(grid[None, :] - points[:, :1])
+    offset_y = np.abs(grid[None, :] - points[:, 1:])
+    offset_x, offset_y = np.minimum(offset_x, 1 - offset_x) ** 2, np.minimum(offset_y, 1 - offset_y) ** 2
+    nearest = second = np.full((_TILE, _TILE), 9, np.float32)
+    for point in range(len(points)):
+        distance = offset_y[point][:, None] + offset_x[point][None]
+        second = np.minimum(second, np.maximum(nearest, distance))
+        nearest = np.minimum(nearest, distance)
+
+    fields = [
+        np.cos(cycles * u),
+        1.2 * (np.cos(cycles * u) + np.cos(cycles * v) - 0.75),
+        4 * np.cos(6 * u) * np.cos(6 * v),
+        2 * (0.75 - np.maximum(np.cos(cycles * u), np.cos(cycles * v))),
+        np.cos(cycles * v + 2.4 * np.arcsin(np.cos(6 * u))),
+        5 * centred(scales),
+        3 * centred(np.abs(band(3, 9))),
+        weave,
+        centred(band(30, 60)),
+        centred(band(2, 5)),
+        np.cos(12 * v + 2.2 * wobble),
+        25 * (np.sqrt(second) - np.sqrt(nearest) - 0.02),
+    ]
+    tiles = [0.5 * np.tanh(1.8 * field) for field in fields]
+    # An equal mean keeps brightness silent about the class; which colour is which is drawn for every object.
+    return np.stack([tile - tile.mean() + 0.5 for tile in tiles]).astype(np.float32)

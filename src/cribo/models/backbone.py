@@ -1,0 +1,438 @@
+"""Every network of timm that has patch tokens or a feature map, behind one call: `encode`."""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import timm
+import torch
+from jaxtyping import Float
+from timm.layers.drop import DropPath
+from timm.layers.weight_init import trunc_normal_
+from timm.models import Eva, VisionTransformer
+from torch import Tensor, nn
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+# What build_backbone sets itself, with what to use in its place.
+RESERVED_ARGS = {
+    "img_size": "use image_size",
+    "dynamic_img_size": "it is on wherever the network has it",
+    "num_classes": "a backbone has no classifier",
+    "in_chans": "images are RGB",
+    "drop_path_rate": "use drop_path",
+    "pretrained": "use the argument `pretrained` of build_backbone",
+    "checkpoint_path": "use the argument `pretrained` of build_backbone",
+    "pretrained_cfg": "use the argument `pretrained` of build_backbone",
+    "pretrained_cfg_overlay": "use the argument `pretrained` of build_backbone",
+    "features_only": "encode gives the features",
+}
+
+
+class Features(NamedTuple):
+    """What a backbone says about a batch of images.
+
+    Attributes:
+        global_token: (B, D), one vector per image.
+        tokens: (B, N, D * layers), row by row from the top left of the image, N = h * w.
+        grid: (h, w), the number of tokens down and across.
+    """
+
+    global_token: Float[Tensor, "b d"]
+    tokens: Float[Tensor, "b n c"]
+    grid: tuple[int, int]
+
+
+class _DropPathNoise:
+    """The numbers that the drop path sites of one network share during one call of `encode`."""
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+
+
+class KeyedDropPath(nn.Module):
+    """Stochastic depth whose random numbers come from the caller, one per sample and site.
+
+    It stands in for timm's `DropPath`, which draws from the global generator, so that a sample's dropped
+    branches do not depend on the batch, the device or the worker in which it is processed.
+    """
+
+    def __init__(self, rate: float, site: int, noise: _DropPathNoise) -> None:
+        super().__init__()
+        self.rate = rate
+        self.site = site
+        self.noise = noise
+
+    def forward(self, branch: Float[Tensor, "b *rest"]) -> Float[Tensor, "b *rest"]:
+        """Drop the branch for the samples whose number lies below the rate, scale it up for the others."""
+        if self.noise.value is None:
+            return branch
+        kept = (self.noise.value[:, self.site] >= self.rate).to(branch.dtype) / (1.0 - self.rate)
+        return branch * kept.view(-1, *(1,) * (branch.ndim - 1))
+
+    def extra_repr(self) -> str:
+        """Show rate and site in the printed network."""
+        return f"rate={self.rate:.3f}, site={self.site}"
+
+
+class Backbone(nn.Module):
+    """A timm network as a dense feature extractor; `build_backbone` makes one by name.
+
+    Vision transformers give [CLS] and their patch tokens after the final norm; without a [CLS] token, and
+    for convolutional networks, the global token is the mean of the tokens. Parameters that `encode` never
+    reads (the norm inside a classifier head, for example) have `requires_grad=False`.
+
+    Attributes:
+        model: the timm network, with timm's own parameter names.
+        name: timm's name of the architecture.
+        arguments: the keyword arguments with which `timm.create_model(name, ...)` builds the same network.
+        image_size: the size (pixels) for which the position embedding is stored.
+        embed_dim: D, channels of a token.
+        patch_size: pixels per token along each side; the output stride of a convolutional network.
+        depth: blocks whose tokens can be asked for (`layers` of `encode`); 1 for a feature map.
+        num_drop_path_sites: residual branches that can be dropped.
+        drop_path_rates: the drop probability of each of them.
+        mean, std: the RGB normalisation (of values in 0-1) that the weights expect.
+    """
+
+    def __init__(self, model: nn.Module, name: str, arguments: Mapping[str, Any], image_size: int) -> None:
+        super().__init__()
+        self.model: Any = model  # timm's networks have no typed base
+        self.name = name
+        self.arguments = dict(arguments)
+        self.image_size = image_size
+        self.mean: tuple[float, ...] = IMAGENET_MEAN
+        self.std: tuple[float, ...] = IMAGENET_STD
+        self._is_transformer = isinstance(model, VisionTransformer | Eva)
+        if self._is_transformer:
+            self.patch_size = _transformer_patch_size(model, name)
+            self.depth = len(self.model.blocks)
+        else:
+            self.patch_size = _map_stride(model, name)
+            self.depth = 1
+        _check_divisible((image_size,), self.patch_size)
+        self._takes_any_size = "dynamic_img_size" in arguments or "img_size" not in arguments
+        self._noise = _DropPathNoise()
+        self.drop_path_rates = _replace_drop_path(model, self._noise)
+        self.embed_dim, self.unused_parameters = self._probe()
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name in self.unused_parameters:
+                parameter.requires_grad_(False)
+
+    @property
+    def num_drop_path_sites(self) -> int:
+        """How many residual branches can be dropped: those whose rate is above 0."""
+        return len(self.drop_path_rates)
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """The `args` with which `build_backbone` builds the same network."""
+        return {key: value for key, value in self.arguments.items() if key not in RESERVED_ARGS}
+
+    def encode(
+        self,
+        images: Float[Tensor, "b 3 h w"],
+        layers: int = 1,
+        *,
+        drop_path_noise: Float[Tensor, "b sites"] | None = None,
+    ) -> Features:
+        """Turn normalised images into one global token and a grid of tokens each.
+
+        Args:
+            images: (B, 3, H, W), normalised with `mean` and `std`; H and W multiples of `patch_size`.
+            layers: how many of the last blocks give tokens (each after the final norm), concatenated along
+                the channels, the last block last. The global token is always the last block's.
+            drop_path_noise: (B, num_drop_path_sites) uniform numbers in [0, 1). Where a number is below its
+                site's rate, that residual branch is dropped for that sample; the others are divided by the
+                probability of being kept. None: nothing is dropped, in training mode too.
+
+        Raises:
+            ValueError: an image size that does not fit, or `layers` out of range.
+
+        Example:
+            >>> backbone = build_backbone("vit_small_patch16_224", image_size=64)
+            >>> features = backbone.encode(torch.zeros(2, 3, 64, 96))
+            >>> features.tokens.shape, features.grid
+            (torch.Size([2, 24, 384]), (4, 6))
+        """
+        self._check(images, layers, drop_path_noise)
+        self._noise.value = drop_path_noise
+        try:
+            return self._encode_tokens(images, layers) if self._is_transformer else self._encode_map(images)
+        finally:
+            self._noise.value = None
+
+    def forward(
+        self,
+        images: Float[Tensor, "b 3 h w"],
+        layers: int = 1,
+        *,
+        drop_path_noise: Float[Tensor, "b sites"] | None = None,
+    ) -> Features:
+        """The same as `encode`, for wrappers that call modules (DistributedDataParallel, compile)."""
+        return self.encode(images, layers, drop_path_noise=drop_path_noise)
+
+    def _encode_tokens(self, images: Tensor, layers: int) -> Features:
+        model = self.model
+        has_prefix = model.num_prefix_tokens > 0
+        blocks = model.forward_intermediates(
+            images,
+            indices=layers,
+            return_prefix_tokens=has_prefix,
+            norm=True,
+            output_fmt="NLC",
+            intermediates_only=True,
+        )
+        # Networks made for average pooling keep their final norm behind the pooling, in `fc_norm`.
+        late_norm = model.fc_norm if isinstance(model.norm, nn.Identity) else nn.Identity()
+        tokens = [late_norm(block[0] if has_prefix else block) for block in blocks]
+        if model.cls_token is not None:
+            global_token = late_norm(blocks[-1][1][:, 0])
+        else:
+            global_token = tokens[-1].mean(dim=1)
+        grid = (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
+        return Features(global_token, tokens[0] if layers == 1 else torch.cat(tokens, dim=-1), grid)
+
+    def _encode_map(self, images: Tensor) -> Features:
+        feature_map = self.model.forward_features(images)
+        if getattr(self.model, "output_fmt", "NCHW") == "NHWC":
+            feature_map = feature_map.permute(0, 3, 1, 2)
+        grid = (feature_map.shape[2], feature_map.shape[3])
+        tokens = feature_map.flatten(2).transpose(1, 2)
+        return Features(tokens.mean(dim=1), tokens, grid)
+
+    def _check(self, images: Tensor, layers: int, drop_path_noise: Tensor | None) -> None:
+        if images.ndim != 4 or images.shape[1] != 3:
+            raise ValueError(f"images must be (B, 3, H, W), got {tuple(images.shape)}")
+        height, width = images.shape[2], images.shape[3]
+        _check_divisible((height, width), self.patch_size)
+        if not self._takes_any_size and (height, width) != (self.image_size, self.image_size):
+            raise ValueError(
+                f"{self.name} was built for {self.image_size}x{self.image_size} images and takes no other, "
+                f"got {height}x{width}: build it with that image_size, or choose a vision transformer or a "
+                "convolutional network"
+            )
+        if not 1 <= layers <= self.depth:
+            if not self._is_transformer:
+                raise ValueError(
+                    f"{self.name} gives one feature map, so layers must be 1, got {layers}: only the blocks "
+                    "of a vision transformer share one grid"
+                )
+            raise ValueError(f"layers must be 1 to {self.depth}, the blocks of {self.name}, got {layers}")
+        expected = (images.shape[0], self.num_drop_path_sites)
+        if drop_path_noise is not None and tuple(drop_path_noise.shape) != expected:
+            raise ValueError(
+                f"drop_path_noise must be (B, num_drop_path_sites) = {expected}, "
+                f"got {tuple(drop_path_noise.shape)}"
+            )
+        if drop_path_noise is not None and getattr(self.model, "grad_checkpointing", False):
+            # A block that is computed again in the backward pass would find the noise gone.
+            raise ValueError(
+                "drop path noise and timm's gradient checkpointing exclude each other: use drop_path=0"
+            )
+
+    def _probe(self) -> tuple[int, frozenset[str]]:
+        """Encode one small image to learn D and which parameters have no part in the result."""
+        model = self.model
+        size = self.image_size
+        if self._takes_any_size:
+            size = self.patch_size * (1 if self._is_transformer else 2)
+        was_training = model.training
+        model.eval()  # a batch norm must neither see one image nor remember it
+        try:
+            with torch.enable_grad():
+                image = torch.zeros(1, 3, size, size)
+                if not self._is_transformer:
+                    _check_is_map(model, self.name, image, size // self.patch_size)
+                features = self.encode(image)
+        finally:
+            model.train(was_training)
+        used = {id(leaf) for leaf in _leaves(features.global_token) | _leaves(features.tokens)}
+        unused = (name for name, parameter in model.named_parameters() if id(parameter) not in used)
+        return features.tokens.shape[-1], frozenset(unused)
+
+
+def build_backbone(
+    name: str,
+    *,
+    args: Mapping[str, Any] | None = None,
+    pretrained: str | None = None,
+    image_size: int = 224,
+    drop_path: float = 0.0,
+    seed: int = 0,
+) -> Backbone:
+    """Build a backbone by its timm name.
+
+    Args:
+        name: such as `vit_small_patch16_224`, `vit_base_patch14_reg4_dinov2`, `resnet50`, `convnext_tiny`.
+        args: arguments of timm's constructor (`depth`, `embed_dim`, `num_heads`, `output_stride`, ...).
+        pretrained: weights to start from: a file, `"timm"`, or a timm name with its tag (`load_pretrained`).
+            None: random weights, [CLS] and position embedding from a truncated normal of 0.02, the rest as
+            in timm.
+        image_size: pixels; the size for which the position embedding is stored (for others, interpolated).
+        drop_path: rate of the last residual branch; rates rise linearly with depth, from 0.
+        seed: the random weights depend on nothing else.
+
+    Raises:
+        ValueError: an unknown name or argument, a network without dense features, a size or rate that does
+            not fit.
+
+    Example:
+        >>> small = {"depth": 6, "embed_dim": 192, "num_heads": 3}
+        >>> backbone = build_backbone("vit_small_patch16_224", args=small)
+        >>> backbone.embed_dim, backbone.patch_size
+        (192, 16)
+    """
+    args = dict(args or {})
+    _check_name(name)
+    _check_args(name, args)
+    if not 0.0 <= drop_path < 1.0:
+        raise ValueError(f"drop_path must be >= 0 and < 1, got {drop_path}")
+    if image_size < 1:
+        raise ValueError(f"image_size must be >= 1, got {image_size}")
+    with torch.random.fork_rng(devices=[]):
+        # Not torch.manual_seed, which would reseed the GPU's generators as well.
+        torch.default_generator.manual_seed(seed)
+        model, arguments = _create(name, args, image_size, drop_path)
+        _initialise_embeddings(model)
+        backbone = Backbone(model, name, arguments, image_size)
+    if pretrained is not None:
+        from cribo.models.weights import load_pretrained  # weights.py builds backbones too
+
+        load_pretrained(backbone, pretrained)
+    return backbone
+
+
+def nearest_names(name: str) -> str:
+    """The timm names most like `name`, as the end of an error message."""
+    near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
+    return f": did you mean {', '.join(near)}?" if near else ": timm.list_models() lists them"
+
+
+def _check_name(name: str) -> None:
+    architecture, _, tag = name.partition(".")
+    if not timm.is_model(architecture):
+        raise ValueError(f"unknown backbone {name!r}{nearest_names(architecture)}")
+    if tag:
+        raise ValueError(
+            f"{name!r} names pretrained weights: use name={architecture!r} and pretrained={name!r}"
+        )
+
+
+def _check_args(name: str, args: Mapping[str, Any]) -> None:
+    for key, value in args.items():
+        if key in RESERVED_ARGS:
+            raise ValueError(f"the argument {key!r} of {name} is set by build_backbone: {RESERVED_ARGS[key]}")
+        if key.endswith("drop_rate") and value:
+            raise ValueError(
+                f"the argument {key!r} of {name} must be 0, got {value}: dropout draws from the global "
+                "generator, so that a run could not be repeated; use drop_path"
+            )
+
+
+def _create(
+    name: str, args: Mapping[str, Any], image_size: int, drop_path: float
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Build the network; the second value is what builds it again, without drop path."""
+    rate: dict[str, Any] = {"drop_path_rate": drop_path} if drop_path > 0 else {}
+    # Which of the three a network takes is known only by trying; one that does not take an argument says so
+    # at once.
+    for size_args in ({"img_size": image_size, "dynamic_img_size": True}, {"img_size": image_size}, {}):
+        try:
+            arguments: dict[str, Any] = {**args, **size_args, "num_classes": 0}
+            return timm.create_model(name, pretrained=False, **arguments, **rate), arguments
+        except (TypeError, AssertionError, ValueError, RuntimeError) as error:
+            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if unknown and unknown[1] in size_args:
+                continue
+            if unknown and unknown[1] == "drop_path_rate":
+                raise ValueError(f"{name} has no drop path: use drop_path=0, got {drop_path}") from error
+            if unknown:
+                raise ValueError(
+                    f"{name} has no argument {unknown[1]!r}: see timm's documentation"
+                ) from error
+            raise ValueError(
+                f"{name} cannot be built with {dict(args)} at {image_size} pixels: {error}"
+            ) from error
+    raise AssertionError("the last attempt sets no size argument")
+
+
+def _initialise_embeddings(model: nn.Module) -> None:
+    for key in ("cls_token", "pos_embed"):
+        embedding = getattr(model, key, None)
+        if isinstance(embedding, nn.Parameter):
+            trunc_normal_(embedding, std=0.02)
+
+
+def _replace_drop_path(model: nn.Module, noise: _DropPathNoise) -> tuple[float, ...]:
+    rates: list[float] = []
+    for parent in list(model.modules()):
+        for child_name, child in list(parent.named_children()):
+            if isinstance(child, DropPath):
+                rate = float(child.drop_prob or 0.0)
+                setattr(parent, child_name, KeyedDropPath(rate, len(rates), noise))
+                rates.append(rate)
+    return tuple(rates)
+
+
+def _transformer_patch_size(model: Any, name: str) -> int:
+    embed = model.patch_embed
+    ratio = embed.feat_ratio(as_scalar=False) if hasattr(embed, "feat_ratio") else embed.patch_size
+    if ratio[0] != ratio[1]:
+        raise ValueError(f"the patches of {name} must be square, got {ratio[0]}x{ratio[1]}")
+    return int(ratio[0])
+
+
+def _map_stride(model: Any, name: str) -> int:
+    info: Any = getattr(model, "feature_info", None)
+    try:
+        return int(info[-1]["reduction"])
+    except (TypeError, KeyError, IndexError, ValueError):
+        raise ValueError(f"{name} does not say its output stride{_SUPPORTED}") from None
+
+
+_SUPPORTED = (
+    ": supported are vision transformers (timm's VisionTransformer and Eva families) and networks whose "
+    "forward_features gives a feature map (ResNet, ConvNeXt, Swin, ...)"
+)
+
+
+def _check_is_map(model: Any, name: str, image: Tensor, side: int) -> None:
+    with torch.no_grad():
+        output = model.forward_features(image)
+    if not isinstance(output, Tensor) or output.ndim != 4:
+        kind = f"a {output.ndim}-dimensional tensor" if isinstance(output, Tensor) else type(output).__name__
+        raise ValueError(f"{name} gives {kind} and no feature map{_SUPPORTED}")
+    is_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
+    found = tuple(output.shape[1:3] if is_last else output.shape[2:4])
+    if found != (side, side):
+        raise ValueError(
+            f"{name} gives a {found[0]}x{found[1]} map of a {image.shape[2]}-pixel image where its stride "
+            f"promises {side}x{side}{_SUPPORTED}"
+        )
+
+
+def _check_divisible(sizes: Sequence[int], patch_size: int) -> None:
+    for size in sizes:
+        if size % patch_size or size < 1:
+            below, above = size // patch_size * patch_size, (size // patch_size + 1) * patch_size
+            use = f"{below} or {above}" if below else f"{above}"
+            raise ValueError(f"image size {size} is not divisible by the patch size {patch_size}: use {use}")
+
+
+def _leaves(output: Tensor) -> set[Tensor]:
+    """The parameters on which `output` depends, read off the graph without running it."""
+    leaves: set[Tensor] = set()
+    pending: list[Any] = [output.grad_fn]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.add(node.variable)
+        pending.extend(source for source, _ in node.next_functions)
+    return leaves

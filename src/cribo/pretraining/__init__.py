@@ -1,0 +1,19 @@
+"""Pretraining: configuration, the training step under Lightning, and what a run leaves behind."""
+
+from cribo.pretraining.config import PretrainConfig
+from cribo.pretraining.module import NonFiniteLoss, PretrainingModule
+from cribo.pretraining.monitoring import TooManyUnreadable
+from cribo.pretraining.presets import ConfigError, load_config
+from cribo.pretraining.run import Run, pretrain, resume
+
+__all__ = [
+    "ConfigError",
+    "NonFiniteLoss",
+    "PretrainConfig",
+    "PretrainingModule",
+    "Run",
+    "TooManyUnreadable",
+    "load_config",
+    "pretrain",
+    "resume",
+]

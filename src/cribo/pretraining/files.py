@@ -1,0 +1,123 @@
+"""The run folder: claiming it without harm to anything in it, and writing files whole or not at all."""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CONFIG, SUMMARY, METRICS, SKIPPED = "config.yaml", "summary.json", "metrics.csv", "skipped.csv"
+CHECKPOINTS, REPORT = "checkpoints", "report"
+
+
+class RunFolderError(ValueError):
+    """A run folder that cannot be used, with what to do instead."""
+
+
+def claim_run_folder(out: Path, name: str | None, default_name: str, *, overwrite: bool) -> Path:
+    """Make the folder of a new run, `out/name`.
+
+    Without a name, the first of `default_name`, `default_name-2`, ... that does not exist.
+
+    Raises:
+        RunFolderError: the folder exists and `overwrite` is not set, holds something that is no run, is a file,
+            or cannot be written to.
+    """
+    _require_folder(out)
+    if name is None:
+        folder, number = out / default_name, 1
+        while folder.exists():
+            number += 1
+            folder = out / f"{default_name}-{number}"
+    else:
+        folder = out / name
+        if folder.exists() and not folder.is_dir():
+            raise RunFolderError(f"{folder} is a file, not a run folder: choose another --name or --out")
+        if folder.is_dir() and any(folder.iterdir()):
+            if not overwrite:
+                raise RunFolderError(
+                    f"{folder} exists already: choose another --name, continue it with --resume {folder}, "
+                    "or replace it with --overwrite"
+                )
+            if not (folder / CONFIG).is_file():
+                raise RunFolderError(f"{folder} holds no {CONFIG}, so it is no run and is left alone")
+            shutil.rmtree(folder)
+    try:
+        (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RunFolderError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
+    return folder
+
+
+def _require_folder(out: Path) -> None:
+    for part in (out, *out.parents):
+        if part.is_dir():
+            return
+        if part.exists():
+            raise RunFolderError(f"{part} is a file, not a folder: choose another --out")
+
+
+def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a file so that readers see the old one or the new one, whatever happens on the way.
+
+    Args:
+        path: where it shall stand.
+        write: writes it to the temporary path that it is given, in the same folder.
+
+    Raises:
+        OSError: writing failed; the file that stood there is untouched and the temporary one is gone.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a dictionary as indented JSON, whole or not at all."""
+    write_whole(path, lambda part: _write_text(part, json.dumps(content, indent=2) + "\n"))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text, whole or not at all."""
+    write_whole(path, lambda part: _write_text(part, text))
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error says that there is no room: no space, or a quota."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        # torch's writer hides the cause behind its own message.
+        if isinstance(seen, RuntimeError) and any(
+            sign in str(seen) for sign in ("file write failed", "unexpected pos", "No space left")
+        ):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,298 @@
+"""The training step under Lightning: objective, backward, update, moving average, banks and centres."""
+
+from dataclasses import asdict
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cribo.data.pairs import Unreadable, ViewPairs
+from cribo.data.randomness import keyed_generator
+from cribo.method import NO_MATCH, Centre, MemoryBank
+from cribo.models import build_backbone
+from cribo.pretraining.config import PretrainConfig, resolve_bank_images
+from cribo.pretraining.network import Network
+from cribo.pretraining.objective import LOSSES, Objective, Result, prototype_entropy
+from cribo.pretraining.parameters import clip_each, drop_gradients, parameter_groups
+from cribo.pretraining.schedules import Schedules, StepValues
+
+# Rows that the collapse watch looks at: enough for a mean, few against the batch.
+_WATCHED_ROWS = 256
+
+
+class PretrainingModule(L.LightningModule):
+    """Student and teacher, banks and centres, and what happens to them in one optimiser step.
+
+    One call of `training_step` is one optimiser step, whatever the number of micro-batches: everything that is
+    updated (banks, centres, teacher) is updated once, at its end.
+
+    Args:
+        config: of the run.
+        num_images: of the collection.
+        steps_per_epoch: optimiser steps of one pass.
+    """
+
+    def __init__(self, config: PretrainConfig, *, num_images: int, steps_per_epoch: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.config = config
+        self.schedules = Schedules(config, steps_per_epoch)
+        backbone = build_backbone(
+            config.backbone.name,
+            args=config.backbone.args,
+            pretrained=config.backbone.pretrained,
+            image_size=config.views.size,
+            drop_path=config.backbone.drop_path,
+            seed=keyed_generator(config.seed, 0).initial_seed() % 2**31,
+        )
+        self.student = Network(backbone, config.head, seed=config.seed)
+        self.teacher = self.student.make_teacher()
+        self.image_centre = Centre(config.head.prototypes, momentum=config.losses.centre_momentum)
+        self.object_centre = Centre(config.head.prototypes, momentum=config.losses.centre_momentum)
+        self.bank_images = resolve_bank_images(config, num_images)
+        self.bank: MemoryBank | None = None
+        self._restored_bank: dict[str, Any] | None = None
+        self._objective: Objective | None = None
+        self.num_images = num_images
+        self.unreadable: list[Unreadable] = []
+        self._sums: Tensor | None = None
+        self._first_bad = torch.empty(0)
+        self._last: Result | None = None
+
+    # ------------------------------------------------------------------------------------------------- set-up
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW over the parameter groups; the schedules set its rates at every step."""
+        # The fused kernel refuses the loss scaling of 16-bit floats together with clipping between the two.
+        fused = self.device.type == "cuda" and self.config.runtime.precision != "16-mixed"
+        return torch.optim.AdamW(parameter_groups(self.student, self.config.optim), lr=0.0, fused=fused)
+
+    def on_fit_start(self) -> None:
+        """Allocate the banks on the device, and fill them if a checkpoint was loaded."""
+        if self.config.losses.cross_image:
+            self.bank = MemoryBank(
+                num_images=self.bank_images,
+                num_objects=self.config.objects.num_objects,
+                dim=self.student.backbone.embed_dim,
+                dtype=torch.float16 if self.device.type == "cuda" else torch.float32,
+                device=self.device,
+            )
+            if self._restored_bank is not None:
+                self.bank.load_state_dict(self._restored_bank)
+                self._restored_bank = None
+        if self.config.runtime.compile:
+            self.student.backbone.compile()
+            self.teacher.backbone.compile()
+        self._objective = Objective(
+            self.config,
+            student=self.student,
+            teacher=self.teacher,
+            image_centre=self.image_centre,
+            object_centre=self.object_centre,
+            bank=self.bank,
+        )
+
+    # --------------------------------------------------------------------------------------------------- step
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps done."""
+        return self.global_step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0, that the next step belongs to."""
+        return self.step // self.schedules.steps_per_epoch
+
+    def training_step(self, batch: ViewPairs, batch_idx: int) -> None:
+        """One optimiser step."""
+        assert self._objective is not None
+        optim = self.config.optim
+        step, epoch = self.step, self.epoch
+        values = self.schedules.at(step)
+        optimizer: Any = self.optimizers()
+        for group in optimizer.param_groups:
+            group["lr"] = values.lr * group["lr_scale"]
+            group["weight_decay"] = values.weight_decay * group["decay"]
+
+        optimizer.zero_grad()
+        results: list[Result] = []
+        for part in batch.split(optim.micro_batches):
+            result = self._objective(
+                part,
+                epoch=epoch,
+                teacher_temperature=values.teacher_temperature,
+                train_backbone=epoch >= optim.freeze_backbone_epochs,
+            )
+            total = result.losses["image"] + result.losses["cross_view"] + result.losses["cross_image"]
+            self.manual_backward(total / optim.micro_batches)
+            result.losses = {name: loss.detach() for name, loss in result.losses.items()}
+            results.append(result)
+        optimizer.step()
+        # Inside a step the centres, the banks and the teacher stay as they were at its start.
+        self._update_centres(results)
+        self.teacher.move_towards(self.student, values.momentum)
+        self._push(results)
+        self._note(batch, results)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clip, then freeze; gradients are unscaled here whatever the precision."""
+        optim = self.config.optim
+        if optim.clip is not None:
+            clip_each(self.student.parameters(), optim.clip)
+        if self.epoch < optim.freeze_last_layers_epochs:
+            drop_gradients(self.student.last_layers)
+        if self.epoch < optim.freeze_backbone_epochs:
+            drop_gradients(self.student.backbone.parameters())
+
+    def _update_centres(self, results: list[Result]) -> None:
+        if self.config.losses.centring != "mean":
+            return
+        for centre, layer, name in (
+            (self.image_centre, self.teacher.image_prototypes, "teacher_images"),
+            (self.object_centre, self.teacher.object_prototypes, "teacher_objects"),
+        ):
+            embeddings = torch.cat([getattr(result, name) for result in results])
+            count = torch.tensor([embeddings.shape[0]], dtype=torch.float32, device=self.device)
+            totals = self._sum_over_devices(torch.cat((embeddings.sum(dim=0), count)))
+            centre.update(totals[:-1], totals[-1], layer.weight)
+
+    def _push(self, results: list[Result]) -> None:
+        found = [result.objects for result in results if result.objects is not None]
+        if self.bank is None or not found:
+            return
+        objects = torch.cat([part.teacher for part in found], dim=1)
+        images = torch.cat([part.images for part in found])
+        counts = [count for part in found for count in part.counts]
+        self.bank.push(*self._gather_objects(objects, images, counts))
+
+    def _gather_objects(
+        self, objects: Tensor, images: Tensor, counts: list[int]
+    ) -> tuple[Tensor, Tensor, list[int]]:
+        """The objects of all devices, in the order of the whole batch: every bank holds the same."""
+        if self.trainer.world_size == 1:
+            return objects, images, counts
+        all_counts = self._all_gather(torch.tensor(counts, device=self.device))
+        rows = all_counts.sum(dim=1).tolist()
+        missing = max(rows) - objects.shape[1]
+        all_objects = self._all_gather(F.pad(objects, (0, 0, 0, missing)))
+        all_images = self._all_gather(F.pad(images, (0, missing)))
+        return (
+            torch.cat([part[:, :length] for part, length in zip(all_objects, rows, strict=True)], dim=1),
+            torch.cat([part[:length] for part, length in zip(all_images, rows, strict=True)]),
+            all_counts.flatten().tolist(),
+        )
+
+    def _all_gather(self, tensor: Tensor) -> Tensor:
+        gathered = self.all_gather(tensor)
+        assert isinstance(gathered, Tensor)
+        return gathered
+
+    def _sum_over_devices(self, tensor: Tensor) -> Tensor:
+        return tensor if self.trainer.world_size == 1 else self._all_gather(tensor).sum(dim=0)
+
+    # ------------------------------------------------------------------------------------------------ numbers
+
+    def _note(self, batch: ViewPairs, results: list[Result]) -> None:
+        """Add a step to the running sums. They stay on the device until somebody reads them."""
+        losses = torch.stack(
+            [torch.stack([r.losses[name] for r in results]).mean() for name in LOSSES]
+        )
+        valid = sum(
+            (r.matches.valid.sum() for r in results if r.matches is not None), start=losses.new_zeros(())
+        )
+        kept = sum(sum(r.objects.counts) for r in results if r.objects is not None)
+        if self._sums is None:
+            self._sums = losses.new_zeros(len(LOSSES) + 4)
+            self._first_bad = torch.full_like(losses, -1)
+        extra = torch.stack((valid, *losses.new_tensor((kept, len(batch), 1.0))))
+        self._sums += torch.cat((losses, extra))
+        new = ~losses.isfinite() & (self._first_bad < 0)
+        self._first_bad = torch.where(new, float(self.step - 1), self._first_bad)
+        self._last = results[-1]
+        self.unreadable += batch.unreadable
+
+    def check_finite(self) -> None:
+        """Refuse to go on from a loss that is not finite. Reads the device.
+
+        Raises:
+            NonFiniteLoss: naming the loss and the first step at which it was seen.
+        """
+        if self._sums is None:
+            return
+        for name, step in zip(LOSSES, self._first_bad.tolist(), strict=True):
+            if step >= 0:
+                raise NonFiniteLoss(name, int(step))
+
+    def read_metrics(self) -> dict[str, float]:
+        """Means over the steps since the last reading, the schedules' values, and the collapse watch.
+
+        Reads the device: call it now and then.
+        """
+        self.check_finite()
+        assert self._sums is not None and self._last is not None
+        sums = self._sum_over_devices(self._sums)
+        *losses, valid, kept, images, steps = sums.tolist()
+        means = {f"loss_{name}": loss / steps for name, loss in zip(LOSSES, losses, strict=True)}
+        values = self.schedules.at(self.step - 1)
+        metrics = {
+            "loss": sum(means.values()),
+            **means,
+            "bootstrapping_ratio": valid / (2 * kept) if kept else 0.0,
+            "objects_per_image": kept / images,
+            "lr": values.lr,
+            "weight_decay": values.weight_decay,
+            "momentum": values.momentum,
+            "teacher_temperature": values.teacher_temperature,
+            **self._watch(values),
+        }
+        self._sums = None
+        return metrics
+
+    @torch.no_grad()
+    def _watch(self, values: StepValues) -> dict[str, float]:
+        """Signs of collapse, on some rows of the last batch."""
+        assert self._last is not None and self._objective is not None
+        result = self._last
+        watched: dict[str, float] = {}
+        for name, embeddings, level in self._objective.levels(result, values.teacher_temperature):
+            of_mean, mean_of = prototype_entropy(embeddings[:_WATCHED_ROWS], level)
+            watched[f"{name}_entropy_of_mean"] = float(of_mean)
+            watched[f"{name}_mean_entropy"] = float(mean_of)
+        tokens = F.normalize(result.tokens.flatten(0, 2).float(), dim=-1)
+        # 1 where directions are spread evenly, 0 where all tokens are one.
+        watched["feature_std"] = float(tokens.std(dim=0).mean() * tokens.shape[1] ** 0.5)
+        if result.matches is not None:
+            matched = result.matches.nearest[result.matches.nearest != NO_MATCH]
+            if matched.numel():
+                watched["distinct_neighbours"] = matched.unique().numel() / matched.numel()
+        return watched
+
+    # -------------------------------------------------------------------------------------------- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the bank, which is no registered state, and what the run was."""
+        checkpoint["cribo"] = {
+            "bank": self.bank.state_dict() if self.bank is not None else None,
+            "config": asdict(self.config),
+            "num_images": self.num_images,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the bank's state until there is a bank."""
+        self._restored_bank = checkpoint["cribo"]["bank"]
+
+
+class NonFiniteLoss(RuntimeError):
+    """A loss became infinite or not a number."""
+
+    def __init__(self, loss: str, step: int) -> None:
+        super().__init__(
+            f"the loss {loss} was not finite at step {step}: nothing was saved since. Resume from the last "
+            "checkpoint with a lower optim.lr, a longer optim.warmup_epochs, optim.clip 0.3, or "
+            "runtime.precision bf16-mixed instead of 16-mixed"
+        )
+        self.loss = loss
+        self.step = step

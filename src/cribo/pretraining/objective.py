@@ -1,0 +1,319 @@
+"""One step of the method: from a batch of view pairs to the three losses (METHOD sections 2 to 4)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from cribo.data.pairs import ViewPairs
+from cribo.method import (
+    Centre,
+    Matches,
+    MemoryBank,
+    SelfDistillation,
+    apply_photometric,
+    cluster_tokens,
+    cross_image_loss,
+    cross_view_loss,
+    pool_objects,
+    sinkhorn_centre,
+)
+from cribo.method.clustering import cluster_tokens_kmeans
+from cribo.pretraining.config import LossConfig, ObjectsConfig, PretrainConfig
+from cribo.pretraining.network import Network
+
+
+@dataclass
+class Objects:
+    """The kept objects of a batch, compacted: R rows, image after image.
+
+    Attributes:
+        teacher: (2, R, D) the teacher's representations.
+        labels: (B, 2, N) cluster of each token.
+        rows: (R,) image within the batch of each object.
+        clusters: (R,) its cluster.
+        images: (R,) its image's index in the collection.
+        counts: objects of each image of the batch.
+    """
+
+    teacher: Float[Tensor, "2 r d"]
+    labels: Int[Tensor, "b 2 n"]
+    rows: Int[Tensor, " r"]
+    clusters: Int[Tensor, " r"]
+    images: Int[Tensor, " r"]
+    counts: list[int]
+
+    def group_rows(self, group_size: int) -> list[int]:
+        """Objects of each group of `group_size` images."""
+        return [
+            sum(self.counts[start : start + group_size]) for start in range(0, len(self.counts), group_size)
+        ]
+
+
+@dataclass
+class Result:
+    """What one batch gives: the losses, and what the step needs afterwards.
+
+    Attributes:
+        losses: image, cross_view, cross_image: float32 scalars, means over the batch's groups; 0 where off.
+        objects: the kept objects; None when no loss works on objects.
+        matches: their matches; None without L_ci^o.
+        teacher_images: (2B, E) the teacher's image-level embeddings.
+        teacher_objects: (2R, E) its object-level embeddings.
+        tokens: (B, 2, N, D) the teacher's tokens, for the collapse watch.
+    """
+
+    losses: dict[str, Tensor]
+    objects: Objects | None
+    matches: Matches | None
+    teacher_images: Float[Tensor, "2b e"]
+    teacher_objects: Float[Tensor, "2r e"]
+    tokens: Float[Tensor, "b 2 n d"]
+
+
+LOSSES = ("image", "cross_view", "cross_image")
+
+
+class Objective:
+    """Computes the losses of a batch with the student, the teacher, the banks and the centres as they stand.
+
+    Nothing is updated here: the same objective serves any number of micro-batches of one step.
+    """
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        *,
+        student: Network,
+        teacher: Network,
+        image_centre: Centre,
+        object_centre: Centre,
+        bank: MemoryBank | None,
+    ) -> None:
+        self.config = config
+        self.student = student
+        self.teacher = teacher
+        self.image_centre = image_centre
+        self.object_centre = object_centre
+        self.bank = bank
+
+    def __call__(
+        self, batch: ViewPairs, *, epoch: int, teacher_temperature: float, train_backbone: bool
+    ) -> Result:
+        """The losses of a batch.
+
+        Args:
+            batch: B view pairs, a whole number of groups.
+            epoch: from 0; decides whether L_ci^o counts yet.
+            teacher_temperature: tau_t.
+            train_backbone: whether gradients reach the backbone.
+        """
+        config = self.config
+        size = len(batch)
+        group_size = config.objects.group_size
+        images = apply_photometric(
+            batch.views.flatten(0, 1),
+            batch.photometric,
+            solarise_threshold=config.views.solarise_threshold,
+            mean=self.student.backbone.mean,
+            std=self.student.backbone.std,
+        )
+
+        with torch.no_grad():
+            global_tokens, tokens, _ = self.teacher.backbone(images)
+            tokens = tokens.unflatten(0, (size, 2))
+            objects = find_objects(tokens, batch, config.objects) if config.needs_objects else None
+            matches = None
+            if objects is not None and self.bank is not None:
+                matches = self.bank.match(
+                    objects.teacher,
+                    objects.images,
+                    group_rows=objects.group_rows(group_size),
+                    criterion=config.objects.criterion,
+                )
+
+        with torch.set_grad_enabled(train_backbone):
+            student_global, student_tokens, _ = self.student.backbone(
+                images, drop_path_noise=_noise_or_none(batch.drop_path_noise)
+            )
+        # (2, B, D): view first, as everything from here on
+        student_images = self.student.embed(_by_view(student_global, size))
+        with torch.no_grad():
+            teacher_images = self.teacher.embed(_by_view(global_tokens, size))
+
+        losses = {name: student_images.new_zeros(()) for name in LOSSES}
+        student_objects = teacher_objects = student_images[:, :0]
+        if objects is not None:
+            pooled, _ = pool_objects(
+                student_tokens.unflatten(0, (size, 2)), objects.labels, config.objects.num_objects
+            )
+            student_objects = self.student.embed(pooled[objects.rows, :, objects.clusters].transpose(0, 1))
+            with torch.no_grad():
+                teacher_objects = self.teacher.embed(objects.teacher)
+
+        groups = size // group_size
+        object_rows = objects.group_rows(group_size) if objects is not None else [0] * groups
+        neighbours = None
+        if matches is not None and epoch >= config.losses.cross_image_from_epoch:
+            neighbours = self._embed_neighbours(matches, object_rows)
+        image_prototypes = self.student.image_prototypes.weight
+        object_prototypes = self.student.object_prototypes.weight
+        with torch.no_grad():
+            teacher_image_prototypes = self.teacher.image_prototypes.weight
+            teacher_object_prototypes = self.teacher.object_prototypes.weight
+        first_row = 0
+        for group in range(groups):
+            of_group = slice(group * group_size, (group + 1) * group_size)
+            rows = slice(first_row, first_row + object_rows[group])
+            first_row = rows.stop
+            if config.losses.image:
+                level = self._level(
+                    self.image_centre,
+                    image_prototypes,
+                    teacher_image_prototypes,
+                    teacher_images[:, of_group],
+                    teacher_temperature,
+                )
+                losses["image"] += cross_view_loss(
+                    student_images[:, of_group], teacher_images[:, of_group], level
+                )
+            if objects is None:
+                continue
+            level = self._level(
+                self.object_centre,
+                object_prototypes,
+                teacher_object_prototypes,
+                teacher_objects[:, rows],
+                teacher_temperature,
+            )
+            if config.losses.cross_view:
+                losses["cross_view"] += cross_view_loss(
+                    student_objects[:, rows], teacher_objects[:, rows], level
+                )
+            if neighbours is not None and matches is not None:
+                losses["cross_image"] += cross_image_loss(
+                    student_objects[:, rows], neighbours[group], matches.valid[:, rows], level
+                )
+        return Result(
+            losses={name: loss / groups for name, loss in losses.items()},
+            objects=objects,
+            matches=matches,
+            teacher_images=teacher_images.flatten(0, 1),
+            teacher_objects=teacher_objects.flatten(0, 1).detach(),
+            tokens=tokens,
+        )
+
+    def levels(
+        self, result: Result, teacher_temperature: float
+    ) -> Iterator[tuple[str, Float[Tensor, "r e"], SelfDistillation]]:
+        """Name, teacher embeddings and distillation of each level that has rows in a result."""
+        for name, embeddings, centre, layer in (
+            ("image", result.teacher_images, self.image_centre, self.teacher.image_prototypes),
+            ("object", result.teacher_objects, self.object_centre, self.teacher.object_prototypes),
+        ):
+            if embeddings.shape[0]:
+                weight = layer.weight
+                yield name, embeddings, self._level(centre, weight, weight, embeddings, teacher_temperature)
+
+    @torch.no_grad()
+    def _embed_neighbours(self, matches: Matches, object_rows: list[int]) -> list[tuple[Tensor, Tensor]]:
+        """The teacher's embeddings of the valid neighbours of each view, group by group.
+
+        Only the neighbours that the loss uses go through the head. How many they are is read once, when the
+        student's pass is already under way.
+        """
+        assert self.bank is not None
+        valid = matches.valid.cpu()
+        views = []
+        for view in (0, 1):
+            rows = valid[view].nonzero().flatten().to(matches.nearest.device)
+            embeddings = self.teacher.embed(self.bank.objects(view, matches.nearest[view, rows]))
+            counts = [int(part.sum()) for part in valid[view].split(object_rows)]
+            views.append(embeddings.split(counts))
+        return list(zip(*views, strict=True))
+
+    def _level(
+        self,
+        centre: Centre,
+        student_prototypes: Tensor,
+        teacher_prototypes: Tensor,
+        teacher: Float[Tensor, "*r e"],
+        teacher_temperature: float,
+    ) -> SelfDistillation:
+        losses: LossConfig = self.config.losses
+        value = centre.value
+        if losses.centring == "sinkhorn":
+            value = sinkhorn_centre(
+                teacher.flatten(0, -2), teacher_prototypes, temperature=teacher_temperature
+            )
+        return SelfDistillation(
+            student_prototypes, teacher_prototypes, value, losses.student_temperature, teacher_temperature
+        )
+
+
+def find_objects(tokens: Float[Tensor, "b 2 n d"], batch: ViewPairs, config: ObjectsConfig) -> Objects:
+    """Cluster the teacher's tokens of each image and compact the clusters that both views have.
+
+    Reading which clusters are kept is the synchronisation after which shapes depend on the data.
+    """
+    size = tokens.shape[0]
+    joint, coordinates = tokens.flatten(1, 2), batch.coordinates.flatten(1, 2)
+    if config.clustering == "kmeans":
+        labels = cluster_tokens_kmeans(
+            joint,
+            coordinates,
+            num_objects=config.num_objects,
+            iterations=config.iterations,
+            initial_tokens=batch.initial_tokens,
+        )
+    else:
+        labels = cluster_tokens(
+            joint,
+            coordinates,
+            num_objects=config.num_objects,
+            position_weight=config.position_weight,
+            marginals=config.marginals,
+            iterations=config.iterations,
+            sinkhorn_iterations=config.sinkhorn_iterations,
+            sharpness=config.sharpness,
+            initial_tokens=batch.initial_tokens,
+        )
+    labels = labels.view(size, 2, -1)
+    pooled, kept = pool_objects(tokens, labels, config.num_objects)
+    kept_on_host = kept.cpu()
+    rows, clusters = (index.to(tokens.device) for index in kept_on_host.nonzero(as_tuple=True))
+    return Objects(
+        teacher=pooled[rows, :, clusters].transpose(0, 1),
+        labels=labels,
+        rows=rows,
+        clusters=clusters,
+        images=batch.images[rows],
+        counts=kept_on_host.sum(dim=1).tolist(),
+    )
+
+
+def prototype_entropy(
+    embeddings: Float[Tensor, "r e"], level: SelfDistillation
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """Entropy of the mean teacher distribution, and mean entropy of the distributions, as shares of ln L.
+
+    The first near 0: all rows share one prototype. The second near 1: every row is uniform. Both are collapse.
+    """
+    logits = F.linear(embeddings, level.teacher_prototypes) - level.centre
+    p = (logits / level.teacher_temperature).softmax(dim=-1)
+    scale = 1 / torch.log(torch.tensor(float(p.shape[1])))
+    mean = p.mean(dim=0)
+    of_mean = -(mean * mean.clamp_min(1e-12).log()).sum() * scale
+    mean_of = -(p * p.clamp_min(1e-12).log()).sum(dim=1).mean() * scale
+    return of_mean, mean_of
+
+
+def _by_view(tokens: Float[Tensor, "two_b d"], size: int) -> Float[Tensor, "2 b d"]:
+    return tokens.unflatten(0, (size, 2)).transpose(0, 1)
+
+
+def _noise_or_none(noise: Float[Tensor, "b 2 sites"]) -> Float[Tensor, "two_b sites"] | None:
+    return noise.flatten(0, 1) if noise.shape[2] else None

@@ -1,0 +1,151 @@
+"""Configurations by name, by file, and with overrides: one parser for the command line and for Python."""
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
+
+from cribo.pretraining.config import PretrainConfig
+
+DEFAULT_PRESET = "quickstart"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used: an unknown name, a value of the wrong type or out of range."""
+
+
+class ConfigParser(ArgumentParser):
+    """A parser that takes no abbreviations and offers the nearest valid name for an unknown one."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Refuse the arguments.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(self._with_advice(str(message))) from ex
+
+    def _with_advice(self, message: str) -> str:
+        known = [
+            option.lstrip("-")
+            for action in self._actions
+            for option in action.option_strings
+            if option.startswith("--")
+        ]
+        for word in message.replace("'", " ").replace('"', " ").replace("=", " ").split():
+            name = word.strip(".,:").removeprefix("--")
+            if name and (word.startswith("--") or "not expected" in message or "ot accepted" in message):
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+                if name not in known and near:
+                    return f"{message.rstrip('.')}: did you mean --{near[0]}?"
+        return message
+
+
+def preset_names() -> list[str]:
+    """Names of the presets that come with the package."""
+    folder = resources.files("cribo") / "presets"
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def find_config(name: str | Path) -> Path:
+    """The file of a preset's name or of a path.
+
+    Raises:
+        ConfigError: neither a preset nor a file; the nearest preset is offered.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    if path.is_dir() and (path / "config.yaml").is_file():
+        return path / "config.yaml"
+    names = preset_names()
+    if str(name) in names:
+        return Path(str(resources.files("cribo") / "presets" / f"{name}.yaml"))
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    advice = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(f"no preset and no file is called {name}: {advice}the presets are {', '.join(names)}")
+
+
+class _ActionPresetOrFile(ActionConfigFile):
+    """--config takes a preset's name too."""
+
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
+        super().__call__(parser, cfg, str(find_config(values)), option_string)
+
+
+def add_config_arguments(parser: ArgumentParser) -> None:
+    """Give a parser --config and every value of a pretraining configuration."""
+    parser.add_argument(
+        "--config",
+        action=_ActionPresetOrFile,
+        help=f"a preset ({', '.join(preset_names())}) or a YAML file; values given after it override it "
+        f"(default: {DEFAULT_PRESET})",
+    )
+    parser.add_class_arguments(PretrainConfig)
+
+
+def config_from(parser: ArgumentParser, arguments: Namespace) -> PretrainConfig:
+    """The checked configuration that parsed arguments hold.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+    names = PretrainConfig.__dataclass_fields__
+    only = Namespace(**{name: arguments[name] for name in names})
+    try:
+        made = _config_parser().instantiate(only)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return PretrainConfig(**{name: made[name] for name in names})
+
+
+def load_config(
+    config: str | Path = DEFAULT_PRESET, overrides: Mapping[str, Any] | None = None
+) -> PretrainConfig:
+    """Read a preset or file and override some values.
+
+    Args:
+        config: a preset's name, a YAML file, or a run folder.
+        overrides: dotted names and their values, such as {"optim.epochs": 10}.
+
+    Raises:
+        ConfigError: an unknown name, a value of the wrong type or out of range.
+
+    Example:
+        >>> load_config("imagenet_vits16", {"objects.num_objects": 12}).objects.num_objects
+        12
+    """
+    parser = _config_parser()
+    words: list[str] = ["--config", str(config)]
+    for name, value in (overrides or {}).items():
+        words.append(f"--{name}={json.dumps(_plain(value))}")
+    return config_from(parser, parser.parse_args(words))
+
+
+def dump_config(config: PretrainConfig) -> str:
+    """The configuration as YAML that `load_config` reads back to the same values."""
+    return yaml.safe_dump(_plain(config), sort_keys=False)
+
+
+def _config_parser() -> ConfigParser:
+    parser = ConfigParser()
+    add_config_arguments(parser)
+    return parser
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(entry) for entry in value]
+    return value

@@ -1,0 +1,299 @@
+"""The pictures of a run: curves, schedules, clusters on view pairs, matches across images."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from cribo.data.pairs import ViewPairDataset, ViewPairs, collate
+from cribo.data.randomness import keyed_generator
+from cribo.method import MemoryBank, normalise
+from cribo.pretraining.config import PretrainConfig
+from cribo.pretraining.files import REPORT, write_whole
+from cribo.pretraining.network import Network
+from cribo.pretraining.objective import Objects, find_objects
+from cribo.pretraining.schedules import Schedules
+
+_CLUSTER_PAIRS = 6
+_QUERIES, _NEIGHBOURS, _GALLERY = 4, 6, 256
+_DPI = 120
+
+
+def write_report(
+    folder: Path,
+    config: PretrainConfig,
+    rows: list[dict[str, float]],
+    schedules: Schedules,
+    teacher: Network,
+    dataset: ViewPairDataset,
+    *,
+    baselines: dict[str, float],
+) -> list[Path]:
+    """Write the report of a run as PNG files into `report/`, and return them.
+
+    Args:
+        folder: the run folder.
+        config: of the run.
+        rows: of `metrics.csv`.
+        schedules: of the run.
+        teacher: the trained teacher, on the device to use.
+        dataset: the view pairs that were trained on.
+        baselines: mIoU by name, drawn beside the run's score.
+    """
+    (folder / REPORT).mkdir(exist_ok=True)
+    pictures: dict[str, Callable[[], Figure]] = {
+        "losses": lambda: draw_losses(rows),
+        "schedules": lambda: draw_schedules(schedules),
+    }
+    if any("dense_nn" in row for row in rows):
+        pictures["dense_nn"] = lambda: draw_score(rows, baselines)
+    if config.losses.cross_image:
+        pictures["bootstrapping_ratio"] = lambda: draw_bootstrapping(rows)
+    if config.needs_objects:
+        sample = sample_objects(teacher, dataset, config, count=_GALLERY)
+        pictures["clusters"] = lambda: draw_clusters(sample)
+        pictures["matches"] = lambda: draw_matches(sample, config)
+    written = []
+    for name, draw in pictures.items():
+        path = folder / REPORT / f"{name}.png"
+        with mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
+            figure = draw()
+
+        def save(part: Path, figure: Figure = figure) -> None:
+            figure.savefig(part, dpi=_DPI, format="png")
+
+        write_whole(path, save)
+        written.append(path)
+    return written
+
+
+# ------------------------------------------------------------------------------------------------------- curves
+
+
+def draw_losses(rows: list[dict[str, float]]) -> Figure:
+    """The three losses over the epochs; a loss that is off is left out."""
+    figure, axes = _figure(6.4, 3.8)
+    for name, label, colour in (
+        ("loss_image", r"image level $\mathcal{L}_{cv}^{g}$", "C0"),
+        ("loss_cross_view", r"cross-view objects $\mathcal{L}_{cv}^{o}$", "C1"),
+        ("loss_cross_image", r"cross-image objects $\mathcal{L}_{ci}^{o}$", "C2"),
+    ):
+        points = [(row["epoch"], row[name]) for row in rows if row.get(name)]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, color=colour, linewidth=1.2)
+    axes.set(xlabel="epoch", ylabel="cross-entropy [nats]", title="Losses")
+    _legend(axes)
+    return figure
+
+
+def draw_bootstrapping(rows: list[dict[str, float]]) -> Figure:
+    """Mean bootstrapping ratio of each epoch (the paper's figure)."""
+    figure, axes = _figure(6.4, 3.8)
+    epochs: dict[int, list[float]] = {}
+    for row in rows:
+        if "bootstrapping_ratio" in row:
+            # A row that closes an epoch has that epoch's whole number plus one.
+            epochs.setdefault(max(0, int(np.ceil(row["epoch"])) - 1), []).append(row["bootstrapping_ratio"])
+    if epochs:
+        numbers = sorted(epochs)
+        marker = "o" if len(numbers) < 40 else None
+        axes.plot(numbers, [100 * np.mean(epochs[n]) for n in numbers], marker=marker, markersize=3)
+    axes.set(xlabel="epoch", ylabel="objects with a valid match [%]", title="Bootstrapping ratio")
+    axes.set_ylim(bottom=0)
+    return figure
+
+
+def draw_score(rows: list[dict[str, float]], baselines: dict[str, float]) -> Figure:
+    """Dense retrieval over the epochs, beside the baselines."""
+    figure, axes = _figure(6.4, 3.8)
+    points = [(row["epoch"], 100 * row["dense_nn"]) for row in rows if "dense_nn" in row]
+    axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label="teacher")
+    for number, (name, value) in enumerate(baselines.items()):
+        axes.axhline(100 * value, color=f"C{number + 1}", linestyle="--", linewidth=1, label=name)
+    axes.set(xlabel="epoch", ylabel="mIoU [%]", title="Dense nearest-neighbour retrieval")
+    axes.set_ylim(bottom=0)
+    _legend(axes)
+    return figure
+
+
+def draw_schedules(schedules: Schedules) -> Figure:
+    """Learning rate, weight decay, teacher momentum and teacher temperature over the epochs."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    steps = np.unique(np.linspace(0, schedules.total_steps - 1, 400).astype(int))
+    values = [schedules.at(int(step)) for step in steps]
+    panels = figure.subplots(2, 2, sharex=True)
+    for axes, (name, label) in zip(
+        panels.flat,
+        (
+            ("lr", "learning rate"),
+            ("weight_decay", "weight decay"),
+            ("momentum", "teacher momentum"),
+            ("teacher_temperature", r"teacher temperature $\tau_t$"),
+        ),
+        strict=True,
+    ):
+        axes.plot(steps / schedules.steps_per_epoch, [getattr(value, name) for value in values])
+        axes.set_title(label)
+        axes.ticklabel_format(axis="y", useOffset=False)
+    for axes in panels[1]:
+        axes.set_xlabel("epoch")
+    return figure
+
+
+# ----------------------------------------------------------------------------------------------------- pictures
+
+
+@dataclass
+class ObjectSample:
+    """Some images as the trained teacher sees them: `pairs` and their `objects`, as in a training step."""
+
+    pairs: ViewPairs
+    objects: Objects
+    grid: tuple[int, int]
+
+    def view(self, image: int, view: int) -> np.ndarray:
+        """One view, (H, W, 3) in 0-1, without photometric changes."""
+        return self.pairs.views[image, view].permute(1, 2, 0).numpy() / 255
+
+    def label_map(self, image: int, view: int) -> Int[Tensor, "h w"]:
+        """The cluster of every pixel of one view."""
+        cells = self.objects.labels[image, view].view(1, 1, *self.grid).float()
+        size = self.pairs.views.shape[-2:]
+        return F.interpolate(cells, size=tuple(size), mode="nearest")[0, 0].long()
+
+
+@torch.no_grad()
+def sample_objects(
+    teacher: Network, dataset: ViewPairDataset, config: PretrainConfig, *, count: int, batch_size: int = 32
+) -> ObjectSample:
+    """Cluster the view pairs of up to `count` images drawn from the data."""
+    device = next(teacher.parameters()).device
+    order = torch.randperm(len(dataset), generator=keyed_generator(config.seed)).tolist()[:count]
+    # An epoch that training never sees: these views are nobody's memory of a step.
+    pairs = collate([dataset[config.optim.epochs, image] for image in order])
+    backbone = teacher.backbone
+    training = backbone.training
+    backbone.eval()
+    tokens = []
+    try:
+        for views in pairs.views.split(batch_size):
+            images = normalise(
+                views.flatten(0, 1).to(device).float() / 255, mean=backbone.mean, std=backbone.std
+            )
+            tokens.append(backbone.encode(images).tokens.unflatten(0, (len(views), 2)).float().cpu())
+    finally:
+        backbone.train(training)
+    return ObjectSample(pairs, find_objects(torch.cat(tokens), pairs, config.objects), dataset.grid)
+
+
+def draw_clusters(sample: ObjectSample) -> Figure:
+    """View pairs above their clusters; a colour is one cluster of the pair, grey is in one view only."""
+    pairs = min(_CLUSTER_PAIRS, len(sample.pairs))
+    figure = Figure(figsize=(2.1 * pairs, 4.6), layout="constrained")
+    figure.suptitle("View pairs and their joint-space clusters (grey: in one view only)")
+    panels = figure.subplots(2, pairs, squeeze=False)
+    for image in range(pairs):
+        kept = sample.objects.clusters[sample.objects.rows == image].tolist()
+        colours = {cluster: _colour(number, len(kept)) for number, cluster in enumerate(kept)}
+        both = np.concatenate([sample.view(image, view) for view in (0, 1)], axis=0)
+        painted = np.concatenate(
+            [_paint(sample.view(image, view), sample.label_map(image, view), colours) for view in (0, 1)],
+            axis=0,
+        )
+        for axes, picture in ((panels[0, image], both), (panels[1, image], painted)):
+            axes.imshow(picture, interpolation="nearest")
+            axes.axhline(both.shape[0] / 2 - 0.5, color="white", linewidth=2)
+            axes.set_axis_off()
+    return figure
+
+
+def draw_matches(sample: ObjectSample, config: PretrainConfig) -> Figure:
+    """Objects of some views and the nearest objects of other images (the paper's matching figures)."""
+    images = len(sample.pairs)
+    queries = min(_QUERIES, images // 2)
+    figure = Figure(figsize=(2 * (_NEIGHBOURS + 1), 2.2 * max(queries, 1)), layout="constrained")
+    figure.suptitle("Objects (left, coloured) and their nearest objects in other images; frame: cycle-consistent")
+    if queries == 0:
+        return figure
+    objects = sample.objects
+    bank = MemoryBank(num_images=images, num_objects=config.objects.num_objects, dim=objects.teacher.shape[2])
+    gallery = objects.rows >= queries
+    bank.push(objects.teacher[:, gallery], objects.images[gallery], objects.counts[queries:])
+    asked = (~gallery).nonzero().flatten()
+    matches = bank.match(objects.teacher[:, asked], objects.images[asked])
+    gallery_rows = gallery.nonzero().flatten()  # the ring has not wrapped: slots count the gallery's objects
+    panels = figure.subplots(queries, _NEIGHBOURS + 1, squeeze=False)
+    for axes in panels.flat:
+        axes.set_axis_off()
+    for image in range(queries):
+        own = (objects.rows[asked] == image).nonzero().flatten()
+        sizes = [
+            int((objects.labels[image, 0] == objects.clusters[asked[row]]).sum()) for row in own.tolist()
+        ]
+        largest = own[torch.tensor(sizes).argsort(descending=True)[:_NEIGHBOURS]] if sizes else own
+        colours = {
+            int(objects.clusters[asked[row]]): _colour(number, len(largest))
+            for number, row in enumerate(largest.tolist())
+        }
+        view = sample.view(image, 0)
+        panels[image, 0].imshow(_paint(view, sample.label_map(image, 0), colours), interpolation="nearest")
+        for column, row in enumerate(largest.tolist(), start=1):
+            slot = int(matches.nearest[0, row])
+            if slot < 0:
+                continue
+            found = int(gallery_rows[slot])
+            other, cluster = int(objects.rows[found]), int(objects.clusters[found])
+            colour = colours[int(objects.clusters[asked[row]])]
+            picture = _paint(sample.view(other, 0), sample.label_map(other, 0), {cluster: colour})
+            axes = panels[image, column]
+            axes.imshow(picture, interpolation="nearest")
+            if bool(matches.valid[0, row]):
+                axes.set_axis_on()
+                axes.set_xticks([])
+                axes.set_yticks([])
+                for spine in axes.spines.values():
+                    spine.set(visible=True, color=colour, linewidth=3)
+    return figure
+
+
+def _paint(
+    picture: np.ndarray, labels: Int[Tensor, "h w"], colours: dict[int, tuple[float, float, float]]
+) -> np.ndarray:
+    """Lay colours over the clusters that have one; fade and grey the rest."""
+    numbers = labels.numpy()
+    grey = picture.mean(axis=2, keepdims=True).repeat(3, axis=2)
+    painted = 0.45 * grey + 0.25
+    for cluster, colour in colours.items():
+        inside = numbers == cluster
+        painted[inside] = 0.45 * picture[inside] + 0.55 * np.asarray(colour)
+    edges = np.zeros(numbers.shape, dtype=bool)
+    edges[:, 1:] |= numbers[:, 1:] != numbers[:, :-1]
+    edges[1:] |= numbers[1:] != numbers[:-1]
+    shown = np.isin(numbers, list(colours))
+    near = shown | np.roll(shown, 1, axis=0) | np.roll(shown, 1, axis=1)
+    painted[edges & near] = 0.5 * painted[edges & near] + 0.5
+    return np.clip(painted, 0, 1)
+
+
+def _colour(number: int, of: int) -> tuple[float, float, float]:
+    red, green, blue, _ = mpl.colormaps["gist_rainbow"](number / max(of, 1))
+    return red, green, blue
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _legend(axes: Axes) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False)
+

@@ -1,0 +1,156 @@
+"""Dense retrieval on labelled images before, during and after training."""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+
+from cribo.data import LabelledImages, open_labelled
+from cribo.data.scenes import Scenes
+from cribo.evaluation import Encoder, backbone_encoder, dense_nn, mean_colour_encoder
+from cribo.method import normalise
+from cribo.models import Backbone
+from cribo.pretraining.config import PretrainConfig
+from cribo.pretraining.module import PretrainingModule
+from cribo.pretraining.monitoring import Metrics
+
+log = logging.getLogger("cribo")
+
+_CALIBRATION_IMAGES = 64
+
+
+@dataclass(frozen=True)
+class ScoreData:
+    """The labelled images of a score: those whose patches are searched, and those that are labelled."""
+
+    memory: LabelledImages
+    queries: LabelledImages
+
+
+def open_score_data(config: PretrainConfig) -> ScoreData | None:
+    """The labelled images that the configuration names, None if it names none.
+
+    Held-out scenes have numbers beyond those that are trained on.
+    """
+    root = config.data.root if config.score.root == "data" else config.score.root
+    if root is None:
+        return None
+    if root == "scenes":
+        scenes = config.data.scenes
+        memory, queries = config.score.images
+        return ScoreData(
+            Scenes(memory, size=scenes.size, seed=scenes.seed, first=scenes.count),
+            Scenes(queries, size=scenes.size, seed=scenes.seed, first=scenes.count + memory),
+        )
+    return ScoreData(
+        open_labelled(root, "train", max_pixels=config.data.max_pixels),
+        open_labelled(root, "val", max_pixels=config.data.max_pixels),
+    )
+
+
+class RetrievalScore(L.Callback):
+    """Takes the score of the teacher's backbone, and writes it with the metrics.
+
+    Args:
+        data: labelled images.
+        config: of the run.
+        metrics: where the score is noted.
+
+    Attributes:
+        curve: (step, mIoU in 0-1) of every score taken, those before a resume included.
+    """
+
+    def __init__(self, data: ScoreData, config: PretrainConfig, metrics: Metrics) -> None:
+        self.data = data
+        self.config = config
+        self.metrics = metrics
+        self.curve: list[tuple[int, float]] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Score the untrained network, or take up the scores of the run that is resumed."""
+        if trainer.global_step > 0:
+            self.curve = [
+                (int(row["step"]), row["dense_nn"]) for row in self.metrics.rows if "dense_nn" in row
+            ]
+        else:
+            self._take(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Score every so many epochs."""
+        assert isinstance(pl_module, PretrainingModule)
+        if pl_module.epoch % self.config.score.every_epochs == 0 and trainer.global_step < trainer.max_steps:
+            self._take(trainer, pl_module)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Score the trained network."""
+        if not self.curve or self.curve[-1][0] != trainer.global_step:
+            self._take(trainer, pl_module)
+
+    def mean_colour(self, device: torch.device | str) -> float:
+        """mIoU of the baseline that knows the mean colour of a patch only."""
+        patch_size = self._patch_size
+        return self._score(mean_colour_encoder(patch_size), patch_size, device)
+
+    def _take(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        assert isinstance(module, PretrainingModule)
+        started = time.perf_counter()
+        backbone = module.teacher.backbone
+        self._patch_size = backbone.patch_size
+        with calibrated(backbone, self.data.memory, module.device, needed=trainer.global_step == 0):
+            miou = self._score(backbone_encoder(backbone), backbone.patch_size, module.device)
+        self.curve.append((trainer.global_step, miou))
+        self.metrics.add(trainer, module, {"dense_nn": miou})
+        self.metrics.pause(time.perf_counter() - started)
+        log.info("step %d: dense retrieval %.1f %% mIoU", trainer.global_step, 100 * miou)
+
+    def _score(self, encoder: Encoder, patch_size: int, device: torch.device | str) -> float:
+        score = self.config.score
+        return dense_nn(
+            encoder,
+            self.data.memory,
+            self.data.queries,
+            patch_size=patch_size,
+            size=score.size,
+            neighbours=score.neighbours,
+            memory_ratio=score.memory_ratio,
+            device=device,
+            seed=self.config.seed,
+        ).miou
+
+
+@contextmanager
+def calibrated(
+    backbone: Backbone, images: LabelledImages, device: torch.device | str, *, needed: bool
+) -> Iterator[None]:
+    """For the while, give the batch norms of an untrained network the statistics of some images.
+
+    Without them an untrained network is a poorer opponent than it has to be. The network is left as it was.
+    """
+    norms = [part for part in backbone.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    if not needed or not norms:
+        yield
+        return
+    before = {name: value.clone() for name, value in backbone.state_dict().items()}
+    momenta, training = [norm.momentum for norm in norms], backbone.training
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # a plain average over all that passes
+    backbone.train()
+    with torch.no_grad():
+        for index in range(min(_CALIBRATION_IMAGES, len(images))):
+            image = images.load(index)[None].to(device).float() / 255
+            height, width = (side // backbone.patch_size * backbone.patch_size for side in image.shape[2:])
+            backbone.encode(normalise(image[..., :height, :width], mean=backbone.mean, std=backbone.std))
+    try:
+        yield
+    finally:
+        backbone.load_state_dict(before)
+        backbone.train(training)
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
