@@ -55,52 +55,109 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _pretrain(words: list[str]) -> int:
-    from cribo.data import UnreadableImage
-    from cribo.pretraining import ConfigError, NonFiniteLoss, TooManyUnreadable
+    # Imported here, so that `cribo --help` does not wait for torch.
+    from cribo.pretraining import NonFiniteLoss, TooManyUnreadable
     from cribo.pretraining.presets import (
         DEFAULT_PRESET,
         ConfigParser,
         add_config_arguments,
         config_from,
     )
-    from cribo.pretraining.run import latest_run, pretrain, resume
+    from cribo.pretraining.run import latest_run, overrides_in, pretrain, resume
 
-    console = Console()
+    console = Console(soft_wrap=True)
     _log_to(console)
     parser = ConfigParser(prog="cribo pretrain", description=_PRETRAIN_HELP)
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of run folders")
-    parser.add_argument("--name", type=str | None, help="of this run; the preset's, numbered, by default")
+    parser.add_argument("--name", type=str, help="of this run; the preset's, numbered, by default")
     parser.add_argument(
-        "--minutes", type=float | None, help="about how long to train here: sets optim.epochs by a short timing"
+        "--minutes", type=float, help="about how long to train here: sets optim.epochs by a short timing"
     )
     parser.add_argument(
         "--resume",
         nargs="?",
-        const="",
+        const="latest",
         metavar="RUN",
-        help="continue the run in this folder from its last checkpoint (without a folder: the latest run)",
+        help="continue the run in this folder from its last checkpoint (without a folder: the latest run); "
+        "only runtime.*, data.root and data.workers can be changed",
     )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace a run of the same --name"
-    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a run of the same --name")
     add_config_arguments(parser)
     try:
-        if "--resume" in words or any(word.startswith("--resume=") for word in words):
-            folder, overrides = _resume_arguments(words)
-            run = resume(folder or latest_run(_out_of(words)), overrides=overrides, console=console)
+        parsed = parser.parse_args(words)
+        if parsed.resume is not None:
+            for option in ("name", "minutes", "config"):
+                if parsed[option]:
+                    raise ValueError(f"--{option} does not go with --resume: the run knows its own")
+            folder = latest_run(parsed.out) if parsed.resume == "latest" else Path(parsed.resume)
+            run = resume(folder, overrides=overrides_in(words), console=console)
         else:
-            if not any(word == "--config" or word.startswith("--config=") for word in words):
-                words = ["--config", DEFAULT_PRESET, *words]
-            parsed = parser.parse_args(words)
-            name = Path(str(parsed.config[-1])).stem if parsed.config else DEFAULT_PRESET
-            ...
-    except (ConfigError, ValueError, UnreadableImage) as error:
-        print(f"cribo pretrain: {error}", file=sys.stderr)
-        return 2
+            preset = DEFAULT_PRESET
+            if not parsed.config:
+                parsed = parser.parse_args(["--config", DEFAULT_PRESET, *words])
+            else:
+                preset = Path(str(parsed.config[-1])).stem
+            run = pretrain(
+                config_from(parsed),
+                out=parsed.out,
+                name=parsed.name,
+                default_name=preset,
+                minutes=parsed.minutes,
+                overwrite=parsed.overwrite,
+                console=console,
+            )
     except (NonFiniteLoss, TooManyUnreadable) as error:
         print(f"cribo pretrain: {error}", file=sys.stderr)
         return 1
+    except ValueError as error:  # everything that a user can mend is one
+        print(f"cribo pretrain: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     _print_summary(run, console)
     return 0
+
+
+def _log_to(console: Console) -> None:
+    log = logging.getLogger("cribo")
+    log.setLevel(logging.INFO)
+    log.handlers = [
+        RichHandler(console=console, show_path=False, show_level=True, log_time_format="%H:%M:%S")
+    ]
+    log.propagate = False
+
+
+def _print_summary(run: "Run", console: Console) -> None:
+    from cribo.pretraining.progress import duration
+
+    summary = run.summary
+    if "dense_nn" in summary:
+        score = summary["dense_nn"]
+        table = Table(title="Dense nearest-neighbour retrieval on held-out images")
+        table.add_column("features")
+        table.add_column("mIoU", justify="right")
+        for label, key in (
+            ("mean colour of the patch", "mean_color"),
+            ("this network before training", "before"),
+            ("this network after training", "after"),
+        ):
+            table.add_row(label, f"{100 * score[key]:.1f} %", style="bold" if key == "after" else None)
+        console.print(table)
+    console.print(
+        f"{summary['steps']} steps in {duration(summary['seconds'])}, "
+        f"{summary['images_per_second']:.0f} images/s, peak memory {summary['peak_rss_bytes'] / 2**30:.1f} GiB, "
+        f"bootstrapping ratio {summary['bootstrapping_ratio']:.0%}",
+        highlight=False,
+    )
+    for label, path in (
+        ("backbone", run.folder / "backbone.safetensors"),
+        ("pictures", run.folder / "report"),
+        ("numbers", run.folder / "summary.json"),
+        ("metrics", run.folder / "metrics.csv"),
+        ("to repeat it", f"cribo pretrain --config {run.folder / 'config.yaml'}"),
+    ):
+        console.print(f"  {label:<13}{path}", highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -25,7 +25,7 @@ OBJECT_CLASSES = (
 GROUND_CLASSES = ("sand", "clouds", "water", "gravel")
 
 _TILE = 512  # texels along one side of a texture tile; tiles repeat without a seam
-_TEXELS_PER_PIXEL = 5.0  # tiles are sampled far below their resolution, so the nearest texel is good enough
+_TEXELS_PER_PIXEL = 6.0  # tiles are sampled far below their resolution, so the nearest texel is good enough
 _ANGLES = 720  # entries of an outline table
 
 Array = np.ndarray
@@ -64,7 +64,9 @@ class Scenes:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)}")
         if self.max_objects < self.min_objects:
-            raise ValueError(f"max_objects must be >= min_objects ({self.min_objects}), got {self.max_objects}")
+            raise ValueError(
+                f"max_objects must be >= min_objects ({self.min_objects}), got {self.max_objects}"
+            )
 
     @property
     def classes(self) -> list[str]:
@@ -109,7 +111,9 @@ class Scenes:
         return compose_scene(random, self.size, self.min_objects, self.max_objects)
 
 
-def compose_scene(random: np.random.Generator, size: int, min_objects: int, max_objects: int) -> tuple[Array, Array]:
+def compose_scene(
+    random: np.random.Generator, size: int, min_objects: int, max_objects: int
+) -> tuple[Array, Array]:
     """Paint one scene, far objects first.
 
     Returns:
@@ -161,8 +165,8 @@ def compose_scene(random: np.random.Generator, size: int, min_objects: int, max_
 
 def _paint(texture: int, x: Array, y: Array, draw: Array, dark: Array, bright: Array) -> Array:
     """Two colours, mixed by a rotated, scaled and shifted piece of a texture: (3, h, w)."""
-    turn = 2 * np.pi * draw[13]
-    step = _TEXELS_PER_PIXEL * (0.8 + 0.4 * draw[14])
+    turn = np.pi * (draw[13] - 0.5) * 0.35
+    step = _TEXELS_PER_PIXEL * (0.9 + 0.25 * draw[14])
     along, across = step * np.cos(turn), step * np.sin(turn)
     shift_x, shift_y = _TILE * draw[14] * 7, _TILE * draw[15]
     column = (along * x + across * y + shift_x).astype(np.int32) & (_TILE - 1)
@@ -171,7 +175,9 @@ def _paint(texture: int, x: Array, y: Array, draw: Array, dark: Array, bright: A
     return dark[:, None, None] + (bright - dark)[:, None, None] * mix
 
 
-def _cover(outline: int, dx: Array, dy: Array, radius: float, turn: float, stretch: float) -> tuple[Array, Array]:
+def _cover(
+    outline: int, dx: Array, dy: Array, radius: float, turn: float, stretch: float
+) -> tuple[Array, Array]:
     """How much of each pixel an object covers (0 to 1, soft over one pixel), and its squared relative distance from the centre."""
     cosine, sine = np.cos(turn), np.sin(turn)
     u = cosine * dx + sine * dy
@@ -237,13 +243,12 @@ def _textures() -> Float[Array, "textures tile tile"]:
         return field - np.median(field)
 
     wobble = band(1, 4)
-    cycles = 9  # of the regular textures: a period of about 7 pixels
-    rows = np.floor(unit[:, None] * cycles * 2).astype(int)
-    brick_u = (unit[None] * cycles + 0.5 * (rows % 2)) % 1 - 0.5
-    brick_v = (unit[:, None] * cycles * 2) % 1
+    rows = np.floor(unit[:, None] * 24).astype(int)
+    brick_u = (unit[None] * 12 + 0.5 * (rows % 2)) % 1 - 0.5
+    brick_v = (unit[:, None] * 24) % 1
     scales = 0.75 - np.hypot(brick_u * 1.3, brick_v - 0.1)
-    weave = np.where((np.floor(u * cycles / np.pi) + np.floor(v * cycles / np.pi)) % 2 == 0,
-                     np.cos(3 * cycles * u), np.cos(3 * cycles * v))  # fmt: skip
+    weave = np.where((np.floor(u * 6 / np.pi) + np.floor(v * 6 / np.pi)) % 2 == 0,
+                     np.cos(24 * u), np.cos(24 * v))  # fmt: skip
     points = fixed.random((170, 2)).astype(np.float32)
     grid = unit.astype(np.float32)
     offset_x = np.abs(grid[None, :] - points[:, :1])
@@ -256,17 +261,17 @@ def _textures() -> Float[Array, "textures tile tile"]:
         nearest = np.minimum(nearest, distance)
 
     fields = [
-        np.cos(cycles * u),
-        1.2 * (np.cos(cycles * u) + np.cos(cycles * v) - 0.75),
-        4 * np.cos(6 * u) * np.cos(6 * v),
-        2 * (0.75 - np.maximum(np.cos(cycles * u), np.cos(cycles * v))),
-        np.cos(cycles * v + 2.4 * np.arcsin(np.cos(6 * u))),
+        np.cos(8 * u),
+        1.2 * (np.cos(11 * u) + np.cos(11 * v) - 0.75),
+        4 * np.cos(4 * u) * np.cos(4 * v),
+        2 * (0.75 - np.maximum(np.cos(7 * u), np.cos(7 * v))),
+        np.cos(10 * v + 2.4 * np.arcsin(np.cos(5 * u))),
         5 * centred(scales),
-        3 * centred(np.abs(band(3, 9))),
+        3 * centred(np.abs(band(2, 6))),
         weave,
-        centred(band(30, 60)),
-        centred(band(2, 5)),
-        np.cos(12 * v + 2.2 * wobble),
+        centred(band(34, 68)),
+        centred(band(1, 3)),
+        np.cos(16 * v + 2.5 * wobble),
         25 * (np.sqrt(second) - np.sqrt(nearest) - 0.02),
     ]
     tiles = [0.5 * np.tanh(1.8 * field) for field in fields]

@@ -93,7 +93,7 @@ def cluster_tokens(
         cluster_mass = tokens.new_full((tokens.shape[0], num_objects), 1 / num_objects)
         labels = initial_tokens  # replaced in the first round; here for the type checker
         for iteration in range(iterations):
-            cost = -tokens @ centroids.mT
+            cost = tokens @ -centroids.mT
             if distances is not None:
                 nearest = (
                     _gather_rows(distances, initial_tokens).mT
@@ -222,9 +222,10 @@ def _nearest_member(
     so rows are scattered whole, which keeps both reads and writes contiguous.
     """
     batch, num_tokens, _ = distances.shape
-    nearest = distances.new_full((batch, num_objects, num_tokens), torch.inf)
-    members = labels[..., None].expand_as(distances)
-    return nearest.scatter_reduce_(1, members, distances, "amin").mT
+    nearest = distances.new_full((batch * num_objects, num_tokens), torch.inf)
+    clusters = _clusters_of_batch(labels, num_objects)[:, None].expand(-1, num_tokens)
+    nearest.scatter_reduce_(0, clusters, distances.flatten(0, 1), "amin")
+    return nearest.view(batch, num_objects, num_tokens).mT
 
 
 def _positional_cost(nearest: Float[Tensor, "b t k"]) -> Float[Tensor, "b t k"]:
@@ -264,7 +265,15 @@ def _centroids(
 ) -> tuple[Float[Tensor, "b k d"], Float[Tensor, "b k"]]:
     """Normalised sum of each cluster's tokens, zero for an empty cluster, and the clusters' sizes."""
     batch, _, dim = tokens.shape
-    sums = tokens.new_zeros((batch, num_objects, dim))
-    sums.scatter_add_(1, labels[..., None].expand_as(tokens), tokens)
+    clusters = _clusters_of_batch(labels, num_objects)
+    sums = tokens.new_zeros((batch * num_objects, dim))
+    sums = sums.scatter_add_(0, clusters[:, None].expand(-1, dim), tokens.flatten(0, 1))
+    sums = sums.view(batch, num_objects, dim)
     sizes = tokens.new_zeros((batch, num_objects)).scatter_add_(1, labels, torch.ones_like(tokens[..., 0]))
     return F.normalize(sums, dim=-1), sizes
+
+
+def _clusters_of_batch(labels: Int[Tensor, "b t"], num_objects: int) -> Int[Tensor, " b*t"]:
+    """Labels numbered through the images of the batch: whole rows are scattered fastest along dimension 0."""
+    first = num_objects * torch.arange(labels.shape[0], device=labels.device)
+    return (labels + first[:, None]).flatten()

@@ -155,9 +155,7 @@ class Centre(nn.Module):
         self.register_buffer("value", torch.zeros(num_prototypes))
 
     @torch.no_grad()
-    def update(
-        self, total: Float[Tensor, " e"], count: Tensor, prototypes: Float[Tensor, "l e"]
-    ) -> None:
+    def update(self, total: Float[Tensor, " e"], count: Tensor, prototypes: Float[Tensor, "l e"]) -> None:
         """Move towards the mean logits of a batch; stay where there are no rows.
 
         Sums may come from several micro-batches or devices, so sums are what it takes.

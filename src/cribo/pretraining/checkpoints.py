@@ -17,7 +17,9 @@ log = logging.getLogger("cribo")
 class WholeFileCheckpointIO(TorchCheckpointIO):
     """Lightning's checkpoint files, moved into place only once they are complete on disk."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
         """Write a checkpoint whole or not at all."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)

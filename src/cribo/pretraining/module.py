@@ -197,9 +197,7 @@ class PretrainingModule(L.LightningModule):
 
     def _note(self, batch: ViewPairs, results: list[Result]) -> None:
         """Add a step to the running sums. They stay on the device until somebody reads them."""
-        losses = torch.stack(
-            [torch.stack([r.losses[name] for r in results]).mean() for name in LOSSES]
-        )
+        losses = torch.stack([torch.stack([r.losses[name] for r in results]).mean() for name in LOSSES])
         valid = sum(
             (r.matches.valid.sum() for r in results if r.matches is not None), start=losses.new_zeros(())
         )

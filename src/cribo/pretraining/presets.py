@@ -52,7 +52,9 @@ class ConfigParser(ArgumentParser):
 def preset_names() -> list[str]:
     """Names of the presets that come with the package."""
     folder = resources.files("cribo") / "presets"
-    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+    return sorted(
+        entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")
+    )
 
 
 def find_config(name: str | Path) -> Path:
@@ -92,7 +94,7 @@ def add_config_arguments(parser: ArgumentParser) -> None:
     parser.add_class_arguments(PretrainConfig)
 
 
-def config_from(parser: ArgumentParser, arguments: Namespace) -> PretrainConfig:
+def config_from(arguments: Namespace) -> PretrainConfig:
     """The checked configuration that parsed arguments hold.
 
     Raises:
@@ -127,7 +129,7 @@ def load_config(
     words: list[str] = ["--config", str(config)]
     for name, value in (overrides or {}).items():
         words.append(f"--{name}={json.dumps(_plain(value))}")
-    return config_from(parser, parser.parse_args(words))
+    return config_from(parser.parse_args(words))
 
 
 def dump_config(config: PretrainConfig) -> str:

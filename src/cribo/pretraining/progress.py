@@ -80,7 +80,9 @@ class RunProgress(L.Callback):
         """Leave the terminal as it was."""
         self._stop()
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
         """Leave the terminal as it was."""
         self._stop()
 

@@ -220,7 +220,9 @@ def draw_matches(sample: ObjectSample, config: PretrainConfig) -> Figure:
     images = len(sample.pairs)
     queries = min(_QUERIES, images // 2)
     figure = Figure(figsize=(2 * (_NEIGHBOURS + 1), 2.2 * max(queries, 1)), layout="constrained")
-    figure.suptitle("Objects (left, coloured) and their nearest objects in other images; frame: cycle-consistent")
+    figure.suptitle(
+        "Objects (left, coloured) and their nearest objects in other images; frame: cycle-consistent"
+    )
     if queries == 0:
         return figure
     objects = sample.objects
@@ -296,4 +298,3 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
 def _legend(axes: Axes) -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
-

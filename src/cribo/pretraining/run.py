@@ -7,7 +7,7 @@ import os
 import resource
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
@@ -69,10 +70,11 @@ def pretrain(
     data: str | Path | None = None,
     out: str | Path = "runs",
     name: str | None = None,
+    default_name: str | None = None,
     minutes: float | None = None,
     overwrite: bool = False,
     overrides: Mapping[str, Any] | None = None,
-    callbacks: list[Callback] | None = None,
+    callbacks: Sequence[Callback] = (),
     console: Console | None = None,
 ) -> Run:
     """Pretrain a backbone and leave a run folder; the same as `cribo pretrain`.
@@ -81,7 +83,8 @@ def pretrain(
         config: a preset's name, a YAML file, or a configuration.
         data: data.root, for short.
         out: folder of run folders.
-        name: of this run; the configuration's name, numbered, when not given.
+        name: of this run; it must be new unless `overwrite` is set.
+        default_name: numbered, it names the run when `name` is not given; the configuration's name by default.
         minutes: about how long to train on this machine: sets the number of epochs by a short timing.
         overwrite: replace a run of the same name.
         overrides: dotted names and values on top of the configuration.
@@ -92,8 +95,7 @@ def pretrain(
         the run.
 
     Raises:
-        ConfigError: the configuration cannot be used.
-        ValueError: the data, the backbone or the run folder cannot be used.
+        ValueError: the configuration, the data, the backbone or the run folder cannot be used.
         NonFiniteLoss: training diverged; the last good checkpoint is kept.
         TooManyUnreadable: the data is broken.
 
@@ -107,23 +109,19 @@ def pretrain(
         overrides["data.root"] = str(data)
     if isinstance(config, PretrainConfig):
         if overrides:
-            raise ConfigError(
-                "overrides and data go with a preset or file, not with a PretrainConfig: set its values instead"
-            )
-        default_name = "run"
+            raise ConfigError("overrides go with a preset or a file: set the values of the PretrainConfig")
     else:
-        default_name = Path(config).stem if str(config) != str(Path(config).name) else str(config)
+        default_name = default_name or Path(config).stem
         config = load_config(config, overrides)
-    return _Session(config, console=console, callbacks=callbacks or []).start(
-        Path(out), name, default_name, minutes=minutes, overwrite=overwrite
-    )
+    session = _Session(config, console=console, callbacks=callbacks)
+    return session.start(Path(out), name, default_name or "run", minutes=minutes, overwrite=overwrite)
 
 
 def resume(
     folder: str | Path,
     *,
     overrides: Mapping[str, Any] | None = None,
-    callbacks: list[Callback] | None = None,
+    callbacks: Sequence[Callback] = (),
     console: Console | None = None,
 ) -> Run:
     """Continue a run from its last checkpoint.
@@ -148,7 +146,17 @@ def resume(
                 "start a new run instead"
             )
     config = load_config(folder / CONFIG, overrides)
-    return _Session(config, console=console, callbacks=callbacks or []).resume(folder)
+    return _Session(config, console=console, callbacks=callbacks).resume(folder)
+
+
+def overrides_in(words: Sequence[str]) -> dict[str, Any]:
+    """The dotted names and values among the words of a command line."""
+    found: dict[str, Any] = {}
+    for position, word in enumerate(words):
+        name, given, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and "." in name:
+            found[name] = yaml.safe_load(value if given else words[position + 1])
+    return found
 
 
 def latest_run(out: str | Path) -> Path:
@@ -166,7 +174,9 @@ def latest_run(out: str | Path) -> Path:
 class _Session:
     """One process's part in a run."""
 
-    def __init__(self, config: PretrainConfig, *, console: Console | None, callbacks: list[Callback]) -> None:
+    def __init__(
+        self, config: PretrainConfig, *, console: Console | None, callbacks: Sequence[Callback]
+    ) -> None:
         self.config = config
         self.console = console or Console(quiet=True)
         self.callbacks = callbacks
@@ -280,7 +290,10 @@ class _Session:
         steps = seconds / timer.seconds_per_step
         epochs = max(1, round(steps / self.module.schedules.steps_per_epoch))
         log.info(
-            "%.2f s per step on this machine: %d epochs in about %.1f minutes", timer.seconds_per_step, epochs, seconds / 60
+            "%.2f s per step on this machine: %d epochs in about %.1f minutes",
+            timer.seconds_per_step,
+            epochs,
+            seconds / 60,
         )
         self.config = dataclasses.replace(
             self.config, optim=dataclasses.replace(self.config.optim, epochs=epochs)
@@ -290,7 +303,9 @@ class _Session:
     def _train(self, folder: Path, checkpoint: Path | None) -> Run:
         config, module = self.config, self.module
         metrics = Metrics(folder, every_steps=config.runtime.log_every, batch_size=config.optim.batch_size)
-        unreadable = UnreadableImages(folder, num_images=len(self.source), max_share=config.data.max_unreadable)
+        unreadable = UnreadableImages(
+            folder, num_images=len(self.source), max_share=config.data.max_unreadable
+        )
         watch = Watch(metrics, config)
         score = RetrievalScore(self.score_data, config, metrics) if self.score_data is not None else None
         # Metrics first: the others look at its latest row. Checkpoints last: they hold what the others did.
@@ -340,7 +355,13 @@ class _Session:
             baselines = {"before training": score.curve[0][1], "mean colour": mean_colour}
         if trainer.is_global_zero:
             write_report(
-                folder, config, metrics.rows, module.schedules, module.teacher, self.dataset, baselines=baselines
+                folder,
+                config,
+                metrics.rows,
+                module.schedules,
+                module.teacher,
+                self.dataset,
+                baselines=baselines,
             )
             write_json(folder / SUMMARY, summary)
         return Run(folder, summary)
@@ -409,7 +430,11 @@ def _quiet_lightning() -> Iterator[None]:
     logger.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
-            for text in (".*does not have many workers.*", ".*GPU available but not used.*", ".*tensorboardX.*"):
+            for text in (
+                ".*does not have many workers.*",
+                ".*GPU available but not used.*",
+                ".*tensorboardX.*",
+            ):
                 warnings.filterwarnings("ignore", text)
             yield
     finally:

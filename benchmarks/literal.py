@@ -1,0 +1,96 @@
+"""Plain versions of the method's formulas, written as the page says them: what the package is measured and tested against.
+
+Nothing here is clever: the clustering forms the (B, T, T, K) tensor of distances to the members of every
+cluster, the search holds all similarities at once, the loss lets autograd keep all logits. All compute in the
+type of their inputs, so tests run them in float64 and the benchmark in float32.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def positional_cost(coordinates: Tensor, members: Tensor) -> Tensor:
+    """Cost (B, T, K) of tokens at (B, T, 2) to clusters with members (B, T, K), 1 for a member and 0 else."""
+    differences = coordinates[:, :, None] - coordinates[:, None]
+    distances = differences.square().sum(dim=-1).sqrt()
+    counts = (members[:, None] > 0) & (distances > 0)[..., None]  # (B, T, T, K): token, member, cluster
+    nearest = distances[..., None].where(counts, torch.inf).amin(dim=2)
+    cost = nearest.where(nearest.isfinite(), 0)
+    cost = cost.where(cost != 0, cost.mean(dim=(1, 2), keepdim=True))
+    highest = cost.amax(dim=(1, 2), keepdim=True)
+    return cost / highest.where(highest > 0, 1)
+
+
+def unit_scale(cost: Tensor) -> Tensor:
+    """The cost (B, T, K) of each image scaled affinely to [0, 1]."""
+    lowest, highest = cost.amin(dim=(1, 2), keepdim=True), cost.amax(dim=(1, 2), keepdim=True)
+    return (cost - lowest) / (highest - lowest).where(highest > lowest, 1)
+
+
+def transport_plan(cost: Tensor, cluster_mass: Tensor, iterations: int = 5, sharpness: float = 20.0) -> Tensor:
+    """Sinkhorn-Knopp on exp(-sharpness * cost): the whole matrix (B, T, K) is scaled, rows first."""
+    plan = torch.exp(-sharpness * cost)
+    plan = plan / plan.sum(dim=(1, 2), keepdim=True)
+    for _ in range(iterations):
+        plan = plan / plan.sum(dim=2, keepdim=True) / plan.shape[1]
+        plan = plan / plan.sum(dim=1, keepdim=True) * cluster_mass[:, None]
+    return plan
+
+
+def clustering_plans(
+    tokens: Tensor,
+    coordinates: Tensor,
+    initial_tokens: Tensor,
+    *,
+    position_weight: float,
+    marginals: str = "adaptive",
+    iterations: int = 5,
+    sinkhorn_iterations: int = 5,
+    sharpness: float = 20.0,
+) -> list[tuple[Tensor, Tensor]]:
+    """The transport plan (B, T, K) of every round and the column marginals (B, K) that it was made for."""
+    num_objects = initial_tokens.shape[1]
+    tokens = F.normalize(tokens, dim=-1)
+    members = F.one_hot(initial_tokens, tokens.shape[1]).mT.to(tokens.dtype)
+    cluster_mass = torch.full_like(members[:, 0], 1 / num_objects)
+    plans = []
+    for _ in range(iterations):
+        centroids = F.normalize(members.mT @ tokens, dim=-1)
+        cost = -tokens @ centroids.mT
+        if position_weight:
+            cost = cost + position_weight * positional_cost(coordinates, members)
+        plan = transport_plan(unit_scale(cost), cluster_mass, sinkhorn_iterations, sharpness)
+        plans.append((plan, cluster_mass))
+        members = F.one_hot(plan.argmax(dim=-1), num_objects).to(tokens.dtype)
+        if marginals == "adaptive":
+            sizes = members.sum(dim=1) + 0.01
+            cluster_mass = sizes / sizes.sum(dim=1, keepdim=True)
+    return plans
+
+
+def cluster(tokens: Tensor, coordinates: Tensor, initial_tokens: Tensor, **options) -> Tensor:
+    """Labels (B, T): the arg-max cluster of each token in the last plan."""
+    return clustering_plans(tokens, coordinates, initial_tokens, **options)[-1][0].argmax(dim=-1)
+
+
+def search(queries: Tensor, bank: Tensor) -> Tensor:
+    """Row of the bank with the greatest cosine similarity, from all similarities (R, M) at once."""
+    return (F.normalize(queries, dim=-1) @ F.normalize(bank, dim=-1).T).argmax(dim=1)
+
+
+def prototype_loss(
+    student: Tensor,
+    teacher: Tensor,
+    student_prototypes: Tensor,
+    teacher_prototypes: Tensor,
+    centre: Tensor,
+    student_temperature: float,
+    teacher_temperature: float,
+) -> Tensor:
+    """Mean cross-entropy of rows; autograd keeps logits and probabilities of all of them."""
+    with torch.no_grad():
+        logits = teacher @ teacher_prototypes.T
+        target = ((logits - centre) / teacher_temperature).softmax(dim=-1)
+    log_student = (student @ student_prototypes.T / student_temperature).log_softmax(dim=-1)
+    return -(target * log_student).sum(dim=-1).mean()

@@ -1,0 +1,215 @@
+import os
+import pickle
+import stat
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from cribo.data.images import DataError, ImageFiles, MissingData, PackedNames, open_images
+from cribo.data.reading import UnreadableImage
+
+
+def save(path: Path, colour: str = "red") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (6, 4), colour).save(path, format="PNG")
+
+
+def names(files: ImageFiles) -> list[str]:
+    return [files.name(i) for i in range(len(files))]
+
+
+def test_class_folders_in_order_of_their_names(tmp_path):
+    for name in [
+        "n02/b.JPEG",
+        "n02/a.JPEG",
+        "n01/z.JPEG",
+        "n01/deep/er/x.png",
+        "top.jpg",
+        "B.jpg",
+        "a/1.jpg",
+        "a.jpg",
+    ]:
+        save(tmp_path / name)
+    expected = [
+        "B.jpg",
+        "a/1.jpg",
+        "a.jpg",
+        "n01/deep/er/x.png",
+        "n01/z.JPEG",
+        "n02/a.JPEG",
+        "n02/b.JPEG",
+        "top.jpg",
+    ]
+    assert names(open_images(tmp_path)) == expected
+
+
+def test_load_gives_the_image_of_the_name(tmp_path):
+    save(tmp_path / "train2017" / "b.png", "blue")
+    save(tmp_path / "train2017" / "r.png", "red")
+    save(tmp_path / "val2017" / "g.png", "lime")
+    files = open_images(tmp_path, "train2017")
+    assert names(files) == ["b.png", "r.png"]
+    assert files.path(1) == str(tmp_path / "train2017" / "r.png")
+    assert files.load(0).shape == (3, 4, 6)
+    assert files.load(0)[:, 0, 0].tolist() == [0, 0, 255]
+    assert files.load(1)[:, 0, 0].tolist() == [255, 0, 0]
+
+
+def test_hidden_and_other_files_are_left_out(tmp_path):
+    for name in ["x.png", "._x.png", ".cache/y.png", "notes.png.txt"]:
+        save(tmp_path / name)
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    assert names(open_images(tmp_path)) == ["x.png"]
+
+
+def test_links_are_followed_but_not_round_in_circles(tmp_path):
+    save(tmp_path / "elsewhere" / "x.png")
+    save(tmp_path / "elsewhere" / "one.png")
+    root = tmp_path / "root"
+    save(root / "sub" / "y.png")
+    (root / "linked").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (root / "z.png").symlink_to(tmp_path / "elsewhere" / "one.png")
+    (root / "sub" / "back").symlink_to(root, target_is_directory=True)
+    assert names(open_images(root)) == ["linked/one.png", "linked/x.png", "sub/y.png", "z.png"]
+
+
+def test_names_that_are_not_utf8_are_kept(tmp_path):
+    name = os.fsdecode(b"caf\xe9.png")
+    try:
+        save(tmp_path / name)
+    except OSError:
+        pytest.skip("this file system wants UTF-8 names")
+    save(tmp_path / "straße 😀.png")
+    files = open_images(tmp_path)
+    assert set(names(files)) == {name, "straße 😀.png"}
+    assert all(files.load(i).shape == (3, 4, 6) for i in range(2))
+
+
+def test_home_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save(tmp_path / "pictures" / "x.png")
+    assert names(open_images("~/pictures")) == ["x.png"]
+
+
+def test_list_file(tmp_path):
+    save(tmp_path / "pictures" / "b.png", "blue")
+    save(tmp_path / "pictures" / "a #1.png", "red")
+    save(tmp_path / "other" / "c.dat", "lime")
+    lists = tmp_path / "lists"
+    lists.mkdir()
+    absolute = tmp_path / "other" / "c.dat"
+    text = (
+        f"\ufeff# mine\r\n\r\n../pictures/b.png\r\n  ../pictures/a #1.png  \r\n#{absolute}\r\n{absolute}\r\n"
+    )
+    (lists / "train.txt").write_bytes(text.encode())
+    for files in (open_images(lists / "train.txt"), open_images(lists, "train.txt")):
+        assert names(files) == ["../pictures/b.png", "../pictures/a #1.png", str(absolute)]
+        assert [files.load(i)[:, 0, 0].tolist() for i in range(3)] == [[0, 0, 255], [255, 0, 0], [0, 255, 0]]
+
+
+def test_list_names_the_first_missing_file_and_the_count(tmp_path):
+    save(tmp_path / "a.png")
+    (tmp_path / "list.txt").write_text("a.png\nb.png\nc.png\n")
+    with pytest.raises(
+        MissingData, match=r"2 of the 3 images .*list\.txt lists are not there, the first is 'b\.png'"
+    ):
+        open_images(tmp_path / "list.txt")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"# nothing\n\n", "lists no image: put one path per line"),
+        (b"\xff\xfe\x00\x81", "it is not UTF-8 text"),
+    ],
+)
+def test_lists_that_are_none(tmp_path, content, message):
+    (tmp_path / "list.txt").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        open_images(tmp_path / "list.txt")
+
+
+def test_file_that_is_no_list(tmp_path):
+    save(tmp_path / "x.png")
+    with pytest.raises(DataError, match=r"x\.png is a file: give a folder of images, or a \.txt file"):
+        open_images(tmp_path / "x.png")
+
+
+def test_missing_folder_offers_the_nearest_name(tmp_path):
+    save(tmp_path / "images" / "train" / "x.png")
+    save(tmp_path / "labels" / "train" / "x.png")
+    with pytest.raises(MissingData, match="there is no 'trian' in .*images; did you mean 'train'"):
+        open_images(tmp_path, "images/trian")
+    with pytest.raises(MissingData, match="there is no 'image' in .*; did you mean 'images'"):
+        open_images(tmp_path / "image", "train")
+    with pytest.raises(MissingData, match="there is no 'photos' in .*; folders there: images, labels"):
+        open_images(tmp_path, "photos")
+    with pytest.raises(MissingData, match="there is no 'sub' in .*x.png.*, which is a file"):
+        open_images(tmp_path, "images/train/x.png/sub")
+
+
+def test_missing_data_is_both_a_data_error_and_a_file_not_found(tmp_path):
+    for kind in (DataError, ValueError, FileNotFoundError):
+        with pytest.raises(kind, match="there is no 'gone'"):
+            open_images(tmp_path / "gone")
+
+
+def test_empty_folder_tells_what_it_looked_for_and_what_it_found(tmp_path):
+    with pytest.raises(DataError, match=r"looked for \.jpg .*, found no files at all"):
+        open_images(tmp_path)
+    for name in ["a.dcm", "b/c.dcm", "readme"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / "x.jpg").symlink_to(tmp_path / "not-downloaded")
+    with pytest.raises(DataError, match=r"found 2 \.dcm, 1 .*1 of them links to files that are not there"):
+        open_images(tmp_path)
+
+
+def test_folder_that_may_not_be_listed(tmp_path):
+    locked = tmp_path / "locked"
+    save(locked / "x.png")
+    locked.chmod(0)
+    try:
+        if os.access(locked, os.R_OK):
+            pytest.skip("this user may read everything")
+        with pytest.raises(DataError, match="cannot list the folder .*locked"):
+            open_images(tmp_path)
+    finally:
+        locked.chmod(stat.S_IRWXU)
+
+
+def test_pixel_limit_is_passed_on_and_checked(tmp_path):
+    save(tmp_path / "x.png")
+    with pytest.raises(UnreadableImage, match="max_pixels = 23"):
+        open_images(tmp_path, max_pixels=23).load(0)
+    with pytest.raises(DataError, match=r"max_pixels must be >= 4 .*, got 0"):
+        open_images(tmp_path, max_pixels=0)
+
+
+def test_pickled_files_are_the_same_files(tmp_path):
+    save(tmp_path / "a.png")
+    save(tmp_path / "b.png")
+    files = pickle.loads(pickle.dumps(open_images(tmp_path)))
+    assert names(files) == ["a.png", "b.png"]
+    assert files.load(1).shape == (3, 4, 6)
+
+
+def test_packed_names_hold_any_name_compactly():
+    given = [f"n{i % 1000:08d}/n{i:08d}.JPEG" for i in range(20_000)] + ["", "é/ü.jpg"]
+    packed = PackedNames(iter(given))
+    assert len(packed) == len(given)
+    assert [packed[i] for i in range(len(packed))] == given
+    assert len(pickle.dumps(packed)) < sum(len(name.encode()) + 8 for name in given) + 1000
+    for index in (-1, len(given)):
+        with pytest.raises(IndexError, match="index must be in"):
+            packed[index]
+
+
+def test_camvid(camvid):
+    files = open_images(camvid, "images/train")
+    assert len(files) == 367
+    assert names(files) == sorted(names(files))
+    assert files.load(366).shape == (3, 360, 480)

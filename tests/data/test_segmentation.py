@@ -1,0 +1,177 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cribo.data.images import DataError, MissingData
+from cribo.data.reading import UnreadableImage
+from cribo.data.segmentation import LabelledFolder, LabelledImages, open_labelled
+
+LABELS = np.array([[0, 1, 2], [2, 255, 0]], dtype=np.uint8)
+
+
+def save_image(path: Path, width: int = 3, height: int = 2, **options) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (width, height), "red").save(path, **options)
+
+
+def save_labels(path: Path, values: np.ndarray = LABELS) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(values).save(path)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for name in ["b", "a"]:
+        save_image(tmp_path / "images" / "val" / f"{name}.jpg")
+        save_labels(tmp_path / "labels" / "val" / f"{name}.png")
+    (tmp_path / "classes.txt").write_text("sky\nroad\n\ncar\n")
+    return tmp_path
+
+
+def test_layout_with_splits(root):
+    data: LabelledImages = open_labelled(root, "val")
+    assert len(data) == 2
+    assert data.classes == ["sky", "road", "car"]
+    assert data.ignore_index == 255
+    assert data.name(0) == "a.jpg"
+    assert data.load(0).shape == (3, 2, 3)
+    assert data.labels(0).dtype == torch.uint8
+    np.testing.assert_array_equal(data.labels(0), LABELS)
+
+
+def test_missing_split_offers_the_nearest(root):
+    with pytest.raises(MissingData, match="no 'vall' in .*images; did you mean 'val'"):
+        open_labelled(root, "vall")
+    save_image(root / "images" / "train" / "a.jpg")
+    with pytest.raises(MissingData, match="no 'train' in .*labels"):
+        open_labelled(root, "train")
+
+
+def test_pairs_by_path_without_extension(tmp_path):
+    for index, name in enumerate(["x.y/1.jpg", "x.y/2.0.png", "z.jpg"]):
+        save_image(tmp_path / "i" / name)
+        save_labels((tmp_path / "l" / name).with_suffix(".png"), np.full((2, 3), index, dtype=np.uint8))
+    save_labels(tmp_path / "l" / "without image.png")
+    data = LabelledFolder(tmp_path / "i", tmp_path / "l", ["a", "b", "c"])
+    assert [data.name(i) for i in range(len(data))] == ["x.y/1.jpg", "x.y/2.0.png", "z.jpg"]
+    assert [int(data.labels(i)[0, 0]) for i in range(3)] == [0, 1, 2]
+
+
+def test_palette_png_gives_indices_not_colours(root):
+    image = Image.fromarray(LABELS)
+    image.putpalette(np.random.default_rng(0).integers(0, 256, 768, dtype=np.uint8).tobytes())
+    assert image.mode == "P"
+    image.save(root / "labels" / "val" / "a.png")
+    np.testing.assert_array_equal(open_labelled(root, "val").labels(0), LABELS)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.bool_])
+def test_other_depths(root, dtype):
+    values = np.array([[0, 1, 1], [1, 0, 0]], dtype=dtype)
+    save_labels(root / "labels" / "val" / "a.png", values)
+    labels = open_labelled(root, "val").labels(0)
+    assert labels.dtype == torch.uint8
+    np.testing.assert_array_equal(labels, values)
+
+
+def test_colour_coded_labels_are_refused(root):
+    save_image(root / "labels" / "val" / "a.png")
+    with pytest.raises(DataError, match=r"a\.png: labels must be class indices .* got colours \(mode RGB\)"):
+        open_labelled(root, "val").labels(0)
+
+
+def test_missing_label_is_named(root):
+    (root / "labels" / "val" / "b.png").unlink()
+    with pytest.raises(MissingData, match=r"image b\.jpg has no labels: there is no b\.png in .*val"):
+        open_labelled(root, "val")
+
+
+def test_two_images_with_the_same_labels(root):
+    save_image(root / "images" / "val" / "a.png")
+    with pytest.raises(DataError, match=r"a\.jpg and a\.png share the labels a\.png"):
+        open_labelled(root, "val")
+
+
+def test_size_mismatch(root):
+    save_labels(root / "labels" / "val" / "a.png", LABELS.T.copy())
+    with pytest.raises(DataError, match=r"size of their image a\.jpg, 3 x 2, got 2 x 3"):
+        open_labelled(root, "val").labels(0)
+
+
+def test_labels_belong_to_the_upright_image(root):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    save_image(root / "images" / "val" / "a.jpg", width=2, height=3, exif=exif)
+    data = open_labelled(root, "val")
+    assert data.load(0).shape[1:] == data.labels(0).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(3, np.uint8), (254, np.uint8), (256, np.uint16), (65535, np.uint16)]
+)
+def test_value_outside_the_classes(root, value, dtype):
+    values = LABELS.astype(dtype)
+    values[0, 1] = value
+    save_labels(root / "labels" / "val" / "a.png", values)
+    with pytest.raises(
+        DataError,
+        match=rf"a\.png: labels must be in 0\.\.2 \(3 classes\) or 255 .*, got {value} at 1 of 6 pixels",
+    ):
+        open_labelled(root, "val").labels(0)
+
+
+def test_classes_are_numbered_when_not_given(root):
+    (root / "classes.txt").unlink()
+    assert open_labelled(root, "val").classes == ["0", "1", "2"]
+    for name in ("a", "b"):
+        save_labels(root / "labels" / "val" / f"{name}.png", np.full((2, 3), 255, dtype=np.uint8))
+    with pytest.raises(DataError, match="every pixel of every label map in .* is 255"):
+        _ = open_labelled(root, "val").classes
+
+
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [
+        ([], "must name 1 to 255 classes, got 0"),
+        ([str(i) for i in range(256)], "must name 1 to 255 classes, got 256"),
+        (["a", "b", "a"], "must name each class once, got 'a' 2 times"),
+    ],
+)
+def test_wrong_classes(root, classes, message):
+    with pytest.raises(DataError, match=message):
+        LabelledFolder(root / "images" / "val", root / "labels" / "val", classes)
+    (root / "classes.txt").write_text("\n".join(classes))
+    with pytest.raises(DataError, match=rf"classes\.txt {message}"):
+        open_labelled(root, "val")
+
+
+def test_missing_classes_file(root):
+    with pytest.raises(MissingData, match=r"no 'class\.txt' in .*; did you mean 'classes\.txt'"):
+        LabelledFolder(root / "images" / "val", root / "labels" / "val", root / "class.txt")
+
+
+def test_no_images(root):
+    (root / "images" / "train").mkdir()
+    with pytest.raises(DataError, match="no images in"):
+        open_labelled(root, "train")
+
+
+def test_broken_label_file(root):
+    path = root / "labels" / "val" / "a.png"
+    save_labels(path, np.random.default_rng(0).integers(0, 3, (64, 64), dtype=np.uint8))
+    path.write_bytes(path.read_bytes()[:400])
+    with pytest.raises(UnreadableImage, match=r"a\.png"):
+        open_labelled(root, "val").labels(0)
+
+
+def test_camvid(camvid):
+    val = open_labelled(camvid, "val")
+    assert len(val) == 101
+    assert len(val.classes) == 11
+    assert val.classes[8] == "car"
+    labels = val.labels(0)
+    assert labels.shape == val.load(0).shape[1:] == (360, 480)
+    assert set(labels.unique().tolist()) == {*range(11), 255}

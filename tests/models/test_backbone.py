@@ -1,0 +1,324 @@
+import copy
+import itertools
+
+import pytest
+import timm
+import torch
+from timm.layers.attention import Attention
+
+from cribo.models import build_backbone
+
+TINY_VIT = {"embed_dim": 64, "depth": 3, "num_heads": 2}
+TINY_RESNET = {"layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32)}
+TINY_CONVNEXT = {"depths": (1, 1, 1, 2), "dims": (8, 16, 32, 64)}
+VIT = "vit_small_patch16_224"
+
+
+def images(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "patch_size", "prefix"),
+    [
+        (VIT, TINY_VIT, 16, 1),
+        ("vit_small_patch8_224", TINY_VIT, 8, 1),
+        ("vit_tiny_patch16_224", TINY_VIT, 16, 1),
+        ("vit_base_patch14_dinov2", TINY_VIT, 14, 1),
+        ("vit_large_patch14_reg4_dinov2", TINY_VIT, 14, 5),
+        ("vit_huge_patch14_224", TINY_VIT, 14, 1),
+        ("vit_small_patch16_dinov3", {"depth": 2}, 16, 5),
+    ],
+)
+def test_vit_features_are_the_normed_tokens_without_prefix(name, args, patch_size, prefix):
+    backbone = build_backbone(name, args=args, image_size=4 * patch_size).eval()
+    batch = images(2, 3, 4 * patch_size, 4 * patch_size)
+    features = backbone.encode(batch)
+    expected = backbone.model.forward_features(batch)
+    assert backbone.patch_size == patch_size
+    assert features.grid == (4, 4)
+    torch.testing.assert_close(features.global_token, expected[:, 0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(features.tokens, expected[:, prefix:], rtol=0, atol=1e-6)
+    assert features.tokens.shape == (2, 16, backbone.embed_dim)
+
+
+def test_a_non_square_image_has_its_tokens_row_by_row():
+    backbone = build_backbone(VIT, args=TINY_VIT, image_size=64).eval()
+    # Without attention, MLP and position a token sees its own patch only.
+    with torch.no_grad():
+        backbone.model.pos_embed.zero_()
+        for block in backbone.model.blocks:
+            block.attn.proj.weight.zero_()
+    batch = images(1, 3, 48, 80)
+    changed = batch.clone()
+    changed[:, :, 16:32, 48:64] += 1  # row 1, column 3
+    before, after = backbone.encode(batch), backbone.encode(changed)
+    assert before.grid == (3, 5)
+    moved = (before.tokens - after.tokens).abs().amax(-1)[0] > 1e-4
+    assert moved.nonzero().flatten().tolist() == [1 * 5 + 3]
+
+
+def test_layers_are_concatenated_with_the_last_block_last():
+    backbone = build_backbone(VIT, args=TINY_VIT, image_size=64).eval()
+    batch = images(2, 3, 64, 64)
+    model = backbone.model
+    x = model._pos_embed(model.patch_embed(batch))
+    expected = []
+    for block in model.blocks:
+        x = block(x)
+        expected.append(model.norm(x)[:, 1:])
+    torch.testing.assert_close(backbone.encode(batch, layers=3).tokens, torch.cat(expected, -1))
+    torch.testing.assert_close(backbone.encode(batch, layers=2).tokens, torch.cat(expected[1:], -1))
+    assert torch.equal(
+        backbone.encode(batch, layers=2).global_token, backbone.encode(batch, layers=1).global_token
+    )
+    for layers in (0, 4):
+        with pytest.raises(ValueError, match=f"layers must be 1 to 3.*got {layers}"):
+            backbone.encode(batch, layers=layers)
+
+
+def test_without_class_token_the_global_token_is_the_mean_after_the_norm():
+    args = {**TINY_VIT, "class_token": False, "global_pool": "avg"}
+    backbone = build_backbone(VIT, args=args, image_size=64).eval()
+    with torch.no_grad():
+        backbone.model.fc_norm.weight.uniform_(0.5, 2)
+    batch = images(2, 3, 64, 64)
+    features = backbone.encode(batch)
+    torch.testing.assert_close(
+        features.tokens, backbone.model.fc_norm(backbone.model.forward_features(batch))
+    )
+    torch.testing.assert_close(features.global_token, features.tokens.mean(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "stride"),
+    [
+        ("resnet50", TINY_RESNET, 32),
+        ("resnet50", {**TINY_RESNET, "output_stride": 8}, 8),
+        ("convnext_tiny", TINY_CONVNEXT, 32),
+        ("convnext_tiny", {**TINY_CONVNEXT, "output_stride": 16}, 16),
+    ],
+)
+def test_a_feature_map_becomes_tokens(name, args, stride):
+    backbone = build_backbone(name, args=args, image_size=96).eval()
+    batch = images(2, 3, 64, 96)
+    features = backbone.encode(batch)
+    feature_map = backbone.model.forward_features(batch)
+    assert backbone.patch_size == stride
+    assert features.grid == (64 // stride, 96 // stride)
+    assert features.tokens.shape == (2, 64 * 96 // stride**2, backbone.embed_dim)
+    torch.testing.assert_close(features.tokens[:, 1], feature_map[:, :, 0, 1])
+    torch.testing.assert_close(features.global_token, feature_map.mean((2, 3)))
+    with pytest.raises(ValueError, match="one feature map, so layers must be 1, got 2"):
+        backbone.encode(batch, layers=2)
+
+
+def test_swin_has_its_channels_last():
+    args = {"depths": (1, 1, 1, 1), "embed_dim": 24, "num_heads": (1, 1, 1, 1)}
+    backbone = build_backbone("swin_tiny_patch4_window7_224", args=args).eval()
+    batch = images(1, 3, 224, 224)
+    features = backbone.encode(batch)
+    torch.testing.assert_close(features.tokens, backbone.model.forward_features(batch).flatten(1, 2))
+
+
+def test_a_network_of_one_image_size_says_which():
+    args = {"depth": 1, "embed_dim": 48, "num_heads": 2}
+    backbone = build_backbone("samvit_base_patch16", args=args, image_size=64)
+    assert backbone.encode(images(1, 3, 64, 64)).grid == (4, 4)
+    with pytest.raises(ValueError, match="built for 64x64 images and takes no other, got 80x64"):
+        backbone.encode(images(1, 3, 80, 64))
+
+
+def test_only_parameters_that_encode_uses_are_trained():
+    backbone = build_backbone("convnext_tiny", args=TINY_CONVNEXT, image_size=64)
+    assert backbone.unused_parameters == {"head.norm.weight", "head.norm.bias"}
+    features = backbone.encode(images(2, 3, 64, 64))
+    (features.tokens.sum() + features.global_token.sum()).backward()
+    for parameter in backbone.parameters():
+        assert parameter.requires_grad == (parameter.grad is not None)
+    assert not build_backbone(VIT, args=TINY_VIT, image_size=64).unused_parameters
+
+
+def test_building_leaves_batch_norm_statistics_alone():
+    backbone = build_backbone("resnet50", args=TINY_RESNET, image_size=64)
+    assert backbone.training
+    assert backbone.model.bn1.num_batches_tracked == 0
+    assert torch.equal(backbone.model.bn1.running_var, torch.ones(64))
+
+
+def test_weights_depend_on_the_seed_alone():
+    torch.manual_seed(5)
+    first = build_backbone(VIT, args=TINY_VIT, image_size=64, seed=3).state_dict()
+    state = torch.get_rng_state()
+    second = build_backbone(VIT, args=TINY_VIT, image_size=64, seed=3, drop_path=0.2).state_dict()
+    assert torch.equal(torch.get_rng_state(), state)
+    other = build_backbone(VIT, args=TINY_VIT, image_size=64, seed=4).state_dict()
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert not torch.equal(first["model.blocks.0.attn.qkv.weight"], other["model.blocks.0.attn.qkv.weight"])
+
+
+def test_class_token_and_position_embedding_start_at_two_hundredths():
+    model = build_backbone(VIT, args={"depth": 1}).model
+    for embedding in (model.cls_token, model.pos_embed):
+        assert embedding.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def noise_of(backbone, rows: int) -> torch.Tensor:
+    return torch.rand(rows, backbone.num_drop_path_sites, generator=torch.Generator().manual_seed(0))
+
+
+def test_drop_path_sites_and_rates_are_those_of_timm():
+    backbone = build_backbone(VIT, args=TINY_VIT, image_size=64, drop_path=0.3)
+    # Two branches per block; timm leaves the first block, of rate 0, without.
+    assert backbone.drop_path_rates == pytest.approx((0.15, 0.15, 0.3, 0.3))
+    assert build_backbone(VIT, args=TINY_VIT, image_size=64).num_drop_path_sites == 0
+
+
+def test_a_dropped_branch_is_skipped_and_a_kept_one_scaled():
+    backbone = build_backbone(VIT, args=TINY_VIT, image_size=64, drop_path=0.5)
+    batch = images(2, 3, 64, 64)
+    noise = torch.tensor([[0.9, 0.9, 0.9, 0.2], [0.1, 0.25, 0.5, 0.49]])
+    model = backbone.model
+    x = model._pos_embed(model.patch_embed(batch))
+    x = model.blocks[0](x)
+    for block, columns, rate in zip(model.blocks[1:], (noise[:, :2], noise[:, 2:]), (0.25, 0.5), strict=True):
+        kept = (columns >= rate).float() / (1 - rate)
+        x = x + kept[:, 0, None, None] * block.attn(block.norm1(x))
+        x = x + kept[:, 1, None, None] * block.mlp(block.norm2(x))
+    expected = model.norm(x)
+    features = backbone.encode(batch, drop_path_noise=noise)
+    torch.testing.assert_close(features.tokens, expected[:, 1:])
+    torch.testing.assert_close(features.global_token, expected[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        (VIT, TINY_VIT),
+        ("convnext_tiny", {**TINY_CONVNEXT, "ls_init_value": 1.0}),
+        ("resnet50", {**TINY_RESNET, "zero_init_last": False}),
+    ],
+)
+def test_drop_path_belongs_to_the_sample(name, args):
+    backbone = build_backbone(name, args=args, image_size=64, drop_path=0.5).eval()
+    batch, noise = images(4, 3, 64, 64), noise_of(backbone, 4)
+    whole = backbone.encode(batch, drop_path_noise=noise).tokens
+    halves = [
+        backbone.encode(half, drop_path_noise=numbers).tokens
+        for half, numbers in zip(batch.split(2), noise.split(2), strict=True)
+    ]
+    torch.testing.assert_close(torch.cat(halves), whole)
+    assert not torch.allclose(backbone.encode(batch).tokens, whole)
+
+
+def test_without_noise_nothing_is_dropped_and_nothing_random_is_used():
+    dropping = build_backbone(VIT, args=TINY_VIT, image_size=64, drop_path=0.5).train()
+    plain = build_backbone(VIT, args=TINY_VIT, image_size=64)
+    batch = images(2, 3, 64, 64)
+    state = torch.get_rng_state()
+    dropping.encode(batch, drop_path_noise=noise_of(dropping, 2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(dropping.encode(batch).tokens, plain.encode(batch).tokens)
+
+
+def test_noise_does_not_outlive_a_call_that_fails():
+    backbone = build_backbone(VIT, args=TINY_VIT, image_size=64, drop_path=0.9)
+    batch = images(2, 3, 64, 64)
+    expected = backbone.encode(batch).tokens
+    with pytest.raises(RuntimeError):
+        backbone.encode(batch.double(), drop_path_noise=torch.zeros(2, 4))
+    assert torch.equal(backbone.encode(batch).tokens, expected)
+
+
+def test_a_copy_has_its_own_noise():
+    student = build_backbone(VIT, args=TINY_VIT, image_size=64, drop_path=0.5)
+    teacher = copy.deepcopy(student)
+    batch, noise = images(2, 3, 64, 64), noise_of(student, 2)
+    expected = student.encode(batch, drop_path_noise=noise).tokens
+    assert torch.equal(teacher.encode(batch, drop_path_noise=noise).tokens, expected)
+    assert teacher._noise is not student._noise
+    assert {id(m.noise) for m in teacher.modules() if hasattr(m, "noise")} == {id(teacher._noise)}
+
+
+def test_encode_compiles_into_one_graph():
+    backbone = build_backbone(VIT, args=TINY_VIT, image_size=64, drop_path=0.5)
+    compiled = torch.compile(backbone.encode, backend="eager", fullgraph=True)
+    batch = images(2, 3, 64, 64)
+    for seed in range(2):
+        noise = torch.rand(2, 4, generator=torch.Generator().manual_seed(seed))
+        expected = backbone.encode(batch, drop_path_noise=noise)
+        found = compiled(batch, drop_path_noise=noise)
+        torch.testing.assert_close(found.tokens, expected.tokens)
+    torch.testing.assert_close(compiled(batch).tokens, backbone.encode(batch).tokens)
+    assert backbone._noise.value is None
+
+
+def test_attention_stays_fused():
+    backbone = build_backbone(VIT, args=TINY_VIT, image_size=64)
+    assert all(module.fused_attn for module in backbone.modules() if isinstance(module, Attention))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 64, 64), (3, 64, 64)])
+def test_images_of_another_shape_are_refused(shape):
+    with pytest.raises(ValueError, match=r"images must be \(B, 3, H, W\)"):
+        build_backbone(VIT, args=TINY_VIT, image_size=64).encode(torch.zeros(shape))
+
+
+def test_sizes_that_do_not_fit_name_their_neighbours():
+    message = "image size 225 is not divisible by the patch size 16: use 224 or 240"
+    with pytest.raises(ValueError, match=message):
+        build_backbone(VIT, args=TINY_VIT, image_size=225)
+    backbone = build_backbone(VIT, args=TINY_VIT, image_size=64)
+    with pytest.raises(ValueError, match=message):
+        backbone.encode(torch.zeros(1, 3, 64, 225))
+    with pytest.raises(ValueError, match="image size 9 is not divisible by the patch size 16: use 16"):
+        backbone.encode(torch.zeros(1, 3, 9, 64))
+
+
+def test_noise_of_another_shape_is_refused():
+    backbone = build_backbone(VIT, args=TINY_VIT, image_size=64, drop_path=0.5)
+    with pytest.raises(ValueError, match=r"drop_path_noise must be .* = \(2, 4\), got \(2, 3\)"):
+        backbone.encode(images(2, 3, 64, 64), drop_path_noise=torch.zeros(2, 3))
+
+
+def test_an_unknown_name_offers_the_nearest():
+    with pytest.raises(ValueError, match=r"unknown backbone 'vit_smal_patch16_224'.*vit_small_patch16_224"):
+        build_backbone("vit_smal_patch16_224")
+    with pytest.raises(ValueError, match=r"pretrained='vit_small_patch16_224\.dino'"):
+        build_backbone("vit_small_patch16_224.dino")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"dephts": 3}, "vit_small_patch16_224 has no argument 'dephts'"),
+        ({"img_size": 64}, "use image_size"),
+        ({"attn_drop_rate": 0.1}, "'attn_drop_rate' .* must be 0, got 0.1.*use drop_path"),
+        ({"embed_dim": 65}, "cannot be built with"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(args, message):
+    with pytest.raises(ValueError, match=message):
+        build_backbone(VIT, args=args)
+
+
+@pytest.mark.parametrize("drop_path", [-0.1, 1.0])
+def test_drop_path_has_a_range(drop_path):
+    with pytest.raises(ValueError, match=f"drop_path must be >= 0 and < 1, got {drop_path}"):
+        build_backbone(VIT, drop_path=drop_path)
+
+
+def test_a_network_without_dense_features_is_refused():
+    with pytest.raises(ValueError, match="supported are vision transformers"):
+        build_backbone("mixer_s32_224")
+
+
+def test_names_of_every_size_exist_in_timm():
+    names = {
+        f"vit_{size}_patch{patch}_224"
+        for size, patch in itertools.chain(
+            itertools.product(("tiny", "small", "base", "large"), (16,)), [("small", 8), ("huge", 14)]
+        )
+    }
+    assert names <= set(timm.list_models())

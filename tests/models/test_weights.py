@@ -1,0 +1,357 @@
+import argparse
+import json
+import logging
+import resource
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import safetensors.torch
+import timm
+import torch
+from torch import nn
+
+from cribo.models import Backbone, build_backbone, load_backbone, load_pretrained, save_backbone
+
+VIT = "vit_small_patch16_224"
+TINY_VIT = {"embed_dim": 64, "depth": 2, "num_heads": 2}
+TINY_CONVNEXT = {"depths": (1, 1, 1, 1), "dims": (8, 16, 32, 64)}
+TINY_RESNET = {"layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32), "output_stride": 16}
+
+
+def vit(seed: int = 0, image_size: int = 64, **args) -> Backbone:
+    return build_backbone(VIT, args={**TINY_VIT, **args}, image_size=image_size, seed=seed).eval()
+
+
+def images(size: int = 64) -> torch.Tensor:
+    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
+
+
+def agree(first: Backbone, second: Backbone, size: int = 64) -> bool:
+    a, b = first.eval().encode(images(size)), second.eval().encode(images(size))
+    return torch.equal(a.tokens, b.tokens) and torch.equal(a.global_token, b.global_token)
+
+
+def prefixed(prefix: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {prefix + key: value for key, value in state.items()}
+
+
+def unchanged_by(failing, backbone: Backbone) -> bool:
+    before = {key: value.clone() for key, value in backbone.state_dict().items()}
+    failing()
+    return all(torch.equal(value, before[key]) for key, value in backbone.state_dict().items())
+
+
+# Saving, and what plain timm makes of it
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        (VIT, TINY_VIT),
+        (VIT, {**TINY_VIT, "norm_layer": "rmsnorm"}),
+        ("vit_small_patch14_reg4_dinov2", TINY_VIT),
+        ("convnext_tiny", TINY_CONVNEXT),
+        ("resnet50", TINY_RESNET),
+    ],
+)
+def test_plain_timm_loads_what_is_saved(tmp_path, name, args):
+    size = 56 if "patch14" in name else 64
+    backbone = build_backbone(name, args=args, image_size=size, drop_path=0.1).train()
+    backbone.encode(images(size))  # moves the statistics of batch norms
+    backbone.eval()
+    assert save_backbone(backbone, tmp_path / "run") == tmp_path / "run" / "backbone.safetensors"
+    about = json.loads((tmp_path / "run/backbone.json").read_text())
+    model: Any = timm.create_model(about["name"], **about["args"]).eval()
+    state = safetensors.torch.load_file(tmp_path / "run/backbone.safetensors")
+    model.load_state_dict(state, strict=True)
+    expected = model.forward_features(images(size))
+    features = backbone.encode(images(size))
+    if expected.ndim == 4:
+        assert torch.equal(features.tokens, expected.flatten(2).transpose(1, 2))
+    else:
+        assert torch.equal(features.global_token, expected[:, 0])
+        assert torch.equal(features.tokens, expected[:, model.num_prefix_tokens :])
+    assert (about["patch_size"], about["embed_dim"]) == (backbone.patch_size, backbone.embed_dim)
+    assert about["timm"] == timm.__version__
+    assert agree(load_backbone(tmp_path / "run"), backbone, size)
+
+
+def test_the_snippet_in_the_description_runs(tmp_path, monkeypatch):
+    save_backbone(vit(), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    scope: dict = {}
+    exec(json.loads((tmp_path / "backbone.json").read_text())["how_to_load"], scope)
+    assert torch.equal(scope["model"].eval()(images()), vit().encode(images()).global_token)
+
+
+def test_load_backbone_restores_everything_but_drop_path(tmp_path):
+    backbone = vit(seed=7)
+    backbone.mean = (0.5, 0.5, 0.5)
+    save_backbone(backbone, tmp_path)
+    loaded = load_backbone(tmp_path / "backbone.safetensors", drop_path=0.2)
+    assert agree(loaded, backbone)
+    assert loaded.mean == (0.5, 0.5, 0.5)
+    assert loaded.args == TINY_VIT
+    assert loaded.num_drop_path_sites == 2
+    save_backbone(loaded, tmp_path / "again")
+    modes = {path.stat().st_mode for path in (tmp_path / "again").iterdir()}
+    assert len(modes) == 1
+    files = [json.loads((folder / "backbone.json").read_text()) for folder in (tmp_path, tmp_path / "again")]
+    assert files[0] == files[1]
+
+
+def test_arguments_that_json_cannot_hold_are_refused(tmp_path):
+    backbone = vit(norm_layer=nn.LayerNorm)
+    with pytest.raises(ValueError, match=r"cannot be written as JSON.*give names"):
+        save_backbone(backbone, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_leaves_the_older_files(tmp_path):
+    save_backbone(vit(seed=1), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"backbone\.safetensors"):
+            save_backbone(vit(seed=2), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_files_that_do_not_belong_together_are_refused(tmp_path):
+    save_backbone(vit(seed=1), tmp_path / "a")
+    save_backbone(vit(seed=2), tmp_path / "b")
+    (tmp_path / "b/backbone.json").replace(tmp_path / "a/backbone.json")
+    with pytest.raises(ValueError, match=r"not the file that .* describes"):
+        load_backbone(tmp_path / "a")
+    with pytest.raises(FileNotFoundError, match=r"no backbone\.json beside it"):
+        load_backbone(tmp_path / "b")
+    with pytest.raises(FileNotFoundError, match="no backbone at"):
+        load_backbone(tmp_path / "c")
+    (tmp_path / "a/backbone.json").write_text("{")
+    with pytest.raises(ValueError, match=r"backbone\.json is damaged"):
+        load_backbone(tmp_path / "a")
+    (tmp_path / "a/backbone.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"lacks args, image_size"):
+        load_backbone(tmp_path / "a")
+
+
+# Other people's files
+
+
+def test_a_release_checkpoint_gives_its_teacher(tmp_path, caplog):
+    student, teacher = vit(seed=1), vit(seed=2)
+    head = {
+        "module.head.mlp.0.weight": torch.zeros(4, 64),
+        "module.head.last_layer.weight_g": torch.ones(4, 1),
+    }
+    checkpoint = {
+        "student": {**prefixed("module.backbone.", student.model.state_dict()), **head},
+        "teacher": {**prefixed("module.backbone.", teacher.model.state_dict()), **head},
+        "epoch": 300,
+        "args": argparse.Namespace(arch="vit_small", patch_size=16),
+        "fp16_scaler": None,
+    }
+    torch.save(checkpoint, tmp_path / "checkpoint.pth")
+    backbone = vit(seed=3)
+    with caplog.at_level(logging.INFO, "cribo.models.weights"):
+        loaded = load_pretrained(backbone, tmp_path / "checkpoint.pth")
+    assert agree(backbone, teacher)
+    assert loaded.taken == "teacher/module.backbone."
+    assert loaded.ignored == ("module.head.mlp.0.weight", "module.head.last_layer.weight_g")
+    assert "took teacher/module.backbone." in caplog.text
+    del checkpoint["teacher"]
+    torch.save(checkpoint, tmp_path / "student.pth")
+    assert load_pretrained(backbone, tmp_path / "student.pth").taken == "student/module.backbone."
+    assert agree(backbone, student)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "taken"),
+    [
+        (lambda state: state, ""),
+        (lambda state: {**state, "head.weight": torch.zeros(5, 64), "head.bias": torch.zeros(5)}, ""),
+        (lambda state: {"model": state}, "model"),
+        (lambda state: {"state_dict": prefixed("module.encoder.", state)}, "state_dict/module.encoder."),
+        (
+            lambda state: {
+                "state_dict": {
+                    **prefixed("student.backbone.", {k: v + 1 for k, v in state.items()}),
+                    **prefixed("teacher.backbone.", state),
+                }
+            },
+            "state_dict/teacher.backbone.",
+        ),
+    ],
+    ids=["plain", "classifier", "model", "ddp encoder", "lightning"],
+)
+def test_layouts_of_other_projects(tmp_path, wrap, taken):
+    source = vit(seed=2)
+    torch.save(wrap(source.model.state_dict()), tmp_path / "weights.pth")
+    backbone = vit(seed=3)
+    assert load_pretrained(backbone, tmp_path / "weights.pth").taken == taken
+    assert agree(backbone, source)
+
+
+def test_our_own_files_load_as_pretrained_weights(tmp_path):
+    source = vit(seed=2)
+    source.std = (0.5, 0.5, 0.5)
+    weights = save_backbone(source, tmp_path)
+    for given in (weights, tmp_path):
+        backbone = build_backbone(VIT, args=TINY_VIT, image_size=64, pretrained=str(given), seed=9)
+        assert agree(backbone, source)
+        assert backbone.std == (0.5, 0.5, 0.5)
+
+
+def test_a_position_embedding_of_another_size_is_resampled_as_timm_does(tmp_path):
+    source = vit(seed=2, image_size=64)
+    torch.save(source.model.state_dict(), tmp_path / "weights.pth")
+    backbone = vit(seed=3, image_size=96)
+    assert load_pretrained(backbone, tmp_path / "weights.pth").resampled == ("pos_embed",)
+    # The network of 64 pixels resamples the same embedding itself when it sees 96.
+    expected, found = source.encode(images(96)), backbone.encode(images(96))
+    torch.testing.assert_close(found.tokens, expected.tokens, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.global_token, expected.global_token, rtol=0, atol=1e-5)
+
+
+def test_a_convnext_without_its_head_loads(tmp_path):
+    source = build_backbone("convnext_tiny", args=TINY_CONVNEXT, image_size=64, seed=1)
+    torch.save(
+        {"model": {**source.model.state_dict(), "head.fc.weight": torch.zeros(3, 64)}}, tmp_path / "a.pth"
+    )
+    backbone = build_backbone("convnext_tiny", args=TINY_CONVNEXT, image_size=64, seed=2)
+    assert load_pretrained(backbone, tmp_path / "a.pth").ignored == ("head.fc.weight",)
+    assert agree(backbone, source)
+
+
+def test_half_precision_weights_load_into_a_float_network(tmp_path):
+    source = vit(seed=2)
+    half = {key: value.half() for key, value in source.model.state_dict().items()}
+    safetensors.torch.save_file(half, tmp_path / "weights.safetensors")
+    backbone = vit(seed=3)
+    load_pretrained(backbone, tmp_path / "weights.safetensors")
+    assert backbone.model.norm.weight.dtype == torch.float32
+    assert torch.equal(backbone.model.cls_token.half(), source.model.cls_token.half())
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"depth": 4}, r"24 keys missing: blocks\.2\.norm1\.weight,.*, \.\.\."),
+        ({"depth": 1}, r"12 keys unexpected: blocks\.1\.norm1\.weight"),
+        ({"embed_dim": 32}, r"keys of another shape: cls_token \(1, 1, 64\) instead of \(1, 1, 32\)"),
+        ({"init_values": 1e-5}, r"keys missing: blocks\.0\.ls1\.gamma"),
+    ],
+)
+def test_weights_of_another_network_are_refused_whole(tmp_path, args, message):
+    torch.save(vit(seed=2).model.state_dict(), tmp_path / "weights.pth")
+    backbone = vit(seed=3, **args)
+
+    def load() -> None:
+        with pytest.raises(ValueError, match=message):
+            load_pretrained(backbone, tmp_path / "weights.pth")
+
+    assert unchanged_by(load, backbone)
+
+
+def test_the_first_eight_missing_keys_are_listed(tmp_path):
+    state = vit().model.state_dict()
+    torch.save(
+        {key: value for key, value in state.items() if "blocks.0" not in key}, tmp_path / "weights.pth"
+    )
+    with pytest.raises(ValueError, match="12 keys missing") as caught:
+        load_pretrained(vit(), tmp_path / "weights.pth")
+    assert str(caught.value).count("blocks.0.") == 8
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+@pytest.mark.parametrize("damage", ["empty", "truncated", "corrupt"])
+def test_damaged_files_say_so(tmp_path, suffix, damage):
+    path = tmp_path / f"weights{suffix}"
+    save = safetensors.torch.save_file if suffix == ".safetensors" else torch.save
+    save(vit().model.state_dict(), path)
+    content = path.read_bytes()
+    path.write_bytes(
+        {"empty": b"", "truncated": content[: len(content) // 2], "corrupt": b"no weights" * 99}[damage]
+    )
+    with pytest.raises(ValueError, match=r"is empty: copy|is damaged or is no file of weights"):
+        load_pretrained(vit(), path)
+
+
+class Payload:
+    def __reduce__(self):
+        return (print, ("code in a checkpoint",))
+
+
+def test_code_in_a_file_is_not_run(tmp_path, capsys):
+    torch.save({"model": vit().model.state_dict(), "extra": Payload()}, tmp_path / "weights.pth")
+    with pytest.raises(ValueError, match="holds Python objects beside its tensors and is not read"):
+        load_pretrained(vit(), tmp_path / "weights.pth")
+    assert "code in a checkpoint" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [({"epoch": 3}, "has no state dict.*it holds epoch"), ([1], "holds a list")]
+)
+def test_a_file_without_weights_is_refused(tmp_path, content, message):
+    torch.save(content, tmp_path / "weights.pth")
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(vit(), tmp_path / "weights.pth")
+
+
+def test_a_missing_file_and_an_unknown_name():
+    with pytest.raises(FileNotFoundError, match=r"no weights at .*nowhere\.pth"):
+        load_pretrained(vit(), "nowhere.pth")
+    with pytest.raises(
+        ValueError, match=r"'vit_smal_patch16_224' is neither a file nor a timm name.*did you mean"
+    ):
+        load_pretrained(vit(), "vit_smal_patch16_224")
+    with pytest.raises(ValueError, match="weights of resnet50, the backbone is vit_small_patch16_224"):
+        load_pretrained(vit(), "resnet50.a1_in1k")
+    with pytest.raises(ValueError, match=r"timm has no weights .*\.dinoo'.*vit_small_patch16_224\.dino"):
+        load_pretrained(vit(), "vit_small_patch16_224.dinoo")
+
+
+def test_without_a_network_the_way_out_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    backbone = build_backbone(VIT, args={"depth": 1}, image_size=64)
+
+    def load() -> None:
+        with pytest.raises(
+            ConnectionError, match=r"Without a network: download their file .*huggingface\.co/timm/vit_small"
+        ):
+            load_pretrained(backbone, "vit_small_patch16_224.dino")
+
+    assert unchanged_by(load, backbone)
+
+
+def test_weights_of_timm_come_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tag = "vit_small_patch16_224.augreg_in21k_ft_in1k"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    source = vit(seed=2, image_size=224)
+    cached = tmp_path / f"models--timm--{tag}"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs/main").write_text("0" * 40)
+    (cached / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    state = {
+        **source.model.state_dict(),
+        "head.weight": torch.zeros(1000, 64),
+        "head.bias": torch.zeros(1000),
+    }
+    safetensors.torch.save_file(state, cached / "snapshots" / ("0" * 40) / "model.safetensors")
+    before = torch.get_rng_state()
+    for name in (tag, "timm"):  # this tag is timm's default
+        backbone = vit(seed=3)
+        assert load_pretrained(backbone, name).source == name.replace("timm", VIT)
+        assert torch.equal(backbone.model.cls_token, source.model.cls_token)
+        assert backbone.model.pos_embed.shape == (1, 17, 64)
+        assert backbone.mean == (0.5, 0.5, 0.5)
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(ValueError, match=r"does not fit .*'depth': 3.*12 keys missing"):
+        load_pretrained(vit(depth=3), tag)
