@@ -31,13 +31,13 @@ With no options: a few minutes on made-up scenes, to see that everything works. 
   cribo pretrain --config adapt --data.root IMAGES         continue pretrained weights (most people want this)
   cribo pretrain --config coco_vits16 --data.root COCO     from scratch, as published
 
-IMAGES is a folder, nested or not, or a text file that lists images. Every value below can be set in a YAML file,
-too; --print_config shows them all.
+IMAGES is a folder, nested or not, or a text file that lists images. Every value below can be set in a YAML
+file, too; --print_config shows them all.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0 done, 1 failed on the way, 2 refused, 130 interrupted."""
+    """Run the command line; exit status 0 done, 1 failed on the way, 2 refused, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["--version"]:
         import cribo
@@ -83,6 +83,9 @@ def _pretrain(words: list[str]) -> int:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a run of the same --name")
     add_config_arguments(parser)
+    names = {word.partition("=")[0] for word in words}
+    if not names & {"--config", "--resume"}:
+        words = ["--config", DEFAULT_PRESET, *words]
     try:
         parsed = parser.parse_args(words)
         if parsed.resume is not None:
@@ -92,16 +95,11 @@ def _pretrain(words: list[str]) -> int:
             folder = latest_run(parsed.out) if parsed.resume == "latest" else Path(parsed.resume)
             run = resume(folder, overrides=overrides_in(words), console=console)
         else:
-            preset = DEFAULT_PRESET
-            if not parsed.config:
-                parsed = parser.parse_args(["--config", DEFAULT_PRESET, *words])
-            else:
-                preset = Path(str(parsed.config[-1])).stem
             run = pretrain(
                 config_from(parsed),
                 out=parsed.out,
                 name=parsed.name,
-                default_name=preset,
+                default_name=Path(str(parsed.config[-1])).stem,
                 minutes=parsed.minutes,
                 overwrite=parsed.overwrite,
                 console=console,
@@ -121,9 +119,7 @@ def _pretrain(words: list[str]) -> int:
 def _log_to(console: Console) -> None:
     log = logging.getLogger("cribo")
     log.setLevel(logging.INFO)
-    log.handlers = [
-        RichHandler(console=console, show_path=False, show_level=True, log_time_format="%H:%M:%S")
-    ]
+    log.handlers = [RichHandler(console=console, show_path=False, show_level=True, log_time_format="%H:%M:%S")]
     log.propagate = False
 
 
@@ -145,7 +141,8 @@ def _print_summary(run: "Run", console: Console) -> None:
         console.print(table)
     console.print(
         f"{summary['steps']} steps in {duration(summary['seconds'])}, "
-        f"{summary['images_per_second']:.0f} images/s, peak memory {summary['peak_rss_bytes'] / 2**30:.1f} GiB, "
+        f"{summary['images_per_second']:.0f} images/s, "
+        f"peak memory {summary['peak_rss_bytes'] / 2**30:.1f} GiB, "
         f"bootstrapping ratio {summary['bootstrapping_ratio']:.0%}",
         highlight=False,
     )

@@ -64,9 +64,7 @@ class PackedNames:
     def __init__(self, names: Iterable[str]) -> None:
         text, ends = bytearray(), array("q", [0])
         for name in names:
-            text += os.fsencode(
-                name
-            )  # file names need not be valid UTF-8; fsencode and fsdecode keep them exactly
+            text += os.fsencode(name)  # file names need not be valid UTF-8; fsencode and fsdecode keep them exactly
             ends.append(len(text))
         self._text = np.frombuffer(bytes(text), dtype=np.uint8)
         self._ends = np.frombuffer(ends.tobytes(), dtype=np.int64)
@@ -86,9 +84,7 @@ class ImageFiles:
     `names` are paths relative to `folder` (or absolute), in the order of the indices.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str], names: Iterable[str], *, max_pixels: int = MAX_PIXELS
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str], names: Iterable[str], *, max_pixels: int = MAX_PIXELS) -> None:
         if max_pixels < 4:
             raise DataError(f"max_pixels must be >= 4 (the smallest image is 2 x 2), got {max_pixels}")
         self.folder = os.fspath(folder)
@@ -111,9 +107,7 @@ class ImageFiles:
         return read_image(self.path(index), max_pixels=self.max_pixels)
 
 
-def open_images(
-    root: str | os.PathLike[str], images: str = "", *, max_pixels: int = MAX_PIXELS
-) -> ImageFiles:
+def open_images(root: str | os.PathLike[str], images: str = "", *, max_pixels: int = MAX_PIXELS) -> ImageFiles:
     """All images below a folder, or those that a text file lists.
 
     `root` is a folder of any layout (flat like COCO's `train2017`, class folders like ImageNet, deeper), of
@@ -138,9 +132,7 @@ def open_images(
             raise DataError(_nothing_found(path))
         return files
     if path.suffix.lower() != ".txt":
-        raise DataError(
-            f"{path} is a file: give a folder of images, or a .txt file that lists one image per line"
-        )
+        raise DataError(f"{path} is a file: give a folder of images, or a .txt file that lists one image per line")
     return ImageFiles(path.parent, _read_list(path), max_pixels=max_pixels)
 
 
@@ -153,9 +145,7 @@ def list_files(folder: str | os.PathLike[str], extensions: Iterable[str]) -> Ite
     return _walk(os.fspath(folder), "", frozenset(extensions), ())
 
 
-def _walk(
-    folder: str, prefix: str, extensions: frozenset[str], above: tuple[tuple[int, int], ...]
-) -> Iterator[str]:
+def _walk(folder: str, prefix: str, extensions: frozenset[str], above: tuple[tuple[int, int], ...]) -> Iterator[str]:
     status = os.stat(folder)
     here = (status.st_dev, status.st_ino)
     if here in above:
@@ -182,9 +172,7 @@ def _read_list(path: Path) -> list[str]:
         raise DataError(f"{path} is no list of images: it is not UTF-8 text") from error
     names = [line for line in lines if line and not line.startswith("#")]
     if not names:
-        raise DataError(
-            f"{path} lists no image: put one path per line, relative to {path.parent} or absolute"
-        )
+        raise DataError(f"{path} lists no image: put one path per line, relative to {path.parent} or absolute")
     missing = [name for name in names if not os.path.isfile(os.path.join(path.parent, name))]
     if missing:
         raise MissingData(

@@ -222,9 +222,7 @@ class StepBatchSampler(Sampler[list[tuple[int, int]]]):
                 f"set optim.batch_size to {num_images} or less, got {batch_size}"
             )
         if batch_size % world_size:
-            raise ValueError(
-                f"optim.batch_size must be a multiple of the {world_size} processes, got {batch_size}"
-            )
+            raise ValueError(f"optim.batch_size must be a multiple of the {world_size} processes, got {batch_size}")
         self.num_images = num_images
         self.batch_size = batch_size
         self.seed = seed

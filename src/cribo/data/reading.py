@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -74,9 +75,7 @@ def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
     except in a TIFF, which is decoded.
     """
     with open_header(path) as image:
-        if (
-            image.format == "TIFF"
-        ):  # whether its size is turned before or while it is decoded depends on Pillow
+        if image.format == "TIFF":  # whether its size is turned before or while it is decoded depends on Pillow
             image.load()
         width, height = image.size
         return (width, height) if _orientation(image) >= 5 else (height, width)
@@ -89,7 +88,7 @@ def open_header(path: str | os.PathLike[str], *, max_pixels: int = MAX_PIXELS) -
     Whatever goes wrong, here or with the image inside the `with` block, is raised as UnreadableImage.
     """
     try:
-        with open(path, "rb") as file:
+        with Path(path).open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
                 raise UnreadableImage(path, "the file is empty")
             with Image.open(file, formats=FORMATS) as image:
@@ -100,9 +99,7 @@ def open_header(path: str | os.PathLike[str], *, max_pixels: int = MAX_PIXELS) -
                         f"{width} x {height} pixels are more than max_pixels = {max_pixels}: not decoded",
                     )
                 if min(width, height) < 2:
-                    raise UnreadableImage(
-                        path, f"{width} x {height} pixels are too few, at least 2 x 2 are needed"
-                    )
+                    raise UnreadableImage(path, f"{width} x {height} pixels are too few, at least 2 x 2 are needed")
                 yield image
     except (UnreadableImage, MemoryError):
         raise
@@ -110,9 +107,7 @@ def open_header(path: str | os.PathLike[str], *, max_pixels: int = MAX_PIXELS) -
         raise UnreadableImage(path, f"not an image of a known format ({', '.join(FORMATS)})") from error
     except FileNotFoundError as error:
         raise UnreadableImage(path, "no such file") from error
-    except (
-        Exception
-    ) as error:  # decoders meet broken bytes with anything: OSError, SyntaxError, struct.error, ...
+    except Exception as error:  # decoders meet broken bytes with anything: OSError, SyntaxError, struct.error, ...
         raise UnreadableImage(path, str(error) or type(error).__name__) from error
 
 

@@ -64,9 +64,7 @@ class Scenes:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)}")
         if self.max_objects < self.min_objects:
-            raise ValueError(
-                f"max_objects must be >= min_objects ({self.min_objects}), got {self.max_objects}"
-            )
+            raise ValueError(f"max_objects must be >= min_objects ({self.min_objects}), got {self.max_objects}")
 
     @property
     def classes(self) -> list[str]:
@@ -111,9 +109,7 @@ class Scenes:
         return compose_scene(random, self.size, self.min_objects, self.max_objects)
 
 
-def compose_scene(
-    random: np.random.Generator, size: int, min_objects: int, max_objects: int
-) -> tuple[Array, Array]:
+def compose_scene(random: np.random.Generator, size: int, min_objects: int, max_objects: int) -> tuple[Array, Array]:
     """Paint one scene, far objects first.
 
     Returns:
@@ -175,9 +171,7 @@ def _paint(texture: int, x: Array, y: Array, draw: Array, dark: Array, bright: A
     return dark[:, None, None] + (bright - dark)[:, None, None] * mix
 
 
-def _cover(
-    outline: int, dx: Array, dy: Array, radius: float, turn: float, stretch: float
-) -> tuple[Array, Array]:
+def _cover(outline: int, dx: Array, dy: Array, radius: float, turn: float, stretch: float) -> tuple[Array, Array]:
     """How much of each pixel an object covers (0 to 1, soft over one pixel), and its squared relative distance from the centre."""
     cosine, sine = np.cos(turn), np.sin(turn)
     u = cosine * dx + sine * dy

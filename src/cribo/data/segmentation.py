@@ -84,13 +84,9 @@ class LabelledFolder:
         for image in map(self.images.name, range(len(self.images))):
             stem = _stem(image)
             if stem not in maps:
-                raise MissingData(
-                    f"the image {image} has no labels: there is no {stem}.png in {self.labels_dir}"
-                )
+                raise MissingData(f"the image {image} has no labels: there is no {stem}.png in {self.labels_dir}")
             if stem in owner:
-                raise DataError(
-                    f"the images {owner[stem]} and {image} share the labels {maps[stem]}: rename one"
-                )
+                raise DataError(f"the images {owner[stem]} and {image} share the labels {maps[stem]}: rename one")
             owner[stem] = image
             paired.append(maps[stem])
         return paired
@@ -110,9 +106,7 @@ class LabelledFolder:
             if values.numel():
                 highest = max(highest, int(values.max()))
         if highest < 0:
-            raise DataError(
-                f"every pixel of every label map in {self.labels_dir} is {self.ignore_index} (ignored)"
-            )
+            raise DataError(f"every pixel of every label map in {self.labels_dir} is {self.ignore_index} (ignored)")
         return [str(c) for c in range(highest + 1)]
 
     def __len__(self) -> int:
@@ -136,9 +130,7 @@ class LabelledFolder:
         with open_header(path, max_pixels=self.images.max_pixels) as image:
             mode, values = image.mode, np.array(image)
         if values.ndim != 2 or mode == "F":
-            raise DataError(
-                f"{path}: labels must be class indices in a grey or palette PNG, got colours (mode {mode})"
-            )
+            raise DataError(f"{path}: labels must be class indices in a grey or palette PNG, got colours (mode {mode})")
         size = image_size(self.images.path(index))
         if values.shape != size:
             raise DataError(
@@ -158,9 +150,7 @@ class LabelledFolder:
             )
 
 
-def open_labelled(
-    root: str | os.PathLike[str], split: str, *, max_pixels: int = MAX_PIXELS
-) -> LabelledFolder:
+def open_labelled(root: str | os.PathLike[str], split: str, *, max_pixels: int = MAX_PIXELS) -> LabelledFolder:
     """The layout `root/images/<split>`, `root/labels/<split>` and, if there is one, `root/classes.txt`.
 
     Raises what LabelledFolder raises.

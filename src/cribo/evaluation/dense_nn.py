@@ -92,9 +92,7 @@ def dense_nn(
     return _score(confusion)
 
 
-def patch_labels(
-    labels: Int[Tensor, "h w"], patch_size: int, num_classes: int, ignore_index: int
-) -> Int[Tensor, " n"]:
+def patch_labels(labels: Int[Tensor, "h w"], patch_size: int, num_classes: int, ignore_index: int) -> Int[Tensor, " n"]:
     """Label of most pixels in each patch, row by row; `ignore_index` counts as one of the labels.
 
     Example:

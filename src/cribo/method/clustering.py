@@ -184,9 +184,7 @@ def _initial_tokens(
         raise ValueError(f"tokens must have the shape (B, T, D), got {tuple(tokens.shape)}")
     batch, num_tokens, _ = tokens.shape
     if coordinates.shape != (batch, num_tokens, 2):
-        raise ValueError(
-            f"coordinates must have the shape ({batch}, {num_tokens}, 2), got {tuple(coordinates.shape)}"
-        )
+        raise ValueError(f"coordinates must have the shape ({batch}, {num_tokens}, 2), got {tuple(coordinates.shape)}")
     _check_num_objects(num_objects, num_tokens)
     if iterations < 1:
         raise ValueError(f"iterations must be >= 1, got {iterations}")
@@ -246,18 +244,26 @@ def _scale_to_unit(cost: Float[Tensor, "b t k"]) -> Float[Tensor, "b t k"]:
 def _transport(
     cost: Float[Tensor, "b t k"], cluster_mass: Float[Tensor, "b k"], iterations: int, sharpness: float
 ) -> Int[Tensor, "b t"]:
-    """Cluster of each token with the most mass in the Sinkhorn-Knopp plan (paper equation of `Q*`).
-
-    The plan is diag(row) @ kernel @ diag(column): scaling the two vectors instead of the matrix costs two
-    matrix-vector products a round. The last row scaling cannot change a row's arg-max, so it is left out.
-    """
+    """Cluster of each token with the most mass in the Sinkhorn-Knopp plan (paper equation of `Q*`)."""
     kernel = torch.exp(-sharpness * cost)
-    token_mass = 1 / cost.shape[1]
-    column = torch.ones_like(cluster_mass)[..., None]
+    _, column = _scale_to_marginals(kernel, cluster_mass, iterations)
+    # The scaling of its row cannot change where a token has the most mass.
+    return (kernel * column.mT).argmax(dim=-1)
+
+
+def _scale_to_marginals(
+    kernel: Float[Tensor, "b t k"], cluster_mass: Float[Tensor, "b k"], iterations: int
+) -> tuple[Float[Tensor, "b t 1"], Float[Tensor, "b k 1"]]:
+    """Vectors that make the plan diag(row) @ kernel @ diag(column) have the marginals, rows scaled first.
+
+    Scaling two vectors instead of the matrix costs two matrix-vector products a round.
+    """
+    token_mass = 1 / kernel.shape[1]
+    row, column = torch.ones_like(kernel[..., :1]), torch.ones_like(cluster_mass)[..., None]
     for _ in range(iterations):
         row = token_mass / (kernel @ column)
         column = cluster_mass[..., None] / (kernel.mT @ row)
-    return (kernel * column.mT).argmax(dim=-1)
+    return row, column
 
 
 def _centroids(

@@ -30,9 +30,7 @@ class ProjectionHead(nn.Module):
         torch.Size([5, 8])
     """
 
-    def __init__(
-        self, dim: int, *, hidden_dim: int = 2048, bottleneck_dim: int = 256, num_layers: int = 3
-    ) -> None:
+    def __init__(self, dim: int, *, hidden_dim: int = 2048, bottleneck_dim: int = 256, num_layers: int = 3) -> None:
         super().__init__()
         sizes = {
             "dim": dim,

@@ -68,9 +68,7 @@ def prototype_loss(
         >>> prototype_loss(torch.randn(5, 8), torch.randn(5, 8), level).backward()
     """
     if student.shape != teacher.shape:
-        raise ValueError(
-            f"student and teacher rows differ: {tuple(student.shape)} and {tuple(teacher.shape)}"
-        )
+        raise ValueError(f"student and teacher rows differ: {tuple(student.shape)} and {tuple(teacher.shape)}")
     loss = _PrototypeLoss.apply(
         student.float(),
         distillation.student_prototypes.float(),
@@ -120,9 +118,7 @@ def cross_image_loss(
 
     Source: paper equation of L_ci^o.
     """
-    directions = [
-        prototype_loss(student[1 - view][valid[view]], neighbours[view], distillation) for view in (0, 1)
-    ]
+    directions = [prototype_loss(student[1 - view][valid[view]], neighbours[view], distillation) for view in (0, 1)]
     return (directions[0] + directions[1]) / 2
 
 

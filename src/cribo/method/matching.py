@@ -88,11 +88,11 @@ def cycle_consistency(
 @torch.no_grad()
 def nearest_rows(
     queries: Float[Tensor, "r d"],
-    segments: Sequence[Tensor],
-    inverse_norms: Sequence[Float[Tensor, " m"]],
+    segments: Sequence[Float[Tensor, "_ d"]],
+    inverse_norms: Sequence[Float[Tensor, "_"]],
     *,
     query_images: Int[Tensor, " r"] | None = None,
-    segment_images: Sequence[Int[Tensor, " m"]] | None = None,
+    segment_images: Sequence[Int[Tensor, "_"]] | None = None,
     block_rows: int = 4096,
 ) -> Int[Tensor, " r"]:
     """Row with the greatest cosine similarity to each query, counted through all segments.

@@ -200,8 +200,11 @@ class MemoryBank:
         rows: Tensor = state["rows"]
         counts: list[int] = state["counts"].tolist()
         if rows.shape[2] != self._rows.shape[2]:
+            raise ValueError(f"the bank's objects have {self._rows.shape[2]} channels, the state's {rows.shape[2]}")
+        if len(counts) > self.num_images or rows.shape[1] > self.capacity:
             raise ValueError(
-                f"the bank's objects have {self._rows.shape[2]} channels, the state's {rows.shape[2]}"
+                f"a state of {len(counts)} images with {rows.shape[1]} objects does not fit a bank of "
+                f"{self.num_images} images and {self.capacity} objects: use a larger bank"
             )
         self._counts.clear()
         self._oldest, self._length = int(state["oldest"]) % self.capacity, 0

@@ -224,14 +224,11 @@ class Backbone(nn.Module):
         expected = (images.shape[0], self.num_drop_path_sites)
         if drop_path_noise is not None and tuple(drop_path_noise.shape) != expected:
             raise ValueError(
-                f"drop_path_noise must be (B, num_drop_path_sites) = {expected}, "
-                f"got {tuple(drop_path_noise.shape)}"
+                f"drop_path_noise must be (B, num_drop_path_sites) = {expected}, got {tuple(drop_path_noise.shape)}"
             )
         if drop_path_noise is not None and getattr(self.model, "grad_checkpointing", False):
             # A block that is computed again in the backward pass would find the noise gone.
-            raise ValueError(
-                "drop path noise and timm's gradient checkpointing exclude each other: use drop_path=0"
-            )
+            raise ValueError("drop path noise and timm's gradient checkpointing exclude each other: use drop_path=0")
 
     def _probe(self) -> tuple[int, frozenset[str]]:
         """Encode one small image to learn D and which parameters have no part in the result."""
@@ -316,9 +313,7 @@ def _check_name(name: str) -> None:
     if not timm.is_model(architecture):
         raise ValueError(f"unknown backbone {name!r}{nearest_names(architecture)}")
     if tag:
-        raise ValueError(
-            f"{name!r} names pretrained weights: use name={architecture!r} and pretrained={name!r}"
-        )
+        raise ValueError(f"{name!r} names pretrained weights: use name={architecture!r} and pretrained={name!r}")
 
 
 def _check_args(name: str, args: Mapping[str, Any]) -> None:
@@ -332,9 +327,7 @@ def _check_args(name: str, args: Mapping[str, Any]) -> None:
             )
 
 
-def _create(
-    name: str, args: Mapping[str, Any], image_size: int, drop_path: float
-) -> tuple[nn.Module, dict[str, Any]]:
+def _create(name: str, args: Mapping[str, Any], image_size: int, drop_path: float) -> tuple[nn.Module, dict[str, Any]]:
     """Build the network; the second value is what builds it again, without drop path."""
     rate: dict[str, Any] = {"drop_path_rate": drop_path} if drop_path > 0 else {}
     # Which of the three a network takes is known only by trying; one that does not take an argument says so
@@ -350,12 +343,8 @@ def _create(
             if unknown and unknown[1] == "drop_path_rate":
                 raise ValueError(f"{name} has no drop path: use drop_path=0, got {drop_path}") from error
             if unknown:
-                raise ValueError(
-                    f"{name} has no argument {unknown[1]!r}: see timm's documentation"
-                ) from error
-            raise ValueError(
-                f"{name} cannot be built with {dict(args)} at {image_size} pixels: {error}"
-            ) from error
+                raise ValueError(f"{name} has no argument {unknown[1]!r}: see timm's documentation") from error
+            raise ValueError(f"{name} cannot be built with {dict(args)} at {image_size} pixels: {error}") from error
     raise AssertionError("the last attempt sets no size argument")
 
 

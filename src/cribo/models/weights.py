@@ -115,9 +115,7 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> Path:
     """
     folder = Path(folder)
     # Clones, because safetensors refuses tensors that share memory.
-    state = {
-        key: value.detach().cpu().contiguous().clone() for key, value in backbone.model.state_dict().items()
-    }
+    state = {key: value.detach().cpu().contiguous().clone() for key, value in backbone.model.state_dict().items()}
     try:
         json.dumps(backbone.arguments)
     except TypeError as error:
@@ -182,8 +180,7 @@ def load_backbone(path: str | Path, *, drop_path: float = 0.0) -> Backbone:
     content = _read_description(description)
     if _sha256(weights) != content["sha256"]:
         raise ValueError(
-            f"{weights} is not the file that {description} describes (sha256 differs): copy both again from "
-            "one run"
+            f"{weights} is not the file that {description} describes (sha256 differs): copy both again from one run"
         )
     backbone = build_backbone(
         content["name"],
@@ -200,9 +197,7 @@ def _load_from_timm(backbone: Backbone, source: str) -> LoadedWeights:
     name = backbone.name if source == "timm" else source
     architecture, _, tag = name.partition(".")
     if not timm.is_model(architecture):
-        raise ValueError(
-            f"pretrained={source!r} is neither a file nor a timm name{nearest_names(architecture)}"
-        )
+        raise ValueError(f"pretrained={source!r} is neither a file nor a timm name{nearest_names(architecture)}")
     if architecture != backbone.name:
         raise ValueError(f"{source!r} holds weights of {architecture}, the backbone is {backbone.name}")
     tags = [full for full in timm.list_pretrained() if full.partition(".")[0] == architecture]
@@ -279,18 +274,14 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _tensors(content: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {
-        key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)
-    }
+    return {key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)}
 
 
 def _find_state(content: Mapping[str, Any], source: str) -> tuple[dict[str, Tensor], str]:
     """Descend to the state dict; the second value says by which keys."""
     taken: list[str] = []
     while True:
-        key = next(
-            (key for key in _STATE_KEYS if isinstance(content.get(key), Mapping) and content[key]), None
-        )
+        key = next((key for key in _STATE_KEYS if isinstance(content.get(key), Mapping) and content[key]), None)
         if key is None:
             break
         content = content[key]
@@ -299,15 +290,12 @@ def _find_state(content: Mapping[str, Any], source: str) -> tuple[dict[str, Tens
     if not state:
         found = ", ".join(str(key) for key in list(content)[:_LISTED]) or "nothing"
         raise ValueError(
-            f"{source} has no state dict: expected tensors, or one of {', '.join(_STATE_KEYS)}; it holds "
-            f"{found}"
+            f"{source} has no state dict: expected tensors, or one of {', '.join(_STATE_KEYS)}; it holds {found}"
         )
     return state, "/".join(taken)
 
 
-def _strip_prefixes(
-    state: dict[str, Tensor], backbone: Backbone
-) -> tuple[dict[str, Tensor], str, tuple[str, ...]]:
+def _strip_prefixes(state: dict[str, Tensor], backbone: Backbone) -> tuple[dict[str, Tensor], str, tuple[str, ...]]:
     """Peel off the names of wrappers; keys outside of them belong to other networks and are left out."""
     own = tuple(backbone.model.state_dict())
     stripped, ignored = "", []
@@ -316,8 +304,7 @@ def _strip_prefixes(
             (
                 prefix
                 for prefix in _PREFIXES
-                if any(key.startswith(prefix) for key in state)
-                and not any(key.startswith(prefix) for key in own)
+                if any(key.startswith(prefix) for key in state) and not any(key.startswith(prefix) for key in own)
             ),
             None,
         )
@@ -328,9 +315,7 @@ def _strip_prefixes(
         stripped += prefix
 
 
-def _fit(
-    state: dict[str, Tensor], backbone: Backbone, source: str
-) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def _fit(state: dict[str, Tensor], backbone: Backbone, source: str) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Let timm rename foreign keys and resample embeddings, where the family has a filter for that."""
     checkpoint_filter = getattr(sys.modules[type(backbone.model).__module__], "checkpoint_filter_fn", None)
     if checkpoint_filter is None:
@@ -353,9 +338,7 @@ def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source
     missing = [
         key
         for key in own
-        if key not in state
-        and key not in backbone.unused_parameters
-        and not key.endswith("num_batches_tracked")
+        if key not in state and key not in backbone.unused_parameters and not key.endswith("num_batches_tracked")
     ]
     reshaped = [
         f"{key} {tuple(state[key].shape)} instead of {tuple(own[key].shape)}"
@@ -371,9 +354,7 @@ def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source
     ]
     if problems:
         arguments = f" with {backbone.args}" if backbone.args else ""
-        raise ValueError(
-            f"{source} does not fit {backbone.name}{arguments}; nothing was loaded; {'; '.join(problems)}"
-        )
+        raise ValueError(f"{source} does not fit {backbone.name}{arguments}; nothing was loaded; {'; '.join(problems)}")
     usable = {key: state[key] for key in own if key in state and state[key].shape == own[key].shape}
     backbone.model.load_state_dict({**own, **usable})
     return tuple(extra)

@@ -17,9 +17,7 @@ log = logging.getLogger("cribo")
 class WholeFileCheckpointIO(TorchCheckpointIO):
     """Lightning's checkpoint files, moved into place only once they are complete on disk."""
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint whole or not at all."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +42,9 @@ class Checkpoints(L.Callback):
         self.keep = keep
         self.saved_step: int | None = None
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Save when it is time."""
         if trainer.global_step % self.every_steps == 0:
             self._save(trainer)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from cribo.method import ViewRecipe
 from cribo.method.clustering import Marginals
@@ -348,9 +348,7 @@ def _check_ranges(config: PretrainConfig) -> None:
 def _check_combinations(config: PretrainConfig) -> None:
     losses, objects, optim = config.losses, config.objects, config.optim
     if not (losses.image or losses.cross_view or losses.cross_image):
-        raise ValueError(
-            "all of losses.image, losses.cross_view and losses.cross_image are off: leave one on"
-        )
+        raise ValueError("all of losses.image, losses.cross_view and losses.cross_image are off: leave one on")
     if objects.clustering == "kmeans" and objects.position_weight != 0:
         raise ValueError(
             f"objects.clustering kmeans has no positional cue: set objects.position_weight to 0, "

@@ -168,9 +168,7 @@ class PretrainingModule(L.LightningModule):
         counts = [count for part in found for count in part.counts]
         self.bank.push(*self._gather_objects(objects, images, counts))
 
-    def _gather_objects(
-        self, objects: Tensor, images: Tensor, counts: list[int]
-    ) -> tuple[Tensor, Tensor, list[int]]:
+    def _gather_objects(self, objects: Tensor, images: Tensor, counts: list[int]) -> tuple[Tensor, Tensor, list[int]]:
         """The objects of all devices, in the order of the whole batch: every bank holds the same."""
         if self.trainer.world_size == 1:
             return objects, images, counts
@@ -198,9 +196,7 @@ class PretrainingModule(L.LightningModule):
     def _note(self, batch: ViewPairs, results: list[Result]) -> None:
         """Add a step to the running sums. They stay on the device until somebody reads them."""
         losses = torch.stack([torch.stack([r.losses[name] for r in results]).mean() for name in LOSSES])
-        valid = sum(
-            (r.matches.valid.sum() for r in results if r.matches is not None), start=losses.new_zeros(())
-        )
+        valid = sum((r.matches.valid.sum() for r in results if r.matches is not None), start=losses.new_zeros(()))
         kept = sum(sum(r.objects.counts) for r in results if r.objects is not None)
         if self._sums is None:
             self._sums = losses.new_zeros(len(LOSSES) + 4)
@@ -230,7 +226,8 @@ class PretrainingModule(L.LightningModule):
         Reads the device: call it now and then.
         """
         self.check_finite()
-        assert self._sums is not None and self._last is not None
+        assert self._sums is not None
+        assert self._last is not None
         sums = self._sum_over_devices(self._sums)
         *losses, valid, kept, images, steps = sums.tolist()
         means = {f"loss_{name}": loss / steps for name, loss in zip(LOSSES, losses, strict=True)}
@@ -252,7 +249,8 @@ class PretrainingModule(L.LightningModule):
     @torch.no_grad()
     def _watch(self, values: StepValues) -> dict[str, float]:
         """Signs of collapse, on some rows of the last batch."""
-        assert self._last is not None and self._objective is not None
+        assert self._last is not None
+        assert self._objective is not None
         result = self._last
         watched: dict[str, float] = {}
         for name, embeddings, level in self._objective.levels(result, values.teacher_temperature):

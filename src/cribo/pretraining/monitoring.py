@@ -17,7 +17,7 @@ from cribo.pretraining.module import PretrainingModule
 
 log = logging.getLogger("cribo")
 
-COLUMNS = (
+COLUMNS: tuple[str, ...] = (
     "step",
     "epoch",
     "seconds",
@@ -81,7 +81,9 @@ class Metrics(L.Callback):
         self._started = self._marked = time.perf_counter()
         self._marked_step = trainer.global_step
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Write a row when it is time."""
         step = trainer.global_step
         if step % self.every_steps and step != trainer.max_steps:
@@ -208,15 +210,16 @@ class Watch(L.Callback):
         self.warnings: list[tuple[int, str]] = []
         self._seen: dict[str, int] = {}
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Look at a new row."""
         if trainer.global_step % self.metrics.every_steps:
             return
         assert isinstance(pl_module, PretrainingModule)
         troubles = signs_of_trouble(
             self.metrics.latest,
-            cross_image=self.config.losses.cross_image
-            and pl_module.epoch > self.config.losses.cross_image_from_epoch,
+            cross_image=self.config.losses.cross_image and pl_module.epoch > self.config.losses.cross_image_from_epoch,
             needs_objects=self.config.needs_objects,
             prototypes=self.config.head.prototypes,
         )

@@ -48,9 +48,7 @@ class Objects:
 
     def group_rows(self, group_size: int) -> list[int]:
         """Objects of each group of `group_size` images."""
-        return [
-            sum(self.counts[start : start + group_size]) for start in range(0, len(self.counts), group_size)
-        ]
+        return [sum(self.counts[start : start + group_size]) for start in range(0, len(self.counts), group_size)]
 
 
 @dataclass
@@ -100,9 +98,7 @@ class Objective:
         self.object_centre = object_centre
         self.bank = bank
 
-    def __call__(
-        self, batch: ViewPairs, *, epoch: int, teacher_temperature: float, train_backbone: bool
-    ) -> Result:
+    def __call__(self, batch: ViewPairs, *, epoch: int, teacher_temperature: float, train_backbone: bool) -> Result:
         """The losses of a batch.
 
         Args:
@@ -147,9 +143,7 @@ class Objective:
         losses = {name: student_images.new_zeros(()) for name in LOSSES}
         student_objects = teacher_objects = student_images[:, :0]
         if objects is not None:
-            pooled, _ = pool_objects(
-                student_tokens.unflatten(0, (size, 2)), objects.labels, config.objects.num_objects
-            )
+            pooled, _ = pool_objects(student_tokens.unflatten(0, (size, 2)), objects.labels, config.objects.num_objects)
             student_objects = self.student.embed(pooled[objects.rows, :, objects.clusters].transpose(0, 1))
             with torch.no_grad():
                 teacher_objects = self.teacher.embed(objects.teacher)
@@ -177,9 +171,7 @@ class Objective:
                     teacher_images[:, of_group],
                     teacher_temperature,
                 )
-                losses["image"] += cross_view_loss(
-                    student_images[:, of_group], teacher_images[:, of_group], level
-                )
+                losses["image"] += cross_view_loss(student_images[:, of_group], teacher_images[:, of_group], level)
             if objects is None:
                 continue
             level = self._level(
@@ -190,9 +182,7 @@ class Objective:
                 teacher_temperature,
             )
             if config.losses.cross_view:
-                losses["cross_view"] += cross_view_loss(
-                    student_objects[:, rows], teacher_objects[:, rows], level
-                )
+                losses["cross_view"] += cross_view_loss(student_objects[:, rows], teacher_objects[:, rows], level)
             if neighbours is not None and matches is not None:
                 losses["cross_image"] += cross_image_loss(
                     student_objects[:, rows], neighbours[group], matches.valid[:, rows], level
@@ -246,9 +236,7 @@ class Objective:
         losses: LossConfig = self.config.losses
         value = centre.value
         if losses.centring == "sinkhorn":
-            value = sinkhorn_centre(
-                teacher.flatten(0, -2), teacher_prototypes, temperature=teacher_temperature
-            )
+            value = sinkhorn_centre(teacher.flatten(0, -2), teacher_prototypes, temperature=teacher_temperature)
         return SelfDistillation(
             student_prototypes, teacher_prototypes, value, losses.student_temperature, teacher_temperature
         )

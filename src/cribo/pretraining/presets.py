@@ -2,13 +2,15 @@
 
 import difflib
 import json
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
+from jsonargparse import ArgumentParser, Namespace
 
 from cribo.pretraining.config import PretrainConfig
 
@@ -25,6 +27,16 @@ class ConfigParser(ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
 
+    def parse_args(self, args: Sequence[str] | None = None, **kwargs: Any) -> Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Parse words, where --config takes the name of a preset too."""
+        words = list(sys.argv[1:] if args is None else args)
+        for position, word in enumerate(words):
+            if word == "--config" and position + 1 < len(words):
+                words[position + 1] = str(find_config(words[position + 1]))
+            elif word.startswith("--config="):
+                words[position] = f"--config={find_config(word.removeprefix('--config='))}"
+        return super().parse_args(words, **kwargs)
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Refuse the arguments.
 
@@ -35,26 +47,27 @@ class ConfigParser(ArgumentParser):
 
     def _with_advice(self, message: str) -> str:
         known = [
-            option.lstrip("-")
+            option.removeprefix("--")
             for action in self._actions
             for option in action.option_strings
             if option.startswith("--")
         ]
-        for word in message.replace("'", " ").replace('"', " ").replace("=", " ").split():
-            name = word.strip(".,:").removeprefix("--")
-            if name and (word.startswith("--") or "not expected" in message or "ot accepted" in message):
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-                if name not in known and near:
-                    return f"{message.rstrip('.')}: did you mean --{near[0]}?"
+        in_group = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
+        if in_group:
+            unknown = [f"{in_group[1]}.{in_group[2]}"]
+        else:
+            unknown = re.findall(r"--([\w.]+)", message) + re.findall(r"option '([\w.]+)'", message)
+        for name in unknown:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            if name not in known and near:
+                return f"{message.rstrip('.')}: did you mean {near[0]}?"
         return message
 
 
 def preset_names() -> list[str]:
     """Names of the presets that come with the package."""
     folder = resources.files("cribo") / "presets"
-    return sorted(
-        entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")
-    )
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
 def find_config(name: str | Path) -> Path:
@@ -76,18 +89,11 @@ def find_config(name: str | Path) -> Path:
     raise ConfigError(f"no preset and no file is called {name}: {advice}the presets are {', '.join(names)}")
 
 
-class _ActionPresetOrFile(ActionConfigFile):
-    """--config takes a preset's name too."""
-
-    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
-        super().__call__(parser, cfg, str(find_config(values)), option_string)
-
-
 def add_config_arguments(parser: ArgumentParser) -> None:
     """Give a parser --config and every value of a pretraining configuration."""
     parser.add_argument(
         "--config",
-        action=_ActionPresetOrFile,
+        action="config",
         help=f"a preset ({', '.join(preset_names())}) or a YAML file; values given after it override it "
         f"(default: {DEFAULT_PRESET})",
     )
@@ -109,9 +115,7 @@ def config_from(arguments: Namespace) -> PretrainConfig:
     return PretrainConfig(**{name: made[name] for name in names})
 
 
-def load_config(
-    config: str | Path = DEFAULT_PRESET, overrides: Mapping[str, Any] | None = None
-) -> PretrainConfig:
+def load_config(config: str | Path = DEFAULT_PRESET, overrides: Mapping[str, Any] | None = None) -> PretrainConfig:
     """Read a preset or file and override some values.
 
     Args:

@@ -54,11 +54,11 @@ class RunProgress(L.Callback):
             console=self.console,
         )
         self._bar.start()
-        self._task = self._bar.add_task(
-            "epoch 1", total=trainer.max_steps, completed=trainer.global_step, numbers=""
-        )
+        self._task = self._bar.add_task("epoch 1", total=trainer.max_steps, completed=trainer.global_step, numbers="")
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Move on."""
         assert isinstance(pl_module, PretrainingModule)
         epochs = pl_module.config.optim.epochs
@@ -80,9 +80,7 @@ class RunProgress(L.Callback):
         """Leave the terminal as it was."""
         self._stop()
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leave the terminal as it was."""
         self._stop()
 

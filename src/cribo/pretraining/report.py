@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cribo.data.pairs import ViewPairDataset, ViewPairs, collate
 from cribo.data.randomness import keyed_generator
-from cribo.method import MemoryBank, normalise
+from cribo.method import NO_MATCH, MemoryBank, normalise
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import REPORT, write_whole
 from cribo.pretraining.network import Network
@@ -75,7 +75,7 @@ def write_report(
     return written
 
 
-# ------------------------------------------------------------------------------------------------------- curves
+# ---------------------------------------------------------------------- curves
 
 
 def draw_losses(rows: list[dict[str, float]]) -> Figure:
@@ -88,7 +88,8 @@ def draw_losses(rows: list[dict[str, float]]) -> Figure:
     ):
         points = [(row["epoch"], row[name]) for row in rows if row.get(name)]
         if points:
-            axes.plot(*zip(*points, strict=True), label=label, color=colour, linewidth=1.2)
+            marker = "o" if len(points) == 1 else None
+            axes.plot(*zip(*points, strict=True), label=label, color=colour, linewidth=1.2, marker=marker)
     axes.set(xlabel="epoch", ylabel="cross-entropy [nats]", title="Losses")
     _legend(axes)
     return figure
@@ -107,7 +108,7 @@ def draw_bootstrapping(rows: list[dict[str, float]]) -> Figure:
         marker = "o" if len(numbers) < 40 else None
         axes.plot(numbers, [100 * np.mean(epochs[n]) for n in numbers], marker=marker, markersize=3)
     axes.set(xlabel="epoch", ylabel="objects with a valid match [%]", title="Bootstrapping ratio")
-    axes.set_ylim(bottom=0)
+    _from_zero(axes)
     return figure
 
 
@@ -119,7 +120,7 @@ def draw_score(rows: list[dict[str, float]], baselines: dict[str, float]) -> Fig
     for number, (name, value) in enumerate(baselines.items()):
         axes.axhline(100 * value, color=f"C{number + 1}", linestyle="--", linewidth=1, label=name)
     axes.set(xlabel="epoch", ylabel="mIoU [%]", title="Dense nearest-neighbour retrieval")
-    axes.set_ylim(bottom=0)
+    _from_zero(axes)
     _legend(axes)
     return figure
 
@@ -148,7 +149,7 @@ def draw_schedules(schedules: Schedules) -> Figure:
     return figure
 
 
-# ----------------------------------------------------------------------------------------------------- pictures
+# -------------------------------------------------------------------- pictures
 
 
 @dataclass
@@ -185,9 +186,7 @@ def sample_objects(
     tokens = []
     try:
         for views in pairs.views.split(batch_size):
-            images = normalise(
-                views.flatten(0, 1).to(device).float() / 255, mean=backbone.mean, std=backbone.std
-            )
+            images = normalise(views.flatten(0, 1).to(device).float() / 255, mean=backbone.mean, std=backbone.std)
             tokens.append(backbone.encode(images).tokens.unflatten(0, (len(views), 2)).float().cpu())
     finally:
         backbone.train(training)
@@ -195,23 +194,21 @@ def sample_objects(
 
 
 def draw_clusters(sample: ObjectSample) -> Figure:
-    """View pairs above their clusters; a colour is one cluster of the pair, grey is in one view only."""
+    """View pairs beside their clusters; a colour is one cluster of the pair, grey is in one view only."""
     pairs = min(_CLUSTER_PAIRS, len(sample.pairs))
-    figure = Figure(figsize=(2.1 * pairs, 4.6), layout="constrained")
-    figure.suptitle("View pairs and their joint-space clusters (grey: in one view only)")
-    panels = figure.subplots(2, pairs, squeeze=False)
+    figure = Figure(figsize=(1.9 * pairs, 7.4), layout="constrained")
+    figure.suptitle("Joint-space clusters of view pairs; one colour is one object, grey is seen in one view only")
+    panels = figure.subplots(4, pairs, squeeze=False)
     for image in range(pairs):
         kept = sample.objects.clusters[sample.objects.rows == image].tolist()
         colours = {cluster: _colour(number, len(kept)) for number, cluster in enumerate(kept)}
-        both = np.concatenate([sample.view(image, view) for view in (0, 1)], axis=0)
-        painted = np.concatenate(
-            [_paint(sample.view(image, view), sample.label_map(image, view), colours) for view in (0, 1)],
-            axis=0,
-        )
-        for axes, picture in ((panels[0, image], both), (panels[1, image], painted)):
-            axes.imshow(picture, interpolation="nearest")
-            axes.axhline(both.shape[0] / 2 - 0.5, color="white", linewidth=2)
-            axes.set_axis_off()
+        for view in (0, 1):
+            picture = sample.view(image, view)
+            panels[2 * view, image].imshow(picture)
+            panels[2 * view + 1, image].imshow(_paint(picture, sample.label_map(image, view), colours, tint=0.5))
+    for row, label in enumerate(("view 1", "its clusters", "view 2", "its clusters")):
+        panels[row, 0].set_ylabel(label)
+    _hide_ticks(panels)
     return figure
 
 
@@ -219,69 +216,76 @@ def draw_matches(sample: ObjectSample, config: PretrainConfig) -> Figure:
     """Objects of some views and the nearest objects of other images (the paper's matching figures)."""
     images = len(sample.pairs)
     queries = min(_QUERIES, images // 2)
-    figure = Figure(figsize=(2 * (_NEIGHBOURS + 1), 2.2 * max(queries, 1)), layout="constrained")
-    figure.suptitle(
-        "Objects (left, coloured) and their nearest objects in other images; frame: cycle-consistent"
-    )
+    figure = Figure(figsize=(1.9 * (_NEIGHBOURS + 2), 2.1 * max(queries, 1)), layout="constrained")
+    figure.suptitle("Objects of a view and, in the same colour, their nearest objects in other images")
     if queries == 0:
         return figure
     objects = sample.objects
     bank = MemoryBank(num_images=images, num_objects=config.objects.num_objects, dim=objects.teacher.shape[2])
-    gallery = objects.rows >= queries
-    bank.push(objects.teacher[:, gallery], objects.images[gallery], objects.counts[queries:])
-    asked = (~gallery).nonzero().flatten()
+    in_gallery = objects.rows >= queries
+    bank.push(objects.teacher[:, in_gallery], objects.images[in_gallery], objects.counts[queries:])
+    gallery = in_gallery.nonzero().flatten()  # the ring has not wrapped, so slots count these rows
+    asked = (~in_gallery).nonzero().flatten()
     matches = bank.match(objects.teacher[:, asked], objects.images[asked])
-    gallery_rows = gallery.nonzero().flatten()  # the ring has not wrapped: slots count the gallery's objects
-    panels = figure.subplots(queries, _NEIGHBOURS + 1, squeeze=False)
-    for axes in panels.flat:
-        axes.set_axis_off()
+    panels = figure.subplots(queries, _NEIGHBOURS + 2, squeeze=False)
     for image in range(queries):
+        labels = sample.label_map(image, 0)
         own = (objects.rows[asked] == image).nonzero().flatten()
-        sizes = [
-            int((objects.labels[image, 0] == objects.clusters[asked[row]]).sum()) for row in own.tolist()
-        ]
-        largest = own[torch.tensor(sizes).argsort(descending=True)[:_NEIGHBOURS]] if sizes else own
-        colours = {
-            int(objects.clusters[asked[row]]): _colour(number, len(largest))
-            for number, row in enumerate(largest.tolist())
-        }
+        clusters = objects.clusters[asked[own]].tolist()
+        sizes = torch.tensor([int((labels == cluster).sum()) for cluster in clusters])
+        shown = sizes.argsort(descending=True)[:_NEIGHBOURS].tolist()
+        colours = {clusters[place]: _colour(number, len(shown)) for number, place in enumerate(shown)}
         view = sample.view(image, 0)
-        panels[image, 0].imshow(_paint(view, sample.label_map(image, 0), colours), interpolation="nearest")
-        for column, row in enumerate(largest.tolist(), start=1):
-            slot = int(matches.nearest[0, row])
-            if slot < 0:
+        panels[image, 0].imshow(view)
+        panels[image, 1].imshow(_paint(view, labels, colours, tint=0.5))
+        for axes, place in zip(panels[image, 2:], shown, strict=False):
+            query = int(own[place])
+            slot = int(matches.nearest[0, query])
+            if slot == NO_MATCH:
                 continue
-            found = int(gallery_rows[slot])
-            other, cluster = int(objects.rows[found]), int(objects.clusters[found])
-            colour = colours[int(objects.clusters[asked[row]])]
-            picture = _paint(sample.view(other, 0), sample.label_map(other, 0), {cluster: colour})
-            axes = panels[image, column]
-            axes.imshow(picture, interpolation="nearest")
-            if bool(matches.valid[0, row]):
-                axes.set_axis_on()
-                axes.set_xticks([])
-                axes.set_yticks([])
-                for spine in axes.spines.values():
-                    spine.set(visible=True, color=colour, linewidth=3)
+            found = int(gallery[slot])
+            other = int(objects.rows[found])
+            colour = colours[clusters[place]]
+            axes.imshow(
+                _paint(
+                    sample.view(other, 0), sample.label_map(other, 0), {int(objects.clusters[found]): colour}, tint=0.15
+                )
+            )
+            if bool(matches.valid[0, query]):
+                axes.set_xlabel("cycle-consistent", color="black", fontsize=8)
+            for spine in axes.spines.values():
+                spine.set(visible=True, color=colour, linewidth=2)
+    panels[0, 0].set_title("query")
+    panels[0, 1].set_title("its largest objects")
+    panels[0, 2].set_title("their neighbours", loc="left")
+    _hide_ticks(panels)
     return figure
 
 
+def _hide_ticks(panels: np.ndarray) -> None:
+    for axes in panels.flat:
+        axes.set_xticks([])
+        axes.set_yticks([])
+        if not axes.images:
+            axes.set_axis_off()
+        elif not any(spine.get_linewidth() == 2 for spine in axes.spines.values()):
+            for spine in axes.spines.values():
+                spine.set_visible(False)
+
+
 def _paint(
-    picture: np.ndarray, labels: Int[Tensor, "h w"], colours: dict[int, tuple[float, float, float]]
+    picture: np.ndarray, labels: Int[Tensor, "h w"], colours: dict[int, tuple[float, float, float]], *, tint: float
 ) -> np.ndarray:
-    """Lay colours over the clusters that have one; fade and grey the rest."""
+    """Tint and outline the clusters that have a colour; fade the rest to grey."""
     numbers = labels.numpy()
     grey = picture.mean(axis=2, keepdims=True).repeat(3, axis=2)
-    painted = 0.45 * grey + 0.25
+    painted = 0.4 * grey + 0.35
     for cluster, colour in colours.items():
         inside = numbers == cluster
-        painted[inside] = 0.45 * picture[inside] + 0.55 * np.asarray(colour)
-    edges = np.zeros(numbers.shape, dtype=bool)
-    edges[:, 1:] |= numbers[:, 1:] != numbers[:, :-1]
-    edges[1:] |= numbers[1:] != numbers[:-1]
-    shown = np.isin(numbers, list(colours))
-    near = shown | np.roll(shown, 1, axis=0) | np.roll(shown, 1, axis=1)
-    painted[edges & near] = 0.5 * painted[edges & near] + 0.5
+        painted[inside] = (1 - tint) * picture[inside] + tint * np.asarray(colour)
+        padded = np.pad(inside, 1)
+        deep = padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:]
+        painted[inside & ~deep] = colour
     return np.clip(painted, 0, 1)
 
 
@@ -293,6 +297,10 @@ def _colour(number: int, of: int) -> tuple[float, float, float]:
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots()
+
+
+def _from_zero(axes: Axes) -> None:
+    axes.set_ylim(0, max(1.0, 1.05 * axes.dataLim.y1))
 
 
 def _legend(axes: Axes) -> None:

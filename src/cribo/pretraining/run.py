@@ -174,16 +174,12 @@ def latest_run(out: str | Path) -> Path:
 class _Session:
     """One process's part in a run."""
 
-    def __init__(
-        self, config: PretrainConfig, *, console: Console | None, callbacks: Sequence[Callback]
-    ) -> None:
+    def __init__(self, config: PretrainConfig, *, console: Console | None, callbacks: Sequence[Callback]) -> None:
         self.config = config
         self.console = console or Console(quiet=True)
         self.callbacks = callbacks
 
-    def start(
-        self, out: Path, name: str | None, default_name: str, *, minutes: float | None, overwrite: bool
-    ) -> Run:
+    def start(self, out: Path, name: str | None, default_name: str, *, minutes: float | None, overwrite: bool) -> Run:
         # Everything that can be wrong is found before the folder is made.
         if minutes is not None and minutes <= 0:
             raise ConfigError(f"minutes must be > 0, got {minutes}")
@@ -295,17 +291,13 @@ class _Session:
             epochs,
             seconds / 60,
         )
-        self.config = dataclasses.replace(
-            self.config, optim=dataclasses.replace(self.config.optim, epochs=epochs)
-        )
+        self.config = dataclasses.replace(self.config, optim=dataclasses.replace(self.config.optim, epochs=epochs))
         self.module = self._make_module()
 
     def _train(self, folder: Path, checkpoint: Path | None) -> Run:
         config, module = self.config, self.module
         metrics = Metrics(folder, every_steps=config.runtime.log_every, batch_size=config.optim.batch_size)
-        unreadable = UnreadableImages(
-            folder, num_images=len(self.source), max_share=config.data.max_unreadable
-        )
+        unreadable = UnreadableImages(folder, num_images=len(self.source), max_share=config.data.max_unreadable)
         watch = Watch(metrics, config)
         score = RetrievalScore(self.score_data, config, metrics) if self.score_data is not None else None
         # Metrics first: the others look at its latest row. Checkpoints last: they hold what the others did.
@@ -313,9 +305,7 @@ class _Session:
         callbacks += [score] if score is not None else []
         callbacks += [RunProgress(metrics, self.console), *self.callbacks]
         callbacks.append(
-            Checkpoints(
-                folder, every_steps=config.runtime.checkpoint_every, keep=config.runtime.keep_checkpoints
-            )
+            Checkpoints(folder, every_steps=config.runtime.checkpoint_every, keep=config.runtime.keep_checkpoints)
         )
         with _quiet_lightning():
             trainer = self._trainer(folder, callbacks, module.schedules.total_steps)
@@ -334,9 +324,7 @@ class _Session:
             "images": len(self.source),
             "images_per_second": _mean(metrics.rows, "images_per_second"),
             "losses": {
-                key.removeprefix("loss_"): value
-                for key, value in metrics.latest.items()
-                if key.startswith("loss_")
+                key.removeprefix("loss_"): value for key, value in metrics.latest.items() if key.startswith("loss_")
             },
             "bootstrapping_ratio": metrics.latest.get("bootstrapping_ratio", 0.0),
             "unreadable_images": len(unreadable.reasons),
@@ -403,7 +391,9 @@ class _StepTimer(Callback):
         self.skip = skip
         self.seconds_per_step = 0.0
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if trainer.global_step == self.skip:
             self._started = time.perf_counter()
         elif trainer.global_step > self.skip:

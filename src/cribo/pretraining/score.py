@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import lightning as L
 import torch
@@ -75,9 +74,7 @@ class RetrievalScore(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Score the untrained network, or take up the scores of the run that is resumed."""
         if trainer.global_step > 0:
-            self.curve = [
-                (int(row["step"]), row["dense_nn"]) for row in self.metrics.rows if "dense_nn" in row
-            ]
+            self.curve = [(int(row["step"]), row["dense_nn"]) for row in self.metrics.rows if "dense_nn" in row]
         else:
             self._take(trainer, pl_module)
 
@@ -93,7 +90,7 @@ class RetrievalScore(L.Callback):
             self._take(trainer, pl_module)
 
     def mean_colour(self, device: torch.device | str) -> float:
-        """mIoU of the baseline that knows the mean colour of a patch only."""
+        """MIoU of the baseline that knows the mean colour of a patch only."""
         patch_size = self._patch_size
         return self._score(mean_colour_encoder(patch_size), patch_size, device)
 

@@ -1,0 +1,402 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from benchmarks import literal
+from torch import Tensor
+
+from cribo.method import cluster_tokens, cluster_tokens_kmeans, draw_initial_tokens
+from cribo.method.clustering import _distances_to_others, _nearest_member, _positional_cost, _scale_to_marginals
+
+
+def scene(seed: int, *, batch: int = 3, tokens: int = 60, dim: int = 12, objects: int = 6):
+    """Random tokens with some structure, coordinates that overlap between the views, and initial tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = torch.randint(4, (batch, tokens), generator=generator)
+    means = torch.randn(batch, 4, dim, generator=generator)
+    noise = torch.randn(batch, tokens, dim, generator=generator)
+    features = means.gather(1, parts[..., None].expand(-1, -1, dim)) + noise
+    coordinates = 224 * torch.rand(batch, tokens, 2, generator=generator)
+    initial = torch.stack(
+        [torch.randperm(tokens, generator=generator)[:objects] for _ in range(batch)]
+    )
+    return features, coordinates, initial
+
+
+def blocks(seed: int, *, batch: int = 4, side: int = 6, objects: int = 4):
+    """Two views of images in four clear quarters, with one initial token in each: no label is in doubt."""
+    generator = torch.Generator().manual_seed(seed)
+    place = (torch.arange(side) + 0.5) * (224 / side)
+    grid = torch.stack(torch.meshgrid(place, place, indexing="xy"), dim=-1).flatten(0, 1)
+    coordinates = torch.cat((grid, grid + 3)).expand(batch, -1, -1).contiguous()
+    quarter = (grid[:, 0] > 112).long() + 2 * (grid[:, 1] > 112).long()
+    quarter = torch.cat((quarter, quarter)).expand(batch, -1)
+    tokens = 3 * F.one_hot(quarter, 16).float()
+    tokens += 0.1 * torch.randn(tokens.shape, generator=generator)
+    initial = torch.stack([(quarter[0] == q).nonzero()[0, 0] for q in range(objects)]).expand(batch, -1)
+    return tokens, coordinates, initial, quarter
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("marginals", ["adaptive", "uniform"])
+@pytest.mark.parametrize("position_weight", [0.0, 1.0, 4.0])
+def test_labels_are_those_of_the_literal_formula(seed: int, marginals, position_weight: float) -> None:
+    tokens, coordinates, initial = scene(seed)
+    labels = cluster_tokens(
+        tokens,
+        coordinates,
+        num_objects=6,
+        position_weight=position_weight,
+        marginals=marginals,
+        initial_tokens=initial,
+    )
+    expected = literal.cluster(
+        tokens.double(), coordinates.double(), initial, position_weight=position_weight, marginals=marginals
+    )
+    assert (labels == expected).float().mean() >= 0.999
+    assert len(labels.unique()) > 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"iterations": 1},
+        {"iterations": 2, "sinkhorn_iterations": 1},
+        {"iterations": 9, "sharpness": 5.0},
+        {"sinkhorn_iterations": 20, "sharpness": 50.0},
+    ],
+)
+def test_every_option_does_what_the_literal_formula_does(options: dict) -> None:
+    tokens, coordinates, initial = scene(11)
+    labels = cluster_tokens(
+        tokens, coordinates, num_objects=6, position_weight=2.0, initial_tokens=initial, **options
+    )
+    expected = literal.cluster(
+        tokens.double(), coordinates.double(), initial, position_weight=2.0, **options
+    )
+    assert (labels == expected).float().mean() >= 0.999
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_positional_cost_of_duplicate_coordinates(seed: int) -> None:
+    """A distance of exactly 0 does not count, whichever token it is to."""
+    generator = torch.Generator().manual_seed(seed)
+    coordinates = torch.randint(0, 4, (2, 40, 2), generator=generator).float() * 16
+    labels = torch.randint(0, 5, (2, 40), generator=generator)
+    labels[0, labels[0] == 4] = 3  # an empty cluster
+    cost = _positional_cost(_nearest_member(_distances_to_others(coordinates), labels, 5))
+    expected = literal.positional_cost(coordinates.double(), F.one_hot(labels, 5).double())
+    torch.testing.assert_close(cost, expected.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_positional_cost_by_hand() -> None:
+    # Tokens 0 and 1 lie on one spot; 2 lies 3 to the right, 3 lies 4 below.
+    coordinates = torch.tensor([[[0.0, 0], [0, 0], [3, 0], [0, 4]]])
+    labels = torch.tensor([[0, 0, 1, 1]])
+    nearest = _nearest_member(_distances_to_others(coordinates), labels, 3)
+    inf = torch.inf
+    assert nearest[0].tolist() == [[inf, 3, inf], [inf, 3, inf], [3, 5, inf], [4, 5, inf]]
+    mean = (3 + 3 + 3 + 5 + 4 + 5) / 12
+    expected = torch.tensor([[mean, 3, mean], [mean, 3, mean], [3, 5, mean], [4, 5, mean]]) / 5
+    torch.testing.assert_close(_positional_cost(nearest)[0], expected)
+
+
+def test_distances_are_exact_far_from_the_origin() -> None:
+    """Distances by a matrix product would leave a token slightly off itself, and it would count."""
+    coordinates = 4000 + 16 * torch.arange(60.0)[None, :, None].expand(2, -1, 2)
+    distances = _distances_to_others(coordinates)
+    assert distances.diagonal(dim1=1, dim2=2).isinf().all()
+    assert distances[0, 0, 1].item() == pytest.approx(16 * 2**0.5, rel=1e-6)
+    assert torch.equal(distances, distances.mT)
+
+
+@pytest.mark.parametrize("mass", [[0.25, 0.25, 0.25, 0.25], [0.7, 0.2, 0.0999, 0.0001]])
+def test_marginals_of_the_transport_plan(mass: list[float]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    cost = torch.rand(2, 50, 4, generator=generator)
+    kernel, cluster_mass = torch.exp(-20 * cost), torch.tensor(mass).expand(2, -1)
+    for iterations in (1, 5):
+        row, column = _scale_to_marginals(kernel, cluster_mass, iterations)
+        plan = row * kernel * column.mT
+        torch.testing.assert_close(plan.sum(dim=1), cluster_mass)  # scaled last: exact after any round
+        expected = literal.transport_plan(cost.double(), cluster_mass.double(), iterations)
+        torch.testing.assert_close(plan, expected.float(), rtol=1e-4, atol=1e-9)
+    row, column = _scale_to_marginals(kernel, cluster_mass, 2000)
+    torch.testing.assert_close(
+        (row * kernel * column.mT).sum(dim=2), torch.full((2, 50), 1 / 50), rtol=1e-2, atol=0
+    )
+
+
+def test_adaptive_marginals_follow_the_previous_sizes() -> None:
+    tokens, coordinates, initial = scene(5)
+    plans = literal.clustering_plans(
+        tokens.double(), coordinates.double(), initial, position_weight=1.0, marginals="adaptive"
+    )
+    sizes = F.one_hot(plans[-2][0].argmax(dim=-1), 6).sum(dim=1).double() + 0.01
+    torch.testing.assert_close(plans[-1][1], sizes / sizes.sum(dim=1, keepdim=True))
+    torch.testing.assert_close(plans[-1][0].sum(dim=1), plans[-1][1])
+
+
+@pytest.mark.parametrize("marginals", ["adaptive", "uniform"])
+def test_labels_do_not_depend_on_the_order_of_the_tokens(marginals) -> None:
+    tokens, coordinates, initial, _ = blocks(1)
+    order = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(3))
+    place = order.argsort()
+    options = {"num_objects": 4, "position_weight": 1.0, "marginals": marginals}
+    labels = cluster_tokens(tokens, coordinates, initial_tokens=initial, **options)
+    shuffled = cluster_tokens(
+        tokens[:, order], coordinates[:, order], initial_tokens=place[initial], **options
+    )
+    assert torch.equal(shuffled, labels[:, order])
+
+
+def test_order_of_random_tokens_changes_next_to_nothing() -> None:
+    """Sums in another order differ in their last digits, which a token in between two clusters may feel."""
+    tokens, coordinates, initial = scene(2, batch=8)
+    order = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(3))
+    options = {"num_objects": 6, "position_weight": 1.0}
+    labels = cluster_tokens(tokens, coordinates, initial_tokens=initial, **options)
+    shuffled = cluster_tokens(
+        tokens[:, order], coordinates[:, order], initial_tokens=order.argsort()[initial], **options
+    )
+    assert (shuffled == labels[:, order]).float().mean() >= 0.99
+
+
+@pytest.mark.parametrize("cluster", [cluster_tokens, cluster_tokens_kmeans])
+def test_labels_do_not_depend_on_batch_mates(cluster) -> None:
+    """Matrix products of another batch size may round differently: with clear margins no label may move."""
+    weight = 1.0 if cluster is cluster_tokens else 0.0
+    tokens, coordinates, initial, _ = blocks(2)
+    tokens[1] *= 1000  # mates that a scaling over the batch would feel
+    coordinates[2] *= 50
+    together = cluster(
+        tokens, coordinates, num_objects=4, position_weight=weight, initial_tokens=initial
+    )
+    for image in range(len(tokens)):
+        one = slice(image, image + 1)
+        alone = cluster(
+            tokens[one],
+            coordinates[one],
+            num_objects=4,
+            position_weight=weight,
+            initial_tokens=initial[one],
+        )
+        assert torch.equal(alone[0], together[image])
+
+
+def test_random_images_do_not_feel_their_batch_mates_either() -> None:
+    tokens, coordinates, initial = scene(9, batch=8)
+    options = {"num_objects": 6, "position_weight": 1.0}
+    together = cluster_tokens(tokens, coordinates, initial_tokens=initial, **options)
+    mates = torch.cat((tokens[:1], 100 * torch.randn(7, *tokens.shape[1:])))
+    others = cluster_tokens(mates, coordinates * 3, initial_tokens=initial, **options)
+    assert (others[0] == together[0]).float().mean() >= 0.99
+
+
+def test_clear_parts_are_found() -> None:
+    tokens, coordinates, initial, quarter = blocks(3)
+    for cluster, weight in ((cluster_tokens, 1.0), (cluster_tokens, 0.0), (cluster_tokens_kmeans, 0.0)):
+        labels = cluster(
+            tokens, coordinates, num_objects=4, position_weight=weight, initial_tokens=initial
+        )
+        assert torch.equal(labels, quarter)
+
+
+def test_position_separates_what_looks_the_same() -> None:
+    """Two far groups with equal tokens: only the positional cue can tell them apart."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = 20 * torch.rand(1, 30, 2, generator=generator), 20 * torch.rand(1, 30, 2, generator=generator)
+    coordinates = torch.cat((left, right + 200), dim=1)
+    tokens = 1 + 0.01 * torch.randn(1, 60, 8, generator=generator)
+    labels = cluster_tokens(
+        tokens,
+        coordinates,
+        num_objects=2,
+        position_weight=4.0,
+        initial_tokens=torch.tensor([[0, 30]]),
+    )
+    assert torch.equal(labels[0], (torch.arange(60) >= 30).long())
+
+
+def test_equal_coordinates_give_no_cue() -> None:
+    tokens, _, initial = scene(4)
+    coordinates = torch.full((3, 60, 2), 17.0)
+    options = {"num_objects": 6, "initial_tokens": initial}
+    with_position = cluster_tokens(tokens, coordinates, position_weight=2.0, **options)
+    without = cluster_tokens(tokens, coordinates, position_weight=0.0, **options)
+    assert torch.equal(with_position, without)
+
+
+@pytest.mark.parametrize("cluster", [cluster_tokens, cluster_tokens_kmeans])
+def test_equal_tokens_do_not_break(cluster) -> None:
+    labels = cluster(
+        torch.ones(2, 10, 3), torch.zeros(2, 10, 2), num_objects=3, position_weight=0.0
+    )
+    assert ((labels >= 0) & (labels < 3)).all()
+
+
+@pytest.mark.parametrize("cluster", [cluster_tokens, cluster_tokens_kmeans])
+def test_zero_tokens_do_not_break(cluster) -> None:
+    labels = cluster(
+        torch.zeros(2, 10, 3), torch.rand(2, 10, 2), num_objects=3, position_weight=0.0
+    )
+    assert ((labels >= 0) & (labels < 3)).all()
+
+
+@pytest.mark.parametrize("cluster", [cluster_tokens, cluster_tokens_kmeans])
+def test_as_many_clusters_as_tokens(cluster) -> None:
+    tokens = 5 * torch.eye(8)[None]
+    labels = cluster(tokens, torch.rand(1, 8, 2), num_objects=8, position_weight=0.0)
+    assert labels[0].unique().numel() == 8
+
+
+@pytest.mark.parametrize("cluster", [cluster_tokens, cluster_tokens_kmeans])
+def test_one_cluster_takes_all(cluster) -> None:
+    tokens, coordinates, _ = scene(0)
+    weight = 1.0 if cluster is cluster_tokens else 0.0
+    assert (cluster(tokens, coordinates, num_objects=1, position_weight=weight) == 0).all()
+
+
+@pytest.mark.parametrize("cluster", [cluster_tokens, cluster_tokens_kmeans])
+def test_an_empty_batch_gives_no_labels(cluster) -> None:
+    labels = cluster(torch.zeros(0, 8, 4), torch.zeros(0, 8, 2), num_objects=2, position_weight=0.0)
+    assert labels.shape == (0, 8)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kmeans_against_a_loop(seed: int) -> None:
+    tokens, coordinates, initial = scene(seed)
+    labels = cluster_tokens_kmeans(tokens, coordinates, num_objects=6, initial_tokens=initial)
+    for image in range(len(tokens)):
+        unit = [row / row.norm() for row in tokens[image].double()]
+        centroids = [unit[first] for first in initial[image]]
+        nearest: list[int] = []
+        for _ in range(5):
+            nearest = [int(torch.stack([row @ c for c in centroids]).argmax()) for row in unit]
+            members = [[row for row, label in zip(unit, nearest, strict=True) if label == k] for k in range(6)]
+            sums = [torch.stack(rows).sum(dim=0) if rows else torch.zeros(12).double() for rows in members]
+            centroids = [s / s.norm() if s.any() else s for s in sums]
+        assert labels[image].tolist() == nearest
+
+
+@pytest.mark.parametrize("cluster", [cluster_tokens, cluster_tokens_kmeans])
+def test_draws_come_from_the_generator_alone(cluster) -> None:
+    tokens, coordinates, _ = scene(7)
+    weight = 1.0 if cluster is cluster_tokens else 0.0
+
+    def labels(seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return cluster(tokens, coordinates, num_objects=6, position_weight=weight, generator=generator)
+
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first = labels(1)
+    assert torch.equal(before, torch.get_rng_state())
+    torch.rand(10)
+    assert torch.equal(labels(1), first)
+    assert not torch.equal(labels(2), first)
+
+
+def test_given_initial_tokens_are_the_drawn_ones() -> None:
+    tokens, coordinates, _ = scene(7)
+    generator = torch.Generator().manual_seed(1)
+    initial = torch.stack([draw_initial_tokens(60, 6, generator=generator) for _ in range(3)])
+    options = {"num_objects": 6, "position_weight": 1.0}
+    assert torch.equal(
+        cluster_tokens(tokens, coordinates, initial_tokens=initial, **options),
+        cluster_tokens(tokens, coordinates, generator=torch.Generator().manual_seed(1), **options),
+    )
+
+
+def test_initial_tokens_are_drawn_without_replacement_and_uniformly() -> None:
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.stack([draw_initial_tokens(8, 3, generator=generator) for _ in range(4000)])
+    assert all(len(set(draw)) == 3 for draw in draws.tolist())
+    counts = draws.flatten().bincount(minlength=8)
+    assert (counts - 1500).abs().max() < 150  # 5 standard deviations
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_no_label(dtype: torch.dtype) -> None:
+    tokens, coordinates, initial = scene(8)
+    options = {"num_objects": 6, "initial_tokens": initial}
+    labels = cluster_tokens(tokens, coordinates, position_weight=1.0, **options)
+    means = cluster_tokens_kmeans(tokens, coordinates, **options)
+    with torch.autocast("cpu", dtype=dtype):
+        assert torch.equal(cluster_tokens(tokens, coordinates, position_weight=1.0, **options), labels)
+        assert torch.equal(cluster_tokens_kmeans(tokens, coordinates, **options), means)
+
+
+def test_half_precision_tokens_are_clustered_in_float32() -> None:
+    tokens, coordinates, initial = scene(8)
+    half = tokens.bfloat16()
+    options = {"num_objects": 6, "position_weight": 1.0, "initial_tokens": initial}
+    assert torch.equal(
+        cluster_tokens(half, coordinates, **options), cluster_tokens(half.float(), coordinates, **options)
+    )
+
+
+def test_inputs_are_left_as_they_are() -> None:
+    tokens, coordinates, initial = scene(8)
+    copies = tokens.clone(), coordinates.clone(), initial.clone()
+    cluster_tokens(
+        tokens.requires_grad_(), coordinates, num_objects=6, position_weight=1.0, initial_tokens=initial
+    )
+    for tensor, copy in zip((tokens, coordinates, initial), copies, strict=True):
+        assert torch.equal(tensor.detach(), copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"position_weight": -1.0}, r"position_weight must be >= 0, got -1\.0"),
+        ({"marginals": "even"}, "marginals must be one of adaptive, uniform, got 'even'"),
+        ({"sharpness": 0.0}, r"sharpness must be > 0, got 0\.0"),
+        ({"sinkhorn_iterations": 0}, "sinkhorn_iterations must be >= 1, got 0"),
+        ({"iterations": 0}, "iterations must be >= 1, got 0"),
+        ({"num_objects": 0}, r"num_objects must be between 1 and .* \(60\), got 0"),
+        ({"num_objects": 61}, r"\(60\), got 61: use fewer clusters, larger images or smaller patches"),
+        ({"tokens": torch.zeros(60, 12)}, r"tokens must have the shape \(B, T, D\), got \(60, 12\)"),
+        ({"coordinates": torch.zeros(3, 30, 2)}, r"coordinates must have the shape \(3, 60, 2\), got"),
+        (
+            {"initial_tokens": torch.zeros(3, 5).long()},
+            r"initial_tokens must have the shape \(3, 6\), got \(3, 5\)",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_errors(change: dict, message: str) -> None:
+    tokens, coordinates, initial = scene(0)
+    arguments = {
+        "tokens": tokens,
+        "coordinates": coordinates,
+        "num_objects": 6,
+        "position_weight": 1.0,
+        "initial_tokens": initial,
+    }
+    with pytest.raises(ValueError, match=message):
+        cluster_tokens(**arguments | change)
+
+
+def test_kmeans_refuses_a_positional_weight() -> None:
+    tokens, coordinates, _ = scene(0)
+    with pytest.raises(ValueError, match=r"position_weight must be 0, got 2\.0; use cluster_tokens"):
+        cluster_tokens_kmeans(tokens, coordinates, num_objects=6, position_weight=2.0)
+
+
+def test_kmeans_refuses_more_clusters_than_tokens() -> None:
+    tokens, coordinates, _ = scene(0)
+    with pytest.raises(ValueError, match=r"\(60\), got 99"):
+        cluster_tokens_kmeans(tokens, coordinates, num_objects=99)
+    with pytest.raises(ValueError, match=r"\(4\), got 5"):
+        draw_initial_tokens(4, 5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("marginals", ["adaptive", "uniform"])
+def test_gpu_gives_the_labels_of_the_cpu(marginals) -> None:
+    tokens, coordinates, initial = scene(1, batch=8)
+    options = {"num_objects": 6, "position_weight": 1.0, "marginals": marginals}
+    expected = cluster_tokens(tokens, coordinates, initial_tokens=initial, **options)
+    labels = cluster_tokens(tokens.cuda(), coordinates.cuda(), initial_tokens=initial.cuda(), **options)
+    assert (labels.cpu() == expected).float().mean() >= 0.99

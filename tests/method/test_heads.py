@@ -1,0 +1,102 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from cribo.method import ProjectionHead, PrototypeLayer
+
+
+def linears(head: ProjectionHead) -> list[nn.Linear]:
+    return [layer for layer in head.mlp if isinstance(layer, nn.Linear)]
+
+
+def test_embeddings_have_unit_length() -> None:
+    head = ProjectionHead(12, hidden_dim=32, bottleneck_dim=8)
+    embeddings = head(10 * torch.randn(4, 5, 12))
+    assert embeddings.shape == (4, 5, 8)
+    torch.testing.assert_close(embeddings.norm(dim=-1), torch.ones(4, 5))
+
+
+def test_the_paper_s_layers() -> None:
+    head = ProjectionHead(384)
+    assert [(layer.in_features, layer.out_features) for layer in linears(head)] == [
+        (384, 2048),
+        (2048, 2048),
+        (2048, 256),
+    ]
+    assert [type(layer) for layer in head.mlp] == [nn.Linear, nn.GELU, nn.Linear, nn.GELU, nn.Linear]
+
+
+def test_initial_weights() -> None:
+    torch.manual_seed(0)
+    for layer in linears(ProjectionHead(384)):
+        assert layer.weight.std().item() == pytest.approx(0.02, rel=0.02)
+        assert layer.weight.mean().abs().item() < 1e-3
+        assert (layer.bias == 0).all()
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 4])
+def test_number_of_layers(num_layers: int) -> None:
+    head = ProjectionHead(6, hidden_dim=7, bottleneck_dim=5, num_layers=num_layers)
+    assert len(linears(head)) == num_layers
+    assert head(torch.randn(3, 6)).shape == (3, 5)
+
+
+def test_no_rows() -> None:
+    assert ProjectionHead(6, hidden_dim=7, bottleneck_dim=5)(torch.zeros(0, 6)).shape == (0, 5)
+
+
+def test_embeddings_are_float32_under_autocast() -> None:
+    head = ProjectionHead(12, hidden_dim=32, bottleneck_dim=8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        embeddings = head(torch.randn(5, 12))
+    assert embeddings.dtype == torch.float32
+    torch.testing.assert_close(embeddings.norm(dim=-1), torch.ones(5))
+
+
+def test_prototypes_are_torch_s_weight_norm() -> None:
+    layer = PrototypeLayer(8, 30)
+    reference = weight_norm(nn.Linear(8, 30, bias=False))
+    with torch.no_grad():
+        layer.gain.uniform_(0.5, 2)
+        reference.parametrizations.weight.original0.copy_(layer.gain)
+        reference.parametrizations.weight.original1.copy_(layer.direction)
+    embeddings, weights = torch.randn(5, 8), torch.randn(5, 30)
+    torch.testing.assert_close(layer(embeddings), reference(embeddings))
+    for module in (layer, reference):
+        (module(embeddings) * weights).sum().backward()
+    torch.testing.assert_close(layer.gain.grad, reference.parametrizations.weight.original0.grad)
+    torch.testing.assert_close(layer.direction.grad, reference.parametrizations.weight.original1.grad)
+
+
+def test_prototypes_start_as_a_linear_layer_of_gain_one() -> None:
+    torch.manual_seed(0)
+    layer = PrototypeLayer(64, 5000)
+    assert (layer.gain == 1).all()
+    torch.testing.assert_close(layer.weight.norm(dim=-1), torch.ones(5000))
+    default = nn.Linear(64, 5000, bias=False).weight
+    assert layer.direction.abs().max() <= 1 / 8
+    assert layer.direction.std().item() == pytest.approx(default.std().item(), rel=0.02)
+
+
+@pytest.mark.parametrize("train_gain", [True, False])
+def test_the_gain_is_trained_or_frozen(train_gain: bool) -> None:
+    layer = PrototypeLayer(8, 30, train_gain=train_gain)
+    assert layer.gain.requires_grad == train_gain
+    layer(torch.randn(5, 8)).sum().backward()
+    assert (layer.gain.grad is not None) == train_gain
+    assert layer.direction.grad is not None
+    assert set(layer.state_dict()) == {"gain", "direction"}  # the frozen gain is saved, too
+
+
+@pytest.mark.parametrize("name", ["dim", "hidden_dim", "bottleneck_dim", "num_layers"])
+def test_head_sizes_below_one(name: str) -> None:
+    sizes = {"dim": 4, "hidden_dim": 4, "bottleneck_dim": 4, "num_layers": 3} | {name: 0}
+    with pytest.raises(ValueError, match=f"{name} must be >= 1, got 0"):
+        ProjectionHead(**sizes)
+
+
+@pytest.mark.parametrize("name", ["bottleneck_dim", "num_prototypes"])
+def test_prototype_sizes_below_one(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be >= 1, got -1"):
+        PrototypeLayer(**{"bottleneck_dim": 4, "num_prototypes": 8} | {name: -1})

@@ -1,0 +1,162 @@
+import pytest
+import torch
+from benchmarks import literal
+from torch import Tensor
+
+from cribo.method import NO_MATCH, cycle_consistency, match_objects
+from cribo.method.matching import inverse_norms, nearest_rows
+
+
+def naive_nearest(query: Tensor, rows: Tensor) -> int:
+    if not len(rows):
+        return NO_MATCH
+    cosines = [float(query.double() @ row.double() / (query.double().norm() * row.double().norm())) for row in rows]
+    return max(range(len(rows)), key=lambda index: (cosines[index], -index))
+
+
+def naive_cycle(objects: Tensor, bank: Tensor, groups: list[int]) -> tuple[list[list[int]], list[list[bool]]]:
+    """Neighbours and cycle consistency, one object at a time."""
+    nearest, consistent = [], []
+    group_of = [number for number, rows in enumerate(groups) for _ in range(rows)]
+    for view in (0, 1):
+        found, closed = [], []
+        for r in range(objects.shape[1]):
+            neighbour = naive_nearest(objects[view, r], bank[view])
+            jumped = bank[1 - view, neighbour]
+            mates = [other for other, group in enumerate(group_of) if group == group_of[r]]
+            back = mates[naive_nearest(jumped, objects[1 - view, mates])]
+            found.append(neighbour)
+            closed.append(back == r)
+        nearest.append(found)
+        consistent.append(closed)
+    return nearest, consistent
+
+
+def random_case(seed: int, *, rows: int, bank_rows: int, dim: int = 6) -> tuple[Tensor, Tensor]:
+    """Views that resemble each other, so that some cycles close and some do not."""
+    generator = torch.Generator().manual_seed(seed)
+    objects = torch.randn(1, rows, dim, generator=generator) + 0.5 * torch.randn(2, rows, dim, generator=generator)
+    source = torch.randint(rows, (bank_rows,), generator=generator)
+    bank = objects[:, source] + 0.5 * torch.randn(2, bank_rows, dim, generator=generator)
+    scale = 0.1 + 10 * torch.rand(2, bank_rows, 1, generator=generator)
+    return objects, bank * scale
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_matches_against_a_loop(seed: int) -> None:
+    objects, bank = random_case(seed, rows=9 + seed, bank_rows=1 + 4 * seed)
+    nearest, consistent = match_objects(objects, bank)
+    expected_nearest, expected_consistent = naive_cycle(objects, bank, [objects.shape[1]])
+    assert nearest.tolist() == expected_nearest
+    assert consistent.tolist() == expected_consistent
+
+
+def test_the_cases_are_no_foregone_conclusion() -> None:
+    shares = [match_objects(*random_case(seed, rows=20, bank_rows=40))[1].float().mean() for seed in range(5)]
+    assert 0.1 < float(torch.stack(shares).mean()) < 0.9
+
+
+@pytest.mark.parametrize("groups", [[12], [5, 7], [0, 3, 0, 8, 1], [1] * 12, [4, 4, 4]])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_cycle_stays_inside_the_group(seed: int, groups: list[int]) -> None:
+    objects, bank = random_case(seed, rows=12, bank_rows=30)
+    nearest, _ = match_objects(objects, bank)
+    jumped = torch.stack([bank[1 - view, nearest[view]] for view in (0, 1)])
+    assert cycle_consistency(objects, jumped, groups).tolist() == naive_cycle(objects, bank, groups)[1]
+
+
+def test_views_match_in_their_own_bank_and_come_back_through_the_other() -> None:
+    objects = torch.eye(3).expand(2, -1, -1)
+    bank = torch.stack((torch.eye(3)[[2, 0, 1]], torch.eye(3)[[0, 2, 1]]))
+    nearest, consistent = match_objects(objects, bank)
+    assert nearest.tolist() == [[1, 2, 0], [0, 2, 1]]
+    # View 1: object 0 -> row 1, which is object 2 in view 2; object 1 -> row 2, object 1; object 2 -> row 0.
+    assert consistent.tolist() == [[False, True, False], [False, True, False]]
+
+
+def test_the_scale_of_rows_does_not_matter() -> None:
+    objects, bank = random_case(0, rows=10, bank_rows=30)
+    expected = match_objects(objects, bank)
+    scaled = match_objects(objects * 100, bank * torch.rand(2, 30, 1).add(0.1))
+    assert torch.equal(scaled[0], expected[0])
+    assert torch.equal(scaled[1], expected[1])
+
+
+def test_an_empty_bank_matches_nothing() -> None:
+    nearest, consistent = match_objects(torch.randn(2, 4, 3), torch.zeros(2, 0, 3))
+    assert (nearest == NO_MATCH).all()
+    assert not consistent.any()
+
+
+def test_no_objects_have_no_matches() -> None:
+    nearest, consistent = match_objects(torch.zeros(2, 0, 3), torch.randn(2, 5, 3))
+    assert nearest.shape == consistent.shape == (2, 0)
+
+
+@pytest.mark.parametrize("block_rows", [1, 3, 7, 50, 4096])
+@pytest.mark.parametrize("cuts", [[50], [20, 30], [0, 1, 49]])
+def test_blocks_and_segments_change_nothing(block_rows: int, cuts: list[int]) -> None:
+    queries, bank = torch.randn(11, 6), torch.randn(50, 6)
+    segments = list(bank.split(cuts))
+    rows = nearest_rows(queries, segments, [inverse_norms(part) for part in segments], block_rows=block_rows)
+    assert torch.equal(rows, literal.search(queries.double(), bank.double()))
+
+
+@pytest.mark.parametrize("block_rows", [1, 2, 3, 10])
+def test_of_equal_rows_the_first_wins(block_rows: int) -> None:
+    rows = torch.eye(4)[[3, 1, 0, 1, 0, 2, 2]]
+    nearest = nearest_rows(torch.eye(4), [rows], [inverse_norms(rows)], block_rows=block_rows)
+    assert nearest.tolist() == [2, 1, 5, 0]
+
+
+def test_rows_of_the_own_image_never_match() -> None:
+    queries, bank = torch.randn(20, 6), torch.randn(60, 6)
+    images, bank_images = torch.arange(20) % 5, torch.arange(60) % 5
+    nearest = nearest_rows(
+        queries,
+        [bank],
+        [inverse_norms(bank)],
+        query_images=images,
+        segment_images=[bank_images],
+        block_rows=7,
+    )
+    for query, image, row in zip(queries, images, nearest, strict=True):
+        others = (bank_images != image).nonzero().flatten()
+        assert int(row) == int(others[naive_nearest(query, bank[others])])
+
+
+def test_a_bank_with_nothing_but_the_own_image_matches_nothing() -> None:
+    bank = torch.randn(3, 6)
+    nearest = nearest_rows(
+        torch.cat((bank[:1], bank[:1])),
+        [bank],
+        [inverse_norms(bank)],
+        query_images=torch.tensor([7, 8]),
+        segment_images=[torch.tensor([7, 7, 7])],
+    )
+    assert nearest.tolist() == [NO_MATCH, 0]
+
+
+def test_a_zero_row_is_finite_and_loses() -> None:
+    bank = torch.stack((torch.zeros(4), torch.ones(4)))
+    assert inverse_norms(bank).isfinite().all()
+    assert nearest_rows(torch.ones(1, 4), [bank], [inverse_norms(bank)]).tolist() == [1]
+
+
+def test_autocast_changes_no_match() -> None:
+    objects, bank = random_case(3, rows=30, bank_rows=200)
+    expected = match_objects(objects, bank)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        nearest, consistent = match_objects(objects, bank)
+    assert torch.equal(nearest, expected[0])
+    assert torch.equal(consistent, expected[1])
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_errors() -> None:
+    with pytest.raises(ValueError, match=r"objects must have the shape \(2, R, D\), got \(5, 3\)"):
+        match_objects(torch.zeros(5, 3), torch.zeros(2, 4, 3))
+    with pytest.raises(ValueError, match=r"bank must have the shape \(2, M, 3\), got \(2, 4, 6\)"):
+        match_objects(torch.zeros(2, 5, 3), torch.zeros(2, 4, 6))
+    with pytest.raises(ValueError, match=r"group_rows must sum to 5 objects, got \[2, 2\]"):
+        cycle_consistency(torch.zeros(2, 5, 3), torch.zeros(2, 5, 3), [2, 2])
