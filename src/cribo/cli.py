@@ -1,6 +1,7 @@
 """The command `cribo`: one sub-command per job. Parses, calls, prints; the work is elsewhere."""
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,7 +66,8 @@ def _pretrain(words: list[str]) -> int:
     )
     from cribo.pretraining.run import latest_run, overrides_in, pretrain, resume
 
-    console = Console(soft_wrap=True)
+    # The processes of further devices run this command too, and have nothing to add to what the first one says.
+    console = Console(soft_wrap=True, quiet=os.environ.get("LOCAL_RANK", "0") != "0")
     _log_to(console)
     parser = ConfigParser(prog="cribo pretrain", description=_PRETRAIN_HELP)
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of run folders")

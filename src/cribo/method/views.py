@@ -255,13 +255,14 @@ def apply_photometric(
         torch.Size([2, 3, 32, 32])
     """
     device = views.device
-    x = views.float().div_(255)
-    x = _jitter(x, photometric)
-    if (blurred := photometric.sigma.nonzero().flatten()).numel():
-        x[blurred.to(device)] = _gaussian_blur(x[blurred.to(device)], photometric.sigma[blurred])
-    if (solarised := photometric.solarise.nonzero().flatten().to(device)).numel():
-        bright = x[solarised]
-        x[solarised] = torch.where(bright >= solarise_threshold / 255, 1 - bright, bright)
+    with torch.autocast(device.type, enabled=False):
+        x = views.float().div_(255)
+        x = _jitter(x, photometric)
+        if (blurred := photometric.sigma.nonzero().flatten()).numel():
+            x[blurred.to(device)] = _gaussian_blur(x[blurred.to(device)], photometric.sigma[blurred])
+        if (solarised := photometric.solarise.nonzero().flatten().to(device)).numel():
+            bright = x[solarised]
+            x[solarised] = torch.where(bright >= solarise_threshold / 255, 1 - bright, bright)
     return normalise(x, mean=mean, std=std)
 
 
@@ -290,7 +291,7 @@ def _central_crop(height: int, width: int, recipe: ViewRecipe) -> tuple[int, int
     aspect = min(max(width / height, recipe.aspect[0]), recipe.aspect[1])
     crop_width = max(1, min(width, round(height * aspect)))
     crop_height = max(1, min(height, round(width / aspect)))
-    return crop_height, crop_width, (height - crop_height) // 2, (width - crop_width) // 2
+    return (height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width
 
 
 def _jitter(x: Float[Tensor, "n 3 h w"], photometric: Photometric) -> Float[Tensor, "n 3 h w"]:
@@ -357,6 +358,8 @@ def _blur_matrix(length: int, sigma: Float[Tensor, " n"]) -> Float[Tensor, "n l 
     radius = min(math.ceil(3 * float(sigma.max())), length - 1)
     steps = torch.arange(-radius, radius + 1)
     weights = torch.exp(-0.5 * (steps / sigma[:, None]) ** 2)
+    # Each view's own reach: the largest of the batch must not lengthen another view's kernel.
+    weights = weights.masked_fill(steps.abs() > (3 * sigma[:, None]).ceil(), 0)
     weights = weights / weights.sum(dim=1, keepdim=True)
     source = torch.arange(length)[:, None] + steps
     source = torch.where(source < 0, -source, source)

@@ -218,7 +218,7 @@ class RuntimeConfig:
     """
 
     accelerator: str = "auto"
-    devices: int | str = "auto"
+    devices: int | str = 1
     num_nodes: int = 1
     precision: Precision = "bf16-mixed"
     compile: bool = False

@@ -77,7 +77,8 @@ class Metrics(L.Callback):
         if trainer.global_step > 0 and self.path.is_file():
             self.rows = [row for row in read_metrics(self.path) if row["step"] <= trainer.global_step]
             self._seconds_before = max((row["seconds"] for row in self.rows), default=0.0)
-        self._write_all()
+        if trainer.is_global_zero:
+            self._write_all()
         self._started = self._marked = time.perf_counter()
         self._marked_step = trainer.global_step
 

@@ -18,6 +18,7 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 
 from cribo.data import ImageSource, open_images
@@ -43,6 +44,8 @@ from cribo.pretraining.score import RetrievalScore, open_score_data
 
 log = logging.getLogger("cribo")
 
+# Tells the processes that Lightning starts for further devices which run folder is theirs.
+_CLAIMED = "CRIBO_RUN_FOLDER"
 # Steps that are timed, after as many to warm up, to find how many epochs fit into --minutes.
 _TIMED_STEPS = 8
 
@@ -186,9 +189,16 @@ class _Session:
         self._prepare()
         if minutes is not None:
             self._fit_epochs_into(60 * minutes)
+        claimed = os.environ.get(_CLAIMED)
+        if claimed is not None:  # this process is a further device of a run that the first process began
+            return self._train(Path(claimed), None)
         folder = claim_run_folder(out, name, default_name, overwrite=overwrite)
         write_text(folder / CONFIG, dump_config(self.config))
-        return self._train(folder, None)
+        os.environ[_CLAIMED] = str(folder)
+        try:
+            return self._train(folder, None)
+        finally:
+            del os.environ[_CLAIMED]
 
     def resume(self, folder: Path) -> Run:
         summary = folder / SUMMARY
@@ -249,6 +259,8 @@ class _Session:
             accelerator=runtime.accelerator,
             devices=runtime.devices,
             num_nodes=runtime.num_nodes,
+            strategy=self._strategy(),
+            sync_batchnorm=True,
             precision=runtime.precision,
             max_steps=max_steps,
             max_epochs=-1,
@@ -263,6 +275,14 @@ class _Session:
             default_root_dir=folder,
             benchmark=True,
         )
+
+    def _strategy(self) -> str | DDPStrategy:
+        runtime, losses = self.config.runtime, self.config.losses
+        if runtime.devices in (1, "1") and runtime.num_nodes == 1:
+            return "auto"
+        # Without a loss its last layer has no gradient, nor has a frozen backbone.
+        unused = not (losses.image and losses.cross_view) or self.config.optim.freeze_backbone_epochs > 0
+        return DDPStrategy(find_unused_parameters=unused, broadcast_buffers=False)
 
     def _loader(self, trainer: L.Trainer, workers: int) -> Any:
         sampler = StepBatchSampler(
@@ -314,7 +334,6 @@ class _Session:
         if trainer.interrupted:
             log.warning("interrupted at step %d: continue with --resume %s", trainer.global_step, folder)
             raise KeyboardInterrupt
-        save_backbone(module.teacher.backbone, folder)
         summary: dict[str, Any] = {
             "seconds": round(metrics.seconds, 2),
             "seconds_of_this_process": round(time.perf_counter() - started, 2),
@@ -342,6 +361,7 @@ class _Session:
             }
             baselines = {"before training": score.curve[0][1], "mean colour": mean_colour}
         if trainer.is_global_zero:
+            save_backbone(module.teacher.backbone, folder)
             write_report(
                 folder,
                 config,

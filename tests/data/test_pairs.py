@@ -1,0 +1,209 @@
+from collections.abc import Collection
+from dataclasses import fields
+from itertools import islice
+
+import pytest
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from cribo.data.pairs import (
+    StepBatchSampler,
+    Unreadable,
+    ViewPairDataset,
+    ViewPairs,
+    collate,
+    pair_loader,
+)
+from cribo.data.reading import UnreadableImage
+from cribo.method import ViewRecipe
+
+
+class Noise:
+    """Images of noise in memory, some of which cannot be read."""
+
+    def __init__(self, count: int, broken: Collection[int] = ()) -> None:
+        self.count = count
+        self.broken = frozenset(broken)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
+        if index in self.broken:
+            raise UnreadableImage(self.name(index), "broken on purpose")
+        generator = torch.Generator().manual_seed(index)
+        height, width = 30 + index % 7, 40 + index % 5
+        return torch.randint(0, 256, (3, height, width), dtype=torch.uint8, generator=generator)
+
+    def name(self, index: int) -> str:
+        return f"noise {index}"
+
+
+def make_dataset(source: Noise, *, seed: int = 0, num_objects: int = 5) -> ViewPairDataset:
+    return ViewPairDataset(
+        source, ViewRecipe(size=16), grid=(4, 4), num_objects=num_objects, drop_path_sites=3, seed=seed
+    )
+
+
+def make_sampler(num_images: int, batch_size: int, *, position: int = 0, seed: int = 0, **rank: int):
+    return StepBatchSampler(num_images, batch_size, seed, position=lambda: position, **rank)
+
+
+def assert_equal(first: ViewPairs, second: ViewPairs) -> None:
+    for field in fields(ViewPairs):
+        ours, theirs = getattr(first, field.name), getattr(second, field.name)
+        if isinstance(ours, Tensor):
+            assert torch.equal(ours, theirs), field.name
+        elif field.name == "photometric":
+            assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in vars(ours))
+        else:
+            assert ours == theirs
+
+
+def batches(workers: int, *, source: Noise, count: int = 4) -> list[ViewPairs]:
+    loader = pair_loader(make_dataset(source), make_sampler(len(source), 4), workers=workers, pin_memory=False)
+    return list(islice(loader, count))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_batches_do_not_depend_on_the_workers(workers: int) -> None:
+    source = Noise(17, broken={2, 5, 11})
+    expected = batches(0, source=source)
+    torch.manual_seed(99)
+    for ours, theirs in zip(batches(workers, source=source), expected, strict=True):
+        assert_equal(ours, theirs)
+    assert any(batch.unreadable for batch in expected)
+
+
+def test_shapes_and_types() -> None:
+    (batch,) = batches(0, source=Noise(8), count=1)
+    assert len(batch) == 4
+    assert batch.views.shape == (4, 2, 3, 16, 16)
+    assert batch.views.dtype == torch.uint8
+    assert batch.coordinates.shape == (4, 2, 16, 2)
+    assert batch.initial_tokens.shape == (4, 5)
+    assert batch.initial_tokens.max() < 32
+    assert batch.drop_path_noise.shape == (4, 2, 3)
+    assert batch.photometric.order.shape == (8, 4)
+    assert batch.unreadable == []
+
+
+def test_a_pair_depends_on_seed_epoch_and_image_alone() -> None:
+    dataset = make_dataset(Noise(8))
+    pair = dataset[3, 5]
+    dataset[0, 1]
+    assert_equal(dataset[3, 5], pair)
+    for other in (dataset[4, 5], make_dataset(Noise(8), seed=1)[3, 5]):
+        assert not torch.equal(other.coordinates, pair.coordinates)
+        assert not torch.equal(other.initial_tokens, pair.initial_tokens)
+        assert not torch.equal(other.drop_path_noise, pair.drop_path_noise)
+
+
+def test_no_objects_ask_for_no_initial_tokens() -> None:
+    assert make_dataset(Noise(3), num_objects=0)[0, 1].initial_tokens.shape == (1, 0)
+
+
+def test_an_unreadable_image_is_replaced_and_reported() -> None:
+    dataset = make_dataset(Noise(20, broken=range(10)))
+    pair = dataset[0, 4]
+    replacement = int(pair.images)
+    assert replacement >= 10
+    assert pair.unreadable[0] == Unreadable("noise 4", "broken on purpose")
+    assert all(int(entry.name.split()[1]) < 10 for entry in pair.unreadable)
+    assert_equal(dataset[0, 4], pair)
+    untouched = dataset[0, replacement]
+    assert torch.equal(pair.views, untouched.views)  # as if the replacement itself had been asked for
+    replacements = {int(dataset[epoch, image].images) for epoch in range(6) for image in range(10)}
+    assert len(replacements) > 5
+
+
+def test_nothing_readable_is_an_error_that_says_so() -> None:
+    dataset = make_dataset(Noise(3, broken=range(3)))
+    with pytest.raises(UnreadableImage, match=r"noise 1: broken on purpose; nor could any of 99 others"):
+        dataset[0, 1]
+
+
+def test_split_gives_the_parts() -> None:
+    dataset = make_dataset(Noise(20, broken={3}))
+    pairs = [dataset[0, image] for image in range(6)]
+    batch = collate(pairs)
+    assert [entry.name for entry in batch.unreadable][0] == "noise 3"
+    for parts in (1, 2, 3, 6):
+        split = batch.split(parts)
+        assert len(split) == parts
+        size = 6 // parts
+        for number, part in enumerate(split):
+            expected = collate(pairs[number * size : (number + 1) * size])
+            # What could not be read is reported once, with the first part.
+            expected.unreadable = batch.unreadable if number == 0 else []
+            assert_equal(part, expected)
+    with pytest.raises(ValueError, match="a batch of 6 images does not divide into 4 parts"):
+        batch.split(4)
+
+
+def test_to_moves_all_but_the_photometric_parameters() -> None:
+    moved = make_dataset(Noise(3))[0, 0].to("meta")
+    assert moved.views.device.type == "meta"
+    assert moved.drop_path_noise.device.type == "meta"
+    assert moved.photometric.sigma.device.type == "cpu"
+
+
+def test_an_epoch_visits_every_image_at_most_once() -> None:
+    steps = list(make_sampler(23, 5))
+    assert len(steps) == len(make_sampler(23, 5)) == 4
+    visited = [image for batch in steps for _, image in batch]
+    assert len(set(visited)) == len(visited) == 20
+    assert set(visited) <= set(range(23))
+    assert {epoch for batch in steps for epoch, _ in batch} == {0}
+
+
+def test_all_images_have_their_turn_when_the_batch_divides() -> None:
+    visited = [image for batch in make_sampler(20, 5) for _, image in batch]
+    assert sorted(visited) == list(range(20))
+
+
+def test_epochs_and_seeds_have_their_own_order() -> None:
+    orders = [
+        [image for batch in make_sampler(20, 5, position=position, seed=seed) for _, image in batch]
+        for position, seed in ((0, 0), (4, 0), (8, 0), (0, 1))
+    ]
+    assert len({tuple(order) for order in orders}) == 4
+    assert orders[0] != list(range(20))
+
+
+def test_resuming_at_any_step_goes_on_where_it_was() -> None:
+    whole = [batch for epoch in range(3) for batch in make_sampler(23, 5, position=4 * epoch)]
+    assert len(whole) == 12
+    for position in range(12):
+        rest_of_epoch = list(make_sampler(23, 5, position=position))
+        end = 4 * (position // 4 + 1)
+        assert rest_of_epoch == whole[position:end]
+
+
+def test_the_position_is_asked_when_the_epoch_begins() -> None:
+    step = 0
+    sampler = StepBatchSampler(20, 5, 0, position=lambda: step)
+    first = list(sampler)
+    step = 4
+    second = list(sampler)
+    assert {epoch for batch in first for epoch, _ in batch} == {0}
+    assert {epoch for batch in second for epoch, _ in batch} == {1}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+def test_ranks_share_each_batch(world_size: int) -> None:
+    whole = list(make_sampler(31, 6, position=7))
+    shares = [list(make_sampler(31, 6, position=7, rank=rank, world_size=world_size)) for rank in range(world_size)]
+    for step, batch in enumerate(whole):
+        assert [key for share in shares for key in share[step]] == batch
+
+
+def test_less_data_than_a_batch() -> None:
+    with pytest.raises(ValueError, match=r"the data has 7 images, .* set optim\.batch_size to 7 or less, got 8"):
+        make_sampler(7, 8)
+
+
+def test_a_batch_that_processes_cannot_share() -> None:
+    with pytest.raises(ValueError, match="must be a multiple of the 3 processes, got 8"):
+        make_sampler(20, 8, world_size=3)
