@@ -5,9 +5,14 @@ cluster, the search holds all similarities at once, the loss lets autograd keep 
 type of their inputs, so tests run them in float64 and the benchmark in float32.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchvision.transforms import functional as classic
+
+from cribo.method import Photometric
 
 
 def positional_cost(coordinates: Tensor, members: Tensor) -> Tensor:
@@ -75,8 +80,8 @@ def cluster(tokens: Tensor, coordinates: Tensor, initial_tokens: Tensor, **optio
 
 
 def search(queries: Tensor, bank: Tensor) -> Tensor:
-    """Row of the bank with the greatest cosine similarity, from all similarities (R, M) at once."""
-    return (F.normalize(queries, dim=-1) @ F.normalize(bank, dim=-1).T).argmax(dim=1)
+    """Row of the bank most similar to each query, from all similarities (R, M) at once; rows of unit length."""
+    return (queries @ bank.T).argmax(dim=1)
 
 
 def prototype_loss(
@@ -94,3 +99,24 @@ def prototype_loss(
         target = ((logits - centre) / teacher_temperature).softmax(dim=-1)
     log_student = (student @ student_prototypes.T / student_temperature).log_softmax(dim=-1)
     return -(target * log_student).sum(dim=-1).mean()
+
+
+def photometric(view: Tensor, parameters: Photometric, row: int, *, solarise_threshold: float = 128) -> Tensor:
+    """One 8-bit view (3, H, W) through torchvision's classic transforms one by one; floats, not yet normalised."""
+    x = view.float() / 255
+    operations = (
+        lambda x: classic.adjust_brightness(x, float(parameters.brightness[row])),
+        lambda x: classic.adjust_contrast(x, float(parameters.contrast[row])),
+        lambda x: classic.adjust_saturation(x, float(parameters.saturation[row])),
+        lambda x: classic.adjust_hue(x, float(parameters.hue[row])),
+    )
+    if float(parameters.brightness[row]) != 1:  # no jitter was drawn otherwise
+        for operation in parameters.order[row].tolist():
+            x = operations[operation](x)
+    if parameters.greyscale[row]:
+        x = classic.rgb_to_grayscale(x, num_output_channels=3)
+    if (sigma := float(parameters.sigma[row])) > 0:
+        x = classic.gaussian_blur(x, [2 * math.ceil(3 * sigma) + 1] * 2, [sigma, sigma])
+    if parameters.solarise[row]:
+        x = classic.solarize(x, solarise_threshold / 255)
+    return x

@@ -13,9 +13,7 @@ REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 # Check the shapes in the signatures of the method while the tests run; this has to come before its import.
-jaxtyping.install_import_hook(
-    "cribo.method", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
-)
+jaxtyping.install_import_hook("cribo.method", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
 
 @pytest.fixture

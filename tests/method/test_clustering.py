@@ -16,9 +16,7 @@ def scene(seed: int, *, batch: int = 3, tokens: int = 60, dim: int = 12, objects
     noise = torch.randn(batch, tokens, dim, generator=generator)
     features = means.gather(1, parts[..., None].expand(-1, -1, dim)) + noise
     coordinates = 224 * torch.rand(batch, tokens, 2, generator=generator)
-    initial = torch.stack(
-        [torch.randperm(tokens, generator=generator)[:objects] for _ in range(batch)]
-    )
+    initial = torch.stack([torch.randperm(tokens, generator=generator)[:objects] for _ in range(batch)])
     return features, coordinates, initial
 
 
@@ -67,12 +65,8 @@ def test_labels_are_those_of_the_literal_formula(seed: int, marginals, position_
 )
 def test_every_option_does_what_the_literal_formula_does(options: dict) -> None:
     tokens, coordinates, initial = scene(11)
-    labels = cluster_tokens(
-        tokens, coordinates, num_objects=6, position_weight=2.0, initial_tokens=initial, **options
-    )
-    expected = literal.cluster(
-        tokens.double(), coordinates.double(), initial, position_weight=2.0, **options
-    )
+    labels = cluster_tokens(tokens, coordinates, num_objects=6, position_weight=2.0, initial_tokens=initial, **options)
+    expected = literal.cluster(tokens.double(), coordinates.double(), initial, position_weight=2.0, **options)
     assert (labels == expected).float().mean() >= 0.999
 
 
@@ -121,9 +115,7 @@ def test_marginals_of_the_transport_plan(mass: list[float]) -> None:
         expected = literal.transport_plan(cost.double(), cluster_mass.double(), iterations)
         torch.testing.assert_close(plan, expected.float(), rtol=1e-4, atol=1e-9)
     row, column = _scale_to_marginals(kernel, cluster_mass, 2000)
-    torch.testing.assert_close(
-        (row * kernel * column.mT).sum(dim=2), torch.full((2, 50), 1 / 50), rtol=1e-2, atol=0
-    )
+    torch.testing.assert_close((row * kernel * column.mT).sum(dim=2), torch.full((2, 50), 1 / 50), rtol=1e-2, atol=0)
 
 
 def test_adaptive_marginals_follow_the_previous_sizes() -> None:
@@ -143,9 +135,7 @@ def test_labels_do_not_depend_on_the_order_of_the_tokens(marginals) -> None:
     place = order.argsort()
     options = {"num_objects": 4, "position_weight": 1.0, "marginals": marginals}
     labels = cluster_tokens(tokens, coordinates, initial_tokens=initial, **options)
-    shuffled = cluster_tokens(
-        tokens[:, order], coordinates[:, order], initial_tokens=place[initial], **options
-    )
+    shuffled = cluster_tokens(tokens[:, order], coordinates[:, order], initial_tokens=place[initial], **options)
     assert torch.equal(shuffled, labels[:, order])
 
 
@@ -168,9 +158,7 @@ def test_labels_do_not_depend_on_batch_mates(cluster) -> None:
     tokens, coordinates, initial, _ = blocks(2)
     tokens[1] *= 1000  # mates that a scaling over the batch would feel
     coordinates[2] *= 50
-    together = cluster(
-        tokens, coordinates, num_objects=4, position_weight=weight, initial_tokens=initial
-    )
+    together = cluster(tokens, coordinates, num_objects=4, position_weight=weight, initial_tokens=initial)
     for image in range(len(tokens)):
         one = slice(image, image + 1)
         alone = cluster(
@@ -195,9 +183,7 @@ def test_random_images_do_not_feel_their_batch_mates_either() -> None:
 def test_clear_parts_are_found() -> None:
     tokens, coordinates, initial, quarter = blocks(3)
     for cluster, weight in ((cluster_tokens, 1.0), (cluster_tokens, 0.0), (cluster_tokens_kmeans, 0.0)):
-        labels = cluster(
-            tokens, coordinates, num_objects=4, position_weight=weight, initial_tokens=initial
-        )
+        labels = cluster(tokens, coordinates, num_objects=4, position_weight=weight, initial_tokens=initial)
         assert torch.equal(labels, quarter)
 
 
@@ -228,17 +214,13 @@ def test_equal_coordinates_give_no_cue() -> None:
 
 @pytest.mark.parametrize("cluster", [cluster_tokens, cluster_tokens_kmeans])
 def test_equal_tokens_do_not_break(cluster) -> None:
-    labels = cluster(
-        torch.ones(2, 10, 3), torch.zeros(2, 10, 2), num_objects=3, position_weight=0.0
-    )
+    labels = cluster(torch.ones(2, 10, 3), torch.zeros(2, 10, 2), num_objects=3, position_weight=0.0)
     assert ((labels >= 0) & (labels < 3)).all()
 
 
 @pytest.mark.parametrize("cluster", [cluster_tokens, cluster_tokens_kmeans])
 def test_zero_tokens_do_not_break(cluster) -> None:
-    labels = cluster(
-        torch.zeros(2, 10, 3), torch.rand(2, 10, 2), num_objects=3, position_weight=0.0
-    )
+    labels = cluster(torch.zeros(2, 10, 3), torch.rand(2, 10, 2), num_objects=3, position_weight=0.0)
     assert ((labels >= 0) & (labels < 3)).all()
 
 
@@ -338,9 +320,7 @@ def test_half_precision_tokens_are_clustered_in_float32() -> None:
 def test_inputs_are_left_as_they_are() -> None:
     tokens, coordinates, initial = scene(8)
     copies = tokens.clone(), coordinates.clone(), initial.clone()
-    cluster_tokens(
-        tokens.requires_grad_(), coordinates, num_objects=6, position_weight=1.0, initial_tokens=initial
-    )
+    cluster_tokens(tokens.requires_grad_(), coordinates, num_objects=6, position_weight=1.0, initial_tokens=initial)
     for tensor, copy in zip((tokens, coordinates, initial), copies, strict=True):
         assert torch.equal(tensor.detach(), copy)
 

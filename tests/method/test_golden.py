@@ -27,10 +27,7 @@ MATCHINGS = sorted(path.stem for path in GOLDEN.glob("matching_*.npz"))
 def load(name: str) -> dict[str, Any]:
     """Arrays as tensors, numbers and strings as Python's own."""
     with np.load(GOLDEN / f"{name}.npz") as file:
-        return {
-            key: torch.from_numpy(value) if value.ndim else value.item()
-            for key, value in file.items()
-        }
+        return {key: torch.from_numpy(value) if value.ndim else value.item() for key, value in file.items()}
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -111,9 +108,7 @@ def logit_level(case: dict[str, Any], level: str) -> SelfDistillation:
     """A level whose embeddings are the logits themselves: the prototypes are the identity."""
     centre = case[f"center_{level}"][0]
     identity = torch.eye(len(centre))
-    return SelfDistillation(
-        identity, identity, centre, case["student_temperature"], case["teacher_temperature"]
-    )
+    return SelfDistillation(identity, identity, centre, case["student_temperature"], case["teacher_temperature"])
 
 
 @pytest.mark.parametrize(("level", "expected"), [("global", "loss_global"), ("objects", "loss_cross_view")])

@@ -305,9 +305,7 @@ def sinkhorn_probabilities(logits: Tensor, iterations: int) -> Tensor:
 @pytest.mark.parametrize("block_logits", [1, 7 * PROTOTYPES, 10**6])
 def test_sinkhorn_centre_gives_sinkhorn_s_probabilities(iterations: int, block_logits: int) -> None:
     embeddings, prototypes = unit(ROWS, DIM, seed=1), unit(PROTOTYPES, DIM, seed=2)
-    centre = sinkhorn_centre(
-        embeddings, prototypes, temperature=0.1, iterations=iterations, block_logits=block_logits
-    )
+    centre = sinkhorn_centre(embeddings, prototypes, temperature=0.1, iterations=iterations, block_logits=block_logits)
     logits = embeddings @ prototypes.T
     probabilities = ((logits - centre) / 0.1).softmax(dim=-1)
     expected = sinkhorn_probabilities(logits / 0.1, iterations)

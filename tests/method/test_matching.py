@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.nn.functional as F
 from benchmarks import literal
 from torch import Tensor
 
@@ -97,9 +98,10 @@ def test_no_objects_have_no_matches() -> None:
 @pytest.mark.parametrize("cuts", [[50], [20, 30], [0, 1, 49]])
 def test_blocks_and_segments_change_nothing(block_rows: int, cuts: list[int]) -> None:
     queries, bank = torch.randn(11, 6), torch.randn(50, 6)
+    unit = [F.normalize(rows.double(), dim=-1) for rows in (queries, bank)]
     segments = list(bank.split(cuts))
     rows = nearest_rows(queries, segments, [inverse_norms(part) for part in segments], block_rows=block_rows)
-    assert torch.equal(rows, literal.search(queries.double(), bank.double()))
+    assert torch.equal(rows, literal.search(*unit))
 
 
 @pytest.mark.parametrize("block_rows", [1, 2, 3, 10])

@@ -180,9 +180,7 @@ def test_a_larger_bank_takes_the_state_of_a_smaller_one() -> None:
     before, after = bank.match(queries, images), larger.match(queries, images)
     assert torch.equal(before.valid, after.valid)
     for view in (0, 1):
-        assert torch.equal(
-            bank.objects(view, before.nearest[view]), larger.objects(view, after.nearest[view])
-        )
+        assert torch.equal(bank.objects(view, before.nearest[view]), larger.objects(view, after.nearest[view]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

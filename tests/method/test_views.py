@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from benchmarks import literal
 from torch import Tensor
 from torchvision.transforms import functional as classic
 
@@ -192,26 +193,6 @@ def test_probabilities_and_ranges() -> None:
     assert orders[1].min() > 45  # of 83 expected
 
 
-def one_by_one(view: Tensor, photometric: Photometric, row: int) -> Tensor:
-    """The classic transforms, one view and one operation at a time, before normalisation."""
-    x = view.float() / 255
-    operations = (
-        lambda x: classic.adjust_brightness(x, float(photometric.brightness[row])),
-        lambda x: classic.adjust_contrast(x, float(photometric.contrast[row])),
-        lambda x: classic.adjust_saturation(x, float(photometric.saturation[row])),
-        lambda x: classic.adjust_hue(x, float(photometric.hue[row])),
-    )
-    for operation in photometric.order[row].tolist():
-        x = operations[operation](x)
-    if photometric.greyscale[row]:
-        x = classic.rgb_to_grayscale(x, num_output_channels=3)
-    if (sigma := float(photometric.sigma[row])) > 0:
-        x = classic.gaussian_blur(x, [2 * math.ceil(3 * sigma) + 1] * 2, [sigma, sigma])
-    if photometric.solarise[row]:
-        x = classic.solarize(x, 128 / 255)
-    return x
-
-
 def photographs(count: int, height: int = 24, width: int = 32, *, seed: int = 0) -> Tensor:
     """Smooth colours with some noise, greys and extremes among them."""
     small = torch.rand(count, 3, 5, 5, generator=generator(seed))
@@ -232,7 +213,7 @@ def test_photometric_against_the_classic_transforms_one_by_one() -> None:
     p = drawn(40, recipe)
     views = photographs(80)
     actual = apply_photometric(views, p, **AS_THEY_ARE)
-    expected = torch.stack([one_by_one(view, p, row) for row, view in enumerate(views)])
+    expected = torch.stack([literal.photometric(view, p, row) for row, view in enumerate(views)])
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3)
 
 
@@ -240,7 +221,7 @@ def test_solarise_against_the_classic_transform() -> None:
     p = drawn(40, ViewRecipe(solarise=(0.5, 0.5)))
     views = photographs(80)
     actual = apply_photometric(views, p, **AS_THEY_ARE)
-    expected = torch.stack([one_by_one(view, p, row) for row, view in enumerate(views)])
+    expected = torch.stack([literal.photometric(view, p, row) for row, view in enumerate(views)])
     difference = (actual - expected).abs()
     # A value on the threshold may fall to either side of it: it jumps from 128 to 127 / 255, so by next to nothing.
     assert difference.max() < 6e-3
@@ -297,7 +278,9 @@ def test_solarise_threshold() -> None:
 
 def test_normalise() -> None:
     images = torch.rand(2, 3, 4, 5)
-    torch.testing.assert_close(normalise(images), torch.stack([classic.normalize(i, IMAGENET_MEAN, IMAGENET_STD) for i in images]))
+    torch.testing.assert_close(
+        normalise(images), torch.stack([classic.normalize(i, IMAGENET_MEAN, IMAGENET_STD) for i in images])
+    )
 
 
 def test_parameters_can_be_joined_and_selected() -> None:

@@ -82,6 +82,8 @@ class PretrainingModule(L.LightningModule):
             if self._restored_bank is not None:
                 self.bank.load_state_dict(self._restored_bank)
                 self._restored_bank = None
+        if self._sums is not None:
+            self._sums, self._first_bad = self._sums.to(self.device), self._first_bad.to(self.device)
         if self.config.runtime.compile:
             self.student.backbone.compile()
             self.teacher.backbone.compile()
@@ -272,13 +274,17 @@ class PretrainingModule(L.LightningModule):
         """Add the bank, which is no registered state, and what the run was."""
         checkpoint["cribo"] = {
             "bank": self.bank.state_dict() if self.bank is not None else None,
+            "sums": self._sums,
+            "first_bad": self._first_bad,
             "config": asdict(self.config),
             "num_images": self.num_images,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the bank's state until there is a bank."""
-        self._restored_bank = checkpoint["cribo"]["bank"]
+        """Keep the bank's state until there is a bank, and take up the sums of the row that was begun."""
+        state = checkpoint["cribo"]
+        self._restored_bank = state["bank"]
+        self._sums, self._first_bad = state["sums"], state["first_bad"]
 
 
 class NonFiniteLoss(RuntimeError):

@@ -211,6 +211,15 @@ class Watch(L.Callback):
         self.warnings: list[tuple[int, str]] = []
         self._seen: dict[str, int] = {}
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: a resumed run remembers what was said."""
+        return {"warnings": list(self.warnings), "seen": dict(self._seen)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what the resumed run said."""
+        self.warnings = [(step, text) for step, text in state_dict["warnings"]]
+        self._seen = dict(state_dict["seen"])
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -132,7 +132,8 @@ def load_config(config: str | Path = DEFAULT_PRESET, overrides: Mapping[str, Any
     parser = _config_parser()
     words: list[str] = ["--config", str(config)]
     for name, value in (overrides or {}).items():
-        words.append(f"--{name}={json.dumps(_plain(value))}")
+        # A text goes as it is: quoted, it would be taken with its quotes where None is allowed too.
+        words.append(f"--{name}={value if isinstance(value, str) else json.dumps(_plain(value))}")
     return config_from(parser.parse_args(words))
 
 

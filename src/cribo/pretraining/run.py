@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 
 from cribo.data import ImageSource, open_images
+from cribo.data.cache import CachedImages
 from cribo.data.pairs import StepBatchSampler, ViewPairDataset, pair_loader
 from cribo.data.scenes import Scenes
 from cribo.models import Backbone, load_backbone, save_backbone
@@ -46,6 +47,8 @@ log = logging.getLogger("cribo")
 
 # Tells the processes that Lightning starts for further devices which run folder is theirs.
 _CLAIMED = "CRIBO_RUN_FOLDER"
+# Composing a scene costs more than its crops; a worker keeps this much of them.
+_SCENE_CACHE_BYTES = 256 * 2**20
 # Steps that are timed, after as many to warm up, to find how many epochs fit into --minutes.
 _TIMED_STEPS = 8
 
@@ -383,7 +386,8 @@ def open_source(config: PretrainConfig) -> ImageSource:
     """
     data = config.data
     if data.root == "scenes":
-        return Scenes(data.scenes.count, size=data.scenes.size, seed=data.scenes.seed)
+        scenes = Scenes(data.scenes.count, size=data.scenes.size, seed=data.scenes.seed)
+        return CachedImages(scenes, limit_bytes=_SCENE_CACHE_BYTES)
     return open_images(data.root, data.images, max_pixels=data.max_pixels)
 
 

@@ -75,19 +75,32 @@ class RetrievalScore(L.Callback):
         """Score the untrained network, or take up the scores of the run that is resumed."""
         if trainer.global_step > 0:
             self.curve = [(int(row["step"]), row["dense_nn"]) for row in self.metrics.rows if "dense_nn" in row]
-        else:
+        if not self.curve or self._is_due(trainer, pl_module):
             self._take(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Score every so many epochs."""
-        assert isinstance(pl_module, PretrainingModule)
-        if pl_module.epoch % self.config.score.every_epochs == 0 and trainer.global_step < trainer.max_steps:
+        if self._is_due(trainer, pl_module):
             self._take(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Score the trained network."""
         if not self.curve or self.curve[-1][0] != trainer.global_step:
             self._take(trainer, pl_module)
+
+    def _is_due(self, trainer: L.Trainer, module: L.LightningModule) -> bool:
+        """Whether an epoch that is to be scored ends at this step, and has no score yet.
+
+        A run may have been stopped, and be resumed, between the last step of an epoch and its score.
+        """
+        assert isinstance(module, PretrainingModule)
+        epochs, rest = divmod(trainer.global_step, module.schedules.steps_per_epoch)
+        return (
+            rest == 0
+            and epochs % self.config.score.every_epochs == 0
+            and trainer.global_step < trainer.max_steps
+            and (not self.curve or self.curve[-1][0] != trainer.global_step)
+        )
 
     def mean_colour(self, device: torch.device | str) -> float:
         """MIoU of the baseline that knows the mean colour of a patch only."""

@@ -1,0 +1,91 @@
+"""The same results on a CUDA device as on the CPU, and a short run there."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import cribo
+from cribo.method import MemoryBank, SelfDistillation, cluster_tokens, match_objects, pool_objects, prototype_loss
+from cribo.method.views import ViewRecipe, apply_photometric, sample_photometric
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_clustering_and_pooling_agree_with_the_cpu():
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(4, 392, 64, generator=generator)
+    coordinates = torch.rand(4, 392, 2, generator=generator) * 224
+    start = torch.stack([torch.randperm(392, generator=generator)[:32] for _ in range(4)])
+    arguments = {"num_objects": 32, "position_weight": 1.0}
+    expected = cluster_tokens(tokens, coordinates, initial_tokens=start, **arguments)
+    found = cluster_tokens(tokens.cuda(), coordinates.cuda(), initial_tokens=start.cuda(), **arguments)
+    assert (found.cpu() == expected).float().mean() >= 0.999
+    objects, kept = pool_objects(tokens.view(4, 2, 196, 64).cuda(), expected.view(4, 2, 196).cuda(), 32)
+    on_cpu, kept_on_cpu = pool_objects(tokens.view(4, 2, 196, 64), expected.view(4, 2, 196), 32)
+    torch.testing.assert_close(objects.cpu(), on_cpu, rtol=1e-4, atol=1e-5)
+    assert (kept.cpu() == kept_on_cpu).all()
+
+
+def test_matching_agrees_with_the_cpu_from_a_half_precision_bank():
+    generator = torch.Generator().manual_seed(0)
+    objects, rows = torch.randn(2, 40, 64, generator=generator), torch.randn(2, 500, 64, generator=generator)
+    bank = MemoryBank(num_images=500, num_objects=1, dim=64, dtype=torch.float16, device="cuda")
+    bank.push(rows.cuda(), torch.arange(500).cuda() + 1000, counts=[1] * 500)
+    found = bank.match(objects.cuda(), torch.arange(40).cuda())
+    nearest, consistent = match_objects(objects, rows.half().float())
+    assert (found.nearest.cpu() == nearest).all()
+    assert (found.valid.cpu() == consistent).all()
+
+
+def test_prototype_loss_and_gradients_agree_with_the_cpu():
+    generator = torch.Generator().manual_seed(0)
+    student = torch.randn(50, 16, generator=generator)
+    teacher = torch.randn(50, 16, generator=generator)
+    weight = torch.randn(96, 16, generator=generator)
+    results = []
+    for device in ("cpu", "cuda"):
+        rows = student.to(device).requires_grad_()
+        prototypes = weight.to(device).requires_grad_()
+        level = SelfDistillation(prototypes, weight.to(device), torch.zeros(96, device=device), 0.1, 0.04)
+        loss = prototype_loss(rows, teacher.to(device), level, block_logits=1000)
+        loss.backward()
+        assert rows.grad is not None
+        assert prototypes.grad is not None
+        results.append([value.detach().cpu() for value in (loss, rows.grad, prototypes.grad)])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_photometric_work_agrees_with_the_cpu():
+    recipe, generator = ViewRecipe(size=48), torch.Generator().manual_seed(0)
+    photometric = sample_photometric(recipe, generator=generator)
+    views = torch.randint(0, 256, (2, 3, 48, 48), dtype=torch.uint8, generator=generator)
+    expected = apply_photometric(views, photometric)
+    found = apply_photometric(views.cuda(), photometric)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=2e-2)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "32-true"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_short_run(tmp_path: Path, precision: str, compiled: bool):
+    run = cribo.pretrain(
+        "quickstart",
+        out=tmp_path,
+        overrides={
+            "data.scenes.count": 64,
+            "optim.batch_size": 32,
+            "objects.group_size": 16,
+            "optim.epochs": 2,
+            "score.root": None,
+            "runtime.accelerator": "gpu",
+            "runtime.precision": precision,
+            "runtime.compile": compiled,
+            "runtime.log_every": 1,
+        },
+    )
+    assert run.summary["steps"] == 4
+    assert all(0 < value < 20 for name, value in run.summary["losses"].items() if name != "cross_image")
