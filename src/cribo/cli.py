@@ -29,11 +29,12 @@ Learn dense representations from unlabelled images.
 
 With no options: a few minutes on made-up scenes, to see that everything works. On your own images:
 
-  cribo pretrain --config adapt --data.root IMAGES         continue pretrained weights (most people want this)
+  cribo pretrain --config adapt --data.root IMAGES         continue pretrained weights
   cribo pretrain --config coco_vits16 --data.root COCO     from scratch, as published
 
-IMAGES is a folder, nested or not, or a text file that lists images. Every value below can be set in a YAML
-file, too; --print_config shows them all.
+IMAGES is a folder, nested or not, or a text file that lists images. Every value below
+can be put in a YAML file, too; the defaults shown hold where the preset says nothing,
+and --print_config shows what would run.
 """
 
 
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _pretrain(words: list[str]) -> int:
     # Imported here, so that `cribo --help` does not wait for torch.
+    from cribo.data import UnreadableImage
     from cribo.pretraining import NonFiniteLoss, TooManyUnreadable
     from cribo.pretraining.presets import (
         DEFAULT_PRESET,
@@ -69,7 +71,7 @@ def _pretrain(words: list[str]) -> int:
     # The processes of further devices run this command too, and have nothing to add to what the first one says.
     console = Console(soft_wrap=True, quiet=os.environ.get("LOCAL_RANK", "0") != "0")
     _log_to(console)
-    parser = ConfigParser(prog="cribo pretrain", description=_PRETRAIN_HELP)
+    parser = ConfigParser(prog="cribo pretrain", description=_PRETRAIN_HELP, usage="cribo pretrain [options]")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of run folders")
     parser.add_argument("--name", type=str, help="of this run; the preset's, numbered, by default")
     parser.add_argument(
@@ -106,7 +108,7 @@ def _pretrain(words: list[str]) -> int:
                 overwrite=parsed.overwrite,
                 console=console,
             )
-    except (NonFiniteLoss, TooManyUnreadable) as error:
+    except (NonFiniteLoss, TooManyUnreadable, UnreadableImage) as error:
         print(f"cribo pretrain: {error}", file=sys.stderr)
         return 1
     except ValueError as error:  # everything that a user can mend is one

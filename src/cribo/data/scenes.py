@@ -16,16 +16,14 @@ OBJECT_CLASSES = (
     "striped disc",
     "dotted square",
     "chequered triangle",
-    "meshed star",
     "zigzag cross",
     "scaled hexagon",
     "marbled flower",
-    "woven gear",
 )
-GROUND_CLASSES = ("sand", "clouds", "water", "gravel")
+GROUND_CLASSES = ("sand", "clouds", "water")
 
 _TILE = 512  # texels along one side of a texture tile; tiles repeat without a seam
-_TEXELS_PER_PIXEL = 6.0  # tiles are sampled far below their resolution, so the nearest texel is good enough
+_TEXELS_PER_PIXEL = 7.0  # tiles are sampled far below their resolution, so the nearest texel is good enough
 _ANGLES = 720  # entries of an outline table
 
 Array = np.ndarray
@@ -57,7 +55,7 @@ class Scenes:
     seed: int = 0
     first: int = 0
     min_objects: int = 4
-    max_objects: int = 7
+    max_objects: int = 6
 
     def __post_init__(self) -> None:
         for name, least in (("count", 1), ("size", 16), ("seed", 0), ("first", 0), ("min_objects", 1)):
@@ -132,7 +130,7 @@ def compose_scene(random: np.random.Generator, size: int, min_objects: int, max_
     for order in range(num_objects):
         draw = draws[order + 1]
         object_class = int(draw[7] * len(OBJECT_CLASSES))
-        radius = size * (0.17 + 0.15 * float(scales[order]))
+        radius = size * (0.18 + 0.16 * float(scales[order]))
         centre_x, centre_y = size * (1.1 * draw[8] - 0.05), size * (1.1 * draw[9] - 0.05)
         margin = 1.25 * radius + 2
         left, right = int(max(centre_x - margin, 0)), int(min(centre_x + margin + 1, size))
@@ -147,15 +145,15 @@ def compose_scene(random: np.random.Generator, size: int, min_objects: int, max_
         shade = _cover(object_class, dx + 0.09 * radius * light_x, dy + 0.09 * radius * light_y, radius,
                        2 * np.pi * draw[11], stretch)[0]  # fmt: skip
         surface = _paint(object_class, dx, dy, draw, dark[order + 1], bright[order + 1])
-        relief = 0.98 + (0.1 + 0.25 * draw[12]) * (light_x * dx + light_y * dy) / radius * (0.4 + rim)
+        relief = 0.99 + (0.05 + 0.13 * draw[12]) * (light_x * dx + light_y * dy) / radius * (0.4 + rim)
 
         part = canvas[(slice(None), *window)]
-        part *= 1 - 0.45 * shade
+        part *= 1 - 0.3 * shade
         part += coverage * (surface * relief - part)
         labels[window][coverage > 0.5] = object_class
 
     slope = (light_x * (x - size / 2) + light_y * (y - size / 2)) / size
-    canvas *= 0.9 + 0.2 * scene[3] + (0.1 + 0.4 * scene[4]) * slope
+    canvas *= 0.92 + 0.16 * scene[3] + (0.05 + 0.2 * scene[4]) * slope
     return (canvas.clip(0, 1) * 255 + 0.5).astype(np.uint8), labels
 
 
@@ -209,11 +207,8 @@ def _outlines() -> Float[Array, "outlines angles"]:
     across = np.abs(np.stack([np.cos(angle), np.sin(angle)]))
     arm = 0.36
     cross = np.minimum(1 / across.max(0), np.maximum(arm / np.maximum(across.min(0), 1e-6), arm * np.sqrt(2)))
-    teeth = 1 + 0.13 * np.clip(3 * np.cos(9 * angle), -1, 1)
-    sawtooth = np.abs((angle + np.pi) / (2 * np.pi) * 5 % 1 - 0.5) * 2
-    star = 1 / (1 + 1.4 * (1 - sawtooth))
     petals = 1 + 0.3 * np.cos(5 * angle)
-    shapes = [np.ones(_ANGLES), polygon(4), polygon(3), star, cross, polygon(6), petals, teeth]
+    shapes = [np.ones(_ANGLES), polygon(4), polygon(3), cross, polygon(6), petals]
     stacked = np.stack([shape * np.sqrt(0.8 / np.mean(shape**2)) for shape in shapes])
     return np.minimum(stacked, 1.25).astype(np.float32)
 
@@ -241,32 +236,17 @@ def _textures() -> Float[Array, "textures tile tile"]:
     brick_u = (unit[None] * 12 + 0.5 * (rows % 2)) % 1 - 0.5
     brick_v = (unit[:, None] * 24) % 1
     scales = 0.75 - np.hypot(brick_u * 1.3, brick_v - 0.1)
-    weave = np.where((np.floor(u * 6 / np.pi) + np.floor(v * 6 / np.pi)) % 2 == 0,
-                     np.cos(24 * u), np.cos(24 * v))  # fmt: skip
-    points = fixed.random((170, 2)).astype(np.float32)
-    grid = unit.astype(np.float32)
-    offset_x = np.abs(grid[None, :] - points[:, :1])
-    offset_y = np.abs(grid[None, :] - points[:, 1:])
-    offset_x, offset_y = np.minimum(offset_x, 1 - offset_x) ** 2, np.minimum(offset_y, 1 - offset_y) ** 2
-    nearest = second = np.full((_TILE, _TILE), 9, np.float32)
-    for point in range(len(points)):
-        distance = offset_y[point][:, None] + offset_x[point][None]
-        second = np.minimum(second, np.maximum(nearest, distance))
-        nearest = np.minimum(nearest, distance)
 
     fields = [
         np.cos(8 * u),
         1.2 * (np.cos(11 * u) + np.cos(11 * v) - 0.75),
-        4 * np.cos(4 * u) * np.cos(4 * v),
-        2 * (0.75 - np.maximum(np.cos(7 * u), np.cos(7 * v))),
+        4 * np.cos(6 * u) * np.cos(6 * v),
         np.cos(10 * v + 2.4 * np.arcsin(np.cos(5 * u))),
         5 * centred(scales),
-        3 * centred(np.abs(band(2, 6))),
-        weave,
+        3 * centred(np.abs(band(4, 9))),
         centred(band(34, 68)),
-        centred(band(1, 3)),
+        centred(band(4, 7)),
         np.cos(16 * v + 2.5 * wobble),
-        25 * (np.sqrt(second) - np.sqrt(nearest) - 0.02),
     ]
     tiles = [0.5 * np.tanh(1.8 * field) for field in fields]
     # An equal mean keeps brightness silent about the class; which colour is which is drawn for every object.

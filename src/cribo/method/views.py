@@ -32,7 +32,9 @@ class ViewRecipe:
         aspect: (low, high) width / height of a crop.
         flip: probability of a horizontal flip.
         jitter: probability of colour jitter.
-        brightness, contrast, saturation: factors are drawn from 1 - x to 1 + x.
+        brightness: the factor is drawn from 1 - x to 1 + x.
+        contrast: likewise.
+        saturation: likewise.
         hue: shift drawn from -x to x, in turns.
         greyscale: probability.
         blur: (view 1, view 2) probability of Gaussian blur.

@@ -58,6 +58,7 @@ class Checkpoints(L.Callback):
         module = trainer.lightning_module
         assert isinstance(module, PretrainingModule)
         module.check_finite()  # weights that a bad loss has touched are not worth keeping
+        module.check_weights()
         path = self.folder / CHECKPOINTS / f"step={trainer.global_step:08d}.ckpt"
         try:
             trainer.save_checkpoint(path)

@@ -222,6 +222,15 @@ class PretrainingModule(L.LightningModule):
             if step >= 0:
                 raise NonFiniteLoss(name, int(step))
 
+    def check_weights(self) -> None:
+        """Refuse weights that are not finite: the last step broke them, whatever its losses were. Reads the device.
+
+        Raises:
+            NonFiniteLoss: naming the step.
+        """
+        if not torch.stack([p.detach().isfinite().all() for p in self.student.parameters()]).all():
+            raise NonFiniteLoss(None, self.step - 1)
+
     def read_metrics(self) -> dict[str, float]:
         """Means over the steps since the last reading, the schedules' values, and the collapse watch.
 
@@ -255,7 +264,7 @@ class PretrainingModule(L.LightningModule):
         assert self._objective is not None
         result = self._last
         watched: dict[str, float] = {}
-        for name, embeddings, level in self._objective.levels(result, values.teacher_temperature):
+        for name, embeddings, level in self._objective.watched_levels(result, values.teacher_temperature):
             of_mean, mean_of = prototype_entropy(embeddings[:_WATCHED_ROWS], level)
             watched[f"{name}_entropy_of_mean"] = float(of_mean)
             watched[f"{name}_mean_entropy"] = float(mean_of)
@@ -288,11 +297,12 @@ class PretrainingModule(L.LightningModule):
 
 
 class NonFiniteLoss(RuntimeError):
-    """A loss became infinite or not a number."""
+    """A loss became infinite or not a number, or the weights did (`loss` is None)."""
 
-    def __init__(self, loss: str, step: int) -> None:
+    def __init__(self, loss: str | None, step: int) -> None:
+        what = "the student's weights were" if loss is None else f"the loss {loss} was"
         super().__init__(
-            f"the loss {loss} was not finite at step {step}: nothing was saved since. Resume from the last "
+            f"{what} not finite at step {step}: nothing was saved since. Resume from the last "
             "checkpoint with a lower optim.lr, a longer optim.warmup_epochs, optim.clip 0.3, or "
             "runtime.precision bf16-mixed instead of 16-mixed"
         )

@@ -72,11 +72,15 @@ class Metrics(L.Callback):
         """Seconds of training so far, those before a resume included."""
         return self._seconds_before + time.perf_counter() - self._started
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take up the rows of the run that is resumed."""
-        if trainer.global_step > 0 and self.path.is_file():
-            self.rows = [row for row in read_metrics(self.path) if row["step"] <= trainer.global_step]
+        if self.path.is_file():
+            self.rows = [row for row in read_metrics(self.path) if row["step"] <= checkpoint["global_step"]]
+            self.latest = next((row for row in reversed(self.rows) if "loss" in row), {})
             self._seconds_before = max((row["seconds"] for row in self.rows), default=0.0)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start the clock and the file."""
         if trainer.is_global_zero:
             self._write_all()
         self._started = self._marked = time.perf_counter()
@@ -161,9 +165,9 @@ class UnreadableImages(L.Callback):
         self.max_share = max_share
         self.reasons: dict[str, str] = {}
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take up the list of the run that is resumed."""
-        if trainer.global_step > 0 and self.path.is_file():
+        if self.path.is_file():
             with self.path.open(newline="", encoding="utf-8") as file:
                 self.reasons = {row["image"]: row["reason"] for row in csv.DictReader(file)}
 

@@ -1,6 +1,6 @@
 """One step of the method: from a batch of view pairs to the three losses (METHOD sections 2 to 4)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from cribo.method import (
     Centre,
     Matches,
     MemoryBank,
+    PrototypeLayer,
     SelfDistillation,
     apply_photometric,
     cluster_tokens,
@@ -22,7 +23,7 @@ from cribo.method import (
     sinkhorn_centre,
 )
 from cribo.method.clustering import cluster_tokens_kmeans
-from cribo.pretraining.config import LossConfig, ObjectsConfig, PretrainConfig
+from cribo.pretraining.config import ObjectsConfig, PretrainConfig
 from cribo.pretraining.network import Network
 
 
@@ -72,6 +73,14 @@ class Result:
     tokens: Float[Tensor, "b 2 n d"]
 
 
+@dataclass
+class _Embeddings:
+    """Unit-length embeddings (2, B, E) of images and (2, R, E) of objects, view first."""
+
+    images: Float[Tensor, "2 b e"]
+    objects: Float[Tensor, "2 r e"]
+
+
 LOSSES = ("image", "cross_view", "cross_image")
 
 
@@ -108,8 +117,6 @@ class Objective:
             train_backbone: whether gradients reach the backbone.
         """
         config = self.config
-        size = len(batch)
-        group_size = config.objects.group_size
         images = apply_photometric(
             batch.views.flatten(0, 1),
             batch.photometric,
@@ -117,86 +124,97 @@ class Objective:
             mean=self.student.backbone.mean,
             std=self.student.backbone.std,
         )
-
-        with torch.no_grad():
-            global_tokens, tokens, _ = self.teacher.backbone(images)
-            tokens = tokens.unflatten(0, (size, 2))
-            objects = find_objects(tokens, batch, config.objects) if config.needs_objects else None
-            matches = None
-            if objects is not None and self.bank is not None:
-                matches = self.bank.match(
-                    objects.teacher,
-                    objects.images,
-                    group_rows=objects.group_rows(group_size),
-                    criterion=config.objects.criterion,
-                )
-
-        with torch.set_grad_enabled(train_backbone):
-            student_global, student_tokens, _ = self.student.backbone(
-                images, drop_path_noise=_noise_or_none(batch.drop_path_noise)
-            )
-        # (2, B, D): view first, as everything from here on
-        student_images = self.student.embed(_by_view(student_global, size))
-        with torch.no_grad():
-            teacher_images = self.teacher.embed(_by_view(global_tokens, size))
-
-        losses = {name: student_images.new_zeros(()) for name in LOSSES}
-        student_objects = teacher_objects = student_images[:, :0]
-        if objects is not None:
-            pooled, _ = pool_objects(student_tokens.unflatten(0, (size, 2)), objects.labels, config.objects.num_objects)
-            student_objects = self.student.embed(pooled[objects.rows, :, objects.clusters].transpose(0, 1))
-            with torch.no_grad():
-                teacher_objects = self.teacher.embed(objects.teacher)
-
-        groups = size // group_size
-        object_rows = objects.group_rows(group_size) if objects is not None else [0] * groups
-        neighbours = None
-        if matches is not None and epoch >= config.losses.cross_image_from_epoch:
-            neighbours = self._embed_neighbours(matches, object_rows)
-        image_prototypes = self.student.image_prototypes.weight
-        object_prototypes = self.student.object_prototypes.weight
-        with torch.no_grad():
-            teacher_image_prototypes = self.teacher.image_prototypes.weight
-            teacher_object_prototypes = self.teacher.object_prototypes.weight
-        first_row = 0
-        for group in range(groups):
-            of_group = slice(group * group_size, (group + 1) * group_size)
-            rows = slice(first_row, first_row + object_rows[group])
-            first_row = rows.stop
-            if config.losses.image:
-                level = self._level(
-                    self.image_centre,
-                    image_prototypes,
-                    teacher_image_prototypes,
-                    teacher_images[:, of_group],
-                    teacher_temperature,
-                )
-                losses["image"] += cross_view_loss(student_images[:, of_group], teacher_images[:, of_group], level)
-            if objects is None:
-                continue
-            level = self._level(
-                self.object_centre,
-                object_prototypes,
-                teacher_object_prototypes,
-                teacher_objects[:, rows],
-                teacher_temperature,
-            )
-            if config.losses.cross_view:
-                losses["cross_view"] += cross_view_loss(student_objects[:, rows], teacher_objects[:, rows], level)
-            if neighbours is not None and matches is not None:
-                losses["cross_image"] += cross_image_loss(
-                    student_objects[:, rows], neighbours[group], matches.valid[:, rows], level
-                )
+        objects, matches, teacher, tokens = self._teach(images, batch)
+        student = self._learn(images, batch, objects, train_backbone=train_backbone)
+        with_neighbours = epoch >= config.losses.cross_image_from_epoch
+        losses = self._losses(student, teacher, objects, matches if with_neighbours else None, teacher_temperature)
         return Result(
-            losses={name: loss / groups for name, loss in losses.items()},
+            losses=losses,
             objects=objects,
             matches=matches,
-            teacher_images=teacher_images.flatten(0, 1),
-            teacher_objects=teacher_objects.flatten(0, 1).detach(),
+            teacher_images=teacher.images.flatten(0, 1),
+            teacher_objects=teacher.objects.flatten(0, 1),
             tokens=tokens,
         )
 
-    def levels(
+    @torch.no_grad()
+    def _teach(
+        self, images: Float[Tensor, "2b 3 h w"], batch: ViewPairs
+    ) -> tuple[Objects | None, Matches | None, _Embeddings, Float[Tensor, "b 2 n d"]]:
+        """The teacher's pass: what the objects are, which neighbours they have, and the targets."""
+        config, size = self.config, len(batch)
+        global_tokens, tokens, _ = self.teacher.backbone(images)
+        tokens = tokens.unflatten(0, (size, 2))
+        targets = self.teacher.embed(_by_view(global_tokens, size))
+        if not config.needs_objects:
+            return None, None, _Embeddings(targets, targets[:, :0]), tokens
+        objects = find_objects(tokens, batch, config.objects)
+        matches = None
+        if self.bank is not None:
+            matches = self.bank.match(
+                objects.teacher,
+                objects.images,
+                group_rows=objects.group_rows(config.objects.group_size),
+                criterion=config.objects.criterion,
+            )
+        return objects, matches, _Embeddings(targets, self.teacher.embed(objects.teacher)), tokens
+
+    def _learn(
+        self, images: Float[Tensor, "2b 3 h w"], batch: ViewPairs, objects: Objects | None, *, train_backbone: bool
+    ) -> _Embeddings:
+        """The student's pass, its tokens pooled by the teacher's labels."""
+        size = len(batch)
+        with torch.set_grad_enabled(train_backbone):
+            global_tokens, tokens, _ = self.student.backbone(
+                images, drop_path_noise=_noise_or_none(batch.drop_path_noise)
+            )
+        embedded = self.student.embed(_by_view(global_tokens, size))
+        if objects is None:
+            return _Embeddings(embedded, embedded[:, :0])
+        pooled, _ = pool_objects(tokens.unflatten(0, (size, 2)), objects.labels, self.config.objects.num_objects)
+        kept = pooled[objects.rows, :, objects.clusters].transpose(0, 1)
+        return _Embeddings(embedded, self.student.embed(kept))
+
+    def _losses(
+        self,
+        student: _Embeddings,
+        teacher: _Embeddings,
+        objects: Objects | None,
+        matches: Matches | None,
+        teacher_temperature: float,
+    ) -> dict[str, Float[Tensor, ""]]:
+        """Each loss as the mean over groups of the group's own mean."""
+        config = self.config
+        group_size = config.objects.group_size
+        groups = student.images.shape[1] // group_size
+        object_rows = objects.group_rows(group_size) if objects is not None else [0] * groups
+        neighbours = self._embed_neighbours(matches, object_rows) if matches is not None else None
+        image_level = self._levels(
+            self.image_centre, self.student.image_prototypes, self.teacher.image_prototypes, teacher_temperature
+        )
+        object_level = self._levels(
+            self.object_centre, self.student.object_prototypes, self.teacher.object_prototypes, teacher_temperature
+        )
+        losses = {name: student.images.new_zeros(()) for name in LOSSES}
+        first_row = 0
+        for group in range(groups):
+            own = slice(group * group_size, (group + 1) * group_size)
+            rows = slice(first_row, first_row + object_rows[group])
+            first_row = rows.stop
+            if config.losses.image:
+                targets = teacher.images[:, own]
+                losses["image"] += cross_view_loss(student.images[:, own], targets, image_level(targets))
+            if objects is None:
+                continue
+            learned, targets = student.objects[:, rows], teacher.objects[:, rows]
+            level = object_level(targets)
+            if config.losses.cross_view:
+                losses["cross_view"] += cross_view_loss(learned, targets, level)
+            if neighbours is not None and matches is not None:
+                losses["cross_image"] += cross_image_loss(learned, neighbours[group], matches.valid[:, rows], level)
+        return {name: loss / groups for name, loss in losses.items()}
+
+    def watched_levels(
         self, result: Result, teacher_temperature: float
     ) -> Iterator[tuple[str, Float[Tensor, "r e"], SelfDistillation]]:
         """Name, teacher embeddings and distillation of each level that has rows in a result."""
@@ -205,8 +223,7 @@ class Objective:
             ("object", result.teacher_objects, self.object_centre, self.teacher.object_prototypes),
         ):
             if embeddings.shape[0]:
-                weight = layer.weight
-                yield name, embeddings, self._level(centre, weight, weight, embeddings, teacher_temperature)
+                yield name, embeddings, self._levels(centre, layer, layer, teacher_temperature)(embeddings)
 
     @torch.no_grad()
     def _embed_neighbours(self, matches: Matches, object_rows: list[int]) -> list[tuple[Tensor, Tensor]]:
@@ -225,21 +242,23 @@ class Objective:
             views.append(embeddings.split(counts))
         return list(zip(*views, strict=True))
 
-    def _level(
-        self,
-        centre: Centre,
-        student_prototypes: Tensor,
-        teacher_prototypes: Tensor,
-        teacher: Float[Tensor, "*r e"],
-        teacher_temperature: float,
-    ) -> SelfDistillation:
-        losses: LossConfig = self.config.losses
-        value = centre.value
-        if losses.centring == "sinkhorn":
-            value = sinkhorn_centre(teacher.flatten(0, -2), teacher_prototypes, temperature=teacher_temperature)
-        return SelfDistillation(
-            student_prototypes, teacher_prototypes, value, losses.student_temperature, teacher_temperature
-        )
+    def _levels(
+        self, centre: Centre, student: PrototypeLayer, teacher: PrototypeLayer, teacher_temperature: float
+    ) -> Callable[[Float[Tensor, "*r e"]], SelfDistillation]:
+        """Makes a level's distillation for the targets of a group, with which alone a Sinkhorn centre varies."""
+        losses = self.config.losses
+        prototypes, targets_prototypes = student.weight, teacher.weight.detach()
+
+        def level(targets: Float[Tensor, "*r e"]) -> SelfDistillation:
+            value = centre.value
+            if losses.centring == "sinkhorn":
+                rows = targets.flatten(0, -2)
+                value = sinkhorn_centre(rows, targets_prototypes, temperature=teacher_temperature)
+            return SelfDistillation(
+                prototypes, targets_prototypes, value, losses.student_temperature, teacher_temperature
+            )
+
+        return level
 
 
 def find_objects(tokens: Float[Tensor, "b 2 n d"], batch: ViewPairs, config: ObjectsConfig) -> Objects:

@@ -1,7 +1,7 @@
 """Parameter groups, frozen parts and gradient clipping (METHOD section 5)."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -17,14 +17,15 @@ def parameter_groups(student: Network, config: OptimConfig) -> list[dict[str, ob
     they have more than one dimension. With `layer_decay` below 1 the learning rate falls from each block of the
     backbone to the one below; the head has the full rate.
     """
-    depth = 1 + max((_block_number(name) or 0) for name, _ in student.backbone.named_parameters())
+    layers = _layers([name for name, _ in student.backbone.named_parameters()])
+    depth = max(layers.values())
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in student.named_parameters():
         if not parameter.requires_grad:
             continue
         scale = 1.0
         if name.startswith("backbone."):
-            scale = config.layer_decay ** (depth - _layer(name, depth))
+            scale = config.layer_decay ** (depth - layers[name.removeprefix("backbone.")])
         groups.setdefault((scale, parameter.ndim > 1), []).append(parameter)
     return [
         {"params": parameters, "lr_scale": scale, "decay": float(decays)}
@@ -47,18 +48,25 @@ def clip_each(parameters: Iterable[nn.Parameter], limit: float) -> None:
             parameter.grad.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
 
 
-# Where timm's networks number their blocks: blocks.3, stages.2.blocks.1, layer4.0, ...
-_NUMBERED = re.compile(r"\b(?:blocks|stages\.\d+\.blocks|stages|layers|layer)\.?(\d+)\.")
+# What timm's networks call their blocks: blocks.3, stages.2.blocks.1, stages.2.downsample, layer4.0, ...
+_BLOCK = re.compile(
+    r".*?\b(?:(?:stages|layers)\.\d+\.blocks\.\d+|(?:stages|layers)\.\d+\.\w+|layer\d+\.\d+|blocks\.\d+)\b"
+)
 
 
-def _block_number(name: str) -> int | None:
-    match = _NUMBERED.search(name)
-    return int(match[1]) + 1 if match else None
+def _layers(names: Sequence[str]) -> dict[str, int]:
+    """Each parameter's place: 0 before the blocks, 1, 2, ... inside, the next number after them.
 
-
-def _layer(name: str, depth: int) -> int:
-    """0 for what comes before the blocks, their number from 1 inside, `depth` for what comes after."""
-    number = _block_number(name)
-    if number is not None:
-        return number
-    return depth if re.search(r"\b(?:norm|fc_norm|head)\b", name) else 0
+    Parameters are named in the order in which they are used.
+    """
+    blocks: dict[str, int] = {}
+    for name in names:
+        block = _BLOCK.match(name)
+        if block:
+            blocks.setdefault(block[0], len(blocks) + 1)
+    layers, begun = {}, False
+    for name in names:
+        block = _BLOCK.match(name)
+        begun = begun or block is not None
+        layers[name] = blocks[block[0]] if block else (len(blocks) + 1 if begun else 0)
+    return layers

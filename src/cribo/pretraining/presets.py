@@ -4,13 +4,14 @@ import difflib
 import json
 import re
 import sys
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from cribo.pretraining.config import PretrainConfig
 
@@ -21,11 +22,15 @@ class ConfigError(ValueError):
     """A configuration that cannot be used: an unknown name, a value of the wrong type or out of range."""
 
 
+class _HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
+    """Keeps the lines of the description."""
+
+
 class ConfigParser(ArgumentParser):
     """A parser that takes no abbreviations and offers the nearest valid name for an unknown one."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
+        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
 
     def parse_args(self, args: Sequence[str] | None = None, **kwargs: Any) -> Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parse words, where --config takes the name of a preset too."""

@@ -5,6 +5,9 @@ import json
 import logging
 import os
 import resource
+import signal
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -156,11 +159,11 @@ def resume(
 
 
 def overrides_in(words: Sequence[str]) -> dict[str, Any]:
-    """The dotted names and values among the words of a command line."""
+    """The values of the configuration among the words of a command line, by name."""
     found: dict[str, Any] = {}
     for position, word in enumerate(words):
         name, given, value = word.removeprefix("--").partition("=")
-        if word.startswith("--") and "." in name:
+        if word.startswith("--") and name.split(".")[0] in PretrainConfig.__dataclass_fields__:
             found[name] = yaml.safe_load(value if given else words[position + 1])
     return found
 
@@ -333,10 +336,10 @@ class _Session:
         with _quiet_lightning():
             trainer = self._trainer(folder, callbacks, module.schedules.total_steps)
             started = time.perf_counter()
-            trainer.fit(module, self._loader(trainer, self.workers), ckpt_path=checkpoint)
-        if trainer.interrupted:
-            log.warning("interrupted at step %d: continue with --resume %s", trainer.global_step, folder)
-            raise KeyboardInterrupt
+            with _interruptible(trainer, folder):
+                trainer.fit(module, self._loader(trainer, self.workers), ckpt_path=checkpoint)
+        if score is not None:  # not yet taken if the run was stopped after its last step
+            score.on_train_end(trainer, module)
         summary: dict[str, Any] = {
             "seconds": round(metrics.seconds, 2),
             "seconds_of_this_process": round(time.perf_counter() - started, 2),
@@ -378,6 +381,25 @@ class _Session:
         return Run(folder, summary)
 
 
+@contextmanager
+def _interruptible(trainer: L.Trainer, folder: Path) -> Iterator[None]:
+    """Let Ctrl-C end the training as it ends anything else in Python.
+
+    Lightning makes it an exit of the whole program, deaf to further ones.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit as error:
+        if not trainer.interrupted:
+            raise
+        if in_main_thread:
+            signal.signal(signal.SIGINT, handler)
+        log.warning("interrupted at step %d: continue with --resume %s", trainer.global_step, folder)
+        raise KeyboardInterrupt from error
+
+
 def open_source(config: PretrainConfig) -> ImageSource:
     """The images that a configuration names.
 
@@ -395,7 +417,8 @@ def peak_rss_bytes() -> int:
     """The most memory that this process and its finished workers ever held, in bytes."""
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    return 1024 * (own + children)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * (own + children)
 
 
 def _workers(config: PretrainConfig) -> int:
@@ -448,6 +471,10 @@ def _quiet_lightning() -> Iterator[None]:
                 ".*does not have many workers.*",
                 ".*GPU available but not used.*",
                 ".*tensorboardX.*",
+                ".*is smaller than the logging interval.*",
+                # The order of the data is a function of the step: StepBatchSampler.
+                ".*your dataloader is not resumable.*",
+                ".*LeafSpec.*is deprecated.*",
             ):
                 warnings.filterwarnings("ignore", text)
             yield

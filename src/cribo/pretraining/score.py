@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import lightning as L
 import torch
@@ -71,10 +72,12 @@ class RetrievalScore(L.Callback):
         self.metrics = metrics
         self.curve: list[tuple[int, float]] = []
 
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Take up the scores of the run that is resumed; its metrics have been read."""
+        self.curve = [(int(row["step"]), row["dense_nn"]) for row in self.metrics.rows if "dense_nn" in row]
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Score the untrained network, or take up the scores of the run that is resumed."""
-        if trainer.global_step > 0:
-            self.curve = [(int(row["step"]), row["dense_nn"]) for row in self.metrics.rows if "dense_nn" in row]
+        """Score the untrained network, or what a resumed run was stopped before scoring."""
         if not self.curve or self._is_due(trainer, pl_module):
             self._take(trainer, pl_module)
 
