@@ -1,4 +1,4 @@
-"""Plain versions of the method's formulas, written as the page says them: what the package is measured and tested against.
+"""Plain versions of the method's formulas: what the package is tested and measured against.
 
 Nothing here is clever: the clustering forms the (B, T, T, K) tensor of distances to the members of every
 cluster, the search holds all similarities at once, the loss lets autograd keep all logits. All compute in the

@@ -250,8 +250,9 @@ def test_pushed_tensors_stay_the_callers() -> None:
 
 @pytest.mark.parametrize("name", ["num_images", "num_objects", "dim"])
 def test_sizes_below_one(name: str) -> None:
+    sizes = {"num_images": 3, "num_objects": 2, "dim": 4} | {name: 0}
     with pytest.raises(ValueError, match=f"{name} must be >= 1, got 0"):
-        MemoryBank(**{"num_images": 3, "num_objects": 2, "dim": 4} | {name: 0})
+        MemoryBank(num_images=sizes["num_images"], num_objects=sizes["num_objects"], dim=sizes["dim"])
 
 
 def test_errors() -> None:
@@ -262,8 +263,8 @@ def test_errors() -> None:
         bank.push(torch.zeros(2, 4, DIM), torch.zeros(4).long(), [1] * 4)
     with pytest.raises(ValueError, match="7 objects does not fit a bank of 3 images and 6 objects"):
         bank.push(torch.zeros(2, 7, DIM), torch.zeros(7).long(), [7])
+    bank.push(torch.randn(2, 2, DIM), torch.zeros(2).long(), [2])
     with pytest.raises(ValueError, match="group_rows must sum to 2 objects"):
-        bank.push(torch.randn(2, 2, DIM), torch.zeros(2).long(), [2])
         bank.match(torch.zeros(2, 2, DIM), torch.ones(2).long(), group_rows=[1])
 
 

@@ -205,14 +205,14 @@ def photographs(count: int, height: int = 24, width: int = 32, *, seed: int = 0)
     return images
 
 
-AS_THEY_ARE = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+ZERO, ONE = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)  # mean and standard deviation that leave views as they are
 
 
 def test_photometric_against_the_classic_transforms_one_by_one() -> None:
     recipe = ViewRecipe(blur=(0.6, 0.6), solarise=(0.0, 0.0), hue=0.5, saturation=1.0, brightness=0.8)
     p = drawn(40, recipe)
     views = photographs(80)
-    actual = apply_photometric(views, p, **AS_THEY_ARE)
+    actual = apply_photometric(views, p, mean=ZERO, std=ONE)
     expected = torch.stack([literal.photometric(view, p, row) for row, view in enumerate(views)])
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3)
 
@@ -220,7 +220,7 @@ def test_photometric_against_the_classic_transforms_one_by_one() -> None:
 def test_solarise_against_the_classic_transform() -> None:
     p = drawn(40, ViewRecipe(solarise=(0.5, 0.5)))
     views = photographs(80)
-    actual = apply_photometric(views, p, **AS_THEY_ARE)
+    actual = apply_photometric(views, p, mean=ZERO, std=ONE)
     expected = torch.stack([literal.photometric(view, p, row) for row, view in enumerate(views)])
     difference = (actual - expected).abs()
     # A value on the threshold may fall to either side of it: it jumps from 128 to 127 / 255, so by next to nothing.
@@ -231,7 +231,7 @@ def test_solarise_against_the_classic_transform() -> None:
 def test_nothing_drawn_changes_nothing() -> None:
     recipe = ViewRecipe(jitter=0, greyscale=0, blur=(0, 0), solarise=(0, 0))
     views = photographs(6)
-    plain = apply_photometric(views, drawn(3, recipe), **AS_THEY_ARE)
+    plain = apply_photometric(views, drawn(3, recipe), mean=ZERO, std=ONE)
     torch.testing.assert_close(plain, views / 255)
     torch.testing.assert_close(apply_photometric(views, drawn(3, recipe)), normalise(views / 255))
 
@@ -262,7 +262,7 @@ def test_views_are_left_as_they_are() -> None:
 def test_blur_of_a_view_smaller_than_its_kernel() -> None:
     recipe = ViewRecipe(jitter=0, greyscale=0, blur=(1, 1), solarise=(0, 0), blur_sigma=(5.0, 5.0))
     views = torch.full((2, 3, 4, 4), 77, dtype=torch.uint8)
-    blurred = apply_photometric(views, drawn(1, recipe), **AS_THEY_ARE)
+    blurred = apply_photometric(views, drawn(1, recipe), mean=ZERO, std=ONE)
     torch.testing.assert_close(blurred, torch.full((2, 3, 4, 4), 77 / 255))
 
 
@@ -270,7 +270,7 @@ def test_solarise_threshold() -> None:
     recipe = ViewRecipe(jitter=0, greyscale=0, blur=(0, 0), solarise=(1, 1))
     views = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 3, -1, -1)
     for threshold in (0, 100, 255):
-        actual = apply_photometric(views, drawn(1, recipe), solarise_threshold=threshold, **AS_THEY_ARE)
+        actual = apply_photometric(views, drawn(1, recipe), solarise_threshold=threshold, mean=ZERO, std=ONE)
         grey = views.float()
         expected = torch.where(grey >= threshold, 255 - grey, grey) / 255
         torch.testing.assert_close(actual, expected)
@@ -279,7 +279,7 @@ def test_solarise_threshold() -> None:
 def test_normalise() -> None:
     images = torch.rand(2, 3, 4, 5)
     torch.testing.assert_close(
-        normalise(images), torch.stack([classic.normalize(i, IMAGENET_MEAN, IMAGENET_STD) for i in images])
+        normalise(images), torch.stack([classic.normalize(i, list(IMAGENET_MEAN), list(IMAGENET_STD)) for i in images])
     )
 
 

@@ -106,14 +106,16 @@ class Backbone(nn.Module):
         self.mean: tuple[float, ...] = IMAGENET_MEAN
         self.std: tuple[float, ...] = IMAGENET_STD
         self._is_transformer = isinstance(model, VisionTransformer | Eva)
+        self._takes_any_size = "dynamic_img_size" in arguments or "img_size" not in arguments
         if self._is_transformer:
             self.patch_size = _transformer_patch_size(model, name)
             self.depth = len(self.model.blocks)
         else:
-            self.patch_size = _map_stride(model, name)
+            self.patch_size = _map_stride(model, name, _PROBE_SIZE if self._takes_any_size else image_size)
+            # Convolutions over channels-last maps are half as fast again on CPUs, and faster on GPUs in 16 bits.
+            model.to(memory_format=torch.channels_last)
             self.depth = 1
         _check_divisible((image_size,), self.patch_size)
-        self._takes_any_size = "dynamic_img_size" in arguments or "img_size" not in arguments
         self._noise = _DropPathNoise()
         self.drop_path_rates = _replace_drop_path(model, self._noise)
         self.embed_dim, self.unused_parameters = self._probe()
@@ -196,7 +198,7 @@ class Backbone(nn.Module):
         return Features(global_token, tokens[0] if layers == 1 else torch.cat(tokens, dim=-1), grid)
 
     def _encode_map(self, images: Tensor) -> Features:
-        feature_map = self.model.forward_features(images)
+        feature_map = self.model.forward_features(images.contiguous(memory_format=torch.channels_last))
         if getattr(self.model, "output_fmt", "NCHW") == "NHWC":
             feature_map = feature_map.permute(0, 3, 1, 2)
         grid = (feature_map.shape[2], feature_map.shape[3])
@@ -240,10 +242,7 @@ class Backbone(nn.Module):
         model.eval()  # a batch norm must neither see one image nor remember it
         try:
             with torch.enable_grad():
-                image = torch.zeros(1, 3, size, size)
-                if not self._is_transformer:
-                    _check_is_map(model, self.name, image, size // self.patch_size)
-                features = self.encode(image)
+                features = self.encode(torch.zeros(1, 3, size, size))
         finally:
             model.train(was_training)
         used = {id(leaf) for leaf in _leaves(features.global_token) | _leaves(features.tokens)}
@@ -374,33 +373,29 @@ def _transformer_patch_size(model: Any, name: str) -> int:
     return int(ratio[0])
 
 
-def _map_stride(model: Any, name: str) -> int:
-    info: Any = getattr(model, "feature_info", None)
-    try:
-        return int(info[-1]["reduction"])
-    except (TypeError, KeyError, IndexError, ValueError):
-        raise ValueError(f"{name} does not say its output stride{_SUPPORTED}") from None
-
-
+# A multiple of every network's output stride.
+_PROBE_SIZE = 128
 _SUPPORTED = (
     ": supported are vision transformers (timm's VisionTransformer and Eva families) and networks whose "
     "forward_features gives a feature map (ResNet, ConvNeXt, Swin, ...)"
 )
 
 
-def _check_is_map(model: Any, name: str, image: Tensor, side: int) -> None:
+def _map_stride(model: Any, name: str, size: int) -> int:
+    """Pixels per place of the feature map, measured: timm's own figures forget stages that were left out."""
+    was_training = model.training
+    model.eval()
     with torch.no_grad():
-        output = model.forward_features(image)
+        output = model.forward_features(torch.zeros(1, 3, size, size))
+    model.train(was_training)
     if not isinstance(output, Tensor) or output.ndim != 4:
         kind = f"a {output.ndim}-dimensional tensor" if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(f"{name} gives {kind} and no feature map{_SUPPORTED}")
     is_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
-    found = tuple(output.shape[1:3] if is_last else output.shape[2:4])
-    if found != (side, side):
-        raise ValueError(
-            f"{name} gives a {found[0]}x{found[1]} map of a {image.shape[2]}-pixel image where its stride "
-            f"promises {side}x{side}{_SUPPORTED}"
-        )
+    height, width = output.shape[1:3] if is_last else output.shape[2:4]
+    if height != width or size % height:
+        raise ValueError(f"{name} gives a {height}x{width} map of a {size}-pixel image, no regular grid{_SUPPORTED}")
+    return size // height
 
 
 def _check_divisible(sizes: Sequence[int], patch_size: int) -> None:

@@ -14,6 +14,9 @@ CONFIG, SUMMARY, METRICS, SKIPPED = "config.yaml", "summary.json", "metrics.csv"
 CHECKPOINTS, REPORT = "checkpoints", "report"
 
 
+_NO_ROOM = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # Windows knows no quotas
+
+
 class RunFolderError(ValueError):
     """A run folder that cannot be used, with what to do instead."""
 
@@ -102,7 +105,7 @@ def is_disk_full(error: BaseException) -> bool:
     """Whether an error says that there is no room: no space, or a quota."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(seen, OSError) and seen.errno in _NO_ROOM:
             return True
         # torch's writer hides the cause behind its own message.
         if isinstance(seen, RuntimeError) and any(

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import logging
 import os
-import resource
 import signal
 import sys
 import threading
@@ -45,6 +44,11 @@ from cribo.pretraining.presets import DEFAULT_PRESET, ConfigError, dump_config, 
 from cribo.pretraining.progress import RunProgress
 from cribo.pretraining.report import write_report
 from cribo.pretraining.score import RetrievalScore, open_score_data
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 log = logging.getLogger("cribo")
 
@@ -358,7 +362,7 @@ class _Session:
         }
         baselines = {}
         if score is not None:
-            mean_colour = score.mean_colour(module.device)
+            mean_colour = score.mean_colour(module)
             summary["dense_nn"] = {
                 "before": score.curve[0][1],
                 "after": score.curve[-1][1],
@@ -414,7 +418,9 @@ def open_source(config: PretrainConfig) -> ImageSource:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that this process and its finished workers ever held, in bytes."""
+    """The most memory that this process and its finished workers ever held, in bytes; 0 where nobody counts."""
+    if resource is None:
+        return 0
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     unit = 1 if sys.platform == "darwin" else 1024

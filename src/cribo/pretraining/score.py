@@ -105,16 +105,15 @@ class RetrievalScore(L.Callback):
             and (not self.curve or self.curve[-1][0] != trainer.global_step)
         )
 
-    def mean_colour(self, device: torch.device | str) -> float:
+    def mean_colour(self, module: PretrainingModule) -> float:
         """MIoU of the baseline that knows the mean colour of a patch only."""
-        patch_size = self._patch_size
-        return self._score(mean_colour_encoder(patch_size), patch_size, device)
+        patch_size = module.teacher.backbone.patch_size
+        return self._score(mean_colour_encoder(patch_size), patch_size, module.device)
 
     def _take(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(module, PretrainingModule)
         started = time.perf_counter()
         backbone = module.teacher.backbone
-        self._patch_size = backbone.patch_size
         with calibrated(backbone, self.data.memory, module.device, needed=trainer.global_step == 0):
             miou = self._score(backbone_encoder(backbone), backbone.patch_size, module.device)
         self.curve.append((trainer.global_step, miou))

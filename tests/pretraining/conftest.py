@@ -1,0 +1,73 @@
+"""Small real runs, and what they leave, for the tests of this folder."""
+
+import csv
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from cribo.pretraining import PretrainConfig, Run, pretrain, resume
+from cribo.pretraining.checkpoints import last_checkpoint
+
+
+@dataclass
+class Trained:
+    """A run that has ended."""
+
+    run: Run
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        """The rows of metrics.csv, without what depends on the clock."""
+        with (self.run.folder / "metrics.csv").open(newline="") as file:
+            return [
+                {name: value for name, value in row.items() if name not in ("seconds", "images_per_second")}
+                for row in csv.DictReader(file)
+            ]
+
+    @property
+    def checkpoint(self) -> dict[str, Any]:
+        """The last checkpoint."""
+        path = last_checkpoint(self.run.folder)
+        assert path is not None
+        return torch.load(path, weights_only=False)
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Student, teacher and centres."""
+        return self.checkpoint["state_dict"]
+
+    @property
+    def bank(self) -> dict[str, Any]:
+        """What the bank holds."""
+        return self.checkpoint["cribo"]["bank"]
+
+
+@pytest.fixture
+def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the pictures out: they take longer than the training of these runs."""
+    monkeypatch.setattr("cribo.pretraining.run.write_report", lambda *args, **kwargs: [])
+
+
+@pytest.fixture
+def train(tmp_path: Path, without_report: None) -> Callable[..., Trained]:
+    """Trains; a second call with the same name replaces the run."""
+
+    def call(config: PretrainConfig, name: str = "run", callbacks: Sequence[Callback] = ()) -> Trained:
+        return Trained(pretrain(config, out=tmp_path, name=name, overwrite=True, callbacks=callbacks))
+
+    return call
+
+
+@pytest.fixture
+def resumed(tmp_path: Path, without_report: None) -> Callable[..., Trained]:
+    """Resumes the run of a name."""
+
+    def call(name: str = "run", callbacks: Sequence[Callback] = (), **overrides: Any) -> Trained:
+        return Trained(resume(tmp_path / name, callbacks=callbacks, overrides=overrides))
+
+    return call

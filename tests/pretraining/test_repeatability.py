@@ -1,0 +1,231 @@
+"""A run depends on its seed and nothing else; a run that was stopped goes on as if it had not been."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from cribo.pretraining import PretrainConfig
+from cribo.pretraining.files import RunFolderError
+from cribo.pretraining.presets import ConfigError, dump_config
+
+Tiny = Callable[..., PretrainConfig]
+Train = Callable[..., Any]
+
+# What is measured on the last micro-batch only.
+WATCHED = ("entropy", "feature_std", "distinct_neighbours")
+
+
+def assert_same_run(a: Any, b: Any) -> None:
+    assert a.rows == b.rows
+    assert a.weights.keys() == b.weights.keys()
+    for name, value in a.weights.items():
+        assert torch.equal(value, b.weights[name]), name
+    for name, value in a.bank.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(b.bank[name])), name
+
+
+class StopAfter(L.Callback):
+    """Raises after a step, as Ctrl-C or a broken machine would."""
+
+    def __init__(self, step: int, error: type[BaseException] = RuntimeError) -> None:
+        self.step = step
+        self.error = error
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise self.error("stopped")
+
+
+# ------------------------------------------------------------------ seeds, workers
+
+
+@pytest.fixture
+def dropping(tiny: Tiny) -> PretrainConfig:
+    return tiny({"backbone.drop_path": 0.4})
+
+
+def test_the_same_seed_gives_the_same_run_with_any_number_of_workers(
+    tiny: Tiny, train: Train, dropping: PretrainConfig
+) -> None:
+    torch.manual_seed(1)
+    reference = train(dropping, "reference")
+    for workers in (0, 1, 4):
+        torch.manual_seed(100 + workers)
+        config = tiny({"backbone.drop_path": 0.4, "data.workers": workers})
+        assert_same_run(reference, train(config, f"workers-{workers}"))
+
+
+def test_a_run_leaves_the_global_generator_alone(train: Train, dropping: PretrainConfig) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    train(dropping)
+    # Lightning and the loader may have drawn from it; what is drawn must not depend on the seed of the run.
+    after = torch.rand(3)
+    torch.manual_seed(5)
+    train(dropping)
+    assert torch.equal(after, torch.rand(3))
+    assert expected.shape == after.shape
+
+
+def test_another_seed_gives_another_run(tiny: Tiny, train: Train) -> None:
+    first, second = train(tiny(), "a"), train(tiny({"seed": 1}), "b")
+    assert first.rows[0]["loss"] != second.rows[0]["loss"]
+    changed = [name for name, value in first.weights.items() if not torch.equal(value, second.weights[name])]
+    assert "student.head.mlp.0.weight" in changed
+
+
+def test_drop_path_changes_the_run(tiny: Tiny, train: Train) -> None:
+    with_drop, without = train(tiny({"backbone.drop_path": 0.4}), "a"), train(tiny({"backbone.drop_path": 0.0}), "b")
+    assert with_drop.rows[0]["loss"] != without.rows[0]["loss"]
+    # The first step's teacher equals the first student: without drop path it sees the same tokens.
+    assert with_drop.rows[0]["feature_std"] == without.rows[0]["feature_std"]
+
+
+# ------------------------------------------------------------------ micro-batches
+
+
+@pytest.mark.parametrize("centring", ["mean", "sinkhorn"])
+def test_micro_batches_change_nothing_but_rounding(tiny: Tiny, train: Train, centring: str) -> None:
+    """Matrix products of other batch sizes round differently; twelve steps of AdamW carry that to the weights."""
+    common = {
+        "losses.centring": centring,
+        "backbone.drop_path": 0.4,
+        "objects.group_size": 2,
+        "losses.cross_image_from_epoch": 0,
+        "optim.lr": 0.005,
+    }
+    whole = train(tiny(common), "1")
+    for parts in (2, 4):
+        split = train(tiny({**common, "optim.micro_batches": parts}), f"{parts}")
+        for row, other in zip(whole.rows, split.rows, strict=True):
+            for name, value in row.items():
+                if value and not any(part in name for part in WATCHED):
+                    assert float(other[name]) == pytest.approx(float(value), rel=2e-4, abs=1e-5), name
+        for name, value in whole.weights.items():
+            torch.testing.assert_close(split.weights[name], value, rtol=0, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(split.bank["rows"], whole.bank["rows"], rtol=0, atol=2e-3)
+        assert torch.equal(split.bank["images"], whole.bank["images"])
+        assert torch.equal(split.bank["counts"], whole.bank["counts"])
+
+
+# ------------------------------------------------------------------ resume
+
+
+@pytest.mark.parametrize(
+    ("stop", "every", "log_every", "workers"),
+    [
+        (3, 3, 1, 0),  # in the middle of an epoch, at a checkpoint
+        (7, 3, 4, 0),  # in the middle of an epoch, one step after a checkpoint, in the middle of a row
+        (4, 2, 4, 0),  # at the end of an epoch
+        (9, 4, 1, 0),  # one step after the end of an epoch, whose end is the last checkpoint
+        (7, 3, 4, 1),
+        (8, 4, 3, 1),
+        (2, 5, 1, 0),  # before the first checkpoint
+    ],
+)
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(
+    tiny: Tiny, train: Train, resumed: Train, stop: int, every: int, log_every: int, workers: int
+) -> None:
+    config = tiny(
+        {
+            "backbone.drop_path": 0.3,
+            "data.workers": workers,
+            "runtime.checkpoint_every": every,
+            "runtime.log_every": log_every,
+            "score.root": "scenes",
+            "score.images": (4, 2),
+            "score.every_epochs": 1,
+        }
+    )
+    whole = train(config, "whole")
+    with pytest.raises(RuntimeError, match="stopped"):
+        train(config, "stopped", callbacks=[StopAfter(stop)])
+    again = resumed("stopped")
+    assert_same_run(whole, again)
+    for name in ("losses", "bootstrapping_ratio", "dense_nn", "warnings", "steps"):
+        assert again.run.summary[name] == whole.run.summary[name]
+
+
+def test_a_run_stopped_twice(tiny: Tiny, train: Train, resumed: Train) -> None:
+    config = tiny({"runtime.checkpoint_every": 2, "runtime.log_every": 3})
+    whole = train(config, "whole")
+    with pytest.raises(RuntimeError, match="stopped"):
+        train(config, "stopped", callbacks=[StopAfter(3)])
+    with pytest.raises(RuntimeError, match="stopped"):
+        resumed("stopped", callbacks=[StopAfter(7)])
+    assert_same_run(whole, resumed("stopped"))
+
+
+def test_a_run_stopped_after_its_last_step_is_finished(tiny: Tiny, train: Train, resumed: Train) -> None:
+    config = tiny({"runtime.checkpoint_every": 6, "score.root": "scenes", "score.images": (4, 2)})
+    whole = train(config, "whole")
+    expected = whole.run.summary
+    (whole.run.folder / "summary.json").unlink()
+    (whole.run.folder / "backbone.safetensors").unlink()
+    again = resumed("whole").run
+    for name in ("warnings", "steps"):
+        assert again.summary[name] == expected[name]
+    assert again.summary["losses"] == pytest.approx(expected["losses"])  # read from metrics.csv: 8 digits
+    assert again.summary["bootstrapping_ratio"] == pytest.approx(expected["bootstrapping_ratio"])
+    assert again.summary["dense_nn"]["after"] == pytest.approx(expected["dense_nn"]["after"])
+    assert len(again.summary["dense_nn"]["curve"]) == 2
+    assert again.backbone().embed_dim == 32
+
+
+def test_resuming_a_finished_run_changes_nothing(tiny: Tiny, train: Train, resumed: Train) -> None:
+    finished = train(tiny())
+    before = {path: path.stat().st_mtime_ns for path in finished.run.folder.rglob("*")}
+    assert resumed().run.summary == finished.run.summary
+    assert {path: path.stat().st_mtime_ns for path in finished.run.folder.rglob("*")} == before
+
+
+def test_ctrl_c_is_a_keyboard_interrupt_that_can_be_resumed(tiny: Tiny, train: Train, resumed: Train) -> None:
+    config = tiny({"runtime.checkpoint_every": 2})
+    whole = train(config, "whole")
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, "stopped", callbacks=[StopAfter(5, KeyboardInterrupt)])
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not (whole.run.folder.parent / "stopped" / "summary.json").exists()
+    assert_same_run(whole, resumed("stopped"))
+
+
+@pytest.mark.slow
+def test_a_killed_process_can_be_resumed(tmp_path: Path, tiny: Tiny, train: Train, resumed: Train) -> None:
+    config = tiny({"runtime.checkpoint_every": 3, "runtime.log_every": 2, "data.workers": 1})
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    program = f"""
+import os, signal
+import lightning as L
+from cribo.pretraining import pretrain
+class Kill(L.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+pretrain({str(tmp_path / "config.yaml")!r}, out={str(tmp_path)!r}, name="killed", callbacks=[Kill()])
+"""
+    killed = subprocess.run([sys.executable, "-c", program], env=os.environ, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert_same_run(train(config, "whole"), resumed("killed"))
+
+
+def test_what_may_change_on_resume(tiny: Tiny, train: Train, resumed: Train, tmp_path: Path) -> None:
+    config = tiny({"runtime.checkpoint_every": 2})
+    whole = train(config, "whole")
+    with pytest.raises(RuntimeError, match="stopped"):
+        train(config, "stopped", callbacks=[StopAfter(2)])
+    for name in ("optim.lr", "seed", "data.scenes.count", "objects", "backbone.pretrained"):
+        with pytest.raises(ConfigError, match=f"{name} cannot change when a run is resumed"):
+            resumed("stopped", **{name: 1})
+    assert_same_run(whole, resumed("stopped", **{"data.workers": 1, "runtime.log_every": 1}))
+    with pytest.raises(RunFolderError, match="no run to resume"):
+        resumed("nothing")

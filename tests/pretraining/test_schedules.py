@@ -1,0 +1,81 @@
+import numpy as np
+import pytest
+
+from cribo.pretraining import PretrainConfig
+from cribo.pretraining.config import LossConfig, ObjectsConfig, OptimConfig
+from cribo.pretraining.schedules import Schedules
+
+EPOCHS, STEPS = 20, 7
+
+
+def schedules(**optim: object) -> Schedules:
+    config = PretrainConfig(
+        objects=ObjectsConfig(group_size=64),
+        losses=LossConfig(teacher_temperature=(0.04, 0.07), teacher_temperature_epochs=5),
+        optim=OptimConfig(
+            **{  # pyright: ignore[reportArgumentType]
+                "epochs": EPOCHS,
+                "batch_size": 512,
+                "lr": 5e-4,
+                "final_lr": 1e-5,
+                "warmup_epochs": 3,
+                "momentum": (0.996, 1.0),
+                **optim,
+            }
+        ),
+    )
+    return Schedules(config, STEPS)
+
+
+def values(of: Schedules, name: str) -> np.ndarray:
+    return np.array([getattr(of.at(step), name) for step in range(of.total_steps)])
+
+
+def cosine(start: float, end: float, steps: int) -> np.ndarray:
+    return end + 0.5 * (start - end) * (1 + np.cos(np.pi * np.arange(steps) / steps))
+
+
+def test_learning_rate_warms_up_from_0_to_the_scaled_peak_and_falls_as_a_cosine() -> None:
+    peak = 5e-4 * 512 / 256
+    expected = np.concatenate((np.linspace(0, peak, 3 * STEPS), cosine(peak, 1e-5, (EPOCHS - 3) * STEPS)))
+    np.testing.assert_allclose(values(schedules(), "lr"), expected, rtol=1e-12)
+
+
+def test_final_learning_rate_is_not_scaled_with_the_batch() -> None:
+    last = schedules(epochs=2000).at(2000 * STEPS - 1).lr
+    assert last == pytest.approx(1e-5, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["weight_decay", "momentum"])
+def test_weight_decay_and_momentum_are_cosines_over_the_whole_run(name: str) -> None:
+    start, end = {"weight_decay": (0.04, 0.4), "momentum": (0.996, 1.0)}[name]
+    np.testing.assert_allclose(values(schedules(), name), cosine(start, end, EPOCHS * STEPS), rtol=1e-12)
+
+
+def test_teacher_temperature_takes_one_linear_step_an_epoch() -> None:
+    per_epoch = np.concatenate((np.linspace(0.04, 0.07, 5), np.full(EPOCHS - 5, 0.07)))
+    np.testing.assert_allclose(values(schedules(), "teacher_temperature"), np.repeat(per_epoch, STEPS), rtol=1e-12)
+
+
+def test_without_warm_up_the_peak_comes_first() -> None:
+    assert schedules(warmup_epochs=0).at(0).lr == pytest.approx(1e-3)
+
+
+def test_a_run_shorter_than_its_warm_up_stays_in_it() -> None:
+    rates = values(schedules(epochs=2), "lr")
+    assert rates[0] == 0
+    assert rates[-1] == pytest.approx(1e-3)
+    assert (np.diff(rates) > 0).all()
+
+
+def test_a_warm_up_of_one_step_starts_at_0() -> None:
+    of = Schedules(schedules(warmup_epochs=1).config, steps_per_epoch=1)
+    assert of.at(0).lr == 0
+    assert of.at(1).lr == pytest.approx(1e-3)
+    assert of.total_steps == EPOCHS
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_a_temperature_that_rises_over_no_epoch_is_the_last_from_the_start(epochs: int) -> None:
+    config = PretrainConfig(losses=LossConfig(teacher_temperature_epochs=epochs))
+    assert Schedules(config, 3).at(0).teacher_temperature == 0.07
