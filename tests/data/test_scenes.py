@@ -15,8 +15,10 @@ def sample() -> tuple[torch.Tensor, torch.Tensor, int]:
 
 def test_shapes_types_and_names() -> None:
     scenes = Scenes(3, 48, seed=5, first=10)
-    assert scenes.load(0).shape == (3, 48, 48) and scenes.load(0).dtype == torch.uint8
-    assert scenes.labels(0).shape == (48, 48) and scenes.labels(0).dtype == torch.uint8
+    assert scenes.load(0).shape == (3, 48, 48)
+    assert scenes.load(0).dtype == torch.uint8
+    assert scenes.labels(0).shape == (48, 48)
+    assert scenes.labels(0).dtype == torch.uint8
     assert scenes.name(2) == "scene-5-000012"
     assert scenes.classes == [*OBJECT_CLASSES, *GROUND_CLASSES]
 

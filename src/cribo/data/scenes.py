@@ -1,7 +1,8 @@
-"""Images composed by the program from a seed: textured, shaded objects on a textured ground, with a class for every pixel.
+"""Images composed by the program from a seed: textured, shaded objects on a textured ground, labelled per pixel.
 
-The class of an object is its outline together with its texture; the class of a ground is its texture. Colours, sizes,
-orientations, lighting and overlaps are drawn independently of the class, so a mean colour says nothing about it.
+The class of an object is its outline together with its texture; the class of a ground is its texture. Hues, sizes,
+outline orientations, lighting and overlaps are drawn independently of the class, and luminances are alike in all
+classes, so a mean colour says nothing about it. Textures lean up to 32 degrees to either side.
 """
 
 from dataclasses import dataclass
@@ -129,7 +130,8 @@ def compose_scene(random: np.random.Generator, size: int, min_objects: int, max_
 
     for order in range(num_objects):
         draw = draws[order + 1]
-        object_class = int(draw[7] * len(OBJECT_CLASSES))
+        # A draw just below 1 may have been rounded up to it.
+        object_class = min(int(draw[7] * len(OBJECT_CLASSES)), len(OBJECT_CLASSES) - 1)
         radius = size * (0.18 + 0.16 * float(scales[order]))
         centre_x, centre_y = size * (1.1 * draw[8] - 0.05), size * (1.1 * draw[9] - 0.05)
         margin = 1.25 * radius + 2
@@ -141,9 +143,10 @@ def compose_scene(random: np.random.Generator, size: int, min_objects: int, max_
         dx, dy = x[:, left:right] - centre_x, y[top:bottom] - centre_y
 
         stretch = 0.8 + 0.2 * draw[10]
-        coverage, rim = _cover(object_class, dx, dy, radius, 2 * np.pi * draw[11], stretch)
-        shade = _cover(object_class, dx + 0.09 * radius * light_x, dy + 0.09 * radius * light_y, radius,
-                       2 * np.pi * draw[11], stretch)[0]  # fmt: skip
+        turn = 2 * np.pi * draw[11]
+        coverage, rim = _cover(object_class, dx, dy, radius, turn, stretch)
+        drop_x, drop_y = 0.09 * radius * light_x, 0.09 * radius * light_y
+        shade, _ = _cover(object_class, dx + drop_x, dy + drop_y, radius, turn, stretch)
         surface = _paint(object_class, dx, dy, draw, dark[order + 1], bright[order + 1])
         relief = 0.99 + (0.05 + 0.13 * draw[12]) * (light_x * dx + light_y * dy) / radius * (0.4 + rim)
 
@@ -170,7 +173,7 @@ def _paint(texture: int, x: Array, y: Array, draw: Array, dark: Array, bright: A
 
 
 def _cover(outline: int, dx: Array, dy: Array, radius: float, turn: float, stretch: float) -> tuple[Array, Array]:
-    """How much of each pixel an object covers (0 to 1, soft over one pixel), and its squared relative distance from the centre."""
+    """The share of each pixel that an object covers (soft over one pixel), and the squared distance from its centre."""
     cosine, sine = np.cos(turn), np.sin(turn)
     u = cosine * dx + sine * dy
     v = (cosine * dy - sine * dx) / stretch
@@ -189,7 +192,8 @@ def _colour_pairs(draws: Float[Array, "n 6"]) -> tuple[Float[Array, "n 3"], Floa
     hue = 2 * np.pi * np.stack([draws[:, 3], draws[:, 3] + 0.4 * (draws[:, 4] - 0.5)], 1)
     chroma = (0.16 + 0.16 * draws[:, 5])[:, None]
     # The chroma axes of YIQ change no luminance.
-    in_phase, quadrature = np.float32([0.956, -0.272, -1.106]), np.float32([0.621, -0.647, 1.703])
+    in_phase = np.array([0.956, -0.272, -1.106], np.float32)
+    quadrature = np.array([0.621, -0.647, 1.703], np.float32)
     offset = np.cos(hue)[..., None] * in_phase + np.sin(hue)[..., None] * quadrature
     rgb = luminance[..., None] + chroma[..., None] * offset
     return rgb[:, 0], rgb[:, 1]
@@ -197,7 +201,7 @@ def _colour_pairs(draws: Float[Array, "n 6"]) -> tuple[Float[Array, "n 3"], Floa
 
 @lru_cache(maxsize=1)
 def _outlines() -> Float[Array, "outlines angles"]:
-    """The radius of every outline as a function of the angle, each scaled to the area of the unit disc times 0.8."""
+    """The radius of every outline as a function of the angle, scaled to 0.8 times the area of the unit disc."""
     angle = np.linspace(-np.pi, np.pi, _ANGLES, endpoint=False)
 
     def polygon(corners: int) -> Array:
@@ -215,7 +219,7 @@ def _outlines() -> Float[Array, "outlines angles"]:
 
 @lru_cache(maxsize=1)
 def _textures() -> Float[Array, "textures tile tile"]:
-    """One seamless tile per class, in the order of the classes; values in 0..1 with mean 1/2."""
+    """One seamless tile per class, in the order of the classes; values about 0..1 with mean 1/2."""
     fixed = np.random.Generator(np.random.Philox(key=[7, 7]))
     unit = np.arange(_TILE) / _TILE
     u, v = np.meshgrid(2 * np.pi * unit, 2 * np.pi * unit)

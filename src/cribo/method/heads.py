@@ -18,19 +18,31 @@ class ProjectionHead(nn.Module):
         hidden_dim: width of the hidden layers.
         bottleneck_dim: E, channels of the embeddings.
         num_layers: linear layers in all, at least 1.
+        bias: whether the linear layers have one; it starts at zero.
+        init_std: standard deviation of the weights' truncated normal; narrow heads learn sooner with about
+            1 / sqrt(hidden_dim).
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: a size below 1, or a standard deviation that is not positive.
 
-    Source: paper appendix "Network architecture", after DINO (Caron et al. 2021): no batch norm, weights from
-    a normal of standard deviation .02 truncated at 2, biases zero.
+    Source: paper appendix "Network architecture", after DINO (Caron et al. 2021): no batch norm, standard
+    deviation .02.
 
     Example:
         >>> ProjectionHead(16, hidden_dim=32, bottleneck_dim=8)(torch.randn(5, 16)).shape
         torch.Size([5, 8])
     """
 
-    def __init__(self, dim: int, *, hidden_dim: int = 2048, bottleneck_dim: int = 256, num_layers: int = 3) -> None:
+    def __init__(
+        self,
+        dim: int,
+        *,
+        hidden_dim: int = 2048,
+        bottleneck_dim: int = 256,
+        num_layers: int = 3,
+        bias: bool = True,
+        init_std: float = 0.02,
+    ) -> None:
         super().__init__()
         sizes = {
             "dim": dim,
@@ -41,12 +53,15 @@ class ProjectionHead(nn.Module):
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name} must be >= 1, got {value}")
+        if init_std <= 0:
+            raise ValueError(f"init_std must be > 0, got {init_std}")
         widths = [dim, *[hidden_dim] * (num_layers - 1), bottleneck_dim]
         layers: list[nn.Module] = []
         for inputs, outputs in itertools.pairwise(widths):
-            linear = nn.Linear(inputs, outputs)
-            nn.init.trunc_normal_(linear.weight, std=0.02)
-            nn.init.zeros_(linear.bias)
+            linear = nn.Linear(inputs, outputs, bias=bias)
+            nn.init.trunc_normal_(linear.weight, std=init_std)
+            if bias:
+                nn.init.zeros_(linear.bias)
             layers += [linear, nn.GELU()]
         self.mlp = nn.Sequential(*layers[:-1])
 

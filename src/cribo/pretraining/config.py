@@ -106,6 +106,8 @@ class HeadConfig:
         hidden_dim: width of the MLP.
         bottleneck_dim: channels of the embeddings.
         layers: of the MLP.
+        bias: whether its layers have one.
+        init_std: of its random weights; narrow heads learn sooner with about 1 / sqrt(hidden_dim).
         prototypes: L, for images and for objects alike. Small data sets want fewer.
         train_gain: train the weight-norm gain of the last layers; freeze it for ViT-B and larger.
     """
@@ -113,6 +115,8 @@ class HeadConfig:
     hidden_dim: int = 2048
     bottleneck_dim: int = 256
     layers: int = 3
+    bias: bool = True
+    init_std: float = 0.02
     prototypes: int = 65536
     train_gain: bool = True
 
@@ -298,6 +302,7 @@ _RANGES: dict[str, tuple[float, float, bool, bool]] = {
     "head.hidden_dim": (1, 65536, True, True),
     "head.bottleneck_dim": (1, 65536, True, True),
     "head.layers": (1, 16, True, True),
+    "head.init_std": (0, 1, False, True),
     "head.prototypes": (2, 2**22, True, True),
     "losses.cross_image_from_epoch": (0, math.inf, True, False),
     "losses.student_temperature": (0, 10, False, True),

@@ -32,6 +32,8 @@ class Network(nn.Module):
                 hidden_dim=config.hidden_dim,
                 bottleneck_dim=config.bottleneck_dim,
                 num_layers=config.layers,
+                bias=config.bias,
+                init_std=config.init_std,
             )
             self.image_prototypes = PrototypeLayer(
                 config.bottleneck_dim, config.prototypes, train_gain=config.train_gain
