@@ -1,0 +1,278 @@
+"""What happens to student, teacher, banks and centres in a step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cribo.models.backbone import Backbone
+from cribo.pretraining import NonFiniteLoss, PretrainConfig, PretrainingModule
+from cribo.pretraining.checkpoints import last_checkpoint
+
+Tiny = Callable[..., PretrainConfig]
+Train = Callable[..., Any]
+State = dict[str, torch.Tensor]
+
+
+class Record(L.Callback):
+    """Student, teacher and optimiser state after 0, 1, 2, ... steps, and what the objective gave."""
+
+    def __init__(self) -> None:
+        self.student: list[State] = []
+        self.teacher: list[State] = []
+        self.with_state: list[set[str]] = []
+        self.results: list[Any] = []
+        self.bank: Any = None
+
+    def _copy(self, module: L.LightningModule) -> None:
+        assert isinstance(module, PretrainingModule)
+        for target, network in ((self.student, module.student), (self.teacher, module.teacher)):
+            target.append({name: value.detach().clone() for name, value in network.named_parameters()})
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._copy(pl_module)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        assert isinstance(pl_module, PretrainingModule)
+        self._copy(pl_module)
+        state = trainer.optimizers[0].state
+        self.with_state.append({name for name, value in pl_module.student.named_parameters() if value in state})
+        self.results.append(pl_module._last)
+        self.bank = pl_module.bank
+
+
+def moved(before: State, after: State) -> set[str]:
+    return {name for name, value in before.items() if not torch.equal(value, after[name])}
+
+
+def recorded(train: Train, config: PretrainConfig) -> tuple[Record, Any]:
+    record = Record()
+    return record, train(config, callbacks=[record])
+
+
+# ------------------------------------------------------------------ what moves
+
+
+def test_frozen_last_layers_do_not_move_and_have_no_optimiser_state(tiny: Tiny, train: Train) -> None:
+    config = tiny({"optim.freeze_last_layers_epochs": 1, "optim.warmup_epochs": 0, "losses.cross_image_from_epoch": 0})
+    record, _ = recorded(train, config)
+    last = {f"{level}_prototypes.{part}" for level in ("image", "object") for part in ("direction", "gain")}
+    for step in range(4):
+        assert not last & moved(record.student[0], record.student[step + 1])
+        assert not last & record.with_state[step]
+    assert "head.mlp.0.weight" in moved(record.student[0], record.student[1])
+    assert last <= moved(record.student[4], record.student[5])
+    assert last <= record.with_state[4]
+
+
+def test_the_gain_is_frozen_when_it_is_not_trained(tiny: Tiny, train: Train) -> None:
+    record, _ = recorded(train, tiny({"head.train_gain": False, "optim.freeze_last_layers_epochs": 0}))
+    changed = moved(record.student[0], record.student[-1])
+    assert {"image_prototypes.direction", "object_prototypes.direction"} <= changed
+    assert not {name for name in changed if name.endswith("gain")}
+    assert torch.equal(record.student[-1]["image_prototypes.gain"], torch.ones(32, 1))
+
+
+def test_a_frozen_backbone_stays_bit_for_bit_while_the_head_trains(tiny: Tiny, train: Train) -> None:
+    config = tiny({"optim.freeze_backbone_epochs": 2, "optim.warmup_epochs": 0, "optim.weight_decay": (0.4, 0.4)})
+    record, _ = recorded(train, config)
+    for networks in (record.student, record.teacher):
+        before = moved(networks[0], networks[8])
+        assert not {name for name in before if name.startswith("backbone.")}
+        assert "head.mlp.0.weight" in before
+    assert not {name for name in record.with_state[7] if name.startswith("backbone.")}
+    assert {name for name in moved(record.student[8], record.student[9]) if name.startswith("backbone.")}
+
+
+def test_weight_decay_leaves_biases_alone(tiny: Tiny, train: Train) -> None:
+    """With gradients clipped to nearly nothing AdamW still normalises them, so compare two decays."""
+    runs = []
+    for decay in (0.0, 5.0):
+        changes = {"optim.weight_decay": (decay, decay), "optim.warmup_epochs": 0, "optim.epochs": 1}
+        runs.append(recorded(train, tiny(changes))[0].student[1])
+    decayed = moved(*runs)
+    assert {"backbone.model.cls_token", "backbone.model.pos_embed", "head.mlp.0.weight"} <= decayed
+    assert not {name for name in decayed if runs[0][name].ndim <= 1}
+
+
+def test_the_teacher_is_the_moving_average_of_the_student(tiny: Tiny, train: Train) -> None:
+    record, trained = recorded(train, tiny())
+    momenta = [float(row["momentum"]) for row in trained.rows]
+    assert momenta[0] == 0.9
+    for step, momentum in enumerate(momenta):
+        for name, value in record.teacher[step + 1].items():
+            expected = momentum * record.teacher[step][name] + (1 - momentum) * record.student[step + 1][name]
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_tight_clip_changes_the_run(tiny: Tiny, train: Train) -> None:
+    """Clipping makes AdamW's step smaller only through its epsilon and its memory: the weights differ."""
+    free, clipped = (recorded(train, tiny({"optim.clip": clip}))[0].student[-1] for clip in (None, 1e-3))
+    assert moved(free, clipped)
+
+
+@pytest.mark.parametrize("level", ["image", "object"])
+def test_the_centre_is_the_moving_average_of_the_teachers_logits(tiny: Tiny, train: Train, level: str) -> None:
+    config = tiny({"optim.epochs": 1, "losses.centre_momentum": 0.8})
+    record, trained = recorded(train, config)
+    expected = torch.zeros(32)
+    for step, result in enumerate(record.results):
+        embeddings = result.teacher_images if level == "image" else result.teacher_objects
+        direction = record.teacher[step][f"{level}_prototypes.direction"]  # as it was in the step
+        weight = record.teacher[step][f"{level}_prototypes.gain"] * F.normalize(direction, dim=1)
+        expected = 0.8 * expected + 0.2 * (embeddings @ weight.T).mean(dim=0)
+    torch.testing.assert_close(trained.weights[f"{level}_centre.value"], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_drop_path_reaches_the_student_only(tiny: Tiny, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Backbone, torch.Tensor | None]] = []
+    encode = Backbone.encode
+
+    def spy(self: Backbone, images: Any, layers: int = 1, *, drop_path_noise: Any = None) -> Any:
+        calls.append((self, drop_path_noise))
+        return encode(self, images, layers, drop_path_noise=drop_path_noise)
+
+    class Networks(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            assert isinstance(pl_module, PretrainingModule)
+            self.student, self.teacher = pl_module.student.backbone, pl_module.teacher.backbone
+
+    networks = Networks()
+    config = tiny({"backbone.drop_path": 0.4, "optim.epochs": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr(Backbone, "encode", spy)
+        train(config, callbacks=[networks])
+    students = [noise for backbone, noise in calls if backbone is networks.student]
+    teachers = [noise for backbone, noise in calls if backbone is networks.teacher]
+    assert len(students) == len(teachers) == 4
+    assert teachers == [None] * 4
+    sites = networks.student.num_drop_path_sites
+    assert sites > 0
+    noise = torch.cat([noise for noise in students if noise is not None])
+    assert noise.shape == (4 * 16, sites)
+    assert len(noise.flatten().unique()) == noise.numel()  # every view of every image has its own
+
+
+# ------------------------------------------------------------------ which losses
+
+
+def test_the_image_level_alone_finds_no_objects(tiny: Tiny, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("no loss works on objects")
+
+    monkeypatch.setattr("cribo.pretraining.objective.find_objects", fail)
+    record, trained = recorded(train, tiny({"losses.cross_view": False, "losses.cross_image": False}))
+    assert record.bank is None
+    assert trained.bank is None
+    assert all(result.objects is None and result.matches is None for result in record.results)
+    for row in trained.rows:
+        assert float(row["loss_cross_view"]) == float(row["loss_cross_image"]) == float(row["objects_per_image"]) == 0
+        assert float(row["loss"]) == float(row["loss_image"]) > 0
+
+
+def test_without_the_cross_image_loss_there_is_no_bank(tiny: Tiny, train: Train) -> None:
+    record, trained = recorded(train, tiny({"losses.cross_image": False}))
+    assert record.bank is None
+    assert all(result.matches is None and result.objects is not None for result in record.results)
+    assert all(float(row["loss_cross_image"]) == 0 < float(row["loss_cross_view"]) for row in trained.rows)
+
+
+def test_the_object_losses_alone(tiny: Tiny, train: Train) -> None:
+    record, trained = recorded(train, tiny({"losses.image": False, "optim.freeze_last_layers_epochs": 0}))
+    assert all(float(row["loss_image"]) == 0 for row in trained.rows)
+    assert all(float(row["loss_cross_view"]) > 0 for row in trained.rows)
+    changed = moved(record.student[0], record.student[-1])
+    assert "object_prototypes.direction" in changed
+    assert "image_prototypes.direction" not in changed  # no gradient reaches it
+
+
+def test_the_cross_image_loss_starts_in_its_epoch(tiny: Tiny, train: Train) -> None:
+    _, trained = recorded(train, tiny({"losses.cross_image_from_epoch": 2, "objects.criterion": "none"}))
+    started = [float(row["loss_cross_image"]) > 0 for row in trained.rows]
+    assert started == [False] * 8 + [True] * 4
+    # The bank is filled before that: the ratio is known from the second step on.
+    assert all(float(row["bootstrapping_ratio"]) == 1 for row in trained.rows[1:])
+    assert float(trained.rows[0]["bootstrapping_ratio"]) == 0
+
+
+def test_cycle_consistency_keeps_fewer_matches_than_no_criterion(tiny: Tiny, train: Train) -> None:
+    _, trained = recorded(train, tiny({"objects.criterion": "cycle"}))
+    ratios = [float(row["bootstrapping_ratio"]) for row in trained.rows[1:]]
+    assert 0 < sum(ratios) / len(ratios) < 1
+
+
+def test_the_loss_is_the_sum_of_the_three(tiny: Tiny, train: Train) -> None:
+    _, trained = recorded(train, tiny({"losses.cross_image_from_epoch": 0}))
+    for row in trained.rows:
+        parts = sum(float(row[f"loss_{name}"]) for name in ("image", "cross_view", "cross_image"))
+        assert float(row["loss"]) == pytest.approx(parts, rel=1e-6)
+
+
+def test_the_bank_remembers_the_last_images_only(tiny: Tiny, train: Train) -> None:
+    record, trained = recorded(train, tiny({"objects.bank_images": 10}))
+    assert record.bank.images_held == 10
+    assert trained.bank["rows"].shape[1] == int(trained.bank["counts"].sum()) == len(record.bank)
+
+
+# ------------------------------------------------------------------ losses that are not finite
+
+
+class Poison(L.Callback):
+    """Makes one weight infinite before a step is taken or after it was."""
+
+    def __init__(self, step: int, *, after: bool = False) -> None:
+        self.step = step
+        self.after = after
+
+    def _poison(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        assert isinstance(module, PretrainingModule)
+        if trainer.global_step == self.step:
+            with torch.no_grad():
+                module.student.image_prototypes.direction[0, 0] = torch.inf
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if not self.after:
+            self._poison(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if self.after:
+            self._poison(trainer, pl_module)
+
+
+@pytest.mark.parametrize("log_every", [1, 4, 100])
+def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_saved(
+    tiny: Tiny, train: Train, tmp_path: Any, log_every: int
+) -> None:
+    config = tiny({"runtime.checkpoint_every": 2, "runtime.log_every": log_every})
+    with pytest.raises(NonFiniteLoss, match="the loss image was not finite at step 5") as caught:
+        train(config, callbacks=[Poison(5)])
+    assert (caught.value.loss, caught.value.step) == ("image", 5)
+    path = last_checkpoint(tmp_path / "run")
+    assert path is not None
+    assert path.name == "step=00000004.ckpt"
+    state = torch.load(path, weights_only=False)["state_dict"]
+    assert all(value.isfinite().all() for value in state.values())
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_weights_that_are_not_finite_are_never_saved(tiny: Tiny, train: Train, tmp_path: Any) -> None:
+    with pytest.raises(NonFiniteLoss, match="weights were not finite at step 3"):
+        train(tiny({"runtime.checkpoint_every": 2, "runtime.log_every": 100}), callbacks=[Poison(4, after=True)])
+    path = last_checkpoint(tmp_path / "run")
+    assert path is not None
+    assert path.name == "step=00000002.ckpt"
+
+
+def test_a_learning_rate_beyond_reason_stops_the_run(tiny: Tiny, train: Train) -> None:
+    """AdamW's steps are as large as the rate: after some, sums of squares no longer fit into a float32."""
+    config = tiny({"optim.lr": 10, "optim.batch_size": 8, "optim.warmup_epochs": 0, "optim.weight_decay": (10, 10)})
+    record = Record()
+    try:
+        train(config, callbacks=[record])
+    except NonFiniteLoss as error:
+        assert "lower optim.lr" in str(error)  # noqa: PT017
+    else:
+        assert all(value.isfinite().all() for value in record.student[-1].values())
