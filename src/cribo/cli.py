@@ -111,7 +111,7 @@ def _pretrain(words: list[str]) -> int:
     except (NonFiniteLoss, TooManyUnreadable, UnreadableImage) as error:
         print(f"cribo pretrain: {error}", file=sys.stderr)
         return 1
-    except ValueError as error:  # everything that a user can mend is one
+    except (ValueError, FileNotFoundError) as error:  # everything that a user can mend is one
         print(f"cribo pretrain: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

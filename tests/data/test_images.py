@@ -101,9 +101,7 @@ def test_list_file(tmp_path):
     lists = tmp_path / "lists"
     lists.mkdir()
     absolute = tmp_path / "other" / "c.dat"
-    text = (
-        f"\ufeff# mine\r\n\r\n../pictures/b.png\r\n  ../pictures/a #1.png  \r\n#{absolute}\r\n{absolute}\r\n"
-    )
+    text = f"\ufeff# mine\r\n\r\n../pictures/b.png\r\n  ../pictures/a #1.png  \r\n#{absolute}\r\n{absolute}\r\n"
     (lists / "train.txt").write_bytes(text.encode())
     for files in (open_images(lists / "train.txt"), open_images(lists, "train.txt")):
         assert names(files) == ["../pictures/b.png", "../pictures/a #1.png", str(absolute)]
@@ -113,9 +111,7 @@ def test_list_file(tmp_path):
 def test_list_names_the_first_missing_file_and_the_count(tmp_path):
     save(tmp_path / "a.png")
     (tmp_path / "list.txt").write_text("a.png\nb.png\nc.png\n")
-    with pytest.raises(
-        MissingData, match=r"2 of the 3 images .*list\.txt lists are not there, the first is 'b\.png'"
-    ):
+    with pytest.raises(MissingData, match=r"2 of the 3 images .*list\.txt lists are not there, the first is 'b\.png'"):
         open_images(tmp_path / "list.txt")
 
 

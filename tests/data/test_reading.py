@@ -78,9 +78,7 @@ def test_greyscale_becomes_three_equal_channels(tmp_path, suffix):
 def test_one_bit(tmp_path):
     bits = gradient()[..., 0] > 100
     Image.fromarray(bits).save(tmp_path / "x.png")
-    np.testing.assert_array_equal(
-        read(tmp_path / "x.png"), np.repeat(bits[..., None] * np.uint8(255), 3, axis=-1)
-    )
+    np.testing.assert_array_equal(read(tmp_path / "x.png"), np.repeat(bits[..., None] * np.uint8(255), 3, axis=-1))
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif"])
@@ -125,9 +123,7 @@ def test_transparent_pixels_are_laid_over_white(tmp_path):
     got = read(tmp_path / "rgba.png")
     np.testing.assert_array_equal(got[12:], gradient()[12:])
     assert (got[1:12] == 255).all()
-    np.testing.assert_allclose(
-        got[0, 0], [244, 224, 204], atol=1
-    )  # a fifth of the colour, four fifths of white
+    np.testing.assert_allclose(got[0, 0], [244, 224, 204], atol=1)  # a fifth of the colour, four fifths of white
 
     grey_alpha = np.dstack([np.full((4, 4), 30, np.uint8), np.diag([255] * 4).astype(np.uint8)])
     Image.fromarray(grey_alpha, mode="LA").save(tmp_path / "la.png")
@@ -294,9 +290,7 @@ def png(width: int, height: int, *, bit_depth: int, colour_type: int, data: byte
     """The bytes of a PNG with any header, also those that Pillow does not write."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
-        )
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
 
     header = struct.pack(">IIBBBBB", width, height, bit_depth, colour_type, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")

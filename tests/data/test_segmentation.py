@@ -109,9 +109,7 @@ def test_labels_belong_to_the_upright_image(root):
     assert data.load(0).shape[1:] == data.labels(0).shape == (2, 3)
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype"), [(3, np.uint8), (254, np.uint8), (256, np.uint16), (65535, np.uint16)]
-)
+@pytest.mark.parametrize(("value", "dtype"), [(3, np.uint8), (254, np.uint8), (256, np.uint16), (65535, np.uint16)])
 def test_value_outside_the_classes(root, value, dtype):
     values = LABELS.astype(dtype)
     values[0, 1] = value

@@ -69,9 +69,7 @@ def test_layers_are_concatenated_with_the_last_block_last():
         expected.append(model.norm(x)[:, 1:])
     torch.testing.assert_close(backbone.encode(batch, layers=3).tokens, torch.cat(expected, -1))
     torch.testing.assert_close(backbone.encode(batch, layers=2).tokens, torch.cat(expected[1:], -1))
-    assert torch.equal(
-        backbone.encode(batch, layers=2).global_token, backbone.encode(batch, layers=1).global_token
-    )
+    assert torch.equal(backbone.encode(batch, layers=2).global_token, backbone.encode(batch, layers=1).global_token)
     for layers in (0, 4):
         with pytest.raises(ValueError, match=f"layers must be 1 to 3.*got {layers}"):
             backbone.encode(batch, layers=layers)
@@ -84,9 +82,7 @@ def test_without_class_token_the_global_token_is_the_mean_after_the_norm():
         backbone.model.fc_norm.weight.uniform_(0.5, 2)
     batch = images(2, 3, 64, 64)
     features = backbone.encode(batch)
-    torch.testing.assert_close(
-        features.tokens, backbone.model.fc_norm(backbone.model.forward_features(batch))
-    )
+    torch.testing.assert_close(features.tokens, backbone.model.fc_norm(backbone.model.forward_features(batch)))
     torch.testing.assert_close(features.global_token, features.tokens.mean(1))
 
 

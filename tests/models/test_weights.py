@@ -220,9 +220,7 @@ def test_a_position_embedding_of_another_size_is_resampled_as_timm_does(tmp_path
 
 def test_a_convnext_without_its_head_loads(tmp_path):
     source = build_backbone("convnext_tiny", args=TINY_CONVNEXT, image_size=64, seed=1)
-    torch.save(
-        {"model": {**source.model.state_dict(), "head.fc.weight": torch.zeros(3, 64)}}, tmp_path / "a.pth"
-    )
+    torch.save({"model": {**source.model.state_dict(), "head.fc.weight": torch.zeros(3, 64)}}, tmp_path / "a.pth")
     backbone = build_backbone("convnext_tiny", args=TINY_CONVNEXT, image_size=64, seed=2)
     assert load_pretrained(backbone, tmp_path / "a.pth").ignored == ("head.fc.weight",)
     assert agree(backbone, source)
@@ -260,9 +258,7 @@ def test_weights_of_another_network_are_refused_whole(tmp_path, args, message):
 
 def test_the_first_eight_missing_keys_are_listed(tmp_path):
     state = vit().model.state_dict()
-    torch.save(
-        {key: value for key, value in state.items() if "blocks.0" not in key}, tmp_path / "weights.pth"
-    )
+    torch.save({key: value for key, value in state.items() if "blocks.0" not in key}, tmp_path / "weights.pth")
     with pytest.raises(ValueError, match="12 keys missing") as caught:
         load_pretrained(vit(), tmp_path / "weights.pth")
     assert str(caught.value).count("blocks.0.") == 8
@@ -275,9 +271,7 @@ def test_damaged_files_say_so(tmp_path, suffix, damage):
     save = safetensors.torch.save_file if suffix == ".safetensors" else torch.save
     save(vit().model.state_dict(), path)
     content = path.read_bytes()
-    path.write_bytes(
-        {"empty": b"", "truncated": content[: len(content) // 2], "corrupt": b"no weights" * 99}[damage]
-    )
+    path.write_bytes({"empty": b"", "truncated": content[: len(content) // 2], "corrupt": b"no weights" * 99}[damage])
     with pytest.raises(ValueError, match=r"is empty: copy|is damaged or is no file of weights"):
         load_pretrained(vit(), path)
 
@@ -306,9 +300,7 @@ def test_a_file_without_weights_is_refused(tmp_path, content, message):
 def test_a_missing_file_and_an_unknown_name():
     with pytest.raises(FileNotFoundError, match=r"no weights at .*nowhere\.pth"):
         load_pretrained(vit(), "nowhere.pth")
-    with pytest.raises(
-        ValueError, match=r"'vit_smal_patch16_224' is neither a file nor a timm name.*did you mean"
-    ):
+    with pytest.raises(ValueError, match=r"'vit_smal_patch16_224' is neither a file nor a timm name.*did you mean"):
         load_pretrained(vit(), "vit_smal_patch16_224")
     with pytest.raises(ValueError, match="weights of resnet50, the backbone is vit_small_patch16_224"):
         load_pretrained(vit(), "resnet50.a1_in1k")

@@ -99,9 +99,7 @@ class Fill(L.Callback):
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 pretrain({str(tmp_path / "config.yaml")!r}, out={str(tmp_path)!r}, name="run", callbacks=[Fill()])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], env=os.environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     # Both files from before are there while it fails, and no half-written one beside them.
     assert "['step=00000002.ckpt', 'step=00000004.ckpt']" in done.stdout

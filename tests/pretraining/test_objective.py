@@ -125,9 +125,7 @@ def test_against_the_formulas(bench: Bench) -> None:
 
     def loss(level: str, teacher: torch.Tensor, student: torch.Tensor) -> np.ndarray:
         centre = module.image_centre.value if level == "image" else module.object_centre.value
-        return cross_entropy(
-            F.linear(teacher, weights["t", level]), F.linear(student, weights["s", level]), centre
-        )
+        return cross_entropy(F.linear(teacher, weights["t", level]), F.linear(student, weights["s", level]), centre)
 
     for name, level, teacher, student in (
         ("image", "image", teacher_images, student_images),

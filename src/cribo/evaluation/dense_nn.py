@@ -68,11 +68,14 @@ def dense_nn(
         seed: of the draw.
 
     Raises:
-        ValueError: a size that is no multiple of the patch size, other classes in the two sets, or a memory
-            without any labelled patch.
+        ValueError: a size that is no multiple of the patch size, a number below 1, other classes in the two
+            sets, or a memory without any labelled patch.
     """
     if size is not None and (size[0] % patch_size or size[1] % patch_size):
         raise ValueError(f"size must be a multiple of the patch size {patch_size}, got {size[0]}x{size[1]}")
+    for name, value in (("neighbours", neighbours), ("memory_ratio", memory_ratio), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} must be >= 1, got {value}")
     if list(memory.classes) != list(queries.classes):
         raise ValueError(f"memory and queries have different classes: {memory.classes} and {queries.classes}")
     num_classes = len(memory.classes)

@@ -13,9 +13,12 @@ from typing import Any, NoReturn
 import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
+from cribo.method import ViewRecipe
 from cribo.pretraining.config import PretrainConfig
 
 DEFAULT_PRESET = "quickstart"
+# What `cribo pretrain --print_config` prints beside the configuration; such a file can be loaded, too.
+_COMMAND_OPTIONS = ("out", "name", "minutes", "resume", "overwrite")
 
 
 class ConfigError(ValueError):
@@ -61,7 +64,7 @@ class ConfigParser(ArgumentParser):
         if in_group:
             unknown = [f"{in_group[1]}.{in_group[2]}"]
         else:
-            unknown = re.findall(r"--([\w.]+)", message) + re.findall(r"option '([\w.]+)'", message)
+            unknown = re.findall(r"--([\w.]+)", message) + re.findall(r"[Oo]ption '([\w.]+)'", message)
         for name in unknown:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             if name not in known and near:
@@ -115,9 +118,11 @@ def config_from(arguments: Namespace) -> PretrainConfig:
     only = Namespace(**{name: arguments[name] for name in names})
     try:
         made = _config_parser().instantiate(only)
+        return PretrainConfig(**{name: made[name] for name in names})
     except ValueError as error:
-        raise ConfigError(str(error)) from error
-    return PretrainConfig(**{name: made[name] for name in names})
+        # A ViewRecipe is the method's own and does not know what it is called here.
+        in_views = str(error).partition(" ")[0] in ViewRecipe.__dataclass_fields__
+        raise ConfigError(f"views.{error}" if in_views else str(error)) from error
 
 
 def load_config(config: str | Path = DEFAULT_PRESET, overrides: Mapping[str, Any] | None = None) -> PretrainConfig:
@@ -135,8 +140,12 @@ def load_config(config: str | Path = DEFAULT_PRESET, overrides: Mapping[str, Any
         12
     """
     parser = _config_parser()
+    for name in _COMMAND_OPTIONS:
+        parser.add_argument(f"--{name}")
     words: list[str] = ["--config", str(config)]
     for name, value in (overrides or {}).items():
+        if name in _COMMAND_OPTIONS:
+            raise ConfigError(f"{name} is no value of the configuration")
         # A text goes as it is: quoted, it would be taken with its quotes where None is allowed too.
         words.append(f"--{name}={value if isinstance(value, str) else json.dumps(_plain(value))}")
     return config_from(parser.parse_args(words))

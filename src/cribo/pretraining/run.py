@@ -21,13 +21,15 @@ import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
-from cribo.data import ImageSource, open_images
+from cribo.data import ImageSource, UnreadableImage, open_images
 from cribo.data.cache import CachedImages
 from cribo.data.pairs import StepBatchSampler, ViewPairDataset, pair_loader
 from cribo.data.scenes import Scenes
 from cribo.models import Backbone, load_backbone, save_backbone
+from cribo.pretraining.allocator import keep_freed_memory
 from cribo.pretraining.checkpoints import Checkpoints, WholeFileCheckpointIO, last_checkpoint
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import (
@@ -56,6 +58,8 @@ log = logging.getLogger("cribo")
 _CLAIMED = "CRIBO_RUN_FOLDER"
 # Composing a scene costs more than its crops; a worker keeps this much of them.
 _SCENE_CACHE_BYTES = 256 * 2**20
+# One readable image among this many is enough to start.
+_IMAGES_TRIED = 100
 # Steps that are timed, after as many to warm up, to find how many epochs fit into --minutes.
 _TIMED_STEPS = 8
 
@@ -225,6 +229,8 @@ class _Session:
 
     def _prepare(self) -> None:
         config = self.config
+        if config.runtime.accelerator == "cpu" or not torch.accelerator.is_available():
+            keep_freed_memory()
         if config.runtime.threads is not None:
             torch.set_num_threads(config.runtime.threads)
         self.score_data = open_score_data(config)
@@ -232,15 +238,23 @@ class _Session:
         self.workers = _workers(config)
         # Checked here, where the message comes before any work; the trainer makes its own.
         StepBatchSampler(len(self.source), config.optim.batch_size, config.seed, position=lambda: 0)
-        self.module = self._make_module()
+        _require_readable(self.source)
+        try:
+            self.module = self._make_module()
+            with _quiet_lightning():
+                self._trainer(None, [], 1)  # refuses devices that are not there
+        except MisconfigurationException as error:
+            raise ConfigError(f"runtime.accelerator {config.runtime.accelerator}: {error}") from error
+        except ValueError as error:
+            if str(error).startswith("image size"):
+                raise ConfigError(f"views.size: {error}") from error
+            raise
         backbone = self.module.student.backbone
         side = config.views.size // backbone.patch_size
         tokens = 2 * side * side
-        if config.views.size % backbone.patch_size:
-            near = side * backbone.patch_size
+        if self.score_data is not None and any(length % backbone.patch_size for length in config.score.size or ()):
             raise ConfigError(
-                f"views.size must be a multiple of the patch size {backbone.patch_size} of {backbone.name}, got "
-                f"{config.views.size}: use {near or backbone.patch_size} or {near + backbone.patch_size}"
+                f"score.size must be multiples of the patch size {backbone.patch_size}, got {config.score.size}"
             )
         if config.needs_objects and config.objects.num_objects > tokens:
             raise ConfigError(
@@ -417,6 +431,19 @@ def open_source(config: PretrainConfig) -> ImageSource:
     return open_images(data.root, data.images, max_pixels=data.max_pixels)
 
 
+def _require_readable(source: ImageSource) -> None:
+    """Refuse a collection whose first images all are broken, before any work."""
+    first: UnreadableImage | None = None
+    tried = min(len(source), _IMAGES_TRIED)
+    for index in range(tried):
+        try:
+            source.load(index)
+            return
+        except UnreadableImage as error:
+            first = first or error
+    raise ConfigError(f"none of the first {tried} images of data.root can be read: {first}")
+
+
 def peak_rss_bytes() -> int:
     """The most memory that this process and its finished workers ever held, in bytes; 0 where nobody counts."""
     if resource is None:
@@ -480,6 +507,7 @@ def _quiet_lightning() -> Iterator[None]:
                 ".*is smaller than the logging interval.*",
                 # The order of the data is a function of the step: StepBatchSampler.
                 ".*your dataloader is not resumable.*",
+                ".*torch.distributed.nn.functional.all_gather is deprecated.*",
                 ".*LeafSpec.*is deprecated.*",
             ):
                 warnings.filterwarnings("ignore", text)

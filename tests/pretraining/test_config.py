@@ -1,0 +1,176 @@
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cribo.pretraining import ConfigError, PretrainConfig, load_config
+from cribo.pretraining.config import _RANGES, resolve_bank_images
+from cribo.pretraining.presets import dump_config, preset_names
+
+
+def outside() -> list[Any]:
+    """Each number of the configuration with a value just beyond each end of its range."""
+    cases = []
+    for name, (low, high, low_allowed, high_allowed) in _RANGES.items():
+        default: Any = PretrainConfig()
+        for part in name.split("."):
+            default = getattr(default, part)
+        whole = isinstance(default, int) or (isinstance(default, tuple) and isinstance(default[0], int))
+        whole = whole or name in ("data.workers", "objects.bank_images", "runtime.threads", "score.size")
+        step = 1 if whole else 0.5
+        values = [low - step if low_allowed else low]
+        if not math.isinf(high):
+            values.append(high + step if high_allowed else high)
+        for value in values:
+            pair = isinstance(default, tuple) or name == "score.size"
+            valid = default[0] if isinstance(default, tuple) else 32
+            cases.append(pytest.param(name, (valid, value) if pair else value, id=f"{name}={value:g}"))
+    return cases
+
+
+def with_value(config: Any, name: str, value: Any) -> Any:
+    head, _, rest = name.partition(".")
+    return dataclasses.replace(config, **{head: with_value(getattr(config, head), rest, value) if rest else value})
+
+
+@pytest.mark.parametrize(("name", "value"), outside())
+def test_a_value_out_of_range_is_named_with_its_limit(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} must be >") as caught:
+        with_value(PretrainConfig(), name, value)
+    assert f"got {value}" in str(caught.value)
+
+
+def test_every_number_has_a_range() -> None:
+    """A number that is added to the configuration and forgotten in the table of ranges fails here."""
+
+    def numbers(config: Any, prefix: str = "") -> set[str]:
+        found = set()
+        for part in dataclasses.fields(config):
+            value, name = getattr(config, part.name), f"{prefix}{part.name}"
+            if dataclasses.is_dataclass(value):
+                found |= numbers(value, f"{name}.")
+            elif "int" in str(part.type) or "float" in str(part.type):
+                found.add(name)
+        return found
+
+    checked_by_themselves = {name for name in numbers(PretrainConfig()) if name.startswith("views.")}
+    assert numbers(PretrainConfig()) - checked_by_themselves - {"runtime.devices"} == set(_RANGES)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_none_are_refused(value: float) -> None:
+    with pytest.raises(ValueError, match=r"optim\.lr must be"):
+        with_value(PretrainConfig(), "optim.lr", value)
+
+
+def test_combinations_that_make_no_sense() -> None:
+    config = PretrainConfig()
+    for changes, message in (
+        ({"losses.image": False, "losses.cross_view": False, "losses.cross_image": False}, "leave one on"),
+        ({"objects.clustering": "kmeans"}, "set objects.position_weight to 0"),
+        ({"objects.group_size": 24}, "must be a multiple of objects.group_size x optim.micro_batches"),
+        ({"objects.bank_images": 255}, "must hold at least one batch of 256 images, got 255"),
+    ):
+
+        def change(changes: dict[str, Any] = changes) -> None:
+            parts: dict[str, dict[str, Any]] = {}
+            for name, value in changes.items():
+                part, _, key = name.partition(".")
+                parts.setdefault(part, {})[key] = value
+            dataclasses.replace(
+                config, **{part: dataclasses.replace(getattr(config, part), **own) for part, own in parts.items()}
+            )
+
+        with pytest.raises(ValueError, match=message):
+            change()
+    # A bank that no loss uses may be as small as it likes.
+    with_value(with_value(config, "losses.cross_image", False), "objects.bank_images", 1)
+
+
+def test_the_bank_holds_half_of_the_images_but_no_more_than_the_papers_and_no_less_than_a_batch() -> None:
+    config = PretrainConfig()
+    assert resolve_bank_images(config, 1_281_167) == 25_000
+    assert resolve_bank_images(config, 10_000) == 5_000
+    assert resolve_bank_images(config, 300) == 256
+    assert resolve_bank_images(with_value(config, "objects.bank_images", 777), 10_000) == 777
+
+
+# ------------------------------------------------------------------ presets
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_loads_and_comes_back_the_same(name: str, tmp_path: Path) -> None:
+    config = load_config(name)
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml") == config
+    assert load_config(tmp_path) == config  # a run folder
+
+
+def test_the_presets_of_the_paper() -> None:
+    """METHOD section 5."""
+    for name, epochs, batch, position, clusters, lr, final, warm, clip, frozen, gain, group in (
+        ("coco_vits16", 300, 256, 2.0, 64, 5e-4, 1e-5, 30, None, 1, True, 32),
+        ("imagenet_vits16", 800, 1024, 1.0, 32, 5e-4, 1e-5, 30, None, 1, True, 128),
+        ("imagenet_vitb16", 400, 1024, 1.0, 32, 7.5e-4, 2e-6, 50, 0.3, 3, False, 64),
+    ):
+        config = load_config(name)
+        assert (config.optim.epochs, config.optim.batch_size) == (epochs, batch)
+        assert (config.objects.position_weight, config.objects.num_objects) == (position, clusters)
+        assert (config.optim.lr, config.optim.final_lr) == (lr, final)
+        assert config.losses.teacher_temperature == (0.04, 0.07)
+        assert config.losses.teacher_temperature_epochs == warm
+        assert (config.optim.clip, config.optim.freeze_last_layers_epochs, config.head.train_gain) == (
+            clip,
+            frozen,
+            gain,
+        )
+        assert config.objects.group_size == group
+        assert (config.optim.warmup_epochs, config.optim.weight_decay, config.optim.momentum) == (
+            10,
+            (0.04, 0.4),
+            (0.996, 1.0),
+        )
+        assert (config.head.prototypes, config.head.hidden_dim, config.head.bottleneck_dim) == (65536, 2048, 256)
+        assert (config.backbone.drop_path, config.views.size, config.views.area) == (0.1, 224, (0.25, 1.0))
+        assert (config.losses.cross_image_from_epoch, config.losses.student_temperature) == (1, 0.1)
+        assert resolve_bank_images(config, 118_287) == 25_000
+    assert load_config("coco_vits8").backbone.name == "vit_small_patch8_224"
+
+
+def test_overrides_of_every_kind() -> None:
+    config = load_config(
+        "coco_vits16",
+        {
+            "optim.epochs": 7,
+            "optim.clip": 0.5,
+            "data.root": "some where/it's",
+            "score.root": "scenes",
+            "backbone.pretrained": "timm",
+            "backbone.args": {"depth": 2},
+            "optim.momentum": (0.9, 0.95),
+            "score.size": [32, 64],
+            "losses.cross_image": False,
+            "objects.bank_images": None,
+            "runtime.devices": "auto",
+        },
+    )
+    assert (config.optim.epochs, config.optim.clip, config.data.root) == (7, 0.5, "some where/it's")
+    assert (config.score.root, config.backbone.pretrained, config.backbone.args) == ("scenes", "timm", {"depth": 2})
+    assert (config.optim.momentum, config.score.size) == ((0.9, 0.95), (32, 64))
+    assert (config.losses.cross_image, config.objects.bank_images, config.runtime.devices) == (False, None, "auto")
+
+
+def test_what_is_refused() -> None:
+    for overrides, message in (
+        ({"optim.epoch": 3}, "did you mean optim.epochs"),
+        ({"optim.epochs": "many"}, "optim.epochs"),
+        ({"optim.epochs": 0}, "optim.epochs must be >= 1, got 0"),
+        ({"views.flip": 2.0}, "views.flip must be between 0 and 1"),
+        ({"objects.criterion": "oracle"}, "objects.criterion"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config("coco_vits16", overrides)
+    with pytest.raises(ConfigError, match="did you mean coco_vits16"):
+        load_config("coco_vit16")

@@ -1,0 +1,262 @@
+"""What a run reads and what it leaves."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import timm
+import torch
+from PIL import Image
+
+from cribo.models import load_backbone
+from cribo.pretraining import ConfigError, PretrainConfig, TooManyUnreadable, load_config, pretrain
+from cribo.pretraining.presets import dump_config
+from cribo.pretraining.run import overrides_in
+
+Tiny = Callable[..., PretrainConfig]
+Train = Callable[..., Any]
+
+
+def picture(seed: int, mode: str = "RGB", size: tuple[int, int] = (48, 40)) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+def a_folder(root: Path, count: int = 16) -> Path:
+    """JPEGs in folders of different depth."""
+    for number in range(count):
+        path = root / ["", "a", "a/b", "c"][number % 4] / f"{number:03d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture(number).save(path)
+    return root
+
+
+# ------------------------------------------------------------------ what it leaves
+
+
+@pytest.fixture(scope="module")
+def whole_run(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[PretrainConfig, Any]:
+    """A run with everything on, pictures included."""
+    config = tiny({"score.root": "scenes", "score.images": (6, 3), "score.every_epochs": 1, "runtime.log_every": 2})
+    return config, pretrain(config, out=tmp_path_factory.mktemp("out"), name="run")
+
+
+def test_the_configuration_repeats_the_run(
+    whole_run: tuple[PretrainConfig, Any], tmp_path: Path, without_report: None
+) -> None:
+    config, run = whole_run
+    assert load_config(run.folder / "config.yaml") == config
+    again = pretrain(run.folder / "config.yaml", out=tmp_path)
+    for name in ("losses", "dense_nn", "bootstrapping_ratio"):
+        assert again.summary[name] == run.summary[name]
+
+
+def test_the_summary(whole_run: tuple[PretrainConfig, Any]) -> None:
+    _, run = whole_run
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary == run.summary
+    assert summary["seconds"] > 0
+    assert summary["peak_rss_bytes"] > 100 * 2**20
+    assert summary["images_per_second"] > 1
+    assert set(summary["losses"]) == {"image", "cross_view", "cross_image"}
+    assert all(value > 0 for value in summary["losses"].values())
+    assert 0 < summary["bootstrapping_ratio"] <= 1
+    score = summary["dense_nn"]
+    assert all(0 <= score[name] < 1 for name in ("before", "after", "mean_color"))
+    assert [point["step"] for point in score["curve"]] == [0, 4, 8, 12]
+    assert (score["curve"][0]["miou"], score["curve"][-1]["miou"]) == (score["before"], score["after"])
+    assert (summary["steps"], summary["epochs"], summary["images"], summary["unreadable_images"]) == (12, 3, 36, 0)
+
+
+def test_the_pictures_open_and_show_something(whole_run: tuple[PretrainConfig, Any]) -> None:
+    _, run = whole_run
+    pictures = {path.stem: path for path in (run.folder / "report").iterdir()}
+    assert set(pictures) == {"losses", "bootstrapping_ratio", "schedules", "dense_nn", "clusters", "matches"}
+    for path in pictures.values():
+        with Image.open(path) as image:
+            assert image.format == "PNG"
+            assert image.width >= 600
+            assert image.height >= 300
+            assert np.asarray(image.convert("L")).std() > 5
+
+
+def test_nothing_else_is_left(whole_run: tuple[PretrainConfig, Any]) -> None:
+    _, run = whole_run
+    files = {"config.yaml", "metrics.csv", "summary.json", "backbone.safetensors", "backbone.json"}
+    assert {path.name for path in run.folder.iterdir()} == files | {"checkpoints", "report", "tensorboard"}
+    assert not [path for path in run.folder.rglob("*") if path.name.endswith(".part")]
+    assert list((run.folder / "tensorboard").glob("events.*"))
+
+
+def test_the_backbone_is_the_teachers_and_loads_in_plain_timm(whole_run: tuple[PretrainConfig, Any]) -> None:
+    _, run = whole_run
+    about = json.loads((run.folder / "backbone.json").read_text())
+    model = timm.create_model(about["name"], **about["args"])
+    model.load_state_dict(safetensors.torch.load_file(run.folder / "backbone.safetensors"))
+    model.eval()
+    checkpoint = torch.load(run.folder / "checkpoints" / "step=00000012.ckpt", weights_only=True)["state_dict"]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, checkpoint[f"teacher.backbone.model.{name}"]), name
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected: Any = model.forward_features(images)
+        features = load_backbone(run.folder).eval().encode(images)
+    torch.testing.assert_close(features.global_token, expected[:, 0])
+    torch.testing.assert_close(features.tokens, expected[:, 1:])
+
+
+def test_the_image_level_alone_draws_no_objects(tiny: Tiny, tmp_path: Path) -> None:
+    config = tiny({"losses.cross_view": False, "losses.cross_image": False, "optim.epochs": 1})
+    run = pretrain(config, out=tmp_path)
+    assert run.folder.name == "run"
+    assert {path.stem for path in (run.folder / "report").iterdir()} == {"losses", "schedules"}
+
+
+# ------------------------------------------------------------------ what it reads
+
+
+def test_folders_lists_and_sub_folders(tiny: Tiny, train: Train, tmp_path: Path) -> None:
+    """Nested folders; the same images listed in a file; one sub-folder of a root, as COCO has them."""
+    coco = tmp_path / "coco"
+    images = a_folder(coco / "train2017")
+    a_folder(coco / "val2017", 3)
+    names = sorted(str(path.relative_to(coco)) for path in images.rglob("*.jpg"))
+    in_order = sorted(names, key=lambda name: name.split("/"))
+    (coco / "list.txt").write_text("# training images\n" + "\n".join(in_order) + "\n\n")
+    common = {"optim.epochs": 1}
+    nested = train(tiny({**common, "data.root": str(images)}), "nested")
+    sub_folder = train(tiny({**common, "data.root": str(coco), "data.images": "train2017"}), "sub-folder")
+    listed = train(tiny({**common, "data.root": str(coco / "list.txt")}), "list")
+    everything = train(tiny({**common, "data.root": str(coco)}), "everything")
+    assert nested.run.summary["images"] == 16
+    assert everything.run.summary["images"] == 19
+    assert nested.rows == sub_folder.rows == listed.rows != everything.rows
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """Twelve good images of all kinds and three broken ones."""
+    root = a_folder(tmp_path / "mixed", 7)
+    for number, mode in enumerate(("L", "P", "RGBA", "CMYK")):
+        picture(number, mode).save(root / f"mode-{mode}.{'jpg' if mode in ('L', 'CMYK') else 'png'}")
+    deep = np.random.default_rng(0).integers(0, 2**16, (40, 48)).astype(np.uint16)
+    Image.fromarray(deep).save(root / "deep.png")
+    whole = root / "whole.jpg"
+    picture(99, size=(200, 200)).save(whole)
+    (root / "truncated.jpg").write_bytes(whole.read_bytes()[:3000])
+    whole.unlink()
+    (root / "text.jpg").write_text("this is no image")
+    picture(5, size=(1, 1)).save(root / "point.png")
+    return root
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_broken_images_are_skipped_counted_and_listed(tiny: Tiny, train: Train, mixed: Path, workers: int) -> None:
+    config = tiny({"data.root": str(mixed), "data.max_unreadable": 0.25, "data.workers": workers, "optim.epochs": 6})
+    trained = train(config)
+    with (trained.run.folder / "skipped.csv").open(newline="") as file:
+        reasons = {row["image"]: row["reason"] for row in csv.DictReader(file)}
+    assert set(reasons) == {"truncated.jpg", "text.jpg", "point.png"}
+    assert all(reasons.values())
+    assert trained.run.summary["unreadable_images"] == 3
+    assert trained.run.summary["steps"] == 6
+    assert all(np.isfinite(float(row["loss"])) for row in trained.rows)
+
+
+def test_too_many_broken_images_stop_the_run(tiny: Tiny, train: Train, mixed: Path, tmp_path: Path) -> None:
+    config = tiny({"data.root": str(mixed), "data.max_unreadable": 0.1, "optim.epochs": 6})
+    with pytest.raises(TooManyUnreadable, match=r"of 15 images cannot be read, more than data.max_unreadable 0.1"):
+        train(config)
+    assert (tmp_path / "run" / "skipped.csv").is_file()
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_decompression_bomb_is_skipped(tiny: Tiny, train: Train, tmp_path: Path) -> None:
+    root = a_folder(tmp_path / "images", 15)
+    picture(0, size=(400, 300)).save(root / "bomb.jpg")
+    config = tiny({"data.root": str(root), "data.max_pixels": 10_000, "data.max_unreadable": 0.1, "optim.epochs": 2})
+    trained = train(config)
+    skipped = (trained.run.folder / "skipped.csv").read_text()
+    assert "bomb.jpg" in skipped
+    assert "120000" in skipped.replace(",", "").replace("_", "") or "400" in skipped
+
+
+# ------------------------------------------------------------------ how it runs
+
+
+def test_minutes_set_the_number_of_epochs(tiny: Tiny, tmp_path: Path, without_report: None) -> None:
+    """The steps of the timing are no part of the run."""
+    run = pretrain(tiny({"data.scenes.count": 16, "optim.epochs": 5000}), out=tmp_path, minutes=0.02)
+    config = load_config(run.folder)
+    assert 1 <= config.optim.epochs < 5000
+    assert run.summary["steps"] == 2 * config.optim.epochs
+    first = run.folder / "metrics.csv"
+    other = pretrain(load_config(run.folder), out=tmp_path)
+
+    def losses(path: Path) -> list[str]:
+        with path.open(newline="") as file:
+            return [row["loss"] for row in csv.DictReader(file)]
+
+    assert losses(first) == losses(other.folder / "metrics.csv")
+
+
+def test_bf16_autocast_runs_on_a_cpu(tiny: Tiny, train: Train) -> None:
+    half, full = train(tiny({"runtime.precision": "bf16-mixed"}), "half"), train(tiny(), "full")
+    first_half, first_full = float(half.rows[0]["loss"]), float(full.rows[0]["loss"])
+    assert first_half != first_full
+    assert first_half == pytest.approx(first_full, rel=0.1)
+    assert all(np.isfinite(float(row["loss"])) for row in half.rows)
+    assert all(value.dtype == torch.float32 for value in half.weights.values() if value.is_floating_point())
+
+
+@pytest.mark.slow
+def test_compiling_changes_nothing_but_rounding(tiny: Tiny, train: Train) -> None:
+    args = {"patch_size": 8, "depth": 1, "embed_dim": 32, "num_heads": 2}
+    common = {"optim.epochs": 1, "backbone.drop_path": 0.0, "backbone.args": args}
+    compiled, plain = train(tiny({**common, "runtime.compile": True}), "compiled"), train(tiny(common), "plain")
+    for row, other in zip(plain.rows, compiled.rows, strict=True):
+        for name in ("loss", "loss_image", "loss_cross_view"):
+            assert float(other[name]) == pytest.approx(float(row[name]), rel=1e-3)
+    assert compiled.run.backbone().embed_dim == 32
+
+
+@pytest.mark.parametrize("name", ["resnet10t", "convnext_atto"])
+def test_other_backbones_train(tiny: Tiny, train: Train, name: str) -> None:
+    changes = {"backbone.name": name, "backbone.args": {}, "backbone.drop_path": 0.0, "optim.epochs": 1}
+    trained = train(tiny({**changes, "views.size": 64, "objects.num_objects": 3}))
+    assert all(np.isfinite(float(row["loss"])) for row in trained.rows)
+    assert trained.run.backbone().name == name
+
+
+def test_a_run_can_start_from_the_backbone_of_another(tiny: Tiny, train: Train) -> None:
+    first = train(tiny({"optim.epochs": 1}), "first")
+    weights = str(first.run.folder / "backbone.safetensors")
+    second = train(
+        tiny({"optim.epochs": 1, "backbone.pretrained": weights, "optim.freeze_backbone_epochs": 1}), "second"
+    )
+    before, after = (safetensors.torch.load_file(run.run.folder / "backbone.safetensors") for run in (first, second))
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+# ------------------------------------------------------------------ words
+
+
+def test_a_configuration_object_takes_no_overrides(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="set the values of the PretrainConfig"):
+        pretrain(tiny(), data="scenes", out=tmp_path)
+
+
+def test_a_run_is_named_after_its_configuration(tiny: Tiny, tmp_path: Path, without_report: None) -> None:
+    (tmp_path / "mine.yaml").write_text(dump_config(tiny({"optim.epochs": 1})))
+    names = [pretrain(tmp_path / "mine.yaml", out=tmp_path / "runs", data="scenes").folder.name for _ in range(2)]
+    assert names == ["mine", "mine-2"]
+
+
+def test_values_among_words() -> None:
+    words = ["--resume", "a", "--optim.lr=0.1", "--seed", "4", "--out", "x", "--data.root", "b"]
+    assert overrides_in(words) == {"optim.lr": 0.1, "seed": 4, "data.root": "b"}

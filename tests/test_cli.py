@@ -1,0 +1,215 @@
+"""The command line as a user meets it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import cribo
+from cribo.cli import main
+
+if TYPE_CHECKING:
+    from cribo.pretraining import PretrainConfig
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny: "Callable[..., PretrainConfig]", monkeypatch: pytest.MonkeyPatch) -> str:
+    """The file of a configuration whose run takes a second, in the working folder."""
+    from cribo.pretraining.presets import dump_config
+
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(dump_config(tiny({"optim.epochs": 1})))
+    return "tiny.yaml"
+
+
+@pytest.fixture
+def refused(config: str, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command that must be refused and leave nothing; gives what it says."""
+
+    def call(*words: str, status: int = 2) -> str:
+        before = sorted(Path().rglob("*"))
+        capsys.readouterr()
+        assert main(words) == status
+        assert sorted(Path().rglob("*")) == before
+        said = capsys.readouterr()
+        assert "Traceback" not in said.err
+        return said.err
+
+    return call
+
+
+# ------------------------------------------------------------------ words
+
+
+def test_without_a_command_it_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "cribo pretrain" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word]) == 0
+    assert "usage: cribo <command>" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == cribo.__version__
+
+
+def test_help_of_pretrain_lists_and_explains_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["pretrain", "--help"])
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    for words in ("--data.root", "--optim.epochs", "--resume", "--print_config", "lambda_pos", "quickstart"):
+        assert words in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["pretrian"], "unknown command 'pretrian'"),
+        (["pretrain", "--optim.epoch", "3"], "did you mean optim.epochs?"),
+        (["pretrain", "--optim.epo=3"], "did you mean optim.epochs?"),  # no abbreviations
+        (["pretrain", "--overwrit"], "did you mean overwrite?"),
+        (["pretrain", "--config", "camvit"], "did you mean camvid?"),
+        (["pretrain", "--config=imagenet_vitb61"], "did you mean imagenet_vitb16?"),
+        (["pretrain", "--config", "nothing like it"], "the presets are adapt, camvid, coco_vits16"),
+        (["pretrain", "--config", "unknown_key.yaml"], "did you mean optim.epochs?"),
+        (["pretrain", "--config", "unknown_group.yaml"], "did you mean optim.epochs?"),
+        (["pretrain", "--config", "broken.yaml"], "Problems parsing config"),
+        (["pretrain", "--config"], "expected one argument"),
+        (["pretrain", "stray"], "stray"),
+        (["pretrain", "--optim.epochs", "many"], "optim.epochs"),
+        (["pretrain", "--runtime.precision", "64"], "bf16-mixed"),
+        (["pretrain", "--optim.lr", "-1"], "optim.lr must be > 0 and <= 10, got -1.0"),
+        (["pretrain", "--views.flip", "2"], "views.flip must be between 0 and 1, got 2.0"),
+    ],
+)
+def test_words_that_are_refused(words: list[str], message: str, refused: Callable[..., str]) -> None:
+    Path("unknown_key.yaml").write_text("optim: {epoch: 3}\n")
+    Path("unknown_group.yaml").write_text("optm: {epochs: 3}\n")
+    Path("broken.yaml").write_text("optim: [\n")
+    assert message in refused(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--views.size", "30"], "views.size: image size 30 is not divisible by the patch size 8: use 24 or 32"),
+        (["--objects.num_objects", "33"], "objects.num_objects must be at most 32, the patches of both views, got 33"),
+        (["--objects.bank_images", "7"], "must hold at least one batch of 8 images, got 7"),
+        (["--data.scenes.count", "7"], "the data has 7 images, fewer than one batch"),
+        (["--data.root", "nowhere"], "there is no 'nowhere'"),
+        (["--data.root", "empty"], "no images in empty"),
+        (["--data.root", "file"], "give a folder of images, or a .txt file"),
+        (["--data.root", "empty", "--data.images", "train"], "there is no 'train'"),
+        (["--data.root", "texts"], "none of the first 8 images of data.root can be read"),
+        (["--backbone.name", "vit_tiny_patch16_242"], "did you mean vit_tiny_patch16_224"),
+        (["--backbone.args", "{depht: 3}"], "has no argument 'depht'"),
+        (["--backbone.pretrained", "nothing.pth"], "no weights at nothing.pth"),
+        (["--out", "file"], "file is a file, not a folder: choose another --out"),
+        (["--out", "file/deeper"], "file is a file, not a folder"),
+        (["--name", "file", "--out", "."], "file is a file, not a run folder"),
+        (["--minutes", "0"], "minutes must be > 0, got 0.0"),
+        (["--score.root", "empty"], "there is no 'images'"),
+        (["--score.root", "scenes", "--score.size", "[30, 32]"], "score.size must be multiples of the patch size 8"),
+        (["--runtime.devices", "0"], "runtime.accelerator cpu"),
+        (["--runtime.accelerator", "abacus"], "abacus"),
+        (["--resume", "empty"], "--config does not go with --resume"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused_before_anything_is_made(
+    words: list[str], message: str, refused: Callable[..., str], config: str
+) -> None:
+    Path("empty").mkdir()
+    Path("file").write_text("")
+    Path("texts").mkdir()
+    for number in range(8):
+        Path(f"texts/{number}.jpg").write_text("no image")
+    assert message in refused("pretrain", "--config", config, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--resume", "nothing"], "there is no run to resume"),
+        (["--resume", "--out", "nothing"], "there is no run in nothing to resume"),
+        (["--resume", "a", "--name", "b"], "--name does not go with --resume"),
+        (["--resume", "a", "--minutes", "3"], "--minutes does not go with --resume"),
+        (["--resume", "run", "--optim.lr", "0.1"], "optim.lr cannot change when a run is resumed"),
+        (["--resume", "run", "--seed=3"], "seed cannot change when a run is resumed"),
+        (["--resume", "run", "--objects", "{num_objects: 3}"], "objects cannot change when a run is resumed"),
+    ],
+)
+def test_resumes_that_are_refused(words: list[str], message: str, refused: Callable[..., str], config: str) -> None:
+    Path("run").mkdir()
+    Path("run/config.yaml").write_text(Path(config).read_text())
+    assert message in refused("pretrain", *words)
+
+
+# ------------------------------------------------------------------ configurations
+
+
+def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        main(["pretrain", *words, "--print_config"])
+    assert caught.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_a_printed_configuration_can_be_given_back(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    first = printed(["--config", config, "--optim.epochs", "17"], capsys)
+    assert "epochs: 17" in first
+    Path("printed.yaml").write_text(first)
+    assert printed(["--config", "printed.yaml"], capsys) == first
+
+
+def test_a_printed_configuration_can_be_given_to_python(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from cribo.pretraining import load_config
+
+    Path("printed.yaml").write_text(printed(["--config", config, "--optim.epochs", "17"], capsys))
+    assert load_config("printed.yaml").optim.epochs == 17
+
+
+def test_values_after_the_configuration_override_it_and_the_default_is_quickstart(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cribo.pretraining import load_config
+
+    assert "num_objects: 11" in printed(["--config", config, "--objects.num_objects=11"], capsys)
+    quickstart = load_config("quickstart")
+    assert f"count: {quickstart.data.scenes.count}\n" in printed(["--optim.clip", "0.7"], capsys)
+    assert "clip: 0.7" in printed(["--optim.clip", "0.7"], capsys)
+
+
+# ------------------------------------------------------------------ runs
+
+
+def test_a_run_prints_its_numbers_and_where_they_are(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["pretrain", "--config", config, "--name", "mine", "--score.root", "scenes", "--score.images", "[4, 2]"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    summary = json.loads(Path("runs/mine/summary.json").read_text())
+    for name in ("before", "after", "mean_color"):
+        assert f"{100 * summary['dense_nn'][name]:.1f} %" in said
+    assert "runs/mine/backbone.safetensors" in said
+    assert "4 steps in" in said
+    # Again: refused by name, numbered without, replaced when told.
+    assert main(words) == 2
+    assert "runs/mine exists already" in capsys.readouterr().err
+    assert main([*words, "--overwrite", "--seed", "5"]) == 0
+    assert "seed: 5" in Path("runs/mine/config.yaml").read_text()
+    # Resuming what is finished is no mistake.
+    assert main(["pretrain", "--resume"]) == 0
+    assert "finished already" in capsys.readouterr().out
+
+
+def test_a_diverged_run_ends_with_status_1(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--losses.student_temperature", "1e-44", "--optim.freeze_last_layers_epochs", "0"]
+    assert main(["pretrain", "--config", config, *words]) == 1
+    assert "was not finite at step 0" in capsys.readouterr().err
