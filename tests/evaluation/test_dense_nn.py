@@ -1,6 +1,7 @@
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -222,8 +223,9 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="no labelled patch"):
         dense_nn(one_hot_of_red, Coded([torch.full((8, 8), 255)]), good, patch_size=4)
     for name in ("neighbours", "memory_ratio", "batch_size"):
+        number: dict[str, Any] = {name: 0}
         with pytest.raises(ValueError, match=f"{name} must be >= 1, got 0"):
-            dense_nn(one_hot_of_red, good, good, patch_size=4, **{name: 0})
+            dense_nn(one_hot_of_red, good, good, patch_size=4, **number)
 
 
 # ------------------------------------------------------------------ encoders

@@ -35,7 +35,7 @@ def test_the_end_is_saved_whatever_the_interval(tiny: Tiny, train: Train) -> Non
 
 def test_a_checkpoint_holds_the_weights_after_its_step(tiny: Tiny, train: Train) -> None:
     class Keep(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any) -> None:
             if trainer.global_step == 12:
                 self.state = {name: value.clone() for name, value in pl_module.state_dict().items()}
 
@@ -52,7 +52,7 @@ class ReplaceFolder(L.Callback):
         self.steps = (broken, mended)
         self.kept = folder.with_name("kept")
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         broken, mended = self.steps
         if trainer.global_step == broken:
             self.folder.rename(self.kept)

@@ -68,7 +68,7 @@ def test_a_name_that_is_a_file(tmp_path: Path) -> None:
 def test_out_that_may_not_be_written_to(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     try:
-        with pytest.raises(RunFolderError, match="cannot write to .* choose another --out"):
+        with pytest.raises(RunFolderError, match=r"cannot write to .* choose another --out"):
             claim_run_folder(tmp_path, None, "run", overwrite=False)
     finally:
         tmp_path.chmod(0o700)

@@ -35,7 +35,7 @@ class Record(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._copy(pl_module)
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any) -> None:
         assert isinstance(pl_module, PretrainingModule)
         self._copy(pl_module)
         state = trainer.optimizers[0].state
@@ -234,11 +234,11 @@ class Poison(L.Callback):
             with torch.no_grad():
                 module.student.image_prototypes.direction[0, 0] = torch.inf
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any) -> None:
         if not self.after:
             self._poison(trainer, pl_module)
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any) -> None:
         if self.after:
             self._poison(trainer, pl_module)
 

@@ -58,8 +58,14 @@ def test_layer_decay_falls_from_the_head_to_the_patch_embedding() -> None:
     [
         (
             "convnext_atto",
-            ["stages.3.blocks.1", "stages.3.blocks.0", "stages.3.downsample", "stages.2.blocks.5", "stages.2.blocks.0"]
-            + ["stages.0.blocks.0", "stem.0"],
+            [
+                "stages.3.blocks.1",
+                "stages.3.blocks.0",
+                "stages.3.downsample",
+                "stages.2.blocks.5",
+                "stages.0.blocks.0",
+                "stem.0",
+            ],
         ),
         ("resnet10t", ["layer4.0", "layer3.0", "layer2.0", "layer1.0", "conv1"]),
     ],

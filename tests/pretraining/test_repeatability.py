@@ -39,7 +39,7 @@ class StopAfter(L.Callback):
         self.step = step
         self.error = error
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         if trainer.global_step == self.step:
             raise self.error("stopped")
 
@@ -61,19 +61,6 @@ def test_the_same_seed_gives_the_same_run_with_any_number_of_workers(
         torch.manual_seed(100 + workers)
         config = tiny({"backbone.drop_path": 0.4, "data.workers": workers})
         assert_same_run(reference, train(config, f"workers-{workers}"))
-
-
-def test_a_run_leaves_the_global_generator_alone(train: Train, dropping: PretrainConfig) -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    train(dropping)
-    # Lightning and the loader may have drawn from it; what is drawn must not depend on the seed of the run.
-    after = torch.rand(3)
-    torch.manual_seed(5)
-    train(dropping)
-    assert torch.equal(after, torch.rand(3))
-    assert expected.shape == after.shape
 
 
 def test_another_seed_gives_another_run(tiny: Tiny, train: Train) -> None:

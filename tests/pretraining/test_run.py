@@ -96,7 +96,7 @@ def test_nothing_else_is_left(whole_run: tuple[PretrainConfig, Any]) -> None:
 def test_the_backbone_is_the_teachers_and_loads_in_plain_timm(whole_run: tuple[PretrainConfig, Any]) -> None:
     _, run = whole_run
     about = json.loads((run.folder / "backbone.json").read_text())
-    model = timm.create_model(about["name"], **about["args"])
+    model: Any = timm.create_model(about["name"], **about["args"])
     model.load_state_dict(safetensors.torch.load_file(run.folder / "backbone.safetensors"))
     model.eval()
     checkpoint = torch.load(run.folder / "checkpoints" / "step=00000012.ckpt", weights_only=True)["state_dict"]
@@ -104,7 +104,7 @@ def test_the_backbone_is_the_teachers_and_loads_in_plain_timm(whole_run: tuple[P
         assert torch.equal(value, checkpoint[f"teacher.backbone.model.{name}"]), name
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected: Any = model.forward_features(images)
+        expected = model.forward_features(images)
         features = load_backbone(run.folder).eval().encode(images)
     torch.testing.assert_close(features.global_token, expected[:, 0])
     torch.testing.assert_close(features.tokens, expected[:, 1:])

@@ -13,7 +13,7 @@ def schedules(**optim: object) -> Schedules:
         objects=ObjectsConfig(group_size=64),
         losses=LossConfig(teacher_temperature=(0.04, 0.07), teacher_temperature_epochs=5),
         optim=OptimConfig(
-            **{  # pyright: ignore[reportArgumentType]
+            **{
                 "epochs": EPOCHS,
                 "batch_size": 512,
                 "lr": 5e-4,

@@ -18,10 +18,10 @@ from typing import Any
 import lightning as L
 import torch
 import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
 from cribo.data import ImageSource, UnreadableImage, open_images
