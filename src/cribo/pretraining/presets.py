@@ -36,14 +36,20 @@ class ConfigParser(ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
 
     def parse_args(self, args: Sequence[str] | None = None, **kwargs: Any) -> Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Parse words, where --config takes the name of a preset too."""
-        words = list(sys.argv[1:] if args is None else args)
-        for position, word in enumerate(words):
-            if word == "--config" and position + 1 < len(words):
-                words[position + 1] = str(find_config(words[position + 1]))
-            elif word.startswith("--config="):
-                words[position] = f"--config={find_config(word.removeprefix('--config='))}"
-        return super().parse_args(words, **kwargs)
+        """Parse words, where --config takes the name of a preset too, and gives way to every other word."""
+        words = iter(sys.argv[1:] if args is None else args)
+        configs: list[str] = []
+        others: list[str] = []
+        for word in words:
+            option, given, value = word.partition("=")
+            if option != "--config":
+                others.append(word)
+            elif given:
+                configs.append(f"--config={find_config(value)}")
+            else:
+                name = next(words, None)
+                configs += ["--config"] if name is None else ["--config", str(find_config(name))]
+        return super().parse_args([*configs, *others], **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Refuse the arguments.
@@ -85,13 +91,13 @@ def find_config(name: str | Path) -> Path:
         ConfigError: neither a preset nor a file; the nearest preset is offered.
     """
     path = Path(name)
+    names = preset_names()
+    if str(name) in names:
+        return Path(str(resources.files("cribo") / "presets" / f"{name}.yaml"))
     if path.is_file():
         return path
     if path.is_dir() and (path / "config.yaml").is_file():
         return path / "config.yaml"
-    names = preset_names()
-    if str(name) in names:
-        return Path(str(resources.files("cribo") / "presets" / f"{name}.yaml"))
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     advice = f"did you mean {near[0]}? " if near else ""
     raise ConfigError(f"no preset and no file is called {name}: {advice}the presets are {', '.join(names)}")
@@ -102,7 +108,7 @@ def add_config_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         action="config",
-        help=f"a preset ({', '.join(preset_names())}) or a YAML file; values given after it override it "
+        help=f"a preset ({', '.join(preset_names())}) or a YAML file; the other options override it "
         f"(default: {DEFAULT_PRESET})",
     )
     parser.add_class_arguments(PretrainConfig)
