@@ -137,13 +137,13 @@ def test_file_that_is_no_list(tmp_path):
 def test_missing_folder_offers_the_nearest_name(tmp_path):
     save(tmp_path / "images" / "train" / "x.png")
     save(tmp_path / "labels" / "train" / "x.png")
-    with pytest.raises(MissingData, match="there is no 'trian' in .*images; did you mean 'train'"):
+    with pytest.raises(MissingData, match=r"there is no 'trian' in .*images; did you mean 'train'"):
         open_images(tmp_path, "images/trian")
-    with pytest.raises(MissingData, match="there is no 'image' in .*; did you mean 'images'"):
+    with pytest.raises(MissingData, match=r"there is no 'image' in .*; did you mean 'images'"):
         open_images(tmp_path / "image", "train")
-    with pytest.raises(MissingData, match="there is no 'photos' in .*; folders there: images, labels"):
+    with pytest.raises(MissingData, match=r"there is no 'photos' in .*; folders there: images, labels"):
         open_images(tmp_path, "photos")
-    with pytest.raises(MissingData, match="there is no 'sub' in .*x.png.*, which is a file"):
+    with pytest.raises(MissingData, match=r"there is no 'sub' in .*x.png.*, which is a file"):
         open_images(tmp_path, "images/train/x.png/sub")
 
 
@@ -171,7 +171,7 @@ def test_folder_that_may_not_be_listed(tmp_path):
     try:
         if os.access(locked, os.R_OK):
             pytest.skip("this user may read everything")
-        with pytest.raises(DataError, match="cannot list the folder .*locked"):
+        with pytest.raises(DataError, match=r"cannot list the folder .*locked"):
             open_images(tmp_path)
     finally:
         locked.chmod(stat.S_IRWXU)

@@ -87,7 +87,8 @@ def test_sixteen_bit_grey_is_scaled_not_clipped(tmp_path, suffix):
     values = np.linspace(0, 65535, 24 * 40).reshape(24, 40).astype(np.uint16)
     Image.fromarray(values).save(path)
     got = read(path)
-    assert got.min() == 0 and got.max() == 255
+    assert got.min() == 0
+    assert got.max() == 255
     np.testing.assert_allclose(got[..., 1], values / 257, atol=1)
 
 

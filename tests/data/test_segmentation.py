@@ -43,10 +43,10 @@ def test_layout_with_splits(root):
 
 
 def test_missing_split_offers_the_nearest(root):
-    with pytest.raises(MissingData, match="no 'vall' in .*images; did you mean 'val'"):
+    with pytest.raises(MissingData, match=r"no 'vall' in .*images; did you mean 'val'"):
         open_labelled(root, "vall")
     save_image(root / "images" / "train" / "a.jpg")
-    with pytest.raises(MissingData, match="no 'train' in .*labels"):
+    with pytest.raises(MissingData, match=r"no 'train' in .*labels"):
         open_labelled(root, "train")
 
 
@@ -126,7 +126,7 @@ def test_classes_are_numbered_when_not_given(root):
     assert open_labelled(root, "val").classes == ["0", "1", "2"]
     for name in ("a", "b"):
         save_labels(root / "labels" / "val" / f"{name}.png", np.full((2, 3), 255, dtype=np.uint8))
-    with pytest.raises(DataError, match="every pixel of every label map in .* is 255"):
+    with pytest.raises(DataError, match=r"every pixel of every label map in .* is 255"):
         _ = open_labelled(root, "val").classes
 
 

@@ -94,7 +94,22 @@ def test_the_gain_is_trained_or_frozen(train_gain: bool) -> None:
 def test_head_sizes_below_one(name: str) -> None:
     sizes = {"dim": 4, "hidden_dim": 4, "bottleneck_dim": 4, "num_layers": 3} | {name: 0}
     with pytest.raises(ValueError, match=f"{name} must be >= 1, got 0"):
-        ProjectionHead(**sizes)
+        ProjectionHead(
+            sizes["dim"],
+            hidden_dim=sizes["hidden_dim"],
+            bottleneck_dim=sizes["bottleneck_dim"],
+            num_layers=sizes["num_layers"],
+        )
+
+
+def test_a_head_without_biases_starts_at_its_own_scale() -> None:
+    head = ProjectionHead(64, hidden_dim=128, bottleneck_dim=32, bias=False, init_std=0.1)
+    assert all(parameter.ndim == 2 for parameter in head.parameters())
+    spread = torch.cat([parameter.flatten() for parameter in head.parameters()]).std()
+    # A normal cut at two units keeps its spread only if the cut lies at 2, not at 2 standard deviations.
+    assert abs(float(spread) - 0.1) < 0.005
+    with pytest.raises(ValueError, match="init_std must be > 0, got 0"):
+        ProjectionHead(4, init_std=0)
 
 
 @pytest.mark.parametrize("name", ["bottleneck_dim", "num_prototypes"])
