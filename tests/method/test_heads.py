@@ -105,7 +105,7 @@ def test_head_sizes_below_one(name: str) -> None:
 def test_a_head_without_biases_starts_at_its_own_scale() -> None:
     head = ProjectionHead(64, hidden_dim=128, bottleneck_dim=32, bias=False, init_std=0.1)
     assert all(parameter.ndim == 2 for parameter in head.parameters())
-    spread = torch.cat([parameter.flatten() for parameter in head.parameters()]).std()
+    spread = torch.cat([parameter.detach().flatten() for parameter in head.parameters()]).std()
     # A normal cut at two units keeps its spread only if the cut lies at 2, not at 2 standard deviations.
     assert abs(float(spread) - 0.1) < 0.005
     with pytest.raises(ValueError, match="init_std must be > 0, got 0"):

@@ -92,14 +92,16 @@ class RunProgress(L.Callback):
 
 
 def describe(row: dict[str, float]) -> str:
-    """The numbers of a row that somebody watching wants to see."""
+    """The numbers of a row that somebody watching wants to see; losses that are off or not yet on are left out."""
     if not row:
         return ""
-    return (
-        f"{row['images_per_second']:.0f} img/s · image {row['loss_image']:.2f} · cross-view "
-        f"{row['loss_cross_view']:.2f} · cross-image {row['loss_cross_image']:.2f} · bootstrapped "
-        f"{row['bootstrapping_ratio']:.0%}"
-    )
+    numbers = [f"{row['images_per_second']:.0f} img/s"]
+    for name, label in (("image", "image"), ("cross_view", "cross-view"), ("cross_image", "cross-image")):
+        if row[f"loss_{name}"]:
+            numbers.append(f"{label} {row[f'loss_{name}']:.2f}")
+    if row["objects_per_image"]:
+        numbers.append(f"bootstrapped {row['bootstrapping_ratio']:.0%}")
+    return " · ".join(numbers)
 
 
 def duration(seconds: float) -> str:
