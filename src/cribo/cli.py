@@ -65,6 +65,7 @@ def _pretrain(words: list[str]) -> int:
         ConfigParser,
         add_config_arguments,
         config_from,
+        config_name,
     )
     from cribo.pretraining.run import latest_run, overrides_in, pretrain, resume
 
@@ -93,7 +94,7 @@ def _pretrain(words: list[str]) -> int:
     try:
         parsed = parser.parse_args(words)
         if parsed.resume is not None:
-            for option in ("name", "minutes", "config"):
+            for option in ("name", "minutes", "config", "overwrite"):
                 if parsed[option]:
                     raise ValueError(f"--{option} does not go with --resume: the run knows its own")
             folder = latest_run(parsed.out) if parsed.resume == "latest" else Path(parsed.resume)
@@ -103,7 +104,7 @@ def _pretrain(words: list[str]) -> int:
                 config_from(parsed),
                 out=parsed.out,
                 name=parsed.name,
-                default_name=Path(str(parsed.config[-1])).stem,
+                default_name=config_name(parsed.config[-1]),
                 minutes=parsed.minutes,
                 overwrite=parsed.overwrite,
                 console=console,
@@ -111,9 +112,12 @@ def _pretrain(words: list[str]) -> int:
     except (NonFiniteLoss, TooManyUnreadable, UnreadableImage) as error:
         print(f"cribo pretrain: {error}", file=sys.stderr)
         return 1
-    except (ValueError, FileNotFoundError) as error:  # everything that a user can mend is one
+    except (ValueError, FileNotFoundError, ConnectionError) as error:  # what a user can mend before any work
         print(f"cribo pretrain: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # no room for what the run leaves, say
+        print(f"cribo pretrain: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     _print_summary(run, console)

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from cribo.data.images import DataError
 from cribo.data.pairs import (
     StepBatchSampler,
     Unreadable,
@@ -120,7 +121,7 @@ def test_an_unreadable_image_is_replaced_and_reported() -> None:
 
 def test_nothing_readable_is_an_error_that_says_so() -> None:
     dataset = make_dataset(Noise(3, broken=range(3)))
-    with pytest.raises(UnreadableImage, match=r"noise 1: broken on purpose; nor could any of 99 others"):
+    with pytest.raises(DataError, match=r"noise 1: broken on purpose; nor could any of 99 others"):
         dataset[0, 1]
 
 

@@ -330,7 +330,7 @@ def test_inputs_are_left_as_they_are() -> None:
     [
         ({"position_weight": -1.0}, r"position_weight must be >= 0, got -1\.0"),
         ({"marginals": "even"}, "marginals must be one of adaptive, uniform, got 'even'"),
-        ({"sharpness": 0.0}, r"sharpness must be > 0, got 0\.0"),
+        ({"sharpness": 0.0}, r"sharpness must be > 0 and <= 100, got 0\.0"),
         ({"sinkhorn_iterations": 0}, "sinkhorn_iterations must be >= 1, got 0"),
         ({"iterations": 0}, "iterations must be >= 1, got 0"),
         ({"num_objects": 0}, r"num_objects must be between 1 and .* \(60\), got 0"),

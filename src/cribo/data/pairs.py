@@ -8,7 +8,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from cribo.data.images import ImageSource
+from cribo.data.images import DataError, ImageSource
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import UnreadableImage
 from cribo.method import (
@@ -76,18 +76,19 @@ class ViewPairs:
         if len(self) % parts:
             raise ValueError(f"a batch of {len(self)} images does not divide into {parts} parts")
         size = len(self) // parts
-        return [
-            ViewPairs(
-                views=self.views[start : start + size],
-                coordinates=self.coordinates[start : start + size],
-                initial_tokens=self.initial_tokens[start : start + size],
-                drop_path_noise=self.drop_path_noise[start : start + size],
-                images=self.images[start : start + size],
-                photometric=self.photometric.select(slice(2 * start, 2 * (start + size))),
-                unreadable=self.unreadable if start == 0 else [],
-            )
-            for start in range(0, len(self), size)
-        ]
+        return [self.narrow(start, start + size) for start in range(0, len(self), size)]
+
+    def narrow(self, start: int, end: int) -> "ViewPairs":
+        """The pairs from `start` to before `end`; what was unreadable is reported with the first."""
+        return ViewPairs(
+            views=self.views[start:end],
+            coordinates=self.coordinates[start:end],
+            initial_tokens=self.initial_tokens[start:end],
+            drop_path_noise=self.drop_path_noise[start:end],
+            images=self.images[start:end],
+            photometric=self.photometric.select(slice(2 * start, 2 * end)),
+            unreadable=self.unreadable if start == 0 else [],
+        )
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "ViewPairs":
         tensors = ("views", "coordinates", "initial_tokens", "drop_path_noise", "images")
@@ -132,7 +133,7 @@ class ViewPairDataset(Dataset[ViewPairs]):
         """The view pair of one image in one epoch, as a batch of one.
 
         Raises:
-            UnreadableImage: neither the image nor any of a hundred drawn in its place can be read.
+            DataError: neither the image nor any of a hundred drawn in its place can be read.
         """
         epoch, wanted = key
         index, image, unreadable = self._load(epoch, wanted)
@@ -165,9 +166,9 @@ class ViewPairDataset(Dataset[ViewPairs]):
             except UnreadableImage as error:
                 unreadable.append(Unreadable(self.source.name(index), error.reason))
                 index = int(torch.randint(len(self.source), (1,), generator=generator))
-        raise UnreadableImage(
-            self.source.name(wanted),
-            f"{unreadable[0].reason}; nor could any of {_REPLACEMENT_ATTEMPTS - 1} others drawn in its place be read",
+        raise DataError(
+            f"{self.source.name(wanted)}: {unreadable[0].reason}; nor could any of {_REPLACEMENT_ATTEMPTS - 1} others "
+            "drawn in its place be read"
         )
 
 

@@ -80,8 +80,8 @@ def cluster_tokens(
         raise ValueError(f"marginals must be one of {', '.join(get_args(Marginals))}, got {marginals!r}")
     if position_weight < 0:
         raise ValueError(f"position_weight must be >= 0, got {position_weight}")
-    if sharpness <= 0:
-        raise ValueError(f"sharpness must be > 0, got {sharpness}")
+    if not 0 < sharpness <= 100:  # beyond, exp(-sharpness) is no float32
+        raise ValueError(f"sharpness must be > 0 and <= 100, got {sharpness}")
     if sinkhorn_iterations < 1:
         raise ValueError(f"sinkhorn_iterations must be >= 1, got {sinkhorn_iterations}")
     initial_tokens = _initial_tokens(tokens, coordinates, num_objects, iterations, initial_tokens, generator)

@@ -350,7 +350,7 @@ def _gaussian_blur(x: Float[Tensor, "n 3 h w"], sigma: Float[Tensor, " n"]) -> F
     """Separable blur as two batched matrix products, with mirrored borders inside the matrices."""
     n, _, height, width = x.shape
     along_width = _blur_matrix(width, sigma).to(x.device)
-    along_height = _blur_matrix(height, sigma).to(x.device)
+    along_height = along_width if height == width else _blur_matrix(height, sigma).to(x.device)
     x = torch.bmm(x.reshape(n, 3 * height, width), along_width.mT).view(n, 3, height, width)
     return torch.matmul(along_height[:, None], x)
 

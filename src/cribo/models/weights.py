@@ -398,7 +398,9 @@ def _write_beside(path: Path, write: Callable[[Path], object]) -> Path:
 
 
 def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+    if path.is_dir() and os.name == "nt":
+        return  # Windows opens no folder
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(handle)
     finally:

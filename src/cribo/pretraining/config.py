@@ -58,7 +58,8 @@ class BackboneConfig:
     Attributes:
         name: a timm model: a vision transformer, or a network whose last features are a map.
         args: further arguments of timm's model, such as {depth: 6}.
-        pretrained: weights to start from: a file (.safetensors, .pth) or `timm` for those of the model's name.
+        pretrained: weights to start from: a file (.safetensors, .pth), a timm name with its tag, such as
+            vit_small_patch16_224.dino, or `timm` for the default ones of the model's name.
         drop_path: rate of stochastic depth in the last block, in the student only.
     """
 
@@ -156,7 +157,8 @@ class OptimConfig:
     Attributes:
         epochs: passes over the data.
         batch_size: images of one optimiser step, over all devices.
-        micro_batches: parts that a device's batch is computed in: changes nothing but memory.
+        micro_batches: parts that a device's batch is computed in: changes nothing but memory,
+            unless the network has batch norms, which see one part at a time.
         lr: peak learning rate for 256 images; scaled linearly with batch_size.
         final_lr: learning rate of the last step, not scaled.
         warmup_epochs: of linear learning-rate warm-up.
@@ -216,8 +218,7 @@ class RuntimeConfig:
         compile: torch.compile the backbones: a minute at the start, then faster steps on GPUs.
         threads: of a CPU run; torch's choice when not given.
         log_every: steps between two logged rows.
-        checkpoint_every: steps between two checkpoints; one is also written at the end of each epoch that
-            lasts longer, and at the end.
+        checkpoint_every: steps between two checkpoints; one is also written at the end of the run.
         keep_checkpoints: how many of the last to keep.
     """
 
@@ -296,7 +297,7 @@ _RANGES: dict[str, tuple[float, float, bool, bool]] = {
     "objects.position_weight": (0, math.inf, True, False),
     "objects.iterations": (1, 100, True, True),
     "objects.sinkhorn_iterations": (1, 1000, True, True),
-    "objects.sharpness": (0, 1000, False, True),
+    "objects.sharpness": (0, 100, False, True),
     "objects.bank_images": (1, 2**31, True, True),
     "objects.group_size": (1, 65536, True, True),
     "head.hidden_dim": (1, 65536, True, True),

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -31,31 +32,47 @@ def claim_run_folder(out: Path, name: str | None, default_name: str, *, overwrit
             or cannot be written to.
     """
     _require_folder(out)
-    if name is None:
-        folder, number = out / default_name, 1
-        while folder.exists():
-            number += 1
-            folder = out / f"{default_name}-{number}"
-    else:
-        folder = out / name
-        if folder.exists() and not folder.is_dir():
-            raise RunFolderError(f"{folder} is a file, not a run folder: choose another --name or --out")
-        if folder.is_dir() and any(folder.iterdir()):
-            if not overwrite:
-                raise RunFolderError(
-                    f"{folder} exists already: choose another --name, continue it with --resume {folder}, "
-                    "or replace it with --overwrite"
-                )
-            if not (folder / CONFIG).is_file():
-                raise RunFolderError(f"{folder} holds no {CONFIG}, so it is no run and is left alone")
-            shutil.rmtree(folder)
     try:
-        (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        if name is None:
+            folder = _make_numbered(out, default_name)
+        else:
+            folder = out / name
+            if folder.exists():
+                _make_way(folder, overwrite=overwrite)
+            folder.mkdir(parents=True, exist_ok=True)
+        (folder / CHECKPOINTS).mkdir()
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise RunFolderError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
+        raise RunFolderError(f"cannot write to {out}: {error.strerror}; choose another --out") from error
     return folder
+
+
+def _make_numbered(out: Path, default_name: str) -> Path:
+    """Make the first folder of `default_name`, `default_name-2`, ... that is not there; safe beside other runs."""
+    for number in itertools.count(1):
+        folder = out / (default_name if number == 1 else f"{default_name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("numbers do not end")
+
+
+def _make_way(folder: Path, *, overwrite: bool) -> None:
+    if not folder.is_dir():
+        raise RunFolderError(f"{folder} is a file, not a run folder: choose another --name or --out")
+    if not any(folder.iterdir()):
+        return
+    if not overwrite:
+        raise RunFolderError(
+            f"{folder} exists already: choose another --name, continue it with --resume {folder}, "
+            "or replace it with --overwrite"
+        )
+    if not (folder / CONFIG).is_file():
+        raise RunFolderError(f"{folder} holds no {CONFIG}, so it is no run and is left alone")
+    shutil.rmtree(folder)
 
 
 def _require_folder(out: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cribo.data.pairs import Unreadable, ViewPairs
+from cribo.data.pairs import ViewPairs
 from cribo.data.randomness import keyed_generator
 from cribo.method import NO_MATCH, Centre, MemoryBank
 from cribo.models import build_backbone
@@ -56,7 +56,6 @@ class PretrainingModule(L.LightningModule):
         self._restored_bank: dict[str, Any] | None = None
         self._objective: Objective | None = None
         self.num_images = num_images
-        self.unreadable: list[Unreadable] = []
         self._sums: Tensor | None = None
         self._first_bad = torch.empty(0)
         self._last: Result | None = None
@@ -208,7 +207,6 @@ class PretrainingModule(L.LightningModule):
         new = ~losses.isfinite() & (self._first_bad < 0)
         self._first_bad = torch.where(new, float(self.step - 1), self._first_bad)
         self._last = results[-1]
-        self.unreadable += batch.unreadable
 
     def check_finite(self) -> None:
         """Refuse to go on from a loss that is not finite. Reads the device.
@@ -292,6 +290,11 @@ class PretrainingModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the bank's state until there is a bank, and take up the sums of the row that was begun."""
         state = checkpoint["cribo"]
+        if state["num_images"] != self.num_images:
+            raise ValueError(
+                f"the run was trained on {state['num_images']} images, data.root now has {self.num_images}: its "
+                "schedules would change; restore the images, or start a new run"
+            )
         self._restored_bank = state["bank"]
         self._sums, self._first_bad = state["sums"], state["first_bad"]
 
@@ -302,9 +305,9 @@ class NonFiniteLoss(RuntimeError):
     def __init__(self, loss: str | None, step: int) -> None:
         what = "the student's weights were" if loss is None else f"the loss {loss} was"
         super().__init__(
-            f"{what} not finite at step {step}: nothing was saved since. Resume from the last "
-            "checkpoint with a lower optim.lr, a longer optim.warmup_epochs, optim.clip 0.3, or "
-            "runtime.precision bf16-mixed instead of 16-mixed"
+            f"{what} not finite at step {step}: nothing was saved since. Start a new run with a "
+            "lower optim.lr, a longer optim.warmup_epochs or optim.clip 0.3; or, if runtime.precision is 16-mixed, go "
+            "on from the last checkpoint with --resume and --runtime.precision bf16-mixed"
         )
         self.loss = loss
         self.step = step

@@ -186,7 +186,11 @@ class Objective:
         """Each loss as the mean over groups of the group's own mean."""
         config = self.config
         group_size = config.objects.group_size
-        groups = student.images.shape[1] // group_size
+        groups, rest = divmod(student.images.shape[1], group_size)
+        if rest or not groups:
+            raise ValueError(
+                f"a batch must be a whole number of groups of {group_size} images, got {student.images.shape[1]}"
+            )
         object_rows = objects.group_rows(group_size) if objects is not None else [0] * groups
         neighbours = self._embed_neighbours(matches, object_rows) if matches is not None else None
         image_level = self._levels(
@@ -195,7 +199,8 @@ class Objective:
         object_level = self._levels(
             self.object_centre, self.student.object_prototypes, self.teacher.object_prototypes, teacher_temperature
         )
-        losses = {name: student.images.new_zeros(()) for name in LOSSES}
+        # A loss that is off or not yet on is 0 and, like one without objects, still attached to the graph.
+        losses = {name: 0 * student.images.sum() for name in LOSSES}
         first_row = 0
         for group in range(groups):
             own = slice(group * group_size, (group + 1) * group_size)
@@ -203,15 +208,18 @@ class Objective:
             first_row = rows.stop
             if config.losses.image:
                 targets = teacher.images[:, own]
-                losses["image"] += cross_view_loss(student.images[:, own], targets, image_level(targets))
+                losses["image"] = losses["image"] + cross_view_loss(
+                    student.images[:, own], targets, image_level(targets)
+                )
             if objects is None:
                 continue
             learned, targets = student.objects[:, rows], teacher.objects[:, rows]
             level = object_level(targets)
             if config.losses.cross_view:
-                losses["cross_view"] += cross_view_loss(learned, targets, level)
+                losses["cross_view"] = losses["cross_view"] + cross_view_loss(learned, targets, level)
             if neighbours is not None and matches is not None:
-                losses["cross_image"] += cross_image_loss(learned, neighbours[group], matches.valid[:, rows], level)
+                loss = cross_image_loss(learned, neighbours[group], matches.valid[:, rows], level)
+                losses["cross_image"] = losses["cross_image"] + loss
         return {name: loss / groups for name, loss in losses.items()}
 
     def watched_levels(
@@ -222,7 +230,7 @@ class Objective:
             ("image", result.teacher_images, self.image_centre, self.teacher.image_prototypes),
             ("object", result.teacher_objects, self.object_centre, self.teacher.object_prototypes),
         ):
-            if embeddings.shape[0]:
+            if embeddings.shape[0] and (name == "object" or self.config.losses.image):
                 yield name, embeddings, self._levels(centre, layer, layer, teacher_temperature)(embeddings)
 
     @torch.no_grad()

@@ -103,6 +103,12 @@ def find_config(name: str | Path) -> Path:
     raise ConfigError(f"no preset and no file is called {name}: {advice}the presets are {', '.join(names)}")
 
 
+def config_name(config: object) -> str:
+    """What a run of a configuration is called: after the preset, the file, or the run that it repeats."""
+    path = Path(str(config))
+    return path.resolve().parent.name if path.name == "config.yaml" else path.stem
+
+
 def add_config_arguments(parser: ArgumentParser) -> None:
     """Give a parser --config and every value of a pretraining configuration."""
     parser.add_argument(

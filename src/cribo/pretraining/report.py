@@ -183,14 +183,34 @@ def sample_objects(
     backbone = teacher.backbone
     training = backbone.training
     backbone.eval()
-    tokens = []
+    found: list[Objects] = []
     try:
-        for views in pairs.views.split(batch_size):
-            images = normalise(views.flatten(0, 1).to(device).float() / 255, mean=backbone.mean, std=backbone.std)
-            tokens.append(backbone.encode(images).tokens.unflatten(0, (len(views), 2)).float().cpu())
+        for start in range(0, len(order), batch_size):
+            part = pairs.narrow(start, min(start + batch_size, len(order))).to(device)
+            images = normalise(part.views.flatten(0, 1).float() / 255, mean=backbone.mean, std=backbone.std)
+            tokens = backbone.encode(images).tokens.unflatten(0, (len(part), 2)).float()
+            objects = find_objects(tokens, part, config.objects)
+            found.append(
+                Objects(
+                    teacher=objects.teacher.cpu(),
+                    labels=objects.labels.cpu(),
+                    rows=objects.rows.cpu() + start,
+                    clusters=objects.clusters.cpu(),
+                    images=objects.images.cpu(),
+                    counts=objects.counts,
+                )
+            )
     finally:
         backbone.train(training)
-    return ObjectSample(pairs, find_objects(torch.cat(tokens), pairs, config.objects), dataset.grid)
+    merged = Objects(
+        teacher=torch.cat([part.teacher for part in found], dim=1),
+        labels=torch.cat([part.labels for part in found]),
+        rows=torch.cat([part.rows for part in found]),
+        clusters=torch.cat([part.clusters for part in found]),
+        images=torch.cat([part.images for part in found]),
+        counts=[count for part in found for count in part.counts],
+    )
+    return ObjectSample(pairs, merged, dataset.grid)
 
 
 def draw_clusters(sample: ObjectSample) -> Figure:

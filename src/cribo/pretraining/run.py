@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -21,8 +22,11 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
+from timm.layers.norm_act import convert_sync_batchnorm
+from torch.nn import Module
 
 from cribo.data import ImageSource, UnreadableImage, open_images
 from cribo.data.cache import CachedImages
@@ -42,7 +46,7 @@ from cribo.pretraining.files import (
 )
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.monitoring import Metrics, UnreadableImages, Watch
-from cribo.pretraining.presets import DEFAULT_PRESET, ConfigError, dump_config, load_config
+from cribo.pretraining.presets import DEFAULT_PRESET, ConfigError, config_name, dump_config, load_config
 from cribo.pretraining.progress import RunProgress
 from cribo.pretraining.report import write_report
 from cribo.pretraining.score import RetrievalScore, open_score_data
@@ -128,7 +132,7 @@ def pretrain(
         if overrides:
             raise ConfigError("overrides go with a preset or a file: set the values of the PretrainConfig")
     else:
-        default_name = default_name or Path(config).stem
+        default_name = default_name or config_name(config)
         config = load_config(config, overrides)
     session = _Session(config, console=console, callbacks=callbacks)
     return session.start(Path(out), name, default_name or "run", minutes=minutes, overwrite=overwrite)
@@ -202,6 +206,8 @@ class _Session:
             raise ConfigError(f"minutes must be > 0, got {minutes}")
         self._prepare()
         if minutes is not None:
+            if self.config.runtime.devices not in (1, "1") or self.config.runtime.num_nodes > 1:
+                raise ConfigError("--minutes times one device only: set optim.epochs instead")
             self._fit_epochs_into(60 * minutes)
         claimed = os.environ.get(_CLAIMED)
         if claimed is not None:  # this process is a further device of a run that the first process began
@@ -229,7 +235,7 @@ class _Session:
 
     def _prepare(self) -> None:
         config = self.config
-        if config.runtime.accelerator == "cpu" or not torch.accelerator.is_available():
+        if self._accelerator() == "cpu":
             keep_freed_memory()
         if config.runtime.threads is not None:
             torch.set_num_threads(config.runtime.threads)
@@ -280,11 +286,10 @@ class _Session:
     def _trainer(self, folder: Path | None, callbacks: list[Callback], max_steps: int) -> L.Trainer:
         runtime = self.config.runtime
         return L.Trainer(
-            accelerator=runtime.accelerator,
+            accelerator=self._accelerator(),
             devices=runtime.devices,
             num_nodes=runtime.num_nodes,
             strategy=self._strategy(),
-            sync_batchnorm=True,
             precision=runtime.precision,
             max_steps=max_steps,
             max_epochs=-1,
@@ -295,10 +300,14 @@ class _Session:
             enable_checkpointing=False,
             use_distributed_sampler=False,
             log_every_n_steps=runtime.log_every,
-            plugins=[WholeFileCheckpointIO()],
+            plugins=[WholeFileCheckpointIO(), *([_SyncBatchNorm()] if self._accelerator() == "gpu" else [])],
             default_root_dir=folder,
             benchmark=True,
         )
+
+    def _accelerator(self) -> str:
+        accelerator = self.config.runtime.accelerator
+        return ("gpu" if torch.cuda.is_available() else "cpu") if accelerator == "auto" else accelerator
 
     def _strategy(self) -> str | DDPStrategy:
         runtime, losses = self.config.runtime, self.config.losses
@@ -317,6 +326,13 @@ class _Session:
             rank=trainer.global_rank,
             world_size=trainer.world_size,
         )
+        sizes = (self.config.objects.group_size, self.config.optim.micro_batches, trainer.world_size)
+        if self.config.optim.batch_size % math.prod(sizes):
+            raise ConfigError(
+                "optim.batch_size must be a multiple of objects.group_size x optim.micro_batches x devices = "
+                f"{sizes[0]} x {sizes[1]} x {sizes[2]} = {math.prod(sizes)}, got {self.config.optim.batch_size}: "
+                "use fewer micro-batches or devices, or a larger batch"
+            )
         on_gpu = trainer.strategy.root_device.type == "cuda"
         return pair_loader(self.dataset, sampler, workers=workers, pin_memory=on_gpu)
 
@@ -326,15 +342,20 @@ class _Session:
         with _quiet_lightning():
             trainer = self._trainer(None, [timer], 2 * _TIMED_STEPS)
             trainer.fit(self.module, _ForeverLoader(self._loader(trainer, self.workers)))
-        self.module = self._make_module()
-        steps = seconds / timer.seconds_per_step
-        epochs = max(1, round(steps / self.module.schedules.steps_per_epoch))
+        seconds_per_epoch = timer.seconds_per_step * self.module.schedules.steps_per_epoch
+        epochs = max(1, round(seconds / seconds_per_epoch))
         log.info(
             "%.2f s per step on this machine: %d epochs in about %.1f minutes",
             timer.seconds_per_step,
             epochs,
-            seconds / 60,
+            epochs * seconds_per_epoch / 60,
         )
+        if epochs <= self.config.optim.warmup_epochs:
+            log.warning(
+                "%d epochs are no more than optim.warmup_epochs %d: allow more minutes, or use a smaller preset",
+                epochs,
+                self.config.optim.warmup_epochs,
+            )
         self.config = dataclasses.replace(self.config, optim=dataclasses.replace(self.config.optim, epochs=epochs))
         self.module = self._make_module()
 
@@ -353,14 +374,13 @@ class _Session:
         )
         with _quiet_lightning():
             trainer = self._trainer(folder, callbacks, module.schedules.total_steps)
-            started = time.perf_counter()
             with _interruptible(trainer, folder):
                 trainer.fit(module, self._loader(trainer, self.workers), ckpt_path=checkpoint)
+        module.to(trainer.strategy.root_device)  # which Lightning has taken it from
         if score is not None:  # not yet taken if the run was stopped after its last step
             score.on_train_end(trainer, module)
         summary: dict[str, Any] = {
             "seconds": round(metrics.seconds, 2),
-            "seconds_of_this_process": round(time.perf_counter() - started, 2),
             "peak_rss_bytes": peak_rss_bytes(),
             "steps": trainer.global_step,
             "epochs": config.optim.epochs,
@@ -445,7 +465,7 @@ def _require_readable(source: ImageSource) -> None:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that this process and its finished workers ever held, in bytes; 0 where nobody counts."""
+    """The most memory that this process held plus the most that one of its workers did, in bytes; 0 if unknown."""
     if resource is None:
         return 0
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -464,6 +484,16 @@ def _workers(config: PretrainConfig) -> int:
 def _mean(rows: list[dict[str, float]], name: str) -> float:
     values = [row[name] for row in rows if name in row]
     return sum(values) / len(values) if values else 0.0
+
+
+class _SyncBatchNorm(LayerSync):
+    """Batch norms over all GPUs; timm's conversion keeps the activations inside its own norms."""
+
+    def apply(self, model: Module) -> Module:
+        return convert_sync_batchnorm(model)
+
+    def revert(self, model: Module) -> Module:
+        return model
 
 
 class _StepTimer(Callback):

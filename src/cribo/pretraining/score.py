@@ -114,7 +114,8 @@ class RetrievalScore(L.Callback):
         assert isinstance(module, PretrainingModule)
         started = time.perf_counter()
         backbone = module.teacher.backbone
-        with calibrated(backbone, self.data.memory, module.device, needed=trainer.global_step == 0):
+        untrained = trainer.global_step == 0 and self.config.backbone.pretrained is None
+        with calibrated(backbone, self.data.memory, module.device, needed=untrained):
             miou = self._score(backbone_encoder(backbone), backbone.patch_size, module.device)
         self.curve.append((trainer.global_step, miou))
         self.metrics.add(trainer, module, {"dense_nn": miou})
@@ -150,16 +151,16 @@ def calibrated(
         return
     before = {name: value.clone() for name, value in backbone.state_dict().items()}
     momenta, training = [norm.momentum for norm in norms], backbone.training
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # a plain average over all that passes
-    backbone.train()
-    with torch.no_grad():
-        for index in range(min(_CALIBRATION_IMAGES, len(images))):
-            image = images.load(index)[None].to(device).float() / 255
-            height, width = (side // backbone.patch_size * backbone.patch_size for side in image.shape[2:])
-            backbone.encode(normalise(image[..., :height, :width], mean=backbone.mean, std=backbone.std))
     try:
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # a plain average over all that passes
+        backbone.train()
+        with torch.no_grad():
+            for index in range(min(_CALIBRATION_IMAGES, len(images))):
+                image = images.load(index)[None].to(device).float() / 255
+                height, width = (side // backbone.patch_size * backbone.patch_size for side in image.shape[2:])
+                backbone.encode(normalise(image[..., :height, :width], mean=backbone.mean, std=backbone.std))
         yield
     finally:
         backbone.load_state_dict(before)
