@@ -361,6 +361,12 @@ class _Session:
 
     def _train(self, folder: Path, checkpoint: Path | None) -> Run:
         config, module = self.config, self.module
+        if config.losses.cross_image and config.losses.cross_image_from_epoch >= config.optim.epochs:
+            log.warning(
+                "losses.cross_image_from_epoch %d is not reached in optim.epochs %d: the run is without L_ci^o",
+                config.losses.cross_image_from_epoch,
+                config.optim.epochs,
+            )
         metrics = Metrics(folder, every_steps=config.runtime.log_every, batch_size=config.optim.batch_size)
         unreadable = UnreadableImages(folder, num_images=len(self.source), max_share=config.data.max_unreadable)
         watch = Watch(metrics, config)
