@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from cribo.pretraining.files import RunFolderError, claim_run_folder, is_disk_full, write_text, write_whole
+from cribo.files import write_whole
+from cribo.pretraining.files import RunFolderError, claim_run_folder, is_disk_full, write_text
 
 
 def a_run(folder: Path) -> Path:

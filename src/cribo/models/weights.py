@@ -4,10 +4,8 @@ import argparse
 import hashlib
 import json
 import logging
-import os
 import sys
-import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import torch
 from timm.models import load_state_dict_from_hf
 from torch import Tensor
 
+from cribo.files import sync, write_beside
 from cribo.models.backbone import RESERVED_ARGS, Backbone, build_backbone, nearest_names
 
 WEIGHTS_FILE = "backbone.safetensors"
@@ -125,7 +124,7 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> Path:
         ) from error
     folder.mkdir(parents=True, exist_ok=True)
     weights, description = folder / WEIGHTS_FILE, folder / DESCRIPTION_FILE
-    new_weights = _write_beside(weights, lambda path: safetensors.torch.save_file(state, path))
+    new_weights = write_beside(weights, lambda path: _save_tensors(state, path, weights))
     new_description = None
     try:
         content = {
@@ -146,13 +145,13 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> Path:
             ),
         }
         text = json.dumps(content, indent=2) + "\n"
-        new_description = _write_beside(description, lambda path: path.write_text(text, encoding="utf-8"))
+        new_description = write_beside(description, lambda path: path.write_text(text, encoding="utf-8"))
         new_weights.replace(weights)
         new_description.replace(description)
     finally:
         for leftover in filter(None, (new_weights, new_description)):
             leftover.unlink(missing_ok=True)
-    _sync(folder)
+    sync(folder)
     return weights
 
 
@@ -380,31 +379,11 @@ def _set_normalisation(backbone: Backbone, description: Mapping[str, Any]) -> No
     backbone.mean, backbone.std = tuple(description["mean"]), tuple(description["std"])
 
 
-def _write_beside(path: Path, write: Callable[[Path], object]) -> Path:
-    """Write a whole, synchronised file under a temporary name beside `path`; nothing stays on failure."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+def _save_tensors(state: Mapping[str, Tensor], path: Path, stands_for: Path) -> None:
     try:
-        temporary.touch()
-        mode = temporary.stat().st_mode
-        write(temporary)
-        temporary.chmod(mode)  # safetensors would leave it readable for its owner alone
-        _sync(temporary)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, safetensors.SafetensorError):
-            raise OSError(f"cannot write {path}: {error}") from error
-        raise
-    return temporary
-
-
-def _sync(path: Path) -> None:
-    if path.is_dir() and os.name == "nt":
-        return  # Windows opens no folder
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        safetensors.torch.save_file(dict(state), path)
+    except safetensors.SafetensorError as error:
+        raise OSError(f"cannot write {stands_for}: {error}") from error
 
 
 def _sha256(path: Path) -> str:

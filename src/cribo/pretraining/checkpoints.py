@@ -8,7 +8,8 @@ import lightning as L
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from cribo.pretraining.files import CHECKPOINTS, is_disk_full, write_whole
+from cribo.files import write_whole
+from cribo.pretraining.files import CHECKPOINTS, is_disk_full
 from cribo.pretraining.module import PretrainingModule
 
 log = logging.getLogger("cribo")

@@ -1,15 +1,14 @@
 """The run folder: claiming it without harm to anything in it, and writing files whole or not at all."""
 
-import contextlib
 import errno
 import itertools
 import json
-import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from cribo.files import write_whole
 
 CONFIG, SUMMARY, METRICS, SKIPPED = "config.yaml", "summary.json", "metrics.csv", "skipped.csv"
 CHECKPOINTS, REPORT = "checkpoints", "report"
@@ -83,31 +82,6 @@ def _require_folder(out: Path) -> None:
             raise RunFolderError(f"{part} is a file, not a folder: choose another --out")
 
 
-def write_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file so that readers see the old one or the new one, whatever happens on the way.
-
-    Args:
-        path: where it shall stand.
-        write: writes it to the temporary path that it is given, in the same folder.
-
-    Raises:
-        OSError: writing failed; the file that stood there is untouched and the temporary one is gone.
-    """
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        write(temporary)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-
-
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a dictionary as indented JSON, whole or not at all."""
     write_whole(path, lambda part: _write_text(part, json.dumps(content, indent=2) + "\n"))
@@ -135,9 +109,3 @@ def is_disk_full(error: BaseException) -> bool:
 
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from cribo.data.pairs import ViewPairDataset, ViewPairs, collate
 from cribo.data.randomness import keyed_generator
+from cribo.files import write_whole
 from cribo.method import NO_MATCH, MemoryBank, normalise
 from cribo.pretraining.config import PretrainConfig
-from cribo.pretraining.files import REPORT, write_whole
+from cribo.pretraining.files import REPORT
 from cribo.pretraining.network import Network
 from cribo.pretraining.objective import Objects, find_objects
 from cribo.pretraining.schedules import Schedules
