@@ -1,9 +1,11 @@
 """Every network of timm that has patch tokens or a feature map, behind one call: `encode`."""
 
 import difflib
+import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import timm
 import torch
@@ -12,6 +14,9 @@ from timm.layers.drop import DropPath
 from timm.layers.weight_init import trunc_normal_
 from timm.models import Eva, VisionTransformer
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from cribo.models.weights import LoadedWeights
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -95,6 +100,8 @@ class Backbone(nn.Module):
         num_drop_path_sites: residual branches that can be dropped.
         drop_path_rates: the drop probability of each of them.
         mean, std: the RGB normalisation (of values in 0-1) that the weights expect.
+        norm_eps: the epsilon of the layer norms that the weights expect; None: the one that timm gives the network.
+        loaded: where the weights came from; None for random ones.
     """
 
     def __init__(self, model: nn.Module, name: str, arguments: Mapping[str, Any], image_size: int) -> None:
@@ -105,6 +112,8 @@ class Backbone(nn.Module):
         self.image_size = image_size
         self.mean: tuple[float, ...] = IMAGENET_MEAN
         self.std: tuple[float, ...] = IMAGENET_STD
+        self.norm_eps: float | None = None
+        self.loaded: LoadedWeights | None = None
         self._is_transformer = isinstance(model, VisionTransformer | Eva)
         self._takes_any_size = "dynamic_img_size" in arguments or "img_size" not in arguments
         if self._is_transformer:
@@ -132,6 +141,37 @@ class Backbone(nn.Module):
     def args(self) -> dict[str, Any]:
         """The `args` with which `build_backbone` builds the same network."""
         return {key: value for key, value in self.arguments.items() if key not in RESERVED_ARGS}
+
+    def set_norm_eps(self, eps: float | None) -> None:
+        """Give every layer norm this epsilon, which timm takes in no form that JSON holds; None changes nothing."""
+        if eps is None:
+            return
+        for module in self.model.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.eps = eps
+        self.norm_eps = eps
+
+    def fingerprint(self) -> str:
+        """A name for the features: the same for the same network, weights and normalisation, on any device.
+
+        SHA-256, in hexadecimal, over timm's name and arguments, image size, normalisation, epsilon and every tensor
+        that `encode` reads (name, dtype, shape, bytes). Drop path and where the weights came from have no part in it.
+
+        Example:
+            >>> small = {"channels": (8, 8, 8, 8)}
+            >>> first, other = (build_backbone("resnet18", args=small, seed=seed) for seed in (0, 1))
+            >>> first.fingerprint() == build_backbone("resnet18", args=small, drop_path=0.1).fingerprint()
+            True
+            >>> first.fingerprint() == other.fingerprint()
+            False
+        """
+        about = [self.name, self.arguments, self.image_size, self.mean, self.std, self.norm_eps]
+        digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode())
+        for key, value in sorted(self.model.state_dict().items()):
+            if key not in self.unused_parameters:
+                digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
+                digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()
 
     def encode(
         self,

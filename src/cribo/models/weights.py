@@ -1,98 +1,198 @@
-"""Weights on disk: other projects' files into a backbone, a backbone into files that plain timm reads."""
+"""Weights on disk: anybody's files into a backbone, a backbone into files that plain timm reads."""
 
-import argparse
 import hashlib
 import json
 import logging
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import timm
 import torch
+import yaml
 from timm.models import load_state_dict_from_hf
 from torch import Tensor
 
 from cribo.files import sync, write_beside
-from cribo.models.backbone import RESERVED_ARGS, Backbone, build_backbone, nearest_names
+from cribo.models.architecture import Architecture, infer_architecture
+from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, RESERVED_ARGS, Backbone, build_backbone, nearest_names
+from cribo.models.formats import Network, Recognised, first_keys, recognise, required_keys
+from cribo.models.reading import flatten, read_json, read_weights
 
 WEIGHTS_FILE = "backbone.safetensors"
 DESCRIPTION_FILE = "backbone.json"
 
 _logger = logging.getLogger(__name__)
 
-# Where checkpoints keep their state, the preferred first: the teacher is the network that is evaluated.
-_STATE_KEYS = ("teacher", "state_dict_ema", "model_ema", "state_dict", "model", "student")
-_PREFIXES = ("module.", "_orig_mod.", "teacher.", "model.", "student.", "backbone.", "encoder.")
-# What sits on top of a backbone in a checkpoint, and is left out on purpose.
-_HEAD_PREFIXES = (
-    "head",
-    "fc.",
-    "fc_norm.",
-    "classifier.",
-    "projection",
-    "projector",
-    "predictor",
-    "prototypes",
-    "last_layer",
-    "decoder",
-    "mask_token",
-    "masked_embed",
-    "queue",
-)
-_FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".tar")
+_FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".tar", ".npz", ".msgpack")
 _HUB_FILE = "pytorch_model.bin"  # timm prefers the model.safetensors beside it
-_LISTED = 8
+# What a folder holds that is laid out as on the Hugging Face hub, and one of a run that was interrupted.
+_HUB_WEIGHTS, _HUB_CONFIG, _HUB_IMAGES = ("model.safetensors", _HUB_FILE), "config.json", "preprocessor_config.json"
+_CHECKPOINTS = "checkpoints/step=*.ckpt"
 
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What `load_pretrained` took from its source.
+    """Where the weights of a backbone came from, key by key.
 
     Attributes:
         source: the file or the timm name.
-        taken: the part of the file that was used, such as `teacher/module.backbone.`; empty for all of it.
-        ignored: keys of the file that belong to no backbone (heads, another network).
-        resampled: parameters that were resized to the network's patch or image size.
+        format: what it was recognised as, such as `MoCo v3`.
+        network: `teacher` or `student`; None where the source holds one network.
+        part: the prefix of the network's keys in the file, such as `teacher/module.backbone.`; empty for all of it.
+        used: the keys that were used.
+        dropped: the keys that were left out on purpose, by what they are (head, decoder, student, ...).
+        resampled: parameters that were resized to the backbone's patch or image size.
+        notes: what a user should know, such as a position embedding that the original resizes in another way.
     """
 
     source: str
-    taken: str
-    ignored: tuple[str, ...]
-    resampled: tuple[str, ...]
+    format: str
+    network: Network | None = None
+    part: str = ""
+    used: tuple[str, ...] = ()
+    dropped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    resampled: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """One line for people."""
+        network = f", its {self.network}" if self.network else ""
+        part = f" ({self.part})" if self.part else ""
+        left_out = ", ".join(f"{len(keys)} keys of {group}" for group, keys in self.dropped.items())
+        resampled = f"; resized {', '.join(self.resampled)}" if self.resampled else ""
+        notes = "".join(f"; {note}" for note in self.notes)
+        return (
+            f"{self.source}: {self.format}{network}{part}, {len(self.used)} keys used; left out "
+            f"{left_out or 'nothing'}{resampled}{notes}"
+        )
 
 
-def load_pretrained(backbone: Backbone, source: str | Path) -> LoadedWeights:
+def load_backbone(
+    source: str | Path,
+    *,
+    name: str | None = None,
+    args: Mapping[str, Any] | None = None,
+    pretrained: bool = True,
+    image_size: int | None = None,
+    network: Network = "teacher",
+    trust: bool = False,
+    drop_path: float = 0.0,
+    seed: int = 0,
+) -> Backbone:
+    """A backbone from anybody's weights; `backbone.loaded` says what was used of them.
+
+    Args:
+        source: a run folder or its `backbone.safetensors`; a timm name, with or without a tag, for its pretrained
+            weights; a checkpoint of one of the projects in `cribo.models.formats`; or a folder as on the Hugging
+            Face hub (`config.json` beside `model.safetensors`). Files are recognised by their content.
+        name: timm's name of a file's architecture, where its weights do not show it (any but ViT, DINOv3, ResNet).
+        args: arguments of timm's constructor that a file's weights do not show, such as `num_heads`.
+        pretrained: False builds a timm name with random weights.
+        image_size: pixels; the size to which the position embedding is resized. None: the size it has.
+        network: of a teacher and a student in one file, the one to take.
+        trust: run the code that a checkpoint may hold beside its tensors. Only where you trust its maker.
+        drop_path: as in `build_backbone`; weights do not keep it.
+        seed: of random weights.
+
+    Raises:
+        FileNotFoundError: no such file, or half of a pair.
+        ValueError: a file that is damaged, of no known format or of another architecture; keys that nothing explains;
+            an unknown timm name or one without weights; arguments that do not go together.
+        ConnectionError: timm's weights are not in its cache and cannot be fetched.
+        ImportError: a checkpoint of JAX in Flax's format, and msgpack is not installed.
+
+    Example:
+        >>> backbone = load_backbone("vit_tiny_patch16_224", pretrained=False, image_size=64)
+        >>> backbone.embed_dim, backbone.image_size, backbone.loaded
+        (192, 64, None)
+    """
+    path = _as_path(source)
+    if path is None:
+        if name is not None:
+            raise ValueError(f"name={name!r} is for files, and {str(source)!r} is a timm name itself: leave it out")
+        return _build_from_timm(
+            str(source), args, pretrained=pretrained, image_size=image_size, drop_path=drop_path, seed=seed
+        )
+    if not pretrained:
+        raise ValueError(f"pretrained=False is for timm names, and {source} is a file of weights: give a name")
+    path, notes = _file_of(path)
+    if _is_saved(path):
+        for option, value in (("name", name), ("args", args)):
+            if value:
+                raise ValueError(f"{option}={value!r} does not go with {path}, which says what its network is")
+        return _load_saved(path, image_size=image_size, drop_path=drop_path)
+    content = read_weights(path, trust=trust)
+    architecture = _declared_architecture(content, path, name, args)
+    backbone = None
+    if architecture is not None:
+        backbone = _build(architecture, image_size, drop_path, seed)
+    recognised = _recognise(content, path, network=network, backbone=backbone)
+    if backbone is None:
+        architecture = infer_architecture(recognised.state, **_hidden_arguments(recognised, path, args))
+        architecture = architecture._replace(args={**architecture.args, **(args or {})})
+        backbone = _build(architecture, image_size, drop_path, seed)
+        notes += architecture.notes
+    _adopt(backbone, recognised, str(path), notes)
+    return backbone
+
+
+def load_pretrained(
+    backbone: Backbone, source: str | Path, *, network: Network = "teacher", trust: bool = False
+) -> LoadedWeights:
     """Load weights into a backbone: all of them, or none and an error.
 
     Args:
         backbone: its architecture must be the one of the weights; image size and patch size may differ
             (position embedding and patch projection are resampled as timm does it).
-        source: a file (`.safetensors`, or `.pth`/`.pt`, read without executing code in it), a folder that
-            `save_backbone` wrote, `"timm"` for timm's default weights of the architecture, or a timm name
-            with its tag, such as `vit_small_patch16_224.dino`. Of two networks in a file, the teacher.
+        source: a file or folder as in `load_backbone`, `"timm"` for timm's default weights of the architecture, or a
+            timm name with its tag, such as `vit_small_patch16_224.dino`.
+        network: of a teacher and a student in one file, the one to take.
+        trust: run the code that a checkpoint may hold beside its tensors. Only where you trust its maker.
 
     Returns:
-        What was used and what was left out; also logged.
+        What was used and what was left out; also logged, and kept as `backbone.loaded`.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a file that is damaged or of another architecture, an unknown timm name.
+        ValueError: a file that is damaged, of no known format or of another architecture, an unknown timm name.
         ConnectionError: timm's weights are not in its cache and cannot be fetched.
     """
-    path = Path(source)
-    if str(source) == "timm" or not (path.exists() or path.suffix in _FILE_SUFFIXES or len(path.parts) > 1):
-        return _load_from_timm(backbone, str(source))
-    if path.is_dir():
-        path = path / WEIGHTS_FILE
-    loaded = _take(backbone, _read(path), str(path))
+    path = None if str(source) == "timm" else _as_path(source)
+    if path is None:
+        return _load_from_timm(backbone, backbone.name if str(source) == "timm" else str(source))
+    path, notes = _file_of(path)
+    recognised = _recognise(read_weights(path, trust=trust), path, network=network, backbone=backbone)
+    _check_hidden_arguments(backbone, recognised, path)
     description = path.with_name(DESCRIPTION_FILE)
-    if path.name == WEIGHTS_FILE and description.is_file():
-        _set_normalisation(backbone, _read_description(description))
-    return loaded
+    if _is_saved(path) and description.is_file():
+        recognised = _as_described(recognised, _read_description(description))
+    return _adopt(backbone, recognised, str(path), notes)
+
+
+_HOW_TO_LOAD = (
+    "import json, timm, safetensors.torch; about = json.load(open('backbone.json')); "
+    "model = timm.create_model(about['name'], **about['args']); "
+    "model.load_state_dict(safetensors.torch.load_file('backbone.safetensors'))"
+)
+_HOW_TO_SET_EPS = "; [setattr(m, 'eps', about['norm_eps']) for m in model.modules() if type(m).__name__ == 'LayerNorm']"
+
+
+def describe(backbone: Backbone) -> dict[str, Any]:
+    """What builds the same backbone again and feeds it, as JSON holds it: all but its weights."""
+    return {
+        "name": backbone.name,
+        "args": backbone.arguments,
+        "image_size": backbone.image_size,
+        "patch_size": backbone.patch_size,
+        "embed_dim": backbone.embed_dim,
+        "mean": list(backbone.mean),
+        "std": list(backbone.std),
+        "norm_eps": backbone.norm_eps,
+    }
 
 
 def save_backbone(backbone: Backbone, folder: str | Path) -> Path:
@@ -128,21 +228,11 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> Path:
     new_description = None
     try:
         content = {
-            "name": backbone.name,
-            "args": backbone.arguments,
-            "image_size": backbone.image_size,
-            "patch_size": backbone.patch_size,
-            "embed_dim": backbone.embed_dim,
-            "mean": list(backbone.mean),
-            "std": list(backbone.std),
+            **describe(backbone),
             "timm": timm.__version__,
             "torch": str(torch.__version__),
             "sha256": _sha256(new_weights),
-            "how_to_load": (
-                "import json, timm, safetensors.torch; about = json.load(open('backbone.json')); "
-                "model = timm.create_model(about['name'], **about['args']); "
-                "model.load_state_dict(safetensors.torch.load_file('backbone.safetensors'))"
-            ),
+            "how_to_load": _HOW_TO_LOAD + (_HOW_TO_SET_EPS if backbone.norm_eps is not None else ""),
         }
         text = json.dumps(content, indent=2) + "\n"
         new_description = write_beside(description, lambda path: path.write_text(text, encoding="utf-8"))
@@ -155,55 +245,211 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> Path:
     return weights
 
 
-def load_backbone(path: str | Path, *, drop_path: float = 0.0) -> Backbone:
-    """Rebuild a backbone that `save_backbone` wrote.
+# ------------------------------------------------------------------------------------------------ finding the file
 
-    Args:
-        path: the folder, or the `backbone.safetensors` in it.
-        drop_path: as in `build_backbone`; weights do not keep it.
 
-    Raises:
-        FileNotFoundError: one of the two files is missing.
-        ValueError: they are damaged, or do not belong together.
-    """
-    path = Path(path)
-    weights = path / WEIGHTS_FILE if path.is_dir() else path
-    description = weights.with_name(DESCRIPTION_FILE)
-    if not weights.is_file():
-        raise FileNotFoundError(f"no backbone at {weights}: give a folder that holds {WEIGHTS_FILE}")
+def _as_path(source: str | Path) -> Path | None:
+    """The path that `source` is, or None where it can only be a timm name."""
+    path = Path(source)
+    is_path = isinstance(source, Path) or path.exists() or path.suffix in _FILE_SUFFIXES or len(path.parts) > 1
+    return path if is_path else None
+
+
+def _file_of(path: Path) -> tuple[Path, tuple[str, ...]]:
+    """The file of weights that a path stands for, and what a user should know about the choice."""
+    if not path.is_dir():
+        if not path.exists():
+            raise FileNotFoundError(f"no weights at {path}: give a file, a run folder, or a timm name without slashes")
+        return path, ()
+    if (path / WEIGHTS_FILE).is_file():
+        return path / WEIGHTS_FILE, ()
+    for name in _HUB_WEIGHTS:
+        if (path / name).is_file():
+            return path / name, ()
+    checkpoints = sorted(path.glob(_CHECKPOINTS))
+    if checkpoints:
+        return checkpoints[-1], (f"the run has not finished; this is its last checkpoint, {checkpoints[-1].stem}",)
+    raise FileNotFoundError(
+        f"no backbone at {path}: give a folder that holds {WEIGHTS_FILE} (a run), or config.json and "
+        f"{_HUB_WEIGHTS[0]} (the Hugging Face hub), or give a file"
+    )
+
+
+# -------------------------------------------------------------------------------- what is known beside the weights
+
+
+def _declared_architecture(
+    content: Mapping[str, Any], path: Path, name: str | None, args: Mapping[str, Any] | None
+) -> Architecture | None:
+    """The architecture where something names it: the caller, a run's checkpoint, or timm's file on the hub."""
+    if name is not None:
+        size = timm.get_pretrained_cfg_value(name, "input_size") if timm.is_model(name) else None
+        return Architecture(name, dict(args or {}), size[-1] if size else 224)
+    if isinstance(run := content.get("cribo"), Mapping) and isinstance(config := run.get("config"), Mapping):
+        backbone = config["backbone"]
+        return Architecture(backbone["name"], {**(backbone["args"] or {}), **(args or {})}, config["views"]["size"])
+    config = _read_beside(path, _HUB_CONFIG)
+    if isinstance(timm_name := config.get("architecture"), str):
+        declared = {key: value for key, value in config.get("model_args", {}).items() if key not in RESERVED_ARGS}
+        size = config.get("pretrained_cfg", {}).get("input_size", (3, 224, 224))
+        return Architecture(timm_name, {**declared, **(args or {})}, size[-1])
+    return None
+
+
+def _recognise(content: Mapping[str, Any], path: Path, *, network: Network, backbone: Backbone | None) -> Recognised:
+    """Find the network in a file; the files beside it know more of it than its keys do."""
+    tensors = flatten(content)
+    if not tensors:
+        raise ValueError(f"{path} holds no tensors, only {first_keys(content) or 'nothing'}: give a file of weights")
+    recognised = recognise(tensors, str(path), network=network, backbone=backbone)
+    if isinstance(run := content.get("cribo"), Mapping) and isinstance(run.get("backbone"), Mapping):
+        return _as_described(recognised, run["backbone"])
+    if recognised.format == "Segmenter":
+        variant = _read_beside(path, "variant.yml").get("net_kwargs", {}).get("normalization")
+        return replace(recognised, mean=IMAGENET_MEAN, std=IMAGENET_STD) if variant == "deit" else recognised
+    config, images = _read_beside(path, _HUB_CONFIG), _read_beside(path, _HUB_IMAGES)
+    images = {**config.get("pretrained_cfg", {}), **images}
+    mean, std = images.get("image_mean", images.get("mean")), images.get("image_std", images.get("std"))
+    return replace(
+        recognised,
+        norm_eps=config.get("layer_norm_eps", recognised.norm_eps),
+        mean=tuple(mean or recognised.mean),
+        std=tuple(std or recognised.std),
+    )
+
+
+def _hidden_arguments(recognised: Recognised, path: Path, args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What weights do not show of a transformer, as far as its project, a file beside it or the caller tells."""
+    config = _read_beside(path, _HUB_CONFIG)
+    act_layer = recognised.act_layer
+    # Gated MLPs of these projects keep their own activation.
+    if "hidden_act" in config and not (config.get("use_swiglu_ffn") or config.get("use_gated_mlp")):
+        if config["hidden_act"] not in _HUB_ACTIVATIONS:
+            raise ValueError(
+                f"{path.with_name(_HUB_CONFIG)} has hidden_act {config['hidden_act']!r}: it must be one of "
+                f"{', '.join(_HUB_ACTIVATIONS)}"
+            )
+        act_layer = _HUB_ACTIVATIONS[config["hidden_act"]]
+    num_heads = (args or {}).get("num_heads", config.get("num_attention_heads"))
+    return {"heads": recognised.heads, "num_heads": num_heads, "act_layer": act_layer}
+
+
+_HUB_ACTIVATIONS = {"gelu": None, "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def _check_hidden_arguments(backbone: Backbone, recognised: Recognised, path: Path) -> None:
+    """Weights fit a network with other heads or another activation, and give features that mean nothing."""
+    expected = {"num_heads": recognised.heads.get(backbone.embed_dim), "act_layer": recognised.act_layer}
+    attention = getattr(backbone.model.blocks[0], "attn", None) if hasattr(backbone.model, "blocks") else None
+    has = {"num_heads": getattr(attention, "num_heads", None), "act_layer": backbone.args.get("act_layer", "gelu")}
+    for argument, value in expected.items():
+        if value is not None and has[argument] not in (None, value):
+            raise ValueError(
+                f"{path} is of {recognised.format}, whose networks of this width have {argument} {value}, the backbone "
+                f"has {has[argument]}: build it with args={{{argument!r}: {value!r}}}"
+            )
+
+
+def _read_beside(path: Path, name: str) -> dict[str, Any]:
+    beside = path.with_name(name)
+    if not beside.is_file():
+        return {}
+    if beside.suffix == ".json":
+        return read_json(beside)
+    try:
+        return yaml.safe_load(beside.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{beside} is damaged ({error}): copy it again") from error
+
+
+# ---------------------------------------------------------------------------------------------------- our own files
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether a file is of `save_backbone`, under whatever name."""
+    description = path.with_name(DESCRIPTION_FILE)
+    if path.name == WEIGHTS_FILE or not description.is_file():
+        return path.name == WEIGHTS_FILE
+    return read_json(description).get("sha256") == _sha256(path)
+
+
+def _load_saved(path: Path, *, image_size: int | None, drop_path: float) -> Backbone:
+    """What `save_backbone` wrote."""
+    description = path.with_name(DESCRIPTION_FILE)
     if not description.is_file():
         raise FileNotFoundError(
-            f"{weights} has no {DESCRIPTION_FILE} beside it: copy it from the run, or build the backbone by "
-            f"name with pretrained={str(weights)!r}"
+            f"{path} has no {DESCRIPTION_FILE} beside it: copy it from the run, or build the backbone by name with "
+            f"pretrained={str(path)!r}"
         )
-    content = _read_description(description)
-    if _sha256(weights) != content["sha256"]:
+    about = _read_description(description)
+    if _sha256(path) != about["sha256"]:
         raise ValueError(
-            f"{weights} is not the file that {description} describes (sha256 differs): copy both again from one run"
+            f"{path} is not the file that {description} describes (sha256 differs): copy both again from one run"
         )
-    backbone = build_backbone(
-        content["name"],
-        args={key: value for key, value in content["args"].items() if key not in RESERVED_ARGS},
-        image_size=content["image_size"],
-        drop_path=drop_path,
-    )
-    _load_all_or_nothing(backbone, _tensors(_read(weights)), str(weights))
-    _set_normalisation(backbone, content)
+    args = {key: value for key, value in about["args"].items() if key not in RESERVED_ARGS}
+    backbone = _build(Architecture(about["name"], args, about["image_size"]), image_size, drop_path, seed=0)
+    recognised = recognise(flatten(read_weights(path)), str(path), backbone=backbone)
+    _adopt(backbone, replace(_as_described(recognised, about), format="cribo backbone", notes=()), str(path))
     return backbone
 
 
-def _load_from_timm(backbone: Backbone, source: str) -> LoadedWeights:
-    name = backbone.name if source == "timm" else source
-    architecture, _, tag = name.partition(".")
+def _as_described(recognised: Recognised, about: Mapping[str, Any]) -> Recognised:
+    """With what a description says that the weights expect; older ones say nothing of epsilon."""
+    return replace(
+        recognised, mean=tuple(about["mean"]), std=tuple(about["std"]), norm_eps=about.get("norm_eps"), notes=()
+    )
+
+
+def _build(architecture: Architecture, image_size: int | None, drop_path: float, seed: int) -> Backbone:
+    return build_backbone(
+        architecture.name,
+        args=architecture.args,
+        image_size=image_size or architecture.image_size,
+        drop_path=drop_path,
+        seed=seed,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- timm
+
+
+def _build_from_timm(
+    source: str,
+    args: Mapping[str, Any] | None,
+    *,
+    pretrained: bool,
+    image_size: int | None,
+    drop_path: float,
+    seed: int,
+) -> Backbone:
+    architecture = source.partition(".")[0]
     if not timm.is_model(architecture):
-        raise ValueError(f"pretrained={source!r} is neither a file nor a timm name{nearest_names(architecture)}")
-    if architecture != backbone.name:
-        raise ValueError(f"{source!r} holds weights of {architecture}, the backbone is {backbone.name}")
+        raise ValueError(f"{source!r} is neither a file nor a timm name{nearest_names(architecture)}")
+    if pretrained:
+        _check_tag(source)
+    size = timm.get_pretrained_cfg_value(source if pretrained else architecture, "input_size") or (3, 224, 224)
+    backbone = _build(Architecture(architecture, dict(args or {}), size[-1]), image_size, drop_path, seed)
+    if pretrained:
+        _load_from_timm(backbone, source)
+    return backbone
+
+
+def _check_tag(name: str) -> None:
+    architecture, _, tag = name.partition(".")
     tags = [full for full in timm.list_pretrained() if full.partition(".")[0] == architecture]
     if not tags:
-        raise ValueError(f"timm has no pretrained weights of {architecture}: give a file")
+        raise ValueError(f"timm has no pretrained weights of {architecture}: give a file, or use random weights")
     if tag and name not in tags:
         raise ValueError(f"timm has no weights {name!r}: it has {', '.join(tags)}")
+
+
+def _load_from_timm(backbone: Backbone, name: str) -> LoadedWeights:
+    architecture = name.partition(".")[0]
+    if not timm.is_model(architecture):
+        raise ValueError(f"pretrained={name!r} is neither a file nor a timm name{nearest_names(architecture)}")
+    if architecture != backbone.name:
+        raise ValueError(f"{name!r} holds weights of {architecture}, the backbone is {backbone.name}")
+    _check_tag(name)
     config = timm.get_pretrained_cfg(name)
     # `custom_load` speaks of the file behind the URL, unless it is "hf".
     hub = config.hf_hub_id if config and str(config.custom_load) != "hf" else None
@@ -221,97 +467,34 @@ def _load_from_timm(backbone: Backbone, source: str) -> LoadedWeights:
             f"cannot fetch the weights {name!r} ({type(error).__name__}: {error}). Without a network: "
             f"download their file (model.safetensors) from {place} on another machine, and pass its path"
         ) from error
-    loaded = _take(backbone, content, name)
-    backbone.mean, backbone.std = config.mean, config.std
-    return loaded
+    source = f"{architecture}.{config.tag}" if config.tag else architecture
+    recognised = recognise(flatten(content), source, backbone=backbone)
+    # timm's own network is what its weights expect, epsilon and activation included.
+    recognised = replace(recognised, format="timm", mean=config.mean, std=config.std, norm_eps=None, notes=())
+    return _adopt(backbone, recognised, source)
 
 
-def _take(backbone: Backbone, content: Mapping[str, Any], source: str) -> LoadedWeights:
-    """Find the backbone in what a file holds and load it."""
-    state, taken = _find_state(content, source)
-    state, prefix, ignored = _strip_prefixes(state, backbone)
-    state, resampled = _fit(state, backbone, source)
-    extra = _load_all_or_nothing(backbone, state, source)
-    taken = "/".join(part for part in (taken, prefix) if part)
-    loaded = LoadedWeights(source, taken, (*ignored, *extra), resampled)
-    _logger.info(
-        "%s: took %s; left out %d keys of heads or other networks; resampled %s",
+# ------------------------------------------------------------------------------------------------------ all or none
+
+
+def _adopt(backbone: Backbone, recognised: Recognised, source: str, notes: tuple[str, ...] = ()) -> LoadedWeights:
+    """Load what was found in a file, with what its weights expect of images and norms, and keep the record."""
+    state, resampled = _fit(recognised.state, backbone, source)
+    _load_all_or_nothing(backbone, state, source)
+    backbone.mean, backbone.std = recognised.mean, recognised.std
+    backbone.set_norm_eps(recognised.norm_eps)
+    backbone.loaded = LoadedWeights(
         source,
-        taken or "the whole file",
-        len(loaded.ignored),
-        ", ".join(resampled) or "nothing",
+        format=recognised.format,
+        network=recognised.network,
+        part=recognised.part,
+        used=recognised.used,
+        dropped=recognised.dropped,
+        resampled=resampled,
+        notes=(*notes, *recognised.notes),
     )
-    return loaded
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"no weights at {path}")
-    if path.stat().st_size == 0:
-        raise ValueError(f"{path} is empty: copy or download it again")
-    try:
-        if path.suffix == ".safetensors":
-            content: Any = safetensors.torch.load_file(path)
-        else:
-            # Training scripts keep their options beside the weights; a namespace runs no code.
-            with torch.serialization.safe_globals([argparse.Namespace]):
-                content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file can fail anywhere in its reader
-        first_line = str(error).partition("\n")[0]
-        if "Weights only load failed" in first_line and "GLOBAL" in str(error):
-            raise ValueError(
-                f"{path} holds Python objects beside its tensors and is not read, because that could run "
-                "code in it: save only its state dict, where you trust it"
-            ) from error
-        raise ValueError(
-            f"{path} is damaged or is no file of weights ({type(error).__name__}: {first_line[:200]}): copy "
-            "or download it again"
-        ) from error
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{path} holds a {type(content).__name__}, expected a state dict")
-    return content
-
-
-def _tensors(content: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)}
-
-
-def _find_state(content: Mapping[str, Any], source: str) -> tuple[dict[str, Tensor], str]:
-    """Descend to the state dict; the second value says by which keys."""
-    taken: list[str] = []
-    while True:
-        key = next((key for key in _STATE_KEYS if isinstance(content.get(key), Mapping) and content[key]), None)
-        if key is None:
-            break
-        content = content[key]
-        taken.append(key)
-    state = _tensors(content)
-    if not state:
-        found = ", ".join(str(key) for key in list(content)[:_LISTED]) or "nothing"
-        raise ValueError(
-            f"{source} has no state dict: expected tensors, or one of {', '.join(_STATE_KEYS)}; it holds {found}"
-        )
-    return state, "/".join(taken)
-
-
-def _strip_prefixes(state: dict[str, Tensor], backbone: Backbone) -> tuple[dict[str, Tensor], str, tuple[str, ...]]:
-    """Peel off the names of wrappers; keys outside of them belong to other networks and are left out."""
-    own = tuple(backbone.model.state_dict())
-    stripped, ignored = "", []
-    while True:
-        prefix = next(
-            (
-                prefix
-                for prefix in _PREFIXES
-                if any(key.startswith(prefix) for key in state) and not any(key.startswith(prefix) for key in own)
-            ),
-            None,
-        )
-        if prefix is None:
-            return state, stripped, tuple(ignored)
-        ignored += [stripped + key for key in state if not key.startswith(prefix)]
-        state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        stripped += prefix
+    _logger.info("%s", backbone.loaded)
+    return backbone.loaded
 
 
 def _fit(state: dict[str, Tensor], backbone: Backbone, source: str) -> tuple[dict[str, Tensor], tuple[str, ...]]:
@@ -330,25 +513,22 @@ def _fit(state: dict[str, Tensor], backbone: Backbone, source: str) -> tuple[dic
     return fitted, tuple(resampled)
 
 
-def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source: str) -> tuple[str, ...]:
-    """Check every key and shape, then load; returns the keys that were left out as parts of heads."""
+def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source: str) -> None:
+    """Check every key, shape and value, then load."""
     own = backbone.model.state_dict()
-    # A file without a head lacks what `encode` never reads; old files lack batch norm's counters.
-    missing = [
-        key
-        for key in own
-        if key not in state and key not in backbone.unused_parameters and not key.endswith("num_batches_tracked")
-    ]
     reshaped = [
         f"{key} {tuple(state[key].shape)} instead of {tuple(own[key].shape)}"
         for key in own
         if key in state and state[key].shape != own[key].shape and key not in backbone.unused_parameters
     ]
-    extra = [key for key in state if key not in own]
-    unexpected = [key for key in extra if not key.startswith(_HEAD_PREFIXES)]
     problems = [
-        f"{len(keys)} keys {what}: {_first(keys)}"
-        for what, keys in (("missing", missing), ("of another shape", reshaped), ("unexpected", unexpected))
+        f"{len(keys)} keys {what}: {first_keys(keys)}"
+        for what, keys in (
+            ("missing", sorted(required_keys(backbone) - state.keys(), key=list(own).index)),
+            ("of another shape", reshaped),
+            ("unexpected", [key for key in state if key not in own]),
+            ("that are not finite", [key for key in own if key in state and not state[key].isfinite().all()]),
+        )
         if keys
     ]
     if problems:
@@ -356,27 +536,14 @@ def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source
         raise ValueError(f"{source} does not fit {backbone.name}{arguments}; nothing was loaded; {'; '.join(problems)}")
     usable = {key: state[key] for key in own if key in state and state[key].shape == own[key].shape}
     backbone.model.load_state_dict({**own, **usable})
-    return tuple(extra)
-
-
-def _first(keys: Iterable[str]) -> str:
-    keys = list(keys)
-    return ", ".join(keys[:_LISTED]) + (", ..." if len(keys) > _LISTED else "")
 
 
 def _read_description(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        missing = {"name", "args", "image_size", "mean", "std", "sha256"} - set(content)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): copy it again from the run") from error
+    content = read_json(path)
+    missing = {"name", "args", "image_size", "mean", "std", "sha256"} - set(content)
     if missing:
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: it is not a description of a backbone")
     return content
-
-
-def _set_normalisation(backbone: Backbone, description: Mapping[str, Any]) -> None:
-    backbone.mean, backbone.std = tuple(description["mean"]), tuple(description["std"])
 
 
 def _save_tensors(state: Mapping[str, Tensor], path: Path, stands_for: Path) -> None:

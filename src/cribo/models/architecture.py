@@ -1,0 +1,256 @@
+"""Which network of timm a set of weights belongs to, read off the names and shapes of its tensors."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+# Widths and depths with a name, and the attention heads of each width. Most have 64 channels a head, but not all:
+# ViT-H of MAE and LOCA has 80, DINOv3's largest has 128.
+_VIT_NAMES = {(192, 12): "tiny", (384, 12): "small", (768, 12): "base", (1024, 24): "large", (1280, 32): "huge"}
+_VIT_HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1152: 16, 1280: 16, 1408: 16, 1536: 24, 1664: 16}
+_DINOV3_NAMES = {
+    (192, 12, 768): "tiny",
+    (384, 12, 1536): "small",
+    (768, 12, 3072): "base",
+    (1024, 24, 4096): "large",
+}
+_GATED_DINOV3_NAMES = {(384, 12, 1536): "small_plus", (1280, 32, 5120): "huge_plus", (4096, 40, 8192): "7b"}
+_DINOV3_HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1280: 20, 4096: 32}
+_RESNET_NAMES: dict[tuple[str, tuple[int, ...]], str] = {
+    ("basic", (2, 2, 2, 2)): "resnet18",
+    ("basic", (3, 4, 6, 3)): "resnet34",
+    ("bottleneck", (3, 4, 6, 3)): "resnet50",
+    ("bottleneck", (3, 4, 23, 3)): "resnet101",
+    ("bottleneck", (3, 8, 36, 3)): "resnet152",
+}
+_RESNET_CHANNELS = (64, 128, 256, 512)
+# The size at which nearly all networks without a position embedding were trained.
+_USUAL_SIZE = 224
+
+
+class Architecture(NamedTuple):
+    """What builds the network of some weights.
+
+    Attributes:
+        name: timm's name.
+        args: `args` of `build_backbone`.
+        image_size: the size (pixels) of its position embedding.
+        notes: what was assumed, for the user to know.
+    """
+
+    name: str
+    args: dict[str, Any]
+    image_size: int
+    notes: tuple[str, ...] = ()
+
+
+def infer_architecture(
+    state: Mapping[str, Tensor],
+    *,
+    heads: Mapping[int, int] | None = None,
+    num_heads: int | None = None,
+    act_layer: str | None = None,
+) -> Architecture:
+    """The network that has these weights.
+
+    Args:
+        state: tensors under timm's keys: a vision transformer (with a learned or fixed position embedding), a DINOv3
+            vision transformer, or a ResNet.
+        heads: attention heads by width, before the usual ones; weights do not show them.
+        num_heads: attention heads, where they are known.
+        act_layer: activation of the MLPs, where it is not the network's usual one.
+
+    Raises:
+        ValueError: the weights are of another kind of network, or what they do not show is not known.
+
+    Example:
+        >>> import timm
+        >>> infer_architecture(timm.create_model("vit_base_patch32_224", num_classes=0).state_dict())[:3]
+        ('vit_base_patch32_224', {}, 224)
+    """
+    given = {key: value for key, value in (("num_heads", num_heads), ("act_layer", act_layer)) if value is not None}
+    if "layer1.0.conv1.weight" in state:
+        return _resnet(state)
+    if "blocks.0.gamma_1" in state and "pos_embed" not in state:
+        return _dinov3(state, given)
+    if "blocks.0.norm1.weight" in state and "pos_embed" in state:
+        return _vit(state, heads or {}, given)
+    raise ValueError(
+        "the weights are of no vision transformer with a position embedding, DINOv3 or ResNet: give the timm name of "
+        "their architecture"
+    )
+
+
+def _vit(state: Mapping[str, Tensor], known_heads: Mapping[int, int], given: Mapping[str, Any]) -> Architecture:
+    dim, patch_size, depth = _transformer_shape(state)
+    hidden = len(state["blocks.0.mlp.fc1.weight"])
+    is_gated = state["blocks.0.mlp.fc2.weight"].shape[1] * 2 == hidden
+    registers = state["reg_token"].shape[1] if "reg_token" in state else 0
+    grid, no_embed_class = _grid(state["pos_embed"].shape[1], int("cls_token" in state) + registers)
+    found = {
+        "patch_size": patch_size,
+        "embed_dim": dim,
+        "depth": depth,
+        "mlp_ratio": _ratio(hidden, dim),
+        "qkv_bias": "blocks.0.attn.qkv.bias" in state,
+        "qk_norm": "blocks.0.attn.q_norm.weight" in state,
+        "init_values": 1e-5 if "blocks.0.ls1.gamma" in state else None,
+        "class_token": "cls_token" in state,
+        "reg_tokens": registers,
+        "no_embed_class": no_embed_class,
+        "pre_norm": "norm_pre.weight" in state,
+    }
+    if not found["class_token"] or "fc_norm.weight" in state:
+        # Networks made for average pooling may keep their last norm behind it.
+        found |= {"global_pool": "avg", "fc_norm": "fc_norm.weight" in state}
+    if "norm.weight" not in state and "fc_norm.weight" not in state:
+        found["final_norm"] = False
+    name, usual = _vit_name(found, hidden, is_gated)
+    args = {key: value for key, value in found.items() if usual.get(key, _VIT_DEFAULTS.get(key)) != value}
+    notes: tuple[str, ...] = ()
+    if "num_heads" not in given:
+        num_heads = known_heads.get(dim) or _VIT_HEADS.get(dim)
+        if num_heads is None:
+            num_heads, notes = _guess_heads(dim)
+        given = {**given, "num_heads": num_heads}
+    args |= {key: value for key, value in given.items() if usual.get(key) != value}
+    return Architecture(name, args, grid * patch_size, notes)
+
+
+_VIT_DEFAULTS = {
+    "qkv_bias": True,
+    "qk_norm": False,
+    "init_values": None,
+    "class_token": True,
+    "reg_tokens": 0,
+    "no_embed_class": False,
+    "pre_norm": False,
+}
+# ViT-S/16, on which everything without a name of its own is built.
+_SMALL = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6, "mlp_ratio": 4.0}
+_VIT_PATCHES = {"tiny": (16,), "small": (8, 16, 32), "base": (8, 16, 32), "large": (14, 16, 32), "huge": (14,)}
+
+
+def _vit_name(found: Mapping[str, Any], hidden: int, is_gated: bool) -> tuple[str, dict[str, Any]]:
+    """The timm name nearest to what was found, and what that name stands for."""
+    dim, depth, patch_size = found["embed_dim"], found["depth"], found["patch_size"]
+    registers = {"reg_tokens": 4, "no_embed_class": True} if found["reg_tokens"] else {}
+    middle = "patch14_reg4_dinov2" if registers else "patch14_dinov2"
+    if is_gated:
+        # Only this name has a gated MLP; its ratio is written in timm with five digits.
+        usual = {"patch_size": 14, "embed_dim": 1536, "depth": 40, "num_heads": 24, "init_values": 1e-5, **registers}
+        usual["mlp_ratio"] = found["mlp_ratio"] if (dim, hidden) == (1536, 8192) else None
+        return f"vit_giant_{middle}", usual
+    size = _VIT_NAMES.get((dim, depth)) if hidden == 4 * dim else None
+    usual = {"patch_size": patch_size, "embed_dim": dim, "depth": depth, "num_heads": _VIT_HEADS.get(dim)}
+    usual["mlp_ratio"] = found["mlp_ratio"]
+    if size in ("small", "base", "large") and patch_size == 14 and found["init_values"]:
+        return f"vit_{size}_{middle}", {**usual, "init_values": 1e-5, **registers}
+    if size is not None and patch_size in _VIT_PATCHES[size]:
+        return f"vit_{size}_patch{patch_size}_224", usual
+    if size is not None:
+        nearest = 16 if 16 in _VIT_PATCHES[size] else _VIT_PATCHES[size][0]
+        return f"vit_{size}_patch{nearest}_224", {**usual, "patch_size": nearest}
+    return "vit_small_patch16_224", _SMALL
+
+
+def _dinov3(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture:
+    dim, patch_size, depth = _transformer_shape(state)
+    is_gated = "blocks.0.mlp.fc1_g.weight" in state
+    hidden = state["blocks.0.mlp.fc2.weight"].shape[1]
+    size = (_GATED_DINOV3_NAMES if is_gated else _DINOV3_NAMES).get((dim, depth, hidden))
+    bias = "_qkvb" if "blocks.0.attn.q_bias" in state else ""
+    found: dict[str, Any] = {"patch_size": patch_size, "num_reg_tokens": 0}
+    if "reg_token" in state:
+        found["num_reg_tokens"] = state["reg_token"].shape[1]
+    args = {key: value for key, value in found.items() if {"patch_size": 16, "num_reg_tokens": 4}[key] != value}
+    notes: tuple[str, ...] = ()
+    num_heads = given.get("num_heads") or _DINOV3_HEADS.get(dim)
+    if num_heads is None:
+        num_heads, notes = _guess_heads(dim)
+    if size is None:
+        size = "small_plus" if is_gated else "small"
+        args |= {"embed_dim": dim, "depth": depth, "num_heads": num_heads, "mlp_ratio": _ratio(hidden, dim)}
+    elif num_heads != _DINOV3_HEADS[dim]:
+        args["num_heads"] = num_heads
+    if size == "7b" and bias:
+        bias, args = "", {**args, "qkv_bias": True}
+    if size == "tiny" and not bias:
+        bias, args = "_qkvb", {**args, "qkv_bias": False}
+    return Architecture(f"vit_{size}_patch16_dinov3{bias}", args, _USUAL_SIZE // patch_size * patch_size, notes)
+
+
+def _resnet(state: Mapping[str, Tensor]) -> Architecture:
+    layers = tuple(_count(state, rf"layer{stage}") for stage in range(1, 5))
+    is_bottleneck = "layer1.0.conv3.weight" in state
+    kind = "bottleneck" if is_bottleneck else "basic"
+    inner = [state[f"layer{stage}.0.conv1.weight"].shape[0] for stage in range(1, 5) if layers[stage - 1]]
+    last = "conv3" if is_bottleneck else "conv2"
+    channels = tuple(
+        len(state[f"layer{stage}.0.{last}.weight"]) // (4 if is_bottleneck else 1)
+        for stage in range(1, 5)
+        if layers[stage - 1]
+    )
+    name = _RESNET_NAMES.get((kind, layers))
+    args: dict[str, Any] = {}
+    if name is None:
+        name, args = ("resnet50" if is_bottleneck else "resnet18"), {"layers": layers}
+    if channels != _RESNET_CHANNELS[: len(channels)]:
+        args["channels"] = channels
+    if is_bottleneck:
+        # ResNeXt divides the inner convolution into groups, wide networks widen it.
+        groups = inner[0] // state["layer1.0.conv2.weight"].shape[1]
+        base_width = inner[0] * 64 // (channels[0] * groups)
+        args |= {"cardinality": groups} if groups != 1 else {}
+        args |= {"base_width": base_width} if base_width != 64 else {}
+    return Architecture(name, args, _USUAL_SIZE)
+
+
+def _transformer_shape(state: Mapping[str, Tensor]) -> tuple[int, int, int]:
+    patches = state["patch_embed.proj.weight"]
+    if patches.ndim != 4 or patches.shape[2] != patches.shape[3] or patches.shape[1] != 3:
+        raise ValueError(
+            f"patch_embed.proj.weight must be (D, 3, P, P) for square patches of RGB images, got {tuple(patches.shape)}"
+        )
+    return patches.shape[0], patches.shape[-1], _count(state, "blocks")
+
+
+def _count(state: Mapping[str, Tensor], name: str) -> int:
+    numbers = {int(match[1]) for key in state if (match := re.match(rf"{name}\.(\d+)\.", key))}
+    missing = sorted(set(range(max(numbers, default=-1) + 1)) - numbers)
+    if missing:
+        raise ValueError(f"{name} are numbered to {max(numbers)}, but {missing} are missing: the file is not complete")
+    return len(numbers)
+
+
+def _grid(positions: int, prefix_tokens: int) -> tuple[int, bool]:
+    """The patches along a side of the position embedding, and whether it leaves out the prefix tokens."""
+    # Networks with registers give them no position.
+    for tokens in dict.fromkeys((0, prefix_tokens) if prefix_tokens > 1 else (prefix_tokens, 0)):
+        side = math.isqrt(max(positions - tokens, 0))
+        if side and side * side == positions - tokens:
+            return side, tokens != prefix_tokens
+    raise ValueError(
+        f"pos_embed has {positions} positions, which with {prefix_tokens} prefix tokens is no square grid: networks "
+        "trained on images that are not square cannot be built"
+    )
+
+
+def _ratio(hidden: int, dim: int) -> float:
+    ratio = hidden / dim
+    return ratio if int(dim * ratio) == hidden else math.nextafter(ratio, math.inf)
+
+
+def _guess_heads(dim: int) -> tuple[int, tuple[str, ...]]:
+    if dim % 64:
+        raise ValueError(
+            f"weights do not show their attention heads, and a width of {dim} is no multiple of the usual 64 channels "
+            "of a head: give args={'num_heads': ...}"
+        )
+    return dim // 64, (
+        f"weights do not show their attention heads: took {dim // 64} of 64 channels each; if they are others, give "
+        "args={'num_heads': ...}",
+    )

@@ -1,0 +1,197 @@
+"""Files of weights, read without running code in them and recognised by their first bytes, never by their name."""
+
+import argparse
+import json
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+_AGAIN = "copy or download it again"
+# Training scripts keep their options and best scores beside the weights; neither runs code when it is read.
+_SCALAR = np.float64(0).__reduce__()[0]
+_PLAIN_OBJECTS: list[Any] = [
+    argparse.Namespace,
+    np.dtype,
+    *((_SCALAR, f"numpy.{module}.multiarray.scalar") for module in ("core", "_core")),  # before and since NumPy 2
+    *(type(np.dtype(name)) for name in ("float16", "float32", "float64", "int32", "int64", "bool")),
+]
+_PLAIN_NAMES = {f"{kind.__module__}.{kind.__qualname__}" for kind in _PLAIN_OBJECTS if not isinstance(kind, tuple)} | {
+    name for _, name in (kind for kind in _PLAIN_OBJECTS if isinstance(kind, tuple))
+}
+_HEADER_BYTES = 512
+_LISTED = 5
+
+
+def read_weights(path: Path, *, trust: bool = False) -> dict[str, Any]:
+    """What a file of weights holds: safetensors, torch (zip or legacy), NumPy `.npz`, or Flax msgpack.
+
+    Args:
+        path: the file; its suffix does not matter.
+        trust: run the code that a torch file may hold beside its tensors. Only for files whose maker you trust.
+
+    Returns:
+        The mapping in the file, as it was saved: nested, arrays of NumPy and Flax as tensors.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is empty, damaged, a text or web page, or no mapping; or it holds Python objects (which are
+            named) and `trust` is not set.
+        ImportError: a Flax file, and msgpack is not installed.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no weights at {path}")
+    with path.open("rb") as file:
+        start = file.read(_HEADER_BYTES)
+    if not start:
+        raise ValueError(f"{path} is empty: {_AGAIN}")
+    _refuse_text(path, start)
+    read = _reader(path, start)
+    try:
+        content = read(path) if read is not _read_torch else _read_torch(path, trust=trust)
+    except (ImportError, UntrustedFile):
+        raise
+    except Exception as error:  # a damaged file can fail anywhere in its reader
+        first_line = str(error).partition("\n")[0][:200]
+        raise ValueError(
+            f"{path} is damaged or is no file of weights ({type(error).__name__}: {first_line}): {_AGAIN}"
+        ) from error
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path} holds a {type(content).__name__}, expected a mapping of names to tensors")
+    return {str(key): value for key, value in content.items()}
+
+
+def flatten(content: Mapping[Any, Any]) -> dict[str, Tensor]:
+    """Every tensor of a nested mapping under its path, the levels separated by slashes.
+
+    Example:
+        >>> list(flatten({"teacher": {"norm.weight": torch.ones(2)}, "epoch": 3}))
+        ['teacher/norm.weight']
+    """
+    found: dict[str, Tensor] = {}
+
+    def descend(value: Any, path: str) -> None:
+        if isinstance(value, Tensor):
+            found[path] = value
+        elif isinstance(value, Mapping):
+            for key, inner in value.items():
+                descend(inner, f"{path}/{key}" if path else str(key))
+        elif isinstance(value, list | tuple):
+            for index, inner in enumerate(value):
+                descend(inner, f"{path}/{index}" if path else str(index))
+
+    descend(content, "")
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: the file is damaged or holds no object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): {_AGAIN}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, expected an object")
+    return content
+
+
+class UntrustedFile(ValueError):
+    """A file that could run code when it is read."""
+
+
+def _refuse_text(path: Path, start: bytes) -> None:
+    # safetensors start with a length of eight bytes, msgpack and pickle with bytes outside of ASCII.
+    text = start.lstrip(b"\xef\xbb\xbf \t\r\n")
+    if re.match(rb"(?i)<(!doctype|html|head|\?xml|error)", text):
+        raise ValueError(
+            f"{path} is a web page, probably of an error or a login, and no file of weights: download it again, "
+            "from the address that the page itself links to"
+        )
+    if text.startswith(b"version https://git-lfs"):
+        raise ValueError(f"{path} is a pointer of Git LFS and not the file it stands for: fetch it with git lfs pull")
+    if all(byte in b"\t\r\n" or 32 <= byte < 127 for byte in start):
+        raise ValueError(f"{path} is a text file and no file of weights: {_AGAIN}")
+
+
+def _reader(path: Path, start: bytes) -> Any:
+    if start[:2] == b"PK":
+        try:
+            with zipfile.ZipFile(path) as archive:
+                names = archive.namelist()
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"{path} is cut off or damaged ({error}): {_AGAIN}") from error
+        if any("/code/" in name for name in names):
+            raise ValueError(f"{path} is a TorchScript program and no file of weights: save its module's state dict")
+        return _read_numpy if all(name.endswith(".npy") for name in names) else _read_torch
+    if len(start) > 8 and start[8:9] == b"{":
+        return safetensors.torch.load_file
+    # A msgpack mapping; 0x80 alone would be an empty one, and is how pickles start.
+    if 0x81 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF):
+        return _read_flax
+    return _read_torch
+
+
+def _read_torch(path: Path, *, trust: bool) -> Any:
+    if trust:
+        return torch.load(path, map_location="cpu", weights_only=False)
+    try:
+        with torch.serialization.safe_globals(_PLAIN_OBJECTS):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        names = _untrusted_objects(path, error)
+        if not names:
+            raise
+        listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
+        raise UntrustedFile(
+            f"{path} holds Python objects beside its tensors ({listed}) and is not read, because that could run code "
+            "in it: if you trust its maker, allow it with --trust (trust=True in Python), or save only its state dict"
+        ) from error
+
+
+def _untrusted_objects(path: Path, error: Exception) -> list[str]:
+    """The classes and functions that a torch file wants to call; none if that is not why it cannot be read."""
+    if "Weights only load failed" not in str(error) and "GLOBAL" not in str(error):
+        return []
+    try:
+        with torch.serialization.safe_globals(_PLAIN_OBJECTS):
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # older files hold several pickles and cannot be listed
+        names = []
+    return sorted(set(names) - _PLAIN_NAMES) or re.findall(r"GLOBAL ([\w.]+)", str(error))[:1]
+
+
+def _read_numpy(path: Path) -> dict[str, Tensor]:
+    with np.load(path, allow_pickle=False) as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+
+
+def _read_flax(path: Path) -> Any:
+    try:
+        import msgpack
+    except ImportError as error:
+        raise ImportError(
+            f"{path} is a checkpoint of Flax, which needs msgpack: pip install msgpack, or save its parameters as .npz"
+        ) from error
+    return msgpack.unpackb(path.read_bytes(), ext_hook=_flax_array, raw=False, strict_map_key=False)
+
+
+def _flax_array(code: int, data: bytes) -> Any:
+    """Flax packs an array as its shape, the name of its dtype and its bytes, under the extension 1."""
+    import msgpack
+
+    if code != 1:
+        return None
+    shape, name, content = msgpack.unpackb(data, raw=False)
+    if name == "bfloat16":  # NumPy has none
+        return torch.frombuffer(bytearray(content), dtype=torch.bfloat16).reshape(shape)
+    return torch.from_numpy(np.frombuffer(content, dtype=name).reshape(shape).copy())

@@ -1,0 +1,140 @@
+import argparse
+import pathlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from cribo.models.reading import flatten, read_weights
+
+STATE = {"norm.weight": torch.arange(4.0), "norm.bias": torch.ones(4, dtype=torch.float16)}
+
+
+def save_numpy(state: dict[str, torch.Tensor], path: Path) -> None:
+    with path.open("wb") as file:
+        np.savez(file, **{key: value.numpy() for key, value in state.items()})
+
+
+def save_legacy(state: dict[str, torch.Tensor], path: Path) -> None:
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+
+
+def save_flax(state: dict[str, torch.Tensor], path: Path) -> None:
+    """As flax.serialization writes it: arrays as the extension 1, of shape, dtype and bytes."""
+    msgpack = pytest.importorskip("msgpack")
+
+    def pack(value: Any) -> Any:
+        array = value.numpy()
+        return msgpack.ExtType(1, msgpack.packb((array.shape, array.dtype.name, array.tobytes())))
+
+    path.write_bytes(msgpack.packb(state, default=pack))
+
+
+WRITERS = {
+    "safetensors": safetensors.torch.save_file,
+    "torch": torch.save,
+    "legacy": save_legacy,
+    "numpy": save_numpy,
+    "flax": save_flax,
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+def test_files_are_known_by_content_and_not_by_name(tmp_path: Path, writer: Callable[..., Any]):
+    path = tmp_path / "weights.jpg"
+    writer(STATE, path)
+    content = read_weights(path)
+    assert content.keys() == STATE.keys()
+    assert all(content[key].dtype == value.dtype and torch.equal(content[key], value) for key, value in STATE.items())
+
+
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+@pytest.mark.parametrize("keep", [0.97, 0.5])
+def test_a_file_that_is_cut_off_says_so(tmp_path: Path, writer: Callable[..., Any], keep: float):
+    path = tmp_path / "weights"
+    writer({"weight": torch.randn(1000)}, path)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(keep * len(content))])
+    with pytest.raises(ValueError, match=r"is (damaged|cut off).*copy or download it again"):
+        read_weights(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"\n<!DOCTYPE html><html><body>404</body></html>", "is a web page"),
+        (b"<html>Sign in</html>", "is a web page"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "pointer of Git LFS"),
+        (b"no weights" * 99, "is a text file"),
+        (bytes(range(255, 0, -1)), "is damaged or is no file of weights"),
+    ],
+)
+def test_what_is_no_file_of_weights_says_what_it_is(tmp_path: Path, content: bytes, message: str):
+    path = tmp_path / "weights.pth"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_weights(path)
+
+
+def test_a_missing_file_and_one_that_holds_a_list(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"no weights at .*nowhere\.pth"):
+        read_weights(tmp_path / "nowhere.pth")
+    torch.save([torch.ones(1)], tmp_path / "list.pth")
+    with pytest.raises(ValueError, match="holds a list, expected a mapping"):
+        read_weights(tmp_path / "list.pth")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_program_is_not_read(tmp_path: Path):
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), tmp_path / "program.pt")
+    with pytest.raises(ValueError, match="is a TorchScript program"):
+        read_weights(tmp_path / "program.pt")
+
+
+class Payload:
+    def __reduce__(self):
+        return (print, ("code in a checkpoint",))
+
+
+def test_code_in_a_file_is_run_only_where_the_user_trusts_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "weights.pth"
+    torch.save({"model": STATE, "folder": pathlib.PurePosixPath("/data"), "extra": Payload()}, path)
+    with pytest.raises(ValueError, match=r"\(builtins\.print, pathlib\.PurePosixPath\) and is not read.*--trust"):
+        read_weights(path)
+    assert "code in a checkpoint" not in capsys.readouterr().out
+    assert torch.equal(read_weights(path, trust=True)["model"]["norm.weight"], STATE["norm.weight"])
+    assert "code in a checkpoint" in capsys.readouterr().out
+
+
+def test_code_in_an_older_file_is_named_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "weights.pth"
+    torch.save({"model": STATE, "extra": Payload()}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(ValueError, match=r"\(.*print\) and is not read"):
+        read_weights(path)
+    assert "code in a checkpoint" not in capsys.readouterr().out
+
+
+def test_options_and_scores_of_training_scripts_are_read(tmp_path: Path):
+    content = {"model": STATE, "args": argparse.Namespace(arch="vit_small"), "best": np.float64(71.5), "epoch": 3}
+    torch.save(content, tmp_path / "weights.pth")
+    read = read_weights(tmp_path / "weights.pth")
+    assert read["args"].arch == "vit_small"
+    assert read["best"] == 71.5
+
+
+def test_objects_in_numpy_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with (tmp_path / "weights.npz").open("wb") as file:
+        np.savez(file, weight=np.array([Payload()], dtype=object))
+    with pytest.raises(ValueError, match="is damaged or is no file of weights"):
+        read_weights(tmp_path / "weights.npz")
+    assert "code in a checkpoint" not in capsys.readouterr().out
+
+
+def test_tensors_are_found_at_any_depth():
+    content = {"optimizer": {"state": {0: {"exp_avg": torch.ones(1)}}}, "list": [{"a": torch.ones(2)}], "epoch": 3}
+    assert list(flatten(content)) == ["optimizer/state/0/exp_avg", "list/0/a"]
