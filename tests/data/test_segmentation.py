@@ -5,9 +5,11 @@ import pytest
 import torch
 from PIL import Image
 
+from cribo.data.datasets import open_segmentation
 from cribo.data.images import DataError, MissingData
 from cribo.data.reading import UnreadableImage
-from cribo.data.segmentation import LabelledFolder, LabelledImages, open_labelled
+from cribo.data.scenes import Scenes
+from cribo.data.segmentation import LabelledFolder, LabelledImages, LabelledSubset, LabelValues, by_stem, colour_map
 
 LABELS = np.array([[0, 1, 2], [2, 255, 0]], dtype=np.uint8)
 
@@ -32,22 +34,41 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_layout_with_splits(root):
-    data: LabelledImages = open_labelled(root, "val")
+    data: LabelledImages = open_segmentation("folder", root, "val")
     assert len(data) == 2
     assert data.classes == ["sky", "road", "car"]
     assert data.ignore_index == 255
+    assert list(data.palette) == [(0, 0, 0), (128, 0, 0), (0, 128, 0)]
     assert data.name(0) == "a.jpg"
     assert data.load(0).shape == (3, 2, 3)
     assert data.labels(0).dtype == torch.uint8
     np.testing.assert_array_equal(data.labels(0), LABELS)
 
 
+def test_paths_of_the_files(root):
+    data = open_segmentation("folder", root, "val")
+    assert data.image_path(1) == str(root / "images" / "val" / "b.jpg")
+    assert data.label_path(1) == str(root / "labels" / "val" / "b.png")
+
+
+def test_subset(root):
+    save_labels(root / "labels" / "val" / "b.png", LABELS[::-1].copy())
+    data = open_segmentation("folder", root, "val")
+    subset: LabelledImages = LabelledSubset(data, [1])
+    assert len(subset) == 1
+    assert (subset.name(0), LabelledSubset(data, [1]).image_path(0)) == ("b.jpg", data.image_path(1))
+    np.testing.assert_array_equal(subset.labels(0), LABELS[::-1])
+    assert (subset.classes, subset.palette) == (data.classes, data.palette)
+    with pytest.raises(IndexError, match=r"indices must be in 0\.\.1, got 2"):
+        LabelledSubset(data, [0, 2])
+
+
 def test_missing_split_offers_the_nearest(root):
     with pytest.raises(MissingData, match=r"no 'vall' in .*images; did you mean 'val'"):
-        open_labelled(root, "vall")
+        open_segmentation("folder", root, "vall")
     save_image(root / "images" / "train" / "a.jpg")
     with pytest.raises(MissingData, match=r"no 'train' in .*labels"):
-        open_labelled(root, "train")
+        open_segmentation("folder", root, "train")
 
 
 def test_pairs_by_path_without_extension(tmp_path):
@@ -65,47 +86,49 @@ def test_palette_png_gives_indices_not_colours(root):
     image.putpalette(np.random.default_rng(0).integers(0, 256, 768, dtype=np.uint8).tobytes())
     assert image.mode == "P"
     image.save(root / "labels" / "val" / "a.png")
-    np.testing.assert_array_equal(open_labelled(root, "val").labels(0), LABELS)
+    np.testing.assert_array_equal(open_segmentation("folder", root, "val").labels(0), LABELS)
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.bool_])
 def test_other_depths(root, dtype):
     values = np.array([[0, 1, 1], [1, 0, 0]], dtype=dtype)
     save_labels(root / "labels" / "val" / "a.png", values)
-    labels = open_labelled(root, "val").labels(0)
+    labels = open_segmentation("folder", root, "val").labels(0)
     assert labels.dtype == torch.uint8
     np.testing.assert_array_equal(labels, values)
 
 
 def test_colour_coded_labels_are_refused(root):
     save_image(root / "labels" / "val" / "a.png")
-    with pytest.raises(DataError, match=r"a\.png: labels must be class indices .* got colours \(mode RGB\)"):
-        open_labelled(root, "val").labels(0)
+    with pytest.raises(
+        DataError, match=r"a\.png: labels must be class indices .* got colours \(mode RGB\): replace each colour"
+    ):
+        open_segmentation("folder", root, "val").labels(0)
 
 
 def test_missing_label_is_named(root):
     (root / "labels" / "val" / "b.png").unlink()
     with pytest.raises(MissingData, match=r"image b\.jpg has no labels: there is no b\.png in .*val"):
-        open_labelled(root, "val")
+        open_segmentation("folder", root, "val")
 
 
 def test_two_images_with_the_same_labels(root):
     save_image(root / "images" / "val" / "a.png")
     with pytest.raises(DataError, match=r"a\.jpg and a\.png share the labels a\.png"):
-        open_labelled(root, "val")
+        open_segmentation("folder", root, "val")
 
 
 def test_size_mismatch(root):
     save_labels(root / "labels" / "val" / "a.png", LABELS.T.copy())
     with pytest.raises(DataError, match=r"size of their image a\.jpg, 3 x 2, got 2 x 3"):
-        open_labelled(root, "val").labels(0)
+        open_segmentation("folder", root, "val").labels(0)
 
 
 def test_labels_belong_to_the_upright_image(root):
     exif = Image.Exif()
     exif[0x0112] = 6
     save_image(root / "images" / "val" / "a.jpg", width=2, height=3, exif=exif)
-    data = open_labelled(root, "val")
+    data = open_segmentation("folder", root, "val")
     assert data.load(0).shape[1:] == data.labels(0).shape == (2, 3)
 
 
@@ -118,16 +141,18 @@ def test_value_outside_the_classes(root, value, dtype):
         DataError,
         match=rf"a\.png: labels must be in 0\.\.2 \(3 classes\) or 255 .*, got {value} at 1 of 6 pixels",
     ):
-        open_labelled(root, "val").labels(0)
+        open_segmentation("folder", root, "val").labels(0)
 
 
 def test_classes_are_numbered_when_not_given(root):
     (root / "classes.txt").unlink()
-    assert open_labelled(root, "val").classes == ["0", "1", "2"]
+    data = open_segmentation("folder", root, "val")
+    assert len(data.palette) == 3
+    assert data.classes == ["0", "1", "2"]
     for name in ("a", "b"):
         save_labels(root / "labels" / "val" / f"{name}.png", np.full((2, 3), 255, dtype=np.uint8))
     with pytest.raises(DataError, match=r"every pixel of every label map in .* is 255"):
-        _ = open_labelled(root, "val").classes
+        _ = open_segmentation("folder", root, "val").classes
 
 
 @pytest.mark.parametrize(
@@ -143,7 +168,7 @@ def test_wrong_classes(root, classes, message):
         LabelledFolder(root / "images" / "val", root / "labels" / "val", classes)
     (root / "classes.txt").write_text("\n".join(classes))
     with pytest.raises(DataError, match=rf"classes\.txt {message}"):
-        open_labelled(root, "val")
+        open_segmentation("folder", root, "val")
 
 
 def test_missing_classes_file(root):
@@ -154,7 +179,7 @@ def test_missing_classes_file(root):
 def test_no_images(root):
     (root / "images" / "train").mkdir()
     with pytest.raises(DataError, match="no images in"):
-        open_labelled(root, "train")
+        open_segmentation("folder", root, "train")
 
 
 def test_broken_label_file(root):
@@ -162,11 +187,40 @@ def test_broken_label_file(root):
     save_labels(path, np.random.default_rng(0).integers(0, 3, (64, 64), dtype=np.uint8))
     path.write_bytes(path.read_bytes()[:400])
     with pytest.raises(UnreadableImage, match=r"a\.png"):
-        open_labelled(root, "val").labels(0)
+        open_segmentation("folder", root, "val").labels(0)
+
+
+def test_colour_map_is_that_of_pascal_voc():
+    colours = colour_map(256)
+    assert len(set(colours)) == 256
+    assert [colours[c] for c in (1, 8, 15, 20, 255)] == [
+        (128, 0, 0),
+        (64, 0, 0),
+        (192, 128, 128),
+        (0, 64, 128),
+        (224, 224, 192),
+    ]
+    with pytest.raises(ValueError, match=r"count must be in 0\.\.256 .*, got 257"):
+        colour_map(257)
+
+
+def test_scenes_have_a_colour_per_class():
+    scenes: LabelledImages = Scenes(1)
+    assert len(set(scenes.palette)) == len(scenes.palette) == len(scenes.classes)
+
+
+def test_values_in_words():
+    assert str(LabelValues((7, 8, 11, 12, 13), ignored=(0, 9, 255))) == (
+        "in 7..8, 11..13 (5 classes) or 0, 9, 255 (ignored)"
+    )
+
+
+def test_stems_end_where_the_longest_ending_begins():
+    assert by_stem(["a_b.png", "c.png"], [".png", "_b.png"]) == {"a": "a_b.png", "c": "c.png"}
 
 
 def test_camvid(camvid):
-    val = open_labelled(camvid, "val")
+    val = open_segmentation("folder", camvid, "val")
     assert len(val) == 101
     assert len(val.classes) == 11
     assert val.classes[8] == "car"

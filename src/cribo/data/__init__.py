@@ -1,18 +1,26 @@
 """What can be trained on and evaluated on."""
 
+from cribo.data.datasets import SEGMENTATION_SETS, SegmentationSet, default_splits, open_segmentation
 from cribo.data.images import DataError, ImageFiles, ImageSource, MissingData, open_images
 from cribo.data.reading import UnreadableImage, read_image
-from cribo.data.segmentation import LabelledFolder, LabelledImages, open_labelled
+from cribo.data.segmentation import LabelledFiles, LabelledFolder, LabelledImages, LabelledSubset, colour_map, open_labelled
 
 __all__ = [
+    "SEGMENTATION_SETS",
     "DataError",
     "ImageFiles",
     "ImageSource",
+    "LabelledFiles",
     "LabelledFolder",
     "LabelledImages",
+    "LabelledSubset",
     "MissingData",
+    "SegmentationSet",
     "UnreadableImage",
+    "colour_map",
+    "default_splits",
     "open_images",
     "open_labelled",
+    "open_segmentation",
     "read_image",
 ]

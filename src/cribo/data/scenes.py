@@ -23,6 +23,10 @@ OBJECT_CLASSES = (
 )
 GROUND_CLASSES = ("sand", "clouds", "water")
 
+# For pictures of labels only: the scenes themselves have all hues in all classes.
+_OBJECT_COLOURS = ((214, 39, 40), (255, 127, 14), (44, 160, 44), (148, 103, 189), (227, 119, 194), (102, 51, 0))
+_GROUND_COLOURS = ((237, 201, 145), (214, 219, 228), (31, 119, 180))
+
 _TILE = 512  # texels along one side of a texture tile; tiles repeat without a seam
 _TEXELS_PER_PIXEL = 7.0  # tiles are sampled far below their resolution, so the nearest texel is good enough
 _ANGLES = 720  # entries of an outline table
@@ -69,6 +73,11 @@ class Scenes:
     def classes(self) -> list[str]:
         """Class names; the position in this list is the class index used in `labels`."""
         return [*OBJECT_CLASSES, *GROUND_CLASSES]
+
+    @property
+    def palette(self) -> list[tuple[int, int, int]]:
+        """The colour of each class in pictures of labels; grounds have the colour of their name."""
+        return [*_OBJECT_COLOURS, *_GROUND_COLOURS]
 
     @property
     def ignore_index(self) -> int:

@@ -1,20 +1,23 @@
 """Images with a class for each pixel: what dense evaluation and segmentation read."""
 
 import os
-from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
-from jaxtyping import UInt8
+from jaxtyping import Bool, UInt8
 from torch import Tensor
 
 from cribo.data.images import (
+    EXTENSIONS,
     DataError,
+    ImageFiles,
     ImageSource,
     MissingData,
-    PackedNames,
     list_files,
     open_images,
     require,
@@ -24,9 +27,15 @@ from cribo.data.reading import MAX_PIXELS, image_size, open_header
 IGNORE_INDEX = 255
 """Label of pixels that count neither as memory nor in a score."""
 
+Colour = tuple[int, int, int]
+"""Red, green and blue, 0 to 255."""
+
 
 class LabelledImages(ImageSource, Protocol):
-    """An ImageSource in which every image has a class for each pixel."""
+    """An ImageSource in which every image has a class for each pixel.
+
+    Those whose images are files also have `image_path(index)`.
+    """
 
     @property
     def classes(self) -> Sequence[str]:
@@ -38,19 +47,177 @@ class LabelledImages(ImageSource, Protocol):
         """The label of pixels without class."""
         ...
 
+    @property
+    def palette(self) -> Sequence[Colour]:
+        """The colour of each class in pictures."""
+        ...
+
     def labels(self, index: int) -> UInt8[Tensor, "h w"]:
         """The class of each pixel of image `index`, or `ignore_index`; of the same size as the image."""
         ...
 
 
-class LabelledFolder:
+def colour_map(count: int) -> list[Colour]:
+    """`count` different colours, in the order of Pascal VOC's colour map, which begins with black.
+
+    The bits of a class's number are dealt out to red, green and blue in turn, and fill each from its highest bit
+    down: classes whose numbers lie close together get colours that lie far apart.
+
+    Raises ValueError if `count` is not in 0..256.
+
+    >>> colour_map(3)
+    [(0, 0, 0), (128, 0, 0), (0, 128, 0)]
+    """
+    if not 0 <= count <= 256:
+        raise ValueError(f"count must be in 0..256 (there are 256 colours), got {count}")
+
+    def channel(number: int, first_bit: int) -> int:
+        return sum((number >> (3 * step + first_bit) & 1) << (7 - step) for step in range(3))
+
+    return [(channel(c, 0), channel(c, 1), channel(c, 2)) for c in range(count)]
+
+
+@dataclass(frozen=True)
+class LabelValues:
+    """What the values in the label maps of a set stand for.
+
+    Attributes:
+        classes: the value of each class, in the order of the classes; all different, 0 to 255.
+        ignored: the values of pixels without class.
+    """
+
+    classes: tuple[int, ...]
+    ignored: tuple[int, ...] = (IGNORE_INDEX,)
+
+    @cached_property
+    def table(self) -> UInt8[np.ndarray, "256"]:
+        """The class of each value, `IGNORE_INDEX` for the others."""
+        table = np.full(256, IGNORE_INDEX, dtype=np.uint8)
+        table[list(self.classes)] = np.arange(len(self.classes))
+        return table
+
+    @cached_property
+    def known(self) -> Bool[np.ndarray, "256"]:
+        """Whether a value stands for a class or is ignored."""
+        known = np.zeros(256, dtype=np.bool_)
+        known[[*self.classes, *self.ignored]] = True
+        return known
+
+    def __str__(self) -> str:
+        return f"in {_ranges(self.classes)} ({len(self.classes)} classes) or {_ranges(self.ignored)} (ignored)"
+
+
+def class_indices(count: int) -> LabelValues:
+    """Values that are class indices, 255 for pixels without class."""
+    return LabelValues(tuple(range(count)))
+
+
+class LabelledFiles:
+    """Image files, each with a file that holds its label map.
+
+    A label map is a grey or palette PNG. (Of a palette PNG the indices are read; its colours do not matter.)
+
+    Args:
+        images: the images.
+        label_folder: where the paths of the label maps start.
+        label_names: a path for each image.
+        classes: names of the classes.
+        palette: a colour for each class.
+        values: what the values in the label maps stand for.
+    """
+
+    ignore_index: int = IGNORE_INDEX
+
+    def __init__(
+        self,
+        images: ImageFiles,
+        label_folder: str | os.PathLike[str],
+        label_names: Iterable[str],
+        *,
+        classes: Sequence[str],
+        palette: Sequence[Colour],
+        values: LabelValues,
+    ) -> None:
+        self._images = images
+        self._label_files = ImageFiles(label_folder, label_names, max_pixels=images.max_pixels)
+        self._classes = list(classes)
+        self._palette = list(palette)
+        self._values = values
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of the classes; label c is `classes[c]`."""
+        return self._classes
+
+    @property
+    def palette(self) -> list[Colour]:
+        """The colour of each class in pictures."""
+        return self._palette
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def name(self, index: int) -> str:
+        """The image's path below the folder of the images."""
+        return self._images.name(index)
+
+    def image_path(self, index: int) -> str:
+        """Where the image's file is."""
+        return self._images.path(index)
+
+    def label_path(self, index: int) -> str:
+        """Where the file of the image's label map is."""
+        return self._label_files.path(index)
+
+    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
+        """One image, RGB, upright. Raises UnreadableImage (see `read_image`)."""
+        return self._images.load(index)
+
+    def labels(self, index: int) -> UInt8[Tensor, "h w"]:
+        """The class of each pixel, 255 for none.
+
+        Raises UnreadableImage for a broken file, DataError if the map is not of the image's size, is in
+        colours instead of indices, or holds a value that is neither a class nor ignored.
+        """
+        path = self.label_path(index)
+        with open_header(path, max_pixels=self._images.max_pixels) as image:
+            mode, values = image.mode, np.array(image)
+        if values.ndim != 2 or mode == "F":
+            raise DataError(
+                f"{path}: labels must be class indices in a grey or palette PNG, got colours (mode {mode}): "
+                "replace each colour by the index of its class"
+            )
+        size = image_size(self.image_path(index))
+        if values.shape != size:
+            raise DataError(
+                f"{path}: labels must have the size of their image {self.name(index)}, "
+                f"{size[1]} x {size[0]}, got {values.shape[1]} x {values.shape[0]}"
+            )
+        return torch.from_numpy(self._values.table.take(self._checked(values, path)))
+
+    def _checked(self, values: np.ndarray, path: str) -> UInt8[np.ndarray, "h w"]:
+        if values.dtype != np.uint8:  # 1 or 16 bits per pixel
+            wrong = (values < 0) | (values > 255)
+            narrow = values.astype(np.uint8)
+        else:
+            wrong, narrow = np.False_, values
+        wrong = wrong | ~self._values.known.take(narrow)
+        if wrong.any():
+            raise DataError(
+                f"{path}: labels must be {self._values}, "
+                f"got {int(values[wrong][0])} at {int(wrong.sum())} of {values.size} pixels"
+            )
+        return narrow
+
+
+class LabelledFolder(LabelledFiles):
     """Images in one folder, label maps in another, paired by their path without extension.
 
     `images_dir` is any folder for `open_images`; `labels_dir` holds, for `a/b.jpg`, the file `a/b.png`: a
-    grey or palette PNG whose values are class indices, 255 for pixels without class. (Of a palette PNG the
-    indices are read; its colours do not matter.) Label maps without an image are left alone. `classes` are
-    the names of the classes or a text file with one name per line; when None they are numbered, up to the
-    highest label, for which all label maps are read once, when `classes` is first used.
+    grey or palette PNG whose values are class indices, 255 for pixels without class. Label maps without an
+    image are left alone. `classes` are the names of the classes or a text file with one name per line; when
+    None they are numbered, up to the highest label, for which all label maps are read once, when `classes` is
+    first used. Their colours are those of `colour_map`.
 
     Raises MissingData if a folder or a label map is not there, DataError if there is no image, if two images
     share a label map, or if the classes are not 1 to 255 different names.
@@ -60,8 +227,6 @@ class LabelledFolder:
     (torch.Size([3, 360, 480]), torch.Size([360, 480]), 'car')
     """
 
-    ignore_index: int = IGNORE_INDEX
-
     def __init__(
         self,
         images_dir: str | os.PathLike[str],
@@ -70,33 +235,35 @@ class LabelledFolder:
         *,
         max_pixels: int = MAX_PIXELS,
     ) -> None:
-        self.images = open_images(images_dir, max_pixels=max_pixels)
-        labels_folder = Path(labels_dir).expanduser()
-        require(labels_folder)
-        self.labels_dir = os.fspath(labels_folder)
-        self._labels = PackedNames(self._pair())
-        self._classes = None if classes is None else _class_names(classes)
-
-    def _pair(self) -> list[str]:
-        maps = {_stem(name): name for name in list_files(self.labels_dir, [".png"])}
-        owner: dict[str, str] = {}
-        paired = []
-        for image in map(self.images.name, range(len(self.images))):
-            stem = _stem(image)
+        images = open_images(images_dir, max_pixels=max_pixels)
+        folder = Path(labels_dir).expanduser()
+        require(folder)
+        stems = by_stem(map(images.name, range(len(images))), EXTENSIONS)
+        maps = by_stem(list_files(folder, [".png"]), [".png"])
+        for stem, name in stems.items():
             if stem not in maps:
-                raise MissingData(f"the image {image} has no labels: there is no {stem}.png in {self.labels_dir}")
-            if stem in owner:
-                raise DataError(f"the images {owner[stem]} and {image} share the labels {maps[stem]}: rename one")
-            owner[stem] = image
-            paired.append(maps[stem])
-        return paired
+                raise missing_labels(name, folder / f"{stem}.png")
+        names = [] if classes is None else class_names(classes)
+        super().__init__(
+            images,
+            folder,
+            [maps[stem] for stem in stems],
+            classes=names,
+            palette=colour_map(len(names)),
+            values=class_indices(len(names) or IGNORE_INDEX),
+        )
 
     @property
     def classes(self) -> list[str]:
         """The names of the classes; label c is `classes[c]`."""
-        if self._classes is None:
+        if not self._classes:
             self._classes = self._numbered_classes()
         return self._classes
+
+    @property
+    def palette(self) -> list[Colour]:
+        """The colour of each class in pictures."""
+        return colour_map(len(self.classes))
 
     def _numbered_classes(self) -> list[str]:
         highest = -1
@@ -106,48 +273,66 @@ class LabelledFolder:
             if values.numel():
                 highest = max(highest, int(values.max()))
         if highest < 0:
-            raise DataError(f"every pixel of every label map in {self.labels_dir} is {self.ignore_index} (ignored)")
+            folder = self._label_files.folder
+            raise DataError(f"every pixel of every label map in {folder} is {self.ignore_index} (ignored)")
         return [str(c) for c in range(highest + 1)]
 
+
+class LabelledSubset:
+    """Some of the images of a set, in the order in which they are given.
+
+    Args:
+        images: the set.
+        indices: which of them.
+
+    Raises:
+        IndexError: an index that the set does not have.
+    """
+
+    def __init__(self, images: LabelledFiles, indices: Iterable[int]) -> None:
+        self._images = images
+        self._indices = tuple(indices)
+        wrong = next((index for index in self._indices if not 0 <= index < len(images)), None)
+        if wrong is not None:
+            raise IndexError(f"indices must be in 0..{len(images) - 1}, got {wrong}")
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of the set's classes."""
+        return self._images.classes
+
+    @property
+    def ignore_index(self) -> int:
+        """The label of pixels without class."""
+        return self._images.ignore_index
+
+    @property
+    def palette(self) -> list[Colour]:
+        """The colour of each class in pictures."""
+        return self._images.palette
+
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self._indices)
 
     def name(self, index: int) -> str:
-        """The image's path below `images_dir`."""
-        return self.images.name(index)
+        """The image's name in the set."""
+        return self._images.name(self._indices[index])
+
+    def image_path(self, index: int) -> str:
+        """Where the image's file is."""
+        return self._images.image_path(self._indices[index])
+
+    def label_path(self, index: int) -> str:
+        """Where the file of the image's label map is."""
+        return self._images.label_path(self._indices[index])
 
     def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
-        """One image, RGB, upright. Raises UnreadableImage (see `read_image`)."""
-        return self.images.load(index)
+        """One image, as the set gives it."""
+        return self._images.load(self._indices[index])
 
     def labels(self, index: int) -> UInt8[Tensor, "h w"]:
-        """The class of each pixel, 255 for none.
-
-        Raises UnreadableImage for a broken file, DataError if the map is not of the image's size, is in
-        colours instead of indices, or holds a value that is no class.
-        """
-        path = os.path.join(self.labels_dir, self._labels[index])
-        with open_header(path, max_pixels=self.images.max_pixels) as image:
-            mode, values = image.mode, np.array(image)
-        if values.ndim != 2 or mode == "F":
-            raise DataError(f"{path}: labels must be class indices in a grey or palette PNG, got colours (mode {mode})")
-        size = image_size(self.images.path(index))
-        if values.shape != size:
-            raise DataError(
-                f"{path}: labels must have the size of their image {self.name(index)}, "
-                f"{size[1]} x {size[0]}, got {values.shape[1]} x {values.shape[0]}"
-            )
-        self._check_values(values, path)
-        return torch.from_numpy(values.astype(np.uint8))
-
-    def _check_values(self, values: np.ndarray, path: str) -> None:
-        limit = self.ignore_index if self._classes is None else len(self._classes)
-        wrong = values[(values < 0) | ((values >= limit) & (values != self.ignore_index))]
-        if wrong.size:
-            raise DataError(
-                f"{path}: labels must be in 0..{limit - 1} ({limit} classes) or {self.ignore_index} "
-                f"(ignored), got {int(wrong[0])} at {wrong.size} of {values.size} pixels"
-            )
+        """The class of each pixel, as the set gives it."""
+        return self._images.labels(self._indices[index])
 
 
 def open_labelled(root: str | os.PathLike[str], split: str, *, max_pixels: int = MAX_PIXELS) -> LabelledFolder:
@@ -167,7 +352,37 @@ def open_labelled(root: str | os.PathLike[str], split: str, *, max_pixels: int =
     )
 
 
-def _class_names(classes: Sequence[str] | str | os.PathLike[str]) -> list[str]:
+def by_stem(names: Iterable[str], endings: Sequence[str]) -> dict[str, str]:
+    """Names by what stands before their ending, in their order; those with none of the endings are left out.
+
+    Endings are compared without regard to case. Raises DataError if two names share a stem.
+
+    >>> by_stem(["b/1.jpg", "b/2.JPG", "b/3.txt"], [".jpg", ".png"])
+    {'b/1': 'b/1.jpg', 'b/2': 'b/2.JPG'}
+    """
+    endings = tuple(ending.lower() for ending in endings)
+    stems: dict[str, str] = {}
+    for name in names:
+        lower = name.lower()
+        if not lower.endswith(endings):
+            continue
+        stem = name[: -max(len(ending) for ending in endings if lower.endswith(ending))]
+        if stem in stems:
+            raise DataError(f"the images {stems[stem]} and {name} share the labels {stem}.png: rename one")
+        stems[stem] = name
+    return stems
+
+
+def missing_labels(image: str, labels: Path) -> MissingData:
+    """The error for an image whose label map is not there."""
+    return MissingData(f"the image {image} has no labels: there is no {labels.name} in {labels.parent}")
+
+
+def class_names(classes: Sequence[str] | str | os.PathLike[str]) -> list[str]:
+    """The names of the classes, given as such or in a text file with one name per line.
+
+    Raises MissingData if the file is not there, DataError if they are not 1 to 255 different names.
+    """
     if isinstance(classes, str | os.PathLike):
         path = Path(classes).expanduser()
         require(path)
@@ -183,5 +398,12 @@ def _class_names(classes: Sequence[str] | str | os.PathLike[str]) -> list[str]:
     return names
 
 
-def _stem(name: str) -> str:
-    return str(PurePosixPath(name).with_suffix(""))
+def _ranges(values: Iterable[int]) -> str:
+    """Numbers as one reads them: `0..3, 7, 255`."""
+    runs: list[list[int]] = []
+    for value in sorted(values):
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
