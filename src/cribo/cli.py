@@ -1,15 +1,17 @@
 """The command `cribo`: one sub-command per job. Parses, calls, prints; the work is elsewhere."""
 
-import logging
+import difflib
 import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.table import Table
+
+from cribo.console import duration, log_to
 
 if TYPE_CHECKING:
     from cribo.pretraining.run import Run
@@ -19,10 +21,53 @@ usage: cribo <command> [options]
 
 commands:
   pretrain    learn dense representations from unlabelled images
+  evaluate    measure what a backbone has learned, on labelled images
 
 `cribo pretrain` with no options trains on made-up scenes, a few minutes on a laptop.
-`cribo pretrain --help` lists its options; `cribo --version` says which version this is.
+`cribo <command> --help` lists its options; `cribo --version` says which version this is.
 """
+
+_EVALUATE_USAGE = """\
+usage: cribo evaluate <evaluation> [options]
+
+evaluations:
+  dense-nn    dense nearest-neighbour retrieval: label patches by their nearest labelled patches
+  compare     lay results side by side, with published ones where the setting is the same
+
+`cribo evaluate <evaluation> --help` lists its options.
+"""
+
+_DENSE_NN_HELP = """\
+Dense nearest-neighbour retrieval: every patch of a new image takes its label from the most similar patches of
+labelled images, nothing is trained, and the labels are scored (mIoU).
+
+  cribo evaluate dense-nn --backbone runs/camvid --data camvid --data.root CAMVID
+  cribo evaluate dense-nn --backbone checkpoint.pth --data voc --data.root VOCdevkit/VOC2012
+  cribo evaluate dense-nn --backbone vit_small_patch16_224.dino --data folder --data.root MINE
+
+With --protocol hummingbird as in "Towards in-context scene understanding". Features are kept on disk: the next
+evaluation of the same backbone and images begins with the search. A first try: --data.limit 50 --ratios 1
+"""
+
+_COMPARE_HELP = """\
+Lay results side by side: their settings where they differ, the classes that differ most, and the published
+figures of the paper where the setting is the same.
+
+  cribo evaluate compare evaluations/dense-nn-voc-mine evaluations/dense-nn-voc-dino
+"""
+
+# Long names that may be said shortly.
+_SHORT = {
+    "--backbone": "--backbone.source",
+    "--pretrained": "--backbone.pretrained",
+    "--trust": "--backbone.trust",
+    "--layers": "--backbone.layers",
+    "--data": "--data.name",
+    "--cache": "--runtime.cache",
+    "--devices": "--runtime.devices",
+}
+_SWITCHES = ("--backbone.trust", "--data.partial")
+_LISTS = ("--ratios", "--size", "--runtime.devices")
 
 _PRETRAIN_HELP = """\
 Learn dense representations from unlabelled images.
@@ -50,10 +95,103 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_USAGE, end="")
         return 0 if words else 2
     command, *rest = words
-    if command != "pretrain":
-        print(f"cribo: unknown command {command!r}: the command is pretrain", file=sys.stderr)
+    commands = {"pretrain": _pretrain, "evaluate": _evaluate}
+    if command not in commands:
+        print(f"cribo: unknown command {command!r}{_nearest(command, commands)}", file=sys.stderr)
         return 2
-    return _pretrain(rest)
+    return commands[command](rest)
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f": did you mean {near[0]}?" if near else f": there are {', '.join(known)}"
+
+
+def _evaluate(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(_EVALUATE_USAGE, end="")
+        return 0 if words else 2
+    evaluation, *rest = words
+    evaluations = {"dense-nn": _dense_nn, "compare": _compare}
+    if evaluation not in evaluations:
+        print(f"cribo evaluate: unknown evaluation {evaluation!r}{_nearest(evaluation, evaluations)}", file=sys.stderr)
+        return 2
+    return _guarded(f"cribo evaluate {evaluation}", evaluations[evaluation], rest)
+
+
+def _guarded(name: str, command: Callable[[list[str]], None], words: list[str]) -> int:
+    """Run a command; what a user can mend becomes one line."""
+    from cribo.data import UnreadableImage
+
+    try:
+        command(words)
+    except UnreadableImage as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, FileNotFoundError, ConnectionError, ModuleNotFoundError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _dense_nn(words: list[str]) -> None:
+    from cribo.arguments import Parser
+    from cribo.evaluation.config import DenseNNConfig
+    from cribo.evaluation.results import result_tables
+    from cribo.evaluation.run import evaluate_dense_nn
+
+    console = Console(soft_wrap=True)
+    log_to(console)
+    parser = Parser(
+        prog="cribo evaluate dense-nn",
+        description=_DENSE_NN_HELP,
+        usage="cribo evaluate dense-nn --backbone SOURCE --data NAME --data.root DIR [options]",
+        short=_SHORT,
+        switches=_SWITCHES,
+        lists=_LISTS,
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder for results and pictures; evaluations/dense-nn-..., numbered, by default"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace results that stand in --out")
+    parser.add_argument("--pictures", type=int, default=6, help="of how many images the prediction is drawn")
+    parser.add_argument("--config", action="config", help="a YAML file with options, which the others override")
+    parser.add_class_arguments(DenseNNConfig)
+    parsed = parser.parse_args(words)
+    made = parser.instantiate(parsed)
+    config = DenseNNConfig(**{name: made[name] for name in DenseNNConfig.__dataclass_fields__})
+    result, folder = evaluate_dense_nn(
+        config,
+        out=parsed.out,
+        overwrite=parsed.overwrite,
+        pictures=parsed.pictures,
+        command=shlex.join(["cribo", "evaluate", "dense-nn", *words]),
+        console=console,
+    )
+    for table in result_tables(result):
+        console.print(table)
+    _print_places(console, {"numbers": folder / "results.json", "pictures": folder / "*.png"})
+
+
+def _compare(words: list[str]) -> None:
+    from cribo.arguments import Parser
+    from cribo.evaluation.compare import compare
+
+    parser = Parser(prog="cribo evaluate compare", description=_COMPARE_HELP)
+    parser.add_argument("results", nargs="+", type=Path, help="folders of evaluations, or their results.json")
+    parser.add_argument("--out", type=Path, help="folder for compare.md, compare.json and compare.png")
+    parsed = parser.parse_args(words)
+    comparison = compare(parsed.results)
+    console = Console(soft_wrap=True)
+    console.print(comparison.table())
+    if parsed.out is not None:
+        for path in comparison.write(parsed.out):
+            console.print(f"  {path}", highlight=False)
 
 
 def _pretrain(words: list[str]) -> int:
@@ -71,7 +209,7 @@ def _pretrain(words: list[str]) -> int:
 
     # The processes of further devices run this command too, and have nothing to add to what the first one says.
     console = Console(soft_wrap=True, quiet=os.environ.get("LOCAL_RANK", "0") != "0")
-    _log_to(console)
+    log_to(console)
     parser = ConfigParser(prog="cribo pretrain", description=_PRETRAIN_HELP, usage="cribo pretrain [options]")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of run folders")
     parser.add_argument("--name", type=str, help="of this run; the preset's, numbered, by default")
@@ -124,16 +262,7 @@ def _pretrain(words: list[str]) -> int:
     return 0
 
 
-def _log_to(console: Console) -> None:
-    log = logging.getLogger("cribo")
-    log.setLevel(logging.INFO)
-    log.handlers = [RichHandler(console=console, show_path=False, show_level=True, log_time_format="%H:%M:%S")]
-    log.propagate = False
-
-
 def _print_summary(run: "Run", console: Console) -> None:
-    from cribo.pretraining.progress import duration
-
     summary = run.summary
     if "dense_nn" in summary:
         score = summary["dense_nn"]
@@ -154,14 +283,21 @@ def _print_summary(run: "Run", console: Console) -> None:
         f"bootstrapping ratio {summary['bootstrapping_ratio']:.0%}",
         highlight=False,
     )
-    for label, path in (
-        ("backbone", run.folder / "backbone.safetensors"),
-        ("pictures", run.folder / "report"),
-        ("numbers", run.folder / "summary.json"),
-        ("metrics", run.folder / "metrics.csv"),
-        ("to repeat it", f"cribo pretrain --config {run.folder / 'config.yaml'}"),
-    ):
-        console.print(f"  {label:<13}{path}", highlight=False)
+    _print_places(
+        console,
+        {
+            "backbone": run.folder / "backbone.safetensors",
+            "pictures": run.folder / "report",
+            "numbers": run.folder / "summary.json",
+            "metrics": run.folder / "metrics.csv",
+            "to repeat it": f"cribo pretrain --config {run.folder / 'config.yaml'}",
+        },
+    )
+
+
+def _print_places(console: Console, places: Mapping[str, Path | str]) -> None:
+    for label, place in places.items():
+        console.print(f"  {label:<13}{place}", highlight=False)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,88 @@
-"""Files that are written whole or not at all, and survive a power cut once they are."""
+"""Files that are written whole or not at all, and folders that are made without harm to what is there."""
 
+import itertools
+import json
 import os
+import shutil
+import tempfile
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+
+class FolderError(ValueError):
+    """A folder that cannot be used for results, with what to do instead."""
+
+
+def make_numbered_folder(parent: Path, name: str) -> Path:
+    """Make the first folder of `name`, `name-2`, ... that is not there; safe beside others who do the same.
+
+    Raises:
+        FolderError: `parent` is a file, or cannot be written to.
+    """
+    _require_folder(parent)
+    for number in itertools.count(1):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            _try_writing(folder)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise FolderError(f"cannot write to {parent}: {error.strerror}; choose another --out") from error
+        return folder
+    raise AssertionError("numbers do not end")
+
+
+def claim_folder(folder: Path, *, marker: str, overwrite: bool, advice: str) -> None:
+    """Make a folder for results, empty; one that holds something is replaced on demand only.
+
+    Args:
+        folder: to make.
+        marker: the file by which results of this kind are known; without it nothing is replaced.
+        overwrite: replace what is there.
+        advice: what to do if it is there, as the end of an error message.
+
+    Raises:
+        FolderError: the folder exists and `overwrite` is not set, holds something else, is a file, or cannot be
+            written to.
+    """
+    _require_folder(folder)
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            if not overwrite:
+                raise FolderError(f"{folder} exists already: {advice}")
+            if not (folder / marker).is_file():
+                raise FolderError(f"{folder} holds no {marker}, so it is nothing of ours and is left alone")
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        _try_writing(folder)
+    except OSError as error:
+        raise FolderError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
+
+
+def _require_folder(folder: Path) -> None:
+    for part in (folder, *folder.parents):
+        if part.is_dir():
+            return
+        if part.exists():
+            raise FolderError(f"{part} is a file, not a folder: choose another --out")
+
+
+def _try_writing(folder: Path) -> None:
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a dictionary as indented JSON, whole or not at all."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text, whole or not at all."""
+    write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

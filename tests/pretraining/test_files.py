@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from cribo.files import write_whole
-from cribo.pretraining.files import RunFolderError, claim_run_folder, is_disk_full, write_text
+from cribo.files import FolderError, write_text, write_whole
+from cribo.pretraining.files import claim_run_folder, is_disk_full
 
 
 def a_run(folder: Path) -> Path:
@@ -29,7 +29,7 @@ def test_overwrite_does_not_touch_a_numbered_run(tmp_path: Path) -> None:
 
 def test_a_run_is_never_overwritten_unasked(tmp_path: Path) -> None:
     run = a_run(tmp_path / "mine")
-    with pytest.raises(RunFolderError, match=r"exists already: .* --name, .*--resume .* --overwrite"):
+    with pytest.raises(FolderError, match=r"exists already: .* --name, .*--resume .* --overwrite"):
         claim_run_folder(tmp_path, "mine", "run", overwrite=False)
     assert (run / "precious").read_text() == "results"
 
@@ -41,7 +41,7 @@ def test_overwrite_replaces_a_run_and_nothing_else(tmp_path: Path) -> None:
     other = tmp_path / "holiday"
     other.mkdir()
     (other / "photo.jpg").write_text("photo")
-    with pytest.raises(RunFolderError, match="no run and is left alone"):
+    with pytest.raises(FolderError, match="nothing of ours and is left alone"):
         claim_run_folder(tmp_path, "holiday", "run", overwrite=True)
     assert (other / "photo.jpg").is_file()
 
@@ -54,13 +54,13 @@ def test_an_empty_folder_may_be_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize("below", ["", "deeper/still"])
 def test_out_that_is_a_file(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunFolderError, match=r"file is a file, not a folder: choose another --out"):
+    with pytest.raises(FolderError, match=r"file is a file, not a folder: choose another --out"):
         claim_run_folder(tmp_path / "file" / below, None, "run", overwrite=False)
 
 
 def test_a_name_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("text")
-    with pytest.raises(RunFolderError, match="is a file, not a run folder"):
+    with pytest.raises(FolderError, match="is a file, not a run folder"):
         claim_run_folder(tmp_path, "mine", "run", overwrite=True)
     assert (tmp_path / "mine").read_text() == "text"
 
@@ -69,7 +69,7 @@ def test_a_name_that_is_a_file(tmp_path: Path) -> None:
 def test_out_that_may_not_be_written_to(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     try:
-        with pytest.raises(RunFolderError, match=r"cannot write to .* choose another --out"):
+        with pytest.raises(FolderError, match=r"cannot write to .* choose another --out"):
             claim_run_folder(tmp_path, None, "run", overwrite=False)
     finally:
         tmp_path.chmod(0o700)

@@ -12,9 +12,10 @@ import lightning as L
 import pytest
 import torch
 
+from cribo.arguments import ConfigError
+from cribo.files import FolderError
 from cribo.pretraining import PretrainConfig
-from cribo.pretraining.files import RunFolderError
-from cribo.pretraining.presets import ConfigError, dump_config
+from cribo.pretraining.presets import dump_config
 
 Tiny = Callable[..., PretrainConfig]
 Train = Callable[..., Any]
@@ -214,5 +215,5 @@ def test_what_may_change_on_resume(tiny: Tiny, train: Train, resumed: Train, tmp
         with pytest.raises(ConfigError, match=f"{name} cannot change when a run is resumed"):
             resumed("stopped", **{name: 1})
     assert_same_run(whole, resumed("stopped", **{"data.workers": 1, "runtime.log_every": 1}))
-    with pytest.raises(RunFolderError, match="no run to resume"):
+    with pytest.raises(FolderError, match="no run to resume"):
         resumed("nothing")

@@ -3,7 +3,7 @@
 from cribo.data.datasets import SEGMENTATION_SETS, SegmentationSet, default_splits, open_segmentation
 from cribo.data.images import DataError, ImageFiles, ImageSource, MissingData, open_images
 from cribo.data.reading import UnreadableImage, read_image
-from cribo.data.segmentation import LabelledFiles, LabelledFolder, LabelledImages, LabelledSubset, colour_map, open_labelled
+from cribo.data.segmentation import LabelledFiles, LabelledFolder, LabelledImages, LabelledSubset, colour_map
 
 __all__ = [
     "SEGMENTATION_SETS",
@@ -20,7 +20,6 @@ __all__ = [
     "colour_map",
     "default_splits",
     "open_images",
-    "open_labelled",
     "open_segmentation",
     "read_image",
 ]

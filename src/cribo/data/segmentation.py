@@ -335,23 +335,6 @@ class LabelledSubset:
         return self._images.labels(self._indices[index])
 
 
-def open_labelled(root: str | os.PathLike[str], split: str, *, max_pixels: int = MAX_PIXELS) -> LabelledFolder:
-    """The layout `root/images/<split>`, `root/labels/<split>` and, if there is one, `root/classes.txt`.
-
-    Raises what LabelledFolder raises.
-
-    >>> train, val = open_labelled("camvid", "train"), open_labelled("camvid", "val")  # doctest: +SKIP
-    """
-    root = Path(root).expanduser()
-    classes = root / "classes.txt"
-    return LabelledFolder(
-        root / "images" / split,
-        root / "labels" / split,
-        classes if classes.exists() else None,
-        max_pixels=max_pixels,
-    )
-
-
 def by_stem(names: Iterable[str], endings: Sequence[str]) -> dict[str, str]:
     """Names by what stands before their ending, in their order; those with none of the endings are left out.
 

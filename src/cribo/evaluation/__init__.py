@@ -1,19 +1,42 @@
-"""The field's evaluation protocols, one file each."""
+"""The field's evaluation protocols on labelled images, one file each, and one format for their results."""
 
+from cribo.evaluation.compare import Comparison, compare
+from cribo.evaluation.config import BackboneConfig, DataConfig, DenseNNConfig, RuntimeConfig
 from cribo.evaluation.dense_nn import (
+    DenseNNSettings,
     DenseRetrieval,
-    Encoder,
-    backbone_encoder,
+    Machine,
+    RatioScore,
     dense_nn,
-    mean_colour_encoder,
-    patch_labels,
+    draw_images,
+    protocol_settings,
 )
+from cribo.evaluation.features import FeatureCache, PatchEncoder, backbone_encoder, mean_colour_encoder
+from cribo.evaluation.results import EvaluationResult, read_result
+from cribo.evaluation.run import evaluate_dense_nn
+from cribo.evaluation.search import Neighbours, nearest
 
 __all__ = [
+    "BackboneConfig",
+    "Comparison",
+    "DataConfig",
+    "DenseNNConfig",
+    "DenseNNSettings",
     "DenseRetrieval",
-    "Encoder",
+    "EvaluationResult",
+    "FeatureCache",
+    "Machine",
+    "Neighbours",
+    "PatchEncoder",
+    "RatioScore",
+    "RuntimeConfig",
     "backbone_encoder",
+    "compare",
     "dense_nn",
+    "draw_images",
+    "evaluate_dense_nn",
     "mean_colour_encoder",
-    "patch_labels",
+    "nearest",
+    "protocol_settings",
+    "read_result",
 ]

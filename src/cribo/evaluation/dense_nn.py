@@ -1,233 +1,683 @@
-"""Dense nearest-neighbour retrieval: k-NN over patches (paper section 4.1)."""
+"""Dense nearest-neighbour retrieval (paper section 4.1), and its sibling of Balazevic et al. 2023.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+Patches of labelled images are the memory. Each patch of a new image takes its label from its nearest patches
+there, and the labels are scored. Nothing is trained.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
-from torchmetrics.functional.classification import multiclass_confusion_matrix
-from torchvision.transforms.v2 import InterpolationMode
-from torchvision.transforms.v2 import functional as TF
 
 from cribo.data import LabelledImages
 from cribo.data.randomness import keyed_generator
-from cribo.method import normalise
-from cribo.models import Backbone
+from cribo.evaluation.features import (
+    FeatureCache,
+    PatchEncoder,
+    PatchFeatures,
+    Precision,
+    Preparation,
+    Progress,
+    SelectedKeys,
+    View,
+    extract,
+)
+from cribo.evaluation.patches import (
+    Interpolation,
+    Unlabelled,
+    first_greatest,
+    labels_in_memory,
+    majority_label,
+    rarest_patches,
+    resize_labels,
+)
+from cribo.evaluation.results import iou
+from cribo.evaluation.search import (
+    ApproximateIndex,
+    Neighbours,
+    SearchPlan,
+    available_memory,
+    nearest,
+    plan_search,
+    recall,
+)
 
-Encoder = Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "b n d"]]
-"""Turns images in 0-1 into one feature per patch."""
+Protocol = Literal["paper", "hummingbird"]
+Vote = Literal["majority", "similarity", "attention"]
+PatchLabels = Literal["hard", "soft"]
+ScoreLevel = Literal["patch", "pixel", "resized"]
+Search = Literal["exact", "faiss"]
+
+_CHUNK_IMAGES = 2000  # whose label maps are held at once
+_SIDE = 512  # of the square images of the hummingbird protocol, as it is mostly run
+_MEMORY_DRAW, _PATCH_DRAW = 0x6D656D, 0x706174  # keep draws for different ends apart
+_VOTE_BLOCK = 4096
+_NOT_SCORED = -1
+_PARTS = 1000  # of the search, for its progress: pairs of a query and a key are too many to show
+_RECALL_QUERIES = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseNNSettings:
+    """Every choice that the score depends on, beside backbone and data; the defaults are CrIBo's protocol.
+
+    Args:
+        protocol: the name of the defaults that these settings began with (`protocol_settings`).
+        ratios: share of the memory's images that is used, one row of results each: 8 is one in 8.
+        draws: how often images are drawn for a ratio above 1; the score is the mean.
+        seed: of all draws.
+        neighbours: k, how many nearest patches vote.
+        vote: weight of a neighbour: `majority` (all alike), `similarity` (its cosine, 0 if negative) or
+            `attention` (softmax of cosine / temperature). The paper is silent.
+        temperature: of the attention.
+        patch_labels: `hard`, the class of most pixels of a patch, or `soft`, the share of each class.
+        unlabelled: pixels without class in the memory: `drop` patches where they win the majority, `outvote`
+            them by any labelled pixel, have them be a `class` that is never right, or `background`, class 0. The
+            paper is silent.
+        score: over what IoU is counted: every `patch` by its majority label, every `pixel` of the labels as
+            they are on disk, or every pixel of the `resized` labels. The paper is silent.
+        size: height and width of all images, multiples of the patch size; None for the closest multiple of the
+            patch size for each image.
+        interpolation: of images, `bicubic` or `bilinear`. The paper is silent.
+        augmentations: how many augmented views of each image make up the memory, 0 for the image as it is.
+        memory_patches: bound of the memory, shared out evenly among its views, patches of rare classes first;
+            0 for all patches.
+        search: `exact`, or `faiss` for an approximate index, whose recall is reported.
+        probes: lists of the approximate index that are looked through.
+        precision: in which features are kept: `float32`, or `float16` for half the room.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    protocol: Protocol = "paper"
+    ratios: tuple[int, ...] = (1, 8, 64, 128)
+    draws: int = 5
+    seed: int = 0
+    neighbours: int = 50
+    vote: Vote = "majority"
+    temperature: float = 0.02
+    patch_labels: PatchLabels = "hard"
+    unlabelled: Unlabelled = "drop"
+    score: ScoreLevel = "patch"
+    size: tuple[int, int] | None = None
+    interpolation: Interpolation = "bicubic"
+    augmentations: int = 0
+    memory_patches: int = 0
+    search: Search = "exact"
+    probes: int = 32
+    precision: Precision = "float32"
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            *(("draws", 1), ("neighbours", 1), ("probes", 1)),
+            *(("augmentations", 0), ("memory_patches", 0)),
+        ):
+            if (value := getattr(self, name)) < least:
+                raise ValueError(f"{name} must be >= {least}, got {value}")
+        if not self.ratios or min(self.ratios) < 1 or len(set(self.ratios)) < len(self.ratios):
+            raise ValueError(f"ratios must be different numbers >= 1, such as 1,8,64,128, got {self.ratios}")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be > 0, got {self.temperature}")
+
+    def check(self, patch_size: int, classes: Sequence[str]) -> None:
+        """See whether the settings fit a backbone and the classes of the data.
+
+        Raises:
+            ValueError: a size that is no multiple of the patch size, or `unlabelled="background"` for classes
+                that begin with another one.
+        """
+        if self.size is not None and (self.size[0] % patch_size or self.size[1] % patch_size or min(self.size) < 1):
+            raise ValueError(
+                f"size must be a multiple of the patch size {patch_size}, got {self.size[0]}x{self.size[1]}"
+            )
+        if self.unlabelled == "background" and not _has_background(classes):
+            raise ValueError(
+                f"unlabelled=background needs a background as class 0, which is {classes[0]!r} here: use drop, "
+                "outvote or class"
+            )
+
+    def used(self) -> dict[str, object]:
+        """The settings that have a say, by name; those that others make meaningless are left out."""
+        values = dataclasses.asdict(self)
+        if self.vote != "attention":
+            del values["temperature"]
+        if self.search == "exact":
+            del values["probes"]
+        if max(self.ratios) == 1:
+            del values["draws"]
+        return values
+
+
+def protocol_settings(protocol: Protocol, patch_size: int, classes: Sequence[str], **choices: Any) -> DenseNNSettings:
+    """The settings of a protocol, except for choices of one's own.
+
+    `paper` is CrIBo's (section 4.1). `hummingbird` is that of Balazevic et al. 2023, as public toolkits run it:
+    soft patch labels, attention over 30 neighbours with a temperature of 0.02, one augmented view of each image
+    in the memory, all images resized to squares (the greatest multiple of the patch size up to 512 pixels), scored
+    over the pixels of the resized labels. Pixels without class are background in the memory where there is a
+    background, a class of their own elsewhere.
+
+    Args:
+        protocol: its name.
+        patch_size: pixels, of the backbone.
+        classes: of the data.
+        choices: settings by name, in place of the protocol's; None keeps the protocol's.
+
+    Raises:
+        ValueError: as `DenseNNSettings` and its `check` do.
+
+    Example:
+        >>> protocol_settings("hummingbird", 14, ["road", "sky"], neighbours=20).size
+        (504, 504)
+    """
+    defaults: dict[str, Any] = {}
+    if protocol == "hummingbird":
+        side = max(1, _SIDE // patch_size) * patch_size
+        defaults = {
+            "neighbours": 30,
+            "vote": "attention",
+            "patch_labels": "soft",
+            "unlabelled": "background" if _has_background(classes) else "class",
+            "score": "resized",
+            "size": (side, side),
+            "interpolation": "bilinear",
+            "augmentations": 1,
+        }
+    chosen = {name: value for name, value in choices.items() if value is not None}
+    settings = DenseNNSettings(protocol=protocol, **{**defaults, **chosen})
+    settings.check(patch_size, classes)
+    return settings
+
+
+def _has_background(classes: Sequence[str]) -> bool:
+    return classes[0].lower() == "background"
+
+
+@dataclass(frozen=True)
+class RatioScore:
+    """The score with one share of the memory's images.
+
+    Attributes:
+        ratio: one in that many images is used.
+        draws: mIoU in 0-1 of each draw.
+        per_class: IoU of every class, mean of the draws, NaN where it occurs neither in labels nor in
+            predictions.
+        confusion: (C, P) patches or pixels, summed over the draws; rows are labels, columns predictions. A
+            column C, where there is one, counts predictions of no class.
+        patches: of the memory, mean of the draws.
+        recall: of the approximate search against the exact one, None for the exact one itself.
+    """
+
+    ratio: int
+    draws: tuple[float, ...]
+    per_class: tuple[float, ...]
+    confusion: Int[Tensor, "c p"]
+    patches: float
+    recall: float | None = None
+
+    @property
+    def miou(self) -> float:
+        """Mean of the draws: the mean IoU of the classes that occur, in 0-1."""
+        return statistics.fmean(self.draws)
+
+    @property
+    def miou_std(self) -> float | None:
+        """Sample standard deviation of the draws, None of one draw."""
+        return statistics.stdev(self.draws) if len(self.draws) > 1 else None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted label of each patch of one image, for pictures.
+
+    Attributes:
+        index: of the image among the queries.
+        labels: (h, w), the grid of patches; C for no class.
+        size: (height, width) in pixels at which the image was encoded.
+    """
+
+    index: int
+    labels: Int[Tensor, "h w"]
+    size: tuple[int, int]
 
 
 @dataclass(frozen=True)
 class DenseRetrieval:
-    """A dense retrieval score.
+    """What `dense_nn` finds.
 
     Attributes:
-        miou: mean intersection over union in 0-1, over the classes that occur in labels or predictions.
-        per_class: IoU of every class, NaN where it does not occur.
-        confusion: (C, C) patches; rows are labels, columns predictions.
+        settings: that were used.
+        scores: one for each ratio.
+        predictions: of some images, with the first ratio's memory.
+        memory_patches, query_patches: how many patches were encoded on either side.
     """
 
-    miou: float
-    per_class: list[float]
-    confusion: Int[Tensor, "c c"]
+    settings: DenseNNSettings
+    scores: tuple[RatioScore, ...]
+    predictions: tuple[Prediction, ...]
+    memory_patches: int
+    query_patches: int
+
+
+@dataclass
+class Machine:
+    """Where and how it is computed; the result does not depend on it beyond rounding.
+
+    Args:
+        devices: the first one encodes; the search is shared among all of them.
+        batch_size: images encoded at once, where they are of one size.
+        workers: processes that read images.
+        memory_gib: what the search may use on each device; by default, half of what is free.
+        cache: folder that keeps features, None to hold them in memory.
+    """
+
+    devices: tuple[str, ...] = ("cpu",)
+    batch_size: int = 16
+    workers: int = 0
+    memory_gib: float | None = None
+    cache: FeatureCache | None = None
+
+    @property
+    def budget(self) -> int:
+        """Bytes that a search may use on each device."""
+        if self.memory_gib is not None:
+            return int(self.memory_gib * 2**30)
+        return min(available_memory(device) for device in self.devices) // 2
 
 
 @torch.no_grad()
 def dense_nn(
-    encoder: Encoder,
+    encoder: PatchEncoder,
     memory: LabelledImages,
     queries: LabelledImages,
+    settings: DenseNNSettings | None = None,
     *,
-    patch_size: int,
-    size: tuple[int, int] | None = None,
-    neighbours: int = 50,
-    memory_ratio: int = 1,
-    batch_size: int = 16,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
+    machine: Machine | None = None,
+    pictures: int = 0,
+    progress: Progress | None = None,
 ) -> DenseRetrieval:
     """Label every patch of the queries by its nearest patches in the memory, and score the labels.
 
-    Similarity is the cosine; the vote is a plain majority (the smallest class wins a tie); patches whose
-    majority is the ignored label are left out on both sides; the score is taken over patches. Search is exact,
-    blockwise, with a running top-k.
-
     Args:
-        encoder: gives (B, N, D) features of (B, 3, H, W) images in 0-1, N patches row by row.
+        encoder: gives the features; on the machine's first device.
         memory: images whose patches are searched.
         queries: images whose patches are labelled.
-        patch_size: pixels of a patch; images are resized to the closest multiple of it.
-        size: (height, width) to resize all images to instead; multiples of the patch size.
-        neighbours: k; fewer if the memory holds fewer patches.
-        memory_ratio: one image of the memory in this many is used, drawn uniformly.
-        batch_size: images encoded at once, where they are of one size.
-        device: where it is computed.
-        seed: of the draw.
+        settings: of the protocol.
+        machine: where it is computed.
+        pictures: of how many queries the prediction is returned.
+        progress: is told how far it is.
 
     Raises:
-        ValueError: a size that is no multiple of the patch size, a number below 1, other classes in the two
-            sets, or a memory without any labelled patch.
+        ValueError: other classes in the two sets, an empty set, settings that do not fit (`DenseNNSettings`), a
+            memory without a labelled patch or with fewer patches than `neighbours`.
+        UnreadableImage, DataError: an image or label map that cannot be used.
     """
-    if size is not None and (size[0] % patch_size or size[1] % patch_size):
-        raise ValueError(f"size must be a multiple of the patch size {patch_size}, got {size[0]}x{size[1]}")
-    for name, value in (("neighbours", neighbours), ("memory_ratio", memory_ratio), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}")
-    if list(memory.classes) != list(queries.classes):
-        raise ValueError(f"memory and queries have different classes: {memory.classes} and {queries.classes}")
-    num_classes = len(memory.classes)
-    drawn = torch.randperm(len(memory), generator=keyed_generator(seed)).tolist()
-    drawn = sorted(drawn[: max(1, len(memory) // memory_ratio)])
-    keys, key_labels = _features(encoder, memory, drawn, patch_size, size, batch_size, device)
-    if not key_labels.numel():
-        raise ValueError("the memory has no labelled patch: all of its labels are ignored")
-    everything = list(range(len(queries)))
-    confusion = torch.zeros((num_classes, num_classes), dtype=torch.long)
-    for start in range(0, len(queries), batch_size):
-        part = everything[start : start + batch_size]
-        features, labels = _features(encoder, queries, part, patch_size, size, batch_size, device)
-        if labels.numel():
-            votes = _vote(features, keys, key_labels, neighbours, num_classes)
-            confusion += multiclass_confusion_matrix(votes, labels, num_classes).cpu()
-    return _score(confusion)
+    machine = machine or Machine()
+    _check_sets(memory, queries)
+    settings = settings or DenseNNSettings()
+    settings.check(encoder.patch_size, memory.classes)
+    draws = [(ratio, draw) for ratio in settings.ratios for draw in range(settings.draws if ratio > 1 else 1)]
+    images = [draw_images(len(memory), ratio, settings.seed, draw) for ratio, draw in draws]
 
+    def encode(of: LabelledImages, views: list[View], what: str) -> PatchFeatures:
+        return extract(
+            encoder,
+            of,
+            views,
+            Preparation(encoder.patch_size, settings.size, settings.interpolation, settings.seed),
+            cache=machine.cache,
+            precision=settings.precision,
+            batch_size=machine.batch_size,
+            workers=machine.workers,
+            device=machine.devices[0],
+            progress=progress,
+            what=what,
+        )
 
-def patch_labels(labels: Int[Tensor, "h w"], patch_size: int, num_classes: int, ignore_index: int) -> Int[Tensor, " n"]:
-    """Label of most pixels in each patch, row by row; `ignore_index` counts as one of the labels.
-
-    Example:
-        >>> patch_labels(torch.tensor([[0, 0, 1, 1], [0, 2, 1, 1]]), 2, 3, 255).tolist()
-        [0, 1]
-    """
-    squares = F.unfold(
-        torch.where(labels == ignore_index, num_classes, labels)[None, None].float(),
-        kernel_size=patch_size,
-        stride=patch_size,
-    )[0].long()
-    counts = torch.zeros((num_classes + 1, squares.shape[1]), dtype=torch.long)
-    counts.scatter_add_(0, squares, torch.ones_like(squares))
-    winner = counts.argmax(dim=0)
-    return torch.where(winner == num_classes, ignore_index, winner)
-
-
-def backbone_encoder(backbone: Backbone) -> Encoder:
-    """Patch features of a backbone, in evaluation mode, whatever mode it is left in."""
-
-    def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n d"]:
-        training = backbone.training
-        backbone.eval()
-        try:
-            return backbone.encode(normalise(images, mean=backbone.mean, std=backbone.std)).tokens
-        finally:
-            backbone.train(training)
-
-    return encode
-
-
-def mean_colour_encoder(patch_size: int) -> Encoder:
-    """The baseline: the mean colour of each patch, in the normalised RGB that networks see."""
-
-    def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n 3"]:
-        return F.avg_pool2d(normalise(images), patch_size).flatten(2).mT
-
-    return encode
-
-
-def _features(
-    encoder: Encoder,
-    images: LabelledImages,
-    indices: list[int],
-    patch_size: int,
-    size: tuple[int, int] | None,
-    batch_size: int,
-    device: torch.device | str,
-) -> tuple[Float[Tensor, "m d"], Int[Tensor, " m"]]:
-    """Normalised features and labels of all patches that are not ignored."""
-    features: list[Tensor] = []
-    labels: list[Tensor] = []
-    pending: list[Tensor] = []
-
-    def flush() -> None:
-        if pending:
-            batch = torch.stack(pending).to(device).float().div_(255)
-            features.append(F.normalize(encoder(batch).float(), dim=-1).flatten(0, 1))
-            pending.clear()
-
-    for index in indices:
-        image, label = images.load(index), images.labels(index)
-        target = list(size or _closest_multiple(image.shape[1], image.shape[2], patch_size))
-        resized = TF.resize(image, target, interpolation=InterpolationMode.BICUBIC, antialias=True)
-        label = TF.resize(label[None], target, interpolation=InterpolationMode.NEAREST_EXACT)[0]
-        if pending and (pending[0].shape != resized.shape or len(pending) == batch_size):
-            flush()
-        pending.append(resized)
-        labels.append(patch_labels(label.long(), patch_size, len(images.classes), images.ignore_index))
-    flush()
-    all_labels = torch.cat(labels).to(device)
-    known = all_labels != images.ignore_index
-    return torch.cat(features)[known], all_labels[known]
-
-
-def _closest_multiple(height: int, width: int, patch_size: int) -> tuple[int, int]:
-    return (
-        max(1, round(height / patch_size)) * patch_size,
-        max(1, round(width / patch_size)) * patch_size,
+    known = encode(memory, _views(sorted(set().union(*images)), settings), "features of the memory")
+    asked = encode(queries, [View(index) for index in range(len(queries))], "features of the queries")
+    memories = [
+        PatchMemory(known, _views(part, settings), settings, len(memory.classes), draw=draw, device=machine.devices[0])
+        for part, (_, draw) in zip(images, draws, strict=True)
+    ]
+    for part, (ratio, _) in zip(memories, draws, strict=True):
+        _require_neighbours(part, ratio, settings)
+    scorer = _Scorer(queries, asked, settings, pictures, machine.devices[0])
+    tallies, recalls = _score_all(scorer, memories, settings, machine, progress)
+    scores = []
+    for ratio in settings.ratios:
+        places = [place for place, (other, _) in enumerate(draws) if other == ratio]
+        scores.append(
+            _ratio_score(
+                ratio,
+                [tallies[place] for place in places],
+                [len(memories[place].keys) for place in places],
+                [recalls[place] for place in places] if settings.search == "faiss" else [],
+            )
+        )
+    return DenseRetrieval(
+        settings,
+        tuple(scores),
+        tuple(scorer.predictions),
+        sum(counts.patches for counts in known.counts.values()),
+        sum(counts.patches for counts in asked.counts.values()),
     )
 
 
-def _vote(
-    queries: Float[Tensor, "q d"],
-    keys: Float[Tensor, "m d"],
-    key_labels: Int[Tensor, " m"],
-    neighbours: int,
-    num_classes: int,
-    *,
-    query_block: int = 256,
-    key_block: int = 65536,
-) -> Int[Tensor, " q"]:
-    """Majority label of each query's nearest keys; at most (query_block, key_block) similarities at once."""
-    votes = []
-    for part in queries.split(query_block):
-        best = part.new_empty((part.shape[0], 0))
-        owner = key_labels.new_empty((part.shape[0], 0))
-        for start in range(0, keys.shape[0], key_block):
-            block = slice(start, start + key_block)
-            value, index = _top(part @ keys[block].T, neighbours)
-            value = torch.cat((best, value), dim=1)
-            label = torch.cat((owner, key_labels[block][index]), dim=1)
-            best, chosen = value.topk(min(neighbours, value.shape[1]), dim=1, sorted=False)
-            owner = label.gather(1, chosen)
-        counts = torch.zeros((part.shape[0], num_classes), dtype=torch.long, device=part.device)
-        votes.append(counts.scatter_add_(1, owner, torch.ones_like(owner)).argmax(dim=1))
-    return torch.cat(votes)
+def draw_images(count: int, ratio: int, seed: int, draw: int) -> list[int]:
+    """The images of one draw, ascending: one in `ratio`, rounded, one at least, uniformly and without replacement.
 
-
-def _top(similarity: Float[Tensor, "q m"], k: int, *, run: int = 64) -> tuple[Tensor, Tensor]:
-    """The k greatest values of each row and their places, in any order; exact.
-
-    The k greatest lie in the k runs of columns whose maxima are greatest, and maxima are cheap: on a CPU this
-    is several times faster than selecting among all columns.
+    Example:
+        >>> [len(draw_images(10582, ratio, 0, 0)) for ratio in (1, 8, 64, 128)]  # Pascal VOC's trainaug
+        [10582, 1323, 165, 83]
     """
-    rows, columns = similarity.shape
-    runs = columns // run
-    if runs <= k:
-        return similarity.topk(min(k, columns), dim=1, sorted=False)
-    head, tail = similarity[:, : runs * run], similarity[:, runs * run :]
-    head = head.reshape(rows, runs, run)
-    chosen = head.amax(dim=2).topk(k, dim=1, sorted=False).indices
-    value = head.gather(1, chosen[..., None].expand(-1, -1, run)).flatten(1)
-    place = (chosen[..., None] * run + torch.arange(run, device=chosen.device)).flatten(1)
-    value = torch.cat((value, tail), dim=1)
-    last = torch.arange(runs * run, columns, device=chosen.device).expand(rows, -1)
-    value, index = value.topk(k, dim=1, sorted=False)
-    return value, torch.cat((place, last), dim=1).gather(1, index)
+    if ratio == 1:
+        return list(range(count))
+    order = torch.randperm(count, generator=keyed_generator(_MEMORY_DRAW, seed, ratio, draw))
+    return sorted(order[: max(1, round(count / ratio))].tolist())
 
 
-def _score(confusion: Int[Tensor, "c c"]) -> DenseRetrieval:
-    hit = confusion.diag().double()
-    union = confusion.sum(dim=0) + confusion.sum(dim=1) - confusion.diag()
-    iou = torch.where(union > 0, hit / union, torch.nan)
-    return DenseRetrieval(float(iou.nanmean()), iou.tolist(), confusion)
+class PatchMemory:
+    """The patches that may vote: their features as keys of a search, and their labels.
+
+    Most patches hold one or two classes of many, so the labels are kept as lists of (class, share), end to end.
+
+    Args:
+        known: features and classes of the views.
+        views: those in this memory.
+        settings: of the protocol.
+        num_classes: C.
+        draw: number of the draw, on which the patches of a bounded memory depend.
+        device: where votes are counted.
+
+    Attributes:
+        keys: for the search.
+        columns: of a vote, C, or C + 1 where having no class is a class of its own.
+    """
+
+    def __init__(
+        self,
+        known: PatchFeatures,
+        views: Sequence[View],
+        settings: DenseNNSettings,
+        num_classes: int,
+        *,
+        draw: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.columns = num_classes + (settings.unlabelled == "class")
+        limit = max(1, settings.memory_patches // len(views)) if settings.memory_patches else None
+        rows: dict[View, Tensor] = {}
+        lengths, classes, shares = [], [], []
+        for view in views:
+            counts, kept = labels_in_memory(known.counts[view].dense(), settings.unlabelled)
+            counts = counts[kept]
+            if limit is not None:
+                key = (_PATCH_DRAW, settings.seed, draw, view.image, view.augmentation or 0)
+                chosen = rarest_patches(counts, limit, keyed_generator(*key))
+                counts, kept = counts[chosen], kept[chosen]
+            rows[view] = kept
+            if settings.patch_labels == "hard":
+                counts = F.one_hot(first_greatest(counts), self.columns)
+            present = counts > 0
+            lengths.append(present.sum(dim=1))
+            classes.append(present.nonzero()[:, 1].to(torch.int16))
+            shares.append((counts / counts.sum(dim=1, keepdim=True))[present])
+        self.keys = SelectedKeys(known, rows)
+        self._device = device
+        ends = torch.cat(lengths).cumsum(dim=0)
+        self._starts = torch.cat((ends.new_zeros(1), ends)).to(device)
+        self._classes, self._shares = torch.cat(classes).to(device), torch.cat(shares).to(device)
+        self._index: ApproximateIndex | None = None
+
+    def search(
+        self,
+        queries: Float[Tensor, "q d"],
+        settings: DenseNNSettings,
+        machine: Machine,
+        progress: Callable[[int], None] | None = None,
+    ) -> tuple[Neighbours, float]:
+        """The nearest patches of each query, and the share of the true ones among them."""
+        if settings.search == "exact":
+            return self._exact(queries, settings, machine, progress), 1.0
+        if self._index is None:
+            self._index = ApproximateIndex(self.keys, probes=settings.probes, seed=settings.seed)
+        found = self._index.search(queries, settings.neighbours)
+        sample = torch.arange(0, len(queries), max(1, len(queries) // _RECALL_QUERIES))
+        exact = self._exact(queries[sample], settings, machine, progress)
+        return found, recall(Neighbours(found.similarity[sample], found.rows[sample]), exact)
+
+    def _exact(
+        self,
+        queries: Float[Tensor, "q d"],
+        settings: DenseNNSettings,
+        machine: Machine,
+        progress: Callable[[int], None] | None,
+    ) -> Neighbours:
+        plan = _plan(len(queries), self, settings, machine)
+        return nearest(queries, self.keys, settings.neighbours, devices=machine.devices, plan=plan, progress=progress)
+
+    def vote(self, neighbours: Neighbours, settings: DenseNNSettings) -> Float[Tensor, "q p"]:
+        """The share of the vote that each class gets, in blocks of queries."""
+        blocks = zip(neighbours.similarity.split(_VOTE_BLOCK), neighbours.rows.split(_VOTE_BLOCK), strict=True)
+        return torch.cat([self._vote(near.to(self._device), rows.to(self._device), settings) for near, rows in blocks])
+
+    def _vote(
+        self, similarity: Float[Tensor, "q k"], rows: Int[Tensor, "q k"], settings: DenseNNSettings
+    ) -> Float[Tensor, "q p"]:
+        if settings.vote == "attention":
+            weights = (similarity / settings.temperature).softmax(dim=1)
+        elif settings.vote == "similarity":
+            weights = similarity.clamp(min=0)
+        else:
+            weights = torch.ones_like(similarity)  # whole numbers, so that equal votes are equal
+        weights = weights * (rows >= 0)  # an approximate search may find fewer
+        rows = rows.clamp(min=0)
+        start, length = self._starts[rows], self._starts[rows + 1] - self._starts[rows]
+        votes = weights.new_zeros(len(rows), self.columns)
+        for step in range(int(length.max())):
+            place = (start + step).clamp(max=len(self._classes) - 1)
+            share = self._shares[place] * (step < length)
+            votes.scatter_add_(1, self._classes[place].long(), weights * share)
+        return votes / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(votes.dtype).tiny)
+
+
+class _Scorer:
+    """Turns votes into predictions, and predictions into counts of labels against predictions."""
+
+    def __init__(
+        self,
+        queries: LabelledImages,
+        asked: PatchFeatures,
+        settings: DenseNNSettings,
+        pictures: int,
+        device: torch.device | str,
+    ) -> None:
+        self.queries = queries
+        self.asked = asked
+        self.settings = settings
+        self.device = device
+        self.predictions: list[Prediction] = []
+        shown = min(pictures, len(queries))
+        self._shown = {round(place * (len(queries) - 1) / max(1, shown - 1)) for place in range(shown)}
+
+    def rows(self, view: View) -> Int[Tensor, " m"]:
+        """The patches that have to be searched for: those with a label, or all of them if pixels count."""
+        if self.settings.score == "patch":
+            return (self._patch_labels(view) != _NOT_SCORED).nonzero()[:, 0]
+        return torch.arange(self.asked.counts[view].patches)
+
+    def score(self, chunk: "_Chunk", part: PatchMemory, neighbours: Neighbours, *, keep: bool) -> Int[Tensor, "c p"]:
+        """Labels against predictions of a chunk's images."""
+        votes = part.vote(neighbours, self.settings)
+        tally = torch.zeros(len(self.queries.classes), part.columns, dtype=torch.long, device=self.device)
+        lengths = [len(rows) for rows in chunk.rows.values()]
+        for (view, rows), own in zip(chunk.rows.items(), votes.split(lengths), strict=True):
+            if keep and view.image in self._shown:
+                self.predictions.append(self._prediction(view, rows, own))
+            if self.settings.score == "patch":
+                tally += _tally(self._patch_labels(view)[rows].to(self.device), own.argmax(dim=1), tally.shape)
+            else:
+                labels = chunk.label_map(self.queries, view, self.settings).to(self.device)
+                known = labels != self.queries.ignore_index
+                predicted = self._upsampled(own, view, (labels.shape[0], labels.shape[1]))
+                tally += _tally(labels[known].long(), predicted[known], tally.shape)
+        return tally.cpu()
+
+    def _patch_labels(self, view: View) -> Int[Tensor, " n"]:
+        return majority_label(self.asked.counts[view].dense(), self.settings.unlabelled, _NOT_SCORED)
+
+    def _grid(self, view: View) -> tuple[int, int]:
+        """Patches down and across."""
+        height, width = self.asked.sizes[view]
+        side = round((height * width / self.asked.counts[view].patches) ** 0.5)
+        return height // side, width // side
+
+    def _upsampled(self, votes: Float[Tensor, "n p"], view: View, size: tuple[int, int]) -> Int[Tensor, "h w"]:
+        """The class of each pixel, from the votes of its patch and those around it (bilinear)."""
+        present = (votes.amax(dim=0) > 0).nonzero()[:, 0]  # the others cannot win
+        grid = votes[:, present].mT.unflatten(1, self._grid(view))[None]
+        return present[F.interpolate(grid, size=size, mode="bilinear")[0].argmax(dim=0)]
+
+    def _prediction(self, view: View, rows: Int[Tensor, " m"], votes: Float[Tensor, "m p"]) -> Prediction:
+        labels = torch.full((self.asked.counts[view].patches,), len(self.queries.classes))
+        labels[rows] = votes.argmax(dim=1).cpu()
+        return Prediction(view.image, labels.view(self._grid(view)), self.asked.sizes[view])
+
+
+@dataclass
+class _Chunk:
+    """Queries that are searched together: of each view, the patches that are searched for."""
+
+    asked: PatchFeatures
+    rows: dict[View, Int[Tensor, " m"]] = field(default_factory=dict)
+    _label_maps: dict[View, Tensor] = field(default_factory=dict)
+
+    @property
+    def patches(self) -> int:
+        """How many are searched for."""
+        return sum(len(rows) for rows in self.rows.values())
+
+    def features(self) -> Float[Tensor, "q d"]:
+        """Of all of them, image by image."""
+        return torch.cat([self.asked.features(view)[rows] for view, rows in self.rows.items()])
+
+    def label_map(self, images: LabelledImages, view: View, settings: DenseNNSettings) -> UInt8[Tensor, "h w"]:
+        """The pixels that an image is scored by; read once for all memories."""
+        if view not in self._label_maps:
+            labels = images.labels(view.image)
+            self._label_maps[view] = (
+                resize_labels(labels, self.asked.sizes[view]) if settings.score == "resized" else labels
+            )
+        return self._label_maps[view]
+
+
+def _score_all(
+    scorer: _Scorer,
+    memories: Sequence[PatchMemory],
+    settings: DenseNNSettings,
+    machine: Machine,
+    progress: Progress | None,
+) -> tuple[list[Int[Tensor, "c p"]], list[float]]:
+    """Search and score all queries in all memories; labels against predictions, and recall, of each memory."""
+    tallies = [torch.zeros(len(scorer.queries.classes), part.columns, dtype=torch.long) for part in memories]
+    recalls = [0.0] * len(memories)
+    chunks = list(_chunks(scorer, memories, settings, machine))
+    patches = sum(chunk.patches for chunk in chunks)
+    pairs = max(1, patches * sum(len(part.keys) for part in memories))
+    done = 0
+
+    def report(chunk: _Chunk, keys: int) -> None:
+        if progress is not None:
+            progress("search", round(_PARTS * (done + chunk.patches * keys) / pairs), _PARTS)
+
+    for chunk in filter(lambda chunk: chunk.patches, chunks):
+        features = chunk.features()
+        for number, part in enumerate(memories):
+            neighbours, share = part.search(features, settings, machine, partial(report, chunk))
+            recalls[number] += share * chunk.patches / patches
+            tallies[number] += scorer.score(chunk, part, neighbours, keep=number == 0)
+            done += chunk.patches * len(part.keys)
+            report(chunk, 0)
+    return tallies, recalls
+
+
+def _chunks(
+    scorer: _Scorer, memories: Sequence[PatchMemory], settings: DenseNNSettings, machine: Machine
+) -> Iterator[_Chunk]:
+    """The queries in as few parts as memory allows, for each part means reading all keys once."""
+    rows = {view: scorer.rows(view) for view in scorer.asked.counts}
+    largest = max(memories, key=lambda part: len(part.keys))
+    limit = _plan(sum(map(len, rows.values())), largest, settings, machine).query_chunk
+    chunk = _Chunk(scorer.asked)
+    for view, own in rows.items():
+        if chunk.rows and (chunk.patches + len(own) > limit or len(chunk.rows) == _CHUNK_IMAGES):
+            yield chunk
+            chunk = _Chunk(scorer.asked)
+        chunk.rows[view] = own
+    yield chunk
+
+
+def _plan(queries: int, part: PatchMemory, settings: DenseNNSettings, machine: Machine) -> SearchPlan:
+    return plan_search(
+        max(1, queries),
+        len(part.keys),
+        part.keys.dim,
+        settings.neighbours,
+        key_bytes=2 if settings.precision == "float16" else 4,
+        budget=machine.budget,
+        device=machine.devices[0],
+    )
+
+
+def _check_sets(memory: LabelledImages, queries: LabelledImages) -> None:
+    if list(memory.classes) != list(queries.classes):
+        raise ValueError(f"memory and queries have different classes: {memory.classes} and {queries.classes}")
+    for name, images in (("memory", memory), ("queries", queries)):
+        if not len(images):
+            raise ValueError(f"the {name} must hold at least one image, got 0")
+
+
+def _require_neighbours(part: PatchMemory, ratio: int, settings: DenseNNSettings) -> None:
+    if not len(part.keys):
+        raise ValueError(
+            f"the memory has no labelled patch at ratio {ratio}: the labels of its images are all ignored"
+            + ("; try a smaller ratio" if ratio > 1 else "")
+        )
+    if len(part.keys) < settings.neighbours:
+        raise ValueError(
+            f"neighbours must be at most the number of patches in the memory, got {settings.neighbours} with "
+            f"{len(part.keys)} patches at ratio {ratio}: ask for fewer neighbours or leave out this ratio"
+        )
+
+
+def _views(images: Sequence[int], settings: DenseNNSettings) -> list[View]:
+    if not settings.augmentations:
+        return [View(index) for index in images]
+    return [View(index, number) for index in images for number in range(settings.augmentations)]
+
+
+def _tally(labels: Int[Tensor, " n"], predicted: Int[Tensor, " n"], shape: torch.Size) -> Int[Tensor, "c p"]:
+    return torch.bincount(labels * shape[1] + predicted, minlength=shape[0] * shape[1]).view(shape)
+
+
+def _ratio_score(
+    ratio: int, tallies: Sequence[Int[Tensor, "c p"]], patches: Sequence[int], recalls: Sequence[float]
+) -> RatioScore:
+    per_class = torch.stack([iou(tally) for tally in tallies])
+    return RatioScore(
+        ratio,
+        tuple(per_class.nanmean(dim=1).tolist()),
+        tuple(per_class.nanmean(dim=0).tolist()),
+        torch.stack(list(tallies)).sum(dim=0),
+        statistics.fmean(patches),
+        statistics.fmean(recalls) if recalls else None,
+    )

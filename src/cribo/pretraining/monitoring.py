@@ -11,8 +11,9 @@ from typing import Any
 import lightning as L
 
 from cribo.data.pairs import ViewPairs
+from cribo.files import write_text
 from cribo.pretraining.config import PretrainConfig
-from cribo.pretraining.files import METRICS, SKIPPED, write_text
+from cribo.pretraining.files import METRICS, SKIPPED
 from cribo.pretraining.module import PretrainingModule
 
 log = logging.getLogger("cribo")

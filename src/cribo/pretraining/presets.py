@@ -2,17 +2,16 @@
 
 import difflib
 import json
-import re
 import sys
-from argparse import RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
-from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
+from jsonargparse import ArgumentParser, Namespace
 
+from cribo.arguments import ConfigError, Parser
 from cribo.method import ViewRecipe
 from cribo.pretraining.config import PretrainConfig
 
@@ -21,22 +20,11 @@ DEFAULT_PRESET = "quickstart"
 _COMMAND_OPTIONS = ("out", "name", "minutes", "resume", "overwrite")
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot be used: an unknown name, a value of the wrong type or out of range."""
+class ConfigParser(Parser):
+    """A parser whose --config takes the name of a preset too, and gives way to every other word."""
 
-
-class _HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
-    """Keeps the lines of the description."""
-
-
-class ConfigParser(ArgumentParser):
-    """A parser that takes no abbreviations and offers the nearest valid name for an unknown one."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
-
-    def parse_args(self, args: Sequence[str] | None = None, **kwargs: Any) -> Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Parse words, where --config takes the name of a preset too, and gives way to every other word."""
+    def parse_args(self, args: Sequence[str] | None = None, **kwargs: Any) -> Namespace:
+        """Parse words."""
         words = iter(sys.argv[1:] if args is None else args)
         configs: list[str] = []
         others: list[str] = []
@@ -50,32 +38,6 @@ class ConfigParser(ArgumentParser):
                 name = next(words, None)
                 configs += ["--config"] if name is None else ["--config", str(find_config(name))]
         return super().parse_args([*configs, *others], **kwargs)
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Refuse the arguments.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(self._with_advice(str(message))) from ex
-
-    def _with_advice(self, message: str) -> str:
-        known = [
-            option.removeprefix("--")
-            for action in self._actions
-            for option in action.option_strings
-            if option.startswith("--")
-        ]
-        in_group = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
-        if in_group:
-            unknown = [f"{in_group[1]}.{in_group[2]}"]
-        else:
-            unknown = re.findall(r"--([\w.]+)", message) + re.findall(r"[Oo]ption '([\w.]+)'", message)
-        for name in unknown:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            if name not in known and near:
-                return f"{message.rstrip('.')}: did you mean {near[0]}?"
-        return message
 
 
 def preset_names() -> list[str]:

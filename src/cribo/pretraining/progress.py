@@ -15,6 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from cribo.console import duration
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.monitoring import Metrics
 
@@ -102,10 +103,3 @@ def describe(row: dict[str, float]) -> str:
     if row["objects_per_image"]:
         numbers.append(f"bootstrapped {row['bootstrapping_ratio']:.0%}")
     return " · ".join(numbers)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as h:mm:ss or m:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

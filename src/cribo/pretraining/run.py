@@ -28,10 +28,12 @@ from rich.console import Console
 from timm.layers.norm_act import convert_sync_batchnorm
 from torch.nn import Module
 
+from cribo.arguments import ConfigError
 from cribo.data import ImageSource, UnreadableImage, open_images
 from cribo.data.cache import CachedImages
 from cribo.data.pairs import StepBatchSampler, ViewPairDataset, pair_loader
 from cribo.data.scenes import Scenes
+from cribo.files import FolderError, write_json, write_text
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.pretraining.allocator import keep_freed_memory
 from cribo.pretraining.checkpoints import Checkpoints, WholeFileCheckpointIO, last_checkpoint
@@ -39,14 +41,11 @@ from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import (
     CONFIG,
     SUMMARY,
-    RunFolderError,
     claim_run_folder,
-    write_json,
-    write_text,
 )
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.monitoring import Metrics, UnreadableImages, Watch
-from cribo.pretraining.presets import DEFAULT_PRESET, ConfigError, config_name, dump_config, load_config
+from cribo.pretraining.presets import DEFAULT_PRESET, config_name, dump_config, load_config
 from cribo.pretraining.progress import RunProgress
 from cribo.pretraining.report import write_report
 from cribo.pretraining.score import RetrievalScore, open_score_data
@@ -154,12 +153,12 @@ def resume(
         console: where progress is shown; silent when not given.
 
     Raises:
-        RunFolderError: no run there.
+        FolderError: no run there.
         ConfigError: an override that would make it another run.
     """
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
-        raise RunFolderError(f"{folder} holds no {CONFIG}, so there is no run to resume")
+        raise FolderError(f"{folder} holds no {CONFIG}, so there is no run to resume")
     for name in overrides or {}:
         if not (name.startswith("runtime.") or name in ("data.root", "data.workers")):
             raise ConfigError(
@@ -184,11 +183,11 @@ def latest_run(out: str | Path) -> Path:
     """The run folder that was written to last.
 
     Raises:
-        RunFolderError: there is none.
+        FolderError: there is none.
     """
     found = [path.parent for path in Path(out).glob(f"*/{CONFIG}")]
     if not found:
-        raise RunFolderError(f"there is no run in {out} to resume: name its folder after --resume")
+        raise FolderError(f"there is no run in {out} to resume: name its folder after --resume")
     return max(found, key=lambda folder: (last_checkpoint(folder) or folder / CONFIG).stat().st_mtime)
 
 

@@ -11,9 +11,16 @@ import lightning as L
 import torch
 from torch import nn
 
-from cribo.data import LabelledImages, open_labelled
+from cribo.data import LabelledImages, open_segmentation
 from cribo.data.scenes import Scenes
-from cribo.evaluation import Encoder, backbone_encoder, dense_nn, mean_colour_encoder
+from cribo.evaluation import (
+    DenseNNSettings,
+    Machine,
+    PatchEncoder,
+    backbone_encoder,
+    dense_nn,
+    mean_colour_encoder,
+)
 from cribo.method import normalise
 from cribo.models import Backbone
 from cribo.pretraining.config import PretrainConfig
@@ -49,8 +56,8 @@ def open_score_data(config: PretrainConfig) -> ScoreData | None:
             Scenes(queries, size=scenes.size, seed=scenes.seed, first=scenes.count + memory),
         )
     return ScoreData(
-        open_labelled(root, "train", max_pixels=config.data.max_pixels),
-        open_labelled(root, "val", max_pixels=config.data.max_pixels),
+        open_segmentation("folder", root, "train", max_pixels=config.data.max_pixels),
+        open_segmentation("folder", root, "val", max_pixels=config.data.max_pixels),
     )
 
 
@@ -108,7 +115,7 @@ class RetrievalScore(L.Callback):
     def mean_colour(self, module: PretrainingModule) -> float:
         """MIoU of the baseline that knows the mean colour of a patch only."""
         patch_size = module.teacher.backbone.patch_size
-        return self._score(mean_colour_encoder(patch_size), patch_size, module.device)
+        return self._score(mean_colour_encoder(patch_size), module.device)
 
     def _take(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(module, PretrainingModule)
@@ -116,25 +123,23 @@ class RetrievalScore(L.Callback):
         backbone = module.teacher.backbone
         untrained = trainer.global_step == 0 and self.config.backbone.pretrained is None
         with calibrated(backbone, self.data.memory, module.device, needed=untrained):
-            miou = self._score(backbone_encoder(backbone), backbone.patch_size, module.device)
+            miou = self._score(backbone_encoder(backbone), module.device)
         self.curve.append((trainer.global_step, miou))
         self.metrics.add(trainer, module, {"dense_nn": miou})
         self.metrics.pause(time.perf_counter() - started)
         log.info("step %d: dense retrieval %.1f %% mIoU", trainer.global_step, 100 * miou)
 
-    def _score(self, encoder: Encoder, patch_size: int, device: torch.device | str) -> float:
+    def _score(self, encoder: PatchEncoder, device: torch.device) -> float:
         score = self.config.score
-        return dense_nn(
-            encoder,
-            self.data.memory,
-            self.data.queries,
-            patch_size=patch_size,
-            size=score.size,
+        settings = DenseNNSettings(
+            ratios=(score.memory_ratio,),
+            draws=1,
             neighbours=score.neighbours,
-            memory_ratio=score.memory_ratio,
-            device=device,
+            size=score.size,
             seed=0,  # the same memory for every seed of the run, so that their scores can be compared
-        ).miou
+        )
+        machine = Machine(devices=(str(device),))
+        return dense_nn(encoder, self.data.memory, self.data.queries, settings, machine=machine).scores[0].miou
 
 
 @contextmanager

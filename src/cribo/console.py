@@ -1,0 +1,89 @@
+"""What commands show while they work: log lines, and progress with an ETA."""
+
+import logging
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+_LINE_SECONDS = 30.0  # between two lines where there is no terminal to draw a bar on
+
+
+def log_to(console: Console) -> None:
+    """Show the package's log on a console."""
+    log = logging.getLogger("cribo")
+    log.setLevel(logging.INFO)
+    log.handlers = [RichHandler(console=console, show_path=False, show_level=True, log_time_format="%H:%M:%S")]
+    log.propagate = False
+
+
+def duration(seconds: float) -> str:
+    """Seconds as h:mm:ss or m:ss.
+
+    Example:
+        >>> duration(3725.2), duration(65)
+        ('1:02:05', '1:05')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class Phases:
+    """Progress of work that has several phases: a bar each on a terminal; elsewhere, a line now and then.
+
+    Called with (what is being done, how much of it is done, how much there is).
+
+    Example:
+        >>> with Phases(Console(quiet=True)) as progress:
+        ...     progress("features", 1, 10)
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._started: dict[str, float] = {}
+        self._printed = time.perf_counter()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Show where a phase stands."""
+        now = time.perf_counter()
+        started = self._started.setdefault(what, now)
+        if self.console.is_terminal:
+            if what not in self._tasks:
+                self._tasks[what] = self._bars.add_task(what, total=total)
+            self._bars.update(self._tasks[what], completed=done, total=total)
+        elif done == total or now - self._printed >= _LINE_SECONDS:
+            self._printed = now
+            left = f", ETA {duration((total - done) * (now - started) / max(done, 1))}" if done < total else ""
+            took = f", {duration(now - started)}" if done == total else ""
+            self.console.print(f"{what}: {done}/{total}{left}{took}", highlight=False)
+
+    def __enter__(self) -> "Phases":
+        if self.console.is_terminal:
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bars.stop()

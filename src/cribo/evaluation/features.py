@@ -1,0 +1,476 @@
+"""Features of all patches of many images, computed once and kept on disk by content."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import timm
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from cribo.data import LabelledImages
+from cribo.evaluation.patches import (
+    Interpolation,
+    augment_image,
+    augment_labels,
+    class_counts,
+    grid_size,
+    resize_image,
+    resize_labels,
+)
+from cribo.evaluation.search import available_memory
+from cribo.files import write_whole
+from cribo.method import normalise
+from cribo.models import Backbone
+
+Precision = Literal["float32", "float16"]
+Progress = Callable[[str, int, int], None]
+"""Told (what is being done, how much of it is done, how much there is)."""
+
+_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
+# Raised when the same backbone and image would give other features than before.
+_CACHE_VERSION = 1
+_ABOUT = "about.json"
+_PROBE_VIEWS = 32  # after which it is clear how much room all of them need
+_PENDING_BATCHES = 8  # images of many sizes that may wait for others of their size
+
+
+@dataclass(frozen=True)
+class PatchEncoder:
+    """What turns images into one feature per patch.
+
+    Attributes:
+        encode: gives (B, N, D) features of (B, 3, H, W) images in 0-1, N patches row by row.
+        patch_size: pixels; H and W are multiples of it.
+        identity: what tells this encoder from all others, for the cache on disk; None keeps it out of the cache.
+    """
+
+    encode: Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "b n d"]]
+    patch_size: int
+    identity: str | None = None
+
+
+def backbone_encoder(backbone: Backbone, *, layers: int = 1) -> PatchEncoder:
+    """Patch features of a backbone, in evaluation mode, whatever mode it is left in.
+
+    Args:
+        backbone: on the device where it shall run.
+        layers: how many of its last blocks give features, concatenated (`Backbone.encode`).
+    """
+
+    def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n d"]:
+        training = backbone.training
+        backbone.eval()
+        try:
+            return backbone.encode(normalise(images, mean=backbone.mean, std=backbone.std), layers).tokens
+        finally:
+            backbone.train(training)
+
+    return PatchEncoder(encode, backbone.patch_size, f"{backbone.fingerprint()}-{layers}")
+
+
+def mean_colour_encoder(patch_size: int) -> PatchEncoder:
+    """The baseline: the mean colour of each patch, in the normalised RGB that networks see."""
+
+    def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n 3"]:
+        return F.avg_pool2d(normalise(images), patch_size).flatten(2).mT
+
+    return PatchEncoder(encode, patch_size, f"mean-colour-{patch_size}")
+
+
+class View(NamedTuple):
+    """An image as it is encoded.
+
+    Attributes:
+        image: its index in its collection.
+        augmentation: number of the augmented view (hummingbird protocol), None for the image as it is.
+    """
+
+    image: int
+    augmentation: int | None = None
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How an image becomes what is encoded.
+
+    Attributes:
+        patch_size: pixels.
+        size: (height, width) of all images; None for the closest multiple of the patch size of each.
+        interpolation: of the resized image.
+        seed: of the augmentations.
+    """
+
+    patch_size: int
+    size: tuple[int, int] | None = None
+    interpolation: Interpolation = "bicubic"
+    seed: int = 0
+
+    def image(self, images: LabelledImages, view: View) -> UInt8[Tensor, "3 h w"]:
+        """The pixels to encode."""
+        image = images.load(view.image)
+        size = grid_size(image.shape[1], image.shape[2], self.patch_size, self.size)
+        if view.augmentation is None:
+            return resize_image(image, size, self.interpolation)
+        return augment_image(image, size, self.interpolation, (self.seed, view.image, view.augmentation))
+
+    def labels(self, images: LabelledImages, view: View) -> UInt8[Tensor, "h w"]:
+        """The labels of these pixels."""
+        labels = images.labels(view.image)
+        size = grid_size(labels.shape[0], labels.shape[1], self.patch_size, self.size)
+        if view.augmentation is None:
+            return resize_labels(labels, size)
+        return augment_labels(labels, size, (self.seed, view.image, view.augmentation))
+
+    def key(self, view: View) -> str:
+        """What of it decides the pixels of a view, beside the image."""
+        augmentation = "" if view.augmentation is None else f" {self.seed} {view.image} {view.augmentation}"
+        return f"{self.patch_size} {self.size} {self.interpolation}{augmentation}"
+
+
+class FeatureCache:
+    """Features on disk, one file per image, under a name that tells encoder, image and preparation apart.
+
+    A file is there whole or not at all, and its name says what must be in it: two processes may fill one cache
+    at once, and one that was cut short goes on where it stopped. Nothing has to be cleared when weights, images
+    or sizes change: what is not asked for any more is only not read any more.
+
+    Args:
+        folder: made when the first features are written.
+        encoder: whose features.
+        about: what a person who finds the folder should know about it.
+
+    Raises:
+        ValueError: an encoder without identity.
+    """
+
+    def __init__(self, folder: Path, encoder: PatchEncoder, about: Mapping[str, object] | None = None) -> None:
+        if encoder.identity is None:
+            raise ValueError("an encoder without identity cannot be cached: give it one, or do without the cache")
+        # Another version of timm may compute a network differently.
+        identity = f"{_CACHE_VERSION} {timm.__version__} {encoder.identity}"
+        self.folder = folder.expanduser() / hashlib.sha256(identity.encode()).hexdigest()[:20]
+        self._about = {"encoder": encoder.identity, "timm": timm.__version__, **(about or {})}
+
+    def path(self, content: str, preparation: str, precision: Precision) -> Path:
+        """Where the features of an image stand, whose content has that hash."""
+        name = hashlib.sha256(f"{content} {preparation} {precision}".encode()).hexdigest()
+        return self.folder / name[:2] / f"{name[2:34]}.npy"
+
+    def read(self, path: Path) -> np.ndarray | None:
+        """The (N, D) features in a file, None if it is not there or damaged."""
+        try:
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError):  # shorter than its header says, or no array
+            return None
+
+    def write(self, path: Path, features: np.ndarray) -> None:
+        """Keep features.
+
+        Raises:
+            OSError: the folder cannot be written, or is full.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        about = self.folder / _ABOUT
+        if not about.exists():
+            text = json.dumps(self._about, indent=2, default=str) + "\n"
+            write_whole(about, lambda part: part.write_text(text, encoding="utf-8"))
+
+        def save(part: Path) -> None:
+            with part.open("wb") as file:
+                np.save(file, features, allow_pickle=False)
+
+        write_whole(path, save)
+
+
+class SparseCounts(NamedTuple):
+    """The classes in the patches of a view; few of all there are lie in any one patch.
+
+    Attributes:
+        patches: how many.
+        columns: classes, one for pixels without class among them.
+        places: patch * columns + class of every pair that occurs, ascending.
+        pixels: how many pixels each of them has.
+    """
+
+    patches: int
+    columns: int
+    places: np.ndarray
+    pixels: np.ndarray
+
+    def dense(self) -> Int[Tensor, "n c_plus_1"]:
+        """As `patches.class_counts` gives them."""
+        counts = torch.zeros(self.patches * self.columns, dtype=torch.long)
+        counts[torch.from_numpy(self.places).long()] = torch.from_numpy(self.pixels).long()
+        return counts.view(self.patches, self.columns)
+
+
+def sparse_counts(counts: Int[Tensor, "n c_plus_1"]) -> SparseCounts:
+    """Keep what is not 0."""
+    flat = counts.flatten()
+    places = flat.nonzero()[:, 0]
+    # NumPy arrays travel through a worker's pipe; tensors would each hold a file open.
+    patches, columns = counts.shape
+    return SparseCounts(patches, columns, places.int().numpy(), flat[places].int().numpy())
+
+
+@dataclass
+class PatchFeatures:
+    """Normalised features of views, wherever they are kept, and the classes in their patches.
+
+    Attributes:
+        dim: D.
+        counts: of each view, the classes in its patches.
+        sizes: of each view, (height, width) at which it was encoded.
+        held: of each view, the features or the file of the cache that holds them.
+    """
+
+    dim: int = 0
+    counts: dict[View, SparseCounts] = field(default_factory=dict)
+    sizes: dict[View, tuple[int, int]] = field(default_factory=dict)
+    held: dict[View, Tensor | Path] = field(default_factory=dict)
+
+    def features(self, view: View) -> Float[Tensor, "n d"]:
+        """Of one view, of unit length, in the precision they are kept in."""
+        held = self.held[view]
+        return held if isinstance(held, Tensor) else torch.from_numpy(np.load(held, allow_pickle=False))
+
+
+class SelectedKeys:
+    """Some patches of some views as the keys of a search (`search.Keys`).
+
+    Args:
+        source: the features.
+        rows: of each view, which of its patches.
+    """
+
+    def __init__(self, source: PatchFeatures, rows: Mapping[View, Int[Tensor, " m"]]) -> None:
+        self.source = source
+        self.rows = rows
+        self.dim = source.dim
+        self._length = sum(len(kept) for kept in rows.values())
+
+    def __len__(self) -> int:
+        return self._length
+
+    def blocks(self, rows: int) -> Iterator[Float[Tensor, "m d"]]:
+        """All keys in order, at most `rows` at once."""
+        parts: list[Tensor] = []
+        waiting = 0
+        for view, kept in self.rows.items():
+            features = self.source.features(view)
+            part = features if len(kept) == len(features) else features[kept]
+            while len(part):
+                taken = part[: rows - waiting]
+                parts.append(taken)
+                waiting += len(taken)
+                part = part[len(taken) :]
+                if waiting == rows:
+                    yield torch.cat(parts)
+                    parts, waiting = [], 0
+        if waiting:
+            yield torch.cat(parts)
+
+
+@torch.no_grad()
+def extract(
+    encoder: PatchEncoder,
+    images: LabelledImages,
+    views: Sequence[View],
+    preparation: Preparation,
+    *,
+    cache: FeatureCache | None = None,
+    precision: Precision = "float32",
+    batch_size: int = 16,
+    workers: int = 0,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+    what: str = "features",
+) -> PatchFeatures:
+    """Encode views, except those whose features the cache holds, and count the classes in their patches.
+
+    Args:
+        encoder: on `device`.
+        images: where the views come from.
+        views: which ones.
+        preparation: how they are resized or augmented.
+        cache: read and filled; None holds all features in memory.
+        precision: in which they are kept.
+        batch_size: images encoded at once, where they are of one size.
+        workers: processes that read images.
+        device: where it is computed.
+        progress: is told how far it is.
+        what: the name of it all in `progress`.
+
+    Raises:
+        UnreadableImage, DataError: an image or label map that cannot be used.
+        ValueError: the features do not fit in memory (without a cache) or on the disk (with one), said after the
+            first images; or the encoder gives another number of features than there are patches.
+    """
+    found = PatchFeatures()
+    dataset = _Views(images, list(views), preparation, cache, precision)
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=workers,
+        prefetch_factor=4 if workers else None,
+    )
+    batches = _Batches(batch_size)
+    checked = False
+
+    def encode(batch: list[_Prepared]) -> None:
+        pixels = torch.stack([prepared.image for prepared in batch if prepared.image is not None])
+        features = F.normalize(encoder.encode(pixels.to(device).float().div_(255)).float(), dim=-1)
+        for prepared, rows in zip(batch, features.to(_DTYPES[precision]).cpu(), strict=True):
+            if len(rows) != prepared.counts.patches:
+                raise ValueError(f"the encoder gives {len(rows)} features of {prepared.counts.patches} patches")
+            found.dim = rows.shape[1]
+            found.held[prepared.view] = _keep(rows, prepared.path, cache)
+
+    for done, prepared in enumerate(loader, 1):
+        found.counts[prepared.view], found.sizes[prepared.view] = prepared.counts, prepared.size
+        if prepared.image is None:
+            found.held[prepared.view], found.dim = prepared.path, prepared.dim
+        else:
+            for batch in batches.add(prepared):
+                encode(batch)
+        if not checked and done >= _PROBE_VIEWS and found.dim:
+            _require_room(found, len(views), cache, precision)
+            checked = True
+        if progress is not None:
+            progress(what, done, len(views))
+    for batch in batches.rest():
+        encode(batch)
+    return found
+
+
+def content_hash(images: LabelledImages, index: int) -> str:
+    """What tells an image from all others: a hash of its file, or of its pixels where it has none."""
+    if isinstance(images, _OnDisk):
+        with Path(images.image_path(index)).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    pixels = images.load(index)
+    return hashlib.sha256(f"{tuple(pixels.shape)}".encode() + pixels.numpy().tobytes()).hexdigest()
+
+
+@runtime_checkable
+class _OnDisk(Protocol):
+    def image_path(self, index: int) -> str: ...
+
+
+class _Prepared(NamedTuple):
+    """A view on its way to the encoder; without `image` where the cache has its features already."""
+
+    view: View
+    image: UInt8[Tensor, "3 h w"] | None
+    counts: SparseCounts
+    size: tuple[int, int]
+    path: Path | None
+    dim: int
+
+
+class _Views(Dataset[_Prepared]):
+    """Reads, resizes and counts, in the workers."""
+
+    def __init__(
+        self,
+        images: LabelledImages,
+        views: list[View],
+        preparation: Preparation,
+        cache: FeatureCache | None,
+        precision: Precision,
+    ) -> None:
+        self.images = images
+        self.views = views
+        self.preparation = preparation
+        self.cache = cache
+        self.precision: Precision = precision
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    def __getitem__(self, number: int) -> _Prepared:
+        view = self.views[number]
+        path, kept = None, None
+        if self.cache is not None:
+            content = content_hash(self.images, view.image)
+            path = self.cache.path(content, self.preparation.key(view), self.precision)
+            kept = self.cache.read(path)
+        image = self.preparation.image(self.images, view) if kept is None else None
+        labels = self.preparation.labels(self.images, view)
+        counts = class_counts(labels, self.preparation.patch_size, len(self.images.classes), self.images.ignore_index)
+        size = (labels.shape[0], labels.shape[1])
+        return _Prepared(view, image, sparse_counts(counts), size, path, 0 if kept is None else kept.shape[1])
+
+
+def _as_it_is(prepared: Any) -> Any:
+    """In place of the loader's own conversion, which would take the view apart."""
+    return prepared
+
+
+class _Batches:
+    """Collects images of one size into batches; a bounded number of images waits for others of their size."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self._waiting: dict[tuple[int, int], list[_Prepared]] = {}
+        self._count = 0
+
+    def add(self, prepared: _Prepared) -> Iterator[list[_Prepared]]:
+        """Take one more in; gives the batch that has become full, or has waited with too many others."""
+        self._waiting.setdefault(prepared.size, []).append(prepared)
+        self._count += 1
+        fullest = max(self._waiting, key=lambda size: len(self._waiting[size]))
+        if len(self._waiting[fullest]) == self.batch_size or self._count == _PENDING_BATCHES * self.batch_size:
+            yield self._take(fullest)
+
+    def rest(self) -> Iterator[list[_Prepared]]:
+        """All that still waits."""
+        for size in list(self._waiting):
+            yield self._take(size)
+
+    def _take(self, size: tuple[int, int]) -> list[_Prepared]:
+        batch = self._waiting.pop(size)
+        self._count -= len(batch)
+        return batch
+
+
+def _keep(rows: Float[Tensor, "n d"], path: Path | None, cache: FeatureCache | None) -> Tensor | Path:
+    """Put features where they stay."""
+    if cache is None or path is None:
+        return rows.clone()  # a row of the batch would keep all of it alive
+    try:
+        cache.write(path, rows.numpy())
+    except OSError as error:
+        raise ValueError(
+            f"cannot keep features in {cache.folder} ({error.strerror or error}): make room, give another --cache, "
+            "or do without with --cache none"
+        ) from error
+    return path
+
+
+def _require_room(found: PatchFeatures, views: int, cache: FeatureCache | None, precision: Precision) -> None:
+    """Refuse what will not fit, judged by the first views."""
+    seen = [found.counts[view].patches for view in found.counts]
+    missing = views - len(found.held) if cache is not None else views
+    needed = sum(seen) / len(seen) * missing * found.dim * (4 if precision == "float32" else 2)
+    if cache is None:
+        room, place = available_memory("cpu"), "memory"
+        advice = "keep them on disk with --cache FOLDER, or in half the room with --precision float16"
+    else:
+        folder = next(parent for parent in (cache.folder, *cache.folder.parents) if parent.exists())
+        room, place = shutil.disk_usage(folder).free, str(folder)
+        advice = "give a --cache with more room, or halve what is needed with --precision float16"
+    if needed > room:
+        raise ValueError(
+            f"the features need about {needed / 2**30:.1f} GiB, {place} has {room / 2**30:.1f} GiB free: {advice}"
+        )

@@ -1,0 +1,207 @@
+"""Images and labels on the grid of patches: sizes, shares of the classes in a patch, the memory's augmentation."""
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from jaxtyping import Int, UInt8
+from torch import Tensor
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as TF
+
+from cribo.data.randomness import keyed_generator
+
+Interpolation = Literal["bicubic", "bilinear"]
+Unlabelled = Literal["drop", "outvote", "class", "background"]
+
+_MODES = {"bicubic": InterpolationMode.BICUBIC, "bilinear": InterpolationMode.BILINEAR}
+_AUGMENTATION = 0x617567  # keeps its draws apart from others of the same seed
+_CROP_ATTEMPTS = 10
+
+
+def grid_size(height: int, width: int, patch_size: int, size: tuple[int, int] | None = None) -> tuple[int, int]:
+    """The (height, width) in pixels at which an image is encoded.
+
+    Without `size`, the multiple of the patch size that is closest to the image's own size, the smaller one of
+    two that are equally close (the paper speaks of down-sampling), and one patch at least.
+
+    Example:
+        >>> grid_size(360, 480, 16)
+        (352, 480)
+    """
+    if size is not None:
+        return size
+    return (
+        max(1, math.ceil(height / patch_size - 0.5)) * patch_size,
+        max(1, math.ceil(width / patch_size - 0.5)) * patch_size,
+    )
+
+
+def resize_image(
+    image: UInt8[Tensor, "3 h w"], size: tuple[int, int], interpolation: Interpolation
+) -> UInt8[Tensor, "3 new_h new_w"]:
+    """Resize an image, anti-aliased; bytes, as image files hold them."""
+    return TF.resize(image, list(size), interpolation=_MODES[interpolation], antialias=True)
+
+
+def resize_labels(labels: UInt8[Tensor, "h w"], size: tuple[int, int]) -> UInt8[Tensor, "new_h new_w"]:
+    """Resize a label map; each pixel takes the label of the nearest one."""
+    return TF.resize(labels[None], list(size), interpolation=InterpolationMode.NEAREST_EXACT)[0]
+
+
+def class_counts(
+    labels: Int[Tensor, "h w"], patch_size: int, num_classes: int, ignore_index: int
+) -> Int[Tensor, "n c_plus_1"]:
+    """How many pixels of each class lie in each patch, row by row; the last column counts those without class.
+
+    Args:
+        labels: height and width are multiples of the patch size.
+        patch_size: pixels.
+        num_classes: C.
+        ignore_index: label of pixels without class.
+
+    Example:
+        >>> class_counts(torch.tensor([[0, 0, 1, 1], [0, 1, 1, 255]]), 2, 2, 255).tolist()
+        [[3, 1, 0], [0, 3, 1]]
+    """
+    height, width = labels.shape
+    columns = num_classes + 1
+    label = torch.where(labels == ignore_index, num_classes, labels.long())
+    row = torch.arange(height, device=labels.device) // patch_size * (width // patch_size)
+    patch = row[:, None] + torch.arange(width, device=labels.device) // patch_size
+    patches = (height // patch_size) * (width // patch_size)
+    flat = (patch * columns + label).flatten()
+    return torch.bincount(flat, minlength=patches * columns).view(patches, columns)
+
+
+def labels_in_memory(
+    counts: Int[Tensor, "n c_plus_1"], unlabelled: Unlabelled
+) -> tuple[Int[Tensor, "n c"], Int[Tensor, " n"]]:
+    """What the patches of the memory are labelled with, and which of them are in it.
+
+    Args:
+        counts: of `class_counts`.
+        unlabelled: what to do about pixels without class.
+            `drop`: they count in the majority, and a patch where they win is left out.
+            `outvote`: only the other pixels count; a patch that has none is left out.
+            `class`: they are a class of their own, which no score counts as right.
+            `background`: they are of class 0.
+
+    Returns:
+        pixels of each class, (n, C), or (n, C + 1) for `class`; and the rows of the patches that are kept.
+    """
+    classes, without = counts[:, :-1], counts[:, -1]
+    if unlabelled == "class":
+        return counts, torch.arange(len(counts), device=counts.device)
+    if unlabelled == "background":
+        classes = classes.clone()
+        classes[:, 0] += without
+        return classes, torch.arange(len(counts), device=counts.device)
+    kept = classes.sum(dim=1) > 0 if unlabelled == "outvote" else classes.amax(dim=1) >= without.clamp(min=1)
+    return classes, kept.nonzero()[:, 0]
+
+
+def majority_label(counts: Int[Tensor, "n c_plus_1"], unlabelled: Unlabelled, ignore_index: int) -> Int[Tensor, " n"]:
+    """The label of most pixels of each patch that is to be scored; the smallest class wins a tie.
+
+    Patches that no score counts get `ignore_index`: those where pixels without class win, or, with `outvote`,
+    where there are only such pixels.
+    """
+    classes, without = counts[:, :-1], counts[:, -1]
+    most = classes.amax(dim=1)
+    beaten = most == 0 if unlabelled == "outvote" else (most < without) | (most == 0)
+    return torch.where(beaten, ignore_index, first_greatest(classes))
+
+
+def first_greatest(values: Int[Tensor, "n c"]) -> Int[Tensor, " n"]:
+    """The column of each row's greatest value, the first one of several; `argmax` does not promise which."""
+    return (values == values.amax(dim=1, keepdim=True)).int().argmax(dim=1)
+
+
+def rarest_patches(counts: Int[Tensor, "n c"], number: int, generator: torch.Generator) -> Int[Tensor, " m"]:
+    """Draw patches of one image for a bounded memory, those of its rare classes rather than of its common ones.
+
+    Each patch scores the sum, over the classes in it, of how many patches of the image hold the class, times
+    a uniform random number; the lowest scores win (Balazevic et al. 2023, appendix on memory sampling).
+
+    Args:
+        counts: pixels of each class in each patch.
+        number: how many; all of them if the image has no more.
+        generator: of the uniform numbers.
+
+    Returns:
+        rows of the patches, ascending.
+    """
+    present = (counts > 0).double()
+    score = present @ present.sum(dim=0)
+    score *= torch.rand(len(counts), generator=generator, dtype=torch.double)
+    if number >= len(counts):
+        return torch.arange(len(counts))
+    return score.argsort(stable=True)[:number].sort().values
+
+
+def augment_image(
+    image: UInt8[Tensor, "3 h w"], size: tuple[int, int], interpolation: Interpolation, key: tuple[int, ...]
+) -> UInt8[Tensor, "3 new_h new_w"]:
+    """A view of an image for the hummingbird protocol's memory: colour jitter, then a resized crop.
+
+    Brightness, contrast, saturation and hue are each jittered by up to 0.1 with probability 0.5; the crop has
+    0.5 to 2 times the image's area (where one above it fits nowhere, another is drawn) and an aspect ratio of
+    3/4 to 4/3.
+
+    Args:
+        image: as it is on disk.
+        size: (height, width) of the result.
+        interpolation: of the crop.
+        key: what the draws depend on: seed, image and number of the augmentation.
+    """
+    jitter, window = _draw_augmentation(image.shape[1], image.shape[2], key)
+    for adjust, amount in zip(_ADJUSTMENTS, jitter, strict=True):
+        if amount is not None:
+            image = adjust(image, amount)
+    return resize_image(image[:, *window], size, interpolation)
+
+
+def augment_labels(
+    labels: UInt8[Tensor, "h w"], size: tuple[int, int], key: tuple[int, ...]
+) -> UInt8[Tensor, "new_h new_w"]:
+    """The labels of the view that `augment_image` makes for the same key."""
+    _, window = _draw_augmentation(labels.shape[0], labels.shape[1], key)
+    return resize_labels(labels[window], size)
+
+
+_ADJUSTMENTS: tuple[Callable[[Tensor, float], Tensor], ...] = (
+    TF.adjust_brightness,
+    TF.adjust_contrast,
+    TF.adjust_saturation,
+    TF.adjust_hue,
+)
+_NEUTRAL = (1.0, 1.0, 1.0, 0.0)
+
+
+def _draw_augmentation(height: int, width: int, key: tuple[int, ...]) -> tuple[list[float | None], tuple[slice, slice]]:
+    """The amount of each adjustment, None where it is left out, and the rows and columns of the crop."""
+    draws = torch.rand(8 + 3 * _CROP_ATTEMPTS, generator=keyed_generator(_AUGMENTATION, *key)).tolist()
+    jitter = [
+        neutral + 0.1 * (2 * amount - 1) if chance < 0.5 else None
+        for neutral, chance, amount in zip(_NEUTRAL, draws[:4], draws[4:8], strict=True)
+    ]
+    top, left, crop_h, crop_w = _crop(height, width, draws[8:])
+    return jitter, (slice(top, top + crop_h), slice(left, left + crop_w))
+
+
+def _crop(height: int, width: int, draws: list[float]) -> tuple[int, int, int, int]:
+    """(top, left, height, width) of a crop; the whole image's greatest one of a valid aspect if none fits."""
+    for attempt in range(_CROP_ATTEMPTS):
+        area, aspect, place = draws[3 * attempt : 3 * attempt + 3]
+        pixels = height * width * (0.5 + 1.5 * area)
+        ratio = math.exp(math.log(3 / 4) + aspect * (math.log(4 / 3) - math.log(3 / 4)))
+        crop_w, crop_h = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
+        if 0 < crop_w <= width and 0 < crop_h <= height:
+            # One number serves both sides: its digits beyond those that choose the row choose the column.
+            rows, columns = height - crop_h + 1, width - crop_w + 1
+            spot = min(int(place * rows * columns), rows * columns - 1)
+            return spot // columns, spot % columns, crop_h, crop_w
+    crop_w, crop_h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
+    return (height - crop_h) // 2, (width - crop_w) // 2, crop_h, crop_w

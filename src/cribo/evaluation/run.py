@@ -1,0 +1,218 @@
+"""Evaluations from beginning to end: backbone, data, score, results and pictures in a folder."""
+
+import dataclasses
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from cribo.console import Phases
+from cribo.data import LabelledImages, LabelledSubset, default_splits, open_segmentation
+from cribo.evaluation.config import BackboneConfig, DataConfig, DenseNNConfig, RuntimeConfig
+from cribo.evaluation.dense_nn import DenseRetrieval, Machine, RatioScore, dense_nn, protocol_settings
+from cribo.evaluation.features import FeatureCache, PatchEncoder, backbone_encoder, mean_colour_encoder
+from cribo.evaluation.pictures import Panel, write_pictures
+from cribo.evaluation.results import RESULTS, EvaluationResult, versions
+from cribo.files import claim_folder, make_numbered_folder
+from cribo.models import load_backbone
+
+log = logging.getLogger("cribo")
+
+_OUT = Path("evaluations")
+_MEAN_COLOUR = "mean-colour"
+_MEAN_COLOUR_PATCH = 16
+
+
+def evaluate_dense_nn(
+    config: DenseNNConfig,
+    *,
+    out: Path | None = None,
+    overwrite: bool = False,
+    pictures: int = 6,
+    command: str = "",
+    console: Console | None = None,
+) -> tuple[EvaluationResult, Path]:
+    """Score a backbone by dense nearest-neighbour retrieval, and write results and pictures.
+
+    Args:
+        config: what is asked for.
+        out: the folder; `evaluations/dense-nn-<data>-<backbone>`, numbered, when not given.
+        overwrite: replace results that stand in `out`.
+        pictures: of how many images the prediction is drawn.
+        command: by which it can be repeated, for the record.
+        console: shows how far it is.
+
+    Returns:
+        the result, and the folder it was written to.
+
+    Raises:
+        ValueError: backbone, data, settings or folder cannot be used; said before anything is computed, as far as
+            it can be known then.
+        FileNotFoundError: a file of the backbone or the data is not there.
+        ConnectionError: timm's weights cannot be fetched.
+        UnreadableImage: an image is broken.
+    """
+    console = console or Console(quiet=True)
+    started = time.perf_counter()
+    memory, memory_split, queries, query_split = open_splits(config.data)
+    devices = config.runtime.resolved_devices()
+    encoder, about_backbone = open_encoder(config.backbone, devices[0])
+    choices = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name not in ("backbone", "data", "protocol", "runtime")
+    }
+    settings = protocol_settings(config.protocol, encoder.patch_size, memory.classes, **choices)
+    machine = _machine(config.runtime, devices, encoder, about_backbone)
+    folder = _claim(out, f"dense-nn-{config.data.name}-{about_backbone['name']}", overwrite=overwrite)
+    try:
+        with Phases(console) as progress:
+            found = dense_nn(encoder, memory, queries, settings, machine=machine, pictures=pictures, progress=progress)
+    except BaseException:
+        if not any(folder.iterdir()):
+            folder.rmdir()
+        raise
+    about_data = {
+        **dataclasses.asdict(config.data),
+        "memory": memory_split,
+        "queries": query_split,
+        "memory_images": len(memory),
+        "query_images": len(queries),
+        "memory_patches": found.memory_patches,
+        "query_patches": found.query_patches,
+    }
+    result = EvaluationResult(
+        evaluation="dense-nn",
+        settings={**found.settings.used(), "layers": config.backbone.layers},
+        backbone=about_backbone,
+        data=about_data,
+        classes=list(memory.classes),
+        metrics=["miou"],
+        varies="ratio",
+        results=[_row(score, memory.classes) for score in found.scores],
+        seconds=time.perf_counter() - started,
+        versions=versions(devices[0]),
+        command=command,
+    )
+    result.write(folder)
+    write_pictures(result, _panels(found, queries), queries.palette, folder)
+    return result, folder
+
+
+def open_encoder(config: BackboneConfig, device: str) -> tuple[PatchEncoder, dict[str, Any]]:
+    """Load a backbone and say what it is.
+
+    Raises:
+        what `load_backbone` raises.
+    """
+    if config.source == _MEAN_COLOUR:
+        encoder = mean_colour_encoder(_MEAN_COLOUR_PATCH)
+        about = {"source": config.source, "name": config.source, "architecture": config.source, "embed_dim": 3}
+        return encoder, {**about, "patch_size": _MEAN_COLOUR_PATCH}
+    backbone = load_backbone(
+        config.source,
+        name=config.architecture,
+        args=None if config.heads is None else {"num_heads": config.heads},
+        pretrained=config.pretrained,
+        network=config.network,
+        trust=config.trust,
+        seed=config.seed,
+    )
+    backbone = backbone.eval().to(device)
+    about = {
+        "source": config.source,
+        "name": backbone_name(config),
+        "architecture": backbone.name,
+        "args": backbone.args,
+        "embed_dim": backbone.embed_dim,
+        "patch_size": backbone.patch_size,
+        "parameters": sum(parameter.numel() for parameter in backbone.parameters()),
+        "fingerprint": backbone.fingerprint(),
+        **dataclasses.asdict(config),
+    }
+    if backbone.loaded is not None:
+        about["format"], about["notes"] = backbone.loaded.format, list(backbone.loaded.notes)
+    return backbone_encoder(backbone, layers=config.layers), about
+
+
+def backbone_name(config: BackboneConfig) -> str:
+    """A short name for tables and folders: the run's, the file's, or timm's, with `random` for random weights.
+
+    Example:
+        >>> backbone_name(BackboneConfig("runs/camvid/backbone.safetensors"))
+        'camvid'
+        >>> backbone_name(BackboneConfig("vit_small_patch16_224", pretrained=False))
+        'vit_small_patch16_224-random'
+    """
+    path = Path(config.source)
+    if path.name == "backbone.safetensors":
+        path = path.absolute().parent
+    name = path.stem if path.is_file() else path.name
+    return name if config.pretrained else f"{name}-random"
+
+
+def open_splits(config: DataConfig) -> tuple[LabelledImages, str, LabelledImages, str]:
+    """Open the memory's images and the queries, each followed by the name of its split.
+
+    Raises:
+        DataError: an unknown set, a folder of another layout, missing images or labels.
+    """
+    memory_split, query_split = default_splits(config.name, config.root)
+    memory_split, query_split = config.memory or memory_split, config.queries or query_split
+    opened = []
+    for split in (memory_split, query_split):
+        images = open_segmentation(config.name, config.root, split, partial=config.partial)
+        if config.limit is not None and config.limit < len(images):
+            images = LabelledSubset(images, _spread(len(images), config.limit))
+        opened.append(images)
+    return opened[0], memory_split, opened[1], query_split
+
+
+def _spread(count: int, number: int) -> list[int]:
+    """`number` indices below `count`, evenly apart."""
+    return [place * count // number for place in range(number)]
+
+
+def _machine(config: RuntimeConfig, devices: tuple[str, ...], encoder: PatchEncoder, about: dict[str, Any]) -> Machine:
+    cache = None
+    if config.cache != "none":
+        cache = FeatureCache(Path(config.cache), encoder, {name: about[name] for name in ("source", "architecture")})
+    return Machine(devices, config.batch_size, config.resolved_workers(), config.memory_gib, cache)
+
+
+def _claim(out: Path | None, name: str, *, overwrite: bool) -> Path:
+    if out is None:
+        return make_numbered_folder(_OUT, name)
+    claim_folder(
+        out, marker=RESULTS, overwrite=overwrite, advice="choose another --out, or replace it with --overwrite"
+    )
+    return out
+
+
+def _row(score: RatioScore, classes: Any) -> dict[str, Any]:
+    return {
+        "ratio": score.ratio,
+        "miou": score.miou,
+        "miou_std": score.miou_std,
+        "per_class": dict(zip(classes, score.per_class, strict=True)),
+        "draws": list(score.draws),
+        "memory_patches": score.patches,
+        **({} if score.recall is None else {"recall": score.recall}),
+        "confusion": score.confusion.tolist(),
+    }
+
+
+def _panels(found: DenseRetrieval, queries: LabelledImages) -> list[Panel]:
+    """Images beside their labels and predictions, patches drawn as they are."""
+    panels = []
+    for prediction in sorted(found.predictions, key=lambda prediction: prediction.index):
+        image, labels = queries.load(prediction.index), queries.labels(prediction.index)
+        label = torch.where(prediction.labels == len(queries.classes), queries.ignore_index, prediction.labels)
+        shown = torch.nn.functional.interpolate(label[None, None].float(), size=labels.shape, mode="nearest-exact")
+        panels.append(
+            Panel(queries.name(prediction.index), image, labels, shown[0, 0].to(torch.uint8), queries.ignore_index)
+        )
+    return panels
