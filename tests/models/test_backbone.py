@@ -318,3 +318,33 @@ def test_names_of_every_size_exist_in_timm():
         )
     }
     assert names <= set(timm.list_models())
+
+
+def test_the_fingerprint_changes_with_what_changes_the_features_and_with_nothing_else():
+    def build(**options):
+        return build_backbone(VIT, args=TINY_VIT, image_size=32, **options)
+
+    first = build().fingerprint()
+    assert build(drop_path=0.1).train().fingerprint() == first
+    changed = {first}
+    for change in (
+        lambda backbone: backbone.model.blocks[0].mlp.fc1.bias.data[0].add_(1e-6),
+        lambda backbone: backbone.model.cls_token.data.neg_(),
+        lambda backbone: setattr(backbone, "mean", (0.5, 0.5, 0.5)),
+        lambda backbone: setattr(backbone, "std", (0.5, 0.5, 0.5)),
+        lambda backbone: backbone.set_norm_eps(1e-5),
+        lambda backbone: backbone.double(),
+    ):
+        backbone = build()
+        change(backbone)
+        changed.add(backbone.fingerprint())
+    others = (build(seed=1), build_backbone(VIT, args={**TINY_VIT, "num_heads": 4}, image_size=32))
+    assert len(changed | {other.fingerprint() for other in others}) == 9
+
+
+def test_the_fingerprint_leaves_out_what_encode_does_not_read():
+    backbone = build_backbone("convnext_tiny", args=TINY_CONVNEXT, image_size=64)
+    before = backbone.fingerprint()
+    assert "head.norm.weight" in backbone.unused_parameters
+    backbone.model.head.norm.weight.data.fill_(2)
+    assert backbone.fingerprint() == before

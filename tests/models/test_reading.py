@@ -1,5 +1,7 @@
 import argparse
 import pathlib
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ STATE = {"norm.weight": torch.arange(4.0), "norm.bias": torch.ones(4, dtype=torc
 
 
 def save_numpy(state: dict[str, torch.Tensor], path: Path) -> None:
+    arrays: dict[str, Any] = {key: value.numpy() for key, value in state.items()}
     with path.open("wb") as file:
-        np.savez(file, **{key: value.numpy() for key, value in state.items()})
+        np.savez(file, **arrays)
 
 
 def save_legacy(state: dict[str, torch.Tensor], path: Path) -> None:
@@ -117,6 +120,18 @@ def test_code_in_an_older_file_is_named_too(tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(ValueError, match=r"\(.*print\) and is not read"):
         read_weights(path)
     assert "code in a checkpoint" not in capsys.readouterr().out
+
+
+def test_objects_of_a_package_that_is_not_installed_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    module: Any = types.ModuleType("history")
+    module.Buffer = type("Buffer", (), {"__module__": "history"})
+    monkeypatch.setitem(sys.modules, "history", module)
+    torch.save({"model": STATE, "history": module.Buffer()}, tmp_path / "weights.pth")
+    with pytest.raises(ValueError, match=r"\(history\.Buffer\) and is not read"):
+        read_weights(tmp_path / "weights.pth")
+    monkeypatch.delitem(sys.modules, "history")
+    with pytest.raises(ValueError, match="holds objects of history, which is not installed"):
+        read_weights(tmp_path / "weights.pth", trust=True)
 
 
 def test_options_and_scores_of_training_scripts_are_read(tmp_path: Path):

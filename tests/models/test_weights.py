@@ -324,3 +324,106 @@ def test_weights_of_timm_come_from_its_cache(tmp_path: Path, monkeypatch: pytest
     assert torch.equal(torch.get_rng_state(), before)
     with pytest.raises(ValueError, match=r"does not fit .*'depth': 3.*12 keys missing"):
         load_pretrained(vit(depth=3), tag)
+
+
+# load_backbone: names, folders, and what it keeps
+
+
+def test_a_timm_name_with_random_weights():
+    backbone = load_backbone("vit_tiny_patch16_224", args={"depth": 2}, pretrained=False, image_size=64, seed=3)
+    assert agree(backbone, build_backbone("vit_tiny_patch16_224", args={"depth": 2}, image_size=64, seed=3))
+    assert backbone.loaded is None
+    assert load_backbone("vit_tiny_patch16_384", args={"depth": 1}, pretrained=False).image_size == 384
+
+
+def test_names_and_options_that_do_not_go_together(tmp_path):
+    torch.save(vit().model.state_dict(), tmp_path / "weights.pth")
+    with pytest.raises(ValueError, match=r"pretrained=False is for timm names, and .*weights\.pth is a file"):
+        load_backbone(tmp_path / "weights.pth", pretrained=False)
+    with pytest.raises(
+        ValueError, match=r"'vit_smal_patch16_224' is neither a file nor a timm name: did you mean vit_"
+    ):
+        load_backbone("vit_smal_patch16_224")
+    with pytest.raises(ValueError, match=r"timm has no weights .*\.dinoo'.*vit_small_patch16_224\.dino"):
+        load_backbone("vit_small_patch16_224.dinoo")
+    without = next(name for name in timm.list_models("vit_*") if not timm.list_pretrained(name))
+    with pytest.raises(ValueError, match=f"timm has no pretrained weights of {without}: give a file, or use random"):
+        load_backbone(without)
+    with pytest.raises(ValueError, match=r"name='resnet50' is for files, and 'vit_tiny_patch16_224' is a timm name"):
+        load_backbone("vit_tiny_patch16_224", name="resnet50")
+    with pytest.raises(FileNotFoundError, match=r"no weights at .*nowhere: give a file"):
+        load_backbone(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"give a folder that holds backbone\.safetensors"):
+        load_backbone(tmp_path)
+    save_backbone(vit(), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"args=.* does not go with .*which says what its network is"):
+        load_backbone(tmp_path / "run", args={"depth": 2})
+
+
+def test_load_backbone_without_a_network_names_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConnectionError, match=r"Without a network: download .*huggingface\.co/timm/vit_tiny"):
+        load_backbone("vit_tiny_patch16_224")
+
+
+def test_another_image_size_is_resampled(tmp_path):
+    source = vit(seed=2, image_size=64)
+    torch.save(source.model.state_dict(), tmp_path / "weights.pth")
+    args = {"num_heads": 2}
+    backbone = load_backbone(tmp_path / "weights.pth", args=args, image_size=96).eval()
+    assert backbone.image_size == 96
+    assert backbone.loaded is not None
+    assert backbone.loaded.resampled == ("pos_embed",)
+    expected, found = source.encode(images(96)), backbone.encode(images(96))
+    torch.testing.assert_close(found.tokens, expected.tokens, rtol=0, atol=1e-5)
+    save_backbone(source, tmp_path / "run")
+    assert load_backbone(tmp_path / "run", image_size=96).model.pos_embed.shape == (1, 37, 64)
+
+
+def test_a_saved_backbone_under_another_name_is_still_ours(tmp_path):
+    source = vit(seed=2)
+    source.mean = (0.5, 0.5, 0.5)
+    save_backbone(source, tmp_path)
+    (tmp_path / "backbone.safetensors").rename(tmp_path / "mine.safetensors")
+    backbone = load_backbone(tmp_path / "mine.safetensors")
+    assert agree(backbone, source)
+    assert backbone.mean == (0.5, 0.5, 0.5)
+    assert backbone.loaded is not None
+    assert backbone.loaded.format == "cribo backbone"
+
+
+def test_an_interrupted_run_gives_its_teacher(tmp_path, tiny):
+    from cribo.pretraining import pretrain
+
+    run = pretrain(tiny(), out=tmp_path, name="run")
+    expected = run.backbone()
+    for name in ("backbone.safetensors", "backbone.json"):
+        (run.folder / name).unlink()
+    backbone = load_backbone(run.folder)
+    assert agree(backbone, expected, 32)
+    assert (backbone.name, backbone.args, backbone.image_size) == (expected.name, expected.args, expected.image_size)
+    assert backbone.loaded is not None
+    assert (backbone.loaded.format, backbone.loaded.network) == ("cribo run", "teacher")
+    assert "the run has not finished" in backbone.loaded.notes[0]
+    assert set(backbone.loaded.dropped) >= {"student", "head", "training state"}
+    checkpoint = next((run.folder / "checkpoints").glob("*.ckpt"))
+    assert agree(load_backbone(checkpoint), expected, 32)
+    assert not agree(load_backbone(checkpoint, network="student"), expected, 32)
+
+
+def test_another_epsilon_is_kept_and_reaches_plain_timm(tmp_path, monkeypatch):
+    source = vit(seed=2)
+    source.set_norm_eps(0.1)
+    save_backbone(source, tmp_path)
+    assert not agree(vit(seed=2), source)
+    backbone = load_backbone(tmp_path)
+    assert backbone.norm_eps == 0.1
+    assert agree(backbone, source)
+    again = vit(seed=3)
+    load_pretrained(again, tmp_path)
+    assert agree(again, source)
+    monkeypatch.chdir(tmp_path)
+    scope: dict = {}
+    exec(json.loads((tmp_path / "backbone.json").read_text())["how_to_load"], scope)
+    assert torch.equal(scope["model"].eval()(images()), source.encode(images()).global_token)

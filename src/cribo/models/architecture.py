@@ -85,6 +85,11 @@ def infer_architecture(
 
 
 def _vit(state: Mapping[str, Tensor], known_heads: Mapping[int, int], given: Mapping[str, Any]) -> Architecture:
+    if "norm_pre.weight" in state:
+        raise ValueError(
+            "the weights have a norm before the first block, as CLIP has, and do not show which activation goes with "
+            "it: give the timm name of their architecture, such as vit_base_patch16_clip_quickgelu_224"
+        )
     dim, patch_size, depth = _transformer_shape(state)
     hidden = len(state["blocks.0.mlp.fc1.weight"])
     is_gated = state["blocks.0.mlp.fc2.weight"].shape[1] * 2 == hidden
@@ -101,7 +106,6 @@ def _vit(state: Mapping[str, Tensor], known_heads: Mapping[int, int], given: Map
         "class_token": "cls_token" in state,
         "reg_tokens": registers,
         "no_embed_class": no_embed_class,
-        "pre_norm": "norm_pre.weight" in state,
     }
     if not found["class_token"] or "fc_norm.weight" in state:
         # Networks made for average pooling may keep their last norm behind it.
@@ -127,7 +131,6 @@ _VIT_DEFAULTS = {
     "class_token": True,
     "reg_tokens": 0,
     "no_embed_class": False,
-    "pre_norm": False,
 }
 # ViT-S/16, on which everything without a name of its own is built.
 _SMALL = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6, "mlp_ratio": 4.0}

@@ -1,77 +1,31 @@
-"""The formats of other projects' weights: how each is recognised, which network is taken, what its keys mean.
+"""The formats of other projects' weights: how each is recognised, which network is taken, and what is left out.
 
-A file is recognised by its keys alone, in two steps. Its *dialect* is how the keys of a network are named; each
-network in the file is found by one key that every network of the dialect has (its patch embedding or stem). Its
-*layout* is which networks lie in the file, under which prefixes, and what lies beside them. Every key of the file
-then is used, or dropped on purpose under a name (head, decoder, student, ...), or is an error.
-
-The keys of a dialect are renamed to those of timm. Facts about each project (names, heads, normalisation, epsilon
-of its layer norms, how it interpolates its position embedding) are from its public repository.
+A file is recognised by its keys alone. Its *layout* is which networks it holds under which prefixes, and what lies
+beside them; the *dialect* of a network is how its keys are named (`dialects`). Each network is found by one key that
+every network of its dialect has. Then every key of the file is used, or is dropped on purpose under a name (head,
+decoder, student, ...), or is an error.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, Backbone
+from cribo.models.dialects import (
+    BICUBIC_OFFSET,
+    BILINEAR_PLAIN,
+    DIALECTS,
+    HALF,
+    OWN,
+    Dialect,
+    Rules,
+    State,
+)
 
 Network = Literal["teacher", "student"]
-State = dict[str, Tensor]
-Rules = tuple[tuple[str, str], ...]
-
-HALF = (0.5, 0.5, 0.5)
-
-# How originals resize their position embedding where timm's way (bicubic, antialiased) gives other features than
-# theirs on images of another size than in training. Relative L2 difference of the embedding, for the fixed
-# sine-cosine embedding of MAE at 14x14 patches, resized to 28x28 / 32x32 / 7x7.
-BICUBIC_OFFSET = (
-    "the original resizes its position embedding bicubically with a scale that is off by 0.1 patches and without "
-    "antialiasing, timm without the offset and with antialiasing: features differ on images of another size"
-)
-BICUBIC_PLAIN = (
-    "the original resizes its position embedding bicubically without antialiasing, timm with: features differ on "
-    "images smaller than in training"
-)
-BILINEAR_PLAIN = (
-    "the original resizes its position embedding bilinearly, timm bicubically with antialiasing: features differ on "
-    "images of another size"
-)
-BILINEAR_ANTIALIASED = (
-    "the original resizes its position embedding bilinearly with antialiasing, timm bicubically: features differ on "
-    "images of another size"
-)
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """How a project names the keys of one network.
-
-    Attributes:
-        name: for people.
-        anchor: the key by which a network of this dialect is found, as a pattern.
-        needs: patterns, each of which some key of the network matches.
-        rename: makes timm's keys of the network's own.
-        dropped: (group, pattern of keys within the network) that are left out on purpose.
-        norm_eps: epsilon of its layer norms, where it is not what timm's network has.
-        mean, std: the normalisation of its images; None: ImageNet's.
-        act_layer: of its MLPs, where it is not the exact GELU.
-        note: what a user should know of every network of this dialect.
-    """
-
-    name: str
-    anchor: str
-    rename: Callable[[State], State]
-    needs: tuple[str, ...] = ()
-    dropped: Rules = ()
-    norm_eps: float | None = None
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-    act_layer: str | None = None
-    note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +64,7 @@ class Recognised:
         state: its tensors under timm's keys.
         used: the keys of the file that were used.
         dropped: the keys of the file that were left out on purpose, by group.
+        num_heads: attention heads, where the file shows them.
         heads: attention heads by width, where they are not the usual ones.
         act_layer, norm_eps: what the network has, where it is not what timm's has.
         mean, std: the normalisation that the weights expect.
@@ -122,6 +77,7 @@ class Recognised:
     state: State
     used: tuple[str, ...]
     dropped: dict[str, tuple[str, ...]]
+    num_heads: int | None
     heads: Mapping[int, int]
     act_layer: str | None
     norm_eps: float | None
@@ -130,296 +86,9 @@ class Recognised:
     notes: tuple[str, ...]
 
 
-# ------------------------------------------------------------------------------------------ dialects: keys to timm
-
-
-def _substitute(state: State, *rules: tuple[str, str | Callable[[re.Match[str]], str]]) -> State:
-    renamed: State = {}
-    for key, value in state.items():
-        for pattern, replacement in rules:
-            key = re.sub(pattern, replacement, key)
-        if key in renamed:
-            raise ValueError(f"two keys of the file stand for {key}: it holds parts of two formats")
-        renamed[key] = value
-    return renamed
-
-
-def _fold(state: State, token: str, positions: int) -> State:
-    """Make `token` timm's registers, and add the first `positions` position embeddings to [CLS] and registers."""
-    state = dict(state)
-    position = state.pop("pos_embed")
-    tokens = torch.cat([state["cls_token"], state.pop(token)], dim=1)
-    tokens[:, :positions] += position[:, :positions]
-    state["cls_token"], state["reg_token"] = tokens[:, :1], tokens[:, 1:]
-    state["pos_embed"] = position[:, positions:]
-    return state
-
-
-def _from_vit(state: State) -> State:
-    state = _substitute(state, (r"^(blocks\.\d+)\.gamma_([12])$", r"\1.ls\2.gamma"))
-    return _fold(state, "dist_token", 2) if "dist_token" in state else state
-
-
-def _from_dinov2(state: State) -> State:
-    state = _substitute(
-        state,
-        (r"^blocks\.\d+\.(\d+)\.", r"blocks.\1."),  # trained in chunks, whose blocks keep their number
-        (r"\.mlp\.w12\.", ".mlp.fc1."),
-        (r"\.mlp\.w3\.", ".mlp.fc2."),
-    )
-    return _fold(state, "register_tokens", 1) if "register_tokens" in state else state
-
-
-def _from_dinov3(state: State) -> State:
-    state = dict(state)
-    _check_rotation(state)
-    masks = {key: state.pop(key) for key in list(state) if key.endswith("qkv.bias_mask")}
-    for key in [key for key in state if key.endswith("qkv.bias")]:
-        query, middle, value = state.pop(key).chunk(3)
-        if f"{key}_mask" not in masks and middle.any():
-            raise ValueError(f"{key} has a bias of the attention keys, which DINOv3 in timm has not")
-        block = key.removesuffix("qkv.bias")
-        state[f"{block}q_bias"], state[f"{block}v_bias"] = query, value
-    return _substitute(
-        state,
-        (r"\.ls([12])\.gamma$", r".gamma_\1"),
-        (r"^storage_tokens$", "reg_token"),
-        (r"\.mlp\.w1\.", ".mlp.fc1_g."),
-        (r"\.mlp\.w2\.", ".mlp.fc1_x."),
-        (r"\.mlp\.w3\.", ".mlp.fc2."),
-    )
-
-
-def _check_rotation(state: State) -> None:
-    """DINOv3's file holds the periods of its rotary embedding; timm's network computes them."""
-    periods = state.pop("rope_embed.periods", None)
-    if periods is None:
-        return
-    expected = 100.0 ** (torch.arange(len(periods)) / len(periods))
-    if not torch.allclose(periods.float(), expected, rtol=0.02):
-        raise ValueError(
-            "rope_embed.periods are not those of a rotary embedding with base 100, which is what DINOv3 in timm has: "
-            f"they run from {periods.min():.3g} to {periods.max():.3g}"
-        )
-
-
-_HF_RULES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
-    # The names in files, and those in memory since transformers 5.
-    (r"^(?:model\.|encoder\.)?layers?\.(\d+)\.", r"blocks.\1."),
-    (r"^embeddings\.(cls_token|register_tokens)$", r"\1"),
-    (r"^embeddings\.position_embeddings$", "pos_embed"),
-    (r"^embeddings\.patch_embeddings\.(?:projection\.)?(weight|bias)$", r"patch_embed.proj.\1"),
-    (r"\.attention\.(?:attention\.)?(?:(query|key|value)|([qkv])_proj)\.", lambda m: f".attn.{(m[1] or m[2])[0]}."),
-    (r"\.attention\.(?:output\.dense|o_proj)\.", ".attn.proj."),
-    (r"^(blocks\.\d+)\.(?:intermediate\.dense|mlp\.weights_in|mlp\.fc1)\.", r"\1.mlp.fc1."),
-    (r"^(blocks\.\d+)\.(?:output\.dense|mlp\.weights_out|mlp\.fc2|mlp\.down_proj)\.", r"\1.mlp.fc2."),
-    (r"\.(?:layernorm_before|norm1)\.", ".norm1."),
-    (r"\.(?:layernorm_after|norm2)\.", ".norm2."),
-    (r"\.layer_scale([12])\.lambda1$", r".ls\1.gamma"),
-    (r"^layernorm\.", "norm."),
-)
-
-
-def _from_huggingface(state: State) -> State:
-    state = _substitute(state, *_HF_RULES)
-    for kind in ("weight", "bias"):
-        state = _join(state, f".attn.{{}}.{kind}", "qkv", f".attn.qkv.{kind}")
-        state = _join(state, f".mlp.{{}}.{kind}", ("gate_proj", "up_proj"), f".mlp.fc1.{kind}")
-    return _fold(state, "register_tokens", 1) if "register_tokens" in state else state
-
-
-def _from_huggingface_dinov3(state: State) -> State:
-    state = _substitute(
-        state,
-        *_HF_RULES,
-        (r"\.ls([12])\.gamma$", r".gamma_\1"),
-        (r"\.attn\.([qv])\.bias$", r".attn.\1_bias"),
-        (r"\.mlp\.gate_proj\.", ".mlp.fc1_g."),
-        (r"^register_tokens$", "reg_token"),
-    )
-    gated = any(".mlp.fc1_g." in key for key in state)
-    state = _substitute(state, (r"\.mlp\.up_proj\.", ".mlp.fc1_x." if gated else ".mlp.fc1."))
-    if "reg_token" in state and not state["reg_token"].numel():
-        del state["reg_token"]
-    return _join(state, ".attn.{}.weight", "qkv", ".attn.qkv.weight")
-
-
-def _join(state: State, pattern: str, parts: Sequence[str], name: str) -> State:
-    """Put the parts of each block that a project keeps apart under one name, where it has all of them."""
-    state = dict(state)
-    first, *others = (pattern.format(part) for part in parts)
-    for key in [key for key in state if key.endswith(first)]:
-        block = key.removesuffix(first)
-        if all(block + other in state for other in others):
-            state[block + name] = torch.cat([state.pop(key), *(state.pop(block + other) for other in others)])
-    return state
-
-
-def _from_mmsegmentation(state: State) -> State:
-    return _substitute(
-        state,
-        (r"^layers\.", "blocks."),
-        (r"^patch_embed\.projection\.", "patch_embed.proj."),
-        (r"^ln1\.", "norm."),
-        (r"\.ln([12])\.", r".norm\1."),
-        (r"\.attn\.attn\.in_proj_", ".attn.qkv."),
-        (r"\.attn\.attn\.out_proj\.", ".attn.proj."),
-        (r"\.ffn\.layers\.0\.0\.", ".mlp.fc1."),
-        (r"\.ffn\.layers\.1\.", ".mlp.fc2."),
-    )
-
-
-def _from_flax(state: State) -> State:
-    """JAX keeps kernels as (in, out), attention by head, and numbers the modules of a block in two ways."""
-    state = _substitute(
-        state,
-        (r"^(?:Transformer/)?encoderblock_(\d+)/", r"blocks.\1."),
-        (r"^(?:Transformer/)?encoder_norm/", "norm."),
-        (r"^(?:ToTokenSequence_0/)?embedding/", "patch_embed.proj."),
-        (r"^(?:ToTokenSequence_0|Transformer)/posembed_input(?:/pos_embedding)?$", "pos_embed"),
-        (r"^cls$", "cls_token"),
-        (r"\.LayerNorm_0/", ".norm1."),
-        (r"\.LayerNorm_[12]/", ".norm2."),
-        (r"\.MultiHeadDotProductAttention_[01]/(query|key|value)/", lambda m: f".attn.{m[1][0]}."),
-        (r"\.MultiHeadDotProductAttention_[01]/out/", ".attn.proj."),
-        (r"\.MlpBlock_[0-3]/Dense_0/", ".mlp.fc1."),
-        (r"\.MlpBlock_[0-3]/Dense_1/", ".mlp.fc2."),
-        (r"\.scale$", ".weight"),
-    )
-    state = {key.replace(".kernel", ".weight"): _from_kernel(key, value) for key, value in state.items()}
-    state["pos_embed"] = state["pos_embed"].flatten(1, -2)
-    for kind in ("weight", "bias"):
-        state = _join(state, f".attn.{{}}.{kind}", "qkv", f".attn.qkv.{kind}")
-    return state
-
-
-def _from_kernel(key: str, value: Tensor) -> Tensor:
-    if re.search(r"\.attn\.[qkv]\.bias$", key):
-        return value.flatten()
-    if not key.endswith(".kernel"):
-        return value
-    if key == "patch_embed.proj.kernel":
-        return value.permute(3, 2, 0, 1)
-    return (value.flatten(0, -2) if ".attn.proj." in key else value.flatten(1)).T
-
-
-def _same(state: State) -> State:
-    return state
-
-
-_MASK: Rules = (("mask token", r"^(mask_token|masked_embed|embeddings\.mask_token)$"),)
-# The head of a network that is kept with it.
-_HEAD: Rules = (
-    ("head", r"^(\w*head\w*|fc|classifier|pooler|pre_logits|projection_head|projector|predictor|prototypes)[./]"),
-    ("head", r"^(head|fc)\d*[./]"),
-)
-# Decoders that lie beside the encoder without a name of their own in front of it.
-_DECODER: Rules = (("decoder", r"^decoder_\w+([./]|$)"),)
-
-_PATCH_EMBEDDING = r"patch_embed\.proj\.weight"
-_HF_EMBEDDING = r"embeddings\.patch_embeddings\.projection\.weight"
-
-DIALECTS: tuple[Dialect, ...] = (
-    Dialect(
-        "DINOv3",
-        _PATCH_EMBEDDING,
-        _from_dinov3,
-        needs=(r"^blocks\.0\.ls1\.gamma$", r"^(storage_tokens|rope_embed\.periods)$"),
-        dropped=(*_MASK, *_HEAD, ("norm of local crops", r"^local_cls_norm\.")),
-    ),
-    Dialect(
-        "timm DINOv3",
-        _PATCH_EMBEDDING,
-        _same,
-        needs=(r"^blocks\.0\.gamma_1$", r"^blocks\.0\.attn\.qkv\.weight$", r"^reg_token$"),
-        dropped=_HEAD,
-    ),
-    Dialect(
-        "DINOv2",
-        _PATCH_EMBEDDING,
-        _from_dinov2,
-        needs=(r"^blocks\.0\.(\d+\.)?ls1\.gamma$", r"^(mask_token|register_tokens|blocks\.0\.\d+\.norm1\.weight)$"),
-        dropped=(*_MASK, *_HEAD),
-        note=BICUBIC_OFFSET,
-    ),
-    Dialect(
-        "timm ViT",
-        _PATCH_EMBEDDING,
-        _from_vit,
-        needs=(r"^blocks\.0\.norm1\.weight$", r"^pos_embed$"),
-        dropped=(*_MASK, *_HEAD, *_DECODER),
-    ),
-    Dialect(
-        "Hugging Face DINOv2",
-        _HF_EMBEDDING,
-        _from_huggingface,
-        needs=(r"\.layer_scale1\.lambda1$",),
-        dropped=(*_MASK, *_HEAD),
-        note=BICUBIC_PLAIN,
-    ),
-    Dialect(
-        "Hugging Face ViT",
-        _HF_EMBEDDING,
-        _from_huggingface,
-        needs=(r"\.layernorm_before\.weight$",),
-        dropped=(*_MASK, *_HEAD),
-        norm_eps=1e-12,
-        mean=HALF,
-        std=HALF,
-        note=BICUBIC_PLAIN,
-    ),
-    Dialect(
-        "Hugging Face DINOv3",
-        r"embeddings\.patch_embeddings\.weight",
-        _from_huggingface_dinov3,
-        needs=(r"\.layer_scale1\.lambda1$",),
-        dropped=(*_MASK, *_HEAD),
-    ),
-    Dialect(
-        "MMSegmentation ViT",
-        r"patch_embed\.projection\.weight",
-        _from_mmsegmentation,
-        needs=(r"^layers\.0\.attn\.attn\.in_proj_weight$",),
-        note=BICUBIC_PLAIN,
-    ),
-    Dialect(
-        "LOCA",
-        r"ToTokenSequence_0/embedding/kernel",
-        _from_flax,
-        dropped=(
-            ("position predictor", r"^(cross_attention_block|final_norm|position_predictor)/"),
-            ("head", r"^projection_head_for_clustering_prediction/"),
-        ),
-        act_layer="gelu_tanh",
-        note=BILINEAR_ANTIALIASED,
-    ),
-    Dialect(
-        "JAX ViT",
-        r"embedding/kernel",
-        _from_flax,
-        needs=(r"^Transformer/encoderblock_0/",),
-        dropped=(("head", r"^(head|pre_logits|output_projection)/"),),
-        act_layer="gelu_tanh",
-        mean=HALF,
-        std=HALF,
-    ),
-    Dialect(
-        "ResNet",
-        r"layer1\.0\.conv1\.weight",
-        _same,
-        needs=(r"^conv1\.weight$", r"^bn1\.running_mean$"),
-        dropped=(("head", r"^(fc\w*|head\w*|projector|projection_head|prototypes)\."),),
-    ),
-)
-
-# The names of timm, for networks that are built before their weights are read.
-OWN = Dialect("timm", "", _same, dropped=(*_MASK, *_HEAD, *_DECODER))
-
-# ------------------------------------------------------------------- layouts: networks, and what lies beside them
-
 _TRAINING = (
-    r"^(optim\w*|lr_sched\w*|scheduler\w*|\w*scaler\w*|amp|loops|callbacks|opt_state|rng\w*|metadata|global_step|step|"
-    r"iteration|epoch|ema_state|state)(/|$)"
+    r"^(optim\w*|\w*sched\w*|\w*scaler\w*|amp|loops|callbacks|opt_state|rng\w*|meta\w*|message_hub|hyper_parameters|"
+    r"args|config|global_step|step|iteration|epoch|ema_state|state)(/|$)"
 )
 # What lies beside the networks of many projects; patterns of whole keys.
 _BESIDE: Rules = (
@@ -630,6 +299,7 @@ def recognise(
             name: tuple(originals[key] for key, group in groups.items() if group == name)
             for name in dict.fromkeys(group for group in groups.values() if group != _USED)
         },
+        num_heads=dialect.count_heads(state),
         heads=layout.heads if layout else {},
         act_layer=dialect.act_layer,
         norm_eps=next((part.norm_eps for part in by_precedence if part.norm_eps), None),
@@ -699,18 +369,19 @@ def _choose(
     else:
         teachers = [prefix for prefix in found if re.search(_TEACHER_LIKE, prefix)]
         by_role = {"teacher": teachers, "student": [prefix for prefix in found if prefix not in teachers]}
-    other: Network = "student" if network == "teacher" else "teacher"
+    named = ", ".join(repr(prefix) for prefix in found)
+    if len(found) == 1 and network == "student" and not any("student" in prefix for prefix in by_role["student"]):
+        raise ValueError(
+            f"{source} holds one network, under the prefix {named}, and no student: leave network as it is"
+        )
     if len(by_role[network]) == 1:
         is_only = len(found) == 1 and (layout is None or layout.student is None)
         return by_role[network][0], None if is_only else network
     if network == "teacher" and not by_role["teacher"] and len(by_role["student"]) == 1:
-        return by_role["student"][0], None if layout is None else other
-    named = ", ".join(prefix or "(no prefix)" for prefix in found)
-    if network == "student" and not by_role["student"]:
-        raise ValueError(f"{source} holds no student beside the network under {named}: take the teacher")
+        return by_role["student"][0], None if layout is None else "student"
     raise ValueError(
-        f"{source} holds several networks and does not say which is the {network}: {named}; save the one you want in a "
-        "file of its own"
+        f"{source} holds several networks and does not say which is the {network}: under the prefixes {named}; save "
+        "the one you want in a file of its own"
     )
 
 
@@ -753,5 +424,5 @@ def _notes(
         yield f"the file holds no {network}, so its {taken} was taken"
     note = next((part.note for part in by_precedence if part.note), None)
     # DINOv2's networks with registers resize their position embedding as timm does.
-    if note and "register_tokens" not in state:
+    if note and not any(key.endswith("register_tokens") for key in state):
         yield note

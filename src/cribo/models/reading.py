@@ -106,7 +106,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class UntrustedFile(ValueError):
-    """A file that could run code when it is read."""
+    """A file that runs code when it is read, and may not or cannot."""
 
 
 def _refuse_text(path: Path, start: bytes) -> None:
@@ -143,7 +143,13 @@ def _reader(path: Path, start: bytes) -> Any:
 
 def _read_torch(path: Path, *, trust: bool) -> Any:
     if trust:
-        return torch.load(path, map_location="cpu", weights_only=False)
+        try:
+            return torch.load(path, map_location="cpu", weights_only=False)
+        except ModuleNotFoundError as error:
+            raise UntrustedFile(
+                f"{path} holds objects of {error.name}, which is not installed: install it, or save only the file's "
+                "state dict where it is"
+            ) from error
     try:
         with torch.serialization.safe_globals(_PLAIN_OBJECTS):
             return torch.load(path, map_location="cpu", weights_only=True)

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,8 @@ def load_backbone(
 
     Args:
         source: a run folder or its `backbone.safetensors`; a timm name, with or without a tag, for its pretrained
-            weights; a checkpoint of one of the projects in `cribo.models.formats`; or a folder as on the Hugging
+            weights; a checkpoint of one of the projects in
+            `cribo.models.formats`; or a folder as on the Hugging
             Face hub (`config.json` beside `model.safetensors`). Files are recognised by their content.
         name: timm's name of a file's architecture, where its weights do not show it (any but ViT, DINOv3, ResNet).
         args: arguments of timm's constructor that a file's weights do not show, such as `num_heads`.
@@ -330,7 +331,7 @@ def _hidden_arguments(recognised: Recognised, path: Path, args: Mapping[str, Any
                 f"{', '.join(_HUB_ACTIVATIONS)}"
             )
         act_layer = _HUB_ACTIVATIONS[config["hidden_act"]]
-    num_heads = (args or {}).get("num_heads", config.get("num_attention_heads"))
+    num_heads = (args or {}).get("num_heads", config.get("num_attention_heads", recognised.num_heads))
     return {"heads": recognised.heads, "num_heads": num_heads, "act_layer": act_layer}
 
 
@@ -339,7 +340,8 @@ _HUB_ACTIVATIONS = {"gelu": None, "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": 
 
 def _check_hidden_arguments(backbone: Backbone, recognised: Recognised, path: Path) -> None:
     """Weights fit a network with other heads or another activation, and give features that mean nothing."""
-    expected = {"num_heads": recognised.heads.get(backbone.embed_dim), "act_layer": recognised.act_layer}
+    num_heads = recognised.num_heads or recognised.heads.get(backbone.embed_dim)
+    expected = {"num_heads": num_heads, "act_layer": recognised.act_layer}
     attention = getattr(backbone.model.blocks[0], "attn", None) if hasattr(backbone.model, "blocks") else None
     has = {"num_heads": getattr(attention, "num_heads", None), "act_layer": backbone.args.get("act_layer", "gelu")}
     for argument, value in expected.items():
@@ -480,7 +482,7 @@ def _load_from_timm(backbone: Backbone, name: str) -> LoadedWeights:
 def _adopt(backbone: Backbone, recognised: Recognised, source: str, notes: tuple[str, ...] = ()) -> LoadedWeights:
     """Load what was found in a file, with what its weights expect of images and norms, and keep the record."""
     state, resampled = _fit(recognised.state, backbone, source)
-    _load_all_or_nothing(backbone, state, source)
+    _load_all_or_nothing(backbone, state, source, recognised.used)
     backbone.mean, backbone.std = recognised.mean, recognised.std
     backbone.set_norm_eps(recognised.norm_eps)
     backbone.loaded = LoadedWeights(
@@ -513,8 +515,8 @@ def _fit(state: dict[str, Tensor], backbone: Backbone, source: str) -> tuple[dic
     return fitted, tuple(resampled)
 
 
-def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source: str) -> None:
-    """Check every key, shape and value, then load."""
+def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source: str, keys: Sequence[str]) -> None:
+    """Check every key, shape and value, then load; `keys` are the names in the file, for messages."""
     own = backbone.model.state_dict()
     reshaped = [
         f"{key} {tuple(state[key].shape)} instead of {tuple(own[key].shape)}"
@@ -526,7 +528,7 @@ def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source
         for what, keys in (
             ("missing", sorted(required_keys(backbone) - state.keys(), key=list(own).index)),
             ("of another shape", reshaped),
-            ("unexpected", [key for key in state if key not in own]),
+            ("unexpected", [_name_in_file(key, keys) for key in state if key not in own]),
             ("that are not finite", [key for key in own if key in state and not state[key].isfinite().all()]),
         )
         if keys
@@ -536,6 +538,10 @@ def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source
         raise ValueError(f"{source} does not fit {backbone.name}{arguments}; nothing was loaded; {'; '.join(problems)}")
     usable = {key: state[key] for key in own if key in state and state[key].shape == own[key].shape}
     backbone.model.load_state_dict({**own, **usable})
+
+
+def _name_in_file(key: str, keys: Sequence[str]) -> str:
+    return next((name for name in keys if name.endswith(key)), key)
 
 
 def _read_description(path: Path) -> dict[str, Any]:
