@@ -101,5 +101,5 @@ class Parser(ArgumentParser):
 
 
 def _bracketed(value: str) -> str:
-    """1,8 as [1,8]; what has brackets already, or is no list, is left alone."""
-    return value if value.startswith(("[", "(", "null")) else f"[{value}]"
+    """1,8 or (1,8) as [1,8]; null is left alone."""
+    return value if value == "null" else f"[{value.strip('()[]')}]"

@@ -86,4 +86,5 @@ class Phases:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._bars.stop()
+        if self.console.is_terminal:  # elsewhere it would leave an empty line
+            self._bars.stop()

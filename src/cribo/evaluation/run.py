@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,11 @@ def evaluate_dense_nn(
         with Phases(console) as progress:
             found = dense_nn(encoder, memory, queries, settings, machine=machine, pictures=pictures, progress=progress)
     except BaseException:
-        if not any(folder.iterdir()):
+        # rmdir removes what is empty only.
+        with suppress(OSError):
             folder.rmdir()
+            if out is None:
+                folder.parent.rmdir()
         raise
     about_data = {
         **dataclasses.asdict(config.data),

@@ -1,0 +1,239 @@
+"""Evaluations from the command line, on images and weights on disk."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cribo.cli import main
+from cribo.evaluation import BackboneConfig, read_result
+from cribo.evaluation.run import backbone_name
+from cribo.models import build_backbone, save_backbone
+
+COLOURS = [(200, 40, 40), (40, 200, 40), (40, 40, 200)]
+
+
+def write_set(root: Path, train: int = 10, val: int = 4, side: int = 32) -> Path:
+    """Images of coloured blocks whose classes are their colours, in the layout of `folder`."""
+    generator = np.random.default_rng(0)
+    for split, count in (("train", train), ("val", val)):
+        for part in ("images", "labels"):
+            (root / part / split).mkdir(parents=True)
+        for number in range(count):
+            blocks = generator.integers(0, 3, (side // 8, side // 8))
+            labels = blocks.repeat(8, 0).repeat(8, 1).astype(np.uint8)
+            pixels = np.array(COLOURS)[labels] + generator.integers(-30, 30, (side, side, 1))
+            Image.fromarray(pixels.astype(np.uint8)).save(root / "images" / split / f"{number}.png")
+            labels[:2, :2] = 255
+            Image.fromarray(labels).save(root / "labels" / split / f"{number}.png")
+    (root / "classes.txt").write_text("red\ngreen\nblue\n")
+    return root
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return write_set(tmp_path / "set")
+
+
+@pytest.fixture
+def backbone(tmp_path: Path) -> Path:
+    args = {"patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2}
+    made = build_backbone("vit_tiny_patch16_224", args=args, image_size=32)
+    save_backbone(made, tmp_path / "runs" / "mine")
+    return tmp_path / "runs" / "mine"
+
+
+def words(data: Path, *more: str) -> list[str]:
+    return [
+        *("evaluate", "dense-nn", "--data", "folder", "--data.root", str(data), "--ratios", "1,2", "--draws", "2"),
+        *("--neighbours", "3", "--cache", "none", "--devices", "cpu", "--runtime.workers", "0", *more),
+    ]
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command that must be refused and leave nothing; gives what it says."""
+
+    def call(*given: str, status: int = 2) -> str:
+        before = sorted(Path().rglob("*"))
+        capsys.readouterr()
+        assert main(list(given)) == status
+        assert sorted(Path().rglob("*")) == before
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        return said
+
+    return call
+
+
+# ------------------------------------------------------------------ a whole evaluation
+
+
+def test_an_evaluation_leaves_its_results_and_pictures(
+    data: Path, backbone: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(data, "--backbone", str(backbone), "--out", "result", "--pictures", "2")) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "mIoU [%]" in said
+    assert all(name in said for name in ("red", "green", "blue"))
+    # Every choice where the paper is silent is printed.
+    assert all(choice in said for choice in ("vote majority", "unlabelled drop", "score patch", "patch labels hard"))
+    content = json.loads(Path("result/results.json").read_text())
+    assert [row["ratio"] for row in content["results"]] == [1, 2]
+    whole, half = content["results"]
+    assert 0.3 < whole["miou"] <= 1
+    assert whole["miou_std"] is None
+    assert half["miou_std"] >= 0
+    assert half["miou"] == pytest.approx(np.mean(half["draws"]))
+    assert set(whole["per_class"]) == {"red", "green", "blue"}
+    assert np.mean(list(whole["per_class"].values())) == pytest.approx(whole["miou"])
+    assert whole["memory_patches"] == 160
+    assert content["settings"]["neighbours"] == 3
+    assert content["backbone"]["fingerprint"]
+    assert content["data"]["query_images"] == 4
+    assert {"torch", "timm", "cribo"} <= set(content["versions"])
+    assert content["command"].startswith("cribo evaluate dense-nn --data folder")
+    assert {path.name for path in Path("result").iterdir()} == {
+        *("results.json", "miou.png", "confusion.png", "predictions.png"),
+    }
+    assert read_result("result").results == content["results"]
+
+
+def test_folders_are_numbered_and_nothing_is_overwritten(
+    data: Path, backbone: Path, refused: Callable[..., str]
+) -> None:
+    command = words(data, "--backbone", str(backbone), "--pictures", "0")
+    assert main(command) == 0
+    assert main(command) == 0
+    assert {path.name for path in Path("evaluations").iterdir()} == {"dense-nn-folder-mine", "dense-nn-folder-mine-2"}
+    taken = "evaluations/dense-nn-folder-mine"
+    before = Path(taken, "results.json").read_bytes()
+    assert "exists already: choose another --out, or replace it" in refused(*command, "--out", taken)
+    assert Path(taken, "results.json").read_bytes() == before
+    assert main([*command, "--out", taken, "--overwrite", "--neighbours", "5"]) == 0
+    assert read_result(taken).settings["neighbours"] == 5
+    assert "nothing of ours and is left alone" in refused(*command, "--out", str(data), "--overwrite")
+
+
+def test_the_cache_is_used_by_the_next_evaluation(data: Path, backbone: Path) -> None:
+    command = words(data, "--backbone", str(backbone), "--cache", "kept")
+    assert main([*command, "--out", "first"]) == 0
+    files = {path: path.stat().st_mtime_ns for path in Path("kept").rglob("*.npy")}
+    assert len(files) == 14
+    assert main([*command, "--out", "second", "--neighbours", "2", "--ratios", "1"]) == 0
+    assert {path: path.stat().st_mtime_ns for path in Path("kept").rglob("*.npy")} == files
+    assert main([*command, "--out", "without", "--cache", "none"]) == 0
+    assert read_result("first").results == read_result("without").results
+
+
+def test_the_hummingbird_protocol(data: Path, backbone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = words(
+        data, "--backbone", str(backbone), "--protocol", "hummingbird", "--size", "32,32", "--out", "result"
+    )
+    assert main(command) == 0
+    settings = read_result("result").settings
+    assert (settings["vote"], settings["temperature"], settings["patch_labels"]) == ("attention", 0.02, "soft")
+    assert (settings["score"], settings["augmentations"], settings["size"]) == ("resized", 1, [32, 32])
+    assert "protocol hummingbird" in capsys.readouterr().out
+    pixels = 4 * 32 * 32 - 4 * 4
+    assert int(np.sum(read_result("result").results[0]["confusion"])) == pixels
+
+
+def test_part_of_a_set(data: Path) -> None:
+    command = words(data, "--backbone", "mean-colour", "--data.limit", "2", "--ratios", "1", "--out", "result")
+    assert main(command) == 0
+    about = read_result("result").data
+    assert (about["memory_images"], about["query_images"], about["limit"]) == (2, 2, 2)
+
+
+def test_other_splits(data: Path) -> None:
+    command = words(data, "--backbone", "mean-colour", "--ratios", "1", "--out", "result")
+    assert main([*command, "--data.memory", "val", "--data.queries", "train"]) == 0
+    about = read_result("result").data
+    assert (about["memory"], about["memory_images"], about["queries"]) == ("val", 4, "train")
+
+
+def test_options_from_a_file(data: Path, backbone: Path) -> None:
+    Path("options.yaml").write_text(
+        f"backbone: {{source: {backbone}}}\ndata: {{name: folder, root: {data}}}\nratios: [2]\nneighbours: 4\n"
+        "runtime: {cache: none, workers: 0}\n"
+    )
+    assert main(["evaluate", "dense-nn", "--config", "options.yaml", "--draws", "1", "--out", "result"]) == 0
+    settings = read_result("result").settings
+    assert (settings["ratios"], settings["neighbours"], settings["draws"]) == ([2], 4, 1)
+
+
+# ------------------------------------------------------------------ what cannot be done
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--backbone", "nowhere.pth"], "nowhere.pth"),
+        (["--backbone", "vit_smal_patch16_224"], "vit_small_patch16_224"),
+        (["--backbone", "mean-colour", "--data", "camvit"], "camvid"),
+        (["--backbone", "mean-colour", "--data.root", "nowhere"], "nowhere"),
+        (["--backbone", "mean-colour", "--data.queries", "test"], "test"),
+        (["--backbone", "mean-colour", "--neighbours", "1000"], "got 1000 with 40 patches at ratio 1"),
+        (["--backbone", "mean-colour", "--ratios", "0"], "ratios must be different numbers >= 1"),
+        (["--backbone", "mean-colour", "--ratios", "a,b"], "ratios"),
+        (["--backbone", "mean-colour", "--vote", "loud"], "majority"),
+        (["--backbone", "mean-colour", "--size", "20,32"], "size must be a multiple of the patch size 16, got 20x32"),
+        (["--backbone", "mean-colour", "--devices", "cuda:99"], "runtime.devices: 'cuda:99' cannot be used"),
+        (["--backbone", "mean-colour", "--data.limit", "0"], "data.limit must be >= 1, got 0"),
+        (["--backbone", "mean-colour", "--unlabelled", "background"], "needs a background as class 0, which is 'red'"),
+        (["--backbone", "mean-colour", "--runtime.memory_gib", "-1"], "runtime.memory_gib must be > 0"),
+        (["--backbone", "mean-colour", "--neighbors", "3"], "did you mean neighbours?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_refused_and_leaves_nothing(
+    data: Path, refused: Callable[..., str], given: list[str], message: str
+) -> None:
+    assert message in refused(*words(data), *given)
+
+
+def test_labels_that_do_not_fit(data: Path, refused: Callable[..., str]) -> None:
+    path = data / "labels" / "train" / "3.png"
+    good = path.read_bytes()
+    Image.fromarray(np.full((32, 32), 3, np.uint8)).save(path)
+    assert "labels must be in 0..2 (3 classes) or 255 (ignored), got 3" in refused(
+        *words(data, "--backbone", "mean-colour")
+    )
+    Image.fromarray(np.zeros((16, 32), np.uint8)).save(path)
+    assert "labels must have the size of their image 3.png" in refused(*words(data, "--backbone", "mean-colour"))
+    path.unlink()
+    assert "there is no" in refused(*words(data, "--backbone", "mean-colour"))
+    path.write_bytes(good)
+    (data / "images" / "val" / "1.png").write_bytes(b"no picture")
+    assert "1.png" in refused(*words(data, "--backbone", "mean-colour"), status=1)
+
+
+def test_a_set_without_any_label(data: Path, refused: Callable[..., str]) -> None:
+    for path in (data / "labels" / "train").iterdir():
+        Image.fromarray(np.full((32, 32), 255, np.uint8)).save(path)
+    assert "no labelled patch" in refused(*words(data, "--backbone", "mean-colour"))
+
+
+def test_a_checkpoint_of_another_width(data: Path, backbone: Path, refused: Callable[..., str]) -> None:
+    state = build_backbone("vit_tiny_patch16_224", args={"depth": 1}, image_size=32).model.state_dict()
+    state["blocks.0.attn.proj.weight"] = torch.zeros(7, 7)
+    torch.save({"teacher": state}, "wrong.pth")
+    assert "blocks.0.attn.proj.weight" in refused(*words(data), "--backbone", "wrong.pth")
+
+
+# ------------------------------------------------------------------ names
+
+
+def test_names_of_backbones(tmp_path: Path) -> None:
+    (tmp_path / "dino.pth").touch()
+    assert backbone_name(BackboneConfig(str(tmp_path / "dino.pth"))) == "dino"
+    assert backbone_name(BackboneConfig("runs/camvid")) == "camvid"
+    assert backbone_name(BackboneConfig("runs/camvid/backbone.safetensors")) == "camvid"
+    assert backbone_name(BackboneConfig("vit_small_patch16_224.dino")) == "vit_small_patch16_224.dino"
+    assert backbone_name(BackboneConfig("resnet50", pretrained=False)) == "resnet50-random"

@@ -1,0 +1,46 @@
+import io
+
+from rich.console import Console
+
+from cribo import console as module
+from cribo.console import Phases, duration
+
+
+def test_durations() -> None:
+    assert [duration(seconds) for seconds in (0, 59.6, 61, 3600, 90061)] == [
+        "0:00",
+        "1:00",
+        "1:01",
+        "1:00:00",
+        "25:01:01",
+    ]
+
+
+def test_a_log_file_gets_the_end_of_each_phase_and_a_line_now_and_then(monkeypatch) -> None:
+    text = io.StringIO()
+    now = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    with Phases(Console(file=text, width=200)) as progress:
+        for done in range(1, 101):
+            now[0] += 1
+            progress("reading", done, 100)
+        for done in range(1, 3):
+            progress("searching", done, 2)
+    lines = text.getvalue().splitlines()
+    assert lines == [
+        "reading: 30/100, ETA 1:08",  # after 29 of 30 seconds: the clock starts with the first word of progress
+        "reading: 60/100, ETA 0:39",
+        "reading: 90/100, ETA 0:10",
+        "reading: 100/100, 1:39",
+        "searching: 2/2, 0:00",
+    ]
+
+
+def test_a_terminal_gets_bars_and_is_left_as_it_was() -> None:
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=100)
+    with Phases(console) as progress:
+        progress("reading", 3, 3)
+    assert "reading" in text.getvalue()
+    assert "3/3" in text.getvalue()
+    assert text.getvalue().count("\x1b[?25l") == text.getvalue().count("\x1b[?25h")  # the cursor is back
