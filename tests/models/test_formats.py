@@ -752,7 +752,7 @@ LOCA_REST: dict[str, Any] = {
 def test_loca_arrays(tmp_path: Path):
     teacher, student = loca_parameters(1), loca_parameters(2)
     np.savez(tmp_path / "bare.npz", **teacher, **LOCA_REST)
-    backbone = load_backbone(tmp_path / "bare.npz", args={"num_heads": 4})
+    backbone = load_backbone(tmp_path / "bare.npz")
     assert_features(backbone, loca_tokens(teacher, images()), atol=2e-5)
     assert backbone.mean == (0.485, 0.456, 0.406)
     assert backbone.loaded is not None
@@ -761,12 +761,42 @@ def test_loca_arrays(tmp_path: Path):
     both |= {f"params/{key}": value for key, value in {**student, **LOCA_REST}.items()}
     both |= {f"opt_state/0/mu/{key}": value for key, value in student.items()}
     np.savez(tmp_path / "state.npz", **both)
-    backbone = load_backbone(tmp_path / "state.npz", args={"num_heads": 4})
+    backbone = load_backbone(tmp_path / "state.npz")
     assert_features(backbone, loca_tokens(teacher, images()), atol=2e-5)
     assert backbone.loaded is not None
     assert (backbone.loaded.format, backbone.loaded.network) == ("LOCA", "teacher")
-    student_backbone = load_backbone(tmp_path / "state.npz", args={"num_heads": 4}, network="student")
+    student_backbone = load_backbone(tmp_path / "state.npz", network="student")
     assert_features(student_backbone, loca_tokens(student, images()), atol=2e-5)
+
+
+def test_a_loca_checkpoint_as_it_is_released(tmp_path: Path):
+    """Flax's msgpack of the training state: nested, arrays as (shape, dtype, bytes)."""
+    msgpack = pytest.importorskip("msgpack")
+
+    def nested(arrays: dict[str, Any]) -> dict[str, Any]:
+        tree: dict[str, Any] = {}
+        for key, array in arrays.items():
+            *folders, name = key.split("/")
+            inner = tree
+            for folder in folders:
+                inner = inner.setdefault(folder, {})
+            inner[name] = msgpack.ExtType(1, msgpack.packb((array.shape, array.dtype.name, array.tobytes())))
+        return tree
+
+    teacher, student = loca_parameters(1), loca_parameters(2)
+    state = {
+        "opt_state": {"hyperparams": {}, "inner_state": {"0": {"mu": nested(student)}}},
+        "ema_params": nested({**teacher, **LOCA_REST}),
+        "params": nested({**student, **LOCA_REST}),
+        "rng": nested({"key": np.ones(2, np.uint32)})["key"],
+        "global_step": 5,
+        "metadata": {"chrono": {"note": "x"}},
+    }
+    (tmp_path / "loca_vsmall").write_bytes(msgpack.packb(state))
+    backbone = load_backbone(tmp_path / "loca_vsmall")
+    assert_features(backbone, loca_tokens(teacher, images()), atol=2e-5)
+    assert backbone.loaded is not None
+    assert (backbone.loaded.format, backbone.loaded.part) == ("LOCA", "ema_params/")
 
 
 def test_the_heads_of_loca_are_in_its_arrays(tmp_path: Path):
@@ -807,6 +837,13 @@ def test_a_jax_vit(tmp_path: Path):
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
+
+
+def test_keys_that_only_a_wrapper_tells_apart_are_refused(tmp_path: Path):
+    state = network(1).model.state_dict()
+    torch.save({**state, "module.norm.weight": torch.zeros(128)}, tmp_path / "weights.pth")
+    with pytest.raises(ValueError, match=r"only wrappers tell apart: norm\.weight"):
+        load_backbone(tmp_path / "weights.pth")
 
 
 def test_files_with_several_networks_of_which_none_is_the_teacher(tmp_path: Path):

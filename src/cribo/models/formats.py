@@ -269,6 +269,9 @@ def recognise(
     own = dict.fromkeys(backbone.model.state_dict()) if backbone is not None else {}
     # Wrappers of parallel training and compilation stand anywhere in a key and say nothing.
     originals = {re.sub(_WRAPPERS, r"\1", key): key for key in tensors}
+    if len(originals) < len(tensors):
+        twice = set(tensors) - set(originals.values())
+        raise ValueError(f"{source} holds keys that only wrappers tell apart: {first_keys(sorted(twice))}")
     layout = next((layout for layout in LAYOUTS if _shows(layout.signs, originals)), None)
     found = _networks(originals, own)
     if not found:
@@ -399,13 +402,13 @@ def _group(
     """What a key belongs to: the network that is taken, a group that is dropped, or nothing that is known."""
     if re.search(_TRAINING, key):
         return "training state"
-    for other in sorted(found, key=len, reverse=True):
-        # A network without a prefix of its own must not swallow those beside it.
-        if other != prefix and key.startswith(other) and len(other) > len(prefix) * key.startswith(prefix):
-            is_student = layout is not None and layout.student is not None and re.fullmatch(layout.student, other)
-            return "student" if is_student else "teacher" if taken == "student" else "other network"
+    # One prefix may begin with another: the longer one names the network.
+    owner = max((each for each in found if key.startswith(each)), key=len, default=None)
+    if owner is not None and owner != prefix:
+        is_student = layout is not None and layout.student is not None and re.fullmatch(layout.student, owner)
+        return "student" if is_student else "teacher" if taken == "student" else "other network"
     rules = layout.dropped if layout else ()
-    if key.startswith(prefix):
+    if owner == prefix:
         inner = key.removeprefix(prefix)
         if inner in own:
             return _USED

@@ -87,8 +87,7 @@ def load_backbone(
 
     Args:
         source: a run folder or its `backbone.safetensors`; a timm name, with or without a tag, for its pretrained
-            weights; a checkpoint of one of the projects in
-            `cribo.models.formats`; or a folder as on the Hugging
+            weights; a checkpoint of one of the projects in `cribo.models.formats`; or a folder as on the Hugging
             Face hub (`config.json` beside `model.safetensors`). Files are recognised by their content.
         name: timm's name of a file's architecture, where its weights do not show it (any but ViT, DINOv3, ResNet).
         args: arguments of timm's constructor that a file's weights do not show, such as `num_heads`.
@@ -303,8 +302,8 @@ def _recognise(content: Mapping[str, Any], path: Path, *, network: Network, back
     if not tensors:
         raise ValueError(f"{path} holds no tensors, only {first_keys(content) or 'nothing'}: give a file of weights")
     recognised = recognise(tensors, str(path), network=network, backbone=backbone)
-    if isinstance(run := content.get("cribo"), Mapping) and isinstance(run.get("backbone"), Mapping):
-        return _as_described(recognised, run["backbone"])
+    if recognised.format == "cribo run":
+        return _as_in_run(recognised, content.get("cribo", {}))
     if recognised.format == "Segmenter":
         variant = _read_beside(path, "variant.yml").get("net_kwargs", {}).get("normalization")
         return replace(recognised, mean=IMAGENET_MEAN, std=IMAGENET_STD) if variant == "deit" else recognised
@@ -317,6 +316,15 @@ def _recognise(content: Mapping[str, Any], path: Path, *, network: Network, back
         mean=tuple(mean or recognised.mean),
         std=tuple(std or recognised.std),
     )
+
+
+def _as_in_run(recognised: Recognised, run: Mapping[str, Any]) -> Recognised:
+    if "backbone" in run:
+        return _as_described(recognised, run["backbone"])
+    if not run.get("config", {}).get("backbone", {}).get("pretrained"):
+        return recognised
+    note = "the checkpoint does not say which normalisation its weights expect: took ImageNet's"
+    return replace(recognised, notes=(*recognised.notes, note))
 
 
 def _hidden_arguments(recognised: Recognised, path: Path, args: Mapping[str, Any] | None) -> dict[str, Any]:
