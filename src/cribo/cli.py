@@ -128,7 +128,7 @@ def _guarded(name: str, command: Callable[[list[str]], None], words: list[str]) 
     except UnreadableImage as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
-    except (ValueError, FileNotFoundError, ConnectionError, ModuleNotFoundError) as error:
+    except (ValueError, FileNotFoundError, ConnectionError, ImportError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     except OSError as error:

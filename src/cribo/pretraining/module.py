@@ -11,7 +11,7 @@ from torch import Tensor
 from cribo.data.pairs import ViewPairs
 from cribo.data.randomness import keyed_generator
 from cribo.method import NO_MATCH, Centre, MemoryBank
-from cribo.models import build_backbone
+from cribo.models import build_backbone, describe
 from cribo.pretraining.config import PretrainConfig, resolve_bank_images
 from cribo.pretraining.network import Network
 from cribo.pretraining.objective import LOSSES, Objective, Result, prototype_entropy
@@ -284,6 +284,7 @@ class PretrainingModule(L.LightningModule):
             "sums": self._sums,
             "first_bad": self._first_bad,
             "config": asdict(self.config),
+            "backbone": describe(self.teacher.backbone),  # for those who evaluate a run before it is finished
             "num_images": self.num_images,
         }
 
