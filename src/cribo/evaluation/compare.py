@@ -118,7 +118,7 @@ class Group:
     def differences(self) -> list[Difference]:
         """The settings in which the results differ."""
         known = [_comparable(entry.result) for entry in self.entries]
-        names = dict.fromkeys(name for settings in known for name in settings)
+        names = sorted(dict.fromkeys(name for settings in known for name in settings), key=_is_of_data)
         found = [Difference(name, [settings.get(name, NONE) for settings in known]) for name in names]
         return [difference for difference in found if any(v != difference.values[0] for v in difference.values)]
 
@@ -151,7 +151,7 @@ class Group:
         pairs = [
             (name, left[name], right[name])
             for name in self.first.classes
-            if left.get(name) is not None and right.get(name) is not None
+            if left.get(name) is not None and right.get(name) is not None and left[name] != right[name]
         ]
         return both[0], sorted(pairs, key=lambda pair: -abs(pair[1] - pair[2]))[:_CLASSES]
 
@@ -283,6 +283,10 @@ def _comparable(result: EvaluationResult) -> dict[str, Any]:
     return {**settings, **{name: value for name, value in data.items() if name not in _OWN_DATA}}
 
 
+def _is_of_data(name: str) -> bool:
+    return name.startswith("data.")
+
+
 def _curves(group: Group) -> list[Curve]:
     metric = group.first.headline
     own = [
@@ -341,7 +345,8 @@ class _Section:
         yield Text(self.title, style="bold")
         table = Table()
         for place, name in enumerate(self.header):
-            table.add_column(Text(name), justify="right" if place >= self.numbers else "left")
+            number = place >= self.numbers
+            table.add_column(Text(name), justify="right" if number else "left", overflow="fold", no_wrap=number)
         for block in self.blocks:
             table.add_section()
             for row in block:
@@ -388,13 +393,13 @@ def _sections(group: Group) -> list[_Section]:
 
 
 def _figures_section(group: Group) -> _Section:
-    about = ["backbone", "pretraining", "epochs"] if group.published else ["backbone"]
+    about = ["backbone", "pretraining (epochs)"] if group.published else ["backbone"]
     header = ["", *about, *(_column_title(group, value, metric) for value, metric in group.columns)]
     own = [
         [
             entry.name,
             architecture_name(entry.result.backbone) or str(entry.result.backbone.get("architecture", NONE)),
-            *([NONE, NONE] if group.published else []),
+            *([NONE] if group.published else []),
             *(_figure(entry.points.get(value, {}), metric) for value, metric in group.columns),
         ]
         for entry in group.entries
@@ -403,8 +408,7 @@ def _figures_section(group: Group) -> _Section:
         [
             f"{figures.row.method}{_mark(figures)} (published)",
             figures.row.backbone,
-            figures.row.pretraining,
-            figures.row.epochs,
+            f"{figures.row.pretraining} ({figures.row.epochs})",
             *(_figure(figures.points.get(value, {}), metric) for value, metric in group.columns),
         ]
         for figures in group.published
@@ -439,9 +443,13 @@ def _notes(group: Group) -> Iterator[str]:
         only = f" Comparable with {_listed([entry.name for entry in comparable])} only." if group.apart else ""
         yield f"Published: {'; '.join(dict.fromkeys(figures.source for figures in group.published))}.{only}"
         silent = dict.fromkeys(name for figures in group.published for name in figures.silent)
+        chosen: dict[str, list[str]] = {}
         for entry in comparable if silent else ():
-            used = (f"{name} {setting_value(entry.result.settings.get(name, NONE))}" for name in silent)
-            yield f"Where the paper is silent, {entry.name} has {', '.join(used)}."
+            settings = entry.result.settings
+            said = ", ".join(f"{name} {setting_value(settings.get(name, NONE))}" for name in silent)
+            chosen.setdefault(said, []).append(entry.name)
+        for said, names in chosen.items():
+            yield f"Where the paper is silent: {said} ({_listed(names)})."
     if any(figures.row.reproduced for figures in group.published):
         yield "† trained by the authors of that paper, not by those of the method."
     if taken := dict.fromkeys(figures.row.taken_from for figures in group.published if figures.row.taken_from):

@@ -347,7 +347,7 @@ def _number(value: float | None) -> str:
 
 def _per_class(result: EvaluationResult) -> Table:
     table = Table()
-    table.add_column("class")
+    table.add_column("class", overflow="fold")
     for row in result.results:
         table.add_column(varied_value(result.varies, row[result.varies]), justify="right")
 

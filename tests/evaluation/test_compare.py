@@ -1,0 +1,391 @@
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from cribo.data import SEGMENTATION_SETS
+from cribo.evaluation.compare import COMPARISON, Comparison, compare
+from cribo.evaluation.published import published_beside
+from cribo.evaluation.results import NONE, EvaluationResult, ResultError
+from cribo.files import FolderError
+
+SETTINGS = {
+    "protocol": "paper",
+    "ratios": [1, 8],
+    "draws": 5,
+    "seed": 0,
+    "neighbours": 50,
+    "vote": "majority",
+    "patch_labels": "hard",
+    "unlabelled": "drop",
+    "score": "patch",
+    "size": None,
+    "interpolation": "bicubic",
+    "augmentations": 0,
+    "memory_patches": 0,
+    "search": "exact",
+    "precision": "float32",
+    "layers": 1,
+}
+HUMMINGBIRD = {
+    "protocol": "hummingbird",
+    "neighbours": 30,
+    "vote": "attention",
+    "temperature": 0.02,
+    "patch_labels": "soft",
+    "score": "resized",
+    "size": [512, 512],
+    "augmentations": 1,
+}
+VOC = {
+    "name": "voc",
+    "root": "/sets/voc",
+    "memory": "trainaug",
+    "queries": "val",
+    "partial": False,
+    "limit": None,
+    "memory_images": 10582,
+    "query_images": 1449,
+}
+VIT_S = {"name": "mine", "architecture": "vit_small_patch16_224", "embed_dim": 384, "patch_size": 16, "args": {}}
+VIT_B = {**VIT_S, "architecture": "vit_base_patch16_224", "embed_dim": 768}
+
+
+def a_result(
+    name: str = "mine",
+    scores: dict[int, float] | None = None,
+    *,
+    settings: dict[str, Any] | None = None,
+    backbone: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+    per_class: dict[str, float] | None = None,
+    **changes: Any,
+) -> EvaluationResult:
+    about_data = {**VOC, **(data or {})}
+    classes = list(SEGMENTATION_SETS[about_data["name"]].classes)
+    by_class = {**dict.fromkeys(classes, 0.5), **(per_class or {})}
+    values: dict[str, Any] = {
+        "evaluation": "dense-nn",
+        "settings": {**SETTINGS, **(settings or {})},
+        "backbone": {**(backbone or VIT_S), "name": name},
+        "data": about_data,
+        "classes": classes,
+        "metrics": ["miou"],
+        "varies": "ratio",
+        "results": [
+            {"ratio": ratio, "miou": score, "miou_std": 0.01 if ratio > 1 else None, "per_class": by_class}
+            for ratio, score in (scores or {1: 0.5, 8: 0.4}).items()
+        ],
+        "seconds": 1.0,
+        "versions": {},
+        "command": "",
+    }
+    return EvaluationResult(**{**values, **changes})
+
+
+def printed(comparison: Comparison) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(comparison.table())
+    return capture.get()
+
+
+def rows_of(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+
+
+# ----------------------------------------------------- published beside results
+
+
+def test_published_figures_of_the_same_setting_stand_beside() -> None:
+    figures, obstacles = published_beside(a_result())
+    assert not obstacles
+    assert [(f.row.method, f.row.pretraining) for f in figures] == [
+        ("DINO", "COCO"),
+        ("MAE", "COCO"),
+        ("CrOC", "COCO"),
+        ("CrIBo", "COCO"),
+        ("DINO", "IN1K"),
+        ("CrOC", "IN1K"),
+        ("TimeT", "IN1K+YTVOS"),
+        ("CrIBo", "IN1K"),
+    ]
+    assert {f.row.backbone for f in figures} == {"ViT-S/16"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"settings": {"neighbours": 30}}, "neighbours is 30, published with 50"),
+        ({"settings": {"patch_labels": "soft"}}, "patch labels is soft, published with hard"),
+        ({"settings": {"size": [512, 512]}}, "size is 512, 512, published with none"),
+        ({"settings": {"augmentations": 1}}, "augmentations is 1, published with 0"),
+        ({"settings": {"memory_patches": 10_240_000}}, "memory patches is 10240000, published with 0"),
+        ({"settings": {"search": "faiss"}}, "search is faiss, published with exact"),
+        ({"settings": {"layers": 4}}, "layers is 4, published with 1"),
+        ({"settings": {"protocol": "mine"}}, "protocol is mine, published with paper and hummingbird"),
+        ({"settings": {"protocol": "hummingbird"}}, "neighbours is 50, published with 30"),
+        ({"data": {"memory": "train"}}, "memory is train, published with trainaug"),
+        ({"data": {"queries": "train"}}, "queries is train, published with val"),
+        ({"data": {"partial": True}}, "partial is yes, published with no"),
+        ({"data": {"limit": 50}}, "limit is 50, published with none"),
+        ({"data": {"query_images": 1448}}, "query images is 1448, published with 1449"),
+        ({"backbone": {**VIT_S, "patch_size": 8}}, "none are of ViT-S/8"),
+        ({"backbone": {"architecture": "mean-colour"}}, "none are of mean-colour"),
+    ],
+)
+def test_published_figures_of_other_settings_do_not(changes: dict[str, Any], reason: str) -> None:
+    result = a_result(**changes)
+    figures, obstacles = published_beside(result)
+    assert figures == []
+    assert reason in obstacles
+    text = printed(compare([result]))
+    assert "(published)" not in text
+    assert f"No published figures beside mine: {obstacles[0]}" in text
+
+
+def test_a_setting_that_is_not_known_keeps_published_figures_away() -> None:
+    settings = {name: value for name, value in SETTINGS.items() if name != "size"}
+    result = EvaluationResult(**{**vars(a_result()), "settings": settings})
+    assert published_beside(result) == ([], ["size is not known, published with none"])
+
+
+def test_choices_of_which_the_paper_is_silent_are_told() -> None:
+    other = {"vote": "similarity", "score": "pixel"}
+    text = printed(compare([a_result("one"), a_result("two", settings=other), a_result("three")]))
+    assert "CrIBo (published)" in text
+    assert (
+        "Where the paper is silent: vote majority, unlabelled drop, score patch, interpolation bicubic (one and three)."
+        in text
+    )
+    assert (
+        "Where the paper is silent: vote similarity, unlabelled drop, score pixel, interpolation bicubic (two)." in text
+    )
+
+
+@pytest.mark.parametrize("changes", [{"data": {"name": "camvid"}}, {"evaluation": "image-nn"}])
+def test_what_nobody_has_published_needs_no_reason(changes: dict[str, Any]) -> None:
+    result = a_result(**changes)
+    assert published_beside(result) == ([], [])
+    assert "ublished" not in printed(compare([result]))
+
+
+def test_the_hummingbird_protocol_has_rows_of_its_own() -> None:
+    hummingbird = a_result(settings=HUMMINGBIRD, backbone=VIT_B)
+    assert [f.row.method for f in published_beside(hummingbird)[0]] == ["LOCA", "Hummingbird"]
+    paper = published_beside(a_result(backbone=VIT_B))[0]
+    assert [f.row.method for f in paper] == ["DINO", "MAE", "CrIBo"]
+
+
+def test_only_ratios_that_a_result_has_are_laid_beside() -> None:
+    comparison = compare([a_result(settings=HUMMINGBIRD, backbone=VIT_B, scores={64: 0.5})])
+    (figures,) = comparison.groups[0].published
+    assert figures.row.method == "Hummingbird"  # LOCA is published at 1/1 alone
+    assert rows_of(printed(comparison))[1] == ["Hummingbird* (published)", "ViT-B/16", "IN1K (300)", "57.2"]
+
+
+# --------------------------------------------------------- results side by side
+
+
+def test_results_stand_beside_each_other_and_published_ones() -> None:
+    text = printed(compare([a_result("one", {1: 0.6, 8: 0.5}), a_result("two", {1: 0.4, 64: 0.3})]))
+    assert rows_of(text)[:2] == [
+        ["one", "ViT-S/16", "-", "-", "50.0 ± 1.0", "60.0"],
+        ["two", "ViT-S/16", "-", "30.0 ± 1.0", "-", "40.0"],
+    ]
+    assert ["CrIBo (published)", "ViT-S/16", "COCO (300)", "44.0", "52.8", "58.1"] in rows_of(text)
+    assert ["DINO† (published)", "ViT-S/16", "COCO (300)", "18.4", "25.5", "31.9"] in rows_of(text)
+    assert "CrIBo, ICLR 2024, arXiv:2310.07855, Table 1" in text
+    assert "NOT comparable" not in text
+
+
+def test_settings_that_differ_are_listed_and_warned_of() -> None:
+    one = a_result("one")
+    two = a_result("two", settings={"vote": "attention", "temperature": 0.02, "seed": 3}, data={"memory": "train"})
+    comparison = compare([one, two])
+    (group,) = comparison.groups
+    assert {difference.setting: difference.values for difference in group.differences} == {
+        "settings.vote": ["majority", "attention"],
+        "settings.temperature": [NONE, 0.02],
+        "settings.seed": [0, 3],
+        "data.memory": ["trainaug", "train"],
+    }
+    text = printed(comparison)
+    assert "These figures are NOT comparable: the results differ in vote, temperature and data memory." in text
+    assert ["vote", "majority", "attention"] in rows_of(text)
+    assert ["seed", "0", "3"] in rows_of(text)
+    assert "Comparable with one only." in text
+    assert "No published figures beside two: memory is train, published with trainaug" in text
+
+
+def test_settings_that_change_figures_by_chance_are_listed_without_alarm() -> None:
+    comparison = compare([a_result("one"), a_result("two", settings={"seed": 1, "precision": "float16"})])
+    text = printed(comparison)
+    assert "NOT comparable" not in text
+    assert "The results differ in seed and precision, which changes figures by chance or rounding only." in text
+
+
+def test_where_a_known_set_lies_does_not_matter() -> None:
+    elsewhere = a_result("two", data={"root": "/elsewhere"}, settings={"ratios": [1]})
+    assert compare([a_result("one"), elsewhere]).groups[0].differences == []
+
+
+def test_other_images_in_folders_are_other_data() -> None:
+    def of_folder(name: str, root: str) -> EvaluationResult:
+        folder = {**VOC, "name": "folder", "root": root}
+        return EvaluationResult(**{**vars(a_result(name)), "data": folder})
+
+    (group,) = compare([of_folder("one", "/a"), of_folder("two", "/b")]).groups
+    assert [difference.setting for difference in group.differences] == ["data.root"]
+    assert "NOT comparable" in group.verdict
+
+
+def test_other_evaluations_and_data_have_tables_of_their_own() -> None:
+    results = [
+        a_result("one"),
+        a_result("two", data={"name": "camvid"}),
+        a_result("three", evaluation="linear"),
+        a_result("four"),
+        a_result("five", classes=["background"]),
+    ]
+    groups = compare(results).groups
+    assert [[entry.name for entry in group.entries] for group in groups] == [
+        ["one", "four"],
+        ["two"],
+        ["three"],
+        ["five"],
+    ]
+    assert not any(group.differences for group in groups)
+
+
+def test_of_learning_rates_the_best_counts() -> None:
+    def tried(name: str, scores: dict[float, float]) -> EvaluationResult:
+        rows = [{"learning_rate": rate, "miou": score} for rate, score in scores.items()]
+        return a_result(name, evaluation="linear", varies="learning_rate", results=rows)
+
+    comparison = compare([tried("one", {8e-4: 0.3, 3e-4: 0.5, 1e-4: 0.4}), tried("two", {1e-4: 0.2})])
+    assert [row[-1] for row in rows_of(printed(comparison))[:2]] == ["50.0", "20.0"]
+    assert "mIoU [%], best" in printed(comparison)
+
+
+def test_several_metrics_have_columns_of_their_own() -> None:
+    rows = [{"seed": 0, "ap": 0.3, "ap50": 0.5}]
+    result = a_result(evaluation="detection", metrics=["ap", "ap50"], varies="seed", results=rows)
+    assert rows_of(printed(compare([result])))[0][-2:] == ["30.0", "50.0"]
+
+
+# --------------------------------------------------------------------- classes
+
+
+def test_classes_that_differ_most_come_first() -> None:
+    rest = list(SEGMENTATION_SETS["voc"].classes[14:])  # that differ a little, seven of them
+    one = a_result("one", per_class={"cat": 0.9, "dog": 0.1, "cow": math.nan, "car": 0.0} | dict.fromkeys(rest, 0.45))
+    two = a_result("two", per_class={"cat": 0.8, "dog": 0.4, "cow": 0.9, "car": 0.25, "bus": 0.49})
+    value, classes = compare([one, two]).groups[0].class_differences()
+    assert value == 1
+    assert classes[:3] == [("dog", 0.1, 0.4), ("car", 0.0, 0.25), ("cat", 0.9, 0.8)]
+    assert [name for name, _, _ in classes[3:]] == rest, "ten in all, without those that differ less or not at all"
+    text = printed(compare([one, two]))
+    assert "Classes that differ most, IoU [%], memory share 1/1" in text
+    assert ["dog", "10.0", "40.0", "+30.0"] in rows_of(text)
+    assert ["cat", "90.0", "80.0", "-10.0"] in rows_of(text)
+
+
+def test_classes_are_compared_where_both_have_them() -> None:
+    better = {"cat": 0.75}
+    two = a_result("two", {8: 0.3}, per_class=better)
+    assert compare([a_result("one"), two]).groups[0].class_differences() == (8, [("cat", 0.5, 0.75)])
+    assert compare([a_result("one"), a_result("two")]).groups[0].class_differences() == (1, [])
+    assert compare([a_result("one"), a_result("two", {64: 0.3}, per_class=better)]).groups[0].class_differences() == (
+        None,
+        [],
+    )
+    assert compare([a_result("one"), two, a_result("three")]).groups[0].class_differences() == (None, [])
+
+
+# ----------------------------------------------------------------------- names
+
+
+def test_results_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    a_result("same").write(tmp_path / "first")
+    a_result("same", settings={"neighbours": 30}).write(tmp_path / "second")
+    a_result("other").write(tmp_path / "third")
+    folders = [tmp_path / "first", tmp_path / "second" / "results.json", tmp_path / "third"]
+    assert _names(compare(folders)) == ["same (first)", "same (second)", "other"]
+    assert _names(compare([a_result("same"), a_result("same"), a_result("other")])) == ["same #1", "same #2", "other"]
+    assert _names(compare(folders, names=["a", "b", "c"])) == ["a", "b", "c"]
+
+
+def _names(comparison: Comparison) -> list[str]:
+    return [entry.name for group in comparison.groups for entry in group.entries]
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    a_result().write(tmp_path / "one")
+    with pytest.raises(ResultError, match="at least one result to compare, got 0: give folders"):
+        compare([])
+    with pytest.raises(ResultError, match="one is given 2 times: give each result once"):
+        compare([tmp_path / "one", tmp_path / "other" / ".." / "one"])
+    with pytest.raises(ResultError, match="nowhere is not there"):
+        compare([tmp_path / "one", tmp_path / "nowhere"])
+    with pytest.raises(ResultError, match="names must be 2 different ones, a name for each result, got a, a"):
+        compare([a_result("one"), a_result("two")], names=["a", "a"])
+
+
+# ----------------------------------------------------------------------- files
+
+
+def test_a_comparison_is_written(tmp_path: Path) -> None:
+    comparison = compare([a_result("a|b", {1: 1 / 3, 8: 0.4}), a_result("two", settings={"neighbours": 30})])
+    written = comparison.write(tmp_path / "new")
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["compare.json", "compare.md", "compare.png"]
+    assert {path.name for path in written} == {"compare.json", "compare.md", "compare.png"}
+    (group,) = json.loads((tmp_path / "new" / COMPARISON).read_text())["groups"]
+    assert group["results"][0]["figures"] == [
+        {"ratio": 1, "miou": 1 / 3, "miou_std": None},
+        {"ratio": 8, "miou": 0.4, "miou_std": 0.01},
+    ]
+    assert group["comparable"] is False
+    assert group["differences"] == [{"setting": "settings.neighbours", "values": [50, 30]}]
+    assert [row["method"] for row in group["published"]].count("CrIBo") == 2
+    lines = (tmp_path / "new" / "compare.md").read_text().splitlines()
+    assert "|  | backbone | pretraining (epochs) | 1/8 | 1/1 |" in lines
+    assert r"| a\|b | ViT-S/16 | - | 40.0 ± 1.0 | 33.3 |" in lines
+    assert "| neighbours | 50 | 30 |" in lines
+    Image.open(tmp_path / "new" / "compare.png").load()
+
+
+def test_a_comparison_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "compare.md").write_text("mine")
+    with pytest.raises(FolderError, match=r"compare\.md exists already: choose another folder"):
+        compare([a_result()]).write(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["compare.md"]
+
+
+def test_the_figure_has_a_curve_for_each_result_and_published_row() -> None:
+    comparison = compare([a_result("one"), a_result("two", data={"name": "camvid"})])
+    voc, camvid = comparison.figure().axes
+    labels = [text.get_text() for text in (voc.get_legend() or pytest.fail("no legend")).get_texts()]
+    assert labels[0] == "one"
+    assert "CrIBo ViT-S/16, COCO 300 ep. (published)" in labels
+    assert len(labels) == 9
+    assert "Pascal VOC 2012" in voc.get_title()
+    assert "CamVid" in camvid.get_title()
+
+
+def test_the_figure_warns_of_what_cannot_be_compared() -> None:
+    comparison = compare([a_result("one"), a_result("two", settings={"neighbours": 30})])
+    assert "NOT comparable: the results differ in neighbours" in comparison.figure().axes[0].get_title()
+
+
+def test_narrow_terminals_cut_nothing() -> None:
+    names = ["checkpoint_of_the_teacher_after_300_epochs", "two"]
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(compare([a_result(name) for name in names]).table())
+    assert "…" not in capture.get()
+    assert "50.0" in capture.get()
