@@ -4,10 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import cribo
+from cribo.data.scenes import Scenes
+from cribo.evaluation import Machine, backbone_encoder, dense_nn, nearest, protocol_settings
+from cribo.evaluation.dense_nn import Protocol
+from cribo.evaluation.search import TensorKeys
 from cribo.method import MemoryBank, SelfDistillation, cluster_tokens, match_objects, pool_objects, prototype_loss
 from cribo.method.views import ViewRecipe, apply_photometric, sample_photometric
+from cribo.models import build_backbone
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,3 +95,30 @@ def test_a_short_run(tmp_path: Path, precision: str, compiled: bool):
     )
     assert run.summary["steps"] == 4
     assert all(0 < value < 20 for name, value in run.summary["losses"].items() if name != "cross_image")
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_search_agrees_with_the_cpu(precision: str):
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, precision)
+    keys, queries = (F.normalize(torch.randn(n, 96, generator=generator), dim=1).to(dtype) for n in (20_000, 700))
+    expected = nearest(queries, TensorKeys(keys), 30)
+    found = nearest(queries, TensorKeys(keys), 30, devices=["cuda"])
+    assert (found.rows == expected.rows).float().mean() > 0.999
+    torch.testing.assert_close(found.similarity, expected.similarity, atol=1e-5, rtol=0)
+    shared = nearest(queries, TensorKeys(keys), 30, devices=["cuda", "cuda"])
+    assert (shared.rows == found.rows).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("protocol", ["paper", "hummingbird"])
+def test_dense_retrieval_agrees_with_the_cpu(protocol: Protocol):
+    memory, queries = Scenes(20, size=64), Scenes(10, size=64, first=20)
+    scores = []
+    for device in ("cpu", "cuda"):
+        backbone = build_backbone("vit_tiny_patch16_224", args={"depth": 2, "patch_size": 8}, image_size=64).to(device)
+        settings = protocol_settings(protocol, 8, memory.classes, ratios=(1, 4), draws=2, size=(64, 64))
+        encoder, machine = backbone_encoder(backbone), Machine(devices=(device,))
+        scores.append(dense_nn(encoder, memory, queries, settings, machine=machine).scores)
+    for on_cpu, on_gpu in zip(*scores, strict=True):
+        # A few patches whose votes are nearly equal may fall the other way.
+        assert (on_cpu.confusion - on_gpu.confusion).abs().sum() <= 0.02 * on_cpu.confusion.sum()

@@ -136,6 +136,7 @@ def test_published_figures_of_the_same_setting_stand_beside() -> None:
         ({"data": {"query_images": 1448}}, "query images is 1448, published with 1449"),
         ({"backbone": {**VIT_S, "patch_size": 8}}, "none are of ViT-S/8"),
         ({"backbone": {"architecture": "mean-colour"}}, "none are of mean-colour"),
+        ({"backbone": {"architecture": None}}, "none are of such a backbone"),
     ],
 )
 def test_published_figures_of_other_settings_do_not(changes: dict[str, Any], reason: str) -> None:

@@ -1,5 +1,6 @@
 import multiprocessing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,7 +101,7 @@ def test_features_are_normalised_and_in_the_order_of_patches(folder: Path) -> No
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 1}, {"batch_size": 2}, {"workers": 2}, {"batch_size": 64}])
-def test_batches_and_workers_change_nothing(folder: Path, options: dict[str, int]) -> None:
+def test_batches_and_workers_change_nothing(folder: Path, options: dict[str, Any]) -> None:
     assert same(run(folder, Counting()), run(folder, Counting(), **options))
 
 

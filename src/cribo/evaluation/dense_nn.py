@@ -617,6 +617,9 @@ def _chunks(
     rows = {view: scorer.rows(view) for view in scorer.asked.counts}
     largest = max(memories, key=lambda part: len(part.keys))
     limit = _plan(sum(map(len, rows.values())), largest, settings, machine).query_chunk
+    # Features, neighbours and votes of a chunk are on the host, too, and each is copied once on the way.
+    row_bytes = 2 * (4 * largest.keys.dim + 12 * settings.neighbours + 4 * largest.columns)
+    limit = min(limit, available_memory("cpu") // 2 // row_bytes)
     chunk = _Chunk(scorer.asked)
     for view, own in rows.items():
         if chunk.rows and (chunk.patches + len(own) > limit or len(chunk.rows) == _CHUNK_IMAGES):

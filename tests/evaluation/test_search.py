@@ -1,0 +1,424 @@
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cribo.evaluation import search
+from cribo.evaluation.search import (
+    ApproximateIndex,
+    Neighbours,
+    SearchPlan,
+    TensorKeys,
+    available_memory,
+    nearest,
+    plan_search,
+    recall,
+)
+
+GIB = 2**30
+
+
+def unit(rows: int, dim: int, seed: int = 0) -> torch.Tensor:
+    return F.normalize(torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed)), dim=1)
+
+
+def whole_numbers(rows: int, dim: int, seed: int = 0, most: int = 2) -> torch.Tensor:
+    """Inner products of these are exact in any order of summation, and many of them are equal."""
+    return torch.randint(-most, most + 1, (rows, dim), generator=torch.Generator().manual_seed(seed)).float()
+
+
+def plan(query_chunk: int, query_block: int, key_block: int, run: int = 64, workers: int = 2) -> SearchPlan:
+    return SearchPlan(query_chunk, query_block, key_block, run, workers, passes=1, device_bytes=0, flops=0)
+
+
+def naive(queries: torch.Tensor, keys: torch.Tensor, k: int) -> Neighbours:
+    """A stable sort of all similarities: of equal ones the smaller row first."""
+    similarity = queries.double() @ keys.double().T
+    order = similarity.sort(dim=1, descending=True, stable=True)
+    return Neighbours(order.values[:, :k].float(), order.indices[:, :k])
+
+
+def assert_nearest(found: Neighbours, queries: torch.Tensor, keys: torch.Tensor) -> None:
+    """As a naive search in float64 has it, but for the order of keys whose similarities differ by rounding alone."""
+    expected = naive(queries, keys, found.rows.shape[1])
+    torch.testing.assert_close(found.similarity, expected.similarity, atol=1e-6, rtol=0)
+    products = (queries.double()[:, None] * keys.double()[found.rows]).sum(dim=2)
+    torch.testing.assert_close(products.float(), found.similarity, atol=1e-6, rtol=0)
+    assert all(len(set(row)) == len(row) for row in found.rows.tolist())
+
+
+class FromDisk:
+    """Keys of several files, as a cache gives them: blocks are cut across files, and asked for again per pass."""
+
+    def __init__(self, folder: Path, parts: list[torch.Tensor]) -> None:
+        self.dim = parts[0].shape[1]
+        self.files = [folder / f"{number}.pt" for number in range(len(parts))]
+        self.length = sum(map(len, parts))
+        self.reads = 0
+        for file, part in zip(self.files, parts, strict=True):
+            torch.save(part, file)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def blocks(self, rows: int) -> Iterator[torch.Tensor]:
+        self.reads += 1
+        waiting = torch.empty(0, self.dim, dtype=torch.load(self.files[0]).dtype)
+        for file in self.files:
+            waiting = torch.cat((waiting, torch.load(file)))
+            while len(waiting) >= rows:
+                yield waiting[:rows]
+                waiting = waiting[rows:]
+        if len(waiting):
+            yield waiting
+
+
+PLANS = [
+    plan(10**6, 256, 8192),
+    plan(10**6, 16, 64),
+    plan(10**6, 7, 333, run=32),
+    plan(33, 5, 100, run=16, workers=1),
+    plan(1, 1, 1000),
+    plan(64, 64, 4096, workers=3),
+]
+
+
+# ------------------------------------------------------------------ the exact search
+
+
+@pytest.mark.parametrize(("keys", "k"), [(40, 5), (40, 40), (900, 7), (5000, 50), (5000, 300)])
+@pytest.mark.parametrize("cut", PLANS[:4])
+def test_neighbours_against_a_naive_search(keys: int, k: int, cut: SearchPlan) -> None:
+    rows, queries = unit(keys, 12, seed=keys), unit(50, 12, seed=k)
+    found = nearest(queries, TensorKeys(rows), k, plan=cut)
+    assert_nearest(found, queries, rows)
+    assert found.similarity.dtype == torch.float32
+    assert found.rows.dtype == torch.int64
+
+
+@pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu"), ("cpu", "cpu", "cpu")])
+@pytest.mark.parametrize("cut", PLANS)
+def test_equal_similarities_come_in_the_order_of_their_rows(cut: SearchPlan, devices: tuple[str, ...]) -> None:
+    """In every block size and on every number of devices: products of whole numbers hold no rounding."""
+    keys, queries = whole_numbers(3000, 4), whole_numbers(70, 4, seed=1)
+    found, expected = nearest(queries, TensorKeys(keys), 20, plan=cut, devices=devices), naive(queries, keys, 20)
+    assert torch.equal(found.rows, expected.rows)
+    assert torch.equal(found.similarity, expected.similarity)
+
+
+@pytest.mark.parametrize("cut", PLANS)
+def test_keys_that_are_all_the_same(cut: SearchPlan) -> None:
+    """Real numbers: equal keys have equal similarities wherever they stand in their block."""
+    keys, queries = unit(1, 31).expand(2500, -1), unit(40, 31, seed=1)
+    found = nearest(queries, TensorKeys(keys), 30, plan=cut)
+    assert torch.equal(found.rows, torch.arange(30).expand(40, -1))
+
+
+@pytest.mark.parametrize("dim", [1, 3, 100, 384])
+def test_the_cut_changes_nothing_but_the_rounding_of_near_ties(dim: int) -> None:
+    keys, queries = unit(4001, dim), unit(130, dim, seed=1)
+    for cut in PLANS:
+        assert_nearest(nearest(queries, TensorKeys(keys), 25, plan=cut), queries, keys)
+
+
+@pytest.mark.parametrize("ascending", [True, False])
+def test_keys_in_the_order_of_their_similarity(ascending: bool) -> None:
+    """Each block is better than all before it, the worst case for a running selection, or none is."""
+    keys = torch.arange(6000.0)[:, None] if ascending else -torch.arange(6000.0)[:, None]
+    for cut in PLANS[:3]:
+        found = nearest(torch.ones(20, 1), TensorKeys(keys), 65, plan=cut)
+        expected = torch.arange(5999, 5934, -1) if ascending else torch.arange(65)
+        assert torch.equal(found.rows, expected.expand(20, -1))
+
+
+def test_all_the_best_in_one_run_and_the_rest_equal() -> None:
+    keys = torch.zeros(6400, 1)
+    keys[128:192, 0] = torch.arange(1.0, 65.0)
+    found = nearest(torch.ones(2, 1), TensorKeys(keys), 70, plan=PLANS[0])
+    assert found.rows[0].tolist() == [*range(191, 127, -1), *range(6)]
+
+
+def test_negative_similarities_and_zeros_of_both_signs() -> None:
+    keys = torch.tensor([[-1.0], [0.0], [-0.0], [-2.0], [1.0], [0.0]])
+    found = nearest(torch.tensor([[1.0], [-1.0]]), TensorKeys(keys), 6)
+    assert found.rows.tolist() == [[4, 1, 2, 5, 0, 3], [3, 0, 1, 2, 5, 4]]
+    assert found.similarity[0].tolist() == [1, 0, 0, 0, -1, -2]
+
+
+@pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu")])
+def test_half_precision_keys_from_disk_in_several_passes(tmp_path: Path, devices: tuple[str, ...]) -> None:
+    parts = [unit(rows, 24, seed=rows).half() for rows in (700, 1, 0, 1300, 64)]
+    keys, queries = FromDisk(tmp_path, parts), unit(90, 24).half()
+    told: list[int] = []
+    found = nearest(queries, keys, 9, plan=plan(40, 16, 128), devices=devices, progress=told.append)
+    assert torch.equal(found.rows, naive(queries, torch.cat(parts), 9).rows)
+    assert keys.reads == 3
+    assert told == sorted(told)
+    assert told[-1] == len(keys)
+
+
+def test_no_queries_and_strided_ones() -> None:
+    keys = TensorKeys(unit(20, 6))
+    assert nearest(torch.empty(0, 6), keys, 3).rows.shape == (0, 3)
+    wide = unit(10, 12)[:, ::2]
+    assert torch.equal(nearest(wide, keys, 3).rows, nearest(wide.contiguous(), keys, 3).rows)
+
+
+def test_the_number_of_threads_is_as_before() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        nearest(unit(40, 6), TensorKeys(unit(200, 6)), 3)
+        assert torch.get_num_threads() == 2
+        with pytest.raises(ValueError, match="not finite"):
+            nearest(unit(40, 6), TensorKeys(torch.full((200, 6), torch.nan)), 3)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+class Lying(TensorKeys):
+    def __len__(self) -> int:
+        return len(self.rows) + 1
+
+
+class Broken(TensorKeys):
+    def blocks(self, rows: int) -> Iterator[torch.Tensor]:
+        yield self.rows[:rows]
+        raise OSError("the disk is gone")
+
+
+def test_errors() -> None:
+    keys, queries = TensorKeys(unit(30, 6)), unit(4, 6)
+    with pytest.raises(ValueError, match=r"<= the number of keys, got 50 for 30 keys: ask for fewer neighbours, or"):
+        nearest(queries, keys, 50)
+    with pytest.raises(ValueError, match="neighbours must be >= 1, got 0"):
+        nearest(queries, keys, 0)
+    with pytest.raises(ValueError, match=r"\(Q, 6\), as the keys have, got \(4, 5\)"):
+        nearest(unit(4, 5), keys, 2)
+    with pytest.raises(ValueError, match=r"keys must have the shape \(M, D\), got \(6,\)"):
+        TensorKeys(torch.zeros(6))
+    with pytest.raises(ValueError, match="devices must be of one kind"):
+        nearest(queries, keys, 2, devices=())
+    with pytest.raises(ValueError, match="queries hold values that are not finite"):
+        nearest(torch.full((1, 6), torch.inf), keys, 2)
+    bad = unit(300, 6)
+    bad[217, 3] = torch.nan
+    with pytest.raises(ValueError, match="keys hold values that are not finite, first in row 217"):
+        nearest(queries, TensorKeys(bad), 2, plan=PLANS[1])
+    with pytest.raises(ValueError, match="must give the 31 rows that they have, got 30"):
+        nearest(queries, Lying(unit(30, 6)), 2)
+    with pytest.raises(OSError, match="the disk is gone"):
+        nearest(queries, Broken(unit(300, 6)), 2, plan=PLANS[1])
+
+
+# ------------------------------------------------------------------ plans and memory
+
+
+ADE20K = {"num_queries": 2_700_000, "num_keys": 27_000_000, "neighbours": 50}
+"""About the patches of all training and validation images at their own size, patch 16."""
+
+
+@pytest.mark.parametrize("budget", [2 * GIB, 8 * GIB, 24 * GIB])
+@pytest.mark.parametrize("dim", [384, 768])
+@pytest.mark.parametrize(("device", "workers"), [("cpu", 2), ("cpu", 64), ("cuda", None)])
+@pytest.mark.parametrize("key_bytes", [2, 4])
+def test_the_whole_of_ade20k_within_a_budget(
+    budget: int, dim: int, device: str, workers: int | None, key_bytes: int
+) -> None:
+    found = plan_search(**ADE20K, dim=dim, budget=budget, device=device, workers=workers, key_bytes=key_bytes)
+    held = found.query_chunk * (4 * dim + 8 * 50) + 2 * 4 * found.query_block * found.key_block * found.workers
+    staged = found.key_block * dim * (4 + key_bytes)
+    assert held + staged < found.device_bytes <= budget
+    assert found.passes * found.query_chunk >= ADE20K["num_queries"] > (found.passes - 1) * found.query_chunk
+    assert found.passes <= 2 * ADE20K["num_queries"] * (4 * dim + 8 * 50) / budget + 1  # at least half is for queries
+    assert found.flops == 2 * 27_000_000 * 2_700_000 * dim
+    assert found.key_block // found.run >= 50
+
+
+def test_the_plan_does_not_grow_with_the_keys_and_shrinks_with_the_budget() -> None:
+    few, many = (plan_search(1000, keys, 384, 50, budget=GIB) for keys in (10**5, 10**9))
+    assert few.device_bytes == many.device_bytes
+    sizes = [plan_search(10**6, 10**6, 64, 30, budget=budget * 2**20).device_bytes for budget in (16, 64, 256, 1024)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] <= 16 * 2**20
+
+
+def test_a_plan_for_few_patches_needs_little() -> None:
+    assert plan_search(20, 100, 8, 5, budget=4 * 2**20).device_bytes < 2**20
+
+
+def test_the_search_follows_a_plan_of_little_memory() -> None:
+    keys, queries = whole_numbers(5000, 8), whole_numbers(300, 8, seed=1)
+    cut = plan_search(300, 5000, 8, 40, budget=2**20, workers=2)
+    assert cut.passes == 1
+    few = dataclasses.replace(cut, query_chunk=77)
+    expected = naive(queries, keys, 40)
+    assert all(
+        torch.equal(nearest(queries, TensorKeys(keys), 40, plan=each).rows, expected.rows) for each in (cut, few)
+    )
+
+
+def test_plans_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"needs at least \d+ MiB, got a budget of 1.0 MiB: give it more memory"):
+        plan_search(10**6, 10**6, 768, 50, budget=2**20)
+    for name in ("num_queries", "num_keys", "dim", "neighbours", "key_bytes"):
+        numbers: dict[str, Any] = {"num_queries": 9, "num_keys": 9, "dim": 9, "neighbours": 9, "key_bytes": 4}
+        with pytest.raises(ValueError, match=f"{name} must be >= 1, got 0"):
+            plan_search(**{**numbers, name: 0}, budget=GIB)
+
+
+def test_available_memory_is_some_of_what_there_is() -> None:
+    assert 2**20 < available_memory("cpu") < 2**50
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_limit_of_a_control_group_counts(tmp_path: Path, version: int) -> None:
+    """A group within one that has less left; page cache that can go is as good as free."""
+    root = tmp_path if version == 2 else tmp_path / "memory"
+    limit, usage = (
+        ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    )
+    for folder, values in ((root / "outer" / "inner", (1000, 900, 50)), (root / "outer", (950, 930, 40))):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, value in zip((limit, usage), values, strict=False):
+            (folder / name).write_text(f"{value}\n")
+        (folder / "memory.stat").write_text(f"anon 7\ninactive_file {values[2]}\n")
+    groups = tmp_path / "groups"
+    groups.write_text("0::/outer/inner\n" if version == 2 else "5:devices:/\n4:cpu,memory:/outer/inner\n")
+    assert search._free_in_groups(groups, tmp_path) == [150, 60]
+    (root / "outer" / limit).write_text("max\n")
+    assert search._free_in_groups(groups, tmp_path) == [150]
+    assert search._free_in_groups(tmp_path / "none", tmp_path) == []
+
+
+MEMORY = """
+import json, sys, torch
+from pathlib import Path
+from cribo.evaluation.search import TensorKeys, nearest, plan_search
+queries, keys, dim, k, budget = map(int, sys.argv[1:])
+torch.set_num_threads(2)
+
+class Repeated:  # keys that take no memory of their own
+    def __init__(self): self.dim = dim
+    def __len__(self): return keys
+    def blocks(self, rows):
+        for first in range(0, keys, rows):
+            generator = torch.Generator().manual_seed(first)
+            yield torch.randn(min(rows, keys - first), dim, generator=generator)
+
+def resident(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field + ":"))
+
+asked = torch.randn(queries, dim)
+plan = plan_search(queries, keys, dim, k, budget=budget, workers=2)
+nearest(asked[:64], TensorKeys(torch.randn(1000, dim)), k)  # libraries set themselves up
+Path("/proc/self/clear_refs").write_text("5")
+before = resident("VmRSS")
+nearest(asked, Repeated(), k, plan=plan)
+print(json.dumps([resident("VmHWM") - before - 12 * queries * k, plan.device_bytes]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's own figures")
+@pytest.mark.parametrize(
+    ("queries", "keys", "dim", "k", "budget"),
+    [(4000, 30_000, 64, 50, GIB), (200_000, 12_000, 256, 50, 2 * GIB), (20_000, 20_000, 64, 30, 32 * 2**20)],
+)
+def test_the_memory_is_what_the_plan_says(queries: int, keys: int, dim: int, k: int, budget: int) -> None:
+    command = [sys.executable, "-c", MEMORY, *map(str, (queries, keys, dim, k, budget))]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    measured, planned = json.loads(done.stdout)
+    assert planned <= budget
+    # The allocator keeps some of what was freed; the plan counts the worst case of candidates.
+    assert 0.3 * planned < measured < 1.1 * planned + 8 * 2**20
+
+
+# ------------------------------------------------------------------ the approximate index
+
+
+@pytest.fixture(scope="module")
+def faiss() -> Any:
+    return pytest.importorskip("faiss")
+
+
+@pytest.mark.usefixtures("faiss")
+def test_visiting_every_list_is_exact() -> None:
+    keys, queries = unit(3000, 16), unit(60, 16, seed=1)
+    index = ApproximateIndex(TensorKeys(keys), probes=20, lists=20)
+    exact = nearest(queries, TensorKeys(keys), 10)
+    found = index.search(queries, 10)
+    assert torch.equal(found.rows, exact.rows)
+    torch.testing.assert_close(found.similarity, exact.similarity, atol=1e-6, rtol=0)
+
+
+@pytest.mark.usefixtures("faiss")
+def test_more_probes_find_more_and_the_seed_repeats() -> None:
+    keys, queries = TensorKeys(unit(8000, 16).half()), unit(100, 16, seed=1).half()
+    exact = nearest(queries, keys, 10)
+    shares = []
+    for probes in (1, 4, 16, 64):
+        first, second = (ApproximateIndex(keys, probes=probes, lists=64, seed=3).search(queries, 10) for _ in range(2))
+        assert torch.equal(first.rows, second.rows)
+        shares.append(recall(first, exact))
+    assert shares == sorted(shares)
+    assert shares[0] < 0.7
+    assert shares[2] > 0.8
+    assert shares[3] > 0.999
+
+
+@pytest.mark.usefixtures("faiss")
+def test_lists_that_hold_too_few_keys_are_not_the_end() -> None:
+    keys = TensorKeys(unit(400, 8))
+    found = ApproximateIndex(keys, probes=1, lists=40).search(unit(20, 8, seed=1), 390)
+    assert all(len(set(row)) == 390 and min(row) >= 0 for row in found.rows.tolist())
+    assert (found.similarity[:, :-1] >= found.similarity[:, 1:]).all()
+
+
+@pytest.mark.usefixtures("faiss")
+def test_equal_keys_in_an_index_come_in_the_order_of_their_rows() -> None:
+    keys = TensorKeys(unit(1, 8).expand(50, -1).contiguous())
+    assert ApproximateIndex(keys, probes=1, lists=1).search(unit(3, 8), 50).rows.tolist() == [list(range(50))] * 3
+
+
+@pytest.mark.usefixtures("faiss")
+def test_errors_of_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = TensorKeys(unit(100, 8))
+    with pytest.raises(ValueError, match="probes must be >= 1, got 0"):
+        ApproximateIndex(keys, probes=0)
+    with pytest.raises(ValueError, match="lists must be >= 1 and <= 100, got 101"):
+        ApproximateIndex(keys, lists=101)
+    with pytest.raises(ValueError, match="keys must hold one row at least, got 0"):
+        ApproximateIndex(TensorKeys(torch.zeros(0, 8)))
+    with pytest.raises(ValueError, match="got 101 for 100 keys"):
+        ApproximateIndex(keys).search(unit(2, 8), 101)
+    monkeypatch.setattr(search, "available_memory", lambda device: 10)
+    with pytest.raises(
+        ValueError, match=r"an index of 100 keys needs about .* GiB, 0.0 GiB are free: use exact search"
+    ):
+        ApproximateIndex(keys)
+
+
+def test_without_faiss_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(ImportError, match=r"pip install 'cribo-ssl\[search\]'"):
+        ApproximateIndex(TensorKeys(unit(10, 4)))
+
+
+def test_recall_counts_rows_and_ties() -> None:
+    exact = Neighbours(torch.tensor([[0.9, 0.8, 0.5], [0.9, 0.8, 0.5]]), torch.tensor([[4, 7, 1], [0, 1, 2]]))
+    tied = Neighbours(torch.tensor([[0.9, 0.5, 0.5], [0.9, 0.3, -3.4e38]]), torch.tensor([[4, 9, 8], [0, 5, -1]]))
+    assert recall(exact, exact) == 1
+    # The first query: 4, and 9 and 8, as similar as the third neighbour; the second: only 0.
+    assert recall(tied, exact) == pytest.approx((1 + 1 / 3) / 2)
+    with pytest.raises(ValueError, match=r"got \(2, 2\) and \(2, 3\)"):
+        recall(Neighbours(exact.similarity[:, :2], exact.rows[:, :2]), exact)
