@@ -398,7 +398,7 @@ def _figures_section(group: Group) -> _Section:
     own = [
         [
             entry.name,
-            architecture_name(entry.result.backbone) or str(entry.result.backbone.get("architecture", NONE)),
+            architecture_name(entry.result.backbone) or str(entry.result.backbone.get("architecture") or NONE),
             *([NONE] if group.published else []),
             *(_figure(entry.points.get(value, {}), metric) for value, metric in group.columns),
         ]

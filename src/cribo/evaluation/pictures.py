@@ -118,6 +118,8 @@ def write_pictures(
     confused = next((row for row in result.results if row.get("confusion")), None)
     if confused is not None:
         where = f"{varied_title(result.varies)} {varied_value(result.varies, confused[result.varies])}"
+        if len(confused.get("draws") or ()) > 1:
+            where += ", all draws together"
         figures["confusion"] = draw_confusion(
             torch.tensor(confused["confusion"]), result.classes, title=f"{result.title}, {where}"
         )

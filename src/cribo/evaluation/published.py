@@ -153,7 +153,7 @@ def published_beside(result: EvaluationResult) -> tuple[list[PublishedFigures], 
         if row.protocol == protocol and row.backbone == architecture
     ]
     if not found:
-        return [], [f"none are of {architecture or result.backbone.get('architecture', 'such a backbone')}"]
+        return [], [f"none are of {architecture or result.backbone.get('architecture') or 'such a backbone'}"]
     return found, []
 
 
