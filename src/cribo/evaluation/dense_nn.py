@@ -60,7 +60,6 @@ _SIDE = 512  # of the square images of the hummingbird protocol, as it is mostly
 _MEMORY_DRAW, _PATCH_DRAW = 0x6D656D, 0x706174  # keep draws for different ends apart
 _VOTE_BLOCK = 4096
 _NOT_SCORED = -1
-_PARTS = 1000  # of the search, for its progress: pairs of a query and a key are too many to show
 _RECALL_QUERIES = 1000
 
 
@@ -597,7 +596,7 @@ def _score_all(
 
     def report(chunk: _Chunk, keys: int) -> None:
         if progress is not None:
-            progress("search", round(_PARTS * (done + chunk.patches * keys) / pairs), _PARTS)
+            progress("search [%]", 100 * (done + chunk.patches * keys) // pairs, 100)
 
     for chunk in filter(lambda chunk: chunk.patches, chunks):
         features = chunk.features()

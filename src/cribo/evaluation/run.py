@@ -127,7 +127,7 @@ def open_encoder(config: BackboneConfig, device: str) -> tuple[PatchEncoder, dic
     )
     backbone = backbone.eval().to(device)
     about = {
-        "source": config.source,
+        **dataclasses.asdict(config),
         "name": backbone_name(config),
         "architecture": backbone.name,
         "args": backbone.args,
@@ -135,7 +135,6 @@ def open_encoder(config: BackboneConfig, device: str) -> tuple[PatchEncoder, dic
         "patch_size": backbone.patch_size,
         "parameters": sum(parameter.numel() for parameter in backbone.parameters()),
         "fingerprint": backbone.fingerprint(),
-        **dataclasses.asdict(config),
     }
     if backbone.loaded is not None:
         about["format"], about["notes"] = backbone.loaded.format, list(backbone.loaded.notes)
