@@ -123,7 +123,7 @@ def test_keys_that_are_all_the_same(cut: SearchPlan) -> None:
 
 @pytest.mark.parametrize("dim", [1, 3, 100, 384])
 def test_the_cut_changes_nothing_but_the_rounding_of_near_ties(dim: int) -> None:
-    keys, queries = unit(4001, dim), unit(130, dim, seed=1)
+    keys, queries = unit(4001, dim), unit(40, dim, seed=1)
     for cut in PLANS:
         assert_nearest(nearest(queries, TensorKeys(keys), 25, plan=cut), queries, keys)
 
@@ -241,6 +241,8 @@ def test_the_whole_of_ade20k_within_a_budget(
     assert found.passes <= 2 * ADE20K["num_queries"] * (4 * dim + 8 * 50) / budget + 1  # at least half is for queries
     assert found.flops == 2 * 27_000_000 * 2_700_000 * dim
     assert found.key_block // found.run >= 50
+    if budget >= 8 * GIB:
+        assert found.workers == (workers or 1)
 
 
 def test_the_plan_does_not_grow_with_the_keys_and_shrinks_with_the_budget() -> None:
@@ -257,7 +259,7 @@ def test_a_plan_for_few_patches_needs_little() -> None:
 
 def test_the_search_follows_a_plan_of_little_memory() -> None:
     keys, queries = whole_numbers(5000, 8), whole_numbers(300, 8, seed=1)
-    cut = plan_search(300, 5000, 8, 40, budget=2**20, workers=2)
+    cut = plan_search(300, 5000, 8, 40, budget=5 * 2**19, workers=2)
     assert cut.passes == 1
     few = dataclasses.replace(cut, query_chunk=77)
     expected = naive(queries, keys, 40)
@@ -332,7 +334,7 @@ print(json.dumps([resident("VmHWM") - before - 12 * queries * k, plan.device_byt
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's own figures")
 @pytest.mark.parametrize(
     ("queries", "keys", "dim", "k", "budget"),
-    [(4000, 30_000, 64, 50, GIB), (200_000, 12_000, 256, 50, 2 * GIB), (20_000, 20_000, 64, 30, 32 * 2**20)],
+    [(4000, 30_000, 64, 50, GIB), (150_000, 8_000, 256, 50, 2 * GIB), (20_000, 20_000, 64, 30, 32 * 2**20)],
 )
 def test_the_memory_is_what_the_plan_says(queries: int, keys: int, dim: int, k: int, budget: int) -> None:
     command = [sys.executable, "-c", MEMORY, *map(str, (queries, keys, dim, k, budget))]

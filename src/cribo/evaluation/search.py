@@ -121,7 +121,7 @@ class _Tile(NamedTuple):
 
 # A host's tile stays in its caches; a GPU wants enough work for each launch.
 _HOST_TILE, _GPU_TILE = _Tile(256, 8192), _Tile(4096, 32768)
-_LEAST_TILE = _Tile(64, 512)
+_SMALL_TILE, _LEAST_TILE = _Tile(128, 4096), _Tile(64, 512)
 
 
 def plan_search(
@@ -160,19 +160,15 @@ def plan_search(
         if value < 1:
             raise ValueError(f"{name} must be >= 1, got {value}")
     on_host = torch.device(device).type == "cpu"
-    threads = (workers or torch.get_num_threads()) if on_host else 1
+    most = (workers or torch.get_num_threads()) if on_host else 1
     whole = _Tile(_up_to_multiple(num_queries, _ROW_MULTIPLE), _up_to_multiple(num_keys, _RUN))
-    tile = _Tile(*map(min, _HOST_TILE if on_host else _GPU_TILE, whole))
-    least = _Tile(*map(min, _LEAST_TILE, whole))
     per_query = _query_bytes(dim, neighbours)
-    while _fixed_bytes(tile, dim, neighbours, key_bytes, threads) + per_query * tile.queries * threads > budget // 2:
-        if threads > 1:
-            threads -= 1
-        elif tile == least:
-            break
-        else:
-            tile = _Tile(max(least.queries, tile.queries // 2), max(least.keys, _up_to_multiple(tile.keys // 2, _RUN)))
-    fixed = _fixed_bytes(tile, dim, neighbours, key_bytes, threads)
+    cuts = [
+        (tile, threads, _fixed_bytes(tile, dim, neighbours, key_bytes, threads))
+        for tile, threads in _cuts(_HOST_TILE if on_host else _GPU_TILE, whole, most)
+    ]
+    fitting = (cut for cut in cuts if cut[2] + per_query * cut[0].queries * cut[1] <= budget // 2)
+    tile, threads, fixed = next(fitting, cuts[-1])
     if fixed + per_query * tile.queries > budget:
         needed = math.ceil((fixed + per_query * tile.queries) / 2**20)
         raise ValueError(
@@ -191,6 +187,18 @@ def plan_search(
         device_bytes=fixed + per_query * chunk,
         flops=2 * num_queries * num_keys * dim,
     )
+
+
+def _cuts(tile: _Tile, whole: _Tile, threads: int) -> Iterator[tuple[_Tile, int]]:
+    """Tiles and numbers of threads, from the fastest to those that need least memory."""
+    for least, fewest in ((_SMALL_TILE, threads), (_SMALL_TILE, 1), (_LEAST_TILE, 1)):
+        yield _Tile(*map(min, tile, whole)), threads
+        while tile != least or threads > fewest:
+            if tile != least:
+                tile = _Tile(*map(max, least, (side // 2 for side in tile)))
+            else:
+                threads -= 1
+            yield _Tile(*map(min, tile, whole)), threads
 
 
 def _query_bytes(dim: int, neighbours: int) -> int:
@@ -217,7 +225,7 @@ _SHARE_AT_ONCE = 8  # of a tile's similarities, the part that is looked at as ca
 def _run_length(tile: _Tile, neighbours: int) -> int:
     """Keys of a run: enough runs in a tile that their maxima tell a bound on the k-th best similarity."""
     run = _RUN
-    while run > 1 and tile.keys // run < 2 * neighbours:
+    while run > 1 and tile.keys // run < neighbours:
         run //= 2
     return run
 
