@@ -1,4 +1,5 @@
 import argparse
+import datetime
 import pathlib
 import sys
 import types
@@ -74,6 +75,9 @@ def test_a_file_that_is_cut_off_says_so(tmp_path: Path, writer: Callable[..., An
         (b"<html>Sign in</html>", "is a web page"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "pointer of Git LFS"),
         (b"no weights" * 99, "is a text file"),
+        ("aucun réseau ici\n".encode() * 30 + b"x", "is a text file"),
+        ("ñ".encode() * 400, "is a text file"),
+        (b"x" + "ñ".encode() * 400, "is a text file"),  # cut in the middle of a character
         (bytes(range(255, 0, -1)), "is damaged or is no file of weights"),
     ],
 )
@@ -106,8 +110,8 @@ class Payload:
 
 def test_code_in_a_file_is_run_only_where_the_user_trusts_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "weights.pth"
-    torch.save({"model": STATE, "folder": pathlib.PurePosixPath("/data"), "extra": Payload()}, path)
-    with pytest.raises(ValueError, match=r"\(builtins\.print, pathlib\.PurePosixPath\) and is not read.*--trust"):
+    torch.save({"model": STATE, "folder": datetime.date(2024, 1, 1), "extra": Payload()}, path)
+    with pytest.raises(ValueError, match=r"\(builtins\.print, datetime\.date\) and is not read.*--trust"):
         read_weights(path)
     assert "code in a checkpoint" not in capsys.readouterr().out
     assert torch.equal(read_weights(path, trust=True)["model"]["norm.weight"], STATE["norm.weight"])
@@ -136,10 +140,12 @@ def test_objects_of_a_package_that_is_not_installed_name_it(tmp_path: Path, monk
 
 def test_options_and_scores_of_training_scripts_are_read(tmp_path: Path):
     content = {"model": STATE, "args": argparse.Namespace(arch="vit_small"), "best": np.float64(71.5), "epoch": 3}
+    content["folders"] = [pathlib.Path("data"), pathlib.PureWindowsPath("C:/data")]
     torch.save(content, tmp_path / "weights.pth")
     read = read_weights(tmp_path / "weights.pth")
     assert read["args"].arch == "vit_small"
     assert read["best"] == 71.5
+    assert [folder.as_posix() for folder in read["folders"]] == ["data", "C:/data"]
 
 
 def test_objects_in_numpy_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,11 +1,12 @@
 """Files of weights, read without running code in them and recognised by their first bytes, never by their name."""
 
 import argparse
+import codecs
 import json
 import re
 import zipfile
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,19 @@ import torch
 from torch import Tensor
 
 _AGAIN = "copy or download it again"
-# Training scripts keep their options and best scores beside the weights; neither runs code when it is read.
+# Training scripts keep their options, paths and best scores beside the weights; none runs code when it is read. Paths
+# come back as pure ones, since those of another system cannot be made here.
 _SCALAR = np.float64(0).__reduce__()[0]
 _PLAIN_OBJECTS: list[Any] = [
     argparse.Namespace,
     np.dtype,
     *((_SCALAR, f"numpy.{module}.multiarray.scalar") for module in ("core", "_core")),  # before and since NumPy 2
+    *(
+        (kind, f"{module}.{prefix}{system}Path")
+        for module in ("pathlib", "pathlib._local")  # before and since Python 3.13
+        for prefix in ("", "Pure")
+        for system, kind in (("Posix", PurePosixPath), ("Windows", PureWindowsPath))
+    ),
     *(type(np.dtype(name)) for name in ("float16", "float32", "float64", "int32", "int64", "bool")),
 ]
 _PLAIN_NAMES = {f"{kind.__module__}.{kind.__qualname__}" for kind in _PLAIN_OBJECTS if not isinstance(kind, tuple)} | {
@@ -110,7 +118,7 @@ class UntrustedFile(ValueError):
 
 
 def _refuse_text(path: Path, start: bytes) -> None:
-    # safetensors start with a length of eight bytes, msgpack and pickle with bytes outside of ASCII.
+    # safetensors and zip files have zeros near their start; msgpack and pickle start as no UTF-8 does.
     text = start.lstrip(b"\xef\xbb\xbf \t\r\n")
     if re.match(rb"(?i)<(!doctype|html|head|\?xml|error)", text):
         raise ValueError(
@@ -119,8 +127,16 @@ def _refuse_text(path: Path, start: bytes) -> None:
         )
     if text.startswith(b"version https://git-lfs"):
         raise ValueError(f"{path} is a pointer of Git LFS and not the file it stands for: fetch it with git lfs pull")
-    if all(byte in b"\t\r\n" or 32 <= byte < 127 for byte in start):
+    if _is_text(start):
         raise ValueError(f"{path} is a text file and no file of weights: {_AGAIN}")
+
+
+def _is_text(start: bytes) -> bool:
+    try:
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(start)  # its last character may be cut off
+    except UnicodeDecodeError:
+        return False
+    return all(character.isprintable() or character.isspace() for character in text)
 
 
 def _reader(path: Path, start: bytes) -> Any:
@@ -150,9 +166,11 @@ def _read_torch(path: Path, *, trust: bool) -> Any:
                 f"{path} holds objects of {error.name}, which is not installed: install it, or save only the file's "
                 "state dict where it is"
             ) from error
+    # Mapped, so that of a training checkpoint only the network that is used comes into memory. Older files cannot be.
+    is_mapped = zipfile.is_zipfile(path)
     try:
         with torch.serialization.safe_globals(_PLAIN_OBJECTS):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except Exception as error:
         names = _untrusted_objects(path, error)
         if not names:
