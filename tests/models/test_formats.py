@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.torch
+import timm
 import torch
 import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
 
 from cribo.models import Backbone, build_backbone, load_backbone, load_pretrained
+from cribo.models.backbone import IMAGENET_MEAN
 
 State = dict[str, Tensor]
 VIT = "vit_small_patch16_224"
@@ -233,6 +235,10 @@ def test_a_mocov3_vit_s_has_12_heads(tmp_path: Path):
     assert_same_features(load_backbone(tmp_path / "weights.pth", network="student"), student)
     with pytest.raises(ValueError, match=r"MoCo v3, .* num_heads 12, the backbone has 6: .*args=\{'num_heads': 12\}"):
         load_pretrained(network(3, args={"depth": 2}), tmp_path / "weights.pth")
+    with pytest.raises(ValueError, match=r"num_heads 12, the backbone has 6"):
+        load_backbone(tmp_path / "weights.pth", name="vit_small_patch16_224", args={"depth": 2})
+    named = load_backbone(tmp_path / "weights.pth", name="vit_small_patch16_224", args=args, image_size=SIZE)
+    assert_same_features(named, teacher)
 
 
 def test_a_width_with_a_name_has_its_usual_heads(tmp_path: Path):
@@ -355,7 +361,6 @@ def dinov3_state(backbone: Backbone) -> State:
     return {
         **state,
         "mask_token": torch.ones(1, backbone.embed_dim),
-        "local_cls_norm.weight": torch.ones(backbone.embed_dim),
         "rope_embed.periods": (100.0 ** (torch.arange(quarter) / quarter)).bfloat16(),
     }
 
@@ -376,7 +381,8 @@ def test_dinov3(tmp_path: Path, name: str, args: dict[str, Any]):
     assert_same_features(backbone, source, 64)
     assert backbone.loaded is not None
     assert backbone.loaded.format == "DINOv3"
-    assert set(backbone.loaded.dropped) == {"mask token", "norm of local crops"}
+    assert set(backbone.loaded.dropped) == {"mask token"}
+    assert (backbone.mean, backbone.loaded.notes) == (IMAGENET_MEAN, ())
     timm_state = {key: value for key, value in source.model.state_dict().items() if "rope" not in key}
     torch.save({"model": {**timm_state, **tensors("head.weight")}}, tmp_path / "timm.pth")
     assert_same_features(load_backbone(tmp_path / "timm.pth"), source, 64)
@@ -384,6 +390,37 @@ def test_dinov3(tmp_path: Path, name: str, args: dict[str, Any]):
     torch.save(state, tmp_path / "weights.pth")
     with pytest.raises(ValueError, match="not those of a rotary embedding with base 100"):
         load_backbone(tmp_path / "weights.pth")
+
+
+def test_dinov3_of_satellite_images_has_its_own_normalisation(tmp_path: Path):
+    source = network(1, "vit_small_patch16_dinov3_qkvb", SMALL)
+    torch.save({**dinov3_state(source), **tensors("local_cls_norm.weight")}, tmp_path / "weights.pth")
+    backbone = load_backbone(tmp_path / "weights.pth")
+    assert_same_features(backbone, source, 64)
+    assert backbone.loaded is not None
+    assert (backbone.loaded.format, set(backbone.loaded.dropped)) == (
+        "DINOv3 SAT-493M",
+        {"mask token", "norm of local crops"},
+    )
+    satellite = timm.get_pretrained_cfg("vit_large_patch16_dinov3.sat493m")
+    assert satellite is not None
+    assert (backbone.mean, backbone.std) == (satellite.mean, satellite.std)
+
+
+def test_dinov3_weights_of_which_the_images_are_not_known_say_so(tmp_path: Path):
+    """As the ViT-7B: no bias in the attention, a norm of local crops."""
+    source = network(1, "vit_small_patch16_dinov3", SMALL)
+    state = renamed(
+        {key: value for key, value in source.model.state_dict().items() if "rope" not in key},
+        (r"^reg_token$", "storage_tokens"),
+        (r"gamma_(\d)$", r"ls\1.gamma"),
+    )
+    torch.save({**state, **tensors("local_cls_norm.weight")}, tmp_path / "weights.pth")
+    backbone = load_backbone(tmp_path / "weights.pth")
+    assert_same_features(backbone, source, 64)
+    assert backbone.mean == IMAGENET_MEAN
+    assert backbone.loaded is not None
+    assert "took ImageNet's normalisation" in backbone.loaded.notes[-1]
 
 
 # --------------------------------------------------------------------------------------------------------- ResNets
@@ -578,7 +615,10 @@ def test_hugging_face(
         with torch.no_grad():
             assert_features(backbone, encoder(images(80)).last_hidden_state[:, prefix:], 80)
     args = {"num_heads": 4, **({"act_layer": "gelu_tanh"} if options.get("hidden_act") == "gelu_new" else {})}
-    assert_features(load_backbone(tmp_path / "weights.pth", args=args), tokens)
+    alone = load_backbone(tmp_path / "weights.pth", args=args)
+    assert_features(alone, tokens)
+    assert alone.loaded is not None
+    assert "no preprocessor_config.json lies beside it" in alone.loaded.notes[0]
 
 
 def test_an_activation_that_is_not_known_is_refused(tmp_path: Path):
@@ -603,7 +643,7 @@ def test_a_folder_of_timm_on_the_hub(tmp_path: Path):
     backbone = load_backbone(tmp_path)
     assert_same_features(backbone, source, 64)
     assert backbone.mean == (0.5, 0.5, 0.5)
-    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": "my convnext"}))  # of another program
     with pytest.raises(ValueError, match=r"holds no network in a format that is known.*give the timm name"):
         load_backbone(tmp_path)
     assert_same_features(load_backbone(tmp_path, name="convnext_tiny", args=convnext), source, 64)

@@ -423,6 +423,9 @@ def test_another_epsilon_is_kept_and_reaches_plain_timm(tmp_path, monkeypatch):
     again = vit(seed=3)
     load_pretrained(again, tmp_path)
     assert agree(again, source)
+    torch.save(vit(seed=4).model.state_dict(), tmp_path / "usual.pth")
+    load_pretrained(again, tmp_path / "usual.pth")
+    assert agree(again, vit(seed=4))
     monkeypatch.chdir(tmp_path)
     scope: dict = {}
     exec(json.loads((tmp_path / "backbone.json").read_text())["how_to_load"], scope)

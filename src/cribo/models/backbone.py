@@ -113,6 +113,7 @@ class Backbone(nn.Module):
         self.mean: tuple[float, ...] = IMAGENET_MEAN
         self.std: tuple[float, ...] = IMAGENET_STD
         self.norm_eps: float | None = None
+        self._own_eps = {key: norm.eps for key, norm in model.named_modules() if isinstance(norm, nn.LayerNorm)}
         self.loaded: LoadedWeights | None = None
         self._is_transformer = isinstance(model, VisionTransformer | Eva)
         self._takes_any_size = "dynamic_img_size" in arguments or "img_size" not in arguments
@@ -143,12 +144,9 @@ class Backbone(nn.Module):
         return {key: value for key, value in self.arguments.items() if key not in RESERVED_ARGS}
 
     def set_norm_eps(self, eps: float | None) -> None:
-        """Give every layer norm this epsilon, which timm takes in no form that JSON holds; None changes nothing."""
-        if eps is None:
-            return
-        for module in self.model.modules():
-            if isinstance(module, nn.LayerNorm):
-                module.eps = eps
+        """Give every layer norm this epsilon, which timm takes in no form that JSON holds; None: timm's own again."""
+        for name, own in self._own_eps.items():
+            self.model.get_submodule(name).eps = own if eps is None else eps
         self.norm_eps = eps
 
     def fingerprint(self) -> str:

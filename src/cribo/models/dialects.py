@@ -6,7 +6,7 @@ are from its public repository.
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -266,15 +266,36 @@ _DECODER: Rules = (("decoder", r"^decoder_\w+([./]|$)"),)
 _PATCH_EMBEDDING = r"patch_embed\.proj\.weight"
 _HF_EMBEDDING = r"embeddings\.patch_embeddings\.projection\.weight"
 
+_DINOV3 = Dialect(
+    "DINOv3",
+    _PATCH_EMBEDDING,
+    _from_dinov3,
+    needs=(r"^blocks\.0\.ls1\.gamma$", r"^(storage_tokens|rope_embed\.periods)$"),
+    dropped=(*_MASK, *_HEAD, ("norm of local crops", r"^local_cls_norm\.")),
+    count_heads=_heads_of_dinov3,
+)
+# Weights do not show whether they are of web or of satellite images, which are normalised in different ways. Of those
+# that are released, the ViT-L of satellite images and both ViT-7B have a norm of local crops, and only the ViT-7B has
+# no bias in its attention.
+_DINOV3_SATELLITE = replace(
+    _DINOV3,
+    name="DINOv3 SAT-493M",
+    needs=(*_DINOV3.needs, r"^local_cls_norm\.", r"^blocks\.0\.attn\.qkv\.bias$"),
+    mean=(0.430, 0.411, 0.296),
+    std=(0.213, 0.156, 0.143),
+    note="took the normalisation of satellite images, for which the only released weights of this form are",
+)
+_DINOV3_EITHER = replace(
+    _DINOV3,
+    needs=(*_DINOV3.needs, r"^local_cls_norm\."),
+    note="took ImageNet's normalisation; if these are the weights for satellite images (SAT-493M), give the name "
+    "of timm's copy instead",
+)
+
 DIALECTS: tuple[Dialect, ...] = (
-    Dialect(
-        "DINOv3",
-        _PATCH_EMBEDDING,
-        _from_dinov3,
-        needs=(r"^blocks\.0\.ls1\.gamma$", r"^(storage_tokens|rope_embed\.periods)$"),
-        dropped=(*_MASK, *_HEAD, ("norm of local crops", r"^local_cls_norm\.")),
-        count_heads=_heads_of_dinov3,
-    ),
+    _DINOV3_SATELLITE,
+    _DINOV3_EITHER,
+    _DINOV3,
     Dialect(
         "timm DINOv3",
         _PATCH_EMBEDDING,

@@ -13,6 +13,7 @@ import safetensors.torch
 import timm
 import torch
 import yaml
+from timm.layers.activations import GELUTanh
 from timm.models import load_state_dict_from_hf
 from torch import Tensor
 
@@ -136,6 +137,8 @@ def load_backbone(
         architecture = architecture._replace(args={**architecture.args, **(args or {})})
         backbone = _build(architecture, image_size, drop_path, seed)
         notes += architecture.notes
+    else:
+        _check_hidden_arguments(backbone, recognised, path)
     _adopt(backbone, recognised, str(path), notes)
     return backbone
 
@@ -289,7 +292,8 @@ def _declared_architecture(
         backbone = config["backbone"]
         return Architecture(backbone["name"], {**(backbone["args"] or {}), **(args or {})}, config["views"]["size"])
     config = _read_beside(path, _HUB_CONFIG)
-    if isinstance(timm_name := config.get("architecture"), str):
+    # Other programs write a config.json with an `architecture` as well.
+    if isinstance(timm_name := config.get("architecture"), str) and timm.is_model(timm_name):
         declared = {key: value for key, value in config.get("model_args", {}).items() if key not in RESERVED_ARGS}
         size = config.get("pretrained_cfg", {}).get("input_size", (3, 224, 224))
         return Architecture(timm_name, {**declared, **(args or {})}, size[-1])
@@ -310,11 +314,15 @@ def _recognise(content: Mapping[str, Any], path: Path, *, network: Network, back
     config, images = _read_beside(path, _HUB_CONFIG), _read_beside(path, _HUB_IMAGES)
     images = {**config.get("pretrained_cfg", {}), **images}
     mean, std = images.get("image_mean", images.get("mean")), images.get("image_std", images.get("std"))
+    notes = recognised.notes
+    if mean is None and "Hugging Face" in recognised.format:
+        notes = (f"no {_HUB_IMAGES} lies beside it: took a mean of {recognised.mean} for images", *notes)
     return replace(
         recognised,
         norm_eps=config.get("layer_norm_eps", recognised.norm_eps),
         mean=tuple(mean or recognised.mean),
         std=tuple(std or recognised.std),
+        notes=notes,
     )
 
 
@@ -350,8 +358,13 @@ def _check_hidden_arguments(backbone: Backbone, recognised: Recognised, path: Pa
     """Weights fit a network with other heads or another activation, and give features that mean nothing."""
     num_heads = recognised.num_heads or recognised.heads.get(backbone.embed_dim)
     expected = {"num_heads": num_heads, "act_layer": recognised.act_layer}
-    attention = getattr(backbone.model.blocks[0], "attn", None) if hasattr(backbone.model, "blocks") else None
-    has = {"num_heads": getattr(attention, "num_heads", None), "act_layer": backbone.args.get("act_layer", "gelu")}
+    block = backbone.model.blocks[0] if hasattr(backbone.model, "blocks") else None
+    attention, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
+    has_tanh = isinstance(getattr(mlp, "act", None), GELUTanh)
+    has = {
+        "num_heads": getattr(attention, "num_heads", None),
+        "act_layer": "gelu_tanh" if has_tanh else backbone.args.get("act_layer", "gelu"),
+    }
     for argument, value in expected.items():
         if value is not None and has[argument] not in (None, value):
             raise ValueError(
