@@ -308,7 +308,8 @@ def nearest(
 
     Of keys that are equally similar the one with the smaller row comes first. That holds for similarities as
     they come out in float32: their last bits are the matrix library's, so two keys whose similarities differ by
-    rounding alone may change places with another device or plan. Equal keys have equal similarities on a host.
+    rounding alone may change places with another device or plan. On a host all blocks are filled up to shapes for
+    which the libraries sum in one order, so that equal keys are equally similar wherever they stand.
 
     On several devices the blocks of keys go round, each device finds its share's neighbours of all queries, and
     the best of all shares are the result: the same as on one device.
@@ -728,7 +729,7 @@ class ApproximateIndex:
         self.bytes = _index_bytes(len(keys), keys.dim, sample)
         if self.bytes > (free := available_memory("cpu")):
             raise ValueError(
-                f"an index of {len(keys)} keys needs about {self.bytes / _GIB:.1f} GiB, {free / _GIB:.1f} GiB are "
+                f"an index of {len(keys)} keys may need {self.bytes / _GIB:.1f} GiB, {free / _GIB:.1f} GiB are "
                 "free: use exact search, or search among fewer images"
             )
         self._index = self._build(keys, sample, seed)
