@@ -1,3 +1,4 @@
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from cribo.data import open_segmentation
 from cribo.data.scenes import Scenes
 from cribo.evaluation import (
     DenseNNSettings,
-    DenseRetrieval,
     Machine,
     PatchEncoder,
     backbone_encoder,
@@ -385,11 +385,58 @@ def test_sets_that_cannot_be() -> None:
         dense_nn(PERFECT, Coded([torch.full((8, 8), 255)]), good, settings())
     with pytest.raises(ValueError, match="the queries must hold at least one image, got 0"):
         dense_nn(PERFECT, good, Coded([]), settings())
+    wrong = torch.zeros(8, 8, dtype=torch.long)
+    wrong[0, 0] = 4
+    with pytest.raises(ValueError, match=r"labels must be in 0\.\.3 or 255 \(ignored\), got 4"):
+        dense_nn(PERFECT, Coded([wrong]), good, settings())
 
 
-def test_queries_without_any_class_score_nothing() -> None:
-    result: DenseRetrieval = dense_nn(PERFECT, Coded(random_maps(2, 0)), Coded([torch.full((8, 8), 255)]), settings())
-    assert np.isnan(result.scores[0].miou)
+@pytest.mark.parametrize("score", ["patch", "pixel", "resized"])
+def test_queries_without_any_class_are_refused(score: Any) -> None:
+    queries = Coded([torch.full((8, 8), 255)])
+    with pytest.raises(ValueError, match="the queries have nothing to score"):
+        dense_nn(PERFECT, Coded(random_maps(2, 0)), queries, settings(score=score))
+
+
+def test_a_bound_below_one_patch_for_each_image_is_refused_before_any_work() -> None:
+    memory = Coded(random_maps(4, 0))
+    never = PatchEncoder(lambda images: pytest.fail("encoded"), 4)
+    with pytest.raises(ValueError, match=r"memory_patches must be at least .*, 8, got 7"):
+        dense_nn(never, memory, memory, settings(memory_patches=7, augmentations=2, size=(20, 24)))
+
+
+@pytest.mark.parametrize("score", ["patch", "pixel"])
+def test_every_phase_ends_once(score: Any) -> None:
+    said = []
+    images = Coded(random_maps(3, 0))
+    dense_nn(
+        PERFECT,
+        images,
+        images,
+        settings(score=score, ratios=(1, 3), draws=2),
+        progress=lambda what, done, total: said.append((what, done == total)),
+    )
+    assert [what for what, ended in said if ended] == [
+        "features of the memory",
+        "features of the queries",
+        "labels of the memory",
+        "search [%]",
+    ]
+    assert [ended for what, ended in said if what == "search [%]"][-1]
+
+
+def test_label_maps_that_are_not_kept_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, queries = Coded(random_maps(3, 0)), Coded(random_maps(3, 1))
+    chosen = settings(score="pixel", ratios=(1, 3), draws=2)
+    kept = dense_nn(PERFECT, memory, queries, chosen).scores
+    read = []
+    labels = queries.labels
+    monkeypatch.setattr(queries, "labels", lambda index: read.append(index) or labels(index))
+    module = importlib.import_module("cribo.evaluation.dense_nn")  # the function of this name hides it
+    monkeypatch.setattr(module, "_LABEL_MAP_BYTES", 2 * 20 * 24)
+    again = dense_nn(PERFECT, memory, queries, chosen).scores
+    assert [score.draws for score in again] == [score.draws for score in kept]
+    assert sorted(read) == [0, 0, 1, 1, 2, 2, 2, 2]  # once for the counts; then once, or for each of three memories
 
 
 # ------------------------------------------------------------------ real images

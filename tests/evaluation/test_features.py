@@ -1,5 +1,8 @@
+import errno
 import multiprocessing
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from cribo.data import LabelledFolder
+from cribo.data import LabelledFolder, UnreadableImage
 from cribo.evaluation import features as module
 from cribo.evaluation.features import (
     FeatureCache,
@@ -332,3 +335,50 @@ def test_the_mean_colour_encoder_knows_the_colour_and_nothing_else() -> None:
     encode = mean_colour_encoder(8).encode
     torch.testing.assert_close(encode(images), encode(shuffled))
     assert encode(images).shape == (1, 4, 3)
+
+
+# ------------------------------------------------------------------ workers
+
+
+def test_what_is_wrong_in_a_worker_is_said_as_it_is(folder: Path) -> None:
+    (folder / "images" / "3.png").write_bytes(b"no picture")
+    with pytest.raises(UnreadableImage, match=r"3\.png: not an image") as found:
+        run(folder, Counting(), workers=1)
+    assert "Traceback" not in str(found.value)
+
+
+def test_images_that_wait_hold_no_file_open(folder: Path) -> None:
+    resource = pytest.importorskip("resource")
+    images = Coded([torch.zeros(8, 8 * width, dtype=torch.long) for width in range(1, 61)])
+    views = [View(number) for number in range(60)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/dev/fd").iterdir())) + 30, hard))
+    try:
+        found = extract(Counting().encoder(), images, views, PREPARATION, workers=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(found.held) == 60
+
+
+# ------------------------------------------------------------------ room
+
+
+def test_what_is_in_the_cache_needs_no_room(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PROBE_VIEWS", 1)
+    kept = run(folder, Counting(), tmp_path / "cache")
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
+    again = run(folder, Counting(0), tmp_path / "cache")
+    assert same(kept, again)
+    with pytest.raises(ValueError, match="GiB free: give a --cache with more room"):
+        run(folder, Counting(), tmp_path / "other", batch_size=1)
+
+
+def test_a_disk_that_becomes_full(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: Any, features: np.ndarray, **options: Any) -> None:
+        file.write(b"half of it")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module.np, "save", full)
+    with pytest.raises(ValueError, match=r"cannot keep features in .*No space left on device.*: make room"):
+        run(folder, Counting(), tmp_path / "cache")
+    assert [path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()] == ["about.json"]

@@ -5,7 +5,9 @@ there, and the labels are scored. Nothing is trained.
 """
 
 import dataclasses
+import itertools
 import statistics
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +34,6 @@ from cribo.evaluation.features import (
 from cribo.evaluation.patches import (
     Interpolation,
     Unlabelled,
-    first_greatest,
     labels_in_memory,
     majority_label,
     rarest_patches,
@@ -55,7 +56,7 @@ PatchLabels = Literal["hard", "soft"]
 ScoreLevel = Literal["patch", "pixel", "resized"]
 Search = Literal["exact", "faiss"]
 
-_CHUNK_IMAGES = 2000  # whose label maps are held at once
+_LABEL_MAP_BYTES = 2**30  # of label maps that are kept for the next memory; others are read again
 _SIDE = 512  # of the square images of the hummingbird protocol, as it is mostly run
 _MEMORY_DRAW, _PATCH_DRAW = 0x6D656D, 0x706174  # keep draws for different ends apart
 _VOTE_BLOCK = 4096
@@ -316,7 +317,7 @@ def dense_nn(
 
     Raises:
         ValueError: other classes in the two sets, an empty set, settings that do not fit (`DenseNNSettings`), a
-            memory without a labelled patch or with fewer patches than `neighbours`.
+            memory without a labelled patch or with fewer patches than `neighbours`, queries without any label.
         UnreadableImage, DataError: an image or label map that cannot be used.
     """
     machine = machine or Machine()
@@ -325,6 +326,7 @@ def dense_nn(
     settings.check(encoder.patch_size, memory.classes)
     draws = [(ratio, draw) for ratio in settings.ratios for draw in range(settings.draws if ratio > 1 else 1)]
     images = [draw_images(len(memory), ratio, settings.seed, draw) for ratio, draw in draws]
+    _require_bound(max(len(_views(part, settings)) for part in images), settings)
 
     def encode(of: LabelledImages, views: list[View], what: str) -> PatchFeatures:
         return extract(
@@ -343,13 +345,29 @@ def dense_nn(
 
     known = encode(memory, _views(sorted(set().union(*images)), settings), "features of the memory")
     asked = encode(queries, [View(index) for index in range(len(queries))], "features of the queries")
-    memories = [
-        PatchMemory(known, _views(part, settings), settings, len(memory.classes), draw=draw, device=machine.devices[0])
-        for part, (_, draw) in zip(images, draws, strict=True)
-    ]
+    labelled, views = itertools.count(1), sum(len(_views(part, settings)) for part in images)
+
+    def report() -> None:
+        if progress is not None:
+            progress("labels of the memory", next(labelled), views)
+
+    def label(part: list[int], draw: int) -> PatchMemory:
+        return PatchMemory(
+            known,
+            _views(part, settings),
+            settings,
+            len(memory.classes),
+            draw=draw,
+            device=machine.devices[0],
+            progress=report,
+        )
+
+    memories = [label(part, draw) for part, (_, draw) in zip(images, draws, strict=True)]
     for part, (ratio, _) in zip(memories, draws, strict=True):
         _require_neighbours(part, ratio, settings)
     scorer = _Scorer(queries, asked, settings, pictures, machine.devices[0])
+    if not scorer.has_labels():
+        raise ValueError("the queries have nothing to score: the labels of their images are all ignored")
     tallies, recalls = _score_all(scorer, memories, settings, machine, progress)
     scores = []
     for ratio in settings.ratios:
@@ -396,6 +414,7 @@ class PatchMemory:
         num_classes: C.
         draw: number of the draw, on which the patches of a bounded memory depend.
         device: where votes are counted.
+        progress: is told of every view that is done.
 
     Attributes:
         keys: for the search.
@@ -411,6 +430,7 @@ class PatchMemory:
         *,
         draw: int = 0,
         device: torch.device | str = "cpu",
+        progress: Callable[[], None] | None = None,
     ) -> None:
         self.columns = num_classes + (settings.unlabelled == "class")
         limit = max(1, settings.memory_patches // len(views)) if settings.memory_patches else None
@@ -424,12 +444,12 @@ class PatchMemory:
                 chosen = rarest_patches(counts, limit, keyed_generator(*key))
                 counts, kept = counts[chosen], kept[chosen]
             rows[view] = kept
-            if settings.patch_labels == "hard":
-                counts = F.one_hot(first_greatest(counts), self.columns)
-            present = counts > 0
-            lengths.append(present.sum(dim=1))
-            classes.append(present.nonzero()[:, 1].to(torch.int16))
-            shares.append((counts / counts.sum(dim=1, keepdim=True))[present])
+            patches, present, share = _shares(counts, settings.patch_labels)
+            lengths.append(patches.bincount(minlength=len(counts)))
+            classes.append(present.to(torch.int16))
+            shares.append(share)
+            if progress is not None:
+                progress()
         self.keys = SelectedKeys(known, rows)
         self._device = device
         ends = torch.cat(lengths).cumsum(dim=0)
@@ -489,6 +509,16 @@ class PatchMemory:
         return votes / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(votes.dtype).tiny)
 
 
+def _shares(
+    counts: Int[Tensor, "n c"], patch_labels: PatchLabels
+) -> tuple[Int[Tensor, " s"], Int[Tensor, " s"], Float[Tensor, " s"]]:
+    """What each patch is labelled with, as lists of (patch, class, share), patch by patch."""
+    if patch_labels == "hard":
+        return torch.arange(len(counts)), counts.argmax(dim=1), torch.ones(len(counts))
+    patches, classes = counts.nonzero(as_tuple=True)
+    return patches, classes, counts[patches, classes] / counts.sum(dim=1)[patches]
+
+
 class _Scorer:
     """Turns votes into predictions, and predictions into counts of labels against predictions."""
 
@@ -507,11 +537,25 @@ class _Scorer:
         self.predictions: list[Prediction] = []
         shown = min(pictures, len(queries))
         self._shown = {round(place * (len(queries) - 1) / max(1, shown - 1)) for place in range(shown)}
+        self._patch_labels = {}
+        if settings.score == "patch":
+            self._patch_labels = {
+                view: majority_label(counts.dense(), settings.unlabelled, _NOT_SCORED).short()
+                for view, counts in asked.counts.items()
+            }
+
+    def has_labels(self) -> bool:
+        """Whether there is anything to score."""
+        if self.settings.score == "patch":
+            return any(len(self.rows(view)) for view in self._patch_labels)
+        return any(
+            bool((every.places % every.columns < every.columns - 1).any()) for every in self.asked.counts.values()
+        )
 
     def rows(self, view: View) -> Int[Tensor, " m"]:
         """The patches that have to be searched for: those with a label, or all of them if pixels count."""
         if self.settings.score == "patch":
-            return (self._patch_labels(view) != _NOT_SCORED).nonzero()[:, 0]
+            return (self._patch_labels[view] != _NOT_SCORED).nonzero()[:, 0]
         return torch.arange(self.asked.counts[view].patches)
 
     def score(self, chunk: "_Chunk", part: PatchMemory, neighbours: Neighbours, *, keep: bool) -> Int[Tensor, "c p"]:
@@ -523,16 +567,13 @@ class _Scorer:
             if keep and view.image in self._shown:
                 self.predictions.append(self._prediction(view, rows, own))
             if self.settings.score == "patch":
-                tally += _tally(self._patch_labels(view)[rows].to(self.device), own.argmax(dim=1), tally.shape)
+                tally += _tally(self._patch_labels[view][rows].to(self.device).long(), own.argmax(dim=1), tally.shape)
             else:
                 labels = chunk.label_map(self.queries, view, self.settings).to(self.device)
                 known = labels != self.queries.ignore_index
                 predicted = self._upsampled(own, view, (labels.shape[0], labels.shape[1]))
                 tally += _tally(labels[known].long(), predicted[known], tally.shape)
         return tally.cpu()
-
-    def _patch_labels(self, view: View) -> Int[Tensor, " n"]:
-        return majority_label(self.asked.counts[view].dense(), self.settings.unlabelled, _NOT_SCORED)
 
     def _grid(self, view: View) -> tuple[int, int]:
         """Patches down and across."""
@@ -559,6 +600,7 @@ class _Chunk:
     asked: PatchFeatures
     rows: dict[View, Int[Tensor, " m"]] = field(default_factory=dict)
     _label_maps: dict[View, Tensor] = field(default_factory=dict)
+    _label_map_bytes: int = 0
 
     @property
     def patches(self) -> int:
@@ -570,13 +612,16 @@ class _Chunk:
         return torch.cat([self.asked.features(view)[rows] for view, rows in self.rows.items()])
 
     def label_map(self, images: LabelledImages, view: View, settings: DenseNNSettings) -> UInt8[Tensor, "h w"]:
-        """The pixels that an image is scored by; read once for all memories."""
-        if view not in self._label_maps:
-            labels = images.labels(view.image)
-            self._label_maps[view] = (
-                resize_labels(labels, self.asked.sizes[view]) if settings.score == "resized" else labels
-            )
-        return self._label_maps[view]
+        """The pixels that an image is scored by; read once for all memories, as far as there is room for them."""
+        if view in self._label_maps:
+            return self._label_maps[view]
+        labels = images.labels(view.image)
+        if settings.score == "resized":
+            labels = resize_labels(labels, self.asked.sizes[view])
+        if self._label_map_bytes + labels.nbytes <= _LABEL_MAP_BYTES:
+            self._label_map_bytes += labels.nbytes
+            self._label_maps[view] = labels
+        return labels
 
 
 def _score_all(
@@ -589,22 +634,24 @@ def _score_all(
     """Search and score all queries in all memories; labels against predictions, and recall, of each memory."""
     tallies = [torch.zeros(len(scorer.queries.classes), part.columns, dtype=torch.long) for part in memories]
     recalls = [0.0] * len(memories)
-    chunks = list(_chunks(scorer, memories, settings, machine))
+    chunks = deque(_chunks(scorer, memories, settings, machine))
     patches = sum(chunk.patches for chunk in chunks)
-    pairs = max(1, patches * sum(len(part.keys) for part in memories))
+    # To score is counted as one key more, so that the end is said when all is done.
+    pairs = patches * sum(len(part.keys) + 1 for part in memories)
     done = 0
 
     def report(chunk: _Chunk, keys: int) -> None:
         if progress is not None:
             progress("search [%]", 100 * (done + chunk.patches * keys) // pairs, 100)
 
-    for chunk in filter(lambda chunk: chunk.patches, chunks):
+    while chunks:
+        chunk = chunks.popleft()  # and what it holds goes with it
         features = chunk.features()
         for number, part in enumerate(memories):
             neighbours, share = part.search(features, settings, machine, partial(report, chunk))
             recalls[number] += share * chunk.patches / patches
             tallies[number] += scorer.score(chunk, part, neighbours, keep=number == 0)
-            done += chunk.patches * len(part.keys)
+            done += chunk.patches * (len(part.keys) + 1)
             report(chunk, 0)
     return tallies, recalls
 
@@ -621,11 +668,13 @@ def _chunks(
     limit = min(limit, available_memory("cpu") // 2 // row_bytes)
     chunk = _Chunk(scorer.asked)
     for view, own in rows.items():
-        if chunk.rows and (chunk.patches + len(own) > limit or len(chunk.rows) == _CHUNK_IMAGES):
+        if chunk.rows and chunk.patches + len(own) > limit:
             yield chunk
             chunk = _Chunk(scorer.asked)
-        chunk.rows[view] = own
-    yield chunk
+        if len(own):
+            chunk.rows[view] = own
+    if chunk.rows:
+        yield chunk
 
 
 def _plan(queries: int, part: PatchMemory, settings: DenseNNSettings, machine: Machine) -> SearchPlan:
@@ -646,6 +695,14 @@ def _check_sets(memory: LabelledImages, queries: LabelledImages) -> None:
     for name, images in (("memory", memory), ("queries", queries)):
         if not len(images):
             raise ValueError(f"the {name} must hold at least one image, got 0")
+
+
+def _require_bound(views: int, settings: DenseNNSettings) -> None:
+    if 0 < settings.memory_patches < views:
+        raise ValueError(
+            f"memory_patches must be at least the number of images in the memory (times their augmentations), "
+            f"{views}, got {settings.memory_patches}: allow more patches, or 0 for all"
+        )
 
 
 def _require_neighbours(part: PatchMemory, ratio: int, settings: DenseNNSettings) -> None:

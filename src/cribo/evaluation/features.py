@@ -16,7 +16,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from cribo.data import LabelledImages
+from cribo.data import LabelledImages, UnreadableImage
 from cribo.evaluation.patches import (
     Interpolation,
     augment_image,
@@ -39,7 +39,7 @@ _DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch
 # Raised when the same backbone and image would give other features than before.
 _CACHE_VERSION = 1
 _ABOUT = "about.json"
-_PROBE_VIEWS = 32  # after which it is clear how much room all of them need
+_PROBE_VIEWS = 32  # to be encoded, after which it is clear how much room all of them need
 _PENDING_BATCHES = 8  # images of many sizes that may wait for others of their size
 
 
@@ -217,7 +217,6 @@ def sparse_counts(counts: Int[Tensor, "n c_plus_1"]) -> SparseCounts:
     """Keep what is not 0."""
     flat = counts.flatten()
     places = flat.nonzero()[:, 0]
-    # NumPy arrays travel through a worker's pipe; tensors would each hold a file open.
     patches, columns = counts.shape
     return SparseCounts(patches, columns, places.int().numpy(), flat[places].int().numpy())
 
@@ -325,11 +324,12 @@ def extract(
         prefetch_factor=4 if workers else None,
     )
     batches = _Batches(batch_size)
+    missing = seen = 0  # views that the cache does not hold, among those since the first of them
     checked = False
 
     def encode(batch: list[_Prepared]) -> None:
-        pixels = torch.stack([prepared.image for prepared in batch if prepared.image is not None])
-        features = F.normalize(encoder.encode(pixels.to(device).float().div_(255)).float(), dim=-1)
+        pixels = [torch.from_numpy(prepared.image) for prepared in batch if prepared.image is not None]
+        features = F.normalize(encoder.encode(torch.stack(pixels).to(device).float().div_(255)).float(), dim=-1)
         for prepared, rows in zip(batch, features.to(_DTYPES[precision]).cpu(), strict=True):
             if len(rows) != prepared.counts.patches:
                 raise ValueError(f"the encoder gives {len(rows)} features of {prepared.counts.patches} patches")
@@ -337,14 +337,18 @@ def extract(
             found.held[prepared.view] = _keep(rows, prepared.path, cache)
 
     for done, prepared in enumerate(loader, 1):
+        if isinstance(prepared, Exception):
+            raise prepared
+        missing += prepared.image is not None
+        seen += missing > 0
         found.counts[prepared.view], found.sizes[prepared.view] = prepared.counts, prepared.size
         if prepared.image is None:
             found.held[prepared.view], found.dim = prepared.path, prepared.dim
         else:
             for batch in batches.add(prepared):
                 encode(batch)
-        if not checked and done >= _PROBE_VIEWS and found.dim:
-            _require_room(found, len(views), cache, precision)
+        if not checked and missing >= _PROBE_VIEWS and found.dim:
+            _require_room(found, (len(views) - len(found.held)) * missing / seen, cache, precision)
             checked = True
         if progress is not None:
             progress(what, done, len(views))
@@ -371,15 +375,19 @@ class _Prepared(NamedTuple):
     """A view on its way to the encoder; without `image` where the cache has its features already."""
 
     view: View
-    image: UInt8[Tensor, "3 h w"] | None
+    image: UInt8[np.ndarray, "3 h w"] | None
     counts: SparseCounts
     size: tuple[int, int]
     path: Path | None
     dim: int
 
 
-class _Views(Dataset[_Prepared]):
-    """Reads, resizes and counts, in the workers."""
+class _Views(Dataset[_Prepared | Exception]):
+    """Reads, resizes and counts, in the workers.
+
+    What is wrong with an image is handed over like the image itself: an error that is raised in a worker would
+    arrive as a text of its traceback.
+    """
 
     def __init__(
         self,
@@ -398,14 +406,21 @@ class _Views(Dataset[_Prepared]):
     def __len__(self) -> int:
         return len(self.views)
 
-    def __getitem__(self, number: int) -> _Prepared:
-        view = self.views[number]
+    def __getitem__(self, number: int) -> _Prepared | Exception:
+        try:
+            return self._prepared(self.views[number])
+        except (UnreadableImage, ValueError, OSError) as error:
+            return error
+
+    def _prepared(self, view: View) -> _Prepared:
         path, kept = None, None
         if self.cache is not None:
             content = content_hash(self.images, view.image)
             path = self.cache.path(content, self.preparation.key(view), self.precision)
             kept = self.cache.read(path)
-        image = self.preparation.image(self.images, view) if kept is None else None
+        # NumPy arrays travel through the worker's pipe; tensors would each hold a file open, and shared memory,
+        # of which containers have little.
+        image = self.preparation.image(self.images, view).numpy() if kept is None else None
         labels = self.preparation.labels(self.images, view)
         counts = class_counts(labels, self.preparation.patch_size, len(self.images.classes), self.images.ignore_index)
         size = (labels.shape[0], labels.shape[1])
@@ -458,11 +473,10 @@ def _keep(rows: Float[Tensor, "n d"], path: Path | None, cache: FeatureCache | N
     return path
 
 
-def _require_room(found: PatchFeatures, views: int, cache: FeatureCache | None, precision: Precision) -> None:
-    """Refuse what will not fit, judged by the first views."""
-    seen = [found.counts[view].patches for view in found.counts]
-    missing = views - len(found.held) if cache is not None else views
-    needed = sum(seen) / len(seen) * missing * found.dim * (4 if precision == "float32" else 2)
+def _require_room(found: PatchFeatures, missing: float, cache: FeatureCache | None, precision: Precision) -> None:
+    """Refuse what will not fit, if so many more views have to be kept as large as those before."""
+    patches = [counts.patches for counts in found.counts.values()]
+    needed = sum(patches) / len(patches) * missing * found.dim * _DTYPES[precision].itemsize
     if cache is None:
         room, place = available_memory("cpu"), "memory"
         advice = "keep them on disk with --cache FOLDER, or in half the room with --precision float16"

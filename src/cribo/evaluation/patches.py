@@ -61,13 +61,19 @@ def class_counts(
         num_classes: C.
         ignore_index: label of pixels without class.
 
+    Raises:
+        ValueError: a label that is no class.
+
     Example:
         >>> class_counts(torch.tensor([[0, 0, 1, 1], [0, 1, 1, 255]]), 2, 2, 255).tolist()
         [[3, 1, 0], [0, 3, 1]]
     """
+    known = labels != ignore_index
+    if (wrong := labels[known & (labels >= num_classes)]).numel():
+        raise ValueError(f"labels must be in 0..{num_classes - 1} or {ignore_index} (ignored), got {int(wrong[0])}")
     height, width = labels.shape
     columns = num_classes + 1
-    label = torch.where(labels == ignore_index, num_classes, labels.long())
+    label = torch.where(known, labels.long(), num_classes)
     row = torch.arange(height, device=labels.device) // patch_size * (width // patch_size)
     patch = row[:, None] + torch.arange(width, device=labels.device) // patch_size
     patches = (height // patch_size) * (width // patch_size)
@@ -111,12 +117,7 @@ def majority_label(counts: Int[Tensor, "n c_plus_1"], unlabelled: Unlabelled, ig
     classes, without = counts[:, :-1], counts[:, -1]
     most = classes.amax(dim=1)
     beaten = most == 0 if unlabelled == "outvote" else (most < without) | (most == 0)
-    return torch.where(beaten, ignore_index, first_greatest(classes))
-
-
-def first_greatest(values: Int[Tensor, "n c"]) -> Int[Tensor, " n"]:
-    """The column of each row's greatest value, the first one of several; `argmax` does not promise which."""
-    return (values == values.amax(dim=1, keepdim=True)).int().argmax(dim=1)
+    return torch.where(beaten, ignore_index, classes.argmax(dim=1))
 
 
 def rarest_patches(counts: Int[Tensor, "n c"], number: int, generator: torch.Generator) -> Int[Tensor, " m"]:
