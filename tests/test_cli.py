@@ -213,3 +213,11 @@ def test_a_diverged_run_ends_with_status_1(config: str, capsys: pytest.CaptureFi
     words = ["--losses.student_temperature", "1e-44", "--optim.freeze_last_layers_epochs", "0"]
     assert main(["pretrain", "--config", config, *words]) == 1
     assert "was not finite at step 0" in capsys.readouterr().err
+
+
+def test_an_interrupt_at_any_time_ends_with_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(words: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cribo.cli._evaluate", interrupted)
+    assert main(["evaluate", "dense-nn"]) == 130

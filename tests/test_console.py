@@ -36,6 +36,16 @@ def test_a_log_file_gets_the_end_of_each_phase_and_a_line_now_and_then(monkeypat
     ]
 
 
+def test_the_first_word_of_a_phase_foretells_nothing(monkeypatch) -> None:
+    text = io.StringIO()
+    now = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    with Phases(Console(file=text, width=200)) as progress:
+        now[0] = 40
+        progress("reading", 1, 100)
+    assert text.getvalue() == "reading: 1/100\n"
+
+
 def test_a_terminal_gets_bars_and_is_left_as_it_was() -> None:
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=100)

@@ -85,7 +85,13 @@ and --print_config shows what would run.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; exit status 0 done, 1 failed on the way, 2 refused, 130 interrupted."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(words: list[str]) -> int:
     if words[:1] == ["--version"]:
         import cribo
 
@@ -121,6 +127,8 @@ def _evaluate(words: list[str]) -> int:
 
 def _guarded(name: str, command: Callable[[list[str]], None], words: list[str]) -> int:
     """Run a command; what a user can mend becomes one line."""
+    import torch
+
     from cribo.data import UnreadableImage
 
     try:
@@ -128,14 +136,16 @@ def _guarded(name: str, command: Callable[[list[str]], None], words: list[str]) 
     except UnreadableImage as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        print(f"{name}: {reason}: lower --runtime.batch_size or --runtime.memory_gib", file=sys.stderr)
+        return 1
     except (ValueError, FileNotFoundError, ConnectionError, ImportError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 
@@ -256,8 +266,6 @@ def _pretrain(words: list[str]) -> int:
     except OSError as error:  # no room for what the run leaves, say
         print(f"cribo pretrain: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     _print_summary(run, console)
     return 0
 

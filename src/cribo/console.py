@@ -74,9 +74,13 @@ class Phases:
             self._bars.update(self._tasks[what], completed=done, total=total)
         elif done == total or now - self._printed >= _LINE_SECONDS:
             self._printed = now
-            left = f", ETA {duration((total - done) * (now - started) / max(done, 1))}" if done < total else ""
-            took = f", {duration(now - started)}" if done == total else ""
-            self.console.print(f"{what}: {done}/{total}{left}{took}", highlight=False)
+            if done == total:
+                time_said = f", {duration(now - started)}"
+            else:  # the first word of a phase says nothing of its speed
+                time_said = (
+                    f", ETA {duration((total - done) * (now - started) / done)}" if now > started and done else ""
+                )
+            self.console.print(f"{what}: {done}/{total}{time_said}", highlight=False)
 
     def __enter__(self) -> "Phases":
         if self.console.is_terminal:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -185,6 +186,9 @@ def test_options_from_a_file(data: Path, backbone: Path) -> None:
         (["--backbone", "mean-colour", "--vote", "loud"], "majority"),
         (["--backbone", "mean-colour", "--size", "20,32"], "size must be a multiple of the patch size 16, got 20x32"),
         (["--backbone", "mean-colour", "--devices", "cuda:99"], "runtime.devices: 'cuda:99' cannot be used"),
+        (["--backbone", "mean-colour", "--devices", "cpu,meta"], "runtime.devices must be of one kind"),
+        (["--backbone", "mean-colour", "--pictures", "-1"], "pictures must be >= 0, got -1"),
+        (["--backbone", "mean-colour", "--memory_patches", "9"], "memory_patches must be at least"),
         (["--backbone", "mean-colour", "--data.limit", "0"], "data.limit must be >= 1, got 0"),
         (["--backbone", "mean-colour", "--unlabelled", "background"], "needs a background as class 0, which is 'red'"),
         (["--backbone", "mean-colour", "--runtime.memory_gib", "-1"], "runtime.memory_gib must be > 0"),
@@ -211,13 +215,26 @@ def test_labels_that_do_not_fit(data: Path, refused: Callable[..., str]) -> None
     assert "there is no" in refused(*words(data, "--backbone", "mean-colour"))
     path.write_bytes(good)
     (data / "images" / "val" / "1.png").write_bytes(b"no picture")
-    assert "1.png" in refused(*words(data, "--backbone", "mean-colour"), status=1)
+    for workers in ("0", "1"):
+        said = refused(*words(data, "--backbone", "mean-colour", "--runtime.workers", workers), status=1)
+        assert "1.png" in said
+        assert said.count("\n") == 1
 
 
-def test_a_set_without_any_label(data: Path, refused: Callable[..., str]) -> None:
-    for path in (data / "labels" / "train").iterdir():
+@pytest.mark.parametrize(("split", "message"), [("train", "no labelled patch"), ("val", "nothing to score")])
+def test_a_set_without_any_label(data: Path, refused: Callable[..., str], split: str, message: str) -> None:
+    for path in (data / "labels" / split).iterdir():
         Image.fromarray(np.full((32, 32), 255, np.uint8)).save(path)
-    assert "no labelled patch" in refused(*words(data, "--backbone", "mean-colour"))
+    assert message in refused(*words(data, "--backbone", "mean-colour"))
+
+
+def test_a_device_that_is_too_small(data: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr("cribo.evaluation.features.F.normalize", encode)
+    said = refused(*words(data, "--backbone", "mean-colour"), status=1)
+    assert said == "cribo evaluate dense-nn: CUDA out of memory: lower --runtime.batch_size or --runtime.memory_gib\n"
 
 
 def test_a_checkpoint_of_another_width(data: Path, backbone: Path, refused: Callable[..., str]) -> None:

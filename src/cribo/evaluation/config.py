@@ -101,7 +101,7 @@ class RuntimeConfig:
         """The devices to use.
 
         Raises:
-            ConfigError: one of them is not there.
+            ConfigError: one of them is not there, they are of several kinds, or there are none.
         """
         if self.devices is None:
             return tuple(f"cuda:{number}" for number in range(torch.cuda.device_count())) or ("cpu",)
@@ -111,6 +111,8 @@ class RuntimeConfig:
             except Exception as error:  # each backend has its own for a device that is not there
                 reason = str(error).partition("\n")[0]
                 raise ConfigError(f"runtime.devices: {name!r} cannot be used ({reason}): use cpu") from error
+        if len({torch.device(name).type for name in self.devices}) != 1:
+            raise ConfigError(f"runtime.devices must be of one kind, at least one, got {','.join(self.devices)!r}")
         return tuple(self.devices)
 
     def resolved_workers(self) -> int:

@@ -56,6 +56,8 @@ def evaluate_dense_nn(
         ConnectionError: timm's weights cannot be fetched.
         UnreadableImage: an image is broken.
     """
+    if pictures < 0:
+        raise ValueError(f"pictures must be >= 0, got {pictures}")
     console = console or Console(quiet=True)
     started = time.perf_counter()
     memory, memory_split, queries, query_split = open_splits(config.data)
