@@ -2,6 +2,7 @@
 
 import difflib
 import hashlib
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -116,7 +117,7 @@ class Backbone(nn.Module):
         self._own_eps = {key: norm.eps for key, norm in model.named_modules() if isinstance(norm, nn.LayerNorm)}
         self.loaded: LoadedWeights | None = None
         self._is_transformer = isinstance(model, VisionTransformer | Eva)
-        self._takes_any_size = "dynamic_img_size" in arguments or "img_size" not in arguments
+        self._takes_any_size = "img_size" not in arguments or _has_argument(model, "dynamic_img_size")
         if self._is_transformer:
             self.patch_size = _transformer_patch_size(model, name)
             self.depth = len(self.model.blocks)
@@ -383,6 +384,11 @@ def _create(name: str, args: Mapping[str, Any], image_size: int, drop_path: floa
                 raise ValueError(f"{name} has no argument {unknown[1]!r}: see timm's documentation") from error
             raise ValueError(f"{name} cannot be built with {dict(args)} at {image_size} pixels: {error}") from error
     raise AssertionError("the last attempt sets no size argument")
+
+
+def _has_argument(model: nn.Module, argument: str) -> bool:
+    """Whether a network has an argument of its own; Swin, until timm 1.0.26 at least, takes any and ignores it."""
+    return any(argument in inspect.signature(kind.__init__).parameters for kind in type(model).__mro__)
 
 
 def _initialise_embeddings(model: nn.Module) -> None:
