@@ -48,18 +48,33 @@ def claim_folder(folder: Path, *, marker: str, overwrite: bool, advice: str) -> 
         FolderError: the folder exists and `overwrite` is not set, holds something else, is a file, or cannot be
             written to.
     """
-    _require_folder(folder)
     try:
-        if folder.exists() and any(folder.iterdir()):
-            if not overwrite:
-                raise FolderError(f"{folder} exists already: {advice}")
-            if not (folder / marker).is_file():
-                raise FolderError(f"{folder} holds no {marker}, so it is nothing of ours and is left alone")
+        if holds_results(folder, marker=marker, overwrite=overwrite, advice=advice):
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
         _try_writing(folder)
     except OSError as error:
         raise FolderError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
+
+
+def holds_results(folder: Path, *, marker: str, overwrite: bool, advice: str) -> bool:
+    """Whether there are results that `claim_folder` would replace; nothing is changed yet.
+
+    Raises:
+        FolderError: as `claim_folder` does.
+    """
+    _require_folder(folder)
+    try:
+        if not folder.exists() or not any(folder.iterdir()):
+            return False
+        if not overwrite:
+            raise FolderError(f"{folder} exists already: {advice}")
+        if not (folder / marker).is_file():
+            raise FolderError(f"{folder} holds no {marker}, so it is nothing of ours and is left alone")
+        _try_writing(folder)
+    except OSError as error:
+        raise FolderError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
+    return True
 
 
 def _require_folder(folder: Path) -> None:

@@ -121,6 +121,17 @@ def test_folders_are_numbered_and_nothing_is_overwritten(
     assert "nothing of ours and is left alone" in refused(*command, "--out", str(data), "--overwrite")
 
 
+def test_old_results_stay_until_there_are_new_ones(data: Path, refused: Callable[..., str]) -> None:
+    command = words(data, "--backbone", "mean-colour", "--out", "result")
+    assert main(command) == 0
+    before = {path.name: path.read_bytes() for path in Path("result").iterdir()}
+    refused(*command, "--overwrite", "--neighbours", "1000")
+    assert {path.name: path.read_bytes() for path in Path("result").iterdir()} == before
+    assert main([*command, "--overwrite", "--ratios", "1"]) == 0
+    assert "miou.png" in before
+    assert "miou.png" not in {path.name for path in Path("result").iterdir()}
+
+
 def test_the_cache_is_used_by_the_next_evaluation(data: Path, backbone: Path) -> None:
     command = words(data, "--backbone", str(backbone), "--cache", "kept")
     assert main([*command, "--out", "first"]) == 0

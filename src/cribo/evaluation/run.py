@@ -17,12 +17,13 @@ from cribo.evaluation.dense_nn import DenseRetrieval, Machine, RatioScore, dense
 from cribo.evaluation.features import FeatureCache, PatchEncoder, backbone_encoder, mean_colour_encoder
 from cribo.evaluation.pictures import Panel, write_pictures
 from cribo.evaluation.results import RESULTS, EvaluationResult, versions
-from cribo.files import claim_folder, make_numbered_folder
+from cribo.files import claim_folder, holds_results, make_numbered_folder
 from cribo.models import load_backbone
 
 log = logging.getLogger("cribo")
 
 _OUT = Path("evaluations")
+_CLAIM = {"marker": RESULTS, "advice": "choose another --out, or replace it with --overwrite"}
 _MEAN_COLOUR = "mean-colour"
 _MEAN_COLOUR_PATCH = 16
 
@@ -70,7 +71,7 @@ def evaluate_dense_nn(
     }
     settings = protocol_settings(config.protocol, encoder.patch_size, memory.classes, **choices)
     machine = _machine(config.runtime, devices, encoder, about_backbone)
-    folder = _claim(out, f"dense-nn-{config.data.name}-{about_backbone['name']}", overwrite=overwrite)
+    folder, old = _claim(out, f"dense-nn-{config.data.name}-{about_backbone['name']}", overwrite=overwrite)
     try:
         with Phases(console) as progress:
             found = dense_nn(encoder, memory, queries, settings, machine=machine, pictures=pictures, progress=progress)
@@ -103,6 +104,8 @@ def evaluate_dense_nn(
         versions=versions(devices[0]),
         command=command,
     )
+    if old:
+        claim_folder(folder, overwrite=True, **_CLAIM)
     result.write(folder)
     write_pictures(result, _panels(found, queries), queries.palette, folder)
     return result, folder
@@ -188,13 +191,14 @@ def _machine(config: RuntimeConfig, devices: tuple[str, ...], encoder: PatchEnco
     return Machine(devices, config.batch_size, config.resolved_workers(), config.memory_gib, cache)
 
 
-def _claim(out: Path | None, name: str, *, overwrite: bool) -> Path:
+def _claim(out: Path | None, name: str, *, overwrite: bool) -> tuple[Path, bool]:
+    """The folder for results, and whether it holds old ones, which stay until there are new ones."""
     if out is None:
-        return make_numbered_folder(_OUT, name)
-    claim_folder(
-        out, marker=RESULTS, overwrite=overwrite, advice="choose another --out, or replace it with --overwrite"
-    )
-    return out
+        return make_numbered_folder(_OUT, name), False
+    if holds_results(out, overwrite=overwrite, **_CLAIM):
+        return out, True
+    claim_folder(out, overwrite=False, **_CLAIM)
+    return out, False
 
 
 def _row(score: RatioScore, classes: Any) -> dict[str, Any]:
