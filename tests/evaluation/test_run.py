@@ -163,6 +163,16 @@ def test_part_of_a_set(data: Path) -> None:
     assert (about["memory_images"], about["query_images"], about["limit"]) == (2, 2, 2)
 
 
+def test_scenes_need_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["evaluate", "dense-nn", "--backbone", "mean-colour", "--data", "scenes", "--ratios", "1"]
+    assert main([*command, "--data.limit", "20", "--cache", "none", "--out", "result"]) == 0
+    result = read_result("result")
+    assert (result.data["memory_images"], result.data["query_images"]) == (20, 20)
+    assert len(result.classes) == 9
+    assert 0 < result.results[0]["miou"] < 0.4
+
+
 def test_other_splits(data: Path) -> None:
     command = words(data, "--backbone", "mean-colour", "--ratios", "1", "--out", "result")
     assert main([*command, "--data.memory", "val", "--data.queries", "train"]) == 0
@@ -200,6 +210,11 @@ def test_options_from_a_file(data: Path, backbone: Path) -> None:
         (["--backbone", "mean-colour", "--devices", "cpu,meta"], "runtime.devices must be of one kind"),
         (["--backbone", "mean-colour", "--pictures", "-1"], "pictures must be >= 0, got -1"),
         (["--backbone", "mean-colour", "--memory_patches", "9"], "memory_patches must be at least"),
+        (["--backbone", "mean-colour", "--data", "camvid", "--data.root", "null"], "data.root must be given"),
+        (
+            ["--backbone", "vit_tiny_patch16_224", "--pretrained", "false", "--layers", "13"],
+            "layers must be 1 to 12, the blocks of vit_tiny_patch16_224, got 13",
+        ),
         (["--backbone", "mean-colour", "--data.limit", "0"], "data.limit must be >= 1, got 0"),
         (["--backbone", "mean-colour", "--unlabelled", "background"], "needs a background as class 0, which is 'red'"),
         (["--backbone", "mean-colour", "--runtime.memory_gib", "-1"], "runtime.memory_gib must be > 0"),

@@ -49,7 +49,8 @@ class DataConfig:
 
     Attributes:
         name: voc, pascal-context, pascal-context-60, coco-stuff, ade20k, cityscapes, camvid, or folder for
-            images/<split> and labels/<split> (PNG indices, 255 for none), with or without classes.txt.
+            images/<split> and labels/<split> (PNG indices, 255 for none), with or without classes.txt; or scenes,
+            which the program makes itself.
         root: the folder that the set was unpacked to.
         memory: split whose patches are searched; the training images when not given (trainaug of voc, where it
             is there).
@@ -59,7 +60,7 @@ class DataConfig:
     """
 
     name: str
-    root: str
+    root: str | None = None
     memory: str | None = None
     queries: str | None = None
     partial: bool = False

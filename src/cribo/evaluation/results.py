@@ -369,7 +369,8 @@ def _per_class(result: EvaluationResult) -> Table:
 
 def _settings(result: EvaluationResult) -> Table:
     backbone = result.backbone
-    about = [str(backbone[name]) for name in ("architecture", "source") if backbone.get(name)]
+    about = dict.fromkeys(str(backbone[name]) for name in ("architecture", "source") if backbone.get(name))
+    about.pop(backbone["name"], None)
     table = Table.grid(padding=(0, 2))
     for name, value in (
         ("backbone", f"{backbone['name']} ({', '.join(about)})" if about else backbone["name"]),

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from cribo.arguments import ConfigError
 from cribo.console import Phases
 from cribo.data import LabelledImages, LabelledSubset, default_splits, open_segmentation
+from cribo.data.scenes import Scenes
 from cribo.evaluation.config import BackboneConfig, DataConfig, DenseNNConfig, RuntimeConfig
 from cribo.evaluation.dense_nn import DenseRetrieval, Machine, RatioScore, dense_nn, protocol_settings
 from cribo.evaluation.features import FeatureCache, PatchEncoder, backbone_encoder, mean_colour_encoder
@@ -26,6 +28,9 @@ _OUT = Path("evaluations")
 _CLAIM = {"marker": RESULTS, "advice": "choose another --out, or replace it with --overwrite"}
 _MEAN_COLOUR = "mean-colour"
 _MEAN_COLOUR_PATCH = 16
+_SCENES = "scenes"
+_SCENE_COUNTS = 400, 100  # memory, queries
+_FIRST_SCENE = 1_000_000  # nobody trains on that many
 
 
 def evaluate_dense_nn(
@@ -130,6 +135,8 @@ def open_encoder(config: BackboneConfig, device: str) -> tuple[PatchEncoder, dic
         trust=config.trust,
         seed=config.seed,
     )
+    if not 1 <= config.layers <= backbone.depth:
+        raise ConfigError(f"layers must be 1 to {backbone.depth}, the blocks of {backbone.name}, got {config.layers}")
     backbone = backbone.eval().to(device)
     about = {
         **dataclasses.asdict(config),
@@ -168,6 +175,12 @@ def open_splits(config: DataConfig) -> tuple[LabelledImages, str, LabelledImages
     Raises:
         DataError: an unknown set, a folder of another layout, missing images or labels.
     """
+    if config.name == _SCENES:
+        memory, queries = _SCENE_COUNTS if config.limit is None else (min(config.limit, n) for n in _SCENE_COUNTS)
+        first, second = Scenes(memory, first=_FIRST_SCENE), Scenes(queries, first=_FIRST_SCENE + max(_SCENE_COUNTS))
+        return first, "held out", second, "held out"
+    if config.root is None:
+        raise ConfigError(f"data.root must be given: the folder that {config.name} was unpacked to")
     memory_split, query_split = default_splits(config.name, config.root)
     memory_split, query_split = config.memory or memory_split, config.queries or query_split
     opened = []
