@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import cribo
 from cribo.data.scenes import Scenes
 from cribo.evaluation import Machine, backbone_encoder, dense_nn, nearest, protocol_settings
-from cribo.evaluation.dense_nn import Protocol
+from cribo.evaluation.protocols import Protocol
 from cribo.evaluation.search import TensorKeys
 from cribo.method import MemoryBank, SelfDistillation, cluster_tokens, match_objects, pool_objects, prototype_loss
 from cribo.method.views import ViewRecipe, apply_photometric, sample_photometric

@@ -2,16 +2,10 @@
 
 from cribo.evaluation.compare import Comparison, compare
 from cribo.evaluation.config import BackboneConfig, DataConfig, DenseNNConfig, RuntimeConfig
-from cribo.evaluation.dense_nn import (
-    DenseNNSettings,
-    DenseRetrieval,
-    Machine,
-    RatioScore,
-    dense_nn,
-    draw_images,
-    protocol_settings,
-)
+from cribo.evaluation.dense_nn import DenseRetrieval, RatioScore, dense_nn, draw_images
 from cribo.evaluation.features import FeatureCache, PatchEncoder, backbone_encoder, mean_colour_encoder
+from cribo.evaluation.memory import Machine
+from cribo.evaluation.protocols import DenseNNSettings, protocol_settings
 from cribo.evaluation.results import EvaluationResult, read_result
 from cribo.evaluation.run import evaluate_dense_nn
 from cribo.evaluation.search import Neighbours, nearest

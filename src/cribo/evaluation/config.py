@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 
 from cribo.arguments import ConfigError
-from cribo.evaluation.dense_nn import PatchLabels, Protocol, ScoreLevel, Search, Vote
 from cribo.evaluation.features import Precision
 from cribo.evaluation.patches import Interpolation, Unlabelled
+from cribo.evaluation.protocols import PatchLabels, Protocol, ScoreLevel, Search, Vote
 
 _MAX_WORKERS = 16
 _THREADS_PER_WORKER = 2  # a worker keeps a core busy; others are needed for the network

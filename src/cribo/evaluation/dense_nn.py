@@ -4,14 +4,12 @@ Patches of labelled images are the memory. Each patch of a new image takes its l
 there, and the labels are scored. Nothing is trained.
 """
 
-import dataclasses
 import itertools
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,185 +18,16 @@ from torch import Tensor
 
 from cribo.data import LabelledImages
 from cribo.data.randomness import keyed_generator
-from cribo.evaluation.features import (
-    FeatureCache,
-    PatchEncoder,
-    PatchFeatures,
-    Precision,
-    Preparation,
-    Progress,
-    SelectedKeys,
-    View,
-    extract,
-)
-from cribo.evaluation.patches import (
-    Interpolation,
-    Unlabelled,
-    labels_in_memory,
-    majority_label,
-    rarest_patches,
-    resize_labels,
-)
+from cribo.evaluation.features import PatchEncoder, PatchFeatures, Preparation, Progress, View, extract
+from cribo.evaluation.memory import Machine, PatchMemory
+from cribo.evaluation.patches import majority_label, resize_labels
+from cribo.evaluation.protocols import DenseNNSettings
 from cribo.evaluation.results import iou
-from cribo.evaluation.search import (
-    ApproximateIndex,
-    Neighbours,
-    SearchPlan,
-    available_memory,
-    nearest,
-    plan_search,
-    recall,
-)
-
-Protocol = Literal["paper", "hummingbird"]
-Vote = Literal["majority", "similarity", "attention"]
-PatchLabels = Literal["hard", "soft"]
-ScoreLevel = Literal["patch", "pixel", "resized"]
-Search = Literal["exact", "faiss"]
+from cribo.evaluation.search import Neighbours, available_memory
 
 _LABEL_MAP_BYTES = 2**30  # of label maps that are kept for the next memory; others are read again
-_SIDE = 512  # of the square images of the hummingbird protocol, as it is mostly run
-_MEMORY_DRAW, _PATCH_DRAW = 0x6D656D, 0x706174  # keep draws for different ends apart
-_VOTE_BLOCK = 4096
+_MEMORY_DRAW = 0x6D656D  # keeps the draws of images apart from others of the same seed
 _NOT_SCORED = -1
-_RECALL_QUERIES = 1000
-
-
-@dataclass(frozen=True, kw_only=True)
-class DenseNNSettings:
-    """Every choice that the score depends on, beside backbone and data; the defaults are CrIBo's protocol.
-
-    Args:
-        protocol: the name of the defaults that these settings began with (`protocol_settings`).
-        ratios: share of the memory's images that is used, one row of results each: 8 is one in 8.
-        draws: how often images are drawn for a ratio above 1; the score is the mean.
-        seed: of all draws.
-        neighbours: k, how many nearest patches vote.
-        vote: weight of a neighbour: `majority` (all alike), `similarity` (its cosine, 0 if negative) or
-            `attention` (softmax of cosine / temperature). The paper is silent.
-        temperature: of the attention.
-        patch_labels: `hard`, the class of most pixels of a patch, or `soft`, the share of each class.
-        unlabelled: pixels without class in the memory: `drop` patches where they win the majority, `outvote`
-            them by any labelled pixel, have them be a `class` that is never right, or `background`, class 0. The
-            paper is silent.
-        score: over what IoU is counted: every `patch` by its majority label, every `pixel` of the labels as
-            they are on disk, or every pixel of the `resized` labels. The paper is silent.
-        size: height and width of all images, multiples of the patch size; None for the closest multiple of the
-            patch size for each image.
-        interpolation: of images, `bicubic` or `bilinear`. The paper is silent.
-        augmentations: how many augmented views of each image make up the memory, 0 for the image as it is.
-        memory_patches: bound of the memory, shared out evenly among its views, patches of rare classes first;
-            0 for all patches.
-        search: `exact`, or `faiss` for an approximate index, whose recall is reported.
-        probes: lists of the approximate index that are looked through.
-        precision: in which features are kept: `float32`, or `float16` for half the room.
-
-    Raises:
-        ValueError: a value out of range.
-    """
-
-    protocol: Protocol = "paper"
-    ratios: tuple[int, ...] = (1, 8, 64, 128)
-    draws: int = 5
-    seed: int = 0
-    neighbours: int = 50
-    vote: Vote = "majority"
-    temperature: float = 0.02
-    patch_labels: PatchLabels = "hard"
-    unlabelled: Unlabelled = "drop"
-    score: ScoreLevel = "patch"
-    size: tuple[int, int] | None = None
-    interpolation: Interpolation = "bicubic"
-    augmentations: int = 0
-    memory_patches: int = 0
-    search: Search = "exact"
-    probes: int = 32
-    precision: Precision = "float32"
-
-    def __post_init__(self) -> None:
-        for name, least in (
-            *(("draws", 1), ("neighbours", 1), ("probes", 1)),
-            *(("augmentations", 0), ("memory_patches", 0)),
-        ):
-            if (value := getattr(self, name)) < least:
-                raise ValueError(f"{name} must be >= {least}, got {value}")
-        if not self.ratios or min(self.ratios) < 1 or len(set(self.ratios)) < len(self.ratios):
-            raise ValueError(f"ratios must be different numbers >= 1, such as 1,8,64,128, got {self.ratios}")
-        if self.temperature <= 0:
-            raise ValueError(f"temperature must be > 0, got {self.temperature}")
-
-    def check(self, patch_size: int, classes: Sequence[str]) -> None:
-        """See whether the settings fit a backbone and the classes of the data.
-
-        Raises:
-            ValueError: a size that is no multiple of the patch size, or `unlabelled="background"` for classes
-                that begin with another one.
-        """
-        if self.size is not None and (self.size[0] % patch_size or self.size[1] % patch_size or min(self.size) < 1):
-            raise ValueError(
-                f"size must be a multiple of the patch size {patch_size}, got {self.size[0]}x{self.size[1]}"
-            )
-        if self.unlabelled == "background" and not _has_background(classes):
-            raise ValueError(
-                f"unlabelled=background needs a background as class 0, which is {classes[0]!r} here: use drop, "
-                "outvote or class"
-            )
-
-    def used(self) -> dict[str, object]:
-        """The settings that have a say, by name; those that others make meaningless are left out."""
-        values = dataclasses.asdict(self)
-        if self.vote != "attention":
-            del values["temperature"]
-        if self.search == "exact":
-            del values["probes"]
-        if max(self.ratios) == 1:
-            del values["draws"]
-        return values
-
-
-def protocol_settings(protocol: Protocol, patch_size: int, classes: Sequence[str], **choices: Any) -> DenseNNSettings:
-    """The settings of a protocol, except for choices of one's own.
-
-    `paper` is CrIBo's (section 4.1). `hummingbird` is that of Balazevic et al. 2023, as public toolkits run it:
-    soft patch labels, attention over 30 neighbours with a temperature of 0.02, one augmented view of each image
-    in the memory, all images resized to squares (the greatest multiple of the patch size up to 512 pixels), scored
-    over the pixels of the resized labels. Pixels without class are background in the memory where there is a
-    background, a class of their own elsewhere.
-
-    Args:
-        protocol: its name.
-        patch_size: pixels, of the backbone.
-        classes: of the data.
-        choices: settings by name, in place of the protocol's; None keeps the protocol's.
-
-    Raises:
-        ValueError: as `DenseNNSettings` and its `check` do.
-
-    Example:
-        >>> protocol_settings("hummingbird", 14, ["road", "sky"], neighbours=20).size
-        (504, 504)
-    """
-    defaults: dict[str, Any] = {}
-    if protocol == "hummingbird":
-        side = max(1, _SIDE // patch_size) * patch_size
-        defaults = {
-            "neighbours": 30,
-            "vote": "attention",
-            "patch_labels": "soft",
-            "unlabelled": "background" if _has_background(classes) else "class",
-            "score": "resized",
-            "size": (side, side),
-            "interpolation": "bilinear",
-            "augmentations": 1,
-        }
-    chosen = {name: value for name, value in choices.items() if value is not None}
-    settings = DenseNNSettings(protocol=protocol, **{**defaults, **chosen})
-    settings.check(patch_size, classes)
-    return settings
-
-
-def _has_background(classes: Sequence[str]) -> bool:
-    return classes[0].lower() == "background"
 
 
 @dataclass(frozen=True)
@@ -265,32 +94,6 @@ class DenseRetrieval:
     predictions: tuple[Prediction, ...]
     memory_patches: int
     query_patches: int
-
-
-@dataclass
-class Machine:
-    """Where and how it is computed; the result does not depend on it beyond rounding.
-
-    Args:
-        devices: the first one encodes; the search is shared among all of them.
-        batch_size: images encoded at once, where they are of one size.
-        workers: processes that read images.
-        memory_gib: what the search may use on each device; by default, half of what is free.
-        cache: folder that keeps features, None to hold them in memory.
-    """
-
-    devices: tuple[str, ...] = ("cpu",)
-    batch_size: int = 16
-    workers: int = 0
-    memory_gib: float | None = None
-    cache: FeatureCache | None = None
-
-    @property
-    def budget(self) -> int:
-        """Bytes that a search may use on each device."""
-        if self.memory_gib is not None:
-            return int(self.memory_gib * 2**30)
-        return min(available_memory(device) for device in self.devices) // 2
 
 
 @torch.no_grad()
@@ -400,123 +203,6 @@ def draw_images(count: int, ratio: int, seed: int, draw: int) -> list[int]:
         return list(range(count))
     order = torch.randperm(count, generator=keyed_generator(_MEMORY_DRAW, seed, ratio, draw))
     return sorted(order[: max(1, round(count / ratio))].tolist())
-
-
-class PatchMemory:
-    """The patches that may vote: their features as keys of a search, and their labels.
-
-    Most patches hold one or two classes of many, so the labels are kept as lists of (class, share), end to end.
-
-    Args:
-        known: features and classes of the views.
-        views: those in this memory.
-        settings: of the protocol.
-        num_classes: C.
-        draw: number of the draw, on which the patches of a bounded memory depend.
-        device: where votes are counted.
-        progress: is told of every view that is done.
-
-    Attributes:
-        keys: for the search.
-        columns: of a vote, C, or C + 1 where having no class is a class of its own.
-    """
-
-    def __init__(
-        self,
-        known: PatchFeatures,
-        views: Sequence[View],
-        settings: DenseNNSettings,
-        num_classes: int,
-        *,
-        draw: int = 0,
-        device: torch.device | str = "cpu",
-        progress: Callable[[], None] | None = None,
-    ) -> None:
-        self.columns = num_classes + (settings.unlabelled == "class")
-        limit = max(1, settings.memory_patches // len(views)) if settings.memory_patches else None
-        rows: dict[View, Tensor] = {}
-        lengths, classes, shares = [], [], []
-        for view in views:
-            counts, kept = labels_in_memory(known.counts[view].dense(), settings.unlabelled)
-            counts = counts[kept]
-            if limit is not None:
-                key = (_PATCH_DRAW, settings.seed, draw, view.image, view.augmentation or 0)
-                chosen = rarest_patches(counts, limit, keyed_generator(*key))
-                counts, kept = counts[chosen], kept[chosen]
-            rows[view] = kept
-            patches, present, share = _shares(counts, settings.patch_labels)
-            lengths.append(patches.bincount(minlength=len(counts)))
-            classes.append(present.to(torch.int16))
-            shares.append(share)
-            if progress is not None:
-                progress()
-        self.keys = SelectedKeys(known, rows)
-        self._device = device
-        ends = torch.cat(lengths).cumsum(dim=0)
-        self._starts = torch.cat((ends.new_zeros(1), ends)).to(device)
-        self._classes, self._shares = torch.cat(classes).to(device), torch.cat(shares).to(device)
-        self._index: ApproximateIndex | None = None
-
-    def search(
-        self,
-        queries: Float[Tensor, "q d"],
-        settings: DenseNNSettings,
-        machine: Machine,
-        progress: Callable[[int], None] | None = None,
-    ) -> tuple[Neighbours, float]:
-        """The nearest patches of each query, and the share of the true ones among them."""
-        if settings.search == "exact":
-            return self._exact(queries, settings, machine, progress), 1.0
-        if self._index is None:
-            self._index = ApproximateIndex(self.keys, probes=settings.probes, seed=settings.seed)
-        found = self._index.search(queries, settings.neighbours)
-        sample = torch.arange(0, len(queries), max(1, len(queries) // _RECALL_QUERIES))
-        exact = self._exact(queries[sample], settings, machine, progress)
-        return found, recall(Neighbours(found.similarity[sample], found.rows[sample]), exact)
-
-    def _exact(
-        self,
-        queries: Float[Tensor, "q d"],
-        settings: DenseNNSettings,
-        machine: Machine,
-        progress: Callable[[int], None] | None,
-    ) -> Neighbours:
-        plan = _plan(len(queries), self, settings, machine)
-        return nearest(queries, self.keys, settings.neighbours, devices=machine.devices, plan=plan, progress=progress)
-
-    def vote(self, neighbours: Neighbours, settings: DenseNNSettings) -> Float[Tensor, "q p"]:
-        """The share of the vote that each class gets, in blocks of queries."""
-        blocks = zip(neighbours.similarity.split(_VOTE_BLOCK), neighbours.rows.split(_VOTE_BLOCK), strict=True)
-        return torch.cat([self._vote(near.to(self._device), rows.to(self._device), settings) for near, rows in blocks])
-
-    def _vote(
-        self, similarity: Float[Tensor, "q k"], rows: Int[Tensor, "q k"], settings: DenseNNSettings
-    ) -> Float[Tensor, "q p"]:
-        if settings.vote == "attention":
-            weights = (similarity / settings.temperature).softmax(dim=1)
-        elif settings.vote == "similarity":
-            weights = similarity.clamp(min=0)
-        else:
-            weights = torch.ones_like(similarity)  # whole numbers, so that equal votes are equal
-        weights = weights * (rows >= 0)  # an approximate search may find fewer
-        rows = rows.clamp(min=0)
-        start, length = self._starts[rows], self._starts[rows + 1] - self._starts[rows]
-        votes = weights.new_zeros(len(rows), self.columns)
-        for step in range(int(length.max())):
-            place = (start + step).clamp(max=len(self._classes) - 1)
-            share = self._shares[place] * (step < length)
-            votes.scatter_add_(1, self._classes[place].long(), weights * share)
-        return votes / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(votes.dtype).tiny)
-
-
-def _shares(
-    counts: Int[Tensor, "n c"], patch_labels: PatchLabels
-) -> tuple[Int[Tensor, " s"], Int[Tensor, " s"], Float[Tensor, " s"]]:
-    """What each patch is labelled with, as lists of (patch, class, share), patch by patch."""
-    if patch_labels == "hard":
-        return torch.arange(len(counts)), counts.argmax(dim=1), torch.ones(len(counts))
-    patches, classes = counts.nonzero(as_tuple=True)
-    return patches, classes, counts[patches, classes] / counts.sum(dim=1)[patches]
 
 
 class _Scorer:
@@ -662,7 +348,7 @@ def _chunks(
     """The queries in as few parts as memory allows, for each part means reading all keys once."""
     rows = {view: scorer.rows(view) for view in scorer.asked.counts}
     largest = max(memories, key=lambda part: len(part.keys))
-    limit = _plan(sum(map(len, rows.values())), largest, settings, machine).query_chunk
+    limit = largest.plan(sum(map(len, rows.values())), settings, machine).query_chunk
     # Features, neighbours and votes of a chunk are on the host, too, and each is copied once on the way.
     row_bytes = 2 * (4 * largest.keys.dim + 12 * settings.neighbours + 4 * largest.columns)
     limit = min(limit, available_memory("cpu") // 2 // row_bytes)
@@ -675,18 +361,6 @@ def _chunks(
             chunk.rows[view] = own
     if chunk.rows:
         yield chunk
-
-
-def _plan(queries: int, part: PatchMemory, settings: DenseNNSettings, machine: Machine) -> SearchPlan:
-    return plan_search(
-        max(1, queries),
-        len(part.keys),
-        part.keys.dim,
-        settings.neighbours,
-        key_bytes=2 if settings.precision == "float16" else 4,
-        budget=machine.budget,
-        device=machine.devices[0],
-    )
 
 
 def _check_sets(memory: LabelledImages, queries: LabelledImages) -> None:

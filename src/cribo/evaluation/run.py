@@ -15,9 +15,11 @@ from cribo.console import Phases
 from cribo.data import LabelledImages, LabelledSubset, default_splits, open_segmentation
 from cribo.data.scenes import Scenes
 from cribo.evaluation.config import BackboneConfig, DataConfig, DenseNNConfig, RuntimeConfig
-from cribo.evaluation.dense_nn import DenseRetrieval, Machine, RatioScore, dense_nn, protocol_settings
+from cribo.evaluation.dense_nn import DenseRetrieval, RatioScore, dense_nn
 from cribo.evaluation.features import FeatureCache, PatchEncoder, backbone_encoder, mean_colour_encoder
+from cribo.evaluation.memory import Machine
 from cribo.evaluation.pictures import Panel, write_pictures
+from cribo.evaluation.protocols import protocol_settings
 from cribo.evaluation.results import RESULTS, EvaluationResult, versions
 from cribo.files import claim_folder, holds_results, make_numbered_folder
 from cribo.models import load_backbone

@@ -1,0 +1,179 @@
+"""The memory of dense nearest-neighbour retrieval: labelled patches that are searched, and that vote."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from cribo.data.randomness import keyed_generator
+from cribo.evaluation.features import FeatureCache, PatchFeatures, SelectedKeys, View
+from cribo.evaluation.patches import labels_in_memory, rarest_patches
+from cribo.evaluation.protocols import DenseNNSettings, PatchLabels
+from cribo.evaluation.search import (
+    ApproximateIndex,
+    Neighbours,
+    SearchPlan,
+    available_memory,
+    nearest,
+    plan_search,
+    recall,
+)
+
+_PATCH_DRAW = 0x706174  # keeps the draws of patches apart from others of the same seed
+_VOTE_BLOCK = 4096
+_RECALL_QUERIES = 1000
+
+
+@dataclass
+class Machine:
+    """Where and how it is computed; the result does not depend on it beyond rounding.
+
+    Args:
+        devices: the first one encodes; the search is shared among all of them.
+        batch_size: images encoded at once, where they are of one size.
+        workers: processes that read images.
+        memory_gib: what the search may use on each device; by default, half of what is free.
+        cache: folder that keeps features, None to hold them in memory.
+    """
+
+    devices: tuple[str, ...] = ("cpu",)
+    batch_size: int = 16
+    workers: int = 0
+    memory_gib: float | None = None
+    cache: FeatureCache | None = None
+
+    @property
+    def budget(self) -> int:
+        """Bytes that a search may use on each device."""
+        if self.memory_gib is not None:
+            return int(self.memory_gib * 2**30)
+        return min(available_memory(device) for device in self.devices) // 2
+
+
+class PatchMemory:
+    """The patches that may vote: their features as keys of a search, and their labels.
+
+    Most patches hold one or two classes of many, so the labels are kept as lists of (class, share), end to end.
+
+    Args:
+        known: features and classes of the views.
+        views: those in this memory.
+        settings: of the protocol.
+        num_classes: C.
+        draw: number of the draw, on which the patches of a bounded memory depend.
+        device: where votes are counted.
+        progress: is told of every view that is done.
+
+    Attributes:
+        keys: for the search.
+        columns: of a vote, C, or C + 1 where having no class is a class of its own.
+    """
+
+    def __init__(
+        self,
+        known: PatchFeatures,
+        views: Sequence[View],
+        settings: DenseNNSettings,
+        num_classes: int,
+        *,
+        draw: int = 0,
+        device: torch.device | str = "cpu",
+        progress: Callable[[], None] | None = None,
+    ) -> None:
+        self.columns = num_classes + (settings.unlabelled == "class")
+        limit = max(1, settings.memory_patches // len(views)) if settings.memory_patches else None
+        rows: dict[View, Tensor] = {}
+        lengths, classes, shares = [], [], []
+        for view in views:
+            counts, kept = labels_in_memory(known.counts[view].dense(), settings.unlabelled)
+            counts = counts[kept]
+            if limit is not None:
+                key = (_PATCH_DRAW, settings.seed, draw, view.image, view.augmentation or 0)
+                chosen = rarest_patches(counts, limit, keyed_generator(*key))
+                counts, kept = counts[chosen], kept[chosen]
+            rows[view] = kept
+            patches, present, share = _shares(counts, settings.patch_labels)
+            lengths.append(patches.bincount(minlength=len(counts)))
+            classes.append(present.to(torch.int16))
+            shares.append(share)
+            if progress is not None:
+                progress()
+        self.keys = SelectedKeys(known, rows)
+        self._device = device
+        ends = torch.cat(lengths).cumsum(dim=0)
+        self._starts = torch.cat((ends.new_zeros(1), ends)).to(device)
+        self._classes, self._shares = torch.cat(classes).to(device), torch.cat(shares).to(device)
+        self._index: ApproximateIndex | None = None
+
+    def search(
+        self,
+        queries: Float[Tensor, "q d"],
+        settings: DenseNNSettings,
+        machine: Machine,
+        progress: Callable[[int], None] | None = None,
+    ) -> tuple[Neighbours, float]:
+        """The nearest patches of each query, and the share of the true ones among them."""
+        if settings.search == "exact":
+            return self._exact(queries, settings, machine, progress), 1.0
+        if self._index is None:
+            self._index = ApproximateIndex(self.keys, probes=settings.probes, seed=settings.seed)
+        found = self._index.search(queries, settings.neighbours)
+        sample = torch.arange(0, len(queries), max(1, len(queries) // _RECALL_QUERIES))
+        exact = self._exact(queries[sample], settings, machine, progress)
+        return found, recall(Neighbours(found.similarity[sample], found.rows[sample]), exact)
+
+    def _exact(
+        self,
+        queries: Float[Tensor, "q d"],
+        settings: DenseNNSettings,
+        machine: Machine,
+        progress: Callable[[int], None] | None,
+    ) -> Neighbours:
+        plan = self.plan(len(queries), settings, machine)
+        return nearest(queries, self.keys, settings.neighbours, devices=machine.devices, plan=plan, progress=progress)
+
+    def plan(self, queries: int, settings: DenseNNSettings, machine: Machine) -> SearchPlan:
+        """How an exact search for so many queries is cut into pieces."""
+        return plan_search(
+            max(1, queries),
+            len(self.keys),
+            self.keys.dim,
+            settings.neighbours,
+            key_bytes=2 if settings.precision == "float16" else 4,
+            budget=machine.budget,
+            device=machine.devices[0],
+        )
+
+    def vote(self, neighbours: Neighbours, settings: DenseNNSettings) -> Float[Tensor, "q p"]:
+        """The share of the vote that each class gets, in blocks of queries."""
+        blocks = zip(neighbours.similarity.split(_VOTE_BLOCK), neighbours.rows.split(_VOTE_BLOCK), strict=True)
+        return torch.cat([self._vote(near.to(self._device), rows.to(self._device), settings) for near, rows in blocks])
+
+    def _vote(
+        self, similarity: Float[Tensor, "q k"], rows: Int[Tensor, "q k"], settings: DenseNNSettings
+    ) -> Float[Tensor, "q p"]:
+        if settings.vote == "attention":
+            weights = (similarity / settings.temperature).softmax(dim=1)
+        elif settings.vote == "similarity":
+            weights = similarity.clamp(min=0)
+        else:
+            weights = torch.ones_like(similarity)  # whole numbers, so that equal votes are equal
+        start, length = self._starts[rows], self._starts[rows + 1] - self._starts[rows]
+        votes = weights.new_zeros(len(rows), self.columns)
+        for step in range(int(length.max())):
+            place = (start + step).clamp(max=len(self._classes) - 1)
+            share = self._shares[place] * (step < length)
+            votes.scatter_add_(1, self._classes[place].long(), weights * share)
+        return votes / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(votes.dtype).tiny)
+
+
+def _shares(
+    counts: Int[Tensor, "n c"], patch_labels: PatchLabels
+) -> tuple[Int[Tensor, " s"], Int[Tensor, " s"], Float[Tensor, " s"]]:
+    """What each patch is labelled with, as lists of (patch, class, share), patch by patch."""
+    if patch_labels == "hard":
+        return torch.arange(len(counts)), counts.argmax(dim=1), torch.ones(len(counts))
+    patches, classes = counts.nonzero(as_tuple=True)
+    return patches, classes, counts[patches, classes] / counts.sum(dim=1)[patches]
