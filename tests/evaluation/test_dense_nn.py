@@ -215,6 +215,14 @@ def test_a_class_that_does_not_occur_is_left_out_of_the_mean() -> None:
     assert np.isnan(score.per_class[2:]).all()
 
 
+def test_neighbours_that_all_point_away_still_vote() -> None:
+    signs = iter([1.0, -1.0])  # of the memory, then of the queries
+    opposed = PatchEncoder(lambda images: next(signs) * torch.ones(len(images), 4, 1), 4)
+    memory, queries = Coded([blocks([2, 2, 1, 2])]), Coded([blocks([2, 2, 0, 2])])
+    chosen = settings(neighbours=4, vote="similarity", score="pixel")
+    assert dense_nn(opposed, memory, queries, chosen).scores[0].confusion[:, 2].sum() == 4 * 16
+
+
 def test_having_no_class_is_never_right() -> None:
     """Where it is a class of its own, patches that take it are missed, and no other class is blamed."""
     memory, queries = Coded([blocks([0, 255, 255, 255])]), Coded([blocks([0, 1, 1, 1])])

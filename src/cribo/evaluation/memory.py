@@ -24,6 +24,7 @@ from cribo.evaluation.search import (
 _PATCH_DRAW = 0x706174  # keeps the draws of patches apart from others of the same seed
 _VOTE_BLOCK = 4096
 _RECALL_QUERIES = 1000
+_LEAST_SIMILARITY = 1e-6  # so that a query of which all neighbours point away is labelled by all alike
 
 
 @dataclass
@@ -157,7 +158,7 @@ class PatchMemory:
         if settings.vote == "attention":
             weights = (similarity / settings.temperature).softmax(dim=1)
         elif settings.vote == "similarity":
-            weights = similarity.clamp(min=0)
+            weights = similarity.clamp(min=_LEAST_SIMILARITY)
         else:
             weights = torch.ones_like(similarity)  # whole numbers, so that equal votes are equal
         start, length = self._starts[rows], self._starts[rows + 1] - self._starts[rows]
@@ -166,7 +167,7 @@ class PatchMemory:
             place = (start + step).clamp(max=len(self._classes) - 1)
             share = self._shares[place] * (step < length)
             votes.scatter_add_(1, self._classes[place].long(), weights * share)
-        return votes / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(votes.dtype).tiny)
+        return votes / weights.sum(dim=1, keepdim=True)
 
 
 def _shares(

@@ -27,7 +27,7 @@ class DenseNNSettings:
         draws: how often images are drawn for a ratio above 1; the score is the mean.
         seed: of all draws.
         neighbours: k, how many nearest patches vote.
-        vote: weight of a neighbour: `majority` (all alike), `similarity` (its cosine, 0 if negative) or
+        vote: weight of a neighbour: `majority` (all alike), `similarity` (its cosine, next to nothing if negative) or
             `attention` (softmax of cosine / temperature). The paper is silent.
         temperature: of the attention.
         patch_labels: `hard`, the class of most pixels of a patch, or `soft`, the share of each class.
