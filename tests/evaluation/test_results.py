@@ -212,7 +212,14 @@ def test_tables_show_figures_classes_and_every_setting() -> None:
     assert rows[:2] == [["1/1", "33.3", "12,345"], ["1/8", "4.2 ± 0.4", "1,543"]]
     assert rows[2:] == [["class 0", "20.0", "2.5"], ["class 1", "40.0", "5.0"], ["class 2", "60.0", "7.5"]]
     assert "Dense nearest-neighbour retrieval on CamVid" in text
-    for said in ("protocol paper", "size none", "optim.lr 0.1", "ratios 1, 8", "partial no", "1:02:05 on a machine"):
+    for said in (
+        "protocol paper",
+        "size each image's own",
+        "optim.lr 0.1",
+        "ratios 1, 8",
+        "partial no",
+        "1:02:05 on a machine",
+    ):
         assert said in text
 
 

@@ -94,7 +94,7 @@ class PatchMemory:
                 key = (_PATCH_DRAW, settings.seed, draw, view.image, view.augmentation or 0)
                 chosen = rarest_patches(counts, limit, keyed_generator(*key))
                 counts, kept = counts[chosen], kept[chosen]
-            rows[view] = kept
+            rows[view] = kept.int()  # half the room of what torch counts with
             patches, present, share = _shares(counts, settings.patch_labels)
             lengths.append(patches.bincount(minlength=len(counts)))
             classes.append(present.to(torch.int16))

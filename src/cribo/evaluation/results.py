@@ -47,6 +47,7 @@ _EVALUATIONS = {
 }
 _METRICS = {"miou": "mIoU", "ap": "AP", "ap50": "AP50", "ap75": "AP75", "top1": "top-1", "top5": "top-5"}
 _VARIED = {"ratio": "memory share"}
+_NOT_SET = {"size": "each image's own"}
 _ALL_CLASSES = 40  # that are printed; of more, only the best and the worst
 _EXTREME_CLASSES = 10
 
@@ -383,7 +384,10 @@ def _settings(result: EvaluationResult) -> Table:
 
 
 def _said(settings: Mapping[str, Any]) -> str:
-    return " · ".join(f"{name.replace('_', ' ')} {setting_value(value)}" for name, value in flat(settings))
+    return " · ".join(
+        f"{name.replace('_', ' ')} {_NOT_SET.get(name, 'none') if value is None else setting_value(value)}"
+        for name, value in flat(settings)
+    )
 
 
 # ----------------------------------------------------------------------- JSON
