@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,32 +98,34 @@ def _run(words: list[str]) -> int:
 
         print(cribo.__version__)
         return 0
+    return _dispatch(words, "cribo", "command", _USAGE, {"pretrain": _pretrain, "evaluate": _evaluate})
+
+
+def _evaluate(words: list[str]) -> int:
+    evaluations = {
+        name: partial(_guarded, f"cribo evaluate {name}", run)
+        for name, run in (("dense-nn", _dense_nn), ("compare", _compare))
+    }
+    return _dispatch(words, "cribo evaluate", "evaluation", _EVALUATE_USAGE, evaluations)
+
+
+def _dispatch(
+    words: list[str], name: str, kind: str, usage: str, commands: Mapping[str, Callable[[list[str]], int]]
+) -> int:
+    """Run what the first word says with the others."""
     if not words or words[0] in ("-h", "--help"):
-        print(_USAGE, end="")
+        print(usage, end="")
         return 0 if words else 2
-    command, *rest = words
-    commands = {"pretrain": _pretrain, "evaluate": _evaluate}
-    if command not in commands:
-        print(f"cribo: unknown command {command!r}{_nearest(command, commands)}", file=sys.stderr)
+    word, *rest = words
+    if word not in commands:
+        print(f"{name}: unknown {kind} {word!r}{_nearest(word, commands)}", file=sys.stderr)
         return 2
-    return commands[command](rest)
+    return commands[word](rest)
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, known, n=1)
     return f": did you mean {near[0]}?" if near else f": there are {', '.join(known)}"
-
-
-def _evaluate(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
-        print(_EVALUATE_USAGE, end="")
-        return 0 if words else 2
-    evaluation, *rest = words
-    evaluations = {"dense-nn": _dense_nn, "compare": _compare}
-    if evaluation not in evaluations:
-        print(f"cribo evaluate: unknown evaluation {evaluation!r}{_nearest(evaluation, evaluations)}", file=sys.stderr)
-        return 2
-    return _guarded(f"cribo evaluate {evaluation}", evaluations[evaluation], rest)
 
 
 def _guarded(name: str, command: Callable[[list[str]], None], words: list[str]) -> int:

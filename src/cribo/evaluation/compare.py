@@ -9,14 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
 from rich.console import Group as Stack
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cribo.evaluation.pictures import Curve, plot_curves, varied_values, write_figure
+from cribo.evaluation.pictures import Curve, house_style, plot_curves, varied_values, write_figure
 from cribo.evaluation.published import PublishedFigures, architecture_name, published_beside
 from cribo.evaluation.results import (
     NONE,
@@ -175,7 +174,7 @@ class Comparison:
         """The headline metric of each group against the setting in which rows differ."""
         heights = [_figure_height(group) for group in self.groups]
         figure = Figure(figsize=(9.5, sum(heights)), layout="constrained")
-        with mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
+        with house_style():
             panels = figure.subplots(len(self.groups), squeeze=False, height_ratios=heights)[:, 0]
             for axes, group in zip(panels, self.groups, strict=True):
                 metric, varies = group.first.headline, group.first.varies

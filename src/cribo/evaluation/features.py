@@ -1,7 +1,6 @@
 """Features of all patches of many images, computed once and kept on disk by content."""
 
 import hashlib
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from cribo.evaluation.patches import (
     resize_labels,
 )
 from cribo.evaluation.search import available_memory
-from cribo.files import write_whole
+from cribo.files import write_json, write_whole
 from cribo.method import normalise
 from cribo.models import Backbone
 
@@ -181,8 +180,7 @@ class FeatureCache:
         path.parent.mkdir(parents=True, exist_ok=True)
         about = self.folder / _ABOUT
         if not about.exists():
-            text = json.dumps(self._about, indent=2, default=str) + "\n"
-            write_whole(about, lambda part: part.write_text(text, encoding="utf-8"))
+            write_json(about, self._about)
 
         def save(part: Path) -> None:
             with part.open("wb") as file:

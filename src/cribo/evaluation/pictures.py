@@ -1,6 +1,7 @@
 """The pictures of an evaluation: its figures as curves, its confusion, its predictions beside image and labels."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -47,10 +48,15 @@ _ROWS_PER_PICTURE = 8
 _Arguments = ParamSpec("_Arguments")
 
 
+def house_style() -> AbstractContextManager[None]:
+    """What all figures are drawn in."""
+    return mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9})
+
+
 def _styled(draw: Callable[_Arguments, Figure]) -> Callable[_Arguments, Figure]:
     @wraps(draw)
     def drawn(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Figure:
-        with mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
+        with house_style():
             return draw(*args, **kwargs)
 
     return drawn

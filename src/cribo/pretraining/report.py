@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cribo.data.pairs import ViewPairDataset, ViewPairs, collate
 from cribo.data.randomness import keyed_generator
-from cribo.files import write_whole
+from cribo.evaluation.pictures import house_style, write_figure
 from cribo.method import NO_MATCH, MemoryBank, normalise
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import REPORT
@@ -25,7 +25,6 @@ from cribo.pretraining.schedules import Schedules
 
 _CLUSTER_PAIRS = 6
 _QUERIES, _NEIGHBOURS, _GALLERY = 4, 6, 256
-_DPI = 120
 
 
 def write_report(
@@ -64,15 +63,9 @@ def write_report(
         pictures["matches"] = lambda: draw_matches(sample, config)
     written = []
     for name, draw in pictures.items():
-        path = folder / REPORT / f"{name}.png"
-        with mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
+        with house_style():
             figure = draw()
-
-        def save(part: Path, figure: Figure = figure) -> None:
-            figure.savefig(part, dpi=_DPI, format="png")
-
-        write_whole(path, save)
-        written.append(path)
+        written.append(write_figure(folder / REPORT / f"{name}.png", figure))
     return written
 
 
