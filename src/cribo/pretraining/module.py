@@ -13,6 +13,7 @@ from cribo.data.randomness import keyed_generator
 from cribo.method import NO_MATCH, Centre, MemoryBank
 from cribo.models import build_backbone, describe
 from cribo.pretraining.config import PretrainConfig, resolve_bank_images
+from cribo.pretraining.laps import Laps
 from cribo.pretraining.network import Network
 from cribo.pretraining.objective import LOSSES, Objective, Result, prototype_entropy
 from cribo.pretraining.parameters import clip_each, drop_gradients, parameter_groups
@@ -59,6 +60,7 @@ class PretrainingModule(L.LightningModule):
         self._sums: Tensor | None = None
         self._first_bad = torch.empty(0)
         self._last: Result | None = None
+        self.laps = Laps()
 
     # ------------------------------------------------------------------------------------------------- set-up
 
@@ -93,6 +95,7 @@ class PretrainingModule(L.LightningModule):
             image_centre=self.image_centre,
             object_centre=self.object_centre,
             bank=self.bank,
+            laps=self.laps,
         )
 
     # --------------------------------------------------------------------------------------------------- step
@@ -111,6 +114,7 @@ class PretrainingModule(L.LightningModule):
         """One optimiser step."""
         assert self._objective is not None
         optim = self.config.optim
+        self.laps("waiting for data")
         step, epoch = self.step, self.epoch
         values = self.schedules.at(step)
         optimizer: Any = self.optimizers()
@@ -129,14 +133,21 @@ class PretrainingModule(L.LightningModule):
             )
             total = result.losses["image"] + result.losses["cross_view"] + result.losses["cross_image"]
             self.manual_backward(total / optim.micro_batches)
+            self.laps("backbone, backward")
             result.losses = {name: loss.detach() for name, loss in result.losses.items()}
             results.append(result)
         optimizer.step()
+        self.laps("optimiser")
         # Inside a step the centres, the banks and the teacher stay as they were at its start.
         self._update_centres(results)
+        self.laps("centres")
         self.teacher.move_towards(self.student, values.momentum)
+        self.laps("moving average")
         self._push(results)
+        self.laps("bank update")
         self._note(batch, results)
+        self.laps("bookkeeping")
+        self.laps.end_step()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip, then freeze; gradients are unscaled here whatever the precision."""

@@ -24,6 +24,7 @@ from cribo.method import (
 )
 from cribo.method.clustering import cluster_tokens_kmeans
 from cribo.pretraining.config import ObjectsConfig, PretrainConfig
+from cribo.pretraining.laps import Laps
 from cribo.pretraining.network import Network
 
 
@@ -99,6 +100,7 @@ class Objective:
         image_centre: Centre,
         object_centre: Centre,
         bank: MemoryBank | None,
+        laps: Laps | None = None,
     ) -> None:
         self.config = config
         self.student = student
@@ -106,6 +108,7 @@ class Objective:
         self.image_centre = image_centre
         self.object_centre = object_centre
         self.bank = bank
+        self.laps = laps or Laps()
 
     def __call__(self, batch: ViewPairs, *, epoch: int, teacher_temperature: float, train_backbone: bool) -> Result:
         """The losses of a batch.
@@ -124,6 +127,7 @@ class Objective:
             mean=self.student.backbone.mean,
             std=self.student.backbone.std,
         )
+        self.laps("photometric")
         objects, matches, teacher, tokens = self._teach(images, batch)
         student = self._learn(images, batch, objects, train_backbone=train_backbone)
         with_neighbours = epoch >= config.losses.cross_image_from_epoch
@@ -145,10 +149,13 @@ class Objective:
         config, size = self.config, len(batch)
         global_tokens, tokens, _ = self.teacher.backbone(images)
         tokens = tokens.unflatten(0, (size, 2))
+        self.laps("teacher backbone")
         targets = self.teacher.embed(_by_view(global_tokens, size))
+        self.laps("image projections")
         if not config.needs_objects:
             return None, None, _Embeddings(targets, targets[:, :0]), tokens
         objects = find_objects(tokens, batch, config.objects)
+        self.laps("clustering")
         matches = None
         if self.bank is not None:
             matches = self.bank.match(
@@ -157,7 +164,10 @@ class Objective:
                 group_rows=objects.group_rows(config.objects.group_size),
                 criterion=config.objects.criterion,
             )
-        return objects, matches, _Embeddings(targets, self.teacher.embed(objects.teacher)), tokens
+        self.laps("retrieval")
+        embedded = self.teacher.embed(objects.teacher)
+        self.laps("object projections")
+        return objects, matches, _Embeddings(targets, embedded), tokens
 
     def _learn(
         self, images: Float[Tensor, "2b 3 h w"], batch: ViewPairs, objects: Objects | None, *, train_backbone: bool
@@ -168,12 +178,20 @@ class Objective:
             global_tokens, tokens, _ = self.student.backbone(
                 images, drop_path_noise=_noise_or_none(batch.drop_path_noise)
             )
+        self.laps("student backbone")
+        self.laps.at_gradient(tokens, "pooling, backward")
+        self.laps.at_gradient(global_tokens, "image projections, backward")
         embedded = self.student.embed(_by_view(global_tokens, size))
+        self.laps("image projections")
         if objects is None:
             return _Embeddings(embedded, embedded[:, :0])
         pooled, _ = pool_objects(tokens.unflatten(0, (size, 2)), objects.labels, self.config.objects.num_objects)
         kept = pooled[objects.rows, :, objects.clusters].transpose(0, 1)
-        return _Embeddings(embedded, self.student.embed(kept))
+        self.laps("pooling")
+        self.laps.at_gradient(kept, "object projections, backward")
+        learned = self.student.embed(kept)
+        self.laps("object projections")
+        return _Embeddings(embedded, learned)
 
     def _losses(
         self,

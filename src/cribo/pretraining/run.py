@@ -3,13 +3,11 @@
 import dataclasses
 import json
 import logging
-import math
 import os
 import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,36 +17,25 @@ from typing import Any
 import lightning as L
 import torch
 import yaml
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.plugins import LayerSync
-from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
-from timm.layers.norm_act import convert_sync_batchnorm
-from torch.nn import Module
 
 from cribo.arguments import ConfigError
-from cribo.data import ImageSource, UnreadableImage, open_images
-from cribo.data.cache import CachedImages
-from cribo.data.pairs import StepBatchSampler, ViewPairDataset, pair_loader
-from cribo.data.scenes import Scenes
 from cribo.files import FolderError, write_json, write_text
 from cribo.models import Backbone, load_backbone, save_backbone
-from cribo.pretraining.allocator import keep_freed_memory
-from cribo.pretraining.checkpoints import Checkpoints, WholeFileCheckpointIO, last_checkpoint
+from cribo.pretraining.checkpoints import Checkpoints, last_checkpoint
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import (
     CONFIG,
     SUMMARY,
     claim_run_folder,
 )
-from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.monitoring import Metrics, UnreadableImages, Watch
 from cribo.pretraining.presets import DEFAULT_PRESET, config_name, dump_config, load_config
 from cribo.pretraining.progress import RunProgress
 from cribo.pretraining.report import write_report
-from cribo.pretraining.score import RetrievalScore, open_score_data
+from cribo.pretraining.score import RetrievalScore
+from cribo.pretraining.session import Forever, Session, quiet_lightning
 
 try:
     import resource
@@ -59,10 +46,6 @@ log = logging.getLogger("cribo")
 
 # Tells the processes that Lightning starts for further devices which run folder is theirs.
 _CLAIMED = "CRIBO_RUN_FOLDER"
-# Composing a scene costs more than its crops; a worker keeps this much of them.
-_SCENE_CACHE_BYTES = 256 * 2**20
-# One readable image among this many is enough to start.
-_IMAGES_TRIED = 100
 # Steps that are timed, after as many to warm up, to find how many epochs fit into --minutes.
 _TIMED_STEPS = 8
 
@@ -133,8 +116,8 @@ def pretrain(
     else:
         default_name = default_name or config_name(config)
         config = load_config(config, overrides)
-    session = _Session(config, console=console, callbacks=callbacks)
-    return session.start(Path(out), name, default_name or "run", minutes=minutes, overwrite=overwrite)
+    training = _Training(config, console=console, callbacks=callbacks)
+    return training.start(Path(out), name, default_name or "run", minutes=minutes, overwrite=overwrite)
 
 
 def resume(
@@ -166,7 +149,7 @@ def resume(
                 "start a new run instead"
             )
     config = load_config(folder / CONFIG, overrides)
-    return _Session(config, console=console, callbacks=callbacks).resume(folder)
+    return _Training(config, console=console, callbacks=callbacks).resume(folder)
 
 
 def overrides_in(words: Sequence[str]) -> dict[str, Any]:
@@ -191,7 +174,7 @@ def latest_run(out: str | Path) -> Path:
     return max(found, key=lambda folder: (last_checkpoint(folder) or folder / CONFIG).stat().st_mtime)
 
 
-class _Session:
+class _Training:
     """One process's part in a run."""
 
     def __init__(self, config: PretrainConfig, *, console: Console | None, callbacks: Sequence[Callback]) -> None:
@@ -203,7 +186,7 @@ class _Session:
         # Everything that can be wrong is found before the folder is made.
         if minutes is not None and minutes <= 0:
             raise ConfigError(f"minutes must be > 0, got {minutes}")
-        self._prepare()
+        self.session = Session(self.config)
         if minutes is not None:
             if self.config.runtime.devices not in (1, "1") or self.config.runtime.num_nodes > 1:
                 raise ConfigError("--minutes times one device only: set optim.epochs instead")
@@ -225,123 +208,20 @@ class _Session:
             log.info("%s is finished already: nothing to resume", folder)
             return Run(folder, json.loads(summary.read_text(encoding="utf-8")))
         checkpoint = last_checkpoint(folder)
-        self._prepare()
+        self.session = Session(self.config)
         if checkpoint is None:
             log.warning("%s has no checkpoint yet: starting from the beginning", folder)
         else:
             log.info("resuming from %s", checkpoint)
         return self._train(folder, checkpoint)
 
-    def _prepare(self) -> None:
-        config = self.config
-        if self._accelerator() == "cpu":
-            keep_freed_memory()
-        if config.runtime.threads is not None:
-            torch.set_num_threads(config.runtime.threads)
-        self.score_data = open_score_data(config)
-        self.source = open_source(config)
-        self.workers = _workers(config)
-        # Checked here, where the message comes before any work; the trainer makes its own.
-        StepBatchSampler(len(self.source), config.optim.batch_size, config.seed, position=lambda: 0)
-        _require_readable(self.source)
-        try:
-            self.module = self._make_module()
-            with _quiet_lightning():
-                self._trainer(None, [], 1)  # refuses devices that are not there
-        except MisconfigurationException as error:
-            raise ConfigError(f"runtime.accelerator {config.runtime.accelerator}: {error}") from error
-        except ValueError as error:
-            if str(error).startswith("image size"):
-                raise ConfigError(f"views.size: {error}") from error
-            raise
-        backbone = self.module.student.backbone
-        side = config.views.size // backbone.patch_size
-        tokens = 2 * side * side
-        if self.score_data is not None and any(length % backbone.patch_size for length in config.score.size or ()):
-            raise ConfigError(
-                f"score.size must be multiples of the patch size {backbone.patch_size}, got {config.score.size}"
-            )
-        if config.needs_objects and config.objects.num_objects > tokens:
-            raise ConfigError(
-                f"objects.num_objects must be at most {tokens}, the patches of both views, got "
-                f"{config.objects.num_objects}: use fewer clusters, larger views.size or smaller patches"
-            )
-        self.dataset = ViewPairDataset(
-            self.source,
-            config.views,
-            grid=(side, side),
-            num_objects=config.objects.num_objects if config.needs_objects else 0,
-            drop_path_sites=backbone.num_drop_path_sites,
-            seed=config.seed,
-        )
-
-    def _make_module(self) -> PretrainingModule:
-        return PretrainingModule(
-            self.config,
-            num_images=len(self.source),
-            steps_per_epoch=len(self.source) // self.config.optim.batch_size,
-        )
-
-    def _trainer(self, folder: Path | None, callbacks: list[Callback], max_steps: int) -> L.Trainer:
-        runtime = self.config.runtime
-        return L.Trainer(
-            accelerator=self._accelerator(),
-            devices=runtime.devices,
-            num_nodes=runtime.num_nodes,
-            strategy=self._strategy(),
-            precision=runtime.precision,
-            max_steps=max_steps,
-            max_epochs=-1,
-            callbacks=callbacks,
-            logger=TensorBoardLogger(folder, name="", version="tensorboard") if folder else False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-            use_distributed_sampler=False,
-            log_every_n_steps=runtime.log_every,
-            plugins=[WholeFileCheckpointIO(), *([_SyncBatchNorm()] if self._accelerator() == "gpu" else [])],
-            default_root_dir=folder,
-            benchmark=True,
-        )
-
-    def _accelerator(self) -> str:
-        accelerator = self.config.runtime.accelerator
-        return ("gpu" if torch.cuda.is_available() else "cpu") if accelerator == "auto" else accelerator
-
-    def _strategy(self) -> str | DDPStrategy:
-        runtime, losses = self.config.runtime, self.config.losses
-        if runtime.devices in (1, "1") and runtime.num_nodes == 1:
-            return "auto"
-        # Without a loss its last layer has no gradient, nor has a frozen backbone.
-        unused = not (losses.image and losses.cross_view) or self.config.optim.freeze_backbone_epochs > 0
-        return DDPStrategy(find_unused_parameters=unused, broadcast_buffers=False)
-
-    def _loader(self, trainer: L.Trainer, workers: int) -> Any:
-        sampler = StepBatchSampler(
-            len(self.source),
-            self.config.optim.batch_size,
-            self.config.seed,
-            position=lambda: trainer.global_step,
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
-        )
-        sizes = (self.config.objects.group_size, self.config.optim.micro_batches, trainer.world_size)
-        if self.config.optim.batch_size % math.prod(sizes):
-            raise ConfigError(
-                "optim.batch_size must be a multiple of objects.group_size x optim.micro_batches x devices = "
-                f"{sizes[0]} x {sizes[1]} x {sizes[2]} = {math.prod(sizes)}, got {self.config.optim.batch_size}: "
-                "use fewer micro-batches or devices, or a larger batch"
-            )
-        on_gpu = trainer.strategy.root_device.type == "cuda"
-        return pair_loader(self.dataset, sampler, workers=workers, pin_memory=on_gpu)
-
     def _fit_epochs_into(self, seconds: float) -> None:
         """Time some steps of a throw-away copy and set the number of epochs by them."""
         timer = _StepTimer(skip=_TIMED_STEPS)
-        with _quiet_lightning():
-            trainer = self._trainer(None, [timer], 2 * _TIMED_STEPS)
-            trainer.fit(self.module, _ForeverLoader(self._loader(trainer, self.workers)))
-        seconds_per_epoch = timer.seconds_per_step * self.module.schedules.steps_per_epoch
+        with quiet_lightning():
+            trainer = self.session.trainer(None, [timer], 2 * _TIMED_STEPS)
+            trainer.fit(self.session.module, Forever(self.session.loader(trainer)))
+        seconds_per_epoch = timer.seconds_per_step * self.session.module.schedules.steps_per_epoch
         epochs = max(1, round(seconds / seconds_per_epoch))
         log.info(
             "%.2f s per step on this machine: %d epochs in about %.1f minutes",
@@ -356,10 +236,11 @@ class _Session:
                 self.config.optim.warmup_epochs,
             )
         self.config = dataclasses.replace(self.config, optim=dataclasses.replace(self.config.optim, epochs=epochs))
-        self.module = self._make_module()
+        self.session.config = self.config
+        self.session.module = self.session.make_module()
 
     def _train(self, folder: Path, checkpoint: Path | None) -> Run:
-        config, module = self.config, self.module
+        config, session, module = self.config, self.session, self.session.module
         if config.losses.cross_image and config.losses.cross_image_from_epoch >= config.optim.epochs:
             log.warning(
                 "losses.cross_image_from_epoch %d is not reached in optim.epochs %d: the run is without L_ci^o",
@@ -367,9 +248,9 @@ class _Session:
                 config.optim.epochs,
             )
         metrics = Metrics(folder, every_steps=config.runtime.log_every, batch_size=config.optim.batch_size)
-        unreadable = UnreadableImages(folder, num_images=len(self.source), max_share=config.data.max_unreadable)
+        unreadable = UnreadableImages(folder, num_images=len(session.source), max_share=config.data.max_unreadable)
         watch = Watch(metrics, config)
-        score = RetrievalScore(self.score_data, config, metrics) if self.score_data is not None else None
+        score = RetrievalScore(session.score_data, config, metrics) if session.score_data is not None else None
         # Metrics first: the others look at its latest row. Checkpoints last: they hold what the others did.
         callbacks: list[Callback] = [metrics, unreadable, watch]
         callbacks += [score] if score is not None else []
@@ -377,10 +258,10 @@ class _Session:
         callbacks.append(
             Checkpoints(folder, every_steps=config.runtime.checkpoint_every, keep=config.runtime.keep_checkpoints)
         )
-        with _quiet_lightning():
-            trainer = self._trainer(folder, callbacks, module.schedules.total_steps)
+        with quiet_lightning():
+            trainer = session.trainer(folder, callbacks, module.schedules.total_steps)
             with _interruptible(trainer, folder):
-                trainer.fit(module, self._loader(trainer, self.workers), ckpt_path=checkpoint)
+                trainer.fit(module, session.loader(trainer), ckpt_path=checkpoint)
         module.to(trainer.strategy.root_device)  # which Lightning has taken it from
         if score is not None:  # not yet taken if the run was stopped after its last step
             score.on_train_end(trainer, module)
@@ -389,7 +270,7 @@ class _Session:
             "peak_rss_bytes": peak_rss_bytes(),
             "steps": trainer.global_step,
             "epochs": config.optim.epochs,
-            "images": len(self.source),
+            "images": len(session.source),
             "images_per_second": _mean(metrics.rows, "images_per_second"),
             "losses": {
                 key.removeprefix("loss_"): value for key, value in metrics.latest.items() if key.startswith("loss_")
@@ -417,7 +298,7 @@ class _Session:
                 metrics.rows,
                 module.schedules,
                 module.teacher,
-                self.dataset,
+                session.dataset,
                 baselines=baselines,
             )
             write_json(folder / SUMMARY, summary)
@@ -443,32 +324,6 @@ def _interruptible(trainer: L.Trainer, folder: Path) -> Iterator[None]:
         raise KeyboardInterrupt from error
 
 
-def open_source(config: PretrainConfig) -> ImageSource:
-    """The images that a configuration names.
-
-    Raises:
-        DataError: missing, empty, or not what it seems.
-    """
-    data = config.data
-    if data.root == "scenes":
-        scenes = Scenes(data.scenes.count, size=data.scenes.size, seed=data.scenes.seed)
-        return CachedImages(scenes, limit_bytes=_SCENE_CACHE_BYTES)
-    return open_images(data.root, data.images, max_pixels=data.max_pixels)
-
-
-def _require_readable(source: ImageSource) -> None:
-    """Refuse a collection whose first images all are broken, before any work."""
-    first: UnreadableImage | None = None
-    tried = min(len(source), _IMAGES_TRIED)
-    for index in range(tried):
-        try:
-            source.load(index)
-            return
-        except UnreadableImage as error:
-            first = first or error
-    raise ConfigError(f"none of the first {tried} images of data.root can be read: {first}")
-
-
 def peak_rss_bytes() -> int:
     """The most memory that this process held plus the most that one of its workers did, in bytes; 0 if unknown."""
     if resource is None:
@@ -479,26 +334,9 @@ def peak_rss_bytes() -> int:
     return unit * (own + children)
 
 
-def _workers(config: PretrainConfig) -> int:
-    if config.data.workers is not None:
-        return config.data.workers
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(16, cores - 1))
-
-
 def _mean(rows: list[dict[str, float]], name: str) -> float:
     values = [row[name] for row in rows if name in row]
     return sum(values) / len(values) if values else 0.0
-
-
-class _SyncBatchNorm(LayerSync):
-    """Batch norms over all GPUs; timm's conversion keeps the activations inside its own norms."""
-
-    def apply(self, model: Module) -> Module:
-        return convert_sync_batchnorm(model)
-
-    def revert(self, model: Module) -> Module:
-        return model
 
 
 class _StepTimer(Callback):
@@ -514,38 +352,3 @@ class _StepTimer(Callback):
         elif trainer.global_step > self.skip:
             elapsed = time.perf_counter() - self._started
             self.seconds_per_step = elapsed / (trainer.global_step - self.skip)
-
-
-class _ForeverLoader:
-    """A loader again and again, for a data set whose epoch is shorter than what is timed."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield from self.loader
-
-
-@contextmanager
-def _quiet_lightning() -> Iterator[None]:
-    """Leave out what Lightning says about choices that were made on purpose."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            for text in (
-                ".*does not have many workers.*",
-                ".*GPU available but not used.*",
-                ".*tensorboardX.*",
-                ".*is smaller than the logging interval.*",
-                # The order of the data is a function of the step: StepBatchSampler.
-                ".*your dataloader is not resumable.*",
-                ".*torch.distributed.nn.functional.all_gather is deprecated.*",
-                ".*LeafSpec.*is deprecated.*",
-            ):
-                warnings.filterwarnings("ignore", text)
-            yield
-    finally:
-        logger.setLevel(level)

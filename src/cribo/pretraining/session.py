@@ -1,0 +1,238 @@
+"""What every way of running the training step begins with: images, network, trainer and loader."""
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins import LayerSync
+from lightning.pytorch.strategies import DDPStrategy
+from timm.layers.norm_act import convert_sync_batchnorm
+from torch.nn import Module
+
+from cribo.arguments import ConfigError
+from cribo.data import ImageSource, UnreadableImage, open_images
+from cribo.data.cache import CachedImages
+from cribo.data.pairs import StepBatchSampler, ViewPairDataset, pair_loader
+from cribo.data.scenes import Scenes
+from cribo.pretraining.allocator import keep_freed_memory
+from cribo.pretraining.checkpoints import WholeFileCheckpointIO
+from cribo.pretraining.config import PretrainConfig
+from cribo.pretraining.module import PretrainingModule
+from cribo.pretraining.score import open_score_data
+
+# Composing a scene costs more than its crops; a worker keeps this much of them.
+_SCENE_CACHE_BYTES = 256 * 2**20
+# One readable image among this many is enough to start.
+_IMAGES_TRIED = 100
+
+
+class Session:
+    """A configuration made real: everything that can be wrong with it is found here, before any work.
+
+    Args:
+        config: of the run.
+
+    Attributes:
+        source: the images.
+        score_data: the labelled images of the score; None without one.
+        dataset: the view pairs.
+        module: the training step.
+        workers: processes that load.
+
+    Raises:
+        ValueError: the configuration, the data or the backbone cannot be used.
+    """
+
+    def __init__(self, config: PretrainConfig) -> None:
+        self.config = config
+        if self._accelerator() == "cpu":
+            keep_freed_memory()
+        if config.runtime.threads is not None:
+            torch.set_num_threads(config.runtime.threads)
+        self.score_data = open_score_data(config)
+        self.source = open_source(config)
+        self.workers = _workers(config)
+        # Checked here, where the message comes before any work; the trainer makes its own.
+        StepBatchSampler(len(self.source), config.optim.batch_size, config.seed, position=lambda: 0)
+        _require_readable(self.source)
+        try:
+            self.module = self.make_module()
+            with quiet_lightning():
+                self.trainer(None, [], 1)  # refuses devices that are not there
+        except MisconfigurationException as error:
+            raise ConfigError(f"runtime.accelerator {config.runtime.accelerator}: {error}") from error
+        except ValueError as error:
+            if str(error).startswith("image size"):
+                raise ConfigError(f"views.size: {error}") from error
+            raise
+        backbone = self.module.student.backbone
+        side = config.views.size // backbone.patch_size
+        tokens = 2 * side * side
+        if self.score_data is not None and any(length % backbone.patch_size for length in config.score.size or ()):
+            raise ConfigError(
+                f"score.size must be multiples of the patch size {backbone.patch_size}, got {config.score.size}"
+            )
+        if config.needs_objects and config.objects.num_objects > tokens:
+            raise ConfigError(
+                f"objects.num_objects must be at most {tokens}, the patches of both views, got "
+                f"{config.objects.num_objects}: use fewer clusters, larger views.size or smaller patches"
+            )
+        self.dataset = ViewPairDataset(
+            self.source,
+            config.views,
+            grid=(side, side),
+            num_objects=config.objects.num_objects if config.needs_objects else 0,
+            drop_path_sites=backbone.num_drop_path_sites,
+            seed=config.seed,
+        )
+
+    def make_module(self) -> PretrainingModule:
+        """A fresh training step, as the configuration says now."""
+        return PretrainingModule(
+            self.config,
+            num_images=len(self.source),
+            steps_per_epoch=len(self.source) // self.config.optim.batch_size,
+        )
+
+    def trainer(self, folder: Path | None, callbacks: Sequence[Callback], max_steps: int) -> L.Trainer:
+        """A trainer that stops after `max_steps`; it logs to `folder`, if there is one."""
+        runtime = self.config.runtime
+        return L.Trainer(
+            accelerator=self._accelerator(),
+            devices=runtime.devices,
+            num_nodes=runtime.num_nodes,
+            strategy=self._strategy(),
+            precision=runtime.precision,
+            max_steps=max_steps,
+            max_epochs=-1,
+            callbacks=list(callbacks),
+            logger=TensorBoardLogger(folder, name="", version="tensorboard") if folder else False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            use_distributed_sampler=False,
+            log_every_n_steps=runtime.log_every,
+            plugins=[WholeFileCheckpointIO(), *([_SyncBatchNorm()] if self._accelerator() == "gpu" else [])],
+            default_root_dir=folder,
+            benchmark=True,
+        )
+
+    def loader(self, trainer: L.Trainer) -> Any:
+        """The batches of a trainer's process, from its current step on."""
+        sampler = StepBatchSampler(
+            len(self.source),
+            self.config.optim.batch_size,
+            self.config.seed,
+            position=lambda: trainer.global_step,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+        )
+        sizes = (self.config.objects.group_size, self.config.optim.micro_batches, trainer.world_size)
+        if self.config.optim.batch_size % math.prod(sizes):
+            raise ConfigError(
+                "optim.batch_size must be a multiple of objects.group_size x optim.micro_batches x devices = "
+                f"{sizes[0]} x {sizes[1]} x {sizes[2]} = {math.prod(sizes)}, got {self.config.optim.batch_size}: "
+                "use fewer micro-batches or devices, or a larger batch"
+            )
+        on_gpu = trainer.strategy.root_device.type == "cuda"
+        return pair_loader(self.dataset, sampler, workers=self.workers, pin_memory=on_gpu)
+
+    def _accelerator(self) -> str:
+        accelerator = self.config.runtime.accelerator
+        return ("gpu" if torch.cuda.is_available() else "cpu") if accelerator == "auto" else accelerator
+
+    def _strategy(self) -> str | DDPStrategy:
+        runtime, losses = self.config.runtime, self.config.losses
+        if runtime.devices in (1, "1") and runtime.num_nodes == 1:
+            return "auto"
+        # Without a loss its last layer has no gradient, nor has a frozen backbone.
+        unused = not (losses.image and losses.cross_view) or self.config.optim.freeze_backbone_epochs > 0
+        return DDPStrategy(find_unused_parameters=unused, broadcast_buffers=False)
+
+
+def open_source(config: PretrainConfig) -> ImageSource:
+    """The images that a configuration names.
+
+    Raises:
+        DataError: missing, empty, or not what it seems.
+    """
+    data = config.data
+    if data.root == "scenes":
+        scenes = Scenes(data.scenes.count, size=data.scenes.size, seed=data.scenes.seed)
+        return CachedImages(scenes, limit_bytes=_SCENE_CACHE_BYTES)
+    return open_images(data.root, data.images, max_pixels=data.max_pixels)
+
+
+def _require_readable(source: ImageSource) -> None:
+    """Refuse a collection whose first images all are broken, before any work."""
+    first: UnreadableImage | None = None
+    tried = min(len(source), _IMAGES_TRIED)
+    for index in range(tried):
+        try:
+            source.load(index)
+            return
+        except UnreadableImage as error:
+            first = first or error
+    raise ConfigError(f"none of the first {tried} images of data.root can be read: {first}")
+
+
+def _workers(config: PretrainConfig) -> int:
+    if config.data.workers is not None:
+        return config.data.workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(16, cores - 1))
+
+
+class Forever:
+    """A loader again and again, for a data set whose epoch is shorter than what is timed."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from self.loader
+
+
+class _SyncBatchNorm(LayerSync):
+    """Batch norms over all GPUs; timm's conversion keeps the activations inside its own norms."""
+
+    def apply(self, model: Module) -> Module:
+        return convert_sync_batchnorm(model)
+
+    def revert(self, model: Module) -> Module:
+        return model
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Leave out what Lightning says about choices that were made on purpose."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            for text in (
+                ".*does not have many workers.*",
+                ".*GPU available but not used.*",
+                ".*tensorboardX.*",
+                ".*is smaller than the logging interval.*",
+                # The order of the data is a function of the step: StepBatchSampler.
+                ".*your dataloader is not resumable.*",
+                ".*torch.distributed.nn.functional.all_gather is deprecated.*",
+                ".*LeafSpec.*is deprecated.*",
+            ):
+                warnings.filterwarnings("ignore", text)
+            yield
+    finally:
+        logger.setLevel(level)
