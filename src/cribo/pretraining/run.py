@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,17 +29,13 @@ from cribo.pretraining.files import (
     SUMMARY,
     claim_run_folder,
 )
+from cribo.pretraining.footprint import peak_rss_bytes
 from cribo.pretraining.monitoring import Metrics, UnreadableImages, Watch
 from cribo.pretraining.presets import DEFAULT_PRESET, config_name, dump_config, load_config
 from cribo.pretraining.progress import RunProgress
 from cribo.pretraining.report import write_report
 from cribo.pretraining.score import RetrievalScore
 from cribo.pretraining.session import Forever, Session, quiet_lightning
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
 
 log = logging.getLogger("cribo")
 
@@ -322,16 +317,6 @@ def _interruptible(trainer: L.Trainer, folder: Path) -> Iterator[None]:
             signal.signal(signal.SIGINT, handler)
         log.warning("interrupted at step %d: continue with --resume %s", trainer.global_step, folder)
         raise KeyboardInterrupt from error
-
-
-def peak_rss_bytes() -> int:
-    """The most memory that this process held plus the most that one of its workers did, in bytes; 0 if unknown."""
-    if resource is None:
-        return 0
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * (own + children)
 
 
 def _mean(rows: list[dict[str, float]], name: str) -> float:
