@@ -16,6 +16,8 @@ from timm.layers.weight_init import trunc_normal_
 from timm.models import Eva, VisionTransformer
 from torch import Tensor, nn
 
+from cribo.models.linear import use_onednn
+
 if TYPE_CHECKING:
     from cribo.models.weights import LoadedWeights
 
@@ -129,6 +131,7 @@ class Backbone(nn.Module):
         _check_divisible((image_size,), self.patch_size)
         self._noise = _DropPathNoise()
         self.drop_path_rates = _replace_drop_path(model, self._noise)
+        use_onednn(model)
         self.embed_dim, self.unused_parameters = self._probe()
         for parameter_name, parameter in model.named_parameters():
             if parameter_name in self.unused_parameters:

@@ -10,6 +10,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from cribo.data.randomness import keyed_generator
 from cribo.method import ProjectionHead, PrototypeLayer
 from cribo.models import Backbone
+from cribo.models.linear import use_onednn
 from cribo.pretraining.config import HeadConfig
 
 
@@ -41,6 +42,7 @@ class Network(nn.Module):
             self.object_prototypes = PrototypeLayer(
                 config.bottleneck_dim, config.prototypes, train_gain=config.train_gain
             )
+        use_onednn(self.head)
 
     @property
     def last_layers(self) -> list[nn.Parameter]:
