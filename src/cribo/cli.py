@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from cribo.console import duration, log_to
+from cribo.console import Phases, duration, log_to
 
 if TYPE_CHECKING:
     from cribo.pretraining.run import Run
@@ -22,6 +22,7 @@ usage: cribo <command> [options]
 
 commands:
   pretrain    learn dense representations from unlabelled images
+  profile     what a training step of a configuration costs on this machine, part by part
   evaluate    measure what a backbone has learned, on labelled images
 
 `cribo pretrain` with no options trains on made-up scenes, a few minutes on a laptop.
@@ -84,6 +85,18 @@ and --print_config shows what would run.
 """
 
 
+_PROFILE_HELP = """\
+What a training step costs on this machine, part by part: the paper's profiling table for your own configuration, with
+memory by what holds it, and how well the processor is used.
+
+  cribo profile --config coco_vits16 --data.root COCO --kept 8,16,32
+  cribo profile --config imagenet_vitb16 --data.root scenes --data.scenes.size 224 --optim.batch_size 128
+
+Steps of the real training are taken on a full memory bank; nothing is kept of them. Of a run over several devices, one
+device's part is profiled. Without --kept, as many objects count as a random network finds.
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; exit status 0 done, 1 failed on the way, 2 refused, 130 interrupted."""
     try:
@@ -98,7 +111,9 @@ def _run(words: list[str]) -> int:
 
         print(cribo.__version__)
         return 0
-    return _dispatch(words, "cribo", "command", _USAGE, {"pretrain": _pretrain, "evaluate": _evaluate})
+    return _dispatch(
+        words, "cribo", "command", _USAGE, {"pretrain": _pretrain, "profile": _profile, "evaluate": _evaluate}
+    )
 
 
 def _evaluate(words: list[str]) -> int:
@@ -212,11 +227,11 @@ def _pretrain(words: list[str]) -> int:
     from cribo.data import UnreadableImage
     from cribo.pretraining import NonFiniteLoss, TooManyUnreadable
     from cribo.pretraining.presets import (
-        DEFAULT_PRESET,
         ConfigParser,
         add_config_arguments,
         config_from,
         config_name,
+        with_preset,
     )
     from cribo.pretraining.run import latest_run, overrides_in, pretrain, resume
 
@@ -239,11 +254,8 @@ def _pretrain(words: list[str]) -> int:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a run of the same --name")
     add_config_arguments(parser)
-    names = {word.partition("=")[0] for word in words}
-    if not names & {"--config", "--resume"}:
-        words = ["--config", DEFAULT_PRESET, *words]
     try:
-        parsed = parser.parse_args(words)
+        parsed = parser.parse_args(with_preset(words))
         if parsed.resume is not None:
             for option in ("name", "minutes", "config", "overwrite"):
                 if parsed[option]:
@@ -271,6 +283,55 @@ def _pretrain(words: list[str]) -> int:
         return 1
     _print_summary(run, console)
     return 0
+
+
+def _profile(words: list[str]) -> int:
+    return _guarded("cribo profile", _profile_step, words)
+
+
+def _profile_step(words: list[str]) -> None:
+    from cribo.files import make_numbered_folder
+    from cribo.pretraining.presets import ConfigParser, add_config_arguments, config_from, config_name, with_preset
+    from cribo.pretraining.profile_report import profile_tables, write_profile
+    from cribo.pretraining.profiling import profile
+
+    console = Console(soft_wrap=True)
+    log_to(console)
+    parser = ConfigParser(
+        prog="cribo profile",
+        description=_PROFILE_HELP,
+        usage="cribo profile [--config PRESET] [options]",
+        lists=("--kept",),
+    )
+    parser.add_argument("--out", type=Path, default=Path("profiles"), help="folder of the folders of profiles")
+    parser.add_argument(
+        "--kept",
+        type=list[int],
+        default=[],
+        help="objects that every image is given, such as 8,16,32: cost follows them; as found when not given",
+    )
+    parser.add_argument(
+        "--bootstrapping_ratio", type=float, default=0.5, help="share of the objects that are given a valid match"
+    )
+    parser.add_argument("--steps", type=int, default=10, help="that are timed, after --warmup others")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
+    add_config_arguments(parser)
+    words = with_preset(words)
+    parsed = parser.parse_args(words)
+    with Phases(console) as progress:
+        measured = profile(
+            config_from(parsed),
+            objects=parsed.kept,
+            bootstrapping_ratio=parsed.bootstrapping_ratio,
+            steps=parsed.steps,
+            warmup=parsed.warmup,
+            progress=progress,
+        )
+    folder = make_numbered_folder(parsed.out, config_name(parsed.config[-1]))
+    paths = write_profile(measured, folder, command=shlex.join(["cribo", "profile", *words]))
+    for table in profile_tables(measured):
+        console.print(table)
+    _print_places(console, {"numbers": paths[0], "picture": paths[1]})
 
 
 def _print_summary(run: "Run", console: Console) -> None:

@@ -67,7 +67,7 @@ class PretrainingModule(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW over the parameter groups; the schedules set its rates at every step."""
         # The fused kernel refuses the loss scaling of 16-bit floats together with clipping between the two.
-        fused = self.device.type == "cuda" and self.config.runtime.precision != "16-mixed"
+        fused = self.device.type in ("cpu", "cuda") and self.config.runtime.precision != "16-mixed"
         return torch.optim.AdamW(parameter_groups(self.student, self.config.optim), lr=0.0, fused=fused)
 
     def on_fit_start(self) -> None:
@@ -85,9 +85,11 @@ class PretrainingModule(L.LightningModule):
                 self._restored_bank = None
         if self._sums is not None:
             self._sums, self._first_bad = self._sums.to(self.device), self._first_bad.to(self.device)
-        if self.config.runtime.compile:
-            self.student.backbone.compile()
-            self.teacher.backbone.compile()
+        self.student.backbone.set_checkpointing(self.config.backbone.checkpointing)
+        mode = self.config.runtime.compile
+        if not isinstance(mode, bool) and mode != "none":
+            self.student.backbone.compile(mode)
+            self.teacher.backbone.compile(mode)
         self._objective = Objective(
             self.config,
             student=self.student,
@@ -106,13 +108,24 @@ class PretrainingModule(L.LightningModule):
         return self.global_step
 
     @property
+    def objective(self) -> Objective:
+        """What computes the losses; there is one while training."""
+        assert self._objective is not None
+        return self._objective
+
+    @property
+    def last_result(self) -> Result:
+        """What the last batch gave."""
+        assert self._last is not None
+        return self._last
+
+    @property
     def epoch(self) -> int:
         """The epoch, from 0, that the next step belongs to."""
         return self.step // self.schedules.steps_per_epoch
 
     def training_step(self, batch: ViewPairs, batch_idx: int) -> None:
         """One optimiser step."""
-        assert self._objective is not None
         optim = self.config.optim
         self.laps("waiting for data")
         step, epoch = self.step, self.epoch
@@ -125,7 +138,7 @@ class PretrainingModule(L.LightningModule):
         optimizer.zero_grad()
         results: list[Result] = []
         for part in batch.split(optim.micro_batches):
-            result = self._objective(
+            result = self.objective(
                 part,
                 epoch=epoch,
                 teacher_temperature=values.teacher_temperature,
@@ -247,7 +260,6 @@ class PretrainingModule(L.LightningModule):
         """
         self.check_finite()
         assert self._sums is not None
-        assert self._last is not None
         sums = self._sum_over_devices(self._sums)
         *losses, valid, kept, images, steps = sums.tolist()
         means = {f"loss_{name}": loss / steps for name, loss in zip(LOSSES, losses, strict=True)}
@@ -269,11 +281,9 @@ class PretrainingModule(L.LightningModule):
     @torch.no_grad()
     def _watch(self, values: StepValues) -> dict[str, float]:
         """Signs of collapse, on some rows of the last batch."""
-        assert self._last is not None
-        assert self._objective is not None
-        result = self._last
+        result = self.last_result
         watched: dict[str, float] = {}
-        for name, embeddings, level in self._objective.watched_levels(result, values.teacher_temperature):
+        for name, embeddings, level in self.objective.watched_levels(result, values.teacher_temperature):
             of_mean, mean_of = prototype_entropy(embeddings[:_WATCHED_ROWS], level)
             watched[f"{name}_entropy_of_mean"] = float(of_mean)
             watched[f"{name}_mean_entropy"] = float(mean_of)

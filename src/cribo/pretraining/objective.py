@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -82,6 +83,12 @@ class _Embeddings:
     objects: Float[Tensor, "2 r e"]
 
 
+Labelling = Callable[[Float[Tensor, "b 2 n d"], ViewPairs], Int[Tensor, "b 2 n"]]
+"""Clusters of the teacher's tokens of a batch."""
+
+Matching = Callable[..., Matches]
+"""`MemoryBank.match`."""
+
 LOSSES = ("image", "cross_view", "cross_image")
 
 
@@ -109,6 +116,8 @@ class Objective:
         self.object_centre = object_centre
         self.bank = bank
         self.laps = laps or Laps()
+        self.label_tokens: Labelling = partial(label_tokens, config=config.objects)
+        self.match: Matching | None = bank.match if bank is not None else None
 
     def __call__(self, batch: ViewPairs, *, epoch: int, teacher_temperature: float, train_backbone: bool) -> Result:
         """The losses of a batch.
@@ -154,11 +163,13 @@ class Objective:
         self.laps("image projections")
         if not config.needs_objects:
             return None, None, _Embeddings(targets, targets[:, :0]), tokens
-        objects = find_objects(tokens, batch, config.objects)
+        labels = self.label_tokens(tokens, batch)
         self.laps("clustering")
+        objects = find_objects(tokens, labels, batch, config.objects.num_objects)
+        self.laps("pooling")
         matches = None
-        if self.bank is not None:
-            matches = self.bank.match(
+        if self.match is not None:
+            matches = self.match(
                 objects.teacher,
                 objects.images,
                 group_rows=objects.group_rows(config.objects.group_size),
@@ -287,12 +298,8 @@ class Objective:
         return level
 
 
-def find_objects(tokens: Float[Tensor, "b 2 n d"], batch: ViewPairs, config: ObjectsConfig) -> Objects:
-    """Cluster the teacher's tokens of each image and compact the clusters that both views have.
-
-    Reading which clusters are kept is the synchronisation after which shapes depend on the data.
-    """
-    size = tokens.shape[0]
+def label_tokens(tokens: Float[Tensor, "b 2 n d"], batch: ViewPairs, config: ObjectsConfig) -> Int[Tensor, "b 2 n"]:
+    """Cluster the teacher's tokens of both views of each image."""
     joint, coordinates = tokens.flatten(1, 2), batch.coordinates.flatten(1, 2)
     if config.clustering == "kmeans":
         labels = cluster_tokens_kmeans(
@@ -314,8 +321,17 @@ def find_objects(tokens: Float[Tensor, "b 2 n d"], batch: ViewPairs, config: Obj
             sharpness=config.sharpness,
             initial_tokens=batch.initial_tokens,
         )
-    labels = labels.view(size, 2, -1)
-    pooled, kept = pool_objects(tokens, labels, config.num_objects)
+    return labels.view(tokens.shape[:3])
+
+
+def find_objects(
+    tokens: Float[Tensor, "b 2 n d"], labels: Int[Tensor, "b 2 n"], batch: ViewPairs, num_objects: int
+) -> Objects:
+    """Pool the teacher's tokens and compact the clusters that both views have.
+
+    Reading which clusters are kept is the synchronisation after which shapes depend on the data.
+    """
+    pooled, kept = pool_objects(tokens, labels, num_objects)
     kept_on_host = kept.cpu()
     rows, clusters = (index.to(tokens.device) for index in kept_on_host.nonzero(as_tuple=True))
     return Objects(

@@ -65,6 +65,12 @@ def find_config(name: str | Path) -> Path:
     raise ConfigError(f"no preset and no file is called {name}: {advice}the presets are {', '.join(names)}")
 
 
+def with_preset(words: Sequence[str]) -> list[str]:
+    """The words of a command line, with the default preset before them if they name no configuration."""
+    named = {word.partition("=")[0] for word in words} & {"--config", "--resume"}
+    return list(words) if named else ["--config", DEFAULT_PRESET, *words]
+
+
 def config_name(config: object) -> str:
     """What a run of a configuration is called: after the preset, the file, or the run that it repeats."""
     path = Path(str(config))

@@ -20,7 +20,7 @@ from cribo.method import NO_MATCH, MemoryBank, normalise
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import REPORT
 from cribo.pretraining.network import Network
-from cribo.pretraining.objective import Objects, find_objects
+from cribo.pretraining.objective import Objects, find_objects, label_tokens
 from cribo.pretraining.schedules import Schedules
 
 _CLUSTER_PAIRS = 6
@@ -183,7 +183,8 @@ def sample_objects(
             part = pairs.narrow(start, min(start + batch_size, len(order))).to(device)
             images = normalise(part.views.flatten(0, 1).float() / 255, mean=backbone.mean, std=backbone.std)
             tokens = backbone.encode(images).tokens.unflatten(0, (len(part), 2)).float()
-            objects = find_objects(tokens, part, config.objects)
+            labels = label_tokens(tokens, part, config.objects)
+            objects = find_objects(tokens, labels, part, config.objects.num_objects)
             found.append(
                 Objects(
                     teacher=objects.teacher.cpu(),
