@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import timm
 import torch
@@ -16,6 +16,7 @@ from timm.layers.weight_init import trunc_normal_
 from timm.models import Eva, VisionTransformer
 from torch import Tensor, nn
 
+from cribo.models.checkpointing import Checkpointing, set_checkpointing
 from cribo.models.linear import use_onednn
 
 if TYPE_CHECKING:
@@ -37,6 +38,11 @@ RESERVED_ARGS = {
     "pretrained_cfg_overlay": "use the argument `pretrained` of build_backbone",
     "features_only": "encode gives the features",
 }
+
+
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+# The modes of torch.compile that record CUDA graphs.
+CUDA_GRAPH_MODES: tuple[CompileMode, ...] = ("reduce-overhead", "max-autotune")
 
 
 class Features(NamedTuple):
@@ -104,6 +110,7 @@ class Backbone(nn.Module):
         drop_path_rates: the drop probability of each of them.
         mean, std: the RGB normalisation (of values in 0-1) that the weights expect.
         norm_eps: the epsilon of the layer norms that the weights expect; None: the one that timm gives the network.
+        checkpointing: what blocks keep for the backward pass (`set_checkpointing`).
         loaded: where the weights came from; None for random ones.
     """
 
@@ -132,6 +139,8 @@ class Backbone(nn.Module):
         self._noise = _DropPathNoise()
         self.drop_path_rates = _replace_drop_path(model, self._noise)
         use_onednn(model)
+        self.checkpointing: Checkpointing = "none"
+        self._replays = False
         self.embed_dim, self.unused_parameters = self._probe()
         for parameter_name, parameter in model.named_parameters():
             if parameter_name in self.unused_parameters:
@@ -152,6 +161,27 @@ class Backbone(nn.Module):
         for name, own in self._own_eps.items():
             self.model.get_submodule(name).eps = own if eps is None else eps
         self.norm_eps = eps
+
+    def set_checkpointing(self, mode: Checkpointing) -> None:
+        """Trade time for memory: what each block computes for the backward pass is computed again there.
+
+        Results and gradients stay the same, drop path included. Passes without gradients are not touched.
+
+        Args:
+            mode: `none`; `selective` keeps what matrix products and attention gave and computes the cheap rest
+                again; `blocks` keeps each block's input only and computes all of it again, a third more work.
+
+        Raises:
+            ValueError: a network without transformer blocks.
+        """
+        if mode != "none" and not self._is_transformer:
+            raise ValueError(
+                f"{self.name} has no transformer blocks to checkpoint, got {mode!r}: use 'none', and smaller "
+                "micro-batches to save memory"
+            )
+        if self._is_transformer:
+            set_checkpointing(self.model.blocks, mode, self._noise)
+        self.checkpointing = mode
 
     def fingerprint(self) -> str:
         """A name for the features: the same for the same network, weights and normalisation, on any device.
@@ -218,6 +248,28 @@ class Backbone(nn.Module):
         """The same as `encode`, for wrappers that call modules (DistributedDataParallel, compile)."""
         return self.encode(images, layers, drop_path_noise=drop_path_noise)
 
+    def compile(self, mode: CompileMode = "default", **kwargs: Any) -> None:
+        """Compile what calling the backbone does, in place; `encode` stays as it is, for images of any size.
+
+        Names in state dicts do not change, copies are not compiled. Images of a second size are compiled once more,
+        then for any size.
+
+        Args:
+            mode: of `torch.compile`. `reduce-overhead` and `max-autotune` replay CUDA graphs: the features of a
+                pass without gradients are copied out of a graph's memory, which its next replay overwrites; those
+                with gradients are read by their backward pass first.
+            **kwargs: further arguments of `torch.compile`.
+        """
+        self._replays = mode in CUDA_GRAPH_MODES
+        super().compile(mode=mode, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Features:
+        """`forward`, compiled if `compile` was called."""
+        features: Features = super().__call__(*args, **kwargs)
+        if self._replays and not torch.is_grad_enabled():
+            return Features(features.global_token.clone(), features.tokens.clone(), features.grid)
+        return features
+
     def _encode_tokens(self, images: Tensor, layers: int) -> Features:
         model = self.model
         has_prefix = model.num_prefix_tokens > 0
@@ -272,7 +324,9 @@ class Backbone(nn.Module):
             )
         if drop_path_noise is not None and getattr(self.model, "grad_checkpointing", False):
             # A block that is computed again in the backward pass would find the noise gone.
-            raise ValueError("drop path noise and timm's gradient checkpointing exclude each other: use drop_path=0")
+            raise ValueError(
+                "drop path noise and timm's gradient checkpointing exclude each other: use set_checkpointing"
+            )
 
     def _probe(self) -> tuple[int, frozenset[str]]:
         """Encode one small image to learn D and which parameters have no part in the result."""

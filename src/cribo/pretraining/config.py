@@ -7,9 +7,12 @@ from typing import Any, Literal
 from cribo.method import ViewRecipe
 from cribo.method.clustering import Marginals
 from cribo.method.memory import Criterion
+from cribo.models.backbone import CUDA_GRAPH_MODES
+from cribo.models.checkpointing import Checkpointing
 
 ClusteringName = Literal["sinkhorn", "kmeans"]
 Centring = Literal["mean", "sinkhorn"]
+Compile = Literal["none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
 
 
@@ -61,12 +64,15 @@ class BackboneConfig:
         pretrained: weights to start from: a file (.safetensors, .pth), a timm name with its tag, such as
             vit_small_patch16_224.dino, or `timm` for the default ones of the model's name.
         drop_path: rate of stochastic depth in the last block, in the student only.
+        checkpointing: less memory for the same result, in vision transformers: `selective` computes all but products
+            and attention a second time in the backward pass, `blocks` whole blocks. Try it before more micro-batches.
     """
 
     name: str = "vit_small_patch16_224"
     args: dict[str, Any] = field(default_factory=dict)
     pretrained: str | None = None
     drop_path: float = 0.1
+    checkpointing: Checkpointing = "none"
 
 
 @dataclass
@@ -214,8 +220,12 @@ class RuntimeConfig:
         accelerator: of the Lightning Trainer: auto, cpu, gpu, ...
         devices: how many, or auto.
         num_nodes: how many machines.
-        precision: bf16-mixed for training on GPUs; 16-mixed for old ones; 32-true on CPUs.
-        compile: torch.compile the backbones: a minute at the start, then faster steps on GPUs.
+        precision: bf16-mixed for training on GPUs; 16-mixed for old ones. On CPUs 32-true; but bf16-mixed for vision
+            transformers where the processor multiplies bfloat16 itself (AVX512-BF16 or AMX): a step in half the time.
+        compile: torch.compile the backbones: a minute or two at the start, then faster steps on GPUs. `default`;
+            `reduce-overhead` replays CUDA graphs, for small networks and batches, whose kernels end sooner than they
+            are launched; `max-autotune` also tries several kernels for each product; `max-autotune-no-cudagraphs`
+            only that. `none` compiles nothing; true and false stand for default and none.
         threads: of a CPU run; torch's choice when not given.
         log_every: steps between two logged rows.
         checkpoint_every: steps between two checkpoints; one is also written at the end of the run.
@@ -226,11 +236,15 @@ class RuntimeConfig:
     devices: int | str = 1
     num_nodes: int = 1
     precision: Precision = "bf16-mixed"
-    compile: bool = False
+    compile: Compile | bool = "none"
     threads: int | None = None
     log_every: int = 10
     checkpoint_every: int = 1000
     keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        if isinstance(self.compile, bool):  # as configurations before there were modes have it
+            self.compile = "default" if self.compile else "none"
 
 
 @dataclass
@@ -359,6 +373,13 @@ def _check_combinations(config: PretrainConfig) -> None:
         raise ValueError(
             f"objects.clustering kmeans has no positional cue: set objects.position_weight to 0, "
             f"not {objects.position_weight}"
+        )
+    if config.runtime.compile in CUDA_GRAPH_MODES and optim.micro_batches > 1:
+        # The gradients of one micro-batch would lie in the memory that the next one's replay overwrites.
+        raise ValueError(
+            f"runtime.compile {config.runtime.compile} replays CUDA graphs, whose gradients cannot be added up over "
+            f"optim.micro_batches, got {optim.micro_batches}: use runtime.compile default, or 1 micro-batch with "
+            "backbone.checkpointing selective"
         )
     part = objects.group_size * optim.micro_batches
     if optim.batch_size % part:

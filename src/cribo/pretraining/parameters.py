@@ -42,10 +42,11 @@ def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
 @torch.no_grad()
 def clip_each(parameters: Iterable[nn.Parameter], limit: float) -> None:
     """Scale each gradient tensor whose own norm exceeds `limit` down to it, without a synchronisation."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            norm = torch.linalg.vector_norm(parameter.grad)
-            parameter.grad.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        norms = torch.stack(torch._foreach_norm(gradients))  # pyright: ignore[reportPrivateImportUsage]
+        scales = (limit / (norms + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, list(scales.unbind()))  # pyright: ignore[reportPrivateImportUsage]
 
 
 # What timm's networks call their blocks: blocks.3, stages.2.blocks.1, stages.2.downsample, layer4.0, ...
