@@ -1,0 +1,56 @@
+"""All benchmarks of speed and memory, one after the other, each in a process of its own.
+
+uv run python -m benchmarks                     # on the CPU; the better part of an hour on two idle cores
+uv run python -m benchmarks --device cuda
+uv run python -m benchmarks --only bank losses
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+
+import torch
+
+# What each shows; those that know no device run where they always do.
+BENCHMARKS = {
+    "share": "what the objects cost of a step, beside the goals",
+    "clustering": "clustering and pooling against plain formulas, and against the batch",
+    "bank": "search over the bank against the bare matrix product",
+    "losses": "prototype loss against its four bare matrix products",
+    "backbone": "backbones against the machine's ceiling, and activation checkpointing",
+    "input": "decoding, cropping and photometric work against a PIL pipeline",
+    "growth": "a step against batch, objects, bank, patches and processes",
+    "startup": "what a user waits for",
+    "method": "the method's parts against the literal formulas",
+    "search": "exact search of dense retrieval against faiss",
+}
+WITHOUT_DEVICE = ("startup",)
+
+
+def main() -> int:
+    """Run them; the status is 1 if any failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(f"  {name:<12}{text}" for name, text in BENCHMARKS.items()),
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), metavar="NAME")
+    arguments = parser.parse_args()
+    failed = []
+    print(f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads, {arguments.device}", flush=True)
+    for name in arguments.only:
+        print(f"\n== {name}: {BENCHMARKS[name]}", flush=True)
+        device = [] if name in WITHOUT_DEVICE else ["--device", arguments.device]
+        begun = time.perf_counter()
+        if subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *device], check=False).returncode:
+            failed.append(name)
+        print(f"{name}: {time.perf_counter() - begun:.0f} s", flush=True)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

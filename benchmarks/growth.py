@@ -1,0 +1,245 @@
+"""How a training step grows with the batch, the kept objects, the bank, the patches and the processes, against its law.
+
+    uv run python -m benchmarks.growth                  # on the CPU, about ten minutes on two idle cores
+    uv run python -m benchmarks.growth --device cuda
+
+Every point is a profile (`cribo profile`) in a process of its own, so that its memory is its own. To each curve the law
+is fitted that the design expects (least squares, no negative terms); the table gives the largest relative deviation of
+a point from it, the figure shows both. Processes share this machine's cores or its GPU, with the same total batch.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+from scipy.optimize import nnls
+
+from cribo.evaluation.pictures import house_style, write_figure
+
+Law = Callable[[np.ndarray], list[np.ndarray]]
+
+
+def linear(x: np.ndarray) -> list[np.ndarray]:
+    return [np.ones_like(x), x]
+
+
+def quadratic(x: np.ndarray) -> list[np.ndarray]:
+    return [np.ones_like(x), x, x**2]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What is varied, over which values, and how time and memory should follow.
+
+    Attributes:
+        name: on the axis.
+        values: of it.
+        options: of the command line for a value.
+        time, memory: laws.
+        said: the laws in words.
+    """
+
+    name: str
+    values: tuple[int, ...]
+    options: Callable[[int], dict[str, Any]]
+    time: Law
+    memory: Law
+    said: str
+
+
+@dataclass(frozen=True)
+class Point:
+    """Seconds and bytes of one setting."""
+
+    step: float
+    objects: float
+    memory: float
+
+
+def base(device: str) -> dict[str, Any]:
+    """What is the same for all curves, where it is not varied."""
+    small = device == "cpu"
+    side, batch = (96, 16) if small else (224, 128)
+    return {
+        "config": "coco_vits16",
+        "data.root": "scenes",
+        "data.scenes.count": 512,
+        "data.scenes.size": side,
+        "data.workers": 1 if small else 15,
+        "views.size": side,
+        "backbone.name": "vit_tiny_patch16_224" if small else "vit_small_patch16_224",
+        "backbone.args": json.dumps({"patch_size": 8}) if small else "{}",
+        "objects.num_objects": 32,
+        "objects.bank_images": 5_000 if small else 25_000,
+        "objects.group_size": 8 if small else 32,
+        "optim.batch_size": batch,
+        "head.prototypes": 4_096 if small else 65_536,
+        "runtime.precision": "32-true" if small else "bf16-mixed",
+        "runtime.accelerator": "cpu" if small else "gpu",
+        "kept": 8,
+        "steps": 5,
+    }
+
+
+def curves(device: str) -> tuple[Curve, ...]:
+    small = device == "cpu"
+    batches = (8, 16, 32, 64) if small else (32, 64, 128, 256)
+    sides = (48, 64, 96, 128, 160) if small else (128, 160, 224, 288)
+    patch = 8 if small else 16
+    banks = (1_000, 5_000, 10_000, 20_000) if small else (5_000, 10_000, 25_000, 50_000)
+    return (
+        Curve("images, B", batches, lambda b: {"optim.batch_size": b}, linear, linear, "B"),
+        Curve("kept objects an image, n", (2, 4, 8, 16, 32), lambda n: {"kept": n}, quadratic, linear, "n + n², n"),
+        Curve("images in the bank, S", banks, lambda s: {"objects.bank_images": s}, linear, linear, "S"),
+        Curve(
+            "patches a view, N",
+            tuple((side // patch) ** 2 for side in sides),
+            lambda n: {"views.size": patch * round(n**0.5), "data.scenes.size": patch * round(n**0.5)},
+            quadratic,
+            quadratic,
+            "N + N²",
+        ),
+    )
+
+
+def words(options: dict[str, Any]) -> list[str]:
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+def measure(options: dict[str, Any]) -> Point:
+    """A profile in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "cribo.cli", "profile", *words(options), f"--out={folder}"]
+        subprocess.run(command, check=True, capture_output=True)
+        (found,) = Path(folder).glob("*/profile.json")
+        step = json.loads(found.read_text())["steps"][0]
+    objects = sum(spread["median"] for spread in step["parts"].values()) * step["object_share"]
+    return Point(step["step"]["median"], objects, step["peak"])
+
+
+def measure_processes(options: dict[str, Any], processes: int, images: int) -> Point:
+    """A short run over several processes: seconds a step, and the largest process's memory."""
+    shared = {name: value for name, value in options.items() if name not in ("kept", "steps")}
+    shared |= {
+        "optim.epochs": 2,
+        "data.scenes.count": images,
+        "runtime.devices": processes,
+        "runtime.log_every": 1,
+        "optim.warmup_epochs": 1,
+        "losses.cross_image_from_epoch": 0,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "cribo.cli", "pretrain", *words(shared), f"--out={folder}", "--name=run"]
+        subprocess.run(command, check=True, capture_output=True)
+        rows = (Path(folder) / "run" / "metrics.csv").read_text().splitlines()
+        summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
+    place = rows[0].split(",").index("images_per_second")
+    rates = [float(row.split(",")[place]) for row in rows[len(rows) // 2 :] if row.split(",")[place]]
+    return Point(options["optim.batch_size"] / float(np.median(rates)), 0.0, summary["peak_rss_bytes"])
+
+
+def fit(law: Law, values: np.ndarray, measured: np.ndarray) -> tuple[Callable[[np.ndarray], np.ndarray], float]:
+    """The law with its best coefficients, and the largest relative deviation from it."""
+    terms = np.stack(law(values), axis=1)
+    # Relative errors count: a small point is as good a witness as a large one.
+    coefficients, _ = nnls(terms / measured[:, None], np.ones_like(measured))
+
+    def fitted(x: np.ndarray) -> np.ndarray:
+        return np.stack(law(x), axis=1) @ coefficients
+
+    return fitted, float(np.abs(fitted(values) / measured - 1).max())
+
+
+def main() -> None:
+    """Measure all curves, print the table and draw the figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--processes", type=int, nargs="*", default=None, help="1 2 4 on a CPU, none on a GPU")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "growth.png", help="of the figure")
+    arguments = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    start = base(arguments.device)
+    found: list[tuple[Curve, list[Point]]] = []
+    for curve in curves(arguments.device):
+        console.print(f"{curve.name}: {', '.join(map(str, curve.values))}", highlight=False)
+        found.append((curve, [measure(start | curve.options(value)) for value in curve.values]))
+    processes = arguments.processes
+    if processes is None:
+        processes = [1, 2, 4] if arguments.device == "cpu" else []
+    if processes:
+        console.print(f"processes: {', '.join(map(str, processes))}", highlight=False)
+        batch = {"optim.batch_size": 8 * max(processes)}
+        points = [measure_processes(start | batch, count, 128) for count in processes]
+        curve = Curve("processes, P", tuple(processes), lambda _: {}, linear, linear, "constant on shared cores")
+        found.append((curve, points))
+
+    table = Table(title=f"Growth of a step, {arguments.device}")
+    for column in (
+        "of",
+        "law (time, memory)",
+        "values",
+        "step, ms",
+        "off the law",
+        "objects' part, ms",
+        "peak, MiB",
+        "off",
+    ):
+        table.add_column(column)
+    for curve, points in found:
+        values = np.array(curve.values, dtype=float)
+        times, peaks = (np.array([getattr(p, name) for p in points]) for name in ("step", "memory"))
+        table.add_row(
+            curve.name,
+            curve.said,
+            " ".join(f"{value:,}" for value in curve.values),
+            " ".join(f"{1000 * t:.0f}" for t in times),
+            f"{fit(curve.time, values, times)[1]:.0%}",
+            " ".join(f"{1000 * p.objects:.1f}" for p in points) if points[0].objects else "",
+            " ".join(f"{p.memory / 2**20:,.0f}" for p in points),
+            f"{fit(curve.memory, values, peaks)[1]:.0%}",
+        )
+    console.print(table)
+    console.print(f"  {draw(found, arguments.out, start)}", highlight=False)
+
+
+def draw(found: list[tuple[Curve, list[Point]]], path: Path, start: dict[str, Any]) -> Path:
+    with house_style():
+        figure = Figure(figsize=(2.6 * len(found), 4.8), layout="constrained")
+        axes = figure.subplots(2, len(found), squeeze=False)
+        for column, (curve, points) in enumerate(found):
+            values = np.array(curve.values, dtype=float)
+            fine = np.linspace(values.min(), values.max(), 100)
+            for row, (name, law, unit, scale) in enumerate(
+                (("step", curve.time, "ms", 1e3), ("memory", curve.memory, "MiB", 2**-20))
+            ):
+                measured = np.array([getattr(point, name) for point in points])
+                axis = axes[row, column]
+                axis.plot(fine, scale * fit(law, values, measured)[0](fine), color="0.6", label="law")
+                axis.plot(values, scale * measured, "o", color="C0", label="step" if row == 0 else "peak")
+                if row == 0 and points[0].objects:
+                    axis.plot(
+                        values, scale * np.array([p.objects for p in points]), "s", color="C1", label="objects' part"
+                    )
+                axis.set_ylim(bottom=0)
+                axis.set_xlim(left=0)
+                axis.set_ylabel(f"{'step' if row == 0 else 'peak memory'}, {unit}" if column == 0 else "")
+                axis.set_xlabel(curve.name if row else f"law: {curve.said}")
+        axes[0, 0].legend(frameon=False)
+        network = f"{start['backbone.name']} at {start['views.size']} px, {start['runtime.precision']}"
+        sizes = f"B = {start['optim.batch_size']}, n = {start['kept']}, S = {start['objects.bank_images']:,}"
+        figure.suptitle(f"{network}, {start['runtime.accelerator']}; where not varied {sizes}", fontsize=9)
+    return write_figure(path, figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""How long a user waits: for `cribo --help`, and for the first training step of the quickstart.
+
+    uv run python -m benchmarks.startup
+
+Each command is a fresh process. The first step counts when its row stands in metrics.csv, so that imports, the made-up
+data, the network and the score before training are all in it. For comparison: importing torch alone, and what the
+package imports on top of it.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+GOALS = {"cribo --help": 0.5, "first step of the quickstart": 30.0}
+
+
+def seconds(*command: str) -> float:
+    """Seconds of a command from start to end."""
+    begun = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True)
+    return time.perf_counter() - begun
+
+
+def first_step() -> float:
+    """Seconds from the start of `cribo pretrain` to the first row of metrics."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "cribo.cli", "pretrain", "--runtime.log_every=1", f"--out={folder}"]
+        begun = time.perf_counter()
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        metrics = Path(folder) / "quickstart" / "metrics.csv"
+        try:
+            while not (metrics.is_file() and len(metrics.read_text().splitlines()) > 1):
+                if process.poll() is not None:
+                    raise RuntimeError(f"cribo pretrain ended with status {process.returncode} before its first step")
+                time.sleep(0.05)
+            return time.perf_counter() - begun
+        finally:
+            process.kill()
+            process.wait()
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    rounds = parser.parse_args().rounds
+    python = sys.executable
+    calls = {
+        "cribo --help": lambda: seconds(python, "-m", "cribo.cli", "--help"),
+        "import torch": lambda: seconds(python, "-c", "import torch"),
+        "import cribo.method": lambda: seconds(python, "-c", "import cribo.method"),
+        "import cribo.pretraining": lambda: seconds(python, "-c", "import cribo.pretraining"),
+        "cribo pretrain --help": lambda: seconds(python, "-m", "cribo.cli", "pretrain", "--help"),
+        "first step of the quickstart": first_step,
+    }
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            taken[name].append(call())
+    table = Table(title=f"Waiting, {rounds} fresh processes each")
+    for column in ("for", "median", "least", "most", "goal", "times importing torch"):
+        table.add_column(column, justify="left" if column == "for" else "right")
+    torch_seconds = statistics.median(taken["import torch"])
+    for name, found in taken.items():
+        median = statistics.median(found)
+        goal = f"{GOALS[name]:g} s" if name in GOALS else ""
+        figures = (f"{value:.2f} s" for value in (median, min(found), max(found)))
+        table.add_row(name, *figures, goal, f"{median / torch_seconds:.2f}")
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+if __name__ == "__main__":
+    main()
