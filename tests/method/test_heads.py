@@ -70,6 +70,23 @@ def test_prototypes_are_torch_s_weight_norm() -> None:
     torch.testing.assert_close(layer.direction.grad, direction.grad)
 
 
+def test_prototypes_stay_float32_under_autocast() -> None:
+    layer = PrototypeLayer(8, 30)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        weight = layer.weight
+    assert torch.equal(weight, layer.weight)
+
+
+def test_prototypes_keep_no_second_weight_for_backward() -> None:
+    """Of (L, E) numbers only the directions themselves, which are there anyway; else just a norm for each."""
+    layer = PrototypeLayer(8, 30)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor), tensor)[1], lambda t: t):
+        layer.weight.sum()
+    others = [tensor for tensor in kept if tensor.data_ptr() != layer.direction.data_ptr()]
+    assert sum(tensor.numel() for tensor in others) <= 2 * 30
+
+
 def test_prototypes_start_as_a_linear_layer_of_gain_one() -> None:
     torch.manual_seed(0)
     layer = PrototypeLayer(64, 5000)

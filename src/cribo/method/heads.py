@@ -98,8 +98,12 @@ class PrototypeLayer(nn.Module):
 
     @property
     def weight(self) -> Float[Tensor, "l e"]:
-        """The prototypes: unit directions times their gain."""
-        return self.gain * F.normalize(self.direction, dim=-1)
+        """The prototypes: unit directions times their gain, in float32 also under autocast.
+
+        PyTorch's fused weight normalisation: one pass forward, one backward, and only the directions' norms are kept.
+        """
+        with torch.autocast(self.direction.device.type, enabled=False):
+            return torch.ops.aten._weight_norm(self.direction, self.gain, 0)
 
     def forward(self, embeddings: Float[Tensor, "*rows e"]) -> Float[Tensor, "*rows l"]:
         """Logits. Training uses `prototype_loss`, which never holds all of them at once."""
