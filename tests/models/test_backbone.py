@@ -237,17 +237,47 @@ def test_a_copy_has_its_own_noise():
     assert {id(m.noise) for m in teacher.modules() if hasattr(m, "noise")} == {id(teacher._noise)}
 
 
-def test_encode_compiles_into_one_graph():
-    backbone = build_backbone(VIT, args=TINY_VIT, image_size=64, drop_path=0.5)
+@pytest.mark.parametrize(("name", "args"), [(VIT, TINY_VIT), ("resnet50", {**TINY_RESNET, "zero_init_last": False})])
+def test_encode_compiles_into_one_graph(name, args):
+    backbone = build_backbone(name, args=args, image_size=64, drop_path=0.5)
     compiled = torch.compile(backbone.encode, backend="eager", fullgraph=True)
     batch = images(2, 3, 64, 64)
     for seed in range(2):
-        noise = torch.rand(2, 4, generator=torch.Generator().manual_seed(seed))
+        noise = torch.rand(2, backbone.num_drop_path_sites, generator=torch.Generator().manual_seed(seed))
         expected = backbone.encode(batch, drop_path_noise=noise)
         found = compiled(batch, drop_path_noise=noise)
         torch.testing.assert_close(found.tokens, expected.tokens)
     torch.testing.assert_close(compiled(batch).tokens, backbone.encode(batch).tokens)
     assert backbone._noise.value is None
+
+
+@pytest.mark.parametrize(("name", "args"), [(VIT, TINY_VIT), ("resnet50", TINY_RESNET)])
+def test_a_compiled_backbone_keeps_its_names_and_takes_any_size(name, args):
+    backbone = build_backbone(name, args=args, image_size=64, drop_path=0.5).eval()
+    names, fingerprint = list(backbone.state_dict()), backbone.fingerprint()
+    backbone.compile(backend="eager", fullgraph=True)
+    assert list(backbone.state_dict()) == names
+    assert backbone.fingerprint() == fingerprint
+    for shape in ((2, 3, 64, 64), (4, 3, 64, 64), (3, 3, 96, 64), (2, 3, 128, 96)):
+        batch = images(*shape)
+        noise = noise_of(backbone, shape[0])
+        found, expected = backbone(batch, drop_path_noise=noise), backbone.encode(batch, drop_path_noise=noise)
+        torch.testing.assert_close(found.tokens, expected.tokens)
+        assert found.grid == expected.grid
+    whole = copy.deepcopy(backbone)  # a copy is not compiled, and computes the same
+    torch.testing.assert_close(whole(batch).tokens, backbone.encode(batch).tokens)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_replayed_graph_leaves_the_features_of_the_pass_before_alone():
+    backbone = build_backbone(VIT, args=TINY_VIT, image_size=64).cuda().eval()
+    backbone.compile("reduce-overhead")
+    batches = [images(2, 3, 64, 64).cuda() + shift for shift in range(5)]
+    with torch.no_grad():
+        found = [backbone(batch) for batch in batches]
+        for features, batch in zip(found, batches, strict=True):
+            torch.testing.assert_close(features.tokens, backbone.encode(batch).tokens, rtol=1e-3, atol=1e-3)
 
 
 def test_attention_stays_fused():
