@@ -1,10 +1,15 @@
 """The same results on a CUDA device as on the CPU, and a short run there."""
 
+import warnings
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
 
 import cribo
 from cribo.data.scenes import Scenes
@@ -122,3 +127,46 @@ def test_dense_retrieval_agrees_with_the_cpu(protocol: Protocol):
     for on_cpu, on_gpu in zip(*scores, strict=True):
         # A few patches whose votes are nearly equal may fall the other way.
         assert (on_cpu.confusion - on_gpu.confusion).abs().sum() <= 0.02 * on_cpu.confusion.sum()
+
+
+class _Waits(Callback):
+    """Counts how often each step waits for the device."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self._stack = ExitStack()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._caught = self._stack.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+        self.counts.append(sum("synchronizing" in str(caught.message) for caught in self._caught))
+        self._stack.close()
+
+
+def test_a_step_waits_for_the_device_only_where_shapes_depend_on_the_data(tmp_path: Path):
+    waits = _Waits()
+    cribo.pretrain(
+        "quickstart",
+        out=tmp_path,
+        callbacks=[waits],
+        overrides={
+            "data.scenes.count": 128,
+            "optim.batch_size": 32,
+            "objects.group_size": 16,
+            "optim.epochs": 2,
+            "losses.cross_image_from_epoch": 0,
+            "score.root": None,
+            "runtime.accelerator": "gpu",
+            "runtime.log_every": 100,
+        },
+    )
+    # Which clusters are objects, whether all neighbours are certain, and which of them are valid.
+    assert max(waits.counts[2:]) <= 3

@@ -180,7 +180,8 @@ class PretrainingModule(L.LightningModule):
             (self.object_centre, self.teacher.object_prototypes, "teacher_objects"),
         ):
             embeddings = torch.cat([getattr(result, name) for result in results])
-            count = torch.tensor([embeddings.shape[0]], dtype=torch.float32, device=self.device)
+            # Filled on the device: a number that is copied there would wait for all that is under way.
+            count = embeddings.new_full((1,), embeddings.shape[0], dtype=torch.float32)
             totals = self._sum_over_devices(torch.cat((embeddings.sum(dim=0), count)))
             centre.update(totals[:-1], totals[-1], layer.weight)
 
@@ -226,7 +227,7 @@ class PretrainingModule(L.LightningModule):
         if self._sums is None:
             self._sums = losses.new_zeros(len(LOSSES) + 4)
             self._first_bad = torch.full_like(losses, -1)
-        extra = torch.stack((valid, *losses.new_tensor((kept, len(batch), 1.0))))
+        extra = torch.stack((valid, *(losses.new_full((), value) for value in (kept, len(batch), 1.0))))
         self._sums += torch.cat((losses, extra))
         new = ~losses.isfinite() & (self._first_bad < 0)
         self._first_bad = torch.where(new, float(self.step - 1), self._first_bad)
