@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from cribo.data.images import DataError, ImageFiles, MissingData, PackedNames, open_images
+from cribo.data.images import DataError, ImageFiles, MissingData, PackedNames, ReducingSource, open_images
 from cribo.data.reading import UnreadableImage
 
 
@@ -54,6 +54,17 @@ def test_load_gives_the_image_of_the_name(tmp_path):
     assert files.load(0).shape == (3, 4, 6)
     assert files.load(0)[:, 0, 0].tolist() == [0, 0, 255]
     assert files.load(1)[:, 0, 0].tolist() == [255, 0, 0]
+
+
+def test_files_can_be_loaded_reduced(tmp_path):
+    Image.new("RGB", (64, 48), "lime").save(tmp_path / "x.jpg")
+    files = open_images(tmp_path)
+    assert isinstance(files, ReducingSource)
+    pixels, reduction = files.load_reduced(0, lambda height, width: 2 if (height, width) == (48, 64) else 1)
+    assert (pixels.shape, reduction) == ((3, 24, 32), 2)
+    limited = open_images(tmp_path, max_pixels=48 * 64 - 1)
+    with pytest.raises(UnreadableImage, match="more than max_pixels"):
+        limited.load_reduced(0, lambda height, width: 2)
 
 
 def test_hidden_and_other_files_are_left_out(tmp_path):

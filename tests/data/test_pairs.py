@@ -1,13 +1,16 @@
 from collections.abc import Collection
 from dataclasses import fields
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from jaxtyping import UInt8
+from PIL import Image
 from torch import Tensor
 
-from cribo.data.images import DataError
+from cribo.data.images import DataError, ImageFiles, ImageSource, open_images
 from cribo.data.pairs import (
     StepBatchSampler,
     Unreadable,
@@ -17,7 +20,8 @@ from cribo.data.pairs import (
     pair_loader,
 )
 from cribo.data.reading import UnreadableImage
-from cribo.method import ViewRecipe
+from cribo.method import Crops, ViewRecipe, cut_views, sample_crops
+from cribo.method.views import largest_reduction, reduced_crops
 
 
 class Noise:
@@ -41,7 +45,7 @@ class Noise:
         return f"noise {index}"
 
 
-def make_dataset(source: Noise, *, seed: int = 0, num_objects: int = 5) -> ViewPairDataset:
+def make_dataset(source: ImageSource, *, seed: int = 0, num_objects: int = 5) -> ViewPairDataset:
     return ViewPairDataset(
         source, ViewRecipe(size=16), grid=(4, 4), num_objects=num_objects, drop_path_sites=3, seed=seed
     )
@@ -75,6 +79,106 @@ def test_batches_do_not_depend_on_the_workers(workers: int) -> None:
     for ours, theirs in zip(batches(workers, source=source), expected, strict=True):
         assert_equal(ours, theirs)
     assert any(batch.unreadable for batch in expected)
+
+
+def test_a_batch_holds_its_pairs_one_after_the_other() -> None:
+    dataset = make_dataset(Noise(20, broken={3, 4}))
+    keys = [(0, 7), (0, 3), (1, 7), (0, 4), (0, 0)]
+    together = dataset.__getitems__(keys)
+    assert_equal(together, collate([dataset[key] for key in keys]))
+    assert {"noise 3", "noise 4"} <= {entry.name for entry in together.unreadable}
+
+
+class Whole:
+    """Files by the three methods that every source has."""
+
+    def __init__(self, files: ImageFiles) -> None:
+        self.files = files
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
+        return self.files.load(index)
+
+    def name(self, index: int) -> str:
+        return self.files.name(index)
+
+
+@pytest.fixture
+def photographs(tmp_path: Path) -> ImageFiles:
+    """Four JPEGs large enough to be reduced: smooth colours with grain, two of them lying on their side."""
+    for index, (height, width) in enumerate(((480, 640), (331, 443), (640, 480), (1024, 768))):
+        generator = torch.Generator().manual_seed(index)
+        image = 1.2 * F.interpolate(
+            torch.rand(1, 3, 12, 12, generator=generator), (height, width), mode="bicubic"
+        ) + 0.04 * torch.randn(1, 3, height, width, generator=generator)
+        exif = Image.Exif()
+        exif[0x0112] = (1, 1, 6, 3)[index]
+        pixels = (255 * image[0]).clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
+        Image.fromarray(pixels).save(tmp_path / f"{index}.jpg", quality=90, exif=exif)
+    return open_images(tmp_path)
+
+
+def test_reduced_images_give_nearly_the_views_of_whole_ones(photographs: ImageFiles) -> None:
+    recipe = ViewRecipe(size=48)
+    seen = set()
+    for index in range(len(photographs)):
+        whole = photographs.load(index)
+        for seed in range(6):
+            generator = torch.Generator().manual_seed(seed)
+            crops = sample_crops(whole.shape[1], whole.shape[2], recipe, generator=generator)
+            by = largest_reduction(crops, recipe.size)
+            seen.add(by)
+            pixels, reduction = photographs.load_reduced(index, lambda height, width, by=by: by)
+            assert reduction == by
+            inside = reduced_crops(crops, by)
+            ours = cut_views(pixels, inside, recipe.size).float()
+            theirs = cut_views(whole, Crops(inside.boxes * by, inside.flips), recipe.size).float()
+            difference = (ours - theirs).abs()
+            assert difference.mean() < 1.5
+            assert difference.max() < 20
+            # Moved by as little as a pixel, views would differ by several times as much.
+            assert difference[..., 8:-8].mean() < (ours[..., 8:-8] - theirs.roll(1, -1)[..., 8:-8]).abs().mean() / 2
+    assert seen == {2, 4, 8}
+
+
+def test_reduced_images_change_no_draws(photographs: ImageFiles) -> None:
+    reduced, whole = make_dataset(photographs), make_dataset(Whole(photographs))
+    for index in range(len(photographs)):
+        ours, theirs = reduced[0, index], whole[0, index]
+        assert not torch.equal(ours.views, theirs.views)
+        # A crop loses less than one reduced pixel on each side, a patch's centre moves by less than that.
+        assert (ours.coordinates - theirs.coordinates).abs().max() < 8
+        ours.views, ours.coordinates = theirs.views, theirs.coordinates
+        assert_equal(ours, theirs)
+
+
+def test_coordinates_are_those_of_the_whole_image(tmp_path: Path) -> None:
+    y, x = torch.meshgrid(torch.arange(768), torch.arange(1020), indexing="ij")
+    ramps = torch.stack((x / 4, y / 4, torch.zeros_like(x)), dim=-1)
+    Image.fromarray(ramps.to(torch.uint8).numpy()).save(tmp_path / "x.jpg", quality=98, subsampling=0)
+    dataset = ViewPairDataset(
+        open_images(tmp_path), ViewRecipe(size=64), grid=(4, 4), num_objects=0, drop_path_sites=0, seed=0
+    )
+    for epoch in range(8):
+        pair = dataset[epoch, 0]
+        patches = pair.views[0, :, :2].float().unflatten(3, (4, 16)).unflatten(2, (4, 16)).mean(dim=(3, 5))
+        # A grey level is four pixels: what was cut off to make it whole is three eighths of one on average.
+        seen = 4 * (patches.flatten(2).mT + 0.375) + 0.5
+        torch.testing.assert_close(pair.coordinates[0], seen, rtol=0, atol=4.0)
+        middle = (pair.coordinates[0] - seen)[:, [5, 6, 9, 10]].mean(dim=1)
+        torch.testing.assert_close(middle, torch.zeros(2, 2), rtol=0, atol=1.0)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_batches_of_files_do_not_depend_on_the_workers(photographs: ImageFiles, workers: int) -> None:
+    def read(workers: int) -> list[ViewPairs]:
+        loader = pair_loader(make_dataset(photographs), make_sampler(4, 2), workers=workers, pin_memory=False)
+        return list(loader)
+
+    for ours, theirs in zip(read(workers), read(0), strict=True):
+        assert_equal(ours, theirs)
 
 
 def test_shapes_and_types() -> None:
@@ -148,6 +252,19 @@ def test_to_moves_all_but_the_photometric_parameters() -> None:
     assert moved.views.device.type == "meta"
     assert moved.drop_path_noise.device.type == "meta"
     assert moved.photometric.sigma.device.type == "cpu"
+
+
+@pytest.mark.gpu
+def test_nobody_waits_for_a_copy_from_pinned_memory() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    batch = make_dataset(Noise(3))[0, 0].pin_memory()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        moved = batch.to("cuda")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_equal(moved.to("cpu"), batch)
 
 
 def test_an_epoch_visits_every_image_at_most_once() -> None:

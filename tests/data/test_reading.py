@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from cribo.data.reading import MAX_PIXELS, UnreadableImage, image_size, read_image
+from cribo.data.reading import MAX_PIXELS, UnreadableImage, image_size, read_image, read_reduced
 
 
 def gradient(height: int = 24, width: int = 40) -> np.ndarray:
@@ -279,6 +279,92 @@ def test_the_error_survives_pickling():
     error = pickle.loads(pickle.dumps(UnreadableImage(Path("a/b.jpg"), "the file is empty")))
     assert (type(error), error.path, error.reason) == (UnreadableImage, "a/b.jpg", "the file is empty")
     assert str(error) == "a/b.jpg: the file is empty"
+
+
+def mean_of_squares(image: np.ndarray, side: int) -> np.ndarray:
+    """The mean of each square of pixels that lies in the image whole."""
+    height, width = (length // side for length in image.shape[:2])
+    squares = image[: height * side, : width * side].reshape(height, side, width, side, 3)
+    return squares.mean(axis=(1, 3))
+
+
+def reduced(path: Path, by: int) -> tuple[np.ndarray, int, list[tuple[int, int]]]:
+    """Pixels, reduction, and the sizes that the callback was given."""
+    asked: list[tuple[int, int]] = []
+
+    def reduction(height: int, width: int) -> int:
+        asked.append((height, width))
+        return by
+
+    pixels, done = read_reduced(path, reduction)
+    return pixels.permute(1, 2, 0).numpy(), done, asked
+
+
+@pytest.mark.parametrize("by", [2, 4, 8])
+@pytest.mark.parametrize("subsampling", [0, 2])
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_reduced_pixel_is_the_mean_of_its_square(tmp_path, by, subsampling, progressive):
+    path = tmp_path / "x.jpg"
+    image = gradient(203, 165)
+    image[..., 2] = 128  # the blue of the gradient starts again half-way
+    Image.fromarray(image).save(path, quality=95, subsampling=subsampling, progressive=progressive)
+    pixels, done, asked = reduced(path, by)
+    assert done == by
+    assert asked == [(203, 165)]
+    assert pixels.shape == (-(-203 // by), -(-165 // by), 3)
+    inside = pixels[: 203 // by, : 165 // by]
+    assert_close(inside, mean_of_squares(image, by), 1.0)
+    assert np.abs(inside - mean_of_squares(image, by)).max() < 6
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_reduced_image_is_upright(tmp_path, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    for (height, width), expected in (((96, 160), 4), ((98, 163), 1 if orientation > 1 else 4)):
+        path = tmp_path / "x.jpg"
+        Image.fromarray(gradient(height, width)).save(path, exif=exif, quality=98)
+        upright = UPRIGHT[orientation](gradient(height, width))
+        pixels, done, asked = reduced(path, 4)
+        assert done == expected  # squares that would begin outside the image are not asked for
+        assert asked == [upright.shape[:2]]
+        squares = mean_of_squares(upright, done)
+        assert_close(pixels[: squares.shape[0], : squares.shape[1]], squares, 2.0)
+
+
+def test_reduced_phone_pictures_grey_and_cmyk(tmp_path):
+    image = Image.fromarray(gradient(64, 80))
+    image.save(
+        tmp_path / "mpo.jpg", format="MPO", save_all=True, append_images=[Image.new("RGB", (80, 64))], quality=98
+    )
+    image.convert("L").save(tmp_path / "grey.jpg", quality=98)
+    image.convert("CMYK").save(tmp_path / "cmyk.jpg", quality=98)
+    for name in ("mpo", "grey", "cmyk"):
+        path = tmp_path / f"{name}.jpg"
+        pixels, done, _ = reduced(path, 2)
+        assert done == 2
+        assert_close(pixels, mean_of_squares(read(path), 2), 1.5)
+
+
+def test_what_is_not_reduced_is_read_whole(tmp_path):
+    Image.fromarray(gradient(64, 80)).save(tmp_path / "x.png")
+    Image.fromarray(gradient(64, 80)).save(tmp_path / "x.jpg")
+    Image.fromarray(gradient(40, 63)).save(tmp_path / "small.jpg")
+    whole, small = (64, 80), (40, 63)
+    for name, by, size in (("x.png", 4, whole), ("x.jpg", 1, whole), ("x.jpg", 3, whole), ("small.jpg", 8, small)):
+        pixels, done, asked = reduced(tmp_path / name, by)
+        assert (done, asked) == (1, [size])
+        np.testing.assert_array_equal(pixels, read(tmp_path / name))
+
+
+@pytest.mark.parametrize("keep", [0.05, 0.5, 0.95])
+def test_truncated_files_are_refused_when_reduced(tmp_path, keep):
+    path = tmp_path / "x.jpg"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * keep)])
+    with pytest.raises(UnreadableImage):
+        read_reduced(path, lambda height, width: 2)
 
 
 def test_camvid_image(camvid):

@@ -19,6 +19,7 @@ from cribo.method import (
     sample_crops,
     sample_photometric,
 )
+from cribo.method.views import _augment_one_by_one, _augment_together, largest_reduction, reduced_crops
 
 
 def generator(seed: int) -> torch.Generator:
@@ -78,6 +79,34 @@ def test_a_flipped_view_is_the_mirrored_view() -> None:
     views = cut_views(image, Crops(boxes, torch.tensor([False, True])), 32)
     assert views.dtype == torch.uint8
     assert torch.equal(views[1], views[0].flip(-1))
+
+
+@pytest.mark.parametrize("reduction", [1, 2, 4, 8])
+def test_reduced_crops_are_the_whole_pixels_inside(reduction: int) -> None:
+    stream = generator(0)
+    for _ in range(50):
+        crops = sample_crops(1111, 1503, ViewRecipe(), generator=stream)
+        reduced = reduced_crops(crops, reduction)
+        top_left, end = crops.boxes[:, :2], crops.boxes[:, :2] + crops.boxes[:, 2:]
+        first, last = reduced.boxes[:, :2] * reduction, (reduced.boxes[:, :2] + reduced.boxes[:, 2:]) * reduction
+        assert (first >= top_left).all()
+        assert (first < top_left + reduction).all()
+        assert (last <= end).all()
+        assert (last > end - reduction).all()
+        assert torch.equal(reduced.flips, crops.flips)
+
+
+def test_the_largest_reduction_leaves_both_crops_enough_pixels() -> None:
+    for recipe, height, width in ((ViewRecipe(), 1536, 2048), (ViewRecipe(size=48), 480, 640)):
+        stream, found = generator(0), set()
+        for _ in range(60):
+            crops = sample_crops(height, width, recipe, generator=stream)
+            reduction = largest_reduction(crops, recipe.size)
+            found.add(reduction)
+            sides = {by: reduced_crops(crops, by).boxes[:, 2:].min() for by in (1, 2, 4, 8)}
+            assert reduction == 1 or sides[reduction] >= recipe.size
+            assert reduction == 8 or sides[2 * reduction] < recipe.size
+        assert len(found) > 1
 
 
 @pytest.mark.parametrize(("height", "width"), [(480, 640), (375, 500), (200, 200), (64, 48)])
@@ -193,6 +222,23 @@ def test_probabilities_and_ranges() -> None:
     assert orders[1].min() > 45  # of 83 expected
 
 
+def test_a_seed_draws_the_same_in_every_version() -> None:
+    expected = {
+        "brightness": [1.0, 1.336598, 1.046595, 1.070023],
+        "contrast": [1.0, 1.232918, 1.145557, 1.196301],
+        "saturation": [1.0, 0.940443, 0.891062, 1.123957],
+        "hue": [0.0, -0.042353, 0.026118, -0.060822],
+        "order": [[2, 1, 0, 3], [1, 2, 3, 0], [1, 2, 3, 0], [2, 0, 3, 1]],
+        "greyscale": [False, True, True, False],
+        "sigma": [1.015512, 0.0, 1.013576, 0.0],
+        "solarise": [False, False, False, False],
+    }
+    p = drawn(2)
+    assert set(expected) == set(vars(p))
+    for name, values in expected.items():
+        torch.testing.assert_close(getattr(p, name), torch.tensor(values), rtol=0, atol=1e-6)
+
+
 def photographs(count: int, height: int = 24, width: int = 32, *, seed: int = 0) -> Tensor:
     """Smooth colours with some noise, greys and extremes among them."""
     small = torch.rand(count, 3, 5, 5, generator=generator(seed))
@@ -226,6 +272,32 @@ def test_solarise_against_the_classic_transform() -> None:
     # A value on the threshold may fall to either side of it: it jumps from 128 to 127 / 255, so by next to nothing.
     assert difference.max() < 6e-3
     assert (difference > 1e-3).float().mean() < 5e-3
+
+
+@pytest.mark.parametrize(("height", "width"), [(24, 32), (3, 40), (2, 2), (1, 5)])
+def test_one_by_one_and_together_differ_by_rounding(height: int, width: int) -> None:
+    recipe = ViewRecipe(blur=(0.6, 0.6), hue=0.5, saturation=1.0, brightness=0.8, blur_sigma=(0.1, 4.0))
+    p, views = drawn(40, recipe), photographs(80, height, width)
+    kept = views.clone()
+    together, alone = _augment_together(views, p, 0.5), _augment_one_by_one(views, p, 0.5)
+    assert torch.equal(views, kept)
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_not_waited_for() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    p, views = drawn(40), photographs(80)
+    expected, views = apply_photometric(views, p), views.cuda()
+    apply_photometric(views, p)  # libraries set themselves up at first use
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = apply_photometric(views, p)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    difference = (found.cpu() - expected).abs()
+    assert (difference > 1e-3).float().mean() < 1e-3  # solarised values on the threshold
 
 
 def test_nothing_drawn_changes_nothing() -> None:

@@ -4,15 +4,15 @@ import difflib
 import os
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import UInt8
 from torch import Tensor
 
-from cribo.data.reading import MAX_PIXELS, read_image
+from cribo.data.reading import MAX_PIXELS, read_image, read_reduced
 
 # Compared in lower case: ImageNet's files end in .JPEG.
 EXTENSIONS = (
@@ -50,6 +50,22 @@ class ImageSource(Protocol):
 
     def name(self, index: int) -> str:
         """What to call the image in reports and messages, the same in every run."""
+        ...
+
+
+@runtime_checkable
+class ReducingSource(ImageSource, Protocol):
+    """An ImageSource that can also decode an image at a fraction of its size, for less work.
+
+    Pretraining uses `load_reduced` where there is one; a source without it is always loaded whole.
+    """
+
+    def load_reduced(self, index: int, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
+        """One image, reduced by no more than `reduction` allows, and by how much it is: 8, 4, 2 or 1.
+
+        `reduction` must be called exactly once, with height and width of the whole image. Raises
+        UnreadableImage for a broken image.
+        """
         ...
 
 
@@ -105,6 +121,10 @@ class ImageFiles:
     def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
         """One image, RGB, upright. Raises UnreadableImage (see `read_image`)."""
         return read_image(self.path(index), max_pixels=self.max_pixels)
+
+    def load_reduced(self, index: int, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
+        """One image, RGB, upright, at a fraction of its size where that saves work (see `read_reduced`)."""
+        return read_reduced(self.path(index), reduction, max_pixels=self.max_pixels)
 
 
 def open_images(root: str | os.PathLike[str], images: str = "", *, max_pixels: int = MAX_PIXELS) -> ImageFiles:

@@ -1,17 +1,19 @@
 """Training data: pairs of views, each image decoded once, everything random keyed by (seed, epoch, image)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from cribo.data.images import DataError, ImageSource
+from cribo.data.images import DataError, ImageSource, ReducingSource
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import UnreadableImage
 from cribo.method import (
+    Crops,
     Photometric,
     ViewRecipe,
     cut_views,
@@ -20,6 +22,7 @@ from cribo.method import (
     sample_crops,
     sample_photometric,
 )
+from cribo.method.views import largest_reduction, reduced_crops
 
 # What a keyed draw is for, so that no two purposes share a stream.
 _VIEWS, _ORDER, _REPLACEMENT = 0, 1, 2
@@ -59,9 +62,19 @@ class ViewPairs:
     def __len__(self) -> int:
         return self.images.shape[0]
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "ViewPairs":
-        """The batch with its tensors on `device`, apart from the photometric parameters."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> "ViewPairs":
+        """The batch with its tensors on `device`, apart from the photometric parameters.
+
+        Unless `non_blocking` says otherwise, nobody waits for a copy from page-locked memory to a GPU: what the
+        GPU is asked to do next comes after it anyway. (Lightning asks for that with bare tensors alone.)
+        """
+        to_gpu = torch.device(device).type == "cuda"
+
+        def move(tensor: Tensor) -> Tensor:
+            waitless = to_gpu and tensor.is_pinned() if non_blocking is None else non_blocking
+            return tensor.to(device, non_blocking=waitless)
+
+        return self._map(move)
 
     def pin_memory(self) -> "ViewPairs":
         """The batch in page-locked memory; called by the loader."""
@@ -95,10 +108,20 @@ class ViewPairs:
         return replace(self, **{name: function(getattr(self, name)) for name in tensors})
 
 
+@dataclass(frozen=True)
+class _Draws:
+    """What is drawn for one image beside its crops."""
+
+    photometric: Photometric
+    initial_tokens: Int[Tensor, " k"]
+    drop_path_noise: Float[Tensor, "2 sites"]
+
+
 class ViewPairDataset(Dataset[ViewPairs]):
     """View pairs of an image collection, asked for by (epoch, image).
 
-    An unreadable image is replaced by another one drawn in its place, and reported with the batch.
+    An unreadable image is replaced by another one drawn in its place, and reported with the batch. A source that
+    can (see `ReducingSource`) decodes an image reduced by as much as its two crops allow (`largest_reduction`).
 
     Args:
         source: the images.
@@ -125,6 +148,7 @@ class ViewPairDataset(Dataset[ViewPairs]):
         self.num_objects = num_objects
         self.drop_path_sites = drop_path_sites
         self.seed = seed
+        self._reducing = source if isinstance(source, ReducingSource) else None
 
     def __len__(self) -> int:
         return len(self.source)
@@ -135,10 +159,58 @@ class ViewPairDataset(Dataset[ViewPairs]):
         Raises:
             DataError: neither the image nor any of a hundred drawn in its place can be read.
         """
-        epoch, wanted = key
-        index, image, unreadable = self._load(epoch, wanted)
+        return self.__getitems__([key])
+
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> ViewPairs:
+        """The view pairs of several images, as one batch; what a loader asks for.
+
+        Raises:
+            DataError: as for one.
+        """
+        size = self.recipe.size
+        views = torch.empty((len(keys), 2, 3, size, size), dtype=torch.uint8)
+        unreadable: list[Unreadable] = []
+        images, crops, draws = [], [], []
+        for key, pair in zip(keys, views, strict=True):
+            index, cut, drawn = self._readable(*key, pair, unreadable)
+            images.append(index)
+            crops.append(cut)
+            draws.append(drawn)
+        boxes, flips = torch.stack([c.boxes for c in crops]), torch.stack([c.flips for c in crops])
+        return ViewPairs(
+            views=views,
+            coordinates=patch_coordinates(boxes, flips, self.grid),
+            initial_tokens=torch.stack([drawn.initial_tokens for drawn in draws]),
+            drop_path_noise=torch.stack([drawn.drop_path_noise for drawn in draws]),
+            images=torch.tensor(images),
+            photometric=Photometric.cat([drawn.photometric for drawn in draws]),
+            unreadable=unreadable,
+        )
+
+    def _readable(
+        self, epoch: int, wanted: int, pair: UInt8[Tensor, "2 3 s s"], unreadable: list[Unreadable]
+    ) -> tuple[int, Crops, _Draws]:
+        """The image itself, or the first one drawn in its place that can be read."""
+        before = len(unreadable)
+        replacement = keyed_generator(self.seed, _REPLACEMENT, epoch, wanted)
+        index = wanted
+        for _ in range(_REPLACEMENT_ATTEMPTS):
+            try:
+                return index, *self._cut(epoch, index, pair)
+            except UnreadableImage as error:
+                unreadable.append(Unreadable(self.source.name(index), error.reason))
+                index = int(torch.randint(len(self.source), (1,), generator=replacement))
+        raise DataError(
+            f"{self.source.name(wanted)}: {unreadable[before].reason}; nor could any of {_REPLACEMENT_ATTEMPTS - 1} "
+            "others drawn in its place be read"
+        )
+
+    def _cut(self, epoch: int, index: int, pair: UInt8[Tensor, "2 3 s s"]) -> tuple[Crops, _Draws]:
+        """Write both views of an image to `pair`; what was cut, in pixels of the whole image, and all other draws."""
         generator = keyed_generator(self.seed, _VIEWS, epoch, index)
-        crops = sample_crops(image.shape[1], image.shape[2], self.recipe, generator=generator)
+        image, reduction, crops = self._load(index, generator)
+        inside = reduced_crops(crops, reduction)
+        pair.copy_(cut_views(image, inside, self.recipe.size))
         photometric = sample_photometric(self.recipe, generator=generator)
         tokens = 2 * self.grid[0] * self.grid[1]
         initial = (
@@ -146,30 +218,23 @@ class ViewPairDataset(Dataset[ViewPairs]):
             if self.num_objects
             else torch.zeros(0, dtype=torch.long)
         )
-        return ViewPairs(
-            views=cut_views(image, crops, self.recipe.size)[None],
-            coordinates=patch_coordinates(crops.boxes, crops.flips, self.grid)[None],
-            initial_tokens=initial[None],
-            drop_path_noise=torch.rand((1, 2, self.drop_path_sites), generator=generator),
-            images=torch.tensor([index]),
-            photometric=photometric,
-            unreadable=unreadable,
-        )
+        noise = torch.rand((2, self.drop_path_sites), generator=generator)
+        return Crops(inside.boxes * reduction, inside.flips), _Draws(photometric, initial, noise)
 
-    def _load(self, epoch: int, wanted: int) -> tuple[int, UInt8[Tensor, "3 h w"], list[Unreadable]]:
-        unreadable: list[Unreadable] = []
-        generator = keyed_generator(self.seed, _REPLACEMENT, epoch, wanted)
-        index = wanted
-        for _ in range(_REPLACEMENT_ATTEMPTS):
-            try:
-                return index, self.source.load(index), unreadable
-            except UnreadableImage as error:
-                unreadable.append(Unreadable(self.source.name(index), error.reason))
-                index = int(torch.randint(len(self.source), (1,), generator=generator))
-        raise DataError(
-            f"{self.source.name(wanted)}: {unreadable[0].reason}; nor could any of {_REPLACEMENT_ATTEMPTS - 1} others "
-            "drawn in its place be read"
-        )
+    def _load(self, index: int, generator: torch.Generator) -> tuple[UInt8[Tensor, "3 h w"], int, Crops]:
+        """An image, by how much it is reduced, and the crops of the whole one, which say by how much it may be."""
+        recipe = self.recipe
+        if self._reducing is None:
+            image = self.source.load(index)
+            return image, 1, sample_crops(image.shape[1], image.shape[2], recipe, generator=generator)
+        drawn: list[Crops] = []
+
+        def reduction(height: int, width: int) -> int:
+            drawn.append(sample_crops(height, width, recipe, generator=generator))
+            return largest_reduction(drawn[0], recipe.size)
+
+        image, reduced = self._reducing.load_reduced(index, reduction)
+        return image, reduced, drawn[0]
 
 
 def collate(samples: list[ViewPairs]) -> ViewPairs:
@@ -245,6 +310,10 @@ class StepBatchSampler(Sampler[list[tuple[int, int]]]):
             yield [(epoch, image) for image in order[start : start + share]]
 
 
+def _as_it_is(batch: Any) -> Any:
+    return batch  # the data set makes whole batches
+
+
 def pair_loader(
     dataset: ViewPairDataset, sampler: StepBatchSampler, *, workers: int, pin_memory: bool
 ) -> DataLoader[ViewPairs]:
@@ -253,7 +322,7 @@ def pair_loader(
         dataset,
         batch_sampler=sampler,
         num_workers=workers,
-        collate_fn=collate,
+        collate_fn=_as_it_is,
         pin_memory=pin_memory,
         persistent_workers=workers > 0,
         prefetch_factor=4 if workers else None,

@@ -1,7 +1,7 @@
 """One image file to one RGB tensor, or one error that says what is wrong with the file."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -61,11 +61,43 @@ def read_image(path: str | os.PathLike[str], *, max_pixels: int = MAX_PIXELS) ->
     # Pillow alone, although torchvision.io decodes a JPEG about 20 % faster: that module is deprecated since
     # torchvision 0.29, which announces its removal.
     with open_header(path, max_pixels=max_pixels) as image:
-        image.load()
-        rgb = _to_rgb(image)
-        turn = _UPRIGHT.get(_orientation(image))
-        pixels = np.array(rgb if turn is None else rgb.transpose(turn))
-    return torch.from_numpy(pixels).permute(2, 0, 1)
+        return _decode(image)
+
+
+def read_reduced(
+    path: str | os.PathLike[str], reduction: Callable[[int, int], int], *, max_pixels: int = MAX_PIXELS
+) -> tuple[UInt8[Tensor, "3 h w"], int]:
+    """Reads an image as `read_image` does, reduced while it is decoded if it is a JPEG.
+
+    `reduction` is called once, with the height and width of the whole image, upright, and says by how much the
+    image may be reduced: 8, 4 or 2; another number leaves it whole. Each pixel of the result then stands for a
+    square of the whole image with sides of that many pixels, the first for the one in its upper left corner; those
+    of the last row and column may reach over its edge. The decoder leaves out the high frequencies of each block of
+    8 x 8 pixels, which saves much of its arithmetic; it still reads the whole file, and finds what is broken.
+
+    Returns the tensor and by how much it is reduced. That is 1 for formats other than JPEG, for sides of fewer
+    pixels than the reduction's square, and for a JPEG that EXIF turns although the reduction does not divide its
+    sides, since the squares would then begin outside.
+
+    Raises UnreadableImage as `read_image` does.
+
+    >>> pixels, reduction = read_reduced("street.jpg", lambda height, width: 2)  # doctest: +SKIP
+    >>> pixels.shape, reduction  # doctest: +SKIP
+    (torch.Size([3, 180, 240]), 2)
+    """
+    with open_header(path, max_pixels=max_pixels) as image:
+        if image.format not in ("JPEG", "MPO"):
+            pixels = _decode(image)
+            reduction(pixels.shape[1], pixels.shape[2])
+            return pixels, 1
+        width, height = image.size
+        orientation = _orientation(image)
+        asked = reduction(*((width, height) if orientation >= 5 else (height, width)))
+        whole = asked not in (2, 4, 8) or min(width, height) < asked**2
+        outside = orientation in _UPRIGHT and (width % asked or height % asked)
+        if whole or outside or image.draft(None, (width // asked, height // asked)) is None:
+            return _decode(image), 1
+        return _decode(image), asked
 
 
 def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
@@ -109,6 +141,13 @@ def open_header(path: str | os.PathLike[str], *, max_pixels: int = MAX_PIXELS) -
         raise UnreadableImage(path, "no such file") from error
     except Exception as error:  # decoders meet broken bytes with anything: OSError, SyntaxError, struct.error, ...
         raise UnreadableImage(path, str(error) or type(error).__name__) from error
+
+
+def _decode(image: Image.Image) -> UInt8[Tensor, "3 h w"]:
+    image.load()
+    rgb = _to_rgb(image)
+    turn = _UPRIGHT.get(_orientation(image))
+    return torch.from_numpy(np.array(rgb if turn is None else rgb.transpose(turn))).permute(2, 0, 1)
 
 
 def _orientation(image: Image.Image) -> int:

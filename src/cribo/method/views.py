@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
@@ -18,7 +19,8 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as in PIL and torchvision
-_HUE = 3  # the operation of the jitter that is not affine in the pixel's colour
+# The operations of the jitter; all but the hue's are affine in a pixel's colour.
+_BRIGHTNESS, _CONTRAST, _SATURATION, _HUE = range(4)
 _CROP_ATTEMPTS = 10
 
 
@@ -129,20 +131,54 @@ def sample_crops(height: int, width: int, recipe: ViewRecipe, *, generator: torc
 
 def cut_views(image: UInt8[Tensor, "3 h w"], crops: Crops, size: int) -> UInt8[Tensor, "2 3 s s"]:
     """Cut both views out of an image: crop, bicubic resize (antialiased), flip; 8 bits a channel."""
+    # A crop that keeps its image's strides has no layout that the resize knows: it would unpack it channel by channel.
+    layout = torch.channels_last if image.stride(0) == 1 else torch.contiguous_format
     views = []
     for (top, left, height, width), flip in zip(crops.boxes.tolist(), crops.flips.tolist(), strict=True):
-        view = TF.resized_crop(
-            image,
-            top,
-            left,
-            height,
-            width,
-            [size, size],
-            interpolation=InterpolationMode.BICUBIC,
-            antialias=True,
-        )
+        crop = image[None, :, top : top + height, left : left + width].contiguous(memory_format=layout)
+        view = TF.resize(crop, [size, size], interpolation=InterpolationMode.BICUBIC, antialias=True)
         views.append(view.flip(-1) if flip else view)
-    return torch.stack(views)
+    return torch.cat(views)
+
+
+REDUCTIONS = (8, 4, 2)
+"""By how much a JPEG can be reduced while it is decoded; `largest_reduction` chooses."""
+
+
+def largest_reduction(crops: Crops, size: int) -> int:
+    """By how much an image may be reduced before its views are cut: 8, 4, 2, or 1 for not at all.
+
+    The largest by which each crop still has at least `size` pixels along both sides, so that no view is
+    enlarged from fewer pixels than it would have been.
+
+    Example:
+        >>> crops = Crops(torch.tensor([[0, 0, 900, 1000], [0, 0, 1500, 2000]]), torch.tensor([False, True]))
+        >>> largest_reduction(crops, 224), largest_reduction(crops, 256)
+        (4, 2)
+    """
+    for reduction in REDUCTIONS:
+        if int(reduced_crops(crops, reduction).boxes[:, 2:].min()) >= size:
+            return reduction
+    return 1
+
+
+def reduced_crops(crops: Crops, reduction: int) -> Crops:
+    """The crops in pixels of the image reduced: of each, the reduced pixels that lie inside it whole.
+
+    Their boxes times `reduction` are what is cut, exactly, in pixels of the source image: from these come the
+    patches' coordinates. Each side moves inwards, by less than one reduced pixel.
+
+    Example:
+        >>> crops = Crops(torch.tensor([[3, 10, 902, 1000], [0, 0, 1500, 2000]]), torch.tensor([False, True]))
+        >>> reduced_crops(crops, 4).boxes.tolist()
+        [[1, 3, 225, 249], [0, 0, 375, 500]]
+    """
+    if reduction == 1:
+        return crops
+    top_left, height_width = crops.boxes.split(2, dim=-1)
+    first = (top_left + reduction - 1) // reduction
+    end = (top_left + height_width) // reduction
+    return Crops(torch.cat((first, end - first), dim=-1), crops.flips)
 
 
 def patch_coordinates(
@@ -219,23 +255,26 @@ def sample_photometric(recipe: ViewRecipe, *, generator: torch.Generator) -> Pho
         >>> sample_photometric(ViewRecipe(), generator=torch.Generator().manual_seed(0)).sigma.shape
         torch.Size([2])
     """
-    u = torch.rand((10, 2), dtype=torch.float64, generator=generator)
+    # Plain numbers: on tensors of two numbers the same arithmetic takes several times as long.
+    u = torch.rand((10, 2), dtype=torch.float64, generator=generator).tolist()
     order = torch.stack([torch.randperm(4, generator=generator) for _ in range(2)])
-    jitter = u[0] < recipe.jitter
+    jitter = [draw < recipe.jitter for draw in u[0]]
 
-    def factor(draw: Tensor, strength: float) -> Tensor:
-        return torch.where(jitter, 1 + strength * (2 * draw - 1), 1.0).float()
+    def drawn(draws: list[float], strength: float, neutral: float) -> Tensor:
+        pairs = zip(draws, jitter, strict=True)
+        return torch.tensor([neutral + strength * (2 * draw - 1) if on else neutral for draw, on in pairs])
 
     low, high = recipe.blur_sigma
+    blur = [draw < probability for draw, probability in zip(u[6], recipe.blur, strict=True)]
     return Photometric(
-        brightness=factor(u[1], recipe.brightness),
-        contrast=factor(u[2], recipe.contrast),
-        saturation=factor(u[3], recipe.saturation),
-        hue=torch.where(jitter, recipe.hue * (2 * u[4] - 1), 0.0).float(),
+        brightness=drawn(u[1], recipe.brightness, 1.0),
+        contrast=drawn(u[2], recipe.contrast, 1.0),
+        saturation=drawn(u[3], recipe.saturation, 1.0),
+        hue=drawn(u[4], recipe.hue, 0.0),
         order=order,
-        greyscale=u[5] < recipe.greyscale,
-        sigma=torch.where(u[6] < torch.tensor(recipe.blur), low + u[7] * (high - low), 0.0).float(),
-        solarise=u[8] < torch.tensor(recipe.solarise),
+        greyscale=torch.tensor([draw < recipe.greyscale for draw in u[5]]),
+        sigma=torch.tensor([low + x * (high - low) if on else 0.0 for x, on in zip(u[7], blur, strict=True)]),
+        solarise=torch.tensor([draw < probability for draw, probability in zip(u[8], recipe.solarise, strict=True)]),
     )
 
 
@@ -250,22 +289,22 @@ def apply_photometric(
 ) -> Float[Tensor, "n 3 h w"]:
     """Jitter, greyscale, blur, solarise and normalise a batch of views on its device.
 
+    On the CPU one view at a time, which then stays in the cache, and with the operations that this view needs
+    alone; elsewhere in batches, without waiting for the device. The two differ by rounding.
+
     Example:
         >>> recipe, generator = ViewRecipe(size=32), torch.Generator().manual_seed(0)
         >>> views = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
         >>> apply_photometric(views, sample_photometric(recipe, generator=generator)).shape
         torch.Size([2, 3, 32, 32])
     """
-    device = views.device
-    with torch.autocast(device.type, enabled=False):
-        x = views.float().div_(255)
-        x = _jitter(x, photometric)
-        if (blurred := photometric.sigma.nonzero().flatten()).numel():
-            x[blurred.to(device)] = _gaussian_blur(x[blurred.to(device)], photometric.sigma[blurred])
-        if (solarised := photometric.solarise.nonzero().flatten().to(device)).numel():
-            bright = x[solarised]
-            x[solarised] = torch.where(bright >= solarise_threshold / 255, 1 - bright, bright)
-    return normalise(x, mean=mean, std=std)
+    threshold = solarise_threshold / 255
+    with torch.autocast(views.device.type, enabled=False):
+        if views.device.type == "cpu":
+            x = _augment_one_by_one(views, photometric, threshold)
+        else:
+            x = _augment_together(views, photometric, threshold)
+        return x.sub_(_channels(mean, x)).div_(_channels(std, x))
 
 
 def normalise(
@@ -275,7 +314,7 @@ def normalise(
     std: Sequence[float] = IMAGENET_STD,
 ) -> Float[Tensor, "n 3 h w"]:
     """Subtract the channels' mean and divide by their standard deviation; images in 0-1."""
-    return (images - images.new_tensor(mean)[:, None, None]) / images.new_tensor(std)[:, None, None]
+    return (images - _channels(mean, images)) / _channels(std, images)
 
 
 def _crop_size(height: int, width: int, recipe: ViewRecipe, draws: list[float]) -> tuple[int, int] | None:
@@ -296,76 +335,179 @@ def _central_crop(height: int, width: int, recipe: ViewRecipe) -> tuple[int, int
     return (height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width
 
 
-def _jitter(x: Float[Tensor, "n 3 h w"], photometric: Photometric) -> Float[Tensor, "n 3 h w"]:
-    """The four operations of the jitter in each view's own order, then greyscale.
+def _channels(values: Sequence[float], like: Tensor) -> Float[Tensor, "3 1 1"]:
+    return _send(torch.tensor(values, dtype=like.dtype), like.device)[:, None, None]
+
+
+def _send(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host's tensor on the device; a GPU copies it from page-locked memory, so that nobody waits for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+# ------------------------------------------------------------------------------------------- one view at a time
+
+
+def _augment_one_by_one(
+    views: UInt8[Tensor, "n 3 h w"], photometric: Photometric, threshold: float
+) -> Float[Tensor, "n 3 h w"]:
+    brightness, contrast, saturation = (
+        values.tolist() for values in (photometric.brightness, photometric.contrast, photometric.saturation)
+    )
+    hue, order, sigma = photometric.hue.tolist(), photometric.order.tolist(), photometric.sigma.tolist()
+    greyscale, solarise = photometric.greyscale.tolist(), photometric.solarise.tolist()
+    augmented = torch.empty(views.shape, dtype=torch.float32)
+    for row, x in enumerate(augmented):
+        torch.div(views[row], 255, out=x)
+        for operation in order[row]:
+            if operation == _BRIGHTNESS and brightness[row] != 1:
+                x.mul_(brightness[row]).clamp_(0, 1)
+            elif operation == _CONTRAST and contrast[row] != 1:
+                mean = sum(share * value for share, value in zip(_LUMA, x.mean(dim=(1, 2)).tolist(), strict=True))
+                x.mul_(contrast[row]).add_((1 - contrast[row]) * mean).clamp_(0, 1)
+            elif operation == _SATURATION and saturation[row] != 1:
+                x.lerp_(_grey(x).expand_as(x), 1 - saturation[row]).clamp_(0, 1)
+            elif operation == _HUE and hue[row] != 0:
+                _shift_hue(x, hue[row])
+        if greyscale[row]:
+            x.copy_(_grey(x).expand_as(x))
+        if sigma[row] > 0:
+            _blur(x, sigma[row])
+        if solarise[row]:
+            torch.where(x >= threshold, 1 - x, x, out=x)
+    return augmented
+
+
+def _grey(x: Float[Tensor, "3 h w"]) -> Float[Tensor, "1 h w"]:
+    return (_LUMA[0] * x[:1]).add_(x[1:2], alpha=_LUMA[1]).add_(x[2:], alpha=_LUMA[2])
+
+
+def _blur(x: Float[Tensor, "3 h w"], sigma: float) -> None:
+    """Gaussian blur in place, with mirrored borders: sums of shifted rows, then of shifted columns."""
+    weights = _kernel(sigma)
+    # The other side of a line of pixels is as far as a mirror shows.
+    down, across = (min(len(weights), length) - 1 for length in x.shape[1:])
+    padded = F.pad(x, (across, across, down, down), mode="reflect")
+    rows = _sum_of_shifted(padded, weights[: down + 1], dim=1, length=x.shape[1])
+    x.copy_(_sum_of_shifted(rows, weights[: across + 1], dim=2, length=x.shape[2]))
+
+
+def _kernel(sigma: float) -> list[float]:
+    """Weights of a Gaussian at distances 0, 1, ... up to three standard deviations, not normalised."""
+    return [math.exp(-0.5 * (step / sigma) ** 2) for step in range(math.ceil(3 * sigma) + 1)]
+
+
+def _sum_of_shifted(x: Tensor, weights: list[float], *, dim: int, length: int) -> Tensor:
+    """Weighted mean of the parts of `length` along `dim`, the weights being those of the distance from its middle."""
+    radius = len(weights) - 1
+    total = weights[0] + 2 * sum(weights[1:])
+    mean = x.narrow(dim, radius, length) * (weights[0] / total)
+    for step in range(1, radius + 1):
+        share = weights[step] / total
+        mean.add_(x.narrow(dim, radius - step, length), alpha=share)
+        mean.add_(x.narrow(dim, radius + step, length), alpha=share)
+    return mean
+
+
+# --------------------------------------------------------------------------------------------- all views at once
+
+
+def _augment_together(
+    views: UInt8[Tensor, "n 3 h w"], photometric: Photometric, threshold: float
+) -> Float[Tensor, "n 3 h w"]:
+    device = views.device
+    x = views / 255
+    _jitter(x.flatten(2), photometric)
+    if (blurred := photometric.sigma.nonzero().flatten()).numel():
+        rows = _send(blurred, device)
+        x.index_copy_(0, rows, _blur_by_matrices(x.index_select(0, rows), _send(photometric.sigma[blurred], device)))
+    if (solarised := photometric.solarise.nonzero().flatten()).numel():
+        rows = _send(solarised, device)
+        bright = x.index_select(0, rows)
+        x.index_copy_(0, rows, torch.where(bright >= threshold, 1 - bright, bright))
+    return x
+
+
+def _jitter(pixels: Float[Tensor, "n 3 p"], photometric: Photometric) -> None:
+    """The four operations of the jitter in place, in each view's own order, then greyscale.
 
     Brightness, contrast and saturation are affine in a pixel's colour, so whichever a view has in a place of
     its order is one 3 x 3 matrix: one product serves the batch. Values are clipped after every operation.
     """
-    n, _, height, width = x.shape
-    device = x.device
-    luma = torch.tensor(_LUMA)
+    device = pixels.device
+    matrices, shares, to_grey = (_send(tensor, device) for tensor in _jitter_matrices(photometric))
+    luma = _send(torch.tensor(_LUMA), device)
+    for place in range(4):
+        # Contrast moves towards the mean grey level of the view; the other operations add nothing.
+        offset = shares[:, place] * (pixels.mean(dim=2) @ luma)
+        pixels.copy_(torch.baddbmm(offset[:, None, None], matrices[:, place], pixels).clamp_(0, 1))
+        turned = ((photometric.order[:, place] == _HUE) & (photometric.hue != 0)).nonzero().flatten()
+        if turned.numel():
+            rows = _send(turned, device)
+            some = pixels.index_select(0, rows)
+            _shift_hue(some[..., None], _send(photometric.hue[turned], device)[:, None, None])
+            pixels.index_copy_(0, rows, some)
+    pixels.copy_(torch.bmm(to_grey, pixels))
+
+
+def _jitter_matrices(
+    photometric: Photometric,
+) -> tuple[Float[Tensor, "n 4 3 3"], Float[Tensor, "n 4"], Float[Tensor, "n 3 3"]]:
+    """For each place of a view's order its matrix and its share of the mean grey level; then the greyscale's matrix."""
+    n = photometric.order.shape[0]
     identity = torch.eye(3).expand(n, 3, 3)
-    to_grey = luma.expand(3, 3)
+    to_grey = torch.tensor(_LUMA).expand(3, 3)
     brightness = photometric.brightness[:, None, None] * identity
     contrast = photometric.contrast[:, None, None] * identity
     saturation = photometric.saturation[:, None, None] * (identity - to_grey) + to_grey
     choices = torch.stack((brightness, contrast, saturation, identity), dim=1)
-    grey_matrix = torch.where(photometric.greyscale[:, None, None], to_grey, identity).to(device)
-    luma_device = luma.to(device)
-    pixels = x.flatten(2)
-    for place in range(4):
-        operation = photometric.order[:, place]
-        matrix = choices[torch.arange(n), operation].to(device)
-        # Contrast moves towards the mean grey level of the view; the other operations add nothing.
-        share = torch.where(operation == 1, 1 - photometric.contrast, 0.0).to(device)
-        offset = share * (pixels.mean(dim=2) @ luma_device)
-        pixels = torch.baddbmm(offset[:, None, None], matrix, pixels).clamp_(0, 1)
-        turned = ((operation == _HUE) & (photometric.hue != 0)).nonzero().flatten()
-        if turned.numel():
-            rows = turned.to(device)
-            pixels[rows] = _shift_hue(pixels[rows], photometric.hue[turned].to(device))
-    return torch.bmm(grey_matrix, pixels).view(n, 3, height, width)
+    matrices = choices[torch.arange(n)[:, None], photometric.order]
+    shares = torch.where(photometric.order == _CONTRAST, 1 - photometric.contrast[:, None], 0.0)
+    return matrices, shares, torch.where(photometric.greyscale[:, None, None], to_grey, identity)
 
 
-def _shift_hue(pixels: Float[Tensor, "n 3 p"], turns: Float[Tensor, " n"]) -> Float[Tensor, "n 3 p"]:
-    """Rotate the hue of the HSV model, keeping saturation and value."""
-    value = pixels.amax(dim=1)
-    chroma = value - pixels.amin(dim=1)
-    red, green, blue = pixels.unbind(dim=1)
-    scale = chroma.clamp_min(1e-8).reciprocal_()
-    sector = torch.where(
-        value == red,
-        (green - blue) * scale,
-        torch.where(value == green, (blue - red) * scale + 2, (red - green) * scale + 4),
-    )
-    sector += 6 * turns[:, None]
-    offsets = torch.tensor((5.0, 3.0, 1.0), device=pixels.device)[:, None]
-    distance = (sector[:, None] + offsets).remainder_(6)
-    ramp = torch.minimum(distance, 4 - distance).clamp_(0, 1)
-    return value[:, None] - chroma[:, None] * ramp
-
-
-def _gaussian_blur(x: Float[Tensor, "n 3 h w"], sigma: Float[Tensor, " n"]) -> Float[Tensor, "n 3 h w"]:
+def _blur_by_matrices(x: Float[Tensor, "n 3 h w"], sigma: Float[Tensor, " n"]) -> Float[Tensor, "n 3 h w"]:
     """Separable blur as two batched matrix products, with mirrored borders inside the matrices."""
     n, _, height, width = x.shape
-    along_width = _blur_matrix(width, sigma).to(x.device)
-    along_height = along_width if height == width else _blur_matrix(height, sigma).to(x.device)
+    along_width = _blur_matrix(width, sigma)
+    along_height = along_width if height == width else _blur_matrix(height, sigma)
     x = torch.bmm(x.reshape(n, 3 * height, width), along_width.mT).view(n, 3, height, width)
     return torch.matmul(along_height[:, None], x)
 
 
 def _blur_matrix(length: int, sigma: Float[Tensor, " n"]) -> Float[Tensor, "n l l"]:
     """Row i holds the weights with which the pixels of a line make up its blurred pixel i."""
-    radius = min(math.ceil(3 * float(sigma.max())), length - 1)
-    steps = torch.arange(-radius, radius + 1)
-    weights = torch.exp(-0.5 * (steps / sigma[:, None]) ** 2)
-    # Each view's own reach: the largest of the batch must not lengthen another view's kernel.
-    weights = weights.masked_fill(steps.abs() > (3 * sigma[:, None]).ceil(), 0)
-    weights = weights / weights.sum(dim=1, keepdim=True)
-    source = torch.arange(length)[:, None] + steps
-    source = torch.where(source < 0, -source, source)
-    source = torch.where(source >= length, 2 * (length - 1) - source, source)
-    matrix = torch.zeros(sigma.shape[0], length, length)
-    index = source.expand(sigma.shape[0], -1, -1)
-    return matrix.scatter_add_(2, index, weights[:, None].expand(-1, length, -1).contiguous())
+    place = torch.arange(length, device=sigma.device)
+    sigma = sigma[:, None, None]
+    # Each view's own reach, and no farther than a mirror shows.
+    reach = (3 * sigma).ceil().clamp_max(length - 1)
+
+    def weights(distance: Int[Tensor, "l l"]) -> Tensor:
+        return (-0.5 * (distance / sigma) ** 2).exp_().masked_fill_(distance > reach, 0)
+
+    matrix = weights((place[:, None] - place).abs())
+    # The mirrored line on either side; the outermost pixels themselves are not seen twice.
+    matrix[..., 1:] += weights(place[:, None] + place)[..., 1:]
+    matrix[..., :-1] += weights(2 * (length - 1) - place[:, None] - place)[..., :-1]
+    return matrix / matrix.sum(dim=2, keepdim=True)
+
+
+# --------------------------------------------------------------------------------------------------------- both
+
+
+def _shift_hue(x: Float[Tensor, "*n 3 h w"], turns: float | Float[Tensor, "n 1 1"]) -> None:
+    """Rotate the hue of the HSV model in place, keeping saturation and value.
+
+    With the hue h in turns from red, 6 |h| = 1 + (green + blue - red - lowest) / chroma, whichever channel is the
+    highest, and h has the sign of green - blue. No case is told apart, so no memory is spent on choosing.
+    """
+    red, green, blue = x.unbind(dim=-3)
+    lowest = torch.minimum(red, green).minimum(blue)
+    chroma = torch.maximum(red, green).maximum(blue).sub_(lowest)
+    hue = (green + blue).sub_(red).sub_(lowest).div_(chroma.clamp_min(1e-8)).add_(1).mul_(1 / 6)
+    hue = hue.copysign_(green - blue).add_(turns)
+    peaks = torch.linspace(0, 2 / 3, 3, device=x.device)[:, None, None]
+    # A channel is high within a sixth of a turn of its own hue, low beyond a third, and falls in between.
+    distance = hue.unsqueeze(-3) - peaks
+    distance.sub_(distance.round()).abs_()
+    height = distance.mul_(-6).add_(2).clamp_(0, 1)
+    x.copy_(torch.addcmul(lowest.unsqueeze(-3), chroma.unsqueeze(-3), height))
