@@ -1,14 +1,21 @@
 """Self-distillation: centring, the prototype loss, and the paper's three losses (section 3.2.3)."""
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch._C._autograd import _get_current_graph_task_keep_graph
+from torch.autograd.function import once_differentiable
 
-BLOCK_LOGITS = 2**24
-"""Logits held at once by default: 64 MiB in float32."""
+from cribo.method.kernels import Accelerated
+from cribo.method.products import by_onednn, product
+
+BLOCK_LOGITS = {"cpu": 2**22, "cuda": 2**24}
+"""Logits held at once by default: 16 MiB in float32, near a processor's caches; 64 MiB, enough to fill a GPU."""
 
 
 @dataclass(frozen=True)
@@ -18,14 +25,14 @@ class SelfDistillation:
     Attributes:
         student_prototypes: (L, E) weight of the student's last layer, with its gradient.
         teacher_prototypes: (L, E) weight of the teacher's.
-        centre: (L,) what is subtracted from the teacher's logits.
+        centre: (L,) what is subtracted from the teacher's logits; (C, L) where it differs between groups of rows.
         student_temperature: tau_s.
         teacher_temperature: tau_t.
     """
 
     student_prototypes: Float[Tensor, "l e"]
     teacher_prototypes: Float[Tensor, "l e"]
-    centre: Float[Tensor, " l"]
+    centre: Float[Tensor, "*groups l"]
     student_temperature: float
     teacher_temperature: float
 
@@ -35,18 +42,91 @@ class SelfDistillation:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
 
 
+@dataclass(frozen=True)
+class Targets:
+    """What one loss compares: teacher embeddings, and the student's row that is to predict each.
+
+    Attributes:
+        embeddings: (T, E) of the teacher. One that several rows predict is given once for each.
+        rows: (T,) on the host: the student's row. Rows may be missing, and repeated.
+        weights: (T,) what each pair counts in the sum that the loss is.
+        groups: (T,) on the host: which row of the level's centres is subtracted, where there are several.
+    """
+
+    embeddings: Float[Tensor, "t e"]
+    rows: Int[Tensor, " t"]
+    weights: Float[Tensor, " t"]
+    groups: Int[Tensor, " t"] | None = None
+
+    def __post_init__(self) -> None:
+        lengths = [len(part) for part in (self.embeddings, self.rows, self.weights)]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"targets need as many rows and weights as embeddings, got {lengths}")
+
+
+def prototype_losses(
+    student: Float[Tensor, "r e"],
+    targets: Sequence[Targets],
+    distillation: SelfDistillation,
+    *,
+    block_logits: int | None = None,
+) -> Float[Tensor, " losses"]:
+    """Weighted sums of cross-entropies H(p_teacher, p_student), any number of them of the same student rows.
+
+    Teacher probabilities are softmax((logits - centre) / tau_t), the student's log-softmax(logits / tau_s).
+    A row's logits and its two gradient products are taken once, for all targets that it has; a row without any costs
+    nothing. Rows are visited in blocks and the gradient is taken on the way, so that no more than `block_logits` logits
+    of a kind are alive, forward and backward, however many rows there are. Equal to the plain formula.
+
+    The gradient is that of the sum of the losses: `losses.sum().backward()`. One that is to count more gets larger
+    weights in its `Targets`; multiplying the results by different factors is refused at backward.
+
+    Args:
+        student: (R, E) embeddings that the gradient flows to.
+        targets: one for each loss.
+        distillation: the level's prototypes, centre and temperatures.
+        block_logits: memory bound, in numbers; by default what suits the device (`BLOCK_LOGITS`). A single row and its
+            targets always fit.
+
+    Returns:
+        (losses,) float32; 0, still attached to the graph, where there are no rows.
+
+    Raises:
+        ValueError: a row that the student does not have.
+        RuntimeError: at backward, gradients that differ between the losses.
+
+    Source: paper equations of p and H; METHOD section 4.
+
+    Example:
+        >>> prototypes = torch.randn(32, 8, requires_grad=True)
+        >>> level = SelfDistillation(prototypes, prototypes.detach(), torch.zeros(32), 0.1, 0.04)
+        >>> views = Targets(torch.randn(5, 8), torch.arange(5), torch.full((5,), 1 / 5))
+        >>> neighbours = Targets(torch.randn(2, 8), torch.tensor([0, 3]), torch.full((2,), 1 / 2))
+        >>> losses = prototype_losses(torch.randn(5, 8), [views, neighbours], level)
+        >>> losses.sum().backward()
+        >>> losses.shape
+        torch.Size([2])
+    """
+    pairs = _Pairs.of(targets, len(student), distillation.centre)
+    losses = _PrototypeLosses.apply(
+        student.float() / distillation.student_temperature,
+        distillation.student_prototypes.float(),
+        pairs.scaled(1 / distillation.teacher_temperature),
+        distillation.teacher_prototypes.detach().float(),
+        _block_rows(block_logits, distillation.student_prototypes),
+    )
+    assert isinstance(losses, Tensor)
+    return losses
+
+
 def prototype_loss(
     student: Float[Tensor, "r e"],
     teacher: Float[Tensor, "r e"],
     distillation: SelfDistillation,
     *,
-    block_logits: int = BLOCK_LOGITS,
+    block_logits: int | None = None,
 ) -> Float[Tensor, ""]:
-    """Mean cross-entropy H(p_teacher, p_student) over rows of embeddings.
-
-    Teacher probabilities are softmax((logits - centre) / tau_t), the student's log-softmax(logits / tau_s).
-    Rows are visited in blocks and the gradient is taken on the way, so that never more than `block_logits`
-    logits of a kind are alive, forward and backward, however many rows there are. Equal to the plain formula.
+    """Mean cross-entropy H(p_teacher, p_student) over rows of embeddings: `prototype_losses` of one loss.
 
     Args:
         student: (R, E) embeddings that the gradient flows to.
@@ -69,18 +149,55 @@ def prototype_loss(
     """
     if student.shape != teacher.shape:
         raise ValueError(f"student and teacher rows differ: {tuple(student.shape)} and {tuple(teacher.shape)}")
-    loss = _PrototypeLoss.apply(
-        student.float(),
-        distillation.student_prototypes.float(),
-        teacher.detach().float(),
-        distillation.teacher_prototypes.detach().float(),
-        distillation.centre.detach().float(),
-        distillation.student_temperature,
-        distillation.teacher_temperature,
-        max(1, block_logits // distillation.student_prototypes.shape[0]),
+    rows = len(student)
+    targets = Targets(teacher, torch.arange(rows), torch.full((rows,), 1 / max(rows, 1)))
+    return prototype_losses(student, [targets], distillation, block_logits=block_logits)[0]
+
+
+def cross_view_targets(teacher: Float[Tensor, "2 r e"], group_rows: Sequence[int] | None = None) -> Targets:
+    """Each view's teacher against the other view's student, for `prototype_losses` of (2R, E) student rows.
+
+    The mean over groups of the group's own mean over both directions (the paper writes their sum).
+
+    Args:
+        teacher: (2, R, E) embeddings of both views, row-aligned.
+        group_rows: rows of each group, in order; one group without. A group without rows adds 0.
+
+    Source: paper equations of L_cv^o and L_cv^g.
+    """
+    num_rows = teacher.shape[1]
+    counts = torch.tensor([num_rows] if group_rows is None else group_rows)
+    groups = torch.arange(len(counts)).repeat_interleave(counts)
+    weights = (1 / (2 * len(counts) * counts))[groups]
+    return Targets(teacher.flip(0).flatten(0, 1), torch.arange(2 * num_rows), weights.repeat(2), groups.repeat(2))
+
+
+def cross_image_targets(
+    neighbours: tuple[Float[Tensor, "z1 e"], Float[Tensor, "z2 e"]],
+    valid: Bool[Tensor, "2 r"],
+    group_rows: Sequence[int] | None = None,
+) -> Targets:
+    """The teacher on the neighbour of view i against the student's object of the other view, for (2R, E) student rows.
+
+    The mean over groups of the mean of the group's two directions, each the mean over its own valid pairs; a direction
+    without any adds 0.
+
+    Args:
+        neighbours: for each view, the teacher's embeddings of the neighbours of its valid objects, in order.
+        valid: (2, R) on the host: which objects of each view have a valid neighbour.
+        group_rows: rows of each group, in order; one group without.
+
+    Source: paper equation of L_ci^o.
+    """
+    num_rows = valid.shape[1]
+    counts = torch.tensor([num_rows] if group_rows is None else group_rows)
+    group_of = torch.arange(len(counts)).repeat_interleave(counts)
+    chosen = [view.nonzero().flatten() for view in valid]
+    groups = [group_of[rows] for rows in chosen]
+    weights = [(1 / (2 * len(counts) * part.bincount(minlength=len(counts))))[part] for part in groups]
+    return Targets(
+        torch.cat(neighbours), torch.cat((chosen[0] + num_rows, chosen[1])), torch.cat(weights), torch.cat(groups)
     )
-    assert isinstance(loss, Tensor)
-    return loss
 
 
 def cross_view_loss(
@@ -97,7 +214,7 @@ def cross_view_loss(
 
     Source: paper equations of L_cv^o and L_cv^g.
     """
-    return prototype_loss(student.flip(0).flatten(0, 1), teacher.flatten(0, 1), distillation)
+    return prototype_losses(student.flatten(0, 1), [cross_view_targets(teacher)], distillation)[0]
 
 
 def cross_image_loss(
@@ -113,13 +230,19 @@ def cross_image_loss(
     Args:
         student: (2, R, E) embeddings of the objects of both views.
         neighbours: for each view, the teacher's embeddings of the neighbours of its valid objects, in order.
-        valid: (2, R) which objects of each view have a valid neighbour.
+        valid: (2, R) which objects of each view have a valid neighbour; read from the device if it is there.
         distillation: the object level's prototypes, centre and temperatures.
 
     Source: paper equation of L_ci^o.
     """
-    directions = [prototype_loss(student[1 - view][valid[view]], neighbours[view], distillation) for view in (0, 1)]
-    return (directions[0] + directions[1]) / 2
+    targets = cross_image_targets(neighbours, valid.cpu())
+    return prototype_losses(student.flatten(0, 1), [targets], distillation)[0]
+
+
+def _block_rows(block_logits: int | None, prototypes: Float[Tensor, "l e"]) -> int:
+    if block_logits is None:
+        block_logits = BLOCK_LOGITS.get(prototypes.device.type, BLOCK_LOGITS["cuda"])
+    return max(1, block_logits // len(prototypes))
 
 
 class Centre(nn.Module):
@@ -173,7 +296,7 @@ def sinkhorn_centre(
     *,
     temperature: float,
     iterations: int = 3,
-    block_logits: int = BLOCK_LOGITS,
+    block_logits: int | None = None,
 ) -> Float[Tensor, " l"]:
     """The centre with which the rows' probabilities spread evenly over the prototypes.
 
@@ -210,18 +333,167 @@ def sinkhorn_centre(
         shift = prototypes.new_zeros(num_prototypes)  # log of the columns' scaling
         if rows == 0:
             return shift
-        block = max(1, block_logits // num_prototypes)
         for _ in range(iterations):
             mass = torch.zeros_like(shift)
-            for part in embeddings.split(block):
-                logits = torch.addmm(shift, part, prototypes.T, alpha=1 / temperature)
-                mass += logits.softmax(dim=-1).sum(dim=0)
+            for part in (embeddings / temperature).split(_block_rows(block_logits, prototypes)):
+                logits = product(part, prototypes).add_(shift)
+                mass += torch.softmax(logits, -1, out=logits).sum(dim=0)
             shift = shift - (mass * (num_prototypes / rows)).clamp_min(1e-30).log()
         return -temperature * shift
 
 
-class _PrototypeLoss(torch.autograd.Function):
-    """Forward and backward of `prototype_loss` in one pass over blocks of rows.
+@torch.no_grad()
+def differences_plain(
+    logits: Float[Tensor, "b l"],
+    targets: Float[Tensor, "t l"],
+    rows: Int[Tensor, " t"],
+    weights: Float[Tensor, " t"],
+    centres: Float[Tensor, "c l"],
+    groups: Int[Tensor, " t"] | None,
+) -> Float[Tensor, " t"]:
+    """Cross-entropies of a block, and their gradient with respect to the student's logits, in place of them.
+
+    Args:
+        logits: (B, L) of the student, over its temperature. Holds the gradient afterwards.
+        targets: (T, L) of the teacher, over its temperature. Used up.
+        rows: (T,) which of the student's rows each target belongs to.
+        weights: (T,) of each.
+        centres: (C, L) over the teacher's temperature.
+        groups: (T,) which centre each target subtracts; None where there is one for all.
+
+    Returns:
+        (T,) weight times cross-entropy of each pair.
+    """
+    targets.sub_(centres if groups is None else centres[groups])
+    torch.softmax(targets, -1, out=targets)
+    expected = logits[rows].mul_(targets).sum(dim=-1)
+    # The largest probability is 1 / sum(exp(logits - peak)): a cheaper way to the normaliser than logsumexp.
+    peak = logits.amax(dim=-1)
+    torch.softmax(logits, -1, out=logits)
+    log_normaliser = peak - logits.amax(dim=-1).log()
+    logits.mul_(weights.new_zeros(len(logits), 1).index_add_(0, rows, weights[:, None]))
+    logits.index_add_(0, rows, targets.mul_(weights[:, None]), alpha=-1)
+    return weights * (log_normaliser[rows] - expected)
+
+
+def _fused() -> Callable[..., Tensor]:
+    from cribo.method.kernels.losses import differences
+
+    return differences
+
+
+@torch.no_grad()
+def _try(fused: Callable[..., Tensor], device: torch.device) -> None:
+    """Raise an error where the fused version disagrees with the plain one."""
+    generator = torch.Generator().manual_seed(0)
+    logits, targets, centres = (10 * torch.randn(rows, 5000, generator=generator).to(device) for rows in (3, 4, 2))
+    rows, groups = torch.tensor([0, 0, 1, 2], device=device), torch.tensor([0, 1, 1, 0], device=device)
+    weights = torch.tensor([0.5, 2.0, 1.0, 0.0], device=device)
+    for given in ((centres[:1], None), (centres, groups)):
+        results = []
+        for version in (fused, differences_plain):
+            gradient = logits.clone()
+            results.append((version(gradient, targets.clone(), rows, weights, *given), gradient))
+        torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
+
+
+differences = Accelerated("prototype loss", plain=differences_plain, fused=_fused, trial=_try)
+
+
+def add_product(total: Float[Tensor, "l e"], a: Float[Tensor, "b l"], b: Float[Tensor, "b e"]) -> None:
+    """Add a.T @ b in place.
+
+    oneDNN multiplies rows that lie in memory one after the other: a is transposed first, and the product added in parts
+    that stay in the processor's caches.
+    """
+    if not by_onednn(total, a, b):
+        total.addmm_(a.T, b)
+        return
+    transposed, columns = a.T.contiguous(), b.T.contiguous()
+    part = max(1, _ADDED // total.shape[1])
+    for own, rows in zip(total.split(part), transposed.split(part), strict=True):
+        own.add_(product(rows, columns))
+
+
+_ADDED = 2**21
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Pairs of a student's row and a teacher's embedding, of all losses, in the order of the student's rows.
+
+    Attributes:
+        teacher: (T, E) float32.
+        centres: (C, L) float32.
+        groups: (T,) which of the centres; None where there is only one.
+        weights: (T,) float32.
+        losses: (T,) which loss each counts in.
+        num_losses: how many there are.
+        rows: (U,) the student's rows that occur.
+        places: (T,) which of them each pair has.
+        offsets: U + 1 numbers, on the host: pairs before each of them, and all.
+    """
+
+    teacher: Float[Tensor, "t e"]
+    centres: Float[Tensor, "c l"]
+    groups: Int[Tensor, " t"] | None
+    weights: Float[Tensor, " t"]
+    losses: Int[Tensor, " t"]
+    num_losses: int
+    rows: Int[Tensor, " u"]
+    places: Int[Tensor, " t"]
+    offsets: list[int]
+
+    @classmethod
+    def of(cls, targets: Sequence[Targets], num_rows: int, centre: Float[Tensor, "*c l"]) -> "_Pairs":
+        """Sort the targets of all losses. The order is found on the host, and copied without waiting for the device."""
+        if not targets:
+            raise ValueError("targets must have at least one loss, got none")
+        rows = torch.cat([part.rows for part in targets])
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
+            raise ValueError(f"rows of targets must be in [0, {num_rows}), got {int(rows.min())} to {int(rows.max())}")
+        device, centres = centre.device, centre.detach().float().reshape(-1, centre.shape[-1])
+        rows, order = rows.sort(stable=True)
+        found, places, counts = rows.unique_consecutive(return_inverse=True, return_counts=True)
+        losses = torch.arange(len(targets)).repeat_interleave(torch.tensor([len(part.rows) for part in targets]))
+        groups = None
+        if len(centres) > 1:
+            groups = torch.cat([_given(part.groups) for part in targets])[order].to(device, non_blocking=True)
+        on_device = order.to(device, non_blocking=True)
+        return cls(
+            torch.cat([part.embeddings.detach().float() for part in targets])[on_device],
+            centres,
+            groups,
+            torch.cat([part.weights.to(device, torch.float32, non_blocking=True) for part in targets])[on_device],
+            losses[order].to(device, non_blocking=True),
+            len(targets),
+            found.to(device, non_blocking=True),
+            places.to(device, non_blocking=True),
+            [0, *counts.cumsum(0).tolist()],
+        )
+
+    def scaled(self, factor: float) -> "_Pairs":
+        """With teacher and centres multiplied, so that the logits come out multiplied."""
+        return replace(self, teacher=self.teacher * factor, centres=self.centres * factor)
+
+    def blocks(self, most: int) -> Iterator[tuple[slice, slice]]:
+        """Parts of `rows`, each with its pairs: no more than `most` of either, but always one row."""
+        start, rows = 0, len(self.offsets) - 1
+        while start < rows:
+            stop = bisect_right(self.offsets, self.offsets[start] + most) - 1
+            stop = max(start + 1, min(stop, start + most))
+            yield slice(start, stop), slice(self.offsets[start], self.offsets[stop])
+            start = stop
+
+
+def _given(groups: Tensor | None) -> Tensor:
+    if groups is None:
+        raise ValueError("with several centres, targets need groups: which centre each subtracts")
+    return groups
+
+
+class _PrototypeLosses(torch.autograd.Function):
+    """Forward and backward of `prototype_losses` in one pass over blocks of rows.
 
     The gradient of the cross-entropy needs the very probabilities that its value needs; taking both at once
     saves forming the logits again in backward, and leaves nothing but the gradients to keep.
@@ -232,39 +504,51 @@ class _PrototypeLoss(torch.autograd.Function):
         ctx: Any,
         student: Tensor,
         student_prototypes: Tensor,
-        teacher: Tensor,
+        pairs: _Pairs,
         teacher_prototypes: Tensor,
-        centre: Tensor,
-        student_temperature: float,
-        teacher_temperature: float,
         block_rows: int,
     ) -> Tensor:
-        rows = student.shape[0]
         needs_student, needs_prototypes = ctx.needs_input_grad[:2]
         student_gradient = torch.zeros_like(student) if needs_student else None
         prototype_gradient = torch.zeros_like(student_prototypes) if needs_prototypes else None
-        total = student.new_zeros(())
+        losses = student.new_zeros(pairs.num_losses)
+        difference = differences.on(student.device)
         with torch.autocast(student.device.type, enabled=False):
-            for start in range(0, rows, block_rows):
-                block = slice(start, start + block_rows)
-                target = torch.addmm(-centre, teacher[block], teacher_prototypes.T)
-                target = target.div_(teacher_temperature).softmax(dim=-1)
-                logits = (student[block] @ student_prototypes.T).div_(student_temperature)
-                log_normaliser = logits.logsumexp(dim=-1, keepdim=True)
-                total += log_normaliser.sum() - torch.vdot(target.flatten(), logits.flatten())
-                if student_gradient is None and prototype_gradient is None:
-                    continue
-                difference = logits.sub_(log_normaliser).exp_().sub_(target)
-                difference.div_(student_temperature * rows)
+            for rows, own in pairs.blocks(block_rows):
+                places, weights = pairs.places[own] - rows.start, pairs.weights[own]
+                learned = student[pairs.rows[rows]]
+                groups = None if pairs.groups is None else pairs.groups[own]
+                logits = product(learned, student_prototypes)
+                targets = product(pairs.teacher[own], teacher_prototypes)
+                values = difference(logits, targets, places, weights, pairs.centres, groups)
+                losses.index_add_(0, pairs.losses[own], values)
                 if student_gradient is not None:
-                    student_gradient[block] = difference @ student_prototypes
+                    student_gradient[pairs.rows[rows]] = product(logits, student_prototypes.T)
                 if prototype_gradient is not None:
-                    prototype_gradient.addmm_(difference.T, student[block])
+                    add_product(prototype_gradient, logits, learned)
         ctx.save_for_backward(student_gradient, prototype_gradient)
-        return total / max(rows, 1)
+        return losses
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        student_gradient, prototype_gradient = ctx.saved_tensors
-        scaled = [None if g is None else g * gradients[0] for g in (student_gradient, prototype_gradient)]
-        return (*scaled, None, None, None, None, None, None)
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        factor = _common(gradients[0])
+        kept = _get_current_graph_task_keep_graph()
+        scaled = [None if g is None else (g * factor if kept else g.mul_(factor)) for g in ctx.saved_tensors]
+        return (*scaled, None, None, None)
+
+
+def _common(gradients: Float[Tensor, " losses"]) -> Float[Tensor, ""]:
+    """The one gradient that comes in for all losses."""
+    message = (
+        "the losses of one prototype_losses share one gradient and must be added as they are: to let one count more, "
+        "give its Targets larger weights"
+    )
+    same = (gradients == gradients[0]).all()
+    if gradients.is_cuda:
+        torch.ops.aten._assert_async.msg(same, message)  # without waiting for the device
+    elif not same:
+        raise RuntimeError(message)
+    return gradients[0]

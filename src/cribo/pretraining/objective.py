@@ -14,13 +14,14 @@ from cribo.method import (
     Centre,
     Matches,
     MemoryBank,
-    PrototypeLayer,
     SelfDistillation,
+    Targets,
     apply_photometric,
     cluster_tokens,
-    cross_image_loss,
-    cross_view_loss,
+    cross_image_targets,
+    cross_view_targets,
     pool_objects,
+    prototype_losses,
     sinkhorn_centre,
 )
 from cribo.method.clustering import cluster_tokens_kmeans
@@ -220,82 +221,66 @@ class Objective:
             raise ValueError(
                 f"a batch must be a whole number of groups of {group_size} images, got {student.images.shape[1]}"
             )
-        object_rows = objects.group_rows(group_size) if objects is not None else [0] * groups
-        neighbours = self._embed_neighbours(matches, object_rows) if matches is not None else None
-        image_level = self._levels(
-            self.image_centre, self.student.image_prototypes, self.teacher.image_prototypes, teacher_temperature
-        )
-        object_level = self._levels(
-            self.object_centre, self.student.object_prototypes, self.teacher.object_prototypes, teacher_temperature
-        )
         # A loss that is off or not yet on is 0 and, like one without objects, still attached to the graph.
         losses = {name: 0 * student.images.sum() for name in LOSSES}
-        first_row = 0
-        for group in range(groups):
-            own = slice(group * group_size, (group + 1) * group_size)
-            rows = slice(first_row, first_row + object_rows[group])
-            first_row = rows.stop
-            if config.losses.image:
-                targets = teacher.images[:, own]
-                losses["image"] = losses["image"] + cross_view_loss(
-                    student.images[:, own], targets, image_level(targets)
-                )
-            if objects is None:
-                continue
-            learned, targets = student.objects[:, rows], teacher.objects[:, rows]
-            level = object_level(targets)
-            if config.losses.cross_view:
-                losses["cross_view"] = losses["cross_view"] + cross_view_loss(learned, targets, level)
-            if neighbours is not None and matches is not None:
-                loss = cross_image_loss(learned, neighbours[group], matches.valid[:, rows], level)
-                losses["cross_image"] = losses["cross_image"] + loss
-        return {name: loss / groups for name, loss in losses.items()}
+        if config.losses.image:
+            rows = [group_size] * groups
+            level = self._level("image", teacher.images, rows, teacher_temperature)
+            targets = [cross_view_targets(teacher.images, rows)]
+            losses["image"] = prototype_losses(student.images.flatten(0, 1), targets, level)[0]
+        self.laps("image loss")
+        if objects is None:
+            return losses
+        rows = objects.group_rows(group_size)
+        of_losses = {}
+        if config.losses.cross_view:
+            of_losses["cross_view"] = cross_view_targets(teacher.objects, rows)
+        if matches is not None:
+            of_losses["cross_image"] = self._embed_neighbours(matches, rows)
+            self.laps("object projections")
+        if of_losses:
+            level = self._level("object", teacher.objects, rows, teacher_temperature)
+            values = prototype_losses(student.objects.flatten(0, 1), list(of_losses.values()), level)
+            losses |= zip(of_losses, values.unbind(), strict=True)
+        self.laps("object losses")
+        return losses
 
     def watched_levels(
         self, result: Result, teacher_temperature: float
     ) -> Iterator[tuple[str, Float[Tensor, "r e"], SelfDistillation]]:
         """Name, teacher embeddings and distillation of each level that has rows in a result."""
-        for name, embeddings, centre, layer in (
-            ("image", result.teacher_images, self.image_centre, self.teacher.image_prototypes),
-            ("object", result.teacher_objects, self.object_centre, self.teacher.object_prototypes),
-        ):
+        for name, embeddings in (("image", result.teacher_images), ("object", result.teacher_objects)):
             if embeddings.shape[0] and (name == "object" or self.config.losses.image):
-                yield name, embeddings, self._levels(centre, layer, layer, teacher_temperature)(embeddings)
+                yield name, embeddings, self._level(name, embeddings[None], [len(embeddings)], teacher_temperature)
 
     @torch.no_grad()
-    def _embed_neighbours(self, matches: Matches, object_rows: list[int]) -> list[tuple[Tensor, Tensor]]:
-        """The teacher's embeddings of the valid neighbours of each view, group by group.
+    def _embed_neighbours(self, matches: Matches, object_rows: list[int]) -> Targets:
+        """The teacher's embeddings of the valid neighbours, and the student's rows that are to predict them.
 
-        Only the neighbours that the loss uses go through the head. How many they are is read once, when the
+        Only the neighbours that the loss uses go through the head. Which they are is read once, when the
         student's pass is already under way.
         """
         assert self.bank is not None
         valid = matches.valid.cpu()
-        views = []
+        neighbours = []
         for view in (0, 1):
-            rows = valid[view].nonzero().flatten().to(matches.nearest.device)
-            embeddings = self.teacher.embed(self.bank.objects(view, matches.nearest[view, rows]))
-            counts = [int(part.sum()) for part in valid[view].split(object_rows)]
-            views.append(embeddings.split(counts))
-        return list(zip(*views, strict=True))
+            rows = valid[view].nonzero().flatten().to(matches.nearest.device, non_blocking=True)
+            neighbours.append(self.bank.objects(view, matches.nearest[view, rows]))
+        embeddings = self.teacher.embed(torch.cat(neighbours)).split([len(part) for part in neighbours])
+        return cross_image_targets((embeddings[0], embeddings[1]), valid, object_rows)
 
-    def _levels(
-        self, centre: Centre, student: PrototypeLayer, teacher: PrototypeLayer, teacher_temperature: float
-    ) -> Callable[[Float[Tensor, "*r e"]], SelfDistillation]:
-        """Makes a level's distillation for the targets of a group, with which alone a Sinkhorn centre varies."""
+    def _level(
+        self, name: str, targets: Float[Tensor, "views r e"], group_rows: list[int], teacher_temperature: float
+    ) -> SelfDistillation:
+        """What turns embeddings of images or of objects into losses; a Sinkhorn centre is each group's own."""
         losses = self.config.losses
-        prototypes, targets_prototypes = student.weight, teacher.weight.detach()
-
-        def level(targets: Float[Tensor, "*r e"]) -> SelfDistillation:
-            value = centre.value
-            if losses.centring == "sinkhorn":
-                rows = targets.flatten(0, -2)
-                value = sinkhorn_centre(rows, targets_prototypes, temperature=teacher_temperature)
-            return SelfDistillation(
-                prototypes, targets_prototypes, value, losses.student_temperature, teacher_temperature
-            )
-
-        return level
+        centre: Centre = getattr(self, f"{name}_centre")
+        student, teacher = (getattr(network, f"{name}_prototypes").weight for network in (self.student, self.teacher))
+        value = centre.value
+        if losses.centring == "sinkhorn":
+            groups = [rows.flatten(0, 1) for rows in targets.split(group_rows, dim=1)]
+            value = torch.stack([sinkhorn_centre(rows, teacher, temperature=teacher_temperature) for rows in groups])
+        return SelfDistillation(student, teacher, value, losses.student_temperature, teacher_temperature)
 
 
 def label_tokens(tokens: Float[Tensor, "b 2 n d"], batch: ViewPairs, config: ObjectsConfig) -> Int[Tensor, "b 2 n"]:
