@@ -1,0 +1,240 @@
+"""The backbone's part of a training step against the machine's measured ceiling of matrix products, in one run.
+
+    uv run python -m benchmarks.backbone                              # ViT-S/16, on the CPU, some minutes
+    uv run python -m benchmarks.backbone --without-compiling          # torch.compile takes minutes on few cores
+    uv run python -m benchmarks.backbone --device cuda --name vit_base_patch16_224 --batch 256
+
+The rows take turns in one process, so that a busy machine slows all of them; times are medians, "x step" is the median
+of the rounds' own ratios to the first row, with the lowest and the highest. A step is the teacher's pass, the student's
+pass there and back with drop path, AdamW and the moving average: what a run does without the method and its data.
+Utilisation is the FLOPs that the network asks for (forward 1, with backward 3, a step 4 times those of one pass;
+nothing that is computed twice counts) over the time and the best rate that large products of the same precision reached
+here, measured before and after the rows. Memory is what a step needs beyond weights, gradients and optimiser state: on
+the CPU the growth of the resident set in a fresh process per row, on a GPU the allocator's own figure.
+"""
+
+import argparse
+import copy
+import functools
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from benchmarks.method import MIB, peak_memory, timed
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from cribo.models import Backbone, build_backbone
+from cribo.models.backbone import CompileMode
+from cribo.models.checkpointing import Checkpointing
+from cribo.models.linear import Linear
+from cribo.pretraining.allocator import keep_freed_memory
+from cribo.pretraining.ceiling import model_flops, product_ceiling
+
+# FLOPs of each measurement, in passes of the network.
+PASSES = {"forward": 1, "with backward": 3, "step": 4}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to run the backbone.
+
+    Attributes:
+        dtype: of the products.
+        plain: PyTorch's own linear layers.
+        mode: of torch.compile; None for none.
+        checkpointing: of the blocks.
+    """
+
+    dtype: torch.dtype
+    plain: bool = False
+    mode: CompileMode | None = None
+    checkpointing: Checkpointing = "none"
+
+
+F32, BF16 = torch.float32, torch.bfloat16
+CPU_ROWS = {
+    "float32, PyTorch's product": Row(F32, plain=True),
+    "float32, oneDNN": Row(F32),
+    "float32, compiled": Row(F32, mode="default"),
+    "bf16": Row(BF16),
+    "bf16, compiled": Row(BF16, mode="default"),
+    "bf16, selective": Row(BF16, checkpointing="selective"),
+    "bf16, blocks": Row(BF16, checkpointing="blocks"),
+}
+CUDA_ROWS = {
+    "bf16": Row(BF16),
+    "float32": Row(F32),
+    "bf16, compiled": Row(BF16, mode="default"),
+    "bf16, reduce-overhead": Row(BF16, mode="reduce-overhead"),
+    "bf16, max-autotune": Row(BF16, mode="max-autotune"),
+    "bf16, selective": Row(BF16, checkpointing="selective"),
+    "bf16, blocks": Row(BF16, checkpointing="blocks"),
+    "bf16, compiled, selective": Row(BF16, mode="default", checkpointing="selective"),
+    "bf16, compiled, blocks": Row(BF16, mode="default", checkpointing="blocks"),
+}
+
+
+class Pair:
+    """Student and teacher, and what moves them."""
+
+    def __init__(self, row: Row, arguments: argparse.Namespace) -> None:
+        self.device = torch.device(arguments.device)
+        self.student = self._backbone(row, arguments)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        if row.mode is not None:
+            self.student.set_checkpointing(row.checkpointing)
+            self.student.compile(row.mode)
+            self.teacher.compile(row.mode)
+        trained = [parameter for parameter in self.student.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+        generator = torch.Generator().manual_seed(0)
+        size = arguments.size
+        self.images = torch.randn(arguments.batch, 3, size, size, generator=generator).to(self.device)
+        sites = self.student.num_drop_path_sites
+        self.noise = torch.rand(arguments.batch, sites, generator=generator).to(self.device) if sites else None
+
+    def _backbone(self, row: Row, arguments: argparse.Namespace) -> Backbone:
+        backbone = build_backbone(arguments.name, image_size=arguments.size, drop_path=arguments.drop_path)
+        for module in backbone.modules() if row.plain else ():
+            if type(module) is Linear:
+                object.__setattr__(module, "__class__", nn.Linear)
+        return backbone.to(self.device)
+
+    def forward(self) -> None:
+        """The teacher's pass."""
+        with torch.no_grad():
+            self.teacher(self.images)
+
+    def with_backward(self) -> None:
+        """The student's pass, there and back."""
+        features = self.student(self.images, drop_path_noise=self.noise)
+        loss: Tensor = features.tokens.float().square().mean() + features.global_token.float().square().mean()
+        loss.backward()
+
+    def step(self) -> None:
+        """The backbone's part of a training step."""
+        self.optimizer.zero_grad()
+        self.forward()
+        self.with_backward()
+        self.optimizer.step()
+        with torch.no_grad():
+            torch._foreach_lerp_(  # pyright: ignore[reportPrivateImportUsage]
+                list(self.teacher.parameters()), list(self.student.parameters()), 0.004
+            )
+
+
+class Calls:
+    """The measurements of all rows; rows that may share a pair of networks do."""
+
+    def __init__(self, rows: dict[str, Row], arguments: argparse.Namespace) -> None:
+        self.rows = rows
+        self.arguments = arguments
+        self._pair = functools.cache(lambda key: Pair(key, arguments))
+
+    def __getitem__(self, place: tuple[str, str]) -> Callable[[], None]:
+        name, measurement = place
+        row = self.rows[name]
+        key = row if row.mode is not None else Row(F32, plain=row.plain)
+        pair = self._pair(key)
+        run = {"forward": pair.forward, "with backward": pair.with_backward, "step": pair.step}[measurement]
+
+        def call() -> None:
+            if row.mode is None:
+                pair.student.set_checkpointing(row.checkpointing)
+            with torch.autocast(pair.device.type, BF16, enabled=row.dtype == BF16):
+                run()
+
+        return call
+
+
+def measure(calls: Calls, rounds: int, device: str) -> dict[tuple[str, str], list[float]]:
+    """Seconds of every row and measurement in every round, the rows taking turns."""
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for measurement in PASSES:
+        for name in calls.rows:  # compiling, choosing kernels, recording graphs
+            for _ in range(3):
+                calls[name, measurement]()
+        for _ in range(rounds):
+            for name in calls.rows:
+                seconds.setdefault((name, measurement), []).append(timed(calls[name, measurement], device))
+    return seconds
+
+
+def memory(name: str, calls: Calls) -> int | None:
+    """Bytes that a row's step needs beyond weights, gradients and optimiser state."""
+    arguments = calls.arguments
+    if not arguments.device.startswith("cuda"):
+        if not sys.platform.startswith("linux"):
+            return None
+        command = [sys.executable, "-m", "benchmarks.backbone", *sys.argv[1:], "--memory-of", name]
+        return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return peak_memory(calls[name, "step"], arguments.device)
+
+
+def memory_here(name: str, calls: Calls) -> int:
+    """`memory` of a row in this process, after a step that allocates what stays."""
+    calls[name, "step"]()
+    return peak_memory(calls[name, "step"], calls.arguments.device)
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--name", default="vit_small_patch16_224", help="of timm")
+    parser.add_argument("--size", type=int, default=224, help="of the views, in pixels")
+    parser.add_argument("--batch", type=int, default=16, help="views of a step")
+    parser.add_argument("--drop-path", type=float, default=0.1)
+    parser.add_argument("--rounds", type=int, default=5, help="how often each row is timed")
+    parser.add_argument("--without-compiling", action="store_true", help="leave the rows out that are compiled")
+    parser.add_argument("--only", nargs="+", help="some of the rows")
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    device = arguments.device
+    rows = CUDA_ROWS if device.startswith("cuda") else CPU_ROWS
+    if arguments.only:
+        rows = {name: rows[name] for name in arguments.only}
+    if arguments.without_compiling or (device == "cpu" and shutil.which("g++") is None):
+        rows = {name: row for name, row in rows.items() if row.mode is None}
+    calls = Calls(rows, arguments)
+    if arguments.memory_of:
+        print(json.dumps(memory_here(arguments.memory_of, calls)))
+        return
+
+    if device == "cpu":
+        keep_freed_memory()  # as a run does
+    flops = arguments.batch * model_flops(build_backbone(arguments.name, image_size=arguments.size), arguments.size)
+    ceilings = {dtype: product_ceiling(device, dtype) for dtype in {row.dtype for row in rows.values()}}
+    seconds = measure(calls, arguments.rounds, device)
+    ceilings = {dtype: max(rate, product_ceiling(device, dtype)) for dtype, rate in ceilings.items()}
+
+    where = torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {torch.get_num_threads()} threads"
+    rates = ", ".join(f"{str(dtype).removeprefix('torch.')} {rate / 1e12:.3g}" for dtype, rate in ceilings.items())
+    what = f"{arguments.name}, {arguments.batch} views of {arguments.size}, {flops / 1e9:.0f} GFLOPs a pass"
+    table = Table(title=f"{what}; {where}, PyTorch {torch.__version__}; ceilings in TFLOP/s: {rates}")
+    for column in ("row", *PASSES, "x step", "utilisation, forward", "with backward", "step", "memory of a step"):
+        table.add_column(column, justify="left" if column == "row" else "right")
+    first = next(iter(rows))
+    for name, row in rows.items():
+        medians = {measurement: statistics.median(seconds[name, measurement]) for measurement in PASSES}
+        ratios = [slow / own for slow, own in zip(seconds[first, "step"], seconds[name, "step"], strict=True)]
+        size = memory(name, calls)
+        table.add_row(
+            name,
+            *(f"{1000 * value:.0f} ms" for value in medians.values()),
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
+            *(f"{PASSES[key] * flops / value / ceilings[row.dtype]:.0%}" for key, value in medians.items()),
+            "?" if size is None else f"{size / MIB:.0f} MiB",
+        )
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+if __name__ == "__main__":
+    main()
