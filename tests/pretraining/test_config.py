@@ -67,7 +67,9 @@ def test_numbers_that_are_none_are_refused(value: float) -> None:
 
 def test_combinations_that_make_no_sense() -> None:
     config = PretrainConfig()
+    graphs = {"runtime.compile": "reduce-overhead", "optim.micro_batches": 2}
     for changes, message in (
+        (graphs, "cannot be added up over optim.micro_batches, got 2: use runtime.compile default"),
         ({"losses.image": False, "losses.cross_view": False, "losses.cross_image": False}, "leave one on"),
         ({"objects.clustering": "kmeans"}, "set objects.position_weight to 0"),
         ({"objects.group_size": 24}, "must be a multiple of objects.group_size x optim.micro_batches"),
@@ -85,6 +87,7 @@ def test_combinations_that_make_no_sense() -> None:
 
         with pytest.raises(ValueError, match=message):
             change()
+    with_value(with_value(config, "runtime.compile", "default"), "optim.micro_batches", 2)
     # A bank that no loss uses may be as small as it likes.
     with_value(with_value(config, "losses.cross_image", False), "objects.bank_images", 1)
 
@@ -162,6 +165,15 @@ def test_overrides_of_every_kind() -> None:
     assert (config.losses.cross_image, config.objects.bank_images, config.runtime.devices) == (False, None, "auto")
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"), [("true", "default"), ("false", "none"), ("none", "none"), ("max-autotune", "max-autotune")]
+)
+def test_compile_is_a_mode_and_was_yes_or_no(given: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"runtime:\n  compile: {given}\n")
+    assert load_config(tmp_path).runtime.compile == expected
+    assert load_config("coco_vits16", {"runtime.compile": given}).runtime.compile == expected
+
+
 def test_what_is_refused() -> None:
     for overrides, message in (
         ({"optim.epoch": 3}, "did you mean optim.epochs"),
@@ -169,6 +181,8 @@ def test_what_is_refused() -> None:
         ({"optim.epochs": 0}, "optim.epochs must be >= 1, got 0"),
         ({"views.flip": 2.0}, "views.flip must be between 0 and 1"),
         ({"objects.criterion": "oracle"}, "objects.criterion"),
+        ({"runtime.compile": "turbo"}, "reduce-overhead"),
+        ({"backbone.checkpointing": "all"}, "selective"),
     ):
         with pytest.raises(ConfigError, match=message):
             load_config("coco_vits16", overrides)

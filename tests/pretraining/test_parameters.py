@@ -92,6 +92,21 @@ def test_clipping_scales_each_tensor_by_its_own_norm() -> None:
     assert without.grad is None
 
 
+def test_clipping_is_the_formula_for_every_tensor_of_a_network() -> None:
+    student = network()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in student.parameters():
+        parameter.grad = 0.1 * torch.randn(parameter.shape, generator=generator)
+    expected = [
+        p.grad * min(1.0, 0.3 / (float(p.grad.norm()) + 1e-6)) for p in student.parameters() if p.grad is not None
+    ]
+    clip_each(student.parameters(), 0.3)
+    found = [parameter.grad for parameter in student.parameters()]
+    for gradient, value in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, value, rtol=1e-5, atol=1e-8)
+    clip_each([nn.Parameter(torch.zeros(2))], 0.3)  # nothing has a gradient
+
+
 def test_dropped_gradients_leave_nothing_for_the_optimiser() -> None:
     kept, dropped = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
     optimiser = torch.optim.AdamW([kept, dropped], lr=0.1, weight_decay=0.5)
