@@ -5,7 +5,7 @@ from benchmarks import literal
 from torch import Tensor
 
 from cribo.method import cluster_tokens, cluster_tokens_kmeans, draw_initial_tokens
-from cribo.method.clustering import _distances_to_others, _nearest_member, _positional_cost, _scale_to_marginals
+from cribo.method.clustering import _nearest_member, _positional_cost, _scale_to_marginals, _squared_distances
 
 
 def scene(seed: int, *, batch: int = 3, tokens: int = 60, dim: int = 12, objects: int = 6):
@@ -77,7 +77,7 @@ def test_positional_cost_of_duplicate_coordinates(seed: int) -> None:
     coordinates = torch.randint(0, 4, (2, 40, 2), generator=generator).float() * 16
     labels = torch.randint(0, 5, (2, 40), generator=generator)
     labels[0, labels[0] == 4] = 3  # an empty cluster
-    cost = _positional_cost(_nearest_member(_distances_to_others(coordinates), labels, 5))
+    cost = _positional_cost(_nearest_member(_squared_distances(coordinates), labels, 5)).mT
     expected = literal.positional_cost(coordinates.double(), F.one_hot(labels, 5).double())
     torch.testing.assert_close(cost, expected.float(), rtol=1e-5, atol=1e-6)
 
@@ -86,18 +86,18 @@ def test_positional_cost_by_hand() -> None:
     # Tokens 0 and 1 lie on one spot; 2 lies 3 to the right, 3 lies 4 below.
     coordinates = torch.tensor([[[0.0, 0], [0, 0], [3, 0], [0, 4]]])
     labels = torch.tensor([[0, 0, 1, 1]])
-    nearest = _nearest_member(_distances_to_others(coordinates), labels, 3)
+    nearest = _nearest_member(_squared_distances(coordinates), labels, 3)
     inf = torch.inf
-    assert nearest[0].tolist() == [[inf, 3, inf], [inf, 3, inf], [3, 5, inf], [4, 5, inf]]
+    assert nearest[0].T.tolist() == [[inf, 3, inf], [inf, 3, inf], [3, 5, inf], [4, 5, inf]]
     mean = (3 + 3 + 3 + 5 + 4 + 5) / 12
     expected = torch.tensor([[mean, 3, mean], [mean, 3, mean], [3, 5, mean], [4, 5, mean]]) / 5
-    torch.testing.assert_close(_positional_cost(nearest)[0], expected)
+    torch.testing.assert_close(_positional_cost(nearest)[0].T, expected)
 
 
 def test_distances_are_exact_far_from_the_origin() -> None:
     """Distances by a matrix product would leave a token slightly off itself, and it would count."""
     coordinates = 4000 + 16 * torch.arange(60.0)[None, :, None].expand(2, -1, 2)
-    distances = _distances_to_others(coordinates)
+    distances = _squared_distances(coordinates).sqrt()
     assert distances.diagonal(dim1=1, dim2=2).isinf().all()
     assert distances[0, 0, 1].item() == pytest.approx(16 * 2**0.5, rel=1e-6)
     assert torch.equal(distances, distances.mT)
@@ -107,15 +107,15 @@ def test_distances_are_exact_far_from_the_origin() -> None:
 def test_marginals_of_the_transport_plan(mass: list[float]) -> None:
     generator = torch.Generator().manual_seed(0)
     cost = torch.rand(2, 50, 4, generator=generator)
-    kernel, cluster_mass = torch.exp(-20 * cost), torch.tensor(mass).expand(2, -1)
+    kernel, cluster_mass = torch.exp(-20 * cost.mT), torch.tensor(mass).expand(2, -1)
     for iterations in (1, 5):
         row, column = _scale_to_marginals(kernel, cluster_mass, iterations)
-        plan = row * kernel * column.mT
+        plan = (row * kernel * column).mT
         torch.testing.assert_close(plan.sum(dim=1), cluster_mass)  # scaled last: exact after any round
         expected = literal.transport_plan(cost.double(), cluster_mass.double(), iterations)
         torch.testing.assert_close(plan, expected.float(), rtol=1e-4, atol=1e-9)
     row, column = _scale_to_marginals(kernel, cluster_mass, 2000)
-    torch.testing.assert_close((row * kernel * column.mT).sum(dim=2), torch.full((2, 50), 1 / 50), rtol=1e-2, atol=0)
+    torch.testing.assert_close((row * kernel * column).sum(dim=1), torch.full((2, 50), 1 / 50), rtol=1e-2, atol=0)
 
 
 def test_adaptive_marginals_follow_the_previous_sizes() -> None:

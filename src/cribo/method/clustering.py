@@ -3,6 +3,7 @@
 Paper section 3.2.1, "Joint-space clustering", and appendix "Clustering algorithm".
 """
 
+from collections.abc import Callable
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -10,10 +11,16 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from cribo.method.kernels import Accelerated
+from cribo.method.products import by_onednn, product
+
 Marginals = Literal["adaptive", "uniform"]
 
 # Keeps the share of an empty cluster above zero in the adaptive marginals, so that it can win tokens back.
-_EMPTY_CLUSTER_SIZE = 0.01
+EMPTY_CLUSTER_SIZE = 0.01
+
+# Distances between tokens that are held at a time (128 MiB): images beyond them wait for their turn.
+_DISTANCES_AT_ONCE = 2**25
 
 
 class Clustering(Protocol):
@@ -86,28 +93,16 @@ def cluster_tokens(
         raise ValueError(f"sinkhorn_iterations must be >= 1, got {sinkhorn_iterations}")
     initial_tokens = _initial_tokens(tokens, coordinates, num_objects, iterations, initial_tokens, generator)
 
-    with torch.autocast(tokens.device.type, enabled=False):
-        tokens = F.normalize(tokens.float(), dim=-1)
-        centroids = _gather_rows(tokens, initial_tokens)
-        distances = _distances_to_others(coordinates.float()) if position_weight > 0 else None
-        cluster_mass = tokens.new_full((tokens.shape[0], num_objects), 1 / num_objects)
-        labels = initial_tokens  # replaced in the first round; here for the type checker
-        for iteration in range(iterations):
-            cost = tokens @ -centroids.mT
-            if distances is not None:
-                nearest = (
-                    _gather_rows(distances, initial_tokens).mT
-                    if iteration == 0
-                    else _nearest_member(distances, labels, num_objects)
-                )
-                cost = cost + position_weight * _positional_cost(nearest)
-            labels = _transport(_scale_to_unit(cost), cluster_mass, sinkhorn_iterations, sharpness)
-            if iteration < iterations - 1:
-                centroids, sizes = _centroids(tokens, labels, num_objects)
-                if marginals == "adaptive":
-                    mass = sizes + _EMPTY_CLUSTER_SIZE
-                    cluster_mass = mass / mass.sum(dim=1, keepdim=True)
-    return labels
+    return _TRANSPORT_LABELS.on(tokens.device)(
+        tokens,
+        coordinates,
+        initial_tokens,
+        position_weight=position_weight,
+        marginals=marginals,
+        iterations=iterations,
+        sinkhorn_iterations=sinkhorn_iterations,
+        sharpness=sharpness,
+    )
 
 
 @torch.no_grad()
@@ -141,10 +136,10 @@ def cluster_tokens_kmeans(
     initial_tokens = _initial_tokens(tokens, coordinates, num_objects, iterations, initial_tokens, generator)
     with torch.autocast(tokens.device.type, enabled=False):
         tokens = F.normalize(tokens.float(), dim=-1)
-        labels = (tokens @ _gather_rows(tokens, initial_tokens).mT).argmax(dim=-1)
+        labels = _first_largest(_cosines(_gather_rows(tokens, initial_tokens), tokens))
         for _ in range(iterations - 1):
             centroids, _ = _centroids(tokens, labels, num_objects)
-            labels = (tokens @ centroids.mT).argmax(dim=-1)
+            labels = _first_largest(_cosines(centroids, tokens))
     return labels
 
 
@@ -198,71 +193,151 @@ def _initial_tokens(
     return initial_tokens.long()
 
 
+def transport_labels(
+    tokens: Float[Tensor, "b t d"],
+    coordinates: Float[Tensor, "b t 2"],
+    initial_tokens: Int[Tensor, "b k"],
+    *,
+    position_weight: float,
+    marginals: Marginals,
+    iterations: int,
+    sinkhorn_iterations: int,
+    sharpness: float,
+) -> Int[Tensor, "b t"]:
+    """`cluster_tokens` of checked arguments, in plain PyTorch, as many images at a time as their distances allow."""
+    images = max(1, _DISTANCES_AT_ONCE // tokens.shape[1] ** 2)
+    parts = zip(tokens.split(images), coordinates.split(images), initial_tokens.split(images), strict=True)
+    with torch.autocast(tokens.device.type, enabled=False):
+        labels = [
+            _transport_images(*part, position_weight, marginals, iterations, sinkhorn_iterations, sharpness)
+            for part in parts
+        ]
+    return labels[0] if len(labels) == 1 else torch.cat(labels)
+
+
+def _transport_images(
+    tokens: Float[Tensor, "b t d"],
+    coordinates: Float[Tensor, "b t 2"],
+    initial_tokens: Int[Tensor, "b k"],
+    position_weight: float,
+    marginals: Marginals,
+    iterations: int,
+    sinkhorn_iterations: int,
+    sharpness: float,
+) -> Int[Tensor, "b t"]:
+    """The rounds; matrices lie as (B, K, T), the order in which they are read fastest."""
+    batch, num_objects = initial_tokens.shape
+    tokens = F.normalize(tokens.float(), dim=-1)
+    centroids = _gather_rows(tokens, initial_tokens)
+    squares = _squared_distances(coordinates.float()) if position_weight > 0 else None
+    cluster_mass = tokens.new_full((batch, num_objects), 1 / num_objects)
+    labels = initial_tokens  # replaced in the first round; here for the type checker
+    for iteration in range(iterations):
+        cost = _cosines(centroids, tokens).neg_()
+        if squares is not None:
+            nearest = (
+                _gather_rows(squares, initial_tokens).sqrt_()
+                if iteration == 0
+                else _nearest_member(squares, labels, num_objects)
+            )
+            cost.add_(_positional_cost(nearest), alpha=position_weight)
+        labels = _transport(_scale_to_unit(cost), cluster_mass, sinkhorn_iterations, sharpness)
+        if iteration < iterations - 1:
+            centroids, sizes = _centroids(tokens, labels, num_objects)
+            if marginals == "adaptive":
+                mass = sizes + EMPTY_CLUSTER_SIZE
+                cluster_mass = mass / mass.sum(dim=1, keepdim=True)
+    return labels
+
+
 def _gather_rows(matrix: Float[Tensor, "b t d"], rows: Int[Tensor, "b k"]) -> Float[Tensor, "b k d"]:
     return matrix.gather(1, rows[..., None].expand(-1, -1, matrix.shape[-1]))
 
 
-def _distances_to_others(coordinates: Float[Tensor, "b t 2"]) -> Float[Tensor, "b t t"]:
-    """Distances between tokens, infinite where they are exactly 0, for those never count.
+def _cosines(centroids: Float[Tensor, "b k d"], tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b k t"]:
+    """Inner products of centroids and tokens, both of unit length."""
+    if len(tokens) and by_onednn(centroids, tokens):
+        return torch.stack([product(*image) for image in zip(centroids, tokens, strict=True)])
+    return centroids @ tokens.mT
 
-    Direct differences: distances by a matrix product leave a token slightly off itself.
+
+def _first_largest(values: Float[Tensor, "b k t"]) -> Int[Tensor, "b t"]:
+    """The first cluster with the largest value of each token; `argmax` is slower along this dimension."""
+    return values.max(dim=1).indices
+
+
+def _squared_distances(coordinates: Float[Tensor, "b t 2"]) -> Float[Tensor, "b t t"]:
+    """Squared distances between tokens, infinite where they are exactly 0, for those never count.
+
+    Direct differences: distances by a matrix product leave a token slightly off itself. On a CPU one image after the
+    other, so that it stays in the cache between the passes.
     """
-    distances = torch.cdist(coordinates, coordinates, compute_mode="donot_use_mm_for_euclid_dist")
-    return distances.masked_fill_(distances == 0, torch.inf)
+    batch, num_tokens, _ = coordinates.shape
+    squares = coordinates.new_empty((batch, num_tokens, num_tokens))
+    images = 1 if coordinates.device.type == "cpu" else max(1, batch)
+    for places, square in zip(coordinates.split(images), squares.split(images), strict=True):
+        x, y = places.mT.contiguous().unbind(dim=1)
+        torch.sub(x[:, :, None], x[:, None], out=square)
+        vertical = y[:, :, None] - y[:, None]
+        square.square_().addcmul_(vertical, vertical)
+        torch.threshold_(square, 0.0, torch.inf)
+    return squares
 
 
 def _nearest_member(
-    distances: Float[Tensor, "b t t"], labels: Int[Tensor, "b t"], num_objects: int
-) -> Float[Tensor, "b t k"]:
+    squares: Float[Tensor, "b t t"], labels: Int[Tensor, "b t"], num_objects: int
+) -> Float[Tensor, "b k t"]:
     """Distance from each token to the nearest member of each cluster; infinite without such a member.
 
-    A scatter-minimum over members: nothing of the size (B, T, T, K) is formed. The distances are symmetric,
-    so rows are scattered whole, which keeps both reads and writes contiguous.
+    A scatter-minimum over members: nothing of the size (B, T, T, K) is formed. Distances are symmetric, so rows are
+    scattered whole, which keeps both reads and writes contiguous.
     """
-    batch, num_tokens, _ = distances.shape
-    nearest = distances.new_full((batch * num_objects, num_tokens), torch.inf)
+    batch, num_tokens, _ = squares.shape
+    nearest = squares.new_full((batch * num_objects, num_tokens), torch.inf)
     clusters = _clusters_of_batch(labels, num_objects)[:, None].expand(-1, num_tokens)
-    nearest.scatter_reduce_(0, clusters, distances.flatten(0, 1), "amin")
-    return nearest.view(batch, num_objects, num_tokens).mT
+    nearest.scatter_reduce_(0, clusters, squares.flatten(0, 1), "amin")
+    return nearest.sqrt_().view(batch, num_objects, num_tokens)
 
 
-def _positional_cost(nearest: Float[Tensor, "b t k"]) -> Float[Tensor, "b t k"]:
+def _positional_cost(nearest: Float[Tensor, "b k t"]) -> Float[Tensor, "b k t"]:
     """Fill the entries without a nearest member with the image's mean, and scale by the image's maximum."""
-    cost = torch.where(nearest.isinf(), 0.0, nearest)
+    cost = nearest.nan_to_num(posinf=0.0)
     mean = cost.mean(dim=(1, 2), keepdim=True)  # the zeros count, as in the released recipe
-    cost = torch.where(cost == 0, mean, cost)
+    missing = torch.eq(cost, 0, out=torch.empty_like(cost))  # as numbers: a selection by a mask takes far longer
+    cost.addcmul_(missing, mean)
     # All coordinates equal: there is no cue, and no division by zero.
-    return cost / cost.amax(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(cost.dtype).tiny)
+    return cost.div_(cost.amax(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(cost.dtype).tiny))
 
 
-def _scale_to_unit(cost: Float[Tensor, "b t k"]) -> Float[Tensor, "b t k"]:
+def _scale_to_unit(cost: Float[Tensor, "b k t"]) -> Float[Tensor, "b k t"]:
     lowest = cost.amin(dim=(1, 2), keepdim=True)
     highest = cost.amax(dim=(1, 2), keepdim=True)
-    return (cost - lowest) / (highest - lowest).clamp_min(torch.finfo(cost.dtype).tiny)
+    return (cost - lowest).div_((highest - lowest).clamp_min(torch.finfo(cost.dtype).tiny))
 
 
 def _transport(
-    cost: Float[Tensor, "b t k"], cluster_mass: Float[Tensor, "b k"], iterations: int, sharpness: float
+    cost: Float[Tensor, "b k t"], cluster_mass: Float[Tensor, "b k"], iterations: int, sharpness: float
 ) -> Int[Tensor, "b t"]:
     """Cluster of each token with the most mass in the Sinkhorn-Knopp plan (paper equation of `Q*`)."""
-    kernel = torch.exp(-sharpness * cost)
+    kernel = (-sharpness * cost).exp_()
     _, column = _scale_to_marginals(kernel, cluster_mass, iterations)
     # The scaling of its row cannot change where a token has the most mass.
-    return (kernel * column.mT).argmax(dim=-1)
+    return _first_largest(kernel * column)
 
 
 def _scale_to_marginals(
-    kernel: Float[Tensor, "b t k"], cluster_mass: Float[Tensor, "b k"], iterations: int
-) -> tuple[Float[Tensor, "b t 1"], Float[Tensor, "b k 1"]]:
-    """Vectors that make the plan diag(row) @ kernel @ diag(column) have the marginals, rows scaled first.
+    kernel: Float[Tensor, "b k t"], cluster_mass: Float[Tensor, "b k"], iterations: int
+) -> tuple[Float[Tensor, "b 1 t"], Float[Tensor, "b k 1"]]:
+    """Vectors that make the plan row * kernel * column have the marginals; tokens (rows of the plan) scaled first.
 
-    Scaling two vectors instead of the matrix costs two matrix-vector products a round.
+    Scaling two vectors instead of the matrix costs two passes over it a round.
     """
-    token_mass = 1 / kernel.shape[1]
-    row, column = torch.ones_like(kernel[..., :1]), torch.ones_like(cluster_mass)[..., None]
+    token_mass = 1 / kernel.shape[2]
+    cluster_mass = cluster_mass[..., None]
+    row, column = torch.ones_like(kernel[:, :1]), torch.ones_like(cluster_mass)
     for _ in range(iterations):
-        row = token_mass / (kernel @ column)
-        column = cluster_mass[..., None] / (kernel.mT @ row)
+        row = token_mass / (column.mT @ kernel)
+        column = cluster_mass / (kernel * row).sum(dim=2, keepdim=True)
     return row, column
 
 
@@ -271,9 +346,8 @@ def _centroids(
 ) -> tuple[Float[Tensor, "b k d"], Float[Tensor, "b k"]]:
     """Normalised sum of each cluster's tokens, zero for an empty cluster, and the clusters' sizes."""
     batch, _, dim = tokens.shape
-    clusters = _clusters_of_batch(labels, num_objects)
     sums = tokens.new_zeros((batch * num_objects, dim))
-    sums = sums.scatter_add_(0, clusters[:, None].expand(-1, dim), tokens.flatten(0, 1))
+    sums = sums.index_add_(0, _clusters_of_batch(labels, num_objects), tokens.flatten(0, 1))
     sums = sums.view(batch, num_objects, dim)
     sizes = tokens.new_zeros((batch, num_objects)).scatter_add_(1, labels, torch.ones_like(tokens[..., 0]))
     return F.normalize(sums, dim=-1), sizes
@@ -283,3 +357,29 @@ def _clusters_of_batch(labels: Int[Tensor, "b t"], num_objects: int) -> Int[Tens
     """Labels numbered through the images of the batch: whole rows are scattered fastest along dimension 0."""
     first = num_objects * torch.arange(labels.shape[0], device=labels.device)
     return (labels + first[:, None]).flatten()
+
+
+def _try(fused: Callable[..., Tensor], device: torch.device) -> None:
+    """Cluster a small made-up batch by the fused version: all but a few labels have to be the plain one's."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(3, 50, 40, generator=generator).to(device)
+    coordinates = (16.0 * torch.randint(8, (3, 50, 2), generator=generator)).to(device)
+    initial_tokens = torch.stack([draw_initial_tokens(50, 7, generator=generator) for _ in tokens]).to(device)
+    for marginals in get_args(Marginals):
+        options = {"marginals": marginals, "iterations": 3, "sinkhorn_iterations": 5, "sharpness": 20.0}
+        labels, expected = (
+            version(tokens, coordinates, initial_tokens, position_weight=1.0, **options)
+            for version in (fused, transport_labels)
+        )
+        agreement = (labels == expected).float().mean().item()
+        if agreement < 0.95:
+            raise ArithmeticError(f"{agreement:.0%} of its labels agree with the plain version")
+
+
+def _make_fused() -> Callable[..., Tensor]:
+    from cribo.method.kernels import clustering
+
+    return clustering.transport_labels
+
+
+_TRANSPORT_LABELS = Accelerated("clustering", plain=transport_labels, fused=_make_fused, trial=_try)

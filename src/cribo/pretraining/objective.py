@@ -25,6 +25,7 @@ from cribo.method import (
     sinkhorn_centre,
 )
 from cribo.method.clustering import cluster_tokens_kmeans
+from cribo.method.objects import kept_clusters, pool_kept_objects
 from cribo.pretraining.config import ObjectsConfig, PretrainConfig
 from cribo.pretraining.laps import Laps
 from cribo.pretraining.network import Network
@@ -312,20 +313,20 @@ def label_tokens(tokens: Float[Tensor, "b 2 n d"], batch: ViewPairs, config: Obj
 def find_objects(
     tokens: Float[Tensor, "b 2 n d"], labels: Int[Tensor, "b 2 n"], batch: ViewPairs, num_objects: int
 ) -> Objects:
-    """Pool the teacher's tokens and compact the clusters that both views have.
+    """Pool the teacher's tokens in the clusters that both views have, compacted.
 
-    Reading which clusters are kept is the synchronisation after which shapes depend on the data.
+    Reading how many there are is the one synchronisation after which shapes depend on the data.
     """
-    pooled, kept = pool_objects(tokens, labels, num_objects)
-    kept_on_host = kept.cpu()
-    rows, clusters = (index.to(tokens.device) for index in kept_on_host.nonzero(as_tuple=True))
+    kept = kept_clusters(labels, num_objects)
+    counts: list[int] = kept.sum(dim=1).tolist()
+    rows, clusters = torch.nonzero_static(kept, size=sum(counts)).unbind(dim=1)
     return Objects(
-        teacher=pooled[rows, :, clusters].transpose(0, 1),
+        teacher=pool_kept_objects(tokens, labels, num_objects, rows, clusters),
         labels=labels,
         rows=rows,
         clusters=clusters,
         images=batch.images[rows],
-        counts=kept_on_host.sum(dim=1).tolist(),
+        counts=counts,
     )
 
 
