@@ -78,7 +78,9 @@ def test_in_16_bits_too(mode: Checkpointing) -> None:
         torch.testing.assert_close(found, value, rtol=0, atol=1e-6)
 
 
-def test_what_is_computed_twice() -> None:
+@pytest.mark.parametrize("fewest", [1, 2**60], ids=["oneDNN", "PyTorch"])
+def test_what_is_computed_twice(fewest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cribo.models.linear._FEWEST", fewest)
     backbone = build(*VIT)
     counts = {}
     for mode in ("none", *MODES):
@@ -92,7 +94,8 @@ def test_what_is_computed_twice() -> None:
     assert again["none"] == {attention: 0, "gelu": 0}
     assert again["selective"] == {attention: 0, "gelu": 3}
     assert again["blocks"] == {attention: 3, "gelu": 3}
-    products = {mode: seen.count.get("mm", 0) + seen.count.get("addmm", 0) for mode, seen in counts.items()}
+    names = ("mm", "addmm", "_linear_pointwise")
+    products = {mode: sum(seen.count.get(name, 0) for name in names) for mode, seen in counts.items()}
     assert products["selective"] == products["none"]
     # QKV, projection and the first layer of the MLP; the output of the second one is no part of the gradients.
     assert products["blocks"] >= products["none"] + 3 * 3
@@ -158,15 +161,16 @@ def test_a_convolutional_network_is_refused() -> None:
 # ------------------------------------------------------------------ compiled
 
 
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize("mode", ["none", *MODES])
-def test_compiled_into_one_graph_it_is_the_same(mode: Checkpointing) -> None:
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "backend", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])], ids=["traced", "compiled"]
+)
+def test_compiled_into_one_graph_it_is_the_same(backend: str, mode: Checkpointing) -> None:
     backbone = build(VIT[0], {**VIT[1], "depth": 2})
     expected = gradients(backbone)
     backbone.set_checkpointing(mode)
     names = list(backbone.state_dict())
-    backbone.compile(fullgraph=True)
+    backbone.compile(fullgraph=True, backend=backend)
     assert list(backbone.state_dict()) == names
     for found, value in zip(gradients(backbone), expected, strict=True):
         torch.testing.assert_close(found, value, rtol=1e-3, atol=1e-5)

@@ -1,8 +1,11 @@
+import platform
+from pathlib import Path
+
 import pytest
 import torch
 
 from cribo.models import build_backbone
-from cribo.pretraining.ceiling import model_flops, product_ceiling
+from cribo.pretraining.ceiling import model_flops, multiplies_bf16, product_ceiling
 
 VIT = {"embed_dim": 64, "depth": 2, "num_heads": 2, "patch_size": 8}
 
@@ -46,3 +49,12 @@ def test_the_whole_map_of_a_convolutional_network_is_four_times_that_of_half_the
 def test_the_ceiling_is_a_rate_of_this_machine(dtype: torch.dtype) -> None:
     rate = product_ceiling("cpu", dtype)
     assert 1e8 < rate < 1e15
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or not Path("/proc/cpuinfo").is_file(),
+    reason="Linux tells an x86 processor's features",
+)
+def test_bf16_is_what_the_processor_says() -> None:
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    assert multiplies_bf16() == bool(flags & {"avx512_bf16", "amx_bf16"})

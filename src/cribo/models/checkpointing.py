@@ -9,7 +9,6 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 Checkpointing = Literal["none", "selective", "blocks"]
@@ -50,10 +49,11 @@ class CheckpointedForward:
         noise: of drop path. It is gone when the backward pass comes, so that the block takes it along.
     """
 
-    def __init__(self, block: nn.Module, mode: Checkpointing, noise: Noise) -> None:
+    def __init__(self, block: nn.Module, mode: Literal["selective", "blocks"], noise: Noise) -> None:
         self.block = block
-        self.mode: Checkpointing = mode
         self.noise = noise
+        # torch.compile does not take PyTorch's own default for it.
+        self.contexts: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The block's output. Without gradients there is nothing to keep, and nothing to do."""
@@ -77,7 +77,7 @@ class CheckpointedForward:
             x,
             use_reentrant=False,
             preserve_rng_state=False,  # blocks draw no random numbers: build_backbone refuses dropout
-            context_fn=_selective_contexts if self.mode == "selective" else noop_context_fn,
+            **self.contexts,
         )
         assert isinstance(out, Tensor)
         return out
