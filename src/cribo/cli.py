@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cribo.console import Phases, duration, log_to
+from cribo.errors import Stopped
 
 if TYPE_CHECKING:
     from cribo.pretraining.run import Run
@@ -57,6 +58,12 @@ figures of the paper where the setting is the same.
 
   cribo evaluate compare evaluations/dense-nn-voc-mine evaluations/dense-nn-voc-dino
 """
+
+_LESS_MEMORY = {
+    "evaluate": "lower --runtime.batch_size or --runtime.memory_gib",
+    "pretrain": "raise --optim.micro_batches, or set --backbone.checkpoint selective",
+    "profile": "raise --optim.micro_batches, lower --optim.batch_size, or set --backbone.checkpoint selective",
+}
 
 # Long names that may be said shortly.
 _SHORT = {
@@ -111,9 +118,12 @@ def _run(words: list[str]) -> int:
 
         print(cribo.__version__)
         return 0
-    return _dispatch(
-        words, "cribo", "command", _USAGE, {"pretrain": _pretrain, "profile": _profile, "evaluate": _evaluate}
-    )
+    commands = {
+        "pretrain": partial(_guarded, "cribo pretrain", _pretrain),
+        "profile": partial(_guarded, "cribo profile", _profile),
+        "evaluate": _evaluate,
+    }
+    return _dispatch(words, "cribo", "command", _USAGE, commands)
 
 
 def _evaluate(words: list[str]) -> int:
@@ -145,26 +155,30 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 
 def _guarded(name: str, command: Callable[[list[str]], None], words: list[str]) -> int:
     """Run a command; what a user can mend becomes one line."""
-    import torch
-
-    from cribo.data import UnreadableImage
-
     try:
         command(words)
-    except UnreadableImage as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 1
-    except torch.OutOfMemoryError as error:
+    except Stopped as error:
+        return _failed(name, error, 1)
+    except (ValueError, FileNotFoundError, ConnectionError, ImportError) as error:  # to mend before any work
+        return _failed(name, error, 2)
+    except OSError as error:  # no room for what is written, say
+        return _failed(name, error, 1)
+    except Exception as error:
+        if not _out_of_memory(error):
+            raise
         reason = str(error).partition(". ")[0]
-        print(f"{name}: {reason}: lower --runtime.batch_size or --runtime.memory_gib", file=sys.stderr)
-        return 1
-    except (ValueError, FileNotFoundError, ConnectionError, ImportError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 1
+        return _failed(name, f"{reason}: {_LESS_MEMORY[name.split()[1]]}", 1)
     return 0
+
+
+def _failed(name: str, error: object, status: int) -> int:
+    print(f"{name}: {error}", file=sys.stderr)
+    return status
+
+
+def _out_of_memory(error: Exception) -> bool:
+    torch = sys.modules.get("torch")  # an error of one that was never imported cannot be
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def _dense_nn(words: list[str]) -> None:
@@ -222,10 +236,8 @@ def _compare(words: list[str]) -> None:
             console.print(f"  {path}", highlight=False)
 
 
-def _pretrain(words: list[str]) -> int:
-    # Imported here, so that `cribo --help` does not wait for torch.
-    from cribo.data import UnreadableImage
-    from cribo.pretraining import NonFiniteLoss, TooManyUnreadable
+def _pretrain(words: list[str]) -> None:
+    # Imported here, so that `cribo --help` does not wait for torch, nor a wrong word for Lightning.
     from cribo.pretraining.presets import (
         ConfigParser,
         add_config_arguments,
@@ -233,7 +245,6 @@ def _pretrain(words: list[str]) -> int:
         config_name,
         with_preset,
     )
-    from cribo.pretraining.run import latest_run, overrides_in, pretrain, resume
 
     # The processes of further devices run this command too, and have nothing to add to what the first one says.
     console = Console(soft_wrap=True, quiet=os.environ.get("LOCAL_RANK", "0") != "0")
@@ -254,46 +265,34 @@ def _pretrain(words: list[str]) -> int:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a run of the same --name")
     add_config_arguments(parser)
-    try:
-        parsed = parser.parse_args(with_preset(words))
-        if parsed.resume is not None:
-            for option in ("name", "minutes", "config", "overwrite"):
-                if parsed[option]:
-                    raise ValueError(f"--{option} does not go with --resume: the run knows its own")
-            folder = latest_run(parsed.out) if parsed.resume == "latest" else Path(parsed.resume)
-            run = resume(folder, overrides=overrides_in(words), console=console)
-        else:
-            run = pretrain(
-                config_from(parsed),
-                out=parsed.out,
-                name=parsed.name,
-                default_name=config_name(parsed.config[-1]),
-                minutes=parsed.minutes,
-                overwrite=parsed.overwrite,
-                console=console,
-            )
-    except (NonFiniteLoss, TooManyUnreadable, UnreadableImage) as error:
-        print(f"cribo pretrain: {error}", file=sys.stderr)
-        return 1
-    except (ValueError, FileNotFoundError, ConnectionError) as error:  # what a user can mend before any work
-        print(f"cribo pretrain: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:  # no room for what the run leaves, say
-        print(f"cribo pretrain: {error}", file=sys.stderr)
-        return 1
+    parsed = parser.parse_args(with_preset(words))
+    if parsed.resume is not None:
+        for option in ("name", "minutes", "config", "overwrite"):
+            if parsed[option]:
+                raise ValueError(f"--{option} does not go with --resume: the run knows its own")
+        from cribo.pretraining.run import latest_run, overrides_in, resume
+
+        folder = latest_run(parsed.out) if parsed.resume == "latest" else Path(parsed.resume)
+        run = resume(folder, overrides=overrides_in(words), console=console)
+    else:
+        config = config_from(parsed)
+        from cribo.pretraining.run import pretrain
+
+        run = pretrain(
+            config,
+            out=parsed.out,
+            name=parsed.name,
+            default_name=config_name(parsed.config[-1]),
+            minutes=parsed.minutes,
+            overwrite=parsed.overwrite,
+            console=console,
+        )
     _print_summary(run, console)
-    return 0
 
 
-def _profile(words: list[str]) -> int:
-    return _guarded("cribo profile", _profile_step, words)
-
-
-def _profile_step(words: list[str]) -> None:
+def _profile(words: list[str]) -> None:
     from cribo.files import make_numbered_folder
     from cribo.pretraining.presets import ConfigParser, add_config_arguments, config_from, config_name, with_preset
-    from cribo.pretraining.profile_report import profile_tables, write_profile
-    from cribo.pretraining.profiling import profile
 
     console = Console(soft_wrap=True)
     log_to(console)
@@ -318,9 +317,13 @@ def _profile_step(words: list[str]) -> None:
     add_config_arguments(parser)
     words = with_preset(words)
     parsed = parser.parse_args(words)
+    config = config_from(parsed)
+    from cribo.pretraining.profile_report import profile_tables, write_profile
+    from cribo.pretraining.profiling import profile
+
     with Phases(console) as progress:
         measured = profile(
-            config_from(parsed),
+            config,
             objects=parsed.kept,
             bootstrapping_ratio=parsed.bootstrapping_ratio,
             steps=parsed.steps,

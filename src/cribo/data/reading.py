@@ -11,6 +11,8 @@ from jaxtyping import UInt8
 from PIL import Image, ImageChops, UnidentifiedImageError
 from torch import Tensor
 
+from cribo.errors import Stopped
+
 MAX_PIXELS = 2 * 89_478_485
 """Default limit of width x height: the size at which Pillow itself refuses to open an image."""
 
@@ -29,7 +31,7 @@ _UPRIGHT = {
 }
 
 
-class UnreadableImage(Exception):
+class UnreadableImage(Stopped):
     """An image file that cannot be used, with the `path` of the file and the `reason`; it can be pickled."""
 
     def __init__(self, path: str | os.PathLike[str], reason: str) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cribo.data.pairs import ViewPairs
 from cribo.data.randomness import keyed_generator
+from cribo.errors import Stopped
 from cribo.method import NO_MATCH, Centre, MemoryBank
 from cribo.models import build_backbone, describe
 from cribo.pretraining.config import PretrainConfig, resolve_bank_images
@@ -322,7 +323,7 @@ class PretrainingModule(L.LightningModule):
         self._sums, self._first_bad = state["sums"], state["first_bad"]
 
 
-class NonFiniteLoss(RuntimeError):
+class NonFiniteLoss(Stopped):
     """A loss became infinite or not a number, or the weights did (`loss` is None)."""
 
     def __init__(self, loss: str | None, step: int) -> None:

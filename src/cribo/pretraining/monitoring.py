@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 
 from cribo.data.pairs import ViewPairs
+from cribo.errors import Stopped
 from cribo.files import write_text
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import METRICS, SKIPPED
@@ -144,7 +145,7 @@ def _formatted(row: dict[str, float]) -> dict[str, str]:
     return {name: f"{value:.8g}" for name, value in row.items()}
 
 
-class TooManyUnreadable(RuntimeError):
+class TooManyUnreadable(Stopped):
     """More images than allowed could not be read."""
 
 
