@@ -45,7 +45,7 @@ RECIPE = ViewRecipe()
 GRID = (14, 14)
 BATCH = 32
 VIT_S_ON_H200 = 9_000
-"""Views a second that training a ViT-S/16 takes in there, roughly: what a loader of 16 cores has to give."""
+"""Views a second that training a ViT-S/16 takes in there: an estimate, for what a loader of 16 cores has to give."""
 
 
 @dataclass(frozen=True)

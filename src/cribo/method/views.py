@@ -444,7 +444,7 @@ def _jitter(pixels: Float[Tensor, "n 3 p"], photometric: Photometric) -> None:
         if turned.numel():
             rows = _send(turned, device)
             some = pixels.index_select(0, rows)
-            _shift_hue(some[..., None], _send(photometric.hue[turned], device)[:, None, None])
+            _shift_hue(some[..., None], _send(photometric.hue[turned], device)[:, None, None, None])
             pixels.index_copy_(0, rows, some)
     pixels.copy_(torch.bmm(to_grey, pixels))
 
@@ -494,20 +494,22 @@ def _blur_matrix(length: int, sigma: Float[Tensor, " n"]) -> Float[Tensor, "n l 
 # --------------------------------------------------------------------------------------------------------- both
 
 
-def _shift_hue(x: Float[Tensor, "*n 3 h w"], turns: float | Float[Tensor, "n 1 1"]) -> None:
+def _shift_hue(x: Float[Tensor, "*n 3 h w"], turns: float | Float[Tensor, "n 1 1 1"]) -> None:
     """Rotate the hue of the HSV model in place, keeping saturation and value.
 
     With the hue h in turns from red, 6 |h| = 1 + (green + blue - red - lowest) / chroma, whichever channel is the
     highest, and h has the sign of green - blue. No case is told apart, so no memory is spent on choosing.
     """
     red, green, blue = x.unbind(dim=-3)
+    # Pairs of channels at a time: along a short dimension amin and aminmax take several times as long.
     lowest = torch.minimum(red, green).minimum(blue)
     chroma = torch.maximum(red, green).maximum(blue).sub_(lowest)
-    hue = (green + blue).sub_(red).sub_(lowest).div_(chroma.clamp_min(1e-8)).add_(1).mul_(1 / 6)
-    hue = hue.copysign_(green - blue).add_(turns)
-    peaks = torch.linspace(0, 2 / 3, 3, device=x.device)[:, None, None]
+    rest = (green + blue).sub_(red).sub_(lowest)
+    sixth = torch.full((), 1 / 6, device=x.device)
+    hue = torch.addcdiv(sixth, rest, chroma.clamp_min(1e-8), value=1 / 6).copysign_(green - blue)
     # A channel is high within a sixth of a turn of its own hue, low beyond a third, and falls in between.
+    peaks = torch.arange(3, device=x.device)[:, None, None] / 3 - turns
     distance = hue.unsqueeze(-3) - peaks
     distance.sub_(distance.round()).abs_()
-    height = distance.mul_(-6).add_(2).clamp_(0, 1)
-    x.copy_(torch.addcmul(lowest.unsqueeze(-3), chroma.unsqueeze(-3), height))
+    height = torch.rsub(distance, 2, alpha=6).clamp_(0, 1)
+    torch.addcmul(lowest.unsqueeze(-3), chroma.unsqueeze(-3), height, out=x)
