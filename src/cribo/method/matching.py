@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from cribo.method.products import product
+
 NO_MATCH = -1
 """What stands in the place of a row's index when the bank holds nothing that the query may match."""
 
@@ -72,17 +74,34 @@ def cycle_consistency(
     """
     if sum(group_rows) != objects.shape[1]:
         raise ValueError(f"group_rows must sum to {objects.shape[1]} objects, got {list(group_rows)}")
-    consistent = torch.zeros(objects.shape[:2], dtype=torch.bool, device=objects.device)
-    start = 0
-    for rows in group_rows:
-        group = slice(start, start + rows)
-        own = torch.arange(rows, device=objects.device)
-        for view in (0, 1):
-            other = objects[1 - view, group]
-            back = nearest_rows(jumped[view, group], [other], [inverse_norms(other)])
-            consistent[view, group] = back == own
-        start += rows
-    return consistent
+    if not objects.shape[1]:
+        return torch.zeros(objects.shape[:2], dtype=torch.bool, device=objects.device)
+    queries, targets = F.normalize(jumped.float(), dim=-1), objects.float().flip(0)
+    norms = inverse_norms(targets)
+    return torch.cat(
+        [
+            _nearest_is_own(query, target, norm)
+            for query, target, norm in zip(
+                queries.split(list(group_rows), dim=1),
+                targets.split(list(group_rows), dim=1),
+                norms.split(list(group_rows), dim=1),
+                strict=True,
+            )
+            if query.shape[1]
+        ],
+        dim=1,
+    )
+
+
+def _nearest_is_own(
+    queries: Float[Tensor, "2 n d"], targets: Float[Tensor, "2 n d"], norms: Float[Tensor, "2 n"]
+) -> Bool[Tensor, "2 n"]:
+    """Whether of all targets, scaled by `norms`, the one in the query's own place is the first of the most similar."""
+    similarity = torch.stack([product(query, target) for query, target in zip(queries, targets, strict=True)])
+    similarity *= norms[:, None]
+    own = similarity.diagonal(dim1=1, dim2=2)
+    earlier_is_equal = (similarity == own[..., None]).tril_(-1).any(dim=2)
+    return (own >= similarity.amax(dim=2)) & ~earlier_is_equal
 
 
 @torch.no_grad()
@@ -120,7 +139,7 @@ def nearest_rows(
     for number, (segment, norms) in enumerate(zip(segments, inverse_norms, strict=True)):
         for start in range(0, segment.shape[0], block_rows):
             block = slice(start, start + block_rows)
-            similarity = queries @ segment[block].float().T
+            similarity = product(queries, segment[block].float())
             similarity *= norms[block]
             if query_images is not None and segment_images is not None:
                 own = query_images[:, None] == segment_images[number][None, block]
@@ -133,6 +152,6 @@ def nearest_rows(
     return nearest
 
 
-def inverse_norms(rows: Float[Tensor, "m d"]) -> Float[Tensor, " m"]:
+def inverse_norms(rows: Float[Tensor, "*m d"]) -> Float[Tensor, "*m"]:
     """1 / Euclidean norm of each row, in float32; finite for a zero row."""
     return rows.float().norm(dim=-1).clamp_min(_TINY).reciprocal()

@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from cribo.method.matching import NO_MATCH, cycle_consistency, inverse_norms, nearest_rows
+from cribo.method.matching import NO_MATCH, cycle_consistency, inverse_norms
+from cribo.method.search import Ring, make_first_pass, nearest_in_rings, tile_rows
 
 Criterion = Literal["cycle", "none"]
 
@@ -26,7 +27,8 @@ class MemoryBank:
     """The teacher's object representations of the last images, of both views, row-aligned.
 
     One fixed allocation, a ring: objects are written in place and expire by image count. Rows stay as they
-    were given (unnormalised) beside their inverse norm, so that a neighbour can go through the head.
+    were given (unnormalised) beside their inverse norm, so that a neighbour can go through the head. What else the
+    search may want to hold of them (`cribo.method.search`) is made from those and never saved.
 
     It is no `nn.Module` and registers no buffer: distributed wrappers would overwrite one process's bank with
     another's, or save only one. It saves and restores itself.
@@ -64,9 +66,13 @@ class MemoryBank:
                 raise ValueError(f"{name} must be >= 1, got {value}")
         self.num_images = num_images
         self.capacity = num_images * num_objects
-        self._rows = torch.empty((2, self.capacity, dim), dtype=dtype, device=device)
-        self._inverse_norms = torch.empty((2, self.capacity), device=device)
-        self._images = torch.empty(self.capacity, dtype=torch.long, device=device)
+        self._tile = tile_rows(torch.device(device))
+        slots = -(-self.capacity // self._tile) * self._tile
+        # The search reads whole tiles: slots that were never written must not hold NaN.
+        self._rows = torch.zeros((2, slots, dim), dtype=dtype, device=device)
+        self._inverse_norms = torch.zeros((2, slots), device=device)
+        self._images = torch.zeros(slots, dtype=torch.long, device=device)
+        self._first_pass = make_first_pass(self._rows, self._inverse_norms, self._images, self._tile)
         self._counts: deque[int] = deque()  # objects of each remembered image, oldest first
         self._oldest = 0  # slot of the oldest live row
         self._length = 0  # live rows
@@ -114,23 +120,11 @@ class MemoryBank:
         if criterion not in get_args(Criterion):
             raise ValueError(f"criterion must be one of {', '.join(get_args(Criterion))}, got {criterion!r}")
         with torch.autocast(objects.device.type, enabled=False):
-            live = self._live()
-            nearest = torch.stack(
-                [
-                    nearest_rows(
-                        objects[view],
-                        [self._rows[view, part] for part in live],
-                        [self._inverse_norms[view, part] for part in live],
-                        query_images=images,
-                        segment_images=[self._images[part] for part in live],
-                    )
-                    for view in (0, 1)
-                ]
-            )
+            nearest = nearest_in_rings(objects, images, (self._ring(0), self._ring(1)), self._first_pass)
             matched = nearest != NO_MATCH
             # Row numbers count from the oldest row; slots count from the start of the ring.
             slots = torch.where(matched, (nearest + self._oldest) % self.capacity, NO_MATCH)
-            if criterion == "none" or not live:
+            if criterion == "none" or not self._length:
                 return Matches(slots, matched)
             reachable = slots.clamp_min(0)
             jumped = torch.stack([self.objects(1 - view, reachable[view]) for view in (0, 1)])
@@ -171,6 +165,7 @@ class MemoryBank:
             self._rows[:, target] = objects[:, source].to(self._rows.dtype)
             self._inverse_norms[:, target] = norms[:, source]
             self._images[target] = images[source]
+            self._first_pass.write(target, self._rows[:, target], norms[:, source])
         self._counts.extend(counts)
         self._length += rows
 
@@ -215,10 +210,21 @@ class MemoryBank:
         for part in self._live():
             size = part.stop - part.start
             self._inverse_norms[:, part] = norms[:, start : start + size]
+            self._first_pass.write(part, self._rows[:, part], self._inverse_norms[:, part])
             start += size
 
+    def _ring(self, view: int) -> Ring:
+        """One view's bank, as the search reads it."""
+        return Ring(
+            rows=self._rows[view],
+            inverse_norms=self._inverse_norms[view],
+            images=self._images,
+            capacity=self.capacity,
+            oldest=self._oldest,
+            length=self._length,
+            tile=self._tile,
+        )
+
     def _live(self) -> list[slice]:
-        """Slices of the live slots, oldest first: one, or two when the ring wraps, or none."""
-        end = self._oldest + self._length
-        parts = [slice(self._oldest, min(end, self.capacity)), slice(0, max(0, end - self.capacity))]
-        return [part for part in parts if part.stop > part.start]
+        """Slices of the live slots, oldest first."""
+        return self._ring(0).live()

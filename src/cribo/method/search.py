@@ -1,0 +1,478 @@
+"""The nearest row of a memory bank, exactly, at little more than the price of a matrix product at low precision.
+
+A first pass multiplies queries and rows at low precision and keeps, of every tile of consecutive rows, a number that
+no product in it exceeds. The tile of the greatest one is compared exactly, in float32. Its best row tells which other
+tiles may still hold a better one, for rounding turns a vector by a small angle that is known: mostly one or two do.
+Those are compared exactly too. So the result is that of `cribo.method.matching.nearest_rows`, ties included, whatever
+the precision of the first pass.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from cribo.method.kernels import Accelerated
+from cribo.method.matching import NO_MATCH, nearest_rows
+from cribo.method.products import product
+
+_LONGEST = 1 + 2**-8  # norm of a row by its inverse norm, which may be older than its rounding to half precision
+
+
+def tile_rows(device: torch.device) -> int:
+    """Consecutive rows of which the first pass keeps one number; rings are allocated in whole tiles."""
+    return 64 if device.type == "cuda" else 32
+
+
+def _block_rows(device: torch.device) -> int:
+    """Rows that are multiplied at once: their products stay in a processor's cache, or are enough work for a GPU."""
+    return 2**15 if device.type == "cuda" else 2**10
+
+
+class FirstPass(ABC):
+    """What the first pass multiplies: the stored rows themselves, or copies made for it."""
+
+    @abstractmethod
+    def write(self, target: slice, rows: Float[Tensor, "2 n d"], inverse_norms: Float[Tensor, "2 n"]) -> None:
+        """Take note of rows that were stored in the slots `target`."""
+
+    @abstractmethod
+    def ceilings(
+        self,
+        view: int,
+        tiles: range,
+        queries: Float[Tensor, "r d"],
+        images: Int[Tensor, " r"],
+        into: Float[Tensor, "t r"],
+    ) -> None:
+        """For each of the tiles and every query, write a number that no product of the two exceeds.
+
+        Products are those of `rounded` queries with what is held of the rows; those with rows of the query's own
+        image do not count.
+        """
+
+    @abstractmethod
+    def rounded(self, queries: Float[Tensor, "r d"]) -> Float[Tensor, "r d"]:
+        """Queries at the precision of the first pass."""
+
+    @abstractmethod
+    def distortion(self, view: int) -> Float[Tensor, "2"]:
+        """The largest angle, in radians, between a row and what is held of it, and largest relative change of norm."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The bank of one view, as the search reads it.
+
+    Attributes:
+        rows: of any scale, C slots in whole tiles.
+        inverse_norms: 1 / norm of each row, float32.
+        images: image of each row.
+        capacity: slots in use; those behind only fill the last tile.
+        oldest: slot of the oldest live row. The others follow it, and the ring closes behind the last slot.
+        length: number of live rows.
+        tile: rows of a tile.
+    """
+
+    rows: Float[Tensor, "c d"]
+    inverse_norms: Float[Tensor, " c"]
+    images: Int[Tensor, " c"]
+    capacity: int
+    oldest: int
+    length: int
+    tile: int
+
+    def live(self) -> list[slice]:
+        """Slices of the live slots, oldest first: one, or two when the ring wraps, or none."""
+        end = self.oldest + self.length
+        parts = [slice(self.oldest, min(end, self.capacity)), slice(0, max(0, end - self.capacity))]
+        return [part for part in parts if part.stop > part.start]
+
+    def tiles(self) -> list[range]:
+        """Numbers of the tiles with live rows, each once."""
+        ranges = [range(part.start // self.tile, -(-part.stop // self.tile)) for part in self.live()]
+        if len(ranges) == 2:  # the oldest and the newest rows may share a tile
+            ranges[1] = range(min(ranges[1].stop, ranges[0].start))
+        return [tiles for tiles in ranges if tiles]
+
+
+@torch.no_grad()
+def nearest_in_rings(
+    queries: Float[Tensor, "2 r d"], images: Int[Tensor, " r"], rings: tuple[Ring, Ring], first_pass: FirstPass
+) -> Int[Tensor, "2 r"]:
+    """The live row with the greatest cosine similarity to each query in its view's ring, counted from the oldest.
+
+    Of equally similar rows the oldest wins; rows of the query's own image never match. The host reads the device once.
+
+    Args:
+        queries: (2, R, D) float32, any scale.
+        images: (R,) image of each query.
+        rings: of both views, with live rows in the same slots.
+        first_pass: over the rows of both rings.
+
+    Returns:
+        (2, R) int64; `NO_MATCH` where there is none.
+    """
+    if not queries.shape[1] or not rings[0].length:
+        return torch.full(queries.shape[:2], NO_MATCH, device=queries.device)
+    searches = [_Search(queries[view], images, ring, first_pass, view) for view, ring in enumerate(rings)]
+    counts = torch.stack([count for search in searches for count in search.left()]).tolist()
+    return torch.stack([search.finish(*counts[2 * view : 2 * view + 2]) for view, search in enumerate(searches)])
+
+
+class _Search:
+    """A search in one view's ring, up to where the host has to know how much is left to compare.
+
+    Args:
+        queries: (R, D), any scale.
+        images: (R,).
+        ring: at least one live row.
+        first_pass: over the ring's rows.
+        view: which ring that is.
+    """
+
+    def __init__(
+        self, queries: Float[Tensor, "r d"], images: Int[Tensor, " r"], ring: Ring, first_pass: FirstPass, view: int
+    ) -> None:
+        self.queries, self.images, self.ring = F.normalize(queries.float(), dim=-1), images, ring
+        rounded = first_pass.rounded(self.queries)
+        self.tiles = torch.cat([torch.arange(part.start, part.stop, device=queries.device) for part in ring.tiles()])
+        ceilings = torch.empty((len(self.tiles), len(queries)), device=queries.device)
+        first = 0
+        for part in ring.tiles():
+            first_pass.ceilings(view, part, rounded, images, ceilings[first : first + len(part)])
+            first += len(part)
+        highest = _highest(ceilings)
+        own = torch.arange(len(queries), device=queries.device)
+        self.best, self.age = _compare(self.queries, images, ring, self.tiles[highest], own)
+        least = _least_product(self.best, self.queries, rounded, first_pass.distortion(view))
+        self.open = ceilings >= least
+        self.open[highest, own] = False
+        self.counts = self.open.view(torch.uint8).sum(dim=0, dtype=torch.int32)
+        # A query with very many tiles left is compared with all rows at once: a product costs less a row.
+        self.crowded = self.counts > max(4, len(self.tiles) // 32)
+        self.open &= ~self.crowded
+
+    def left(self) -> tuple[Int[Tensor, ""], Int[Tensor, ""]]:
+        """How many pairs of a tile and a query are left to compare, and how many queries with all rows."""
+        return self.counts.where(~self.crowded, 0).sum(), self.crowded.sum()
+
+    def finish(self, pairs: int, crowded: int) -> Int[Tensor, " r"]:
+        """Compare what is left, by the numbers of `left`."""
+        if pairs:
+            tile, which = torch.nonzero_static(self.open, size=pairs).unbind(dim=1)
+            value, age = _compare(self.queries, self.images, self.ring, self.tiles[tile], which)
+            best = self.best.scatter_reduce(0, which, value, "amax")
+            # Of the rows that are as good as the best, the oldest.
+            age = age.where(value == best[which], self.ring.capacity)
+            held = self.age.where(self.best == best, self.ring.capacity)
+            self.best, self.age = best, held.scatter_reduce(0, which, age, "amin")
+        nearest = self.age.where(self.best > -torch.inf, NO_MATCH)
+        if crowded:
+            rest = torch.nonzero_static(self.crowded, size=crowded)[:, 0]
+            live = self.ring.live()
+            nearest[rest] = nearest_rows(
+                self.queries[rest],
+                [self.ring.rows[part] for part in live],
+                [self.ring.inverse_norms[part] for part in live],
+                query_images=self.images[rest],
+                segment_images=[self.ring.images[part] for part in live],
+            )
+        return nearest
+
+
+def _highest(ceilings: Float[Tensor, "t r"]) -> Int[Tensor, " r"]:
+    """Where the highest ceiling of each query stands, in two levels: arg-max is far slower than the maximum."""
+    size = 32
+    whole = len(ceilings) // size * size
+    groups = [ceilings[:whole].view(-1, size, ceilings.shape[1]).amax(dim=1)] if whole else []
+    rest = [ceilings[whole:].amax(dim=0, keepdim=True)] if len(ceilings) > whole else []
+    group = torch.cat(groups + rest).argmax(dim=0)
+    members = (size * group + torch.arange(size, device=group.device)[:, None]).clamp_max(len(ceilings) - 1)
+    return members.gather(0, ceilings.gather(0, members).argmax(dim=0)[None])[0]
+
+
+def _least_product(
+    best: Float[Tensor, " r"],
+    queries: Float[Tensor, "r d"],
+    rounded: Float[Tensor, "r d"],
+    distortion: Float[Tensor, "2"],
+) -> Float[Tensor, " r"]:
+    """The least product that the first pass can give for a row that is as similar to its query as the best one met.
+
+    Rounding turns the query and the row by angles whose sum is d at most, so a row at angle a was seen at a + d at
+    most: cos(a + d) = cos(a) cos(d) - sin(a) sin(d). Rows that are slightly longer than 1 take the place of 1.
+    """
+    best = best.clamp_min(-_LONGEST)  # where no row of the first tile may match, any other may
+    turned = _angle(queries, rounded.float()) + distortion[0]
+    norms = rounded.float().norm(dim=-1)
+    least = best * turned.cos() - turned.sin() * (_LONGEST**2 - best.square()).clamp_min(0).sqrt()
+    accumulated = queries.shape[1] * 2**-22  # rounding of the sums, here and in the first pass
+    return (least - least.abs() * distortion[1] - accumulated) * norms
+
+
+def _compare(
+    queries: Float[Tensor, "r d"],
+    images: Int[Tensor, " r"],
+    ring: Ring,
+    tiles: Int[Tensor, " p"],
+    which: Int[Tensor, " p"],
+) -> tuple[Float[Tensor, " p"], Int[Tensor, " p"]]:
+    """The greatest similarity of each pair's query to the live rows of its tile, and the age of the first such row.
+
+    Args:
+        queries: (R, D) of unit length.
+        images: (R,).
+        ring: whose rows are compared.
+        tiles: (P,) tile of each pair.
+        which: (P,) query of each pair.
+
+    Returns:
+        similarity, -inf where no row may match, and how many rows are older than the one found.
+    """
+    parts = max(1, _elements_at_once(queries.device) // (ring.tile * queries.shape[1]))
+    found = [
+        _compare_part(queries, images, ring, *part) for part in zip(tiles.split(parts), which.split(parts), strict=True)
+    ]
+    values, ages = zip(*found, strict=True)
+    return torch.cat(values), torch.cat(ages)
+
+
+def _elements_at_once(device: torch.device) -> int:
+    """Elements of rows that are gathered at once: what a processor's cache holds, or enough work for a GPU."""
+    return 2**20 if device.type == "cpu" else 2**25
+
+
+def _compare_part(
+    queries: Float[Tensor, "r d"],
+    images: Int[Tensor, " r"],
+    ring: Ring,
+    tiles: Int[Tensor, " p"],
+    which: Int[Tensor, " p"],
+) -> tuple[Float[Tensor, " p"], Int[Tensor, " p"]]:
+    rows = ring.rows.view(-1, ring.tile, ring.rows.shape[1])[tiles].float()
+    # Not by a library's product: the sums of equal rows have to be equal, wherever the rows lie.
+    similarity = rows.mul_(queries[which, None]).sum(dim=-1) * ring.inverse_norms.view(-1, ring.tile)[tiles]
+    slots = ring.tile * tiles[:, None] + torch.arange(ring.tile, device=tiles.device)
+    ages = (slots - ring.oldest) % ring.capacity
+    own = ring.images.view(-1, ring.tile)[tiles] == images[which, None]
+    similarity.masked_fill_(own | (slots >= ring.capacity) | (ages >= ring.length), -torch.inf)
+    best = similarity.amax(dim=1)
+    return best, ages.where(similarity == best[:, None], ring.capacity).amin(dim=1)
+
+
+def _angle(a: Float[Tensor, "*n d"], b: Float[Tensor, "*n d"]) -> Float[Tensor, "*n"]:
+    """Angles in radians between rows that point almost the same way, rounded up; 0 beside a zero row."""
+    chord = (F.normalize(a, dim=-1) - F.normalize(b, dim=-1)).norm(dim=-1)
+    angle = 2 * (chord / 2).clamp_max(1).asin() + 2**-20
+    return angle.where((a != 0).any(dim=-1) & (b != 0).any(dim=-1), 0)
+
+
+# ------------------------------------------------------------------ first pass on copies
+
+
+class RoundedCopies(FirstPass):
+    """First pass of a processor that multiplies bfloat16 fast: copies of the rows, of unit length, in bfloat16.
+
+    Args:
+        slots: C, in whole tiles.
+        dim: D.
+        images: (C,) the bank's own tensor.
+        tile: rows of a tile.
+    """
+
+    def __init__(self, slots: int, dim: int, images: Int[Tensor, " c"], tile: int) -> None:
+        self._copies = torch.zeros((2, slots, dim), dtype=torch.bfloat16)
+        self._distortion = torch.zeros((2, 2, slots))
+        self._images, self._tile = images, tile
+
+    def write(self, target: slice, rows: Float[Tensor, "2 n d"], inverse_norms: Float[Tensor, "2 n"]) -> None:
+        """Copy rows."""
+        unit = rows.float() * inverse_norms[..., None]
+        copies = unit.bfloat16()
+        self._copies[:, target] = copies
+        norms, changed = unit.norm(dim=-1), copies.float().norm(dim=-1)
+        self._distortion[:, 0, target] = _angle(unit, copies.float())
+        self._distortion[:, 1, target] = torch.where(norms > 0, (changed / norms - 1).abs(), 0)
+
+    def rounded(self, queries: Float[Tensor, "r d"]) -> Float[Tensor, "r d"]:
+        """Queries in bfloat16."""
+        return queries.bfloat16()
+
+    def distortion(self, view: int) -> Float[Tensor, "2"]:
+        """Of all copies, those of rows that have expired included."""
+        return self._distortion[view].amax(dim=1)
+
+    def ceilings(
+        self,
+        view: int,
+        tiles: range,
+        queries: Float[Tensor, "r d"],
+        images: Int[Tensor, " r"],
+        into: Float[Tensor, "t r"],
+    ) -> None:
+        """Tile maxima above a floor that rises from block to block.
+
+        Sums are rounded to bfloat16 when they are written, so a little less than the best product met so far is taken
+        off before: near the best, what is left is small, and so is its rounding. What is left of others is negative
+        and does not matter. Floats that are not negative order as their bits do, and integers are compared faster.
+        """
+        tile, block = self._tile, _block_rows(queries.device)
+        slots = slice(tile * tiles.start, tile * tiles.stop)
+        keys, own = self._copies[view, slots], _OwnRows(self._images[slots], images)
+        floor = _below(own.without(product(keys[:block], queries), 0).amax(dim=0))
+        for start in range(0, len(keys), block):
+            above = own.without(F.linear(keys[start : start + block], queries, -floor), start)
+            highest = above.view(torch.int16).view(-1, tile, len(queries)).amax(dim=1).view(torch.bfloat16)
+            found = into[start // tile : start // tile + len(highest)]
+            torch.add(floor.float(), highest.float().clamp_min_(0), alpha=1 + 2**-8, out=found)
+            floor = torch.maximum(floor, _below(found.amax(dim=0)))
+
+
+def _below(products: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
+    """A little less, in bfloat16: no row that is as similar as those is seen below it."""
+    return (products.float() - 2**-6).clamp_min(-2).bfloat16()
+
+
+class _OwnRows:
+    """The rows that belong to the images of some queries; mostly there are none.
+
+    Args:
+        row_images: (M,) image of each row.
+        images: (R,) image of each query.
+    """
+
+    def __init__(self, row_images: Int[Tensor, " m"], images: Int[Tensor, " r"]) -> None:
+        self._row_images, self._images = row_images, images
+        self._rows = torch.isin(row_images, images.unique()).nonzero()[:, 0]
+
+    def without(self, products: Float[Tensor, "b r"], start: int) -> Float[Tensor, "b r"]:
+        """Products of rows from `start` on with all queries, those of one image set to -inf in place."""
+        if not len(self._rows):
+            return products
+        rows = self._rows[(self._rows >= start) & (self._rows < start + len(products))]
+        own = self._row_images[rows, None] == self._images
+        products[rows - start] = products[rows - start].masked_fill(own, -torch.inf)
+        return products
+
+
+# ------------------------------------------------------------------ first pass on the rows themselves
+
+
+class StoredRows(FirstPass):
+    """First pass on the stored rows, scaled by their inverse norms behind the product: no copy of anything.
+
+    Args:
+        rows: (2, C, D) the bank's own tensor, as the next two.
+        inverse_norms: (2, C).
+        images: (C,).
+        tile: rows of a tile.
+    """
+
+    def __init__(
+        self,
+        rows: Float[Tensor, "2 c d"],
+        inverse_norms: Float[Tensor, "2 c"],
+        images: Int[Tensor, " c"],
+        tile: int,
+    ) -> None:
+        self._rows, self._inverse_norms, self._images, self._tile = rows, inverse_norms, images, tile
+
+    def write(self, target: slice, rows: Float[Tensor, "2 n d"], inverse_norms: Float[Tensor, "2 n"]) -> None:
+        """Nothing: the rows are where they are looked for."""
+
+    def rounded(self, queries: Float[Tensor, "r d"]) -> Float[Tensor, "r d"]:
+        """Queries in the rows' type."""
+        return queries.to(self._rows.dtype)
+
+    def distortion(self, view: int) -> Float[Tensor, "2"]:
+        """None."""
+        return self._inverse_norms.new_zeros(2)
+
+    def ceilings(
+        self,
+        view: int,
+        tiles: range,
+        queries: Float[Tensor, "r d"],
+        images: Int[Tensor, " r"],
+        into: Float[Tensor, "t r"],
+    ) -> None:
+        """The greatest products of tiles."""
+        slots = slice(self._tile * tiles.start, self._tile * tiles.stop)
+        # The fused version is for half precision.
+        maxima = plain_tile_maxima if queries.dtype == torch.float32 else tile_maxima.on(queries.device)
+        maxima(queries, self._rows[view, slots], self._inverse_norms[view, slots], images, self._images[slots], into)
+
+
+@torch.no_grad()
+def plain_tile_maxima(
+    queries: Float[Tensor, "r d"],
+    rows: Float[Tensor, "m d"],
+    inverse_norms: Float[Tensor, " m"],
+    images: Int[Tensor, " r"],
+    row_images: Int[Tensor, " m"],
+    into: Float[Tensor, "t r"],
+) -> None:
+    """The greatest product of each query with each tile's rows, which are scaled by their inverse norms.
+
+    Args:
+        queries: (R, D), of the rows' type.
+        rows: (M, D), in T whole tiles.
+        inverse_norms: (M,) float32.
+        images: (R,).
+        row_images: (M,); a query's products with rows of its own image do not count.
+        into: (T, R) float32, where the maxima are written; -inf where a tile holds nothing but the own image.
+    """
+    queries, own, tile = queries.float(), _OwnRows(row_images, images), len(rows) // len(into)
+    block = _block_rows(queries.device)
+    for start in range(0, len(rows), block):
+        part = slice(start, start + block)
+        products = product(rows[part].float(), queries).mul_(inverse_norms[part, None])
+        maxima = own.without(products, start).view(-1, tile, len(queries)).amax(dim=1)
+        into[start // tile : start // tile + len(maxima)] = maxima
+
+
+def _fused_tile_maxima() -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]:
+    from cribo.method.kernels.search import tile_maxima as fused
+
+    return fused
+
+
+def _try_tile_maxima(
+    fused: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None], device: torch.device
+) -> None:
+    """On sizes that fill no block, and with rows of own images."""
+    generator, tile = torch.Generator().manual_seed(0), tile_rows(device)
+    rows = torch.randn(5 * tile, 72, generator=generator)
+    queries = F.normalize(torch.randn(70, 72, generator=generator), dim=-1)
+    images = torch.arange(70) // 4, torch.arange(len(rows)) // 5
+    for kind in (torch.float16, torch.bfloat16):
+        given = [part.to(device) for part in (queries.to(kind), rows.to(kind), 1 / rows.norm(dim=-1), *images)]
+        found, expected = (torch.empty((5, 70), device=device) for _ in range(2))
+        fused(*[*given, found])
+        plain_tile_maxima(*[*given, expected])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+tile_maxima = Accelerated(
+    "search of the memory bank", plain=plain_tile_maxima, fused=_fused_tile_maxima, trial=_try_tile_maxima
+)
+
+
+def make_first_pass(
+    rows: Float[Tensor, "2 c d"], inverse_norms: Float[Tensor, "2 c"], images: Int[Tensor, " c"], tile: int
+) -> FirstPass:
+    """The fastest first pass over a bank's tensors that their device allows."""
+    if rows.device.type == "cpu" and _multiplies_bfloat16():
+        return RoundedCopies(rows.shape[1], rows.shape[2], images, tile)
+    return StoredRows(rows, inverse_norms, images, tile)
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for products of bfloat16."""
+    able = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(able.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
