@@ -220,8 +220,9 @@ class RuntimeConfig:
         accelerator: of the Lightning Trainer: auto, cpu, gpu, ...
         devices: how many, or auto.
         num_nodes: how many machines.
-        precision: bf16-mixed for training on GPUs; 16-mixed for old ones. On CPUs 32-true; but bf16-mixed for vision
-            transformers where the processor multiplies bfloat16 itself (AVX512-BF16 or AMX; others are slowed down by it).
+        precision: bf16-mixed for training on GPUs; 16-mixed for old ones. On CPUs 32-true, or bf16-mixed where the
+            processor multiplies bfloat16 itself (AVX512-BF16, AMX), for vision transformers above all; others are
+            slowed down by it.
         compile: torch.compile the backbones: a minute or two at the start, then faster steps on GPUs. `default`;
             `reduce-overhead` replays CUDA graphs, for small networks and batches, whose kernels end sooner than they
             are launched; `max-autotune` also tries several kernels for each product; `max-autotune-no-cudagraphs`
