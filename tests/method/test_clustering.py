@@ -5,7 +5,14 @@ from benchmarks import literal
 from torch import Tensor
 
 from cribo.method import cluster_tokens, cluster_tokens_kmeans, draw_initial_tokens
-from cribo.method.clustering import _nearest_member, _positional_cost, _scale_to_marginals, _squared_distances
+from cribo.method.clustering import (
+    _nearest_member,
+    _positional_cost,
+    _scale_to_marginals,
+    _squared_distances,
+    _try,
+    transport_labels,
+)
 
 
 def scene(seed: int, *, batch: int = 3, tokens: int = 60, dim: int = 12, objects: int = 6):
@@ -369,6 +376,20 @@ def test_kmeans_refuses_more_clusters_than_tokens() -> None:
         cluster_tokens_kmeans(tokens, coordinates, num_objects=99)
     with pytest.raises(ValueError, match=r"\(4\), got 5"):
         draw_initial_tokens(4, 5)
+
+
+def test_a_fused_version_has_to_give_the_labels_of_the_plain_one() -> None:
+    _try(transport_labels, torch.device("cpu"))
+    with pytest.raises(ArithmeticError, match="of its labels agree with the plain version"):
+        _try(lambda *arguments, **options: transport_labels(*arguments, **options).flip(1), torch.device("cpu"))
+
+
+def test_images_take_turns_when_their_distances_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, coordinates, initial = scene(6, batch=5)
+    options = {"num_objects": 6, "position_weight": 1.0, "initial_tokens": initial}
+    together = cluster_tokens(tokens, coordinates, **options)
+    monkeypatch.setattr("cribo.method.clustering._DISTANCES_AT_ONCE", 2 * 60**2)
+    assert torch.equal(cluster_tokens(tokens, coordinates, **options), together)
 
 
 @pytest.mark.gpu

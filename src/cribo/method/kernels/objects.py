@@ -39,12 +39,17 @@ def sums_kernel(
             mask=(token < num_tokens)[:, None] & (channel < dim)[None, :],
             other=0.0,
         )
-        # Exact for half precision; for float32, two of the products in 19 bits carry all but the last digits.
-        own = (cluster[:, None] == label[None, :]).to(values.dtype)
-        total = tl.dot(own, values, total, input_precision="tf32x3")
+        own = (cluster[:, None] == label[None, :]).to(tl.float32)
+        # Ones and half precision are exact in the tensor cores' 19 bits; the second product carries float32's rest.
+        total = tl.dot(own, values.to(tl.float32), total, input_precision="tf32x3")
     row = tl.load(targets + view * num_objects + cluster, mask=cluster < num_objects, other=num_rows)
     wanted = (row < num_rows)[:, None] & (channel < dim)[None, :]
     tl.store(sums + row[:, None] * dim + channel[None, :], total, mask=wanted)
+
+
+def tiles(num_objects: int) -> dict[str, int]:
+    """The kernel's tile: tokens, channels and clusters."""
+    return {"block_n": 32, "block_d": 64, "block_k": max(16, min(64, triton.next_power_of_2(num_objects)))}
 
 
 def sums(
@@ -58,8 +63,8 @@ def sums(
     if tokens.stride(-1) != 1:
         tokens = tokens.contiguous()
     num_objects = targets.shape[2]
-    tiles = {"block_n": 32, "block_d": 64, "block_k": max(16, min(64, triton.next_power_of_2(num_objects)))}
-    grid = (batch * views, triton.cdiv(dim, tiles["block_d"]), triton.cdiv(num_objects, tiles["block_k"]))
+    tile = tiles(num_objects)
+    grid = (batch * views, triton.cdiv(dim, tile["block_d"]), triton.cdiv(num_objects, tile["block_k"]))
     kernel: Any = sums_kernel
     with torch.cuda.device_of(tokens):
         kernel[grid](
@@ -68,6 +73,6 @@ def sums(
             num_tokens=num_tokens,
             dim=dim,
             num_objects=num_objects,
-            **tiles,
+            **tile,
         )
     return found
