@@ -63,7 +63,7 @@ def compiled() -> None:
                 "binary": _resources(kernel.asm["cubin"]),
             }
         )
-    print(json.dumps(usage))
+    sys.stdout.write(json.dumps(usage))
 
 
 def _resources(binary: bytes) -> str:
