@@ -12,11 +12,16 @@ from cribo.method import (
     Centre,
     PrototypeLayer,
     SelfDistillation,
+    Targets,
     cross_image_loss,
+    cross_image_targets,
     cross_view_loss,
+    cross_view_targets,
     prototype_loss,
+    prototype_losses,
     sinkhorn_centre,
 )
+from cribo.method.losses import add_product
 
 ROWS, DIM, PROTOTYPES = 23, 8, 50
 
@@ -254,6 +259,182 @@ def test_cross_image_without_pairs_is_zero_attached_to_the_graph() -> None:
     loss.backward()
     assert student.grad is not None
     assert (student.grad == 0).all()
+
+
+class Groups:
+    """Objects of two views in groups, some without objects, some without neighbours; each with a centre of its own."""
+
+    def __init__(self, sizes: tuple[int, ...], share: float) -> None:
+        self.sizes, rows = sizes, sum(sizes)
+        self.student = unit(2, rows, DIM, seed=5)
+        self.teacher = unit(2, rows, DIM, seed=6)
+        self.valid = torch.rand(2, rows, generator=torch.Generator().manual_seed(7)) < share
+        self.neighbours = tuple(unit(int(view.sum()), DIM, seed=8 + i) for i, view in enumerate(self.valid))
+        self.prototypes = unit(PROTOTYPES, DIM, seed=0)
+        self.centres = 0.1 * unit(len(sizes), PROTOTYPES, seed=2)
+
+    def level(self, centre: Tensor, prototypes: Tensor) -> SelfDistillation:
+        return SelfDistillation(prototypes, unit(PROTOTYPES, DIM, seed=1), centre, 0.1, 0.05)
+
+    def ours(self, student: Tensor, prototypes: Tensor, centres: Tensor, **options: Any) -> Tensor:
+        targets = [
+            cross_view_targets(self.teacher, self.sizes),
+            cross_image_targets((self.neighbours[0], self.neighbours[1]), self.valid, self.sizes),
+        ]
+        return prototype_losses(student.flatten(0, 1), targets, self.level(centres, prototypes), **options)
+
+    def literally(self, student: Tensor, prototypes: Tensor, centres: Tensor) -> Tensor:
+        """Group by group, direction by direction, one object at a time (METHOD section 4)."""
+        student, prototypes = student.double(), prototypes.double()
+        totals = [0 * (student.sum() + prototypes.sum())] * 2
+        first, taken = 0, [0, 0]
+        for group, size in enumerate(self.sizes):
+            level = self.level(centres[group] if centres.ndim > 1 else centres, prototypes)
+            for view in (0, 1):
+                terms: tuple[list[Tensor], list[Tensor]] = ([], [])
+                for row in range(first, first + size):
+                    own = student[1 - view, row][None]
+                    terms[0].append(plain_loss(own, self.teacher[view, row][None], level))
+                    if self.valid[view, row]:
+                        terms[1].append(plain_loss(own, self.neighbours[view][taken[view]][None], level))
+                        taken[view] += 1
+                for loss, found in enumerate(terms):
+                    if found:
+                        totals[loss] = totals[loss] + torch.stack(found).mean() / 2 / len(self.sizes)
+            first += size
+        return torch.stack(totals)
+
+
+def gradients(function: Any, *tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """Values, and what three times their sum gives to the first two tensors."""
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors[:2]]
+    losses = function(*leaves, *tensors[2:], **options)
+    found = torch.autograd.grad(3 * losses.sum(), leaves)
+    return losses.detach(), *found
+
+
+@pytest.mark.parametrize("sizes", [(9,), (4, 0, 6, 1), (0, 3), (0, 0)])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("centres", ["one", "each"])
+def test_losses_of_groups_against_loops_over_groups_directions_and_objects(
+    sizes: tuple[int, ...], share: float, centres: str
+) -> None:
+    groups = Groups(sizes, share)
+    centre = groups.centres[0] if centres == "one" else groups.centres
+    given = (groups.student, groups.prototypes, centre)
+    expected = gradients(groups.literally, *given)
+    for block_rows in (1, 3, 1000):
+        actual = gradients(groups.ours, *given, block_logits=block_rows * PROTOTYPES)
+        for ours, plain in zip(actual, expected, strict=True):
+            torch.testing.assert_close(ours, plain.to(ours.dtype), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_and_gradients_of_several_losses_by_type(dtype: torch.dtype) -> None:
+    """Rows in bf16 are read as they are; all else happens in float32, so only the gradient's own rounding differs."""
+    groups = Groups((5, 3), 0.5)
+    groups.teacher = groups.teacher.to(dtype)
+    groups.neighbours = tuple(part.to(dtype) for part in groups.neighbours)
+    given = (groups.student.to(dtype), groups.prototypes.to(dtype), groups.centres[0])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = gradients(groups.ours, *given)
+    expected = gradients(groups.literally, *given)
+    assert actual[0].dtype == torch.float32
+    torch.testing.assert_close(actual[0], expected[0].float(), rtol=1e-5, atol=1e-6)
+    for ours, plain in zip(actual[1:], expected[1:], strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, plain.to(dtype))
+
+
+def test_rows_in_any_order_repeated_and_missing() -> None:
+    student, prototypes = unit(6, DIM, seed=5), unit(PROTOTYPES, DIM, seed=0)
+    rows = [torch.tensor([4, 0, 4, 4, 1]), torch.tensor([5, 0])]
+    teacher = [unit(len(part), DIM, seed=6 + i) for i, part in enumerate(rows)]
+    weights = [torch.tensor([0.1, 2.0, 0.0, 0.7, 1.5]), torch.tensor([0.5, 0.25])]
+
+    def ours(student: Tensor, prototypes: Tensor) -> Tensor:
+        targets = [Targets(*given) for given in zip(teacher, rows, weights, strict=True)]
+        return prototype_losses(student, targets, level(student_prototypes=prototypes), block_logits=2 * PROTOTYPES)
+
+    def plain(student: Tensor, prototypes: Tensor) -> Tensor:
+        distillation = level(student_prototypes=prototypes)
+        losses = []
+        for embeddings, of, weight in zip(teacher, rows, weights, strict=True):
+            pairs = zip(student[of], embeddings, strict=True)
+            each = torch.stack([plain_loss(s[None], t[None], distillation) for s, t in pairs])
+            losses.append((weight * each).sum())
+        return torch.stack(losses)
+
+    actual, expected = gradients(ours, student, prototypes), gradients(plain, student, prototypes)
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs.to(mine.dtype), rtol=1e-5, atol=2e-6)
+    assert (actual[1][[2, 3]] == 0).all()
+
+
+def test_losses_weighted_differently_afterwards_are_refused() -> None:
+    groups = Groups((5, 3), 0.5)
+    leaf = groups.student.clone().requires_grad_()
+    losses = groups.ours(leaf, groups.prototypes, groups.centres)
+    with pytest.raises(RuntimeError, match="give its Targets larger weights"):
+        (2 * losses[0] + losses[1]).backward(retain_graph=True)
+    (losses[0] + losses[1]).backward()
+    assert leaf.grad is not None
+
+
+def test_backward_twice_gives_the_same_gradients_twice() -> None:
+    groups = Groups((5, 3), 0.5)
+    student, prototypes = (tensor.requires_grad_() for tensor in (groups.student, groups.prototypes))
+    loss = groups.ours(student, prototypes, groups.centres).sum()
+    first = torch.autograd.grad(loss, (student, prototypes), 2 * torch.ones(()), retain_graph=True)
+    kept = [gradient.clone() for gradient in first]
+    second = torch.autograd.grad(loss, (student, prototypes), 6 * torch.ones(()))
+    for one, other, copy in zip(first, second, kept, strict=True):
+        assert torch.equal(one, copy)
+        torch.testing.assert_close(other, 3 * one)
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+
+
+def test_one_gradient_of_the_prototypes_is_held_whatever_the_groups_and_losses() -> None:
+    for sizes in ((8,), (1,) * 8):
+        groups = Groups(sizes, 1.0)
+        prototypes = groups.prototypes.requires_grad_()
+        kept: list[Tensor] = []
+
+        def keep(tensor: Tensor, kept: list[Tensor] = kept) -> Tensor:
+            kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            groups.ours(groups.student, prototypes, groups.centres[0])
+        assert sum(tensor.numel() >= prototypes.numel() for tensor in kept) == 1
+
+
+def test_a_sum_of_products_in_place() -> None:
+    """Sizes around the parts in which it is added."""
+    for rows, columns, dim in ((1, 1, 1), (5, 7, 3), (3, 2**21 // 64 + 1, 64), (40, 33, 2**21 + 1)):
+        a, b, total = unit(rows, columns, seed=1), unit(rows, dim, seed=2), unit(columns, dim, seed=3)
+        expected = total.double() + a.double().T @ b.double()
+        add_product(total, a, b)
+        torch.testing.assert_close(total, expected.float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_targets_that_do_not_fit() -> None:
+    teacher, weights = unit(3, DIM, seed=1), torch.ones(3)
+    with pytest.raises(ValueError, match=r"as many rows and weights as embeddings, got \[3, 2, 3\]"):
+        Targets(teacher, torch.arange(2), weights)
+    student = unit(3, DIM, seed=2)
+    with pytest.raises(ValueError, match=r"rows of targets must be in \[0, 3\), got 1 to 3"):
+        prototype_losses(student, [Targets(teacher, torch.arange(1, 4), weights)], level())
+    with pytest.raises(ValueError, match="targets must have at least one loss, got none"):
+        prototype_losses(student, [], level())
+    prototypes = unit(PROTOTYPES, DIM, seed=3)
+    several = SelfDistillation(prototypes, prototypes, torch.zeros(2, PROTOTYPES), 0.1, 0.05)
+    with pytest.raises(ValueError, match="with several centres, targets need groups"):
+        prototype_losses(student, [Targets(teacher, torch.arange(3), weights)], several)
+    with pytest.raises(ValueError, match="group_rows must add up to the 3 rows, got 4"):
+        cross_view_targets(unit(2, 3, DIM, seed=1), [2, 2])
 
 
 def test_the_centre_is_the_moving_average_of_the_mean_logits() -> None:

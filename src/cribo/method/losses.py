@@ -166,10 +166,17 @@ def cross_view_targets(teacher: Float[Tensor, "2 r e"], group_rows: Sequence[int
     Source: paper equations of L_cv^o and L_cv^g.
     """
     num_rows = teacher.shape[1]
-    counts = torch.tensor([num_rows] if group_rows is None else group_rows)
-    groups = torch.arange(len(counts)).repeat_interleave(counts)
+    counts, groups = _group_of_rows(num_rows, group_rows)
     weights = (1 / (2 * len(counts) * counts))[groups]
     return Targets(teacher.flip(0).flatten(0, 1), torch.arange(2 * num_rows), weights.repeat(2), groups.repeat(2))
+
+
+def _group_of_rows(num_rows: int, group_rows: Sequence[int] | None) -> tuple[Int[Tensor, " g"], Int[Tensor, " r"]]:
+    """Rows of each group, and the group of each row."""
+    counts = torch.tensor([num_rows] if group_rows is None else group_rows)
+    if counts.sum() != num_rows:
+        raise ValueError(f"group_rows must add up to the {num_rows} rows, got {int(counts.sum())}")
+    return counts, torch.arange(len(counts)).repeat_interleave(counts)
 
 
 def cross_image_targets(
@@ -190,8 +197,7 @@ def cross_image_targets(
     Source: paper equation of L_ci^o.
     """
     num_rows = valid.shape[1]
-    counts = torch.tensor([num_rows] if group_rows is None else group_rows)
-    group_of = torch.arange(len(counts)).repeat_interleave(counts)
+    counts, group_of = _group_of_rows(num_rows, group_rows)
     chosen = [view.nonzero().flatten() for view in valid]
     groups = [group_of[rows] for rows in chosen]
     weights = [(1 / (2 * len(counts) * part.bincount(minlength=len(counts))))[part] for part in groups]
@@ -342,6 +348,10 @@ def sinkhorn_centre(
         return -temperature * shift
 
 
+_GATHERED = 8  # rows
+_ADDED = 2**21  # numbers
+
+
 @torch.no_grad()
 def differences_plain(
     logits: Float[Tensor, "b l"],
@@ -366,7 +376,9 @@ def differences_plain(
     """
     targets.sub_(centres if groups is None else centres[groups])
     torch.softmax(targets, -1, out=targets)
-    expected = logits[rows].mul_(targets).sum(dim=-1)
+    # A few rows at a time: what is gathered stays in the processor's caches.
+    parts = zip(rows.split(_GATHERED), targets.split(_GATHERED), strict=True)
+    expected = torch.cat([torch.linalg.vecdot(logits[of], target) for of, target in parts])
     # The largest probability is 1 / sum(exp(logits - peak)): a cheaper way to the normaliser than logsumexp.
     peak = logits.amax(dim=-1)
     torch.softmax(logits, -1, out=logits)
@@ -413,9 +425,6 @@ def add_product(total: Float[Tensor, "l e"], a: Float[Tensor, "b l"], b: Float[T
     part = max(1, _ADDED // total.shape[1])
     for own, rows in zip(total.split(part), transposed.split(part), strict=True):
         own.add_(product(rows, columns))
-
-
-_ADDED = 2**21
 
 
 @dataclass(frozen=True)
@@ -511,7 +520,7 @@ class _PrototypeLosses(torch.autograd.Function):
         needs_student, needs_prototypes = ctx.needs_input_grad[:2]
         student_gradient = torch.zeros_like(student) if needs_student else None
         prototype_gradient = torch.zeros_like(student_prototypes) if needs_prototypes else None
-        losses = student.new_zeros(pairs.num_losses)
+        values = [student.new_zeros(0)]
         difference = differences.on(student.device)
         with torch.autocast(student.device.type, enabled=False):
             for rows, own in pairs.blocks(block_rows):
@@ -520,14 +529,15 @@ class _PrototypeLosses(torch.autograd.Function):
                 groups = None if pairs.groups is None else pairs.groups[own]
                 logits = product(learned, student_prototypes)
                 targets = product(pairs.teacher[own], teacher_prototypes)
-                values = difference(logits, targets, places, weights, pairs.centres, groups)
-                losses.index_add_(0, pairs.losses[own], values)
+                values.append(difference(logits, targets, places, weights, pairs.centres, groups))
                 if student_gradient is not None:
                     student_gradient[pairs.rows[rows]] = product(logits, student_prototypes.T)
                 if prototype_gradient is not None:
                     add_product(prototype_gradient, logits, learned)
         ctx.save_for_backward(student_gradient, prototype_gradient)
-        return losses
+        # Sums of a fixed order, which scattered additions on a GPU have not.
+        counted = pairs.losses == torch.arange(pairs.num_losses, device=student.device)[:, None]
+        return torch.where(counted, torch.cat(values), 0).sum(dim=1)
 
     @staticmethod
     @once_differentiable

@@ -8,7 +8,8 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-COLUMNS = 4096
+WARPS = 8
+COLUMNS = 2048
 """Logits of a row that a program holds at once."""
 
 
@@ -102,7 +103,7 @@ def differences(
         has_centres=False,
         has_groups=False,
         columns=COLUMNS,
-        num_warps=8,
+        num_warps=WARPS,
     )
     normalise[(len(targets),)](
         targets,
@@ -113,7 +114,7 @@ def differences(
         has_centres=True,
         has_groups=groups is not None,
         columns=COLUMNS,
-        num_warps=8,
+        num_warps=WARPS,
     )
     subtract[(num_rows, parts)](
         logits,
@@ -128,6 +129,6 @@ def differences(
         num_columns,
         has_groups=groups is not None,
         columns=COLUMNS,
-        num_warps=8,
+        num_warps=WARPS,
     )
     return weights * (of_logits[rows] - expected.sum(dim=1))
