@@ -194,13 +194,14 @@ def main() -> None:
     parser.add_argument("--drop-path", type=float, default=0.1)
     parser.add_argument("--rounds", type=int, default=5, help="how often each row is timed")
     parser.add_argument("--without-compiling", action="store_true", help="leave the rows out that are compiled")
-    parser.add_argument("--only", nargs="+", help="some of the rows")
+    # Not --only: torch.compile writes what follows it on the command line into its code, unquoted.
+    parser.add_argument("--rows", nargs="+", help="some of the rows")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     device = arguments.device
     rows = CUDA_ROWS if device.startswith("cuda") else CPU_ROWS
-    if arguments.only:
-        rows = {name: rows[name] for name in arguments.only}
+    if arguments.rows:
+        rows = {name: rows[name] for name in arguments.rows}
     if arguments.without_compiling or (device == "cpu" and shutil.which("g++") is None):
         rows = {name: row for name, row in rows.items() if row.mode is None}
     calls = Calls(rows, arguments)
