@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cribo.method.kernels import Accelerated
 from cribo.method.matching import NO_MATCH, nearest_rows
-from cribo.method.products import product
+from cribo.method.products import multiplies_bfloat16, product
 
 _LONGEST = 1 + 2**-8  # norm of a row by its inverse norm, which may be older than its rounding to half precision
 
@@ -28,9 +28,11 @@ def tile_rows(device: torch.device) -> int:
     return 64 if device.type == "cuda" else 32
 
 
-def _block_rows(device: torch.device) -> int:
+def _block_rows(queries: Float[Tensor, "r d"]) -> int:
     """Rows that are multiplied at once: their products stay in a processor's cache, or are enough work for a GPU."""
-    return 2**15 if device.type == "cuda" else 2**10
+    if queries.device.type == "cuda":
+        return 2**15
+    return min(2**13, max(2**10, 2**20 // len(queries) // 2**10 * 2**10))
 
 
 class FirstPass(ABC):
@@ -234,7 +236,7 @@ def _compare(
     Returns:
         similarity, -inf where no row may match, and how many rows are older than the one found.
     """
-    parts = max(1, _elements_at_once(queries.device) // (ring.tile * queries.shape[1]))
+    parts = _PAIRS_AT_ONCE // ring.tile
     found = [
         _compare_part(queries, images, ring, *part) for part in zip(tiles.split(parts), which.split(parts), strict=True)
     ]
@@ -242,9 +244,7 @@ def _compare(
     return torch.cat(values), torch.cat(ages)
 
 
-def _elements_at_once(device: torch.device) -> int:
-    """Elements of rows that are gathered at once: what a processor's cache holds, or enough work for a GPU."""
-    return 2**20 if device.type == "cpu" else 2**25
+_PAIRS_AT_ONCE = 2**20  # pairs of a query and a row
 
 
 def _compare_part(
@@ -254,15 +254,32 @@ def _compare_part(
     tiles: Int[Tensor, " p"],
     which: Int[Tensor, " p"],
 ) -> tuple[Float[Tensor, " p"], Int[Tensor, " p"]]:
-    rows = ring.rows.view(-1, ring.tile, ring.rows.shape[1])[tiles].float()
-    # Not by a library's product: the sums of equal rows have to be equal, wherever the rows lie.
-    similarity = rows.mul_(queries[which, None]).sum(dim=-1) * ring.inverse_norms.view(-1, ring.tile)[tiles]
+    similarity = _inner_products(queries, ring, tiles, which).mul_(ring.inverse_norms.view(-1, ring.tile)[tiles])
     slots = ring.tile * tiles[:, None] + torch.arange(ring.tile, device=tiles.device)
     ages = (slots - ring.oldest) % ring.capacity
     own = ring.images.view(-1, ring.tile)[tiles] == images[which, None]
     similarity.masked_fill_(own | (slots >= ring.capacity) | (ages >= ring.length), -torch.inf)
     best = similarity.amax(dim=1)
     return best, ages.where(similarity == best[:, None], ring.capacity).amin(dim=1)
+
+
+def _inner_products(
+    queries: Float[Tensor, "r d"], ring: Ring, tiles: Int[Tensor, " p"], which: Int[Tensor, " p"]
+) -> Float[Tensor, "p tile"]:
+    """Of each pair's query with the rows of its tile, which are gathered a few tiles at a time in one buffer.
+
+    Not by a library's product: the sums of equal rows have to be equal, wherever the rows lie.
+    """
+    dim = queries.shape[1]
+    # What a processor's cache holds, or enough work for a GPU.
+    count = max(1, (2**18 if queries.device.type == "cpu" else 2**25) // (ring.tile * dim))
+    stored = ring.rows.view(-1, ring.tile * dim)
+    gathered = stored.new_empty((min(count, len(tiles)), ring.tile * dim))
+    found = queries.new_empty((len(tiles), ring.tile))
+    for tile, query, products in zip(tiles.split(count), which.split(count), found.split(count), strict=True):
+        rows = torch.index_select(stored, 0, tile, out=gathered[: len(tile)]).view(-1, ring.tile, dim).float()
+        torch.sum(rows.mul_(queries[query, None]), dim=-1, out=products)
+    return found
 
 
 def _angle(a: Float[Tensor, "*n d"], b: Float[Tensor, "*n d"]) -> Float[Tensor, "*n"]:
@@ -321,12 +338,14 @@ class RoundedCopies(FirstPass):
         off before: near the best, what is left is small, and so is its rounding. What is left of others is negative
         and does not matter. Floats that are not negative order as their bits do, and integers are compared faster.
         """
-        tile, block = self._tile, _block_rows(queries.device)
+        tile, block = self._tile, _block_rows(queries)
         slots = slice(tile * tiles.start, tile * tiles.stop)
         keys, own = self._copies[view, slots], _OwnRows(self._images[slots], images)
         floor = _below(own.without(product(keys[:block], queries), 0).amax(dim=0))
+        products = torch.empty((min(block, len(keys)), len(queries)), dtype=torch.bfloat16)
         for start in range(0, len(keys), block):
-            above = own.without(F.linear(keys[start : start + block], queries, -floor), start)
+            part = keys[start : start + block]
+            above = own.without(torch.addmm(-floor, part, queries.T, out=products[: len(part)]), start)
             highest = above.view(torch.int16).view(-1, tile, len(queries)).amax(dim=1).view(torch.bfloat16)
             found = into[start // tile : start // tile + len(highest)]
             torch.add(floor.float(), highest.float().clamp_min_(0), alpha=1 + 2**-8, out=found)
@@ -428,7 +447,7 @@ def plain_tile_maxima(
         into: (T, R) float32, where the maxima are written; -inf where a tile holds nothing but the own image.
     """
     queries, own, tile = queries.float(), _OwnRows(row_images, images), len(rows) // len(into)
-    block = _block_rows(queries.device)
+    block = _block_rows(queries)
     for start in range(0, len(rows), block):
         part = slice(start, start + block)
         products = product(rows[part].float(), queries).mul_(inverse_norms[part, None])
@@ -467,12 +486,6 @@ def make_first_pass(
     rows: Float[Tensor, "2 c d"], inverse_norms: Float[Tensor, "2 c"], images: Int[Tensor, " c"], tile: int
 ) -> FirstPass:
     """The fastest first pass over a bank's tensors that their device allows."""
-    if rows.device.type == "cpu" and _multiplies_bfloat16():
+    if rows.device.type == "cpu" and multiplies_bfloat16():
         return RoundedCopies(rows.shape[1], rows.shape[2], images, tile)
     return StoredRows(rows, inverse_norms, images, tile)
-
-
-def _multiplies_bfloat16() -> bool:
-    """Whether the processor has instructions for products of bfloat16."""
-    able = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(able.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
