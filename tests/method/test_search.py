@@ -15,7 +15,7 @@ TILE = 32
 @pytest.fixture(params=["rounded copies", "stored rows"], autouse=True)
 def first_pass(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both first passes, whatever the machine would choose."""
-    monkeypatch.setattr(search, "_multiplies_bfloat16", lambda: request.param == "rounded copies")
+    monkeypatch.setattr(search, "multiplies_bfloat16", lambda: request.param == "rounded copies")
     return request.param
 
 
@@ -75,7 +75,7 @@ def test_any_bank_against_float64(
 ) -> None:
     """Rings that are empty in part, full or wrapped, with copies of rows and images that meet themselves."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "_multiplies_bfloat16", lambda: first_pass == "rounded copies")
+        patch.setattr(search, "multiplies_bfloat16", lambda: first_pass == "rounded copies")
         bank = MemoryBank(num_images=rows, num_objects=1, dim=dim)
         generator = torch.Generator().manual_seed(seed)
         pool = scale * clustered(seed, 60, dim, spread)

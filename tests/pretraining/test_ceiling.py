@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from cribo.method.products import multiplies_bfloat16
 from cribo.models import build_backbone
-from cribo.pretraining.ceiling import model_flops, multiplies_bf16, product_ceiling
+from cribo.pretraining.ceiling import model_flops, product_ceiling
 
 VIT = {"embed_dim": 64, "depth": 2, "num_heads": 2, "patch_size": 8}
 
@@ -57,4 +58,4 @@ def test_the_ceiling_is_a_rate_of_this_machine(dtype: torch.dtype) -> None:
 )
 def test_bf16_is_what_the_processor_says() -> None:
     flags = set(Path("/proc/cpuinfo").read_text().split())
-    assert multiplies_bf16() == bool(flags & {"avx512_bf16", "amx_bf16"})
+    assert multiplies_bfloat16() == bool(flags & {"avx512_bf16", "amx_bf16"})

@@ -1,7 +1,6 @@
 """What a machine can do at best, and what a network asks of it: the two halves of model FLOPs utilisation."""
 
 import copy
-import platform
 import time
 from collections.abc import Callable
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from cribo.method.products import product
+from cribo.method.products import multiplies_bfloat16, product
 from cribo.models import Backbone
 
 # (M, K, N) of the products that are tried, small to large: squares, and a transformer's tokens times its weights.
@@ -37,7 +36,7 @@ def product_ceiling(device: torch.device | str, dtype: torch.dtype) -> float:
     best, start = 0.0, time.perf_counter()
     on_cpu = device.type == "cpu"
     # oneDNN need not know how to multiply bfloat16 where the processor does not.
-    both = on_cpu and (dtype != torch.bfloat16 or multiplies_bf16())
+    both = on_cpu and (dtype != torch.bfloat16 or multiplies_bfloat16())
     for m, k, n in _SHAPES_CPU if on_cpu else _SHAPES_DEVICE:
         # Zeros would draw less power than numbers do, and run at a higher clock.
         a, b = (torch.randn(rows, k, device=device).to(dtype) for rows in (m, n))
@@ -46,22 +45,6 @@ def product_ceiling(device: torch.device | str, dtype: torch.dtype) -> float:
         if time.perf_counter() - start > _SECONDS:
             break
     return best
-
-
-def multiplies_bf16() -> bool:
-    """Whether this machine's processor has instructions for products of bfloat16 (AVX512-BF16, AMX, Arm's BF16).
-
-    Without them such products are put together from others, several times slower than those of float32.
-
-    Example:
-        >>> multiplies_bf16() in (True, False)
-        True
-    """
-    if platform.machine().lower() in ("x86_64", "amd64"):
-        checks = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
-    else:
-        checks = [getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)]
-    return any(check() for check in checks if check is not None)
 
 
 def model_flops(backbone: Backbone, image_size: int | tuple[int, int]) -> float:

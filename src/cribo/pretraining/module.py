@@ -49,6 +49,7 @@ class PretrainingModule(L.LightningModule):
             drop_path=config.backbone.drop_path,
             seed=keyed_generator(config.seed, 0).initial_seed() % 2**31,
         )
+        backbone.set_checkpointing(config.backbone.checkpointing)
         self.student = Network(backbone, config.head, seed=config.seed)
         self.teacher = self.student.make_teacher()
         self.image_centre = Centre(config.head.prototypes, momentum=config.losses.centre_momentum)
@@ -86,7 +87,6 @@ class PretrainingModule(L.LightningModule):
                 self._restored_bank = None
         if self._sums is not None:
             self._sums, self._first_bad = self._sums.to(self.device), self._first_bad.to(self.device)
-        self.student.backbone.set_checkpointing(self.config.backbone.checkpointing)
         mode = self.config.runtime.compile
         if not isinstance(mode, bool) and mode != "none":
             self.student.backbone.compile(mode)

@@ -287,7 +287,7 @@ class _Measurement(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: ViewPairs, batch_idx: int
     ) -> None:
         # The second step has what the later ones have, and is not timed. A compiled network keeps its own counsel.
-        if trainer.global_step == 1 and not _as_pretraining(pl_module).config.runtime.compile:
+        if trainer.global_step == 1 and _as_pretraining(pl_module).config.runtime.compile == "none":
             self._saved.begin()
 
     def on_train_batch_end(

@@ -24,6 +24,7 @@ from cribo.data import ImageSource, UnreadableImage, open_images
 from cribo.data.cache import CachedImages
 from cribo.data.pairs import StepBatchSampler, ViewPairDataset, pair_loader
 from cribo.data.scenes import Scenes
+from cribo.method.products import multiplies_bfloat16
 from cribo.pretraining.allocator import keep_freed_memory
 from cribo.pretraining.checkpoints import WholeFileCheckpointIO
 from cribo.pretraining.config import PretrainConfig
@@ -34,6 +35,9 @@ from cribo.pretraining.score import open_score_data
 _SCENE_CACHE_BYTES = 256 * 2**20
 # One readable image among this many is enough to start.
 _IMAGES_TRIED = 100
+
+
+log = logging.getLogger("cribo")
 
 
 class Session:
@@ -57,6 +61,11 @@ class Session:
         self.config = config
         if self._accelerator() == "cpu":
             keep_freed_memory()
+            if config.runtime.precision == "bf16-mixed" and not multiplies_bfloat16():
+                log.warning(
+                    "runtime.precision bf16-mixed: this processor has no products of bfloat16 (AVX512-BF16 or AMX) and "
+                    "is slower with them than with float32: use --runtime.precision 32-true"
+                )
         if config.runtime.threads is not None:
             torch.set_num_threads(config.runtime.threads)
         self.score_data = open_score_data(config)
