@@ -9,7 +9,6 @@ neighbours, ties included, in whatever order and on whichever device the blocks 
 import itertools
 import math
 import os
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from cribo.method.products import product
 
 _GIB = 2**30
 _RUN = 64  # most keys in a run, whose greatest similarity stands for all of them at first
@@ -621,10 +622,6 @@ class _Arithmetic(Protocol):
 def _arithmetic(device: torch.device) -> _Arithmetic:
     if device.type == "cuda":
         return _Cuda(device)
-    # oneDNN uses all of an x86 processor's vector width, whoever made it; it multiplies twice as fast as
-    # PyTorch's default on some, and as fast on the others.
-    if platform.machine().lower() in ("x86_64", "amd64") and torch.backends.mkldnn.is_available():
-        return _OneDnn()
     return _Host()
 
 
@@ -632,27 +629,13 @@ class _Host:
     """Products on a host."""
 
     def place(self, queries: Float[Tensor, "q d"]) -> Tensor:
-        return queries.to("cpu", torch.float32)
+        return queries.to("cpu", torch.float32).contiguous()
 
     def stage(self, block: Float[Tensor, "m d"]) -> _Staged:
-        return _Staged(_filled_up(block).to("cpu", torch.float32), len(block))
+        return _Staged(_filled_up(block).to("cpu", torch.float32).contiguous(), len(block))
 
     def product(self, queries: Tensor, staged: _Staged) -> Float[Tensor, "q m"]:
-        return queries @ staged.keys.mT
-
-
-class _OneDnn:
-    """Products on a host through oneDNN."""
-
-    def place(self, queries: Float[Tensor, "q d"]) -> Tensor:
-        return queries.to("cpu", torch.float32).contiguous().to_mkldnn()
-
-    def stage(self, block: Float[Tensor, "m d"]) -> _Staged:
-        keys = _filled_up(block).to("cpu", torch.float32)
-        return _Staged(keys.contiguous().to_mkldnn(), len(block))
-
-    def product(self, queries: Tensor, staged: _Staged) -> Float[Tensor, "q m"]:
-        return F.linear(queries, staged.keys).to_dense()
+        return product(queries, staged.keys)
 
 
 class _Cuda:

@@ -19,8 +19,10 @@ Marginals = Literal["adaptive", "uniform"]
 # Keeps the share of an empty cluster above zero in the adaptive marginals, so that it can win tokens back.
 EMPTY_CLUSTER_SIZE = 0.01
 
-# Distances between tokens that are held at a time (128 MiB): images beyond them wait for their turn.
-_DISTANCES_AT_ONCE = 2**25
+# Distances between tokens that are held at a time, images beyond them waiting for their turn: on a CPU what its
+# caches have room for, elsewhere 1 GiB.
+_DISTANCES_AT_ONCE = {"cpu": 640_000}
+_DISTANCES_AT_ONCE_ELSEWHERE = 2**28
 
 
 class Clustering(Protocol):
@@ -205,7 +207,8 @@ def transport_labels(
     sharpness: float,
 ) -> Int[Tensor, "b t"]:
     """`cluster_tokens` of checked arguments, in plain PyTorch, as many images at a time as their distances allow."""
-    images = max(1, _DISTANCES_AT_ONCE // tokens.shape[1] ** 2)
+    distances = _DISTANCES_AT_ONCE.get(tokens.device.type, _DISTANCES_AT_ONCE_ELSEWHERE)
+    images = max(1, distances // tokens.shape[1] ** 2)
     parts = zip(tokens.split(images), coordinates.split(images), initial_tokens.split(images), strict=True)
     with torch.autocast(tokens.device.type, enabled=False):
         labels = [

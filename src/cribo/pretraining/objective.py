@@ -1,6 +1,7 @@
 """One step of the method: from a batch of view pairs to the three losses (METHOD sections 2 to 4)."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +21,6 @@ from cribo.method import (
     cluster_tokens,
     cross_image_targets,
     cross_view_targets,
-    pool_objects,
     prototype_losses,
     sinkhorn_centre,
 )
@@ -142,7 +142,8 @@ class Objective:
         objects, matches, teacher, tokens = self._teach(images, batch)
         student = self._learn(images, batch, objects, train_backbone=train_backbone)
         with_neighbours = epoch >= config.losses.cross_image_from_epoch
-        losses = self._losses(student, teacher, objects, matches if with_neighbours else None, teacher_temperature)
+        with _products(tf32=images.is_cuda and config.runtime.losses_in_tf32):
+            losses = self._losses(student, teacher, objects, matches if with_neighbours else None, teacher_temperature)
         return Result(
             losses=losses,
             objects=objects,
@@ -198,8 +199,13 @@ class Objective:
         self.laps("image projections")
         if objects is None:
             return _Embeddings(embedded, embedded[:, :0])
-        pooled, _ = pool_objects(tokens.unflatten(0, (size, 2)), objects.labels, self.config.objects.num_objects)
-        kept = pooled[objects.rows, :, objects.clusters].transpose(0, 1)
+        kept = pool_kept_objects(
+            tokens.unflatten(0, (size, 2)),
+            objects.labels,
+            self.config.objects.num_objects,
+            objects.rows,
+            objects.clusters,
+        )
         self.laps("pooling")
         self.laps.at_gradient(kept, "object projections, backward")
         learned = self.student.embed(kept)
@@ -328,6 +334,19 @@ def find_objects(
         images=batch.images[rows],
         counts=counts,
     )
+
+
+@contextmanager
+def _products(*, tf32: bool) -> Iterator[None]:
+    """Inside, products of float32 are TF32 if wanted, and what they are elsewhere if not."""
+    before = torch.get_float32_matmul_precision()
+    if tf32:
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        if tf32:
+            torch.set_float32_matmul_precision(before)
 
 
 def prototype_entropy(
