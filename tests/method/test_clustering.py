@@ -6,6 +6,7 @@ from torch import Tensor
 
 from cribo.method import cluster_tokens, cluster_tokens_kmeans, draw_initial_tokens
 from cribo.method.clustering import (
+    _DISTANCES_AT_ONCE,
     _nearest_member,
     _positional_cost,
     _scale_to_marginals,
@@ -388,7 +389,7 @@ def test_images_take_turns_when_their_distances_are_many(monkeypatch: pytest.Mon
     tokens, coordinates, initial = scene(6, batch=5)
     options = {"num_objects": 6, "position_weight": 1.0, "initial_tokens": initial}
     together = cluster_tokens(tokens, coordinates, **options)
-    monkeypatch.setattr("cribo.method.clustering._DISTANCES_AT_ONCE", 2 * 60**2)
+    monkeypatch.setitem(_DISTANCES_AT_ONCE, "cpu", 2 * 60**2)
     assert torch.equal(cluster_tokens(tokens, coordinates, **options), together)
 
 
