@@ -10,6 +10,8 @@ from torch import Tensor
 
 from cribo.method.kernels import Accelerated
 
+_IMAGES_AT_ONCE = 8  # a float32 copy of half-precision tokens stays in a processor's cache, and out of memory
+
 
 def pool_objects(
     tokens: Float[Tensor, "b 2 n d"], labels: Int[Tensor, "b 2 n"], num_objects: int
@@ -142,7 +144,9 @@ def sums(
     """
     found = tokens.new_zeros((num_rows + 1, tokens.shape[-1]), dtype=torch.float32)
     rows = targets.gather(2, labels)
-    return found.index_add_(0, rows.flatten(), tokens.flatten(0, 2).float())[:-1]
+    for own_rows, own in zip(rows.split(_IMAGES_AT_ONCE), tokens.split(_IMAGES_AT_ONCE), strict=True):
+        found.index_add_(0, own_rows.flatten(), own.flatten(0, 2).float())
+    return found[:-1]
 
 
 def _try(fused: Callable[..., Tensor], device: torch.device) -> None:

@@ -103,15 +103,18 @@ def cost_kernel(
     if positional:
         x = tl.load(coordinates + image * 2 * num_tokens + token, mask=token < num_tokens, other=0.0)
         y = tl.load(coordinates + (image * 2 + 1) * num_tokens + token, mask=token < num_tokens, other=0.0)
+        member_x = member_coordinates + image * 2 * num_tokens
         for one in range(first_cluster, min(first_cluster + block_k, num_objects)):
             first = tl.load(firsts + image * (num_objects + 1) + one)
             end = tl.load(firsts + image * (num_objects + 1) + one + 1)
             least = tl.full([block_t], float("inf"), tl.float32)
-            for place in range(first, end):
-                horizontal = x - tl.load(member_coordinates + image * 2 * num_tokens + place)
-                vertical = y - tl.load(member_coordinates + (image * 2 + 1) * num_tokens + place)
-                square = horizontal * horizontal + vertical * vertical
-                least = tl.minimum(least, tl.where(square > 0, square, float("inf")))
+            for start in range(first, end, 4):
+                for offset in tl.static_range(4):  # loads that do not wait for each other
+                    place, there = start + offset, start + offset < end
+                    horizontal = x - tl.load(member_x + place, mask=there, other=float("inf"))
+                    vertical = y - tl.load(member_x + num_tokens + place, mask=there, other=float("inf"))
+                    square = horizontal * horizontal + vertical * vertical
+                    least = tl.minimum(least, tl.where(square > 0, square, float("inf")))
             tl.store(
                 nearest + (image * num_objects + one) * num_tokens + token, tl.sqrt(least), mask=token < num_tokens
             )
