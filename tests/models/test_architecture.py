@@ -18,6 +18,8 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_networks_with_a_name_are_called_by_it(name: str):
+    if not timm.is_model(name):
+        pytest.skip(f"timm {timm.__version__} does not know {name} yet")
     options: dict[str, Any] = {} if "resnet" in name or "dinov3" in name else {"img_size": 16 * 14}
     model = timm.create_model(name, num_classes=0, device="meta", **options)
     architecture = infer_architecture(model.state_dict())
