@@ -108,13 +108,12 @@ def cost_kernel(
             first = tl.load(firsts + image * (num_objects + 1) + one)
             end = tl.load(firsts + image * (num_objects + 1) + one + 1)
             least = tl.full([block_t], float("inf"), tl.float32)
-            for start in range(first, end, 4):
-                for offset in tl.static_range(4):  # loads that do not wait for each other
-                    place, there = start + offset, start + offset < end
-                    horizontal = x - tl.load(member_x + place, mask=there, other=float("inf"))
-                    vertical = y - tl.load(member_x + num_tokens + place, mask=there, other=float("inf"))
-                    square = horizontal * horizontal + vertical * vertical
-                    least = tl.minimum(least, tl.where(square > 0, square, float("inf")))
+            # Unrolled, so that loads do not wait for each other.
+            for place in tl.range(first, end, loop_unroll_factor=4):  # type: ignore[reportGeneralTypeIssues]
+                horizontal = x - tl.load(member_x + place)
+                vertical = y - tl.load(member_x + num_tokens + place)
+                square = horizontal * horizontal + vertical * vertical
+                least = tl.minimum(least, tl.where(square > 0, square, float("inf")))
             tl.store(
                 nearest + (image * num_objects + one) * num_tokens + token, tl.sqrt(least), mask=token < num_tokens
             )
