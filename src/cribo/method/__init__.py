@@ -20,7 +20,7 @@ from cribo.method.losses import (
 )
 from cribo.method.matching import NO_MATCH, cycle_consistency, match_objects
 from cribo.method.memory import Matches, MemoryBank
-from cribo.method.objects import pool_objects
+from cribo.method.objects import kept_clusters, pool_kept_objects, pool_objects
 from cribo.method.views import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -59,9 +59,11 @@ __all__ = [
     "cut_views",
     "cycle_consistency",
     "draw_initial_tokens",
+    "kept_clusters",
     "match_objects",
     "normalise",
     "patch_coordinates",
+    "pool_kept_objects",
     "pool_objects",
     "prototype_loss",
     "prototype_losses",

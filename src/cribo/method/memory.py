@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from cribo.method.matching import NO_MATCH, cycle_consistency, inverse_norms
-from cribo.method.search import Ring, make_first_pass, nearest_in_rings, tile_rows
+from cribo.method.search import Ring, make_first_pass, nearest_in_rings, tile_rows, untouched_zeros
 
 Criterion = Literal["cycle", "none"]
 
@@ -69,9 +69,9 @@ class MemoryBank:
         self._tile = tile_rows(torch.device(device))
         slots = -(-self.capacity // self._tile) * self._tile
         # The search reads whole tiles: slots that were never written must not hold NaN.
-        self._rows = torch.zeros((2, slots, dim), dtype=dtype, device=device)
-        self._inverse_norms = torch.zeros((2, slots), device=device)
-        self._images = torch.zeros(slots, dtype=torch.long, device=device)
+        self._rows = untouched_zeros((2, slots, dim), dtype, device)
+        self._inverse_norms = untouched_zeros((2, slots), torch.float32, device)
+        self._images = untouched_zeros((slots,), torch.long, device)
         self._first_pass = make_first_pass(self._rows, self._inverse_norms, self._images, self._tile)
         self._counts: deque[int] = deque()  # objects of each remembered image, oldest first
         self._oldest = 0  # slot of the oldest live row
@@ -80,6 +80,11 @@ class MemoryBank:
     def __len__(self) -> int:
         """How many objects the bank holds."""
         return self._length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a full bank holds, copies for the search included."""
+        return sum(t.nbytes for t in (self._rows, self._inverse_norms, self._images)) + self._first_pass.nbytes
 
     @property
     def images_held(self) -> int:

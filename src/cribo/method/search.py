@@ -7,6 +7,8 @@ Those are compared exactly too. So the result is that of `cribo.method.matching.
 the precision of the first pass.
 """
 
+import math
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,8 +37,25 @@ def _block_rows(queries: Float[Tensor, "r d"]) -> int:
     return min(2**13, max(2**10, 2**20 // len(queries) // 2**10 * 2**10))
 
 
+def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """Zeros that a host commits memory for only where they are written.
+
+    Most of a bank is never written where images have fewer objects than they could have; and what is written before
+    the loader's processes are forked is copied, page by page, when it is written again.
+    """
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    # A mapping of its own: memory that the heap has used before would have to be cleared, and so committed.
+    options = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+    return torch.frombuffer(mmap.mmap(-1, size, **options), dtype=dtype).view(shape)
+
+
 class FirstPass(ABC):
     """What the first pass multiplies: the stored rows themselves, or copies made for it."""
+
+    nbytes: int = 0
+    """Bytes of the copies."""
 
     @abstractmethod
     def write(self, target: slice, rows: Float[Tensor, "2 n d"], inverse_norms: Float[Tensor, "2 n"]) -> None:
@@ -303,9 +322,10 @@ class RoundedCopies(FirstPass):
     """
 
     def __init__(self, slots: int, dim: int, images: Int[Tensor, " c"], tile: int) -> None:
-        self._copies = torch.zeros((2, slots, dim), dtype=torch.bfloat16)
-        self._distortion = torch.zeros((2, 2, slots))
+        self._copies = untouched_zeros((2, slots, dim), torch.bfloat16)
+        self._distortion = untouched_zeros((2, 2, slots), torch.float32)
         self._images, self._tile = images, tile
+        self.nbytes = self._copies.nbytes + self._distortion.nbytes
 
     def write(self, target: slice, rows: Float[Tensor, "2 n d"], inverse_norms: Float[Tensor, "2 n"]) -> None:
         """Copy rows."""

@@ -4,10 +4,11 @@ A few steps of the real run are taken, with the losses that come later switched 
 """
 
 import dataclasses
+import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -73,7 +74,7 @@ _DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "32-true": t
 _LOADER_SECONDS = 5.0
 # Bank rows are objects of the first batch, moved by this share of the objects' own spread.
 _BANK_NOISE = 0.5
-_BANK_CHUNK = 4096
+_BANK_CHUNK = 16_384
 
 
 @dataclass(frozen=True)
@@ -273,6 +274,8 @@ class _Measurement(Callback):
         with quiet_lightning():
             trainer = session.trainer(None, [self], self.warmup + self.steps)
             trainer.fit(module, Forever(session.loader(trainer)))
+        del trainer, module  # they hold each other, and a bank that must be gone before the next one comes
+        gc.collect()
         assert self.result is not None
         return self.result
 
@@ -333,7 +336,7 @@ class _Measurement(Callback):
             "teacher's weights": held_bytes(teacher),
             "gradients": held_bytes(parameter.grad for parameter in student),
             "optimiser's state": held_bytes(state),
-            "banks": held_bytes(_tensors(module.bank)),
+            "banks": module.bank.nbytes if module.bank is not None else 0,
             "batch": held_bytes([batch.views, batch.coordinates, batch.initial_tokens, batch.drop_path_noise]),
         }
         known = {tensor.untyped_storage().data_ptr() for tensor in (*student, *teacher)}
@@ -424,10 +427,6 @@ def _object_flops(module: PretrainingModule, rows: float, metrics: dict[str, flo
     neighbours = metrics["bootstrapping_ratio"] * 2 * rows if module.bank is not None else 0.0
     searched = rows * 2 * len(module.bank) * dim if module.bank is not None else 0.0
     return 2 * (searched + (3 * student + teacher + neighbours) * (mlp + logits))
-
-
-def _tensors(bank: MemoryBank | None) -> Iterator[Tensor]:
-    return (value for value in vars(bank).values() if isinstance(value, Tensor)) if bank is not None else iter(())
 
 
 def _about(session: Session, device: torch.device) -> dict[str, Any]:
