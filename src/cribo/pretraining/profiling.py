@@ -23,6 +23,7 @@ from torch import Tensor
 from cribo.arguments import ConfigError
 from cribo.data.pairs import ViewPairs
 from cribo.method import NO_MATCH, Matches, MemoryBank
+from cribo.pretraining.allocator import give_freed_memory_back
 from cribo.pretraining.ceiling import model_flops, product_ceiling
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.footprint import held_bytes, peak_bytes, reset_peak
@@ -276,6 +277,7 @@ class _Measurement(Callback):
             trainer.fit(module, Forever(session.loader(trainer)))
         del trainer, module  # they hold each other, and a bank that must be gone before the next one comes
         gc.collect()
+        give_freed_memory_back()
         assert self.result is not None
         return self.result
 
