@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
-from torchvision.transforms.v2 import InterpolationMode
-from torchvision.transforms.v2 import functional as TF
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -131,6 +129,10 @@ def sample_crops(height: int, width: int, recipe: ViewRecipe, *, generator: torc
 
 def cut_views(image: UInt8[Tensor, "3 h w"], crops: Crops, size: int) -> UInt8[Tensor, "2 3 s s"]:
     """Cut both views out of an image: crop, bicubic resize (antialiased), flip; 8 bits a channel."""
+    # Imported here: it takes as long as PyTorch itself, and most who import the method cut no views.
+    from torchvision.transforms.v2 import InterpolationMode
+    from torchvision.transforms.v2 import functional as TF
+
     # A crop that keeps its image's strides has no layout that the resize knows: it would unpack it channel by channel.
     layout = torch.channels_last if image.stride(0) == 1 else torch.contiguous_format
     views = []

@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import timm
 import torch
@@ -16,8 +16,9 @@ from timm.layers.weight_init import trunc_normal_
 from timm.models import Eva, VisionTransformer
 from torch import Tensor, nn
 
-from cribo.models.checkpointing import Checkpointing, set_checkpointing
+from cribo.models.checkpointing import set_checkpointing
 from cribo.models.linear import use_onednn
+from cribo.models.modes import CUDA_GRAPH_MODES, Checkpointing, CompileMode
 
 if TYPE_CHECKING:
     from cribo.models.weights import LoadedWeights
@@ -38,11 +39,6 @@ RESERVED_ARGS = {
     "pretrained_cfg_overlay": "use the argument `pretrained` of build_backbone",
     "features_only": "encode gives the features",
 }
-
-
-CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-# The modes of torch.compile that record CUDA graphs.
-CUDA_GRAPH_MODES: tuple[CompileMode, ...] = ("reduce-overhead", "max-autotune")
 
 
 class Features(NamedTuple):

@@ -1,7 +1,7 @@
 """Activation checkpointing of transformer blocks: some things are computed twice, and need no memory in between."""
 
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-Checkpointing = Literal["none", "selective", "blocks"]
+from cribo.models.modes import Checkpointing
 
 # What `selective` keeps: products and attention, which take nearly all of a block's time. One list for all devices.
 _KEPT = {
@@ -49,7 +49,7 @@ class CheckpointedForward:
         noise: of drop path. It is gone when the backward pass comes, so that the block takes it along.
     """
 
-    def __init__(self, block: nn.Module, mode: Literal["selective", "blocks"], noise: Noise) -> None:
+    def __init__(self, block: nn.Module, mode: Checkpointing, noise: Noise) -> None:
         self.block = block
         self.noise = noise
         # torch.compile does not take PyTorch's own default for it.

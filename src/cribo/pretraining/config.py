@@ -7,12 +7,11 @@ from typing import Any, Literal
 from cribo.method import ViewRecipe
 from cribo.method.clustering import Marginals
 from cribo.method.memory import Criterion
-from cribo.models.backbone import CUDA_GRAPH_MODES
-from cribo.models.checkpointing import Checkpointing
+from cribo.models.modes import CUDA_GRAPH_MODES, Checkpointing, CompileMode
 
 ClusteringName = Literal["sinkhorn", "kmeans"]
 Centring = Literal["mean", "sinkhorn"]
-Compile = Literal["none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+Compile = Literal["none"] | CompileMode
 Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
 
 
