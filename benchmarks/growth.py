@@ -29,6 +29,10 @@ from cribo.evaluation.pictures import house_style, write_figure
 Law = Callable[[np.ndarray], list[np.ndarray]]
 
 
+def constant(x: np.ndarray) -> list[np.ndarray]:
+    return [np.ones_like(x)]
+
+
 def linear(x: np.ndarray) -> list[np.ndarray]:
     return [np.ones_like(x), x]
 
@@ -128,7 +132,7 @@ def measure(options: dict[str, Any]) -> Point:
 
 
 def measure_processes(options: dict[str, Any], processes: int, images: int) -> Point:
-    """A short run over several processes: seconds a step, and the largest process's memory."""
+    """A short run over several processes: seconds a step, and the memory of the first process and its worker."""
     shared = {name: value for name, value in options.items() if name not in ("kept", "steps")}
     shared |= {
         "optim.epochs": 2,
@@ -180,7 +184,7 @@ def main() -> None:
         console.print(f"processes: {', '.join(map(str, processes))}", highlight=False)
         batch = {"optim.batch_size": 8 * max(processes)}
         points = [measure_processes(start | batch, count, 128) for count in processes]
-        curve = Curve("processes, P", tuple(processes), lambda _: {}, linear, linear, "constant on shared cores")
+        curve = Curve("processes, P", tuple(processes), lambda _: {}, constant, constant, "1, 1 (shared cores)")
         found.append((curve, points))
 
     table = Table(title=f"Growth of a step, {arguments.device}")

@@ -41,7 +41,7 @@ def measure(device: str, precision: str, steps: int, console: Console) -> Profil
     }
     config = load_config("imagenet_vits16" if on_cpu else "imagenet_vitb16", overrides)
     with Phases(console) as progress:
-        return profile(config, objects=KEPT, steps=steps, progress=progress)
+        return profile(config, kept=KEPT, steps=steps, progress=progress)
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ def main() -> None:
         "cribo --help": lambda: seconds(python, "-m", "cribo.cli", "--help"),
         "import torch": lambda: seconds(python, "-c", "import torch"),
         "import cribo.method": lambda: seconds(python, "-c", "import cribo.method"),
-        "import cribo.pretraining": lambda: seconds(python, "-c", "import cribo.pretraining"),
+        "import cribo.pretrain": lambda: seconds(python, "-c", "from cribo.pretraining import pretrain"),
         "cribo pretrain --help": lambda: seconds(python, "-m", "cribo.cli", "pretrain", "--help"),
         "first step of the quickstart": first_step,
     }

@@ -61,8 +61,8 @@ figures of the paper where the setting is the same.
 
 _LESS_MEMORY = {
     "evaluate": "lower --runtime.batch_size or --runtime.memory_gib",
-    "pretrain": "raise --optim.micro_batches, or set --backbone.checkpoint selective",
-    "profile": "raise --optim.micro_batches, lower --optim.batch_size, or set --backbone.checkpoint selective",
+    "pretrain": "raise --optim.micro_batches, or set --backbone.checkpointing selective",
+    "profile": "raise --optim.micro_batches, lower --optim.batch_size, or set --backbone.checkpointing selective",
 }
 
 # Long names that may be said shortly.
@@ -324,7 +324,7 @@ def _profile(words: list[str]) -> None:
     with Phases(console) as progress:
         measured = profile(
             config,
-            objects=parsed.kept,
+            kept=parsed.kept,
             bootstrapping_ratio=parsed.bootstrapping_ratio,
             steps=parsed.steps,
             warmup=parsed.warmup,

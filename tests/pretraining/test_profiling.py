@@ -26,7 +26,7 @@ def config(**overrides: object) -> PretrainConfig:
 
 @pytest.fixture(scope="module")
 def measured() -> Profile:
-    return profile(config(), objects=[2, 5], bootstrapping_ratio=0.25, steps=2, warmup=2)
+    return profile(config(), kept=[2, 5], bootstrapping_ratio=0.25, steps=2, warmup=2)
 
 
 def test_every_lap_of_a_step_is_known_and_the_laps_make_up_the_step(measured: Profile) -> None:
@@ -69,6 +69,11 @@ def test_memory_is_counted_by_what_holds_it(measured: Profile) -> None:
         assert step.peak > memory["kept for backward"] > 16 * 2 * 3 * 64 * 64 * 4
 
 
+def test_an_unknown_number_of_devices_is_asked_for() -> None:
+    with pytest.raises(ValueError, match="does not say how many devices share the batch"):
+        profile(config(runtime__devices="auto"))
+
+
 def test_a_total_batch_is_divided_by_the_devices() -> None:
     spread = config(optim__batch_size=32, runtime__devices=2, objects__bank_images=40)
     assert profile(spread, steps=1, warmup=2).batch_size == 16
@@ -77,10 +82,10 @@ def test_a_total_batch_is_divided_by_the_devices() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"objects": [17]}, "objects per image must be between 1 and 16 .* got 17"),
-        ({"objects": [0]}, "between 1 and"),
-        ({"steps": 0}, "steps >= 1"),
-        ({"warmup": 1}, "warmup >= 2"),
+        ({"kept": [17]}, "--kept must be between 1 and 16 .* got 17"),
+        ({"kept": [0]}, "between 1 and"),
+        ({"steps": 0}, "--steps >= 1"),
+        ({"warmup": 1}, "--warmup >= 2"),
         ({"bootstrapping_ratio": 1.5}, "between 0 and 1, got 1.5"),
     ],
 )

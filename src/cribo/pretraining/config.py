@@ -251,6 +251,11 @@ class RuntimeConfig:
             self.compile = "default" if self.compile else "none"
 
     @property
+    def compile_mode(self) -> CompileMode | None:
+        """The mode of torch.compile; None where nothing is compiled."""
+        return None if isinstance(self.compile, bool) or self.compile == "none" else self.compile
+
+    @property
     def losses_in_tf32(self) -> bool:
         """Whether the losses multiply in TF32 where there is such a thing."""
         return self.precision != "32-true" if self.tf32 is None else self.tf32

@@ -42,7 +42,8 @@ def peak_bytes(device: torch.device) -> int:
         status = Path("/proc/self/status").read_text()
     except OSError:
         return peak_rss_bytes()
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
+    marks = [int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")]
+    return marks[0] if marks else peak_rss_bytes()
 
 
 def held_bytes(tensors: Iterable[Tensor | None]) -> int:

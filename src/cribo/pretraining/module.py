@@ -87,8 +87,8 @@ class PretrainingModule(L.LightningModule):
                 self._restored_bank = None
         if self._sums is not None:
             self._sums, self._first_bad = self._sums.to(self.device), self._first_bad.to(self.device)
-        mode = self.config.runtime.compile
-        if not isinstance(mode, bool) and mode != "none":
+        mode = self.config.runtime.compile_mode
+        if mode is not None:
             self.student.backbone.compile(mode)
             self.teacher.backbone.compile(mode)
         self._objective = Objective(

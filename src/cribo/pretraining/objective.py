@@ -193,11 +193,11 @@ class Objective:
                 images, drop_path_noise=_noise_or_none(batch.drop_path_noise)
             )
         self.laps("student backbone")
-        self.laps.at_gradient(tokens, "pooling, backward")
-        self.laps.at_gradient(global_tokens, "image projections, backward")
         embedded = self.student.embed(_by_view(global_tokens, size))
         self.laps("image projections")
+        self.laps.at_gradient(global_tokens, "image projections, backward")
         if objects is None:
+            self.laps.at_gradient(embedded, "image loss, backward")
             return _Embeddings(embedded, embedded[:, :0])
         kept = pool_kept_objects(
             tokens.unflatten(0, (size, 2)),
@@ -207,9 +207,12 @@ class Objective:
             objects.clusters,
         )
         self.laps("pooling")
-        self.laps.at_gradient(kept, "object projections, backward")
         learned = self.student.embed(kept)
         self.laps("object projections")
+        # Backward, what was made last comes first: object losses, image loss, objects' head, pooling, images' head.
+        self.laps.at_gradient(learned, f"{'image loss' if self.config.losses.image else 'object losses'}, backward")
+        self.laps.at_gradient(kept, "object projections, backward")
+        self.laps.at_gradient(embedded, "pooling, backward")
         return _Embeddings(embedded, learned)
 
     def _losses(
@@ -235,6 +238,8 @@ class Objective:
             level = self._level("image", teacher.images, rows, teacher_temperature)
             targets = [cross_view_targets(teacher.images, rows)]
             losses["image"] = prototype_losses(student.images.flatten(0, 1), targets, level)[0]
+            if objects is not None:
+                self.laps.at_gradient(losses["image"], "object losses, backward")
         self.laps("image loss")
         if objects is None:
             return losses

@@ -29,7 +29,7 @@ from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.footprint import held_bytes, peak_bytes, reset_peak
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.objective import Matching
-from cribo.pretraining.session import Forever, Session, quiet_lightning
+from cribo.pretraining.session import Forever, Session, interruptible, quiet_lightning
 
 Row = Literal["Input", "Forward pass", "Clustering", "NN retrieval", "Object projections", "Object losses", "Update"]
 
@@ -62,6 +62,8 @@ PARTS: dict[str, Part] = {
     "object projections": Part("Object projections", of_objects=True),
     "object projections, backward": Part("Object projections", of_objects=True),
     "object losses": Part("Object losses", of_objects=True),
+    "object losses, backward": Part("Object losses", of_objects=True),
+    "image loss, backward": Part("Update"),
     "image projections, backward": Part("Update"),
     "backbone, backward": Part("Update"),
     "optimiser": Part("Update"),
@@ -164,7 +166,7 @@ class Profile:
 def profile(
     config: PretrainConfig,
     *,
-    objects: Sequence[int] = (),
+    kept: Sequence[int] = (),
     bootstrapping_ratio: float = 0.5,
     steps: int = 10,
     warmup: int = 3,
@@ -175,7 +177,7 @@ def profile(
     Args:
         config: of a run; its total batch is divided by its devices. What a run switches on later (L_ci^o, the last
             layers) is on.
-        objects: numbers of objects that every image is given, one after the other: cost follows the objects that
+        kept: numbers of objects that every image is given, one after the other: cost follows the objects that
             are kept (search with their square), of which a random network says nothing. As found when empty.
         bootstrapping_ratio: share of the objects that are given a valid match, of which a random network says
             nothing either: each has another pair in the losses.
@@ -189,31 +191,36 @@ def profile(
     Source: paper appendix "High-level profiling".
     """
     if steps < 1 or warmup < 2:
-        raise ConfigError(f"a profile needs steps >= 1 and warmup >= 2, got {steps} and {warmup}")
+        raise ConfigError(f"a profile needs --steps >= 1 and --warmup >= 2, got {steps} and {warmup}")
     if not 0 <= bootstrapping_ratio <= 1:
-        raise ConfigError(f"the bootstrapping ratio must be between 0 and 1, got {bootstrapping_ratio}")
+        raise ConfigError(f"--bootstrapping_ratio must be between 0 and 1, got {bootstrapping_ratio}")
     session = Session(_steady(config))
-    if objects and not session.config.needs_objects:
+    if kept and not session.config.needs_objects:
         raise ConfigError("losses.cross_view and losses.cross_image are off: there are no objects to fix a number of")
     patches = session.dataset.grid[0] * session.dataset.grid[1]
     most = min(config.objects.num_objects, patches)
-    for number in objects:
+    for number in kept:
         if not 1 <= number <= most:
             raise ConfigError(
-                f"objects per image must be between 1 and {most} (objects.num_objects {config.objects.num_objects}, "
+                f"--kept must be between 1 and {most} (objects.num_objects {config.objects.num_objects}, "
                 f"{patches} patches a view), got {number}"
             )
     device = _device(session)
     ceiling = product_ceiling(device, _DTYPES[config.runtime.precision])
     flops = 8 * session.config.optim.batch_size * model_flops(session.module.student.backbone, config.views.size)
+    about = _about(session, device)
+    # The steps are taken with modules of their own: this one must not count in their memory.
+    session.module = session.module.to("meta")
+    progress("loader alone", 0, 1)
     loader_rate = _loader_rate(session)
+    progress("loader alone", 1, 1)
     measured = []
-    for number in objects or (None,):
+    for number in kept or (None,):
         what = "steps" if number is None else f"{number} objects an image"
         measurement = _Measurement(number, bootstrapping_ratio, steps, warmup, partial(progress, what))
         measured.append(measurement.take(session))
     return Profile(
-        about=_about(session, device),
+        about=about,
         batch_size=session.config.optim.batch_size,
         flops=flops,
         ceiling=ceiling,
@@ -225,7 +232,12 @@ def profile(
 def _steady(config: PretrainConfig) -> PretrainConfig:
     """The configuration of one device in the midst of the run."""
     runtime, optim = config.runtime, config.optim
-    devices = runtime.num_nodes * (int(runtime.devices) if str(runtime.devices).isdecimal() else 1)
+    if not str(runtime.devices).isdecimal():
+        raise ConfigError(
+            f"runtime.devices {runtime.devices} does not say how many devices share the batch: give their number, such "
+            "as --runtime.devices 8, to profile one device's part, or --runtime.devices 1"
+        )
+    devices = runtime.num_nodes * int(runtime.devices)
     if optim.batch_size % devices:
         raise ConfigError(f"optim.batch_size must be a multiple of the {devices} devices, got {optim.batch_size}")
     return dataclasses.replace(
@@ -274,7 +286,8 @@ class _Measurement(Callback):
         module = session.make_module()
         with quiet_lightning():
             trainer = session.trainer(None, [self], self.warmup + self.steps)
-            trainer.fit(module, Forever(session.loader(trainer)))
+            with interruptible(trainer):
+                trainer.fit(module, Forever(session.loader(trainer)))
         del trainer, module  # they hold each other, and a bank that must be gone before the next one comes
         gc.collect()
         give_freed_memory_back()
@@ -292,7 +305,13 @@ class _Measurement(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: ViewPairs, batch_idx: int
     ) -> None:
         # The second step has what the later ones have, and is not timed. A compiled network keeps its own counsel.
-        if trainer.global_step == 1 and _as_pretraining(pl_module).config.runtime.compile == "none":
+        config = _as_pretraining(pl_module).config
+        # Nor does PyTorch show what selective checkpointing keeps.
+        if (
+            trainer.global_step == 1
+            and not config.runtime.compile_mode
+            and config.backbone.checkpointing != "selective"
+        ):
             self._saved.begin()
 
     def on_train_batch_end(
@@ -418,7 +437,10 @@ def fill_bank(bank: MemoryBank, objects: Float[Tensor, "2 r d"], *, per_image: i
 
 
 def _object_flops(module: PretrainingModule, rows: float, metrics: dict[str, float]) -> float:
-    """Matrix products of a step for R = `rows` objects: both searches, the head, logits and their gradients."""
+    """Matrix products of a step for R = `rows` objects: search of the banks, the head, logits and their gradients.
+
+    With L_cv^o and L_ci^o on; the cycle's search inside a group and Sinkhorn centring are left out.
+    """
     config, dim = module.config, module.student.backbone.embed_dim
     head = config.head
     widths = [dim, *[head.hidden_dim] * (head.layers - 1), head.bottleneck_dim]

@@ -4,11 +4,8 @@ import dataclasses
 import json
 import logging
 import os
-import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +32,7 @@ from cribo.pretraining.presets import DEFAULT_PRESET, config_name, dump_config, 
 from cribo.pretraining.progress import RunProgress
 from cribo.pretraining.report import write_report
 from cribo.pretraining.score import RetrievalScore
-from cribo.pretraining.session import Forever, Session, quiet_lightning
+from cribo.pretraining.session import Forever, Session, interruptible, quiet_lightning
 
 log = logging.getLogger("cribo")
 
@@ -215,7 +212,8 @@ class _Training:
         timer = _StepTimer(skip=_TIMED_STEPS)
         with quiet_lightning():
             trainer = self.session.trainer(None, [timer], 2 * _TIMED_STEPS)
-            trainer.fit(self.session.module, Forever(self.session.loader(trainer)))
+            with interruptible(trainer):
+                trainer.fit(self.session.module, Forever(self.session.loader(trainer)))
         seconds_per_epoch = timer.seconds_per_step * self.session.module.schedules.steps_per_epoch
         epochs = max(1, round(seconds / seconds_per_epoch))
         log.info(
@@ -255,7 +253,7 @@ class _Training:
         )
         with quiet_lightning():
             trainer = session.trainer(folder, callbacks, module.schedules.total_steps)
-            with _interruptible(trainer, folder):
+            with interruptible(trainer, advice=f"continue with --resume {folder}"):
                 trainer.fit(module, session.loader(trainer), ckpt_path=checkpoint)
         module.to(trainer.strategy.root_device)  # which Lightning has taken it from
         if score is not None:  # not yet taken if the run was stopped after its last step
@@ -298,25 +296,6 @@ class _Training:
             )
             write_json(folder / SUMMARY, summary)
         return Run(folder, summary)
-
-
-@contextmanager
-def _interruptible(trainer: L.Trainer, folder: Path) -> Iterator[None]:
-    """Let Ctrl-C end the training as it ends anything else in Python.
-
-    Lightning makes it an exit of the whole program, deaf to further ones.
-    """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    except SystemExit as error:
-        if not trainer.interrupted:
-            raise
-        if in_main_thread:
-            signal.signal(signal.SIGINT, handler)
-        log.warning("interrupted at step %d: continue with --resume %s", trainer.global_step, folder)
-        raise KeyboardInterrupt from error
 
 
 def _mean(rows: list[dict[str, float]], name: str) -> float:

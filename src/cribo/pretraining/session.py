@@ -3,6 +3,8 @@
 import logging
 import math
 import os
+import signal
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -221,6 +223,26 @@ class _SyncBatchNorm(LayerSync):
 
     def revert(self, model: Module) -> Module:
         return model
+
+
+@contextmanager
+def interruptible(trainer: L.Trainer, *, advice: str = "") -> Iterator[None]:
+    """Let Ctrl-C end the training as it ends anything else in Python.
+
+    Lightning makes it an exit of the whole program, deaf to further ones.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit as error:
+        if not trainer.interrupted:
+            raise
+        if in_main_thread:
+            signal.signal(signal.SIGINT, handler)
+        if advice:
+            log.warning("interrupted at step %d: %s", trainer.global_step, advice)
+        raise KeyboardInterrupt from error
 
 
 @contextmanager
