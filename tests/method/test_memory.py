@@ -285,3 +285,13 @@ def test_a_state_that_does_not_fit_leaves_the_bank_as_it_was() -> None:
         smaller.load_state_dict(state)
     assert len(smaller) == 3
     assert smaller.images_held == 2
+
+
+def test_rows_too_large_for_half_precision_stay_finite_and_match_nothing_they_should_not():
+    bank = MemoryBank(num_images=4, num_objects=1, dim=8, dtype=torch.float16)
+    rows = torch.eye(8)[:4].expand(2, 4, 8).clone()
+    rows[:, 0] *= 1e6
+    bank.push(rows, torch.arange(4), counts=[1] * 4)
+    assert bank.objects(0, torch.arange(4)).isfinite().all()
+    matches = bank.match(rows, torch.arange(4) + 100)
+    assert matches.nearest.tolist() == [[0, 1, 2, 3]] * 2

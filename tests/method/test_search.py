@@ -171,7 +171,7 @@ def test_half_precision_rows_are_what_is_searched(dtype: torch.dtype) -> None:
     rows, row_images = clustered(5, 2000, 48, 0.2), torch.arange(2000) // 4
     queries, images = clustered(6, 50, 48, 0.2), torch.full((50,), -1)
     bank = filled(rows, row_images, dtype=dtype)
-    norms = inverse_norms(rows)
+    norms = [inverse_norms(view.to(dtype)) for view in rows]
     for view in (0, 1):
         expected = nearest_rows(queries[view], [rows[view].to(dtype)], [norms[view]])
         assert torch.equal(found_in(bank, queries, images)[view], expected)

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from cribo.method.kernels import Accelerated
 from cribo.method.products import by_onednn, product
+from cribo.method.transfer import send
 
 BLOCK_LOGITS = {"cpu": 2**22, "cuda": 2**24}
 """Logits held at once by default: 16 MiB in float32, near a processor's caches; 64 MiB, enough to fill a GPU."""
@@ -467,17 +468,17 @@ class _Pairs:
         losses = torch.arange(len(targets)).repeat_interleave(torch.tensor([len(part.rows) for part in targets]))
         groups = None
         if len(centres) > 1:
-            groups = torch.cat([_given(part.groups) for part in targets])[order].to(device, non_blocking=True)
-        on_device = order.to(device, non_blocking=True)
+            groups = send(torch.cat([_given(part.groups) for part in targets])[order], device)
+        on_device = send(order, device)
         return cls(
             torch.cat([part.embeddings.detach().float() for part in targets])[on_device],
             centres,
             groups,
-            torch.cat([part.weights.to(device, torch.float32, non_blocking=True) for part in targets])[on_device],
-            losses[order].to(device, non_blocking=True),
+            torch.cat([send(part.weights.float(), device) for part in targets])[on_device],
+            send(losses[order], device),
             len(targets),
-            found.to(device, non_blocking=True),
-            places.to(device, non_blocking=True),
+            send(found, device),
+            send(places, device),
             [0, *counts.cumsum(0).tolist()],
         )
 

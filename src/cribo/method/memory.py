@@ -12,6 +12,8 @@ from torch import Tensor
 from cribo.method.matching import NO_MATCH, cycle_consistency, inverse_norms
 from cribo.method.search import Ring, make_first_pass, nearest_in_rings, tile_rows, untouched_zeros
 
+_LARGEST_HALF = torch.finfo(torch.float16).max
+
 Criterion = Literal["cycle", "none"]
 
 
@@ -162,12 +164,15 @@ class MemoryBank:
             self._length -= expired
         end = (self._oldest + self._length) % self.capacity
         first = min(rows, self.capacity - end)
+        if self._rows.dtype == torch.float16:  # what is too large for it would be infinite, and match everything
+            objects = objects.clamp(-_LARGEST_HALF, _LARGEST_HALF)
+        objects = objects.to(self._rows.dtype)
         norms = torch.stack([inverse_norms(view) for view in objects])
         for target, source in (
             (slice(end, end + first), slice(0, first)),
             (slice(0, rows - first), slice(first, rows)),
         ):
-            self._rows[:, target] = objects[:, source].to(self._rows.dtype)
+            self._rows[:, target] = objects[:, source]
             self._inverse_norms[:, target] = norms[:, source]
             self._images[target] = images[source]
             self._first_pass.write(target, self._rows[:, target], norms[:, source])

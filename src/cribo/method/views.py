@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
+from cribo.method.transfer import send
+
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -338,12 +340,7 @@ def _central_crop(height: int, width: int, recipe: ViewRecipe) -> tuple[int, int
 
 
 def _channels(values: Sequence[float], like: Tensor) -> Float[Tensor, "3 1 1"]:
-    return _send(torch.tensor(values, dtype=like.dtype), like.device)[:, None, None]
-
-
-def _send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host's tensor on the device; a GPU copies it from page-locked memory, so that nobody waits for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return send(torch.tensor(values, dtype=like.dtype), like.device)[:, None, None]
 
 
 # ------------------------------------------------------------------------------------------- one view at a time
@@ -420,10 +417,10 @@ def _augment_together(
     x = views / 255
     _jitter(x.flatten(2), photometric)
     if (blurred := photometric.sigma.nonzero().flatten()).numel():
-        rows = _send(blurred, device)
-        x.index_copy_(0, rows, _blur_by_matrices(x.index_select(0, rows), _send(photometric.sigma[blurred], device)))
+        rows = send(blurred, device)
+        x.index_copy_(0, rows, _blur_by_matrices(x.index_select(0, rows), send(photometric.sigma[blurred], device)))
     if (solarised := photometric.solarise.nonzero().flatten()).numel():
-        rows = _send(solarised, device)
+        rows = send(solarised, device)
         bright = x.index_select(0, rows)
         x.index_copy_(0, rows, torch.where(bright >= threshold, 1 - bright, bright))
     return x
@@ -436,17 +433,17 @@ def _jitter(pixels: Float[Tensor, "n 3 p"], photometric: Photometric) -> None:
     its order is one 3 x 3 matrix: one product serves the batch. Values are clipped after every operation.
     """
     device = pixels.device
-    matrices, shares, to_grey = (_send(tensor, device) for tensor in _jitter_matrices(photometric))
-    luma = _send(torch.tensor(_LUMA), device)
+    matrices, shares, to_grey = (send(tensor, device) for tensor in _jitter_matrices(photometric))
+    luma = send(torch.tensor(_LUMA), device)
     for place in range(4):
         # Contrast moves towards the mean grey level of the view; the other operations add nothing.
         offset = shares[:, place] * (pixels.mean(dim=2) @ luma)
         pixels.copy_(torch.baddbmm(offset[:, None, None], matrices[:, place], pixels).clamp_(0, 1))
         turned = ((photometric.order[:, place] == _HUE) & (photometric.hue != 0)).nonzero().flatten()
         if turned.numel():
-            rows = _send(turned, device)
+            rows = send(turned, device)
             some = pixels.index_select(0, rows)
-            _shift_hue(some[..., None], _send(photometric.hue[turned], device)[:, None, None, None])
+            _shift_hue(some[..., None], send(photometric.hue[turned], device)[:, None, None, None])
             pixels.index_copy_(0, rows, some)
     pixels.copy_(torch.bmm(to_grey, pixels))
 

@@ -26,6 +26,7 @@ from cribo.method import (
 )
 from cribo.method.clustering import cluster_tokens_kmeans
 from cribo.method.objects import kept_clusters, pool_kept_objects
+from cribo.method.transfer import OnItsWay, send
 from cribo.pretraining.config import ObjectsConfig, PretrainConfig
 from cribo.pretraining.laps import Laps
 from cribo.pretraining.network import Network
@@ -140,10 +141,11 @@ class Objective:
         )
         self.laps("photometric")
         objects, matches, teacher, tokens = self._teach(images, batch)
-        student = self._learn(images, batch, objects, train_backbone=train_backbone)
         with_neighbours = epoch >= config.losses.cross_image_from_epoch
+        valid = OnItsWay(matches.valid) if matches is not None and with_neighbours else None
+        student = self._learn(images, batch, objects, train_backbone=train_backbone)
         with _products(tf32=images.is_cuda and config.runtime.losses_in_tf32):
-            losses = self._losses(student, teacher, objects, matches if with_neighbours else None, teacher_temperature)
+            losses = self._losses(student, teacher, objects, matches, valid, teacher_temperature)
         return Result(
             losses=losses,
             objects=objects,
@@ -221,6 +223,7 @@ class Objective:
         teacher: _Embeddings,
         objects: Objects | None,
         matches: Matches | None,
+        valid: OnItsWay | None,
         teacher_temperature: float,
     ) -> dict[str, Float[Tensor, ""]]:
         """Each loss as the mean over groups of the group's own mean."""
@@ -247,8 +250,8 @@ class Objective:
         of_losses = {}
         if config.losses.cross_view:
             of_losses["cross_view"] = cross_view_targets(teacher.objects, rows)
-        if matches is not None:
-            of_losses["cross_image"] = self._embed_neighbours(matches, rows)
+        if matches is not None and valid is not None:
+            of_losses["cross_image"] = self._embed_neighbours(matches, valid, rows)
             self.laps("object projections")
         if of_losses:
             level = self._level("object", teacher.objects, rows, teacher_temperature)
@@ -266,17 +269,17 @@ class Objective:
                 yield name, embeddings, self._level(name, embeddings[None], [len(embeddings)], teacher_temperature)
 
     @torch.no_grad()
-    def _embed_neighbours(self, matches: Matches, object_rows: list[int]) -> Targets:
+    def _embed_neighbours(self, matches: Matches, on_its_way: OnItsWay, object_rows: list[int]) -> Targets:
         """The teacher's embeddings of the valid neighbours, and the student's rows that are to predict them.
 
-        Only the neighbours that the loss uses go through the head. Which they are is read once, when the
-        student's pass is already under way.
+        Only the neighbours that the loss uses go through the head. Which they are is read once, while the
+        student's pass is under way.
         """
         assert self.bank is not None
-        valid = matches.valid.cpu()
+        valid = on_its_way.read()
         neighbours = []
         for view in (0, 1):
-            rows = valid[view].nonzero().flatten().to(matches.nearest.device, non_blocking=True)
+            rows = send(valid[view].nonzero().flatten(), matches.nearest.device)
             neighbours.append(self.bank.objects(view, matches.nearest[view, rows]))
         embeddings = self.teacher.embed(torch.cat(neighbours)).split([len(part) for part in neighbours])
         return cross_image_targets((embeddings[0], embeddings[1]), valid, object_rows)

@@ -24,10 +24,10 @@ def interpreted() -> None:
     from cribo.method.search import plain_tile_maxima
 
     generator = torch.Generator().manual_seed(0)
-    configs = kernels.CONFIGS
+    configs = list(kernels.CONFIGS)
     for config in configs:
-        kernels._tuned.configs = [config]  # one is not timed, for which there would have to be a GPU
-        kernels._tuned.cache.clear()
+        kernels.CONFIGS[:] = [config]  # one is not timed, for which there would have to be a GPU
+        kernels._tuned.cache_clear()
         for count, length, dim, tile in SIZES:
             queries = F.normalize(torch.randn(count, dim, generator=generator), dim=-1).half()
             rows = 3 * torch.randn(length, dim, generator=generator)

@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 from collections.abc import Callable
+from functools import wraps
 from typing import Generic, ParamSpec, TypeVar
 
 import torch
@@ -17,7 +18,8 @@ class Accelerated(Generic[P, R]):
     """A function with a plain version for any device and a fused one for CUDA.
 
     The fused version is tried on first use: on a small made-up input it has to give what the plain one gives. Where it
-    fails to (another GPU, another compiler), the plain one serves from then on, and one warning says so.
+    fails to (another GPU, another compiler), the plain one serves from then on, and one warning says so. What fails
+    later, at other sizes, is raised.
 
     Args:
         name: what the function is called in the warning.
@@ -52,11 +54,25 @@ class Accelerated(Generic[P, R]):
         if importlib.util.find_spec("triton") is None:
             return self.plain
         try:
-            fused = self._make_fused()
-            with torch.no_grad():
+            fused = _launched_on(device, self._make_fused())
+            # The plain twin must not be rounded by the autocast that the first call may come from.
+            with torch.no_grad(), torch.autocast(device.type, enabled=False):
                 self._trial(fused, device)
         except Exception as error:  # a compiler fails in many ways, and none may stop a run that can go on
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             log.warning("the fused %s does not work on %s (%s): the plain one is used", self.name, device, reason)
             return self.plain
         return fused
+
+
+def _launched_on(device: torch.device, function: Callable[P, R]) -> Callable[P, R]:
+    """Triton launches on the current GPU, wherever the tensors lie."""
+    if device.type != "cuda":
+        return function
+
+    @wraps(function)
+    def launch(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.cuda.device(device):
+            return function(*args, **kwargs)
+
+    return launch

@@ -1,5 +1,8 @@
 """First pass of the search in a memory bank, fused: products, scales, masks and tile maxima in one kernel."""
 
+from functools import cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -63,7 +66,10 @@ def tile_maxima_kernel(
     tl.store(maxima + tile[None, :].to(tl.int64) * num_queries + query[:, None], highest, mask=there)
 
 
-_tuned = triton.autotune(configs=CONFIGS, key=["dim"])(tile_maxima_kernel)
+@cache
+def _tuned(size_class: int) -> Any:
+    """The kernel, tuned for banks of about one size: the first steps of a run search few rows, the later ones many."""
+    return triton.autotune(configs=CONFIGS, key=["dim"])(tile_maxima_kernel)
 
 
 def tile_maxima(
@@ -88,4 +94,4 @@ def tile_maxima(
     def grid(meta: dict[str, int]) -> tuple[int]:
         return (triton.cdiv(len(rows), meta["block_rows"]) * triton.cdiv(len(queries), meta["block_queries"]),)
 
-    _tuned[grid](*given, len(queries), len(rows), rows.shape[1], len(rows) // len(into))
+    _tuned(len(rows).bit_length() // 2)[grid](*given, len(queries), len(rows), rows.shape[1], len(rows) // len(into))
