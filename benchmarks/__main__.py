@@ -22,7 +22,6 @@ BENCHMARKS = {
     "input": "decoding, cropping and photometric work against a PIL pipeline",
     "growth": "a step against batch, objects, bank, patches and processes",
     "startup": "what a user waits for",
-    "method": "the method's parts against the literal formulas",
     "search": "exact search of dense retrieval against faiss",
 }
 WITHOUT_DEVICE = ("startup",)

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from benchmarks.method import MIB, peak_memory, timed
+from benchmarks.measuring import MIB, peak_memory, timed
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from benchmarks.method import MIB, peak_memory, timed
+from benchmarks.measuring import MIB, peak_memory, timed
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor

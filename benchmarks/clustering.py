@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 from benchmarks import literal
-from benchmarks.method import Pair, timed, times
+from benchmarks.measuring import Pair, timed, times
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor

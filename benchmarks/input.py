@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from benchmarks.method import Pair, times
+from benchmarks.measuring import Pair, times
 from PIL import Image, ImageFilter
 from rich.console import Console
 from rich.table import Table

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from benchmarks import literal
-from benchmarks.method import MIB, peak_memory, timed
+from benchmarks.measuring import MIB, peak_memory, timed
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
