@@ -1,6 +1,7 @@
 """The command line as a user meets it."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import cribo
+from cribo import cli
 from cribo.cli import main
 
 if TYPE_CHECKING:
@@ -221,3 +223,16 @@ def test_an_interrupt_at_any_time_ends_with_status_130(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("cribo.cli._evaluate", interrupted)
     assert main(["evaluate", "dense-nn"]) == 130
+
+
+@pytest.mark.parametrize(
+    ("words", "command"), [(["pretrain"], "pretrain"), (["profile"], "profile"), (["evaluate", "dense-nn"], "evaluate")]
+)
+def test_the_advice_for_too_little_memory_names_options_that_there_are(
+    words: list[str], command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    known = capsys.readouterr().out
+    for option in re.findall(r"--[\w.]+", cli._LESS_MEMORY[command]):
+        assert f"{option} " in known
