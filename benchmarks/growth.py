@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from rich.table import Table
 from scipy.optimize import nnls
 
 from cribo.evaluation.pictures import house_style, write_figure
+from cribo.files import write_json
 
 Law = Callable[[np.ndarray], list[np.ndarray]]
 
@@ -116,6 +117,13 @@ def curves(device: str) -> tuple[Curve, ...]:
     )
 
 
+def read_points(path: Path) -> dict[str, list[Point]]:
+    """What was measured the last time."""
+    if not path.is_file():
+        return {}
+    return {name: [Point(**point) for point in points] for name, points in json.loads(path.read_text()).items()}
+
+
 def words(options: dict[str, Any]) -> list[str]:
     return [f"--{name}={value}" for name, value in options.items()]
 
@@ -170,22 +178,33 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--processes", type=int, nargs="*", default=None, help="1 2 on a CPU, none on a GPU")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "growth.png", help="of the figure")
+    parser.add_argument(
+        "--only", nargs="*", help="letters of the curves to measure, such as B S; the others are those of the last time"
+    )
     arguments = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 150)
     start = base(arguments.device)
     found: list[tuple[Curve, list[Point]]] = []
-    for curve in curves(arguments.device):
+    known = read_points(arguments.out.with_suffix(".json"))
+
+    def points_of(curve: Curve, take: Callable[[int], Point]) -> list[Point]:
+        """Measured now, or the last time."""
+        if arguments.only and curve.name.split()[-1] not in arguments.only and curve.name in known:
+            return known[curve.name]
         console.print(f"{curve.name}: {', '.join(map(str, curve.values))}", highlight=False)
-        found.append((curve, [measure(start | curve.options(value)) for value in curve.values]))
+        return [take(value) for value in curve.values]
+
+    for curve in curves(arguments.device):
+        options = curve.options
+        found.append((curve, points_of(curve, lambda value, options=options: measure(start | options(value)))))
     processes = arguments.processes
     if processes is None:
         processes = [1, 2] if arguments.device == "cpu" else []
     if processes:
-        console.print(f"processes: {', '.join(map(str, processes))}", highlight=False)
         batch = {"optim.batch_size": 8 * max(processes)}
-        points = [measure_processes(start | batch, count, 128) for count in processes]
         curve = Curve("processes, P", tuple(processes), lambda _: {}, constant, constant, "1, 1 (shared cores)")
-        found.append((curve, points))
+        found.append((curve, points_of(curve, lambda count: measure_processes(start | batch, count, 128))))
+    write_json(arguments.out.with_suffix(".json"), {curve.name: [asdict(p) for p in points] for curve, points in found})
 
     table = Table(title=f"Growth of a step, {arguments.device}")
     for column in (
