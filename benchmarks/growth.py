@@ -253,7 +253,7 @@ def draw(found: list[tuple[Curve, list[Point]]], path: Path, start: dict[str, An
                     axis.plot(
                         values, scale * np.array([p.objects for p in points]), "s", color="C1", label="objects' part"
                     )
-                axis.set_ylim(bottom=0)
+                axis.set_ylim(0, 1.1 * scale * measured.max())
                 axis.set_xlim(left=0)
                 axis.set_ylabel(f"{'step' if row == 0 else 'peak memory'}, {unit}" if column == 0 else "")
                 axis.set_xlabel(curve.name if row else f"law: {curve.said}")
