@@ -12,10 +12,18 @@ from cribo.method.search import Ring, RoundedCopies, StoredRows, nearest_in_ring
 TILE = 32
 
 
-@pytest.fixture(params=["rounded copies", "stored rows"], autouse=True)
+WAYS = ("rounded copies", "stored rows", "one pass")
+
+
+def choose(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either first pass, or a single pass, whatever the machine and the sizes would choose."""
+    monkeypatch.setattr(search, "multiplies_bfloat16", lambda: way == "rounded copies")
+    monkeypatch.setattr(search, "_FEWEST", 2**62 if way == "one pass" else 0)
+
+
+@pytest.fixture(params=WAYS, autouse=True)
 def first_pass(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both first passes, whatever the machine would choose."""
-    monkeypatch.setattr(search, "multiplies_bfloat16", lambda: request.param == "rounded copies")
+    choose(request.param, monkeypatch)
     return request.param
 
 
@@ -69,13 +77,13 @@ def clustered(seed: int, count: int, dim: int, spread: float, centres: int = 5) 
     spread=st.sampled_from([1e-4, 1e-2, 1.0]),
     scale=st.sampled_from([1e-6, 1.0, 1e12]),
 )
-@pytest.mark.parametrize("first_pass", ["rounded copies", "stored rows"])
+@pytest.mark.parametrize("first_pass", WAYS)
 def test_any_bank_against_float64(
     first_pass: str, seed: int, dim: int, rows: int, queries: int, pushes: int, spread: float, scale: float
 ) -> None:
     """Rings that are empty in part, full or wrapped, with copies of rows and images that meet themselves."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "multiplies_bfloat16", lambda: first_pass == "rounded copies")
+        choose(first_pass, patch)
         bank = MemoryBank(num_images=rows, num_objects=1, dim=dim)
         generator = torch.Generator().manual_seed(seed)
         pool = scale * clustered(seed, 60, dim, spread)
@@ -185,6 +193,7 @@ def test_scales(scale: float) -> None:
     assert_nearest(found, queries, images, rows, row_images)
 
 
+@pytest.mark.parametrize("first_pass", WAYS[:2], indirect=True)
 def test_few_rows_are_compared_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound is tight: on random rows hardly a tile more than the best one, and no search among all rows."""
     compared = []
@@ -198,6 +207,7 @@ def test_few_rows_are_compared_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 200 <= sum(compared) < 400
 
 
+@pytest.mark.parametrize("first_pass", WAYS[:2], indirect=True)
 @pytest.mark.parametrize("dim", [2, 5, 100])
 @pytest.mark.parametrize("spread", [1e-3, 0.1, 2.0])
 def test_no_product_is_below_the_least_that_its_similarity_allows(first_pass: str, dim: int, spread: float) -> None:

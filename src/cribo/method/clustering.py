@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from cribo.method.kernels import Accelerated
-from cribo.method.products import by_onednn, product
 
 Marginals = Literal["adaptive", "uniform"]
 
@@ -138,10 +137,10 @@ def cluster_tokens_kmeans(
     initial_tokens = _initial_tokens(tokens, coordinates, num_objects, iterations, initial_tokens, generator)
     with torch.autocast(tokens.device.type, enabled=False):
         tokens = F.normalize(tokens.float(), dim=-1)
-        labels = _first_largest(_cosines(_gather_rows(tokens, initial_tokens), tokens))
+        labels = _first_largest(_gather_rows(tokens, initial_tokens) @ tokens.mT)
         for _ in range(iterations - 1):
             centroids, _ = _centroids(tokens, labels, num_objects)
-            labels = _first_largest(_cosines(centroids, tokens))
+            labels = _first_largest(centroids @ tokens.mT)
     return labels
 
 
@@ -236,7 +235,7 @@ def _transport_images(
     cluster_mass = tokens.new_full((batch, num_objects), 1 / num_objects)
     labels = initial_tokens  # replaced in the first round; here for the type checker
     for iteration in range(iterations):
-        cost = _cosines(centroids, tokens).neg_()
+        cost = (centroids @ tokens.mT).neg_()  # of unit length: cosines
         if squares is not None:
             nearest = (
                 _gather_rows(squares, initial_tokens).sqrt_()
@@ -255,13 +254,6 @@ def _transport_images(
 
 def _gather_rows(matrix: Float[Tensor, "b t d"], rows: Int[Tensor, "b k"]) -> Float[Tensor, "b k d"]:
     return matrix.gather(1, rows[..., None].expand(-1, -1, matrix.shape[-1]))
-
-
-def _cosines(centroids: Float[Tensor, "b k d"], tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b k t"]:
-    """Inner products of centroids and tokens, both of unit length."""
-    if len(tokens) and by_onednn(centroids, tokens):
-        return torch.stack([product(*image) for image in zip(centroids, tokens, strict=True)])
-    return centroids @ tokens.mT
 
 
 def _first_largest(values: Float[Tensor, "b k t"]) -> Int[Tensor, "b t"]:

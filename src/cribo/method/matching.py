@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from cribo.method.products import product
+from cribo.method.products import parts_on_grid, product
 
 NO_MATCH = -1
 """What stands in the place of a row's index when the bank holds nothing that the query may match."""
@@ -137,8 +137,7 @@ def nearest_rows(
         return nearest
     first = 0
     for number, (segment, norms) in enumerate(zip(segments, inverse_norms, strict=True)):
-        for start in range(0, segment.shape[0], block_rows):
-            block = slice(start, start + block_rows)
+        for block in parts_on_grid(segment.shape[0], block_rows):
             similarity = product(queries, segment[block].float())
             similarity *= norms[block]
             if query_images is not None and segment_images is not None:
@@ -147,7 +146,7 @@ def nearest_rows(
             value, row = similarity.max(dim=1)
             better = value > best
             best = torch.where(better, value, best)
-            nearest = torch.where(better, row + (first + start), nearest)
+            nearest = torch.where(better, row + (first + block.start), nearest)
         first += segment.shape[0]
     return nearest
 

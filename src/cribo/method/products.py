@@ -1,9 +1,11 @@
 """Matrix products by the fastest library that is there."""
 
 import platform
+from collections.abc import Iterator
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -47,16 +49,60 @@ def _has_type(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_bfloat16())
 
 
+# oneDNN generates code for every combination of sizes that it meets: a millisecond or two and half a MiB each, far more
+# than most products of objects take, whose number is another one at every step. So sizes are taken from a grid: eight
+# between any power of two and the next, but none closer than 16.
+
+
+def _step(size: int) -> int:
+    return max(16, 2 ** size.bit_length() // 16)
+
+
+def _missing(size: int) -> int:
+    """How much there is from a size to the next one on the grid."""
+    return -size % _step(size)
+
+
+def rows_on_grid(a: Float[Tensor, "m k"]) -> Float[Tensor, "m2 k"]:
+    """The matrix, contiguous, with zero rows added up to a size that oneDNN has met before, or soon has.
+
+    Example:
+        >>> rows_on_grid(torch.ones(300, 64)).shape
+        torch.Size([320, 64])
+    """
+    return _padded(a, _missing(len(a)), 0)
+
+
+def parts_on_grid(rows: int, most: int) -> Iterator[slice]:
+    """Slices of consecutive rows, of `most` and then of smaller and smaller powers of two.
+
+    Example:
+        >>> [part.stop for part in parts_on_grid(5000, 2048)]
+        [2048, 4096, 4608, 4864, 4992, 5000]
+    """
+    start = 0
+    while start < rows:
+        length = most if rows - start >= most else 1 << (rows - start).bit_length() - 1
+        yield slice(start, start + length)
+        start += length
+
+
+def _padded(a: Float[Tensor, "m k"], rows: int, columns: int) -> Float[Tensor, "m2 k2"]:
+    return F.pad(a, (0, columns, 0, rows)) if rows or columns else a.contiguous()
+
+
 @torch.no_grad()
 def product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "m n"]:
     """All inner products of the rows of two matrices of one float type: a @ b.T.
 
-    No gradient flows through it.
+    No gradient flows through it. The result may be a view of a somewhat larger matrix.
 
     Example:
         >>> product(torch.ones(2, 3), torch.ones(4, 3)).shape
         torch.Size([2, 4])
     """
+    (m, k), n = a.shape, len(b)
     if _ONEDNN is not None and by_onednn(a, b):
-        return _ONEDNN(a, b, None, "none", [], "")
+        a, b = (_padded(part, _missing(len(part)), _missing(k)) for part in (a, b))
+        return _ONEDNN(a, b, None, "none", [], "")[:m, :n]
     return a @ b.T

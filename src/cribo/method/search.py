@@ -20,8 +20,9 @@ from torch import Tensor
 
 from cribo.method.kernels import Accelerated
 from cribo.method.matching import NO_MATCH, nearest_rows
-from cribo.method.products import multiplies_bfloat16, product
+from cribo.method.products import multiplies_bfloat16, parts_on_grid, product, rows_on_grid
 
+_FEWEST = 2**30  # multiplications a view, below which one pass is faster on a CPU
 _LONGEST = 1 + 2**-8  # norm of a row by its inverse norm, which may be older than its rounding to half precision
 
 
@@ -140,6 +141,8 @@ def nearest_in_rings(
     """
     if not queries.shape[1] or not rings[0].length:
         return torch.full(queries.shape[:2], NO_MATCH, device=queries.device)
+    if queries.device.type == "cpu" and queries[0].numel() * rings[0].length < _FEWEST:
+        return torch.stack([_compare_all(*given, images) for given in zip(queries, rings, strict=True)])
     searches = [_Search(queries[view], images, ring, first_pass, view) for view, ring in enumerate(rings)]
     counts = torch.stack([count for search in searches for count in search.left()]).tolist()
     return torch.stack([search.finish(*counts[2 * view : 2 * view + 2]) for view, search in enumerate(searches)])
@@ -195,15 +198,19 @@ class _Search:
         nearest = self.age.where(self.best > -torch.inf, NO_MATCH)
         if crowded:
             rest = torch.nonzero_static(self.crowded, size=crowded)[:, 0]
-            live = self.ring.live()
-            nearest[rest] = nearest_rows(
-                self.queries[rest],
-                [self.ring.rows[part] for part in live],
-                [self.ring.inverse_norms[part] for part in live],
-                query_images=self.images[rest],
-                segment_images=[self.ring.images[part] for part in live],
-            )
+            nearest[rest] = _compare_all(self.queries[rest], self.ring, self.images[rest])
         return nearest
+
+
+def _compare_all(queries: Float[Tensor, "r d"], ring: Ring, images: Int[Tensor, " r"]) -> Int[Tensor, " r"]:
+    live = ring.live()
+    return nearest_rows(
+        queries,
+        [ring.rows[part] for part in live],
+        [ring.inverse_norms[part] for part in live],
+        query_images=images,
+        segment_images=[ring.images[part] for part in live],
+    )
 
 
 def _highest(ceilings: Float[Tensor, "t r"]) -> Int[Tensor, " r"]:
@@ -358,17 +365,18 @@ class RoundedCopies(FirstPass):
         off before: near the best, what is left is small, and so is its rounding. What is left of others is negative
         and does not matter. Floats that are not negative order as their bits do, and integers are compared faster.
         """
-        tile, block = self._tile, _block_rows(queries)
+        tile, count = self._tile, len(queries)
         slots = slice(tile * tiles.start, tile * tiles.stop)
         keys, own = self._copies[view, slots], _OwnRows(self._images[slots], images)
-        floor = _below(own.without(product(keys[:block], queries), 0).amax(dim=0))
-        products = torch.empty((min(block, len(keys)), len(queries)), dtype=torch.bfloat16)
-        for start in range(0, len(keys), block):
-            part = keys[start : start + block]
-            above = own.without(torch.addmm(-floor, part, queries.T, out=products[: len(part)]), start)
-            highest = above.view(torch.int16).view(-1, tile, len(queries)).amax(dim=1).view(torch.bfloat16)
-            found = into[start // tile : start // tile + len(highest)]
-            torch.add(floor.float(), highest.float().clamp_min_(0), alpha=1 + 2**-8, out=found)
+        queries, parts = rows_on_grid(queries), list(parts_on_grid(len(keys), _block_rows(queries)))
+        floor = _below(own.without(product(keys[parts[0]], queries), 0).amax(dim=0))
+        products = torch.empty((parts[0].stop, len(queries)), dtype=torch.bfloat16)
+        for part in parts:
+            above = torch.addmm(-floor, keys[part], queries.T, out=products[: part.stop - part.start])
+            above = own.without(above, part.start).view(torch.int16).view(-1, tile, len(queries))
+            highest = above.amax(dim=1).view(torch.bfloat16).float()
+            found = torch.add(floor.float(), highest.clamp_min_(0), alpha=1 + 2**-8)
+            into[part.start // tile : part.stop // tile] = found[:, :count]
             floor = torch.maximum(floor, _below(found.amax(dim=0)))
 
 
@@ -382,7 +390,7 @@ class _OwnRows:
 
     Args:
         row_images: (M,) image of each row.
-        images: (R,) image of each query.
+        images: (R,) image of each query; there may be more queries, of no image.
     """
 
     def __init__(self, row_images: Int[Tensor, " m"], images: Int[Tensor, " r"]) -> None:
@@ -395,7 +403,8 @@ class _OwnRows:
             return products
         rows = self._rows[(self._rows >= start) & (self._rows < start + len(products))]
         own = self._row_images[rows, None] == self._images
-        products[rows - start] = products[rows - start].masked_fill(own, -torch.inf)
+        own_products = products[:, : own.shape[1]]
+        own_products[rows - start] = own_products[rows - start].masked_fill(own, -torch.inf)
         return products
 
 
@@ -466,13 +475,12 @@ def plain_tile_maxima(
         row_images: (M,); a query's products with rows of its own image do not count.
         into: (T, R) float32, where the maxima are written; -inf where a tile holds nothing but the own image.
     """
-    queries, own, tile = queries.float(), _OwnRows(row_images, images), len(rows) // len(into)
-    block = _block_rows(queries)
-    for start in range(0, len(rows), block):
-        part = slice(start, start + block)
+    own, tile, count = _OwnRows(row_images, images), len(rows) // len(into), len(queries)
+    queries = rows_on_grid(queries.float())
+    for part in parts_on_grid(len(rows), _block_rows(queries)):
         products = product(rows[part].float(), queries).mul_(inverse_norms[part, None])
-        maxima = own.without(products, start).view(-1, tile, len(queries)).amax(dim=1)
-        into[start // tile : start // tile + len(maxima)] = maxima
+        maxima = own.without(products, part.start).view(-1, tile, len(queries)).amax(dim=1)
+        into[part.start // tile : part.stop // tile] = maxima[:, :count]
 
 
 def _fused_tile_maxima() -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]:

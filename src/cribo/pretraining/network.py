@@ -9,6 +9,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from cribo.data.randomness import keyed_generator
 from cribo.method import ProjectionHead, PrototypeLayer
+from cribo.method.products import rows_on_grid
 from cribo.models import Backbone
 from cribo.models.linear import use_onednn
 from cribo.pretraining.config import HeadConfig
@@ -64,5 +65,11 @@ class Network(nn.Module):
         average(list(self.parameters()), [p.detach() for p in student.parameters()], 0)
 
     def embed(self, representations: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows e"]:
-        """Unit-length embeddings of image or object representations."""
-        return self.head(representations)
+        """Unit-length embeddings of image or object representations.
+
+        Objects are another number at every step: on a CPU the head sees sizes that oneDNN knows.
+        """
+        if representations.device.type != "cpu":
+            return self.head(representations)
+        rows = representations.flatten(0, -2)
+        return self.head(rows_on_grid(rows))[: len(rows)].unflatten(0, representations.shape[:-1])
