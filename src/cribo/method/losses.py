@@ -12,7 +12,7 @@ from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.autograd.function import once_differentiable
 
 from cribo.method.kernels import Accelerated
-from cribo.method.products import by_onednn, product
+from cribo.method.products import by_onednn, product, rows_within
 from cribo.method.transfer import send
 
 BLOCK_LOGITS = {"cpu": 2**22, "cuda": 2**24}
@@ -86,8 +86,8 @@ def prototype_losses(
         student: (R, E) embeddings that the gradient flows to.
         targets: one for each loss.
         distillation: the level's prototypes, centre and temperatures.
-        block_logits: memory bound, in numbers; by default what suits the device (`BLOCK_LOGITS`). A single row and its
-            targets always fit.
+        block_logits: memory bound, in numbers; by default what suits the device (`BLOCK_LOGITS`). 16 rows, or a single
+            row and its targets, always fit.
 
     Returns:
         (losses,) float32; 0, still attached to the graph, where there are no rows.
@@ -249,7 +249,7 @@ def cross_image_loss(
 def _block_rows(block_logits: int | None, prototypes: Float[Tensor, "l e"]) -> int:
     if block_logits is None:
         block_logits = BLOCK_LOGITS.get(prototypes.device.type, BLOCK_LOGITS["cuda"])
-    return max(1, block_logits // len(prototypes))
+    return rows_within(block_logits, len(prototypes))
 
 
 class Centre(nn.Module):

@@ -51,7 +51,8 @@ def _has_type(dtype: torch.dtype) -> bool:
 
 # oneDNN generates code for every combination of sizes that it meets: a millisecond or two and half a MiB each, far more
 # than most products of objects take, whose number is another one at every step. So sizes are taken from a grid: eight
-# between any power of two and the next, but none closer than 16.
+# between any power of two and the next, but none closer than 16. Below 16 the same numbers may also be summed up in
+# another order than above.
 
 
 def _step(size: int) -> int:
@@ -85,6 +86,17 @@ def parts_on_grid(rows: int, most: int) -> Iterator[slice]:
         length = most if rows - start >= most else 1 << (rows - start).bit_length() - 1
         yield slice(start, start + length)
         start += length
+
+
+def rows_within(numbers: int, columns: int) -> int:
+    """How many rows of so many columns `product` makes without holding more than some numbers; at least 16.
+
+    Example:
+        >>> rows_within(20_000, 1000)
+        16
+    """
+    rows = max(16, numbers // (columns + _missing(columns)))
+    return rows - rows % _step(rows)
 
 
 def _padded(a: Float[Tensor, "m k"], rows: int, columns: int) -> Float[Tensor, "m2 k2"]:
