@@ -29,9 +29,8 @@ from rich.table import Table
 from torch import Tensor
 
 from cribo.method import MemoryBank
-from cribo.method.matching import nearest_rows
 from cribo.method.products import product
-from cribo.method.search import _Search, nearest_in_rings
+from cribo.method.search import _compare_all, _Search, nearest_in_rings
 
 BLOCK = 4096
 
@@ -102,17 +101,7 @@ def ours(case: Case) -> Tensor:
 
 def plain(case: Case) -> Tensor:
     """The reference, in blocks with a running maximum."""
-    bank, live = case.bank, case.bank._live()
-    found = [
-        nearest_rows(
-            case.queries[view],
-            [bank._rows[view, part] for part in live],
-            [bank._inverse_norms[view, part] for part in live],
-            query_images=case.images,
-            segment_images=[bank._images[part] for part in live],
-        )
-        for view in (0, 1)
-    ]
+    found = [_compare_all(case.queries[view], case.bank._ring(view), case.images) for view in (0, 1)]
     return torch.stack(found)
 
 
@@ -177,7 +166,7 @@ def measure(name: str, case: Case, rounds: int, memory: dict[str, int | None]) -
     same = float((ours(case) == plain(case)).double().mean())
     table = Table(
         title=f"{name}: {case.queries.shape[1]:,} queries, {rows:,} rows, D = {dim}, both views "
-        f"({bank_bytes(case.bank) / MIB:,.0f} MiB)",
+        f"({case.bank.nbytes / MIB:,.0f} MiB)",
         caption=f"{same:.3%} of neighbours as in the plain search; {compared(case)}",
     )
     references = VERSIONS[2:]
@@ -198,13 +187,6 @@ def measure(name: str, case: Case, rounds: int, memory: dict[str, int | None]) -
             "" if size is None else f"{size / MIB:.0f} MiB",
         )
     return table
-
-
-def bank_bytes(bank: MemoryBank) -> int:
-    """Of all tensors that the bank and its first pass hold, each counted once."""
-    tensors = [value for owner in (bank, bank._first_pass) for value in vars(owner).values()]
-    held = {value.data_ptr(): value.nbytes for value in tensors if isinstance(value, Tensor)}
-    return sum(held.values())
 
 
 def memory_of(kind: str, sizes: Sizes, device: str) -> dict[str, int | None]:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 from benchmarks import literal
-from benchmarks.measuring import Pair, timed, times
+from benchmarks.measuring import timed, times
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -72,7 +72,7 @@ def clusterings(device: str, rounds: int, sizes: list[tuple[int, int, int, int]]
 
         fused = device.startswith("cuda")
         _, reading, *unfused = seconds([ours, read, plain] if fused else [ours, read], device, 3 * rounds)
-        mine, slow, ratio = times(Pair(ours, by_formula, str), device, rounds)
+        mine, slow, ratio = times(ours, by_formula, device, rounds)
         found.add_row(
             *(str(number) for number in size),
             *(f"{1000 * mine:.2f} ms", f"{1000 * slow:.0f} ms", f"{ratio:.0f}"),
@@ -134,7 +134,7 @@ def poolings(device: str, rounds: int, sizes: list[tuple[int, int, int, torch.dt
         def plain(t=leaf, w=weights, named=(labels, num_objects, rows, clusters)) -> Tensor:
             return torch.autograd.grad(scatter(t, *named), t, w)[0]
 
-        fast, slow, ratio = times(Pair(ours, plain, str), device, rounds)
+        fast, slow, ratio = times(ours, plain, device, rounds)
         difference = ((ours() - plain()).float().norm() / plain().float().norm()).item()
         found.add_row(
             *(str(batch), str(dim), str(num_objects), str(dtype).removeprefix("torch."), str(len(rows))),

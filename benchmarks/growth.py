@@ -117,11 +117,23 @@ def curves(device: str) -> tuple[Curve, ...]:
     )
 
 
-def read_points(path: Path) -> dict[str, list[Point]]:
-    """What was measured the last time."""
-    if not path.is_file():
+def read_points(path: Path, device: str) -> dict[tuple[str, tuple[int, ...]], list[Point]]:
+    """What was measured on this device the last time, by curve and its values."""
+    written = json.loads(path.read_text()) if path.is_file() else {"device": device, "curves": []}
+    if written["device"] != device:
         return {}
-    return {name: [Point(**point) for point in points] for name, points in json.loads(path.read_text()).items()}
+    return {
+        (curve["name"], tuple(curve["values"])): [Point(**point) for point in curve["points"]]
+        for curve in written["curves"]
+    }
+
+
+def write_points(path: Path, device: str, found: list[tuple[Curve, list[Point]]]) -> None:
+    measured = [
+        {"name": curve.name, "values": curve.values, "points": [asdict(point) for point in points]}
+        for curve, points in found
+    ]
+    write_json(path, {"device": device, "curves": measured})
 
 
 def words(options: dict[str, Any]) -> list[str]:
@@ -177,7 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--processes", type=int, nargs="*", default=None, help="1 2 on a CPU, none on a GPU")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "growth.png", help="of the figure")
+    parser.add_argument("--out", type=Path, help="of the figure; growth.png, or growth-cuda.png, here by default")
     parser.add_argument(
         "--only", nargs="*", help="letters of the curves to measure, such as B S; the others are those of the last time"
     )
@@ -185,12 +197,13 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 150)
     start = base(arguments.device)
     found: list[tuple[Curve, list[Point]]] = []
-    known = read_points(arguments.out.with_suffix(".json"))
+    out = arguments.out or Path(__file__).parent / ("growth.png" if arguments.device == "cpu" else "growth-cuda.png")
+    known = read_points(out.with_suffix(".json"), arguments.device)
 
     def points_of(curve: Curve, take: Callable[[int], Point]) -> list[Point]:
         """Measured now, or the last time."""
-        if arguments.only and curve.name.split()[-1] not in arguments.only and curve.name in known:
-            return known[curve.name]
+        if arguments.only and curve.name.split()[-1] not in arguments.only and (curve.name, curve.values) in known:
+            return known[curve.name, curve.values]
         console.print(f"{curve.name}: {', '.join(map(str, curve.values))}", highlight=False)
         return [take(value) for value in curve.values]
 
@@ -204,7 +217,7 @@ def main() -> None:
         batch = {"optim.batch_size": 8 * max(processes)}
         curve = Curve("processes, P", tuple(processes), lambda _: {}, constant, constant, "1, 1 (shared cores)")
         found.append((curve, points_of(curve, lambda count: measure_processes(start | batch, count, 128))))
-    write_json(arguments.out.with_suffix(".json"), {curve.name: [asdict(p) for p in points] for curve, points in found})
+    write_points(out.with_suffix(".json"), arguments.device, found)
 
     table = Table(title=f"Growth of a step, {arguments.device}")
     for column in (
@@ -232,7 +245,7 @@ def main() -> None:
             f"{fit(curve.memory, values, peaks)[1]:.0%}",
         )
     console.print(table)
-    console.print(f"  {draw(found, arguments.out, start)}", highlight=False)
+    console.print(f"  {draw(found, out, start)}", highlight=False)
 
 
 def draw(found: list[tuple[Curve, list[Point]]], path: Path, start: dict[str, Any]) -> Path:

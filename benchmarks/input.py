@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from benchmarks.measuring import Pair, times
+from benchmarks.measuring import times
 from PIL import Image, ImageFilter
 from rich.console import Console
 from rich.table import Table
@@ -228,7 +228,7 @@ def add_rows(table: Table, name: str, files: ImageFiles, device: str, rounds: in
     described = f"{name}, {bits_per_pixel(files):.1f} bit"
     for row, (mine, plain) in parts.rows().items():
         part, against = row.split(" | ")
-        fast, slow, ratio = times(Pair(mine, plain, str), device, rounds)
+        fast, slow, ratio = times(mine, plain, device, rounds)
         needed = f"{16 * views / fast / VIT_S_ON_H200:.1f}" if part.startswith("decode") else ""
         table.add_row(described, part, against, f"{views / fast:,.0f}", f"{views / slow:,.0f}", f"{ratio:.1f}", needed)
         described = ""

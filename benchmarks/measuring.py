@@ -5,21 +5,11 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The package's version of a part and the plain one, ready to be called, and how far their results agree."""
-
-    ours: Callable[[], object]
-    plain: Callable[[], object]
-    agreement: Callable[[], str]
 
 
 def timed(call: Callable[[], object], device: str) -> float:
@@ -33,17 +23,19 @@ def timed(call: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
-def times(pair: Pair, device: str, rounds: int) -> tuple[float, float, float]:
+def times(
+    ours: Callable[[], object], plain: Callable[[], object], device: str, rounds: int
+) -> tuple[float, float, float]:
     """Median seconds of ours and of the plain version, and the median ratio, the two taking turns."""
-    pair.ours()
+    ours()
     # A call of milliseconds is at the mercy of whatever else runs: several of them make a round.
-    repeats = 9 if timed(pair.ours, device) < 0.2 else 1
-    ours, plain = [], []
+    repeats = 9 if timed(ours, device) < 0.2 else 1
+    fast, slow = [], []
     for _ in range(rounds):
-        ours.append(statistics.median(timed(pair.ours, device) for _ in range(repeats)))
-        plain.append(timed(pair.plain, device))
-    ratios = [slow / fast for slow, fast in zip(plain, ours, strict=True)]
-    return statistics.median(ours), statistics.median(plain), statistics.median(ratios)
+        fast.append(statistics.median(timed(ours, device) for _ in range(repeats)))
+        slow.append(timed(plain, device))
+    ratios = [long / short for long, short in zip(slow, fast, strict=True)]
+    return statistics.median(fast), statistics.median(slow), statistics.median(ratios)
 
 
 def resident(field: str) -> int:

@@ -69,9 +69,18 @@ def test_memory_is_counted_by_what_holds_it(measured: Profile) -> None:
         assert step.peak > memory["kept for backward"] > 16 * 2 * 3 * 64 * 64 * 4
 
 
-def test_an_unknown_number_of_devices_is_asked_for() -> None:
+def test_micro_batches_keep_less_for_backward() -> None:
+    kept = []
+    for parts in (1, 4):
+        split = config(optim__micro_batches=parts, objects__group_size=2)
+        kept.append(profile(split, steps=1, warmup=2).steps[0].memory["kept for backward"])
+    assert kept[1] < kept[0] / 2
+
+
+@pytest.mark.parametrize("devices", ["auto", 0])
+def test_an_unknown_number_of_devices_is_asked_for(devices: str | int) -> None:
     with pytest.raises(ValueError, match="does not say how many devices share the batch"):
-        profile(config(runtime__devices="auto"))
+        profile(config(runtime__devices=devices))
 
 
 def test_a_total_batch_is_divided_by_the_devices() -> None:

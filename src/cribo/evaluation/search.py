@@ -633,7 +633,7 @@ class _Host:
 
     def stage(self, block: Float[Tensor, "m d"]) -> _Staged:
         # With sizes that `product` takes as they are, its result is in one piece.
-        return _Staged(rows_on_grid(_filled_up(block).to("cpu", torch.float32)), len(block))
+        return _Staged(rows_on_grid(_filled_up(block).to("cpu", torch.float32)).contiguous(), len(block))
 
     def product(self, queries: Tensor, staged: _Staged) -> Float[Tensor, "q m"]:
         return product(queries, staged.keys)

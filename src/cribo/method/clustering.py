@@ -4,7 +4,7 @@ Paper section 3.2.1, "Joint-space clustering", and appendix "Clustering algorith
 """
 
 from collections.abc import Callable
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -22,23 +22,6 @@ EMPTY_CLUSTER_SIZE = 0.01
 # caches have room for, elsewhere 1 GiB.
 _DISTANCES_AT_ONCE = {"cpu": 640_000}
 _DISTANCES_AT_ONCE_ELSEWHERE = 2**28
-
-
-class Clustering(Protocol):
-    """What every clustering of this module can be called with."""
-
-    def __call__(
-        self,
-        tokens: Float[Tensor, "b t d"],
-        coordinates: Float[Tensor, "b t 2"],
-        *,
-        num_objects: int,
-        position_weight: float,
-        initial_tokens: Int[Tensor, "b k"] | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Int[Tensor, "b t"]:
-        """Labels (B, T) in [0, num_objects) of tokens (B, T, D) at coordinates (B, T, 2)."""
-        ...
 
 
 @torch.no_grad()

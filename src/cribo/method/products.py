@@ -51,8 +51,8 @@ def _has_type(dtype: torch.dtype) -> bool:
 
 # oneDNN generates code for every combination of sizes that it meets: a millisecond or two and half a MiB each, far more
 # than most products of objects take, whose number is another one at every step. So sizes are taken from a grid: eight
-# between any power of two and the next, but none closer than 16. Below 16 the same numbers may also be summed up in
-# another order than above.
+# between any power of two and the next, but none closer than 16. Below 16, or off the grid, libraries may
+# also sum up the same numbers in another order, so that equal rows would have different products.
 
 
 def _step(size: int) -> int:
@@ -65,7 +65,7 @@ def _missing(size: int) -> int:
 
 
 def rows_on_grid(a: Float[Tensor, "m k"]) -> Float[Tensor, "m2 k"]:
-    """The matrix, contiguous, with zero rows added up to a size that oneDNN has met before, or soon has.
+    """The matrix with zero rows added, up to a size that oneDNN has met before, or soon has.
 
     Example:
         >>> rows_on_grid(torch.ones(300, 64)).shape
@@ -100,7 +100,7 @@ def rows_within(numbers: int, columns: int) -> int:
 
 
 def _padded(a: Float[Tensor, "m k"], rows: int, columns: int) -> Float[Tensor, "m2 k2"]:
-    return F.pad(a, (0, columns, 0, rows)) if rows or columns else a.contiguous()
+    return F.pad(a, (0, columns, 0, rows)) if rows or columns else a
 
 
 @torch.no_grad()
@@ -114,7 +114,8 @@ def product(a: Float[Tensor, "m k"], b: Float[Tensor, "n k"]) -> Float[Tensor, "
         torch.Size([2, 4])
     """
     (m, k), n = a.shape, len(b)
-    if _ONEDNN is not None and by_onednn(a, b):
-        a, b = (_padded(part, _missing(len(part)), _missing(k)) for part in (a, b))
-        return _ONEDNN(a, b, None, "none", [], "")[:m, :n]
-    return a @ b.T
+    if a.device.type != "cpu":
+        return a @ b.T
+    a, b = (_padded(part, _missing(len(part)), _missing(k)) for part in (a, b))
+    products = _ONEDNN(a, b, None, "none", [], "") if _ONEDNN is not None and by_onednn(a, b) else a @ b.T
+    return products[:m, :n]

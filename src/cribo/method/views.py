@@ -414,7 +414,7 @@ def _augment_together(
     views: UInt8[Tensor, "n 3 h w"], photometric: Photometric, threshold: float
 ) -> Float[Tensor, "n 3 h w"]:
     device = views.device
-    x = views / 255
+    x = views.contiguous() / 255  # in one piece: the jitter works in place on a flat view of it
     _jitter(x.flatten(2), photometric)
     if (blurred := photometric.sigma.nonzero().flatten()).numel():
         rows = send(blurred, device)

@@ -228,7 +228,7 @@ class RuntimeConfig:
             only that. `none` compiles nothing; true and false stand for default and none.
         tf32: compute the losses' products of float32 in TF32 on GPUs: several times faster, and a rounding that is
             finer than that of the 16-bit heads before them. On beside 16-bit precisions, off with 32-true, when not
-            given. Clustering and matching stay in float32.
+            given. What clustering and matching find is that of float32.
         threads: of a CPU run; torch's choice when not given.
         log_every: steps between two logged rows.
         checkpoint_every: steps between two checkpoints; one is also written at the end of the run.

@@ -232,7 +232,7 @@ def profile(
 def _steady(config: PretrainConfig) -> PretrainConfig:
     """The configuration of one device in the midst of the run."""
     runtime, optim = config.runtime, config.optim
-    if not str(runtime.devices).isdecimal():
+    if not str(runtime.devices).isdecimal() or int(runtime.devices) < 1:
         raise ConfigError(
             f"runtime.devices {runtime.devices} does not say how many devices share the batch: give their number, such "
             "as --runtime.devices 8, to profile one device's part, or --runtime.devices 1"
@@ -314,12 +314,17 @@ class _Measurement(Callback):
         ):
             self._saved.begin()
 
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        self._saved.end()  # of several micro-batches the first: what it kept is free before the next one
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._saved.end()
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: ViewPairs, batch_idx: int
     ) -> None:
         module = _as_pretraining(pl_module)
         done, total = trainer.global_step, self.warmup + self.steps
-        self._saved.end()
         if done == 1 and module.bank is not None:
             found = module.last_result.objects
             assert found is not None
