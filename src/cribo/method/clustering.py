@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from cribo.method.kernels import Accelerated
+from cribo.method.precision import at_least_float32
 
 Marginals = Literal["adaptive", "uniform"]
 
@@ -119,7 +120,7 @@ def cluster_tokens_kmeans(
         )
     initial_tokens = _initial_tokens(tokens, coordinates, num_objects, iterations, initial_tokens, generator)
     with torch.autocast(tokens.device.type, enabled=False):
-        tokens = F.normalize(tokens.float(), dim=-1)
+        tokens = F.normalize(at_least_float32(tokens), dim=-1)
         labels = _first_largest(_gather_rows(tokens, initial_tokens) @ tokens.mT)
         for _ in range(iterations - 1):
             centroids, _ = _centroids(tokens, labels, num_objects)
@@ -212,9 +213,9 @@ def _transport_images(
 ) -> Int[Tensor, "b t"]:
     """The rounds; matrices lie as (B, K, T), the order in which they are read fastest."""
     batch, num_objects = initial_tokens.shape
-    tokens = F.normalize(tokens.float(), dim=-1)
+    tokens = F.normalize(at_least_float32(tokens), dim=-1)
     centroids = _gather_rows(tokens, initial_tokens)
-    squares = _squared_distances(coordinates.float()) if position_weight > 0 else None
+    squares = _squared_distances(coordinates.to(tokens.dtype)) if position_weight > 0 else None
     cluster_mass = tokens.new_full((batch, num_objects), 1 / num_objects)
     labels = initial_tokens  # replaced in the first round; here for the type checker
     for iteration in range(iterations):

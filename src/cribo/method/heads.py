@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from cribo.method.precision import at_least_float32
+
 
 class ProjectionHead(nn.Module):
     """The MLP shared by the image level and the object level, up to the L2-normalised bottleneck.
@@ -66,8 +68,8 @@ class ProjectionHead(nn.Module):
         self.mlp = nn.Sequential(*layers[:-1])
 
     def forward(self, representations: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows e"]:
-        """Embeddings of unit length, in float32 whatever the precision of the MLP."""
-        return F.normalize(self.mlp(representations).float(), dim=-1)
+        """Embeddings of unit length, in float32 or better whatever the precision of the MLP."""
+        return F.normalize(at_least_float32(self.mlp(representations)), dim=-1)
 
 
 class PrototypeLayer(nn.Module):

@@ -12,6 +12,7 @@ from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.autograd.function import once_differentiable
 
 from cribo.method.kernels import Accelerated
+from cribo.method.precision import at_least_float32
 from cribo.method.products import by_onednn, product, rows_within
 from cribo.method.transfer import send
 
@@ -110,10 +111,10 @@ def prototype_losses(
     """
     pairs = _Pairs.of(targets, len(student), distillation.centre)
     losses = _PrototypeLosses.apply(
-        student.float() / distillation.student_temperature,
-        distillation.student_prototypes.float(),
+        at_least_float32(student) / distillation.student_temperature,
+        at_least_float32(distillation.student_prototypes),
         pairs.scaled(1 / distillation.teacher_temperature),
-        distillation.teacher_prototypes.detach().float(),
+        at_least_float32(distillation.teacher_prototypes.detach()),
         _block_rows(block_logits, distillation.student_prototypes),
     )
     assert isinstance(losses, Tensor)
@@ -292,8 +293,8 @@ class Centre(nn.Module):
             prototypes: (L, E) weight of the teacher's last layer.
         """
         with torch.autocast(self.value.device.type, enabled=False):
-            mean_logits = prototypes.float() @ (total.float() / count.clamp_min(1))
-        self.value.lerp_(mean_logits, (count > 0).float() * (1 - self.momentum))
+            mean_logits = at_least_float32(prototypes) @ (at_least_float32(total) / count.clamp_min(1))
+        self.value.lerp_(mean_logits, (count > 0).to(mean_logits.dtype) * (1 - self.momentum))
 
 
 @torch.no_grad()
@@ -335,7 +336,7 @@ def sinkhorn_centre(
     if iterations < 1:
         raise ValueError(f"iterations must be >= 1, got {iterations}")
     with torch.autocast(embeddings.device.type, enabled=False):
-        embeddings, prototypes = embeddings.float(), prototypes.float()
+        embeddings, prototypes = at_least_float32(embeddings), at_least_float32(prototypes)
         rows, num_prototypes = embeddings.shape[0], prototypes.shape[0]
         shift = prototypes.new_zeros(num_prototypes)  # log of the columns' scaling
         if rows == 0:
@@ -462,7 +463,7 @@ class _Pairs:
         rows = torch.cat([part.rows for part in targets])
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
             raise ValueError(f"rows of targets must be in [0, {num_rows}), got {int(rows.min())} to {int(rows.max())}")
-        device, centres = centre.device, centre.detach().float().reshape(-1, centre.shape[-1])
+        device, centres = centre.device, at_least_float32(centre.detach()).reshape(-1, centre.shape[-1])
         rows, order = rows.sort(stable=True)
         found, places, counts = rows.unique_consecutive(return_inverse=True, return_counts=True)
         losses = torch.arange(len(targets)).repeat_interleave(torch.tensor([len(part.rows) for part in targets]))
@@ -471,10 +472,10 @@ class _Pairs:
             groups = send(torch.cat([_given(part.groups) for part in targets])[order], device)
         on_device = send(order, device)
         return cls(
-            torch.cat([part.embeddings.detach().float() for part in targets])[on_device],
+            torch.cat([at_least_float32(part.embeddings.detach()) for part in targets])[on_device],
             centres,
             groups,
-            torch.cat([send(part.weights.float(), device) for part in targets])[on_device],
+            torch.cat([send(part.weights.to(centres.dtype), device) for part in targets])[on_device],
             send(losses[order], device),
             len(targets),
             send(found, device),

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from cribo.method.kernels import Accelerated
+from cribo.method.precision import at_least_float32
 
 _IMAGES_AT_ONCE = 8  # a float32 copy of half-precision tokens stays in a processor's cache, and out of memory
 
@@ -138,14 +139,14 @@ class _Means(torch.autograd.Function):
 def sums(
     tokens: Float[Tensor, "b 2 n d"], labels: Int[Tensor, "b 2 n"], targets: Int[Tensor, "b 2 k"], num_rows: int
 ) -> Float[Tensor, "rows d"]:
-    """Sums of clusters, each in the row that `targets` gives, in float32 whatever the tokens are, in plain PyTorch.
+    """Sums of clusters, each in the row that `targets` gives, in float32 or better, in plain PyTorch.
 
     Sums of half-precision tokens in their own type would lose the small clusters' digits.
     """
-    found = tokens.new_zeros((num_rows + 1, tokens.shape[-1]), dtype=torch.float32)
+    found = at_least_float32(tokens[:0]).new_zeros((num_rows + 1, tokens.shape[-1]))
     rows = targets.gather(2, labels)
     for own_rows, own in zip(rows.split(_IMAGES_AT_ONCE), tokens.split(_IMAGES_AT_ONCE), strict=True):
-        found.index_add_(0, own_rows.flatten(), own.flatten(0, 2).float())
+        found.index_add_(0, own_rows.flatten(), at_least_float32(own.flatten(0, 2)))
     return found[:-1]
 
 

@@ -211,7 +211,7 @@ class Backbone(nn.Module):
         """Turn normalised images into one global token and a grid of tokens each.
 
         Args:
-            images: (B, 3, H, W), normalised with `mean` and `std`; H and W multiples of `patch_size`.
+            images: (B, 3, H, W) of any float type, normalised with `mean` and `std`; H and W multiples of `patch_size`.
             layers: how many of the last blocks give tokens (each after the final norm), concatenated along
                 the channels, the last block last. The global token is always the last block's.
             drop_path_noise: (B, num_drop_path_sites) uniform numbers in [0, 1). Where a number is below its
@@ -228,6 +228,7 @@ class Backbone(nn.Module):
             (torch.Size([2, 24, 384]), (4, 6))
         """
         self._check(images, layers, drop_path_noise)
+        images = images.to(next(self.parameters()).dtype)
         self._noise.value = drop_path_noise
         try:
             return self._encode_tokens(images, layers) if self._is_transformer else self._encode_map(images)

@@ -12,7 +12,7 @@ from cribo.models.modes import CUDA_GRAPH_MODES, Checkpointing, CompileMode
 ClusteringName = Literal["sinkhorn", "kmeans"]
 Centring = Literal["mean", "sinkhorn"]
 Compile = Literal["none"] | CompileMode
-Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
+Precision = Literal["64-true", "32-true", "bf16-mixed", "16-mixed"]
 
 
 @dataclass
@@ -221,14 +221,14 @@ class RuntimeConfig:
         num_nodes: how many machines.
         precision: bf16-mixed for training on GPUs; 16-mixed for old ones. On CPUs 32-true, or bf16-mixed where the
             processor multiplies bfloat16 itself (AVX512-BF16, AMX), for vision transformers above all; others are
-            slowed down by it.
+            slowed down by it. 64-true, on CPUs only, is for comparing runs.
         compile: torch.compile the backbones: a minute or two at the start, then faster steps on GPUs. `default`;
             `reduce-overhead` replays CUDA graphs, for small networks and batches, whose kernels end sooner than they
             are launched; `max-autotune` also tries several kernels for each product; `max-autotune-no-cudagraphs`
             only that. `none` compiles nothing; true and false stand for default and none.
         tf32: compute the losses' products of float32 in TF32 on GPUs: several times faster, and a rounding that is
-            finer than that of the 16-bit heads before them. On beside 16-bit precisions, off with 32-true, when not
-            given. What clustering and matching find is that of float32.
+            finer than that of the 16-bit heads before them. On beside 16-bit precisions, off with 32-true and
+            64-true, when not given. What clustering and matching find is that of float32.
         threads: of a CPU run; torch's choice when not given.
         log_every: steps between two logged rows.
         checkpoint_every: steps between two checkpoints; one is also written at the end of the run.
@@ -258,7 +258,7 @@ class RuntimeConfig:
     @property
     def losses_in_tf32(self) -> bool:
         """Whether the losses multiply in TF32 where there is such a thing."""
-        return self.precision != "32-true" if self.tf32 is None else self.tf32
+        return self.precision not in ("32-true", "64-true") if self.tf32 is None else self.tf32
 
 
 @dataclass

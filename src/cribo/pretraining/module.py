@@ -79,7 +79,7 @@ class PretrainingModule(L.LightningModule):
                 num_images=self.bank_images,
                 num_objects=self.config.objects.num_objects,
                 dim=self.student.backbone.embed_dim,
-                dtype=torch.float16 if self.device.type == "cuda" else torch.float32,
+                dtype=torch.float16 if self.device.type == "cuda" else self.image_centre.value.dtype,
                 device=self.device,
             )
             if self._restored_bank is not None:

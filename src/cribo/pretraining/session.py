@@ -16,7 +16,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.plugins import LayerSync
+from lightning.pytorch.plugins import DoublePrecision, LayerSync, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from timm.layers.norm_act import convert_sync_batchnorm
 from torch.nn import Module
@@ -61,6 +61,10 @@ class Session:
 
     def __init__(self, config: PretrainConfig) -> None:
         self.config = config
+        if self._accelerator() != "cpu" and config.runtime.precision == "64-true":
+            raise ConfigError(
+                "runtime.precision 64-true is for comparing runs on a CPU: set runtime.accelerator cpu, or use 32-true"
+            )
         if self._accelerator() == "cpu":
             keep_freed_memory()
             if config.runtime.precision == "bf16-mixed" and not multiplies_bfloat16():
@@ -123,7 +127,7 @@ class Session:
             devices=runtime.devices,
             num_nodes=runtime.num_nodes,
             strategy=self._strategy(),
-            precision=runtime.precision,
+            precision=None if runtime.precision == "64-true" else runtime.precision,
             max_steps=max_steps,
             max_epochs=-1,
             callbacks=list(callbacks),
@@ -133,7 +137,7 @@ class Session:
             enable_checkpointing=False,
             use_distributed_sampler=False,
             log_every_n_steps=runtime.log_every,
-            plugins=[WholeFileCheckpointIO(), *([_SyncBatchNorm()] if self._accelerator() == "gpu" else [])],
+            plugins=self._plugins(),
             default_root_dir=folder,
             benchmark=True,
         )
@@ -157,6 +161,14 @@ class Session:
             )
         on_gpu = trainer.strategy.root_device.type == "cuda"
         return pair_loader(self.dataset, sampler, workers=self.workers, pin_memory=on_gpu)
+
+    def _plugins(self) -> list[WholeFileCheckpointIO | LayerSync | Precision]:
+        plugins: list[WholeFileCheckpointIO | LayerSync | Precision] = [WholeFileCheckpointIO()]
+        if self._accelerator() == "gpu":
+            plugins.append(_SyncBatchNorm())
+        if self.config.runtime.precision == "64-true":
+            plugins.append(_Double())
+        return plugins
 
     def _accelerator(self) -> str:
         accelerator = self.config.runtime.accelerator
@@ -213,6 +225,13 @@ class Forever:
     def __iter__(self) -> Iterator[Any]:
         while True:
             yield from self.loader
+
+
+class _Double(DoublePrecision):
+    """Weights in float64; batches are left as they come, for the network converts what it is given."""
+
+    def convert_input(self, data: Any) -> Any:
+        return data
 
 
 class _SyncBatchNorm(LayerSync):
