@@ -4,12 +4,12 @@ import difflib
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Int, Int64, UInt8
 from torch import Tensor
 
 from cribo.data.reading import MAX_PIXELS, read_image, read_reduced
@@ -69,6 +69,27 @@ class ReducingSource(ImageSource, Protocol):
         ...
 
 
+@runtime_checkable
+class OrderedSource(ImageSource, Protocol):
+    """An ImageSource with an order of its own for each epoch, where not every image can be had at the same cost.
+
+    Without one the order is a permutation in which all are equally likely.
+    """
+
+    def epoch_order(self, seed: int, epoch: int) -> Int[Tensor, " n"]:
+        """All indices, each once; a function of the arguments and the collection alone."""
+        ...
+
+
+@runtime_checkable
+class PreparedSource(ImageSource, Protocol):
+    """An ImageSource that is told which images a batch will ask for, before it does."""
+
+    def prepare(self, indices: Sequence[int]) -> None:
+        """Have what these images need at hand, as far as it can be had at once."""
+        ...
+
+
 class PackedNames:
     """An immutable sequence of strings in two flat arrays: the bytes of all of them, and where each one ends.
 
@@ -84,6 +105,24 @@ class PackedNames:
             ends.append(len(text))
         self._text = np.frombuffer(bytes(text), dtype=np.uint8)
         self._ends = np.frombuffer(ends.tobytes(), dtype=np.int64)
+
+    @classmethod
+    def from_arrays(cls, text: UInt8[np.ndarray, " bytes"], ends: Int64[np.ndarray, " n1"]) -> "PackedNames":
+        """The names whose `arrays` these are.
+
+        Raises:
+            ValueError: they are no such arrays.
+        """
+        if len(ends) == 0 or ends[0] != 0 or ends[-1] != len(text) or (np.diff(ends) < 0).any():
+            raise ValueError("these are not the arrays of packed names")
+        names = cls(())
+        names._text, names._ends = text, ends
+        return names
+
+    @property
+    def arrays(self) -> tuple[UInt8[np.ndarray, " bytes"], Int64[np.ndarray, " n1"]]:
+        """The two arrays, to be kept in a file: the bytes of all names; 0, and where each name ends."""
+        return self._text, self._ends
 
     def __len__(self) -> int:
         return len(self._ends) - 1

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from cribo.data.images import DataError, ImageSource, ReducingSource
+from cribo.data.images import DataError, ImageSource, OrderedSource, PreparedSource, ReducingSource
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import UnreadableImage
 from cribo.method import (
@@ -149,6 +149,7 @@ class ViewPairDataset(Dataset[ViewPairs]):
         self.drop_path_sites = drop_path_sites
         self.seed = seed
         self._reducing = source if isinstance(source, ReducingSource) else None
+        self._prepared = source if isinstance(source, PreparedSource) else None
 
     def __len__(self) -> int:
         return len(self.source)
@@ -167,6 +168,8 @@ class ViewPairDataset(Dataset[ViewPairs]):
         Raises:
             DataError: as for one.
         """
+        if self._prepared is not None:
+            self._prepared.prepare([index for _, index in keys])
         size = self.recipe.size
         views = torch.empty((len(keys), 2, 3, size, size), dtype=torch.uint8)
         unreadable: list[Unreadable] = []
@@ -254,15 +257,27 @@ def collate(samples: list[ViewPairs]) -> ViewPairs:
     )
 
 
+def epoch_order(source: ImageSource, seed: int, epoch: int) -> Int[Tensor, " n"]:
+    """All indices of a collection in the order of an epoch: its own (see `OrderedSource`), or a permutation."""
+    if isinstance(source, OrderedSource):
+        return source.epoch_order(seed, epoch)
+    return _permutation(len(source), seed, epoch)
+
+
+def _permutation(num_images: int, seed: int, epoch: int) -> Int[Tensor, " n"]:
+    """All indices in an order drawn for an epoch, in which every order is equally likely."""
+    return torch.randperm(num_images, generator=keyed_generator(seed, _ORDER, epoch))
+
+
 class StepBatchSampler(Sampler[list[tuple[int, int]]]):
     """The batches of one epoch from the current step on, as lists of (epoch, image).
 
-    The order of an epoch is a permutation keyed by (seed, epoch); images beyond the last full batch sit that
-    epoch out. The place in the data is a function of the step alone, so resuming at a step, on any number of
+    The order of an epoch is a permutation keyed by (seed, epoch), the collection's own if it has one (see
+    `OrderedSource`); images beyond the last full batch sit that epoch out. The place in the data is a function of the step alone, so resuming at a step, on any number of
     devices, needs no state of a loader.
 
     Args:
-        num_images: of the collection.
+        images: the collection, or how many images it has.
         batch_size: images of one optimiser step, over all devices.
         seed: of the run.
         position: tells the optimiser step that comes next, when an epoch begins.
@@ -274,7 +289,7 @@ class StepBatchSampler(Sampler[list[tuple[int, int]]]):
 
     def __init__(
         self,
-        num_images: int,
+        images: ImageSource | int,
         batch_size: int,
         seed: int,
         *,
@@ -282,6 +297,7 @@ class StepBatchSampler(Sampler[list[tuple[int, int]]]):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
+        num_images = images if isinstance(images, int) else len(images)
         if num_images < batch_size:
             raise ValueError(
                 f"the data has {num_images} images, fewer than one batch: "
@@ -289,6 +305,7 @@ class StepBatchSampler(Sampler[list[tuple[int, int]]]):
             )
         if batch_size % world_size:
             raise ValueError(f"optim.batch_size must be a multiple of the {world_size} processes, got {batch_size}")
+        self.images = images
         self.num_images = num_images
         self.batch_size = batch_size
         self.seed = seed
@@ -302,12 +319,16 @@ class StepBatchSampler(Sampler[list[tuple[int, int]]]):
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         """Batches (of this process's share) to the end of the epoch that the current step lies in."""
         epoch, first = divmod(self.position(), len(self))
-        generator = keyed_generator(self.seed, _ORDER, epoch)
-        order = torch.randperm(self.num_images, generator=generator).tolist()
+        order = self._order(epoch)
         share = self.batch_size // self.world_size
         for step in range(first, len(self)):
             start = step * self.batch_size + self.rank * share
-            yield [(epoch, image) for image in order[start : start + share]]
+            yield [(epoch, image) for image in order[start : start + share].tolist()]
+
+    def _order(self, epoch: int) -> Int[Tensor, " n"]:
+        if isinstance(self.images, int):
+            return _permutation(self.images, self.seed, epoch)
+        return epoch_order(self.images, self.seed, epoch)
 
 
 def _as_it_is(batch: Any) -> Any:

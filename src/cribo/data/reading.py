@@ -1,9 +1,12 @@
 """One image file to one RGB tensor, or one error that says what is wrong with the file."""
 
+import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -44,8 +47,19 @@ class UnreadableImage(Stopped):
         return f"{self.path}: {self.reason}"
 
 
-def read_image(path: str | os.PathLike[str], *, max_pixels: int = MAX_PIXELS) -> UInt8[Tensor, "3 h w"]:
-    """Reads an image file as RGB, upright.
+@dataclass(frozen=True)
+class EncodedImage:
+    """The bytes of an image file that lies in something larger, and what to call it in messages."""
+
+    name: str
+    content: bytes = field(repr=False)
+
+    def __fspath__(self) -> str:
+        return self.name
+
+
+def read_image(path: str | os.PathLike[str] | EncodedImage, *, max_pixels: int = MAX_PIXELS) -> UInt8[Tensor, "3 h w"]:
+    """Reads an image file, or the bytes of one, as RGB, upright.
 
     Any of `FORMATS`, the first frame of those with several. Transparent pixels are laid over white, since the
     colour stored under them is arbitrary. 16 bits per channel become 8 by scaling the whole range, EXIF
@@ -67,7 +81,7 @@ def read_image(path: str | os.PathLike[str], *, max_pixels: int = MAX_PIXELS) ->
 
 
 def read_reduced(
-    path: str | os.PathLike[str], reduction: Callable[[int, int], int], *, max_pixels: int = MAX_PIXELS
+    path: str | os.PathLike[str] | EncodedImage, reduction: Callable[[int, int], int], *, max_pixels: int = MAX_PIXELS
 ) -> tuple[UInt8[Tensor, "3 h w"], int]:
     """Reads an image as `read_image` does, reduced while it is decoded if it is a JPEG.
 
@@ -116,15 +130,16 @@ def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
 
 
 @contextmanager
-def open_header(path: str | os.PathLike[str], *, max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
+def open_header(path: str | os.PathLike[str] | EncodedImage, *, max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
     """Opens an image file, checks its header, and gives the Pillow image, whose pixels are not decoded yet.
 
     Whatever goes wrong, here or with the image inside the `with` block, is raised as UnreadableImage.
     """
     try:
-        with Path(path).open("rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
+        with _opened(path) as file:
+            if file.seek(0, os.SEEK_END) == 0:
                 raise UnreadableImage(path, "the file is empty")
+            file.seek(0)
             with Image.open(file, formats=FORMATS) as image:
                 width, height = image.size
                 if width * height > max_pixels:
@@ -143,6 +158,10 @@ def open_header(path: str | os.PathLike[str], *, max_pixels: int = MAX_PIXELS) -
         raise UnreadableImage(path, "no such file") from error
     except Exception as error:  # decoders meet broken bytes with anything: OSError, SyntaxError, struct.error, ...
         raise UnreadableImage(path, str(error) or type(error).__name__) from error
+
+
+def _opened(path: str | os.PathLike[str] | EncodedImage) -> BinaryIO:
+    return io.BytesIO(path.content) if isinstance(path, EncodedImage) else Path(path).open("rb")
 
 
 def _decode(image: Image.Image) -> UInt8[Tensor, "3 h w"]:
