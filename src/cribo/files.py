@@ -1,14 +1,20 @@
 """Files that are written whole or not at all, and folders that are made without harm to what is there."""
 
+import contextlib
+import errno
 import itertools
 import json
 import os
+import re
 import shutil
 import tempfile
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# The temporary names that `write_beside` gives.
+_PART = re.compile(r"\..+\.[0-9a-f]{32}\.part")
 
 
 class FolderError(ValueError):
@@ -108,7 +114,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         write: writes it to the temporary path that it is given, in the same folder.
 
     Raises:
-        OSError: writing failed; the file that stood there is untouched and the temporary one is gone.
+        OSError: writing failed; the file that stood there is untouched and the temporary one is gone. (Should the
+            folder alone fail to be put on the disk, the new file stands there, but may not outlast a power failure.)
     """
     temporary = write_beside(path, write)
     try:
@@ -116,6 +123,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    sync(path.parent)
 
 
 def write_beside(path: Path, write: Callable[[Path], object]) -> Path:
@@ -139,12 +147,25 @@ def write_beside(path: Path, write: Callable[[Path], object]) -> Path:
     return temporary
 
 
+def remove_parts(folder: Path) -> None:
+    """Remove the temporary files that a killed process has left; no other may be writing to the folder."""
+    for path in folder.glob(".*.part"):
+        if _PART.fullmatch(path.name):
+            with contextlib.suppress(OSError):  # it harms nobody
+                path.unlink()
+
+
 def sync(path: Path) -> None:
     """Have the system put a file, or a folder's list of files, on the disk."""
-    if path.is_dir() and os.name == "nt":
+    is_folder = path.is_dir()
+    if is_folder and os.name == "nt":
         return  # Windows opens no folder
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
         os.fsync(handle)
+    except OSError as error:
+        # Some network file systems know this of files only.
+        if not is_folder or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(handle)

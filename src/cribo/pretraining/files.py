@@ -4,6 +4,7 @@ import errno
 from pathlib import Path
 
 from cribo.files import FolderError, claim_folder, make_numbered_folder
+from cribo.pretraining.lock import run_lock
 
 CONFIG, SUMMARY, METRICS, SKIPPED = "config.yaml", "summary.json", "metrics.csv", "skipped.csv"
 CHECKPOINTS, REPORT = "checkpoints", "report"
@@ -18,8 +19,8 @@ def claim_run_folder(out: Path, name: str | None, default_name: str, *, overwrit
     Without a name, the first of `default_name`, `default_name-2`, ... that does not exist.
 
     Raises:
-        FolderError: the folder exists and `overwrite` is not set, holds something that is no run, is a file, or
-            cannot be written to.
+        FolderError: the folder exists and `overwrite` is not set, holds something that is no run or a run that goes
+            on, is a file, or cannot be written to.
     """
     if name is None:
         folder = make_numbered_folder(out, default_name)
@@ -27,6 +28,9 @@ def claim_run_folder(out: Path, name: str | None, default_name: str, *, overwrit
         folder = out / name
         if folder.is_file():
             raise FolderError(f"{folder} is a file, not a run folder: choose another --name or --out")
+        if overwrite and (folder / CONFIG).is_file():
+            with run_lock(folder):  # no run that goes on is taken away
+                pass
         claim_folder(
             folder,
             marker=CONFIG,

@@ -19,7 +19,7 @@ from rich.console import Console
 from cribo.arguments import ConfigError
 from cribo.files import FolderError, write_json, write_text
 from cribo.models import Backbone, load_backbone, save_backbone
-from cribo.pretraining.checkpoints import Checkpoints, last_checkpoint
+from cribo.pretraining.checkpoints import Checkpoints, checkpoint_files, resume_point
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import (
     CONFIG,
@@ -27,6 +27,7 @@ from cribo.pretraining.files import (
     claim_run_folder,
 )
 from cribo.pretraining.footprint import peak_rss_bytes
+from cribo.pretraining.lock import run_lock
 from cribo.pretraining.monitoring import Metrics, UnreadableImages, Watch
 from cribo.pretraining.presets import DEFAULT_PRESET, config_name, dump_config, load_config
 from cribo.pretraining.progress import RunProgress
@@ -163,7 +164,7 @@ def latest_run(out: str | Path) -> Path:
     found = [path.parent for path in Path(out).glob(f"*/{CONFIG}")]
     if not found:
         raise FolderError(f"there is no run in {out} to resume: name its folder after --resume")
-    return max(found, key=lambda folder: (last_checkpoint(folder) or folder / CONFIG).stat().st_mtime)
+    return max(found, key=lambda folder: next(iter(checkpoint_files(folder)), folder / CONFIG).stat().st_mtime)
 
 
 class _Training:
@@ -190,7 +191,8 @@ class _Training:
         write_text(folder / CONFIG, dump_config(self.config))
         os.environ[_CLAIMED] = str(folder)
         try:
-            return self._train(folder, None)
+            with run_lock(folder):
+                return self._train(folder, None)
         finally:
             del os.environ[_CLAIMED]
 
@@ -199,13 +201,14 @@ class _Training:
         if summary.is_file():
             log.info("%s is finished already: nothing to resume", folder)
             return Run(folder, json.loads(summary.read_text(encoding="utf-8")))
-        checkpoint = last_checkpoint(folder)
-        self.session = Session(self.config)
-        if checkpoint is None:
-            log.warning("%s has no checkpoint yet: starting from the beginning", folder)
-        else:
-            log.info("resuming from %s", checkpoint)
-        return self._train(folder, checkpoint)
+        with run_lock(folder):
+            self.session = Session(self.config)
+            checkpoint = resume_point(folder)
+            if checkpoint is None:
+                log.warning("%s has no checkpoint yet: starting from the beginning", folder)
+            else:
+                log.info("resuming from %s", checkpoint)
+            return self._train(folder, checkpoint)
 
     def _fit_epochs_into(self, seconds: float) -> None:
         """Time some steps of a throw-away copy and set the number of epochs by them."""
@@ -249,7 +252,12 @@ class _Training:
         callbacks += [score] if score is not None else []
         callbacks += [RunProgress(metrics, self.console), *self.callbacks]
         callbacks.append(
-            Checkpoints(folder, every_steps=config.runtime.checkpoint_every, keep=config.runtime.keep_checkpoints)
+            Checkpoints(
+                folder,
+                every_steps=config.runtime.checkpoint_every,
+                keep=config.runtime.keep_checkpoints,
+                resume_from=checkpoint,
+            )
         )
         with quiet_lightning():
             trainer = session.trainer(folder, callbacks, module.schedules.total_steps)
