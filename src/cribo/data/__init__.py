@@ -4,6 +4,9 @@ from cribo.data.datasets import SEGMENTATION_SETS, SegmentationSet, default_spli
 from cribo.data.images import DataError, ImageFiles, ImageSource, MissingData, open_images
 from cribo.data.reading import UnreadableImage, read_image
 from cribo.data.segmentation import LabelledFiles, LabelledFolder, LabelledImages, LabelledSubset, colour_map
+from cribo.data.shard_writing import WrittenShards, write_shards
+from cribo.data.shards import ShardedImages, open_collection, open_shards
+from cribo.data.storage import ShardError
 
 __all__ = [
     "SEGMENTATION_SETS",
@@ -16,10 +19,16 @@ __all__ = [
     "LabelledSubset",
     "MissingData",
     "SegmentationSet",
+    "ShardError",
+    "ShardedImages",
     "UnreadableImage",
+    "WrittenShards",
     "colour_map",
     "default_splits",
+    "open_collection",
     "open_images",
     "open_segmentation",
+    "open_shards",
     "read_image",
+    "write_shards",
 ]

@@ -166,7 +166,9 @@ class ImageFiles:
         return read_reduced(self.path(index), reduction, max_pixels=self.max_pixels)
 
 
-def open_images(root: str | os.PathLike[str], images: str = "", *, max_pixels: int = MAX_PIXELS) -> ImageFiles:
+def open_images(
+    root: str | os.PathLike[str], images: str = "", *, max_pixels: int = MAX_PIXELS, inside: bool = False
+) -> ImageFiles:
     """All images below a folder, or those that a text file lists.
 
     `root` is a folder of any layout (flat like COCO's `train2017`, class folders like ImageNet, deeper), of
@@ -174,10 +176,11 @@ def open_images(root: str | os.PathLike[str], images: str = "", *, max_pixels: i
     folder or absolute, where blank lines and lines that start with # do not count. Folders are searched to
     the bottom, through links too; hidden files and folders are left out. Every file with one of `EXTENSIONS`
     counts: where label maps lie below the same root, name the sub-folder. A folder's images come in the
-    order of their names (by code point, part by part), on every system; those of a list as listed.
+    order of their names (by code point, part by part), on every system; those of a list as listed. With
+    `inside`, nothing outside of the folder, or of the list's own folder, is read, whatever links and lists say.
 
     Raises MissingData for a folder, a list or a listed image that is not there, DataError if there is no
-    image or `root` is a file of another kind.
+    image, `root` is a file of another kind, or an image lies outside and must not.
 
     >>> train = open_images("coco", "train2017")  # doctest: +SKIP
     >>> train.load(0).shape, train.name(0)  # doctest: +SKIP
@@ -189,10 +192,31 @@ def open_images(root: str | os.PathLike[str], images: str = "", *, max_pixels: i
         files = ImageFiles(path, list_files(path, EXTENSIONS), max_pixels=max_pixels)
         if len(files) == 0:
             raise DataError(_nothing_found(path))
+        if inside:
+            _require_inside(path, ((files.name(index), files.name(index)) for index in range(len(files))))
         return files
     if path.suffix.lower() != ".txt":
         raise DataError(f"{path} is a file: give a folder of images, or a .txt file that lists one image per line")
-    return ImageFiles(path.parent, _read_list(path), max_pixels=max_pixels)
+    listed = _read_list(path)
+    if inside:
+        _require_inside(path.parent, ((f"line {line} of {path}", name) for line, name in listed))
+    return ImageFiles(path.parent, (name for _, name in listed), max_pixels=max_pixels)
+
+
+def has_images(folder: str | os.PathLike[str]) -> bool:
+    """Whether there is an image file in or below a folder."""
+    return next(list_files(folder, EXTENSIONS), None) is not None
+
+
+def _require_inside(folder: Path, names: Iterable[tuple[str, str]]) -> None:
+    """Raises DataError for the first of (where it stands, name) that leads out of the folder."""
+    home = os.path.join(os.path.realpath(folder), "")
+    for where, name in names:
+        leads_to = os.path.realpath(os.path.join(folder, name))
+        if not leads_to.startswith(home):
+            raise DataError(
+                f"{where} leads to {leads_to}, outside of {folder}: remove it, or allow it with data.inside false"
+            )
 
 
 def list_files(folder: str | os.PathLike[str], extensions: Iterable[str]) -> Iterator[str]:
@@ -223,16 +247,17 @@ def _walk(folder: str, prefix: str, extensions: frozenset[str], above: tuple[tup
             yield prefix + entry.name
 
 
-def _read_list(path: Path) -> list[str]:
+def _read_list(path: Path) -> list[tuple[int, str]]:
+    """Number of the line, and the name on it."""
     try:
         # utf-8-sig: editors on Windows put a byte-order mark first, which would be part of the first name.
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is no list of images: it is not UTF-8 text") from error
-    names = [line for line in lines if line and not line.startswith("#")]
+    names = [(number, line) for number, line in enumerate(lines, start=1) if line and not line.startswith("#")]
     if not names:
         raise DataError(f"{path} lists no image: put one path per line, relative to {path.parent} or absolute")
-    missing = [name for name in names if not os.path.isfile(os.path.join(path.parent, name))]
+    missing = [name for _, name in names if not os.path.isfile(os.path.join(path.parent, name))]
     if missing:
         raise MissingData(
             f"{len(missing)} of the {len(names)} images that {path} lists are not there, "

@@ -273,8 +273,8 @@ class StepBatchSampler(Sampler[list[tuple[int, int]]]):
     """The batches of one epoch from the current step on, as lists of (epoch, image).
 
     The order of an epoch is a permutation keyed by (seed, epoch), the collection's own if it has one (see
-    `OrderedSource`); images beyond the last full batch sit that epoch out. The place in the data is a function of the step alone, so resuming at a step, on any number of
-    devices, needs no state of a loader.
+    `OrderedSource`); images beyond the last full batch sit that epoch out. The place in the data is a function of
+    the step alone, so resuming at a step, on any number of devices, needs no state of a loader.
 
     Args:
         images: the collection, or how many images it has.
