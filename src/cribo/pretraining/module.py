@@ -1,22 +1,26 @@
 """The training step under Lightning: objective, backward, update, moving average, banks and centres."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
 import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from cribo.data.pairs import ViewPairs
 from cribo.data.randomness import keyed_generator
 from cribo.errors import Stopped
 from cribo.method import NO_MATCH, Centre, MemoryBank
+from cribo.method.transfer import OnItsWay, send
 from cribo.models import build_backbone, describe
 from cribo.pretraining.config import PretrainConfig, resolve_bank_images
 from cribo.pretraining.laps import Laps
 from cribo.pretraining.network import Network
-from cribo.pretraining.objective import LOSSES, Objective, Result, prototype_entropy
+from cribo.pretraining.objective import LOSSES, Objective, Objects, Result, prototype_entropy
 from cribo.pretraining.parameters import clip_each, drop_gradients, parameter_groups
 from cribo.pretraining.schedules import Schedules, StepValues
 
@@ -138,6 +142,7 @@ class PretrainingModule(L.LightningModule):
 
         optimizer.zero_grad()
         results: list[Result] = []
+        objects: _GatheredObjects | None = None
         for part in batch.split(optim.micro_batches):
             result = self.objective(
                 part,
@@ -145,11 +150,15 @@ class PretrainingModule(L.LightningModule):
                 teacher_temperature=values.teacher_temperature,
                 train_backbone=epoch >= optim.freeze_backbone_epochs,
             )
+            results.append(result)
+            is_last = len(results) == optim.micro_batches
+            if is_last and self.bank is not None:
+                objects = _GatheredObjects(batch.images, [r.objects for r in results if r.objects], self._gather)
             total = result.losses["image"] + result.losses["cross_view"] + result.losses["cross_image"]
-            self.manual_backward(total / optim.micro_batches)
+            with nullcontext() if is_last else self._gradients_kept_here():
+                self.manual_backward(total / optim.micro_batches)
             self.laps("backbone, backward")
             result.losses = {name: loss.detach() for name, loss in result.losses.items()}
-            results.append(result)
         optimizer.step()
         self.laps("optimiser")
         # Inside a step the centres, the banks and the teacher stay as they were at its start.
@@ -157,7 +166,8 @@ class PretrainingModule(L.LightningModule):
         self.laps("centres")
         self.teacher.move_towards(self.student, values.momentum)
         self.laps("moving average")
-        self._push(results)
+        if self.bank is not None and objects is not None:
+            self.bank.push(*objects.take())
         self.laps("bank update")
         self._note(batch, results)
         self.laps("bookkeeping")
@@ -176,93 +186,92 @@ class PretrainingModule(L.LightningModule):
     def _update_centres(self, results: list[Result]) -> None:
         if self.config.losses.centring != "mean":
             return
-        for centre, layer, name in (
-            (self.image_centre, self.teacher.image_prototypes, "teacher_images"),
-            (self.object_centre, self.teacher.object_prototypes, "teacher_objects"),
-        ):
+        sums = []
+        for name in ("teacher_images", "teacher_objects"):
             embeddings = torch.cat([getattr(result, name) for result in results])
             # Filled on the device: a number that is copied there would wait for all that is under way.
             count = embeddings.new_full((1,), embeddings.shape[0], dtype=torch.float32)
-            totals = self._sum_over_devices(torch.cat((embeddings.sum(dim=0), count)))
-            centre.update(totals[:-1], totals[-1], layer.weight)
-
-    def _push(self, results: list[Result]) -> None:
-        found = [result.objects for result in results if result.objects is not None]
-        if self.bank is None or not found:
-            return
-        objects = torch.cat([part.teacher for part in found], dim=1)
-        images = torch.cat([part.images for part in found])
-        counts = [count for part in found for count in part.counts]
-        self.bank.push(*self._gather_objects(objects, images, counts))
-
-    def _gather_objects(self, objects: Tensor, images: Tensor, counts: list[int]) -> tuple[Tensor, Tensor, list[int]]:
-        """The objects of all devices, in the order of the whole batch: every bank holds the same."""
-        if self.trainer.world_size == 1:
-            return objects, images, counts
-        all_counts = self._all_gather(torch.tensor(counts, device=self.device))
-        rows = all_counts.sum(dim=1).tolist()
-        missing = max(rows) - objects.shape[1]
-        all_objects = self._all_gather(F.pad(objects, (0, 0, 0, missing)))
-        all_images = self._all_gather(F.pad(images, (0, missing)))
-        return (
-            torch.cat([part[:, :length] for part, length in zip(all_objects, rows, strict=True)], dim=1),
-            torch.cat([part[:length] for part, length in zip(all_images, rows, strict=True)]),
-            all_counts.flatten().tolist(),
+            sums.append(torch.cat((embeddings.sum(dim=0), count)))
+        centres = (
+            (self.image_centre, self.teacher.image_prototypes),
+            (self.object_centre, self.teacher.object_prototypes),
         )
+        for (centre, layer), total in zip(centres, self._gather(torch.stack(sums)).sum(dim=0), strict=True):
+            centre.update(total[:-1], total[-1], layer.weight)
 
-    def _all_gather(self, tensor: Tensor) -> Tensor:
+    # ------------------------------------------------------------------------------------------- several devices
+
+    def _gradients_kept_here(self) -> AbstractContextManager[None]:
+        """Gradients are added up over micro-batches first, and over devices once, with the last of them."""
+        strategy = self.trainer.strategy
+        return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        """The tensors that all devices call this with, in their order, stacked: (devices, ...)."""
+        if self.trainer.world_size == 1:
+            return tensor[None]
         gathered = self.all_gather(tensor)
         assert isinstance(gathered, Tensor)
         return gathered
-
-    def _sum_over_devices(self, tensor: Tensor) -> Tensor:
-        return tensor if self.trainer.world_size == 1 else self._all_gather(tensor).sum(dim=0)
 
     # ------------------------------------------------------------------------------------------------ numbers
 
     def _note(self, batch: ViewPairs, results: list[Result]) -> None:
         """Add a step to the running sums. They stay on the device until somebody reads them."""
+        # What is decided by these numbers is decided by those of all devices: one that stops alone leaves the others
+        # waiting for it.
         losses = torch.stack([torch.stack([r.losses[name] for r in results]).mean() for name in LOSSES])
         valid = sum((r.matches.valid.sum() for r in results if r.matches is not None), start=losses.new_zeros(()))
         kept = sum(sum(r.objects.counts) for r in results if r.objects is not None)
         if self._sums is None:
             self._sums = losses.new_zeros(len(LOSSES) + 4)
             self._first_bad = torch.full_like(losses, -1)
-        extra = torch.stack((valid, *(losses.new_full((), value) for value in (kept, len(batch), 1.0))))
-        self._sums += torch.cat((losses, extra))
+        share = 1 / self.trainer.world_size
+        extra = torch.stack((valid, *(losses.new_full((), value) for value in (kept, len(batch), share))))
+        self._sums += torch.cat((share * losses, extra))
         new = ~losses.isfinite() & (self._first_bad < 0)
         self._first_bad = torch.where(new, float(self.step - 1), self._first_bad)
         self._last = results[-1]
 
+    def _over_devices(self) -> tuple[Tensor, Tensor]:
+        """The running sums, added up, and the step at which each loss was first seen not to be finite on any device."""
+        assert self._sums is not None
+        parts = self._gather(torch.cat((self._sums, self._first_bad)))
+        sums, first_bad = parts.split((len(self._sums), len(LOSSES)), dim=1)
+        first_bad = first_bad.where(first_bad >= 0, torch.inf).amin(dim=0)
+        return sums.sum(dim=0), first_bad.where(first_bad.isfinite(), -1)
+
     def check_finite(self) -> None:
-        """Refuse to go on from a loss that is not finite. Reads the device.
+        """Refuse to go on from a loss that is not finite on any device. Reads the device; to be called on all.
 
         Raises:
             NonFiniteLoss: naming the loss and the first step at which it was seen.
         """
-        if self._sums is None:
-            return
-        for name, step in zip(LOSSES, self._first_bad.tolist(), strict=True):
-            if step >= 0:
-                raise NonFiniteLoss(name, int(step))
+        if self._sums is not None:
+            _refuse(self._over_devices()[1])
 
     def check_weights(self) -> None:
-        """Refuse weights that are not finite: the last step broke them, whatever its losses were. Reads the device.
+        """Refuse weights that are not finite: the last step broke them, whatever its losses were.
+
+        Reads the device; to be called on all.
 
         Raises:
             NonFiniteLoss: naming the step.
         """
-        if not torch.stack([p.detach().isfinite().all() for p in self.student.parameters()]).all():
+        finite = torch.stack([p.detach().isfinite().all() for p in self.student.parameters()]).all()
+        if not self._gather(finite.float()).all():
             raise NonFiniteLoss(None, self.step - 1)
 
     def read_metrics(self) -> dict[str, float]:
         """Means over the steps since the last reading, the schedules' values, and the collapse watch.
 
-        Reads the device: call it now and then.
+        Reads the device: call it now and then, on all devices. The watch sees the last micro-batch of this one.
+
+        Raises:
+            NonFiniteLoss: as `check_finite`.
         """
-        self.check_finite()
-        assert self._sums is not None
-        sums = self._sum_over_devices(self._sums)
+        sums, first_bad = self._over_devices()
+        _refuse(first_bad)
         *losses, valid, kept, images, steps = sums.tolist()
         means = {f"loss_{name}": loss / steps for name, loss in zip(LOSSES, losses, strict=True)}
         values = self.schedules.at(self.step - 1)
@@ -302,10 +311,11 @@ class PretrainingModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the bank, which is no registered state, and what the run was."""
+        sums, first_bad = (None, self._first_bad) if self._sums is None else self._over_devices()
         checkpoint["cribo"] = {
             "bank": self.bank.state_dict() if self.bank is not None else None,
-            "sums": self._sums,
-            "first_bad": self._first_bad,
+            "sums": sums,
+            "first_bad": first_bad,
             "config": asdict(self.config),
             "backbone": describe(self.teacher.backbone),  # for those who evaluate a run before it is finished
             "num_images": self.num_images,
@@ -321,6 +331,42 @@ class PretrainingModule(L.LightningModule):
             )
         self._restored_bank = state["bank"]
         self._sums, self._first_bad = state["sums"], state["first_bad"]
+        if self._sums is not None and self.trainer.global_rank > 0:
+            self._sums = torch.zeros_like(self._sums)  # they are those of all devices, and will be added up again
+
+
+class _GatheredObjects:
+    """The objects that all devices found in a step, in the order of the whole batch: every bank is given the same.
+
+    How many there are is sent first, before the backward pass: nobody waits for it when the objects follow.
+
+    Args:
+        images: (B,) of this device's batch.
+        found: its objects, of each micro-batch.
+        gather: (...) on every device -> (devices, ...).
+    """
+
+    def __init__(self, images: Tensor, found: list[Objects], gather: Callable[[Tensor], Tensor]) -> None:
+        self._objects = torch.cat([part.teacher for part in found], dim=1)
+        self._gather = gather
+        counts = send(torch.tensor([count for part in found for count in part.counts]), images.device)
+        self._counts_and_images = OnItsWay(gather(torch.stack((counts, images))))
+
+    def take(self) -> tuple[Tensor, Tensor, list[int]]:
+        """(2, R, D) objects, (R,) the image of each, and how many each image of the whole batch has."""
+        counts, images = self._counts_and_images.read().unbind(dim=1)
+        rows = counts.sum(dim=1).tolist()
+        missing = max(rows) - self._objects.shape[1]
+        parts = self._gather(F.pad(self._objects, (0, 0, 0, missing))) if max(rows) else self._objects[None]
+        objects = torch.cat([part[:, :length] for part, length in zip(parts, rows, strict=False)], dim=1)
+        image_of_each = images.flatten().repeat_interleave(counts.flatten())
+        return objects, send(image_of_each, objects.device), counts.flatten().tolist()
+
+
+def _refuse(first_bad: Tensor) -> None:
+    for name, step in zip(LOSSES, first_bad.tolist(), strict=True):
+        if step >= 0:
+            raise NonFiniteLoss(name, int(step))
 
 
 class NonFiniteLoss(Stopped):
