@@ -25,6 +25,7 @@ commands:
   pretrain    learn dense representations from unlabelled images
   profile     what a training step of a configuration costs on this machine, part by part
   evaluate    measure what a backbone has learned, on labelled images
+  shard       pack images into few large files, to train from a network or from object storage
 
 `cribo pretrain` with no options trains on made-up scenes, a few minutes on a laptop.
 `cribo <command> --help` lists its options; `cribo --version` says which version this is.
@@ -62,6 +63,7 @@ figures of the paper where the setting is the same.
 _LESS_MEMORY = {
     "evaluate": "lower --runtime.batch_size or --runtime.memory_gib",
     "pretrain": "raise --optim.micro_batches, or set --backbone.checkpointing selective",
+    "shard": "lower --threads",
     "profile": "raise --optim.micro_batches, lower --optim.batch_size, or set --backbone.checkpointing selective",
 }
 
@@ -86,7 +88,8 @@ With no options: a few minutes on made-up scenes, to see that everything works. 
   cribo pretrain --config adapt --data.root IMAGES         continue pretrained weights
   cribo pretrain --config coco_vits16 --data.root COCO     from scratch, as published
 
-IMAGES is a folder, nested or not, or a text file that lists images. Every value below
+IMAGES is a folder, nested or not, a text file that lists images, or a folder or URL of
+tar shards, such as `cribo shard` writes. Every value below
 can be put in a YAML file, too; the defaults shown hold where the preset says nothing,
 and --print_config shows what would run.
 """
@@ -101,6 +104,18 @@ memory by what holds it, and how well the processor is used.
 
 Steps of the real training are taken on a full memory bank; nothing is kept of them. Of a run over several devices, one
 device's part is profiled. Without --kept, as many objects count as a random network finds.
+"""
+
+_SHARD_HELP = """\
+Pack images into few large tar files, which are read fast where single files are slow: from network file systems and
+from object storage.
+
+  cribo shard IMAGES OUT                 the files as they are
+  cribo shard PHOTOGRAPHS OUT --size 512 the shorter side no longer than 512 pixels
+  cribo pretrain --data.root OUT         or --data.root s3://bucket/prefix, where OUT has been copied
+
+Crops are mostly smaller than photographs: with --size, what is decoded and fetched becomes less. OUT appears when it
+is complete; unreadable images are left out and listed in OUT/skipped.csv.
 """
 
 
@@ -122,6 +137,7 @@ def _run(words: list[str]) -> int:
         "pretrain": partial(_guarded, "cribo pretrain", _pretrain),
         "profile": partial(_guarded, "cribo profile", _profile),
         "evaluate": _evaluate,
+        "shard": partial(_guarded, "cribo shard", _shard),
     }
     return _dispatch(words, "cribo", "command", _USAGE, commands)
 
@@ -335,6 +351,44 @@ def _profile(words: list[str]) -> None:
     for table in profile_tables(measured):
         console.print(table)
     _print_places(console, {"numbers": paths[0], "picture": paths[1]})
+
+
+def _shard(words: list[str]) -> None:
+    from cribo.arguments import Parser
+    from cribo.data.images import open_images
+    from cribo.data.reading import MAX_PIXELS
+    from cribo.data.shard_writing import write_shards
+
+    console = Console(soft_wrap=True)
+    log_to(console)
+    parser = Parser(prog="cribo shard", description=_SHARD_HELP, usage="cribo shard IMAGES OUT [options]")
+    parser.add_argument("images", metavar="IMAGES", type=str, help="a folder, or a text file that lists images")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder of the shards; it must not exist")
+    parser.add_argument("--size", type=int, help="of the shorter side, at most, in pixels; as it is when not given")
+    parser.add_argument("--shard_mb", type=float, default=64.0, help="about how large a shard is, in MB")
+    parser.add_argument(
+        "--max_unreadable", type=float, default=0.01, help="share of the images that may be unreadable and left out"
+    )
+    parser.add_argument("--max_pixels", type=int, default=MAX_PIXELS, help="larger images are unreadable")
+    parser.add_argument("--threads", type=int, help="that read and decode; as many as there are cores when not given")
+    parsed = parser.parse_args(words)
+    source = open_images(parsed.images, max_pixels=parsed.max_pixels)
+    with Phases(console) as progress:
+        written = write_shards(
+            source,
+            parsed.out,
+            size=parsed.size,
+            shard_bytes=round(parsed.shard_mb * 1e6),
+            max_unreadable=parsed.max_unreadable,
+            threads=parsed.threads,
+            progress=progress,
+        )
+    console.print(
+        f"{written.images} images in {written.shards} shards, {written.size_bytes / 1e6:.1f} MB; "
+        f"{len(written.skipped)} were unreadable",
+        highlight=False,
+    )
+    _print_places(console, {"shards": written.folder, "to train": f"cribo pretrain --data.root {written.folder}"})
 
 
 def _print_summary(run: "Run", console: Console) -> None:

@@ -35,13 +35,18 @@ class DataConfig:
     """Where the images come from.
 
     Attributes:
-        root: a folder of images (nested or not), a text file that lists images, or `scenes`.
+        root: a folder of images (nested or not), a text file that lists images, a folder of tar shards or the URL
+            of one, such as s3://bucket/prefix, or `scenes`.
         images: sub-folder of root to read, such as train2017; the root itself when empty.
         workers: processes that decode and crop; chosen from the number of cores when not given. More help when
             images/s grows with them.
         max_unreadable: share of the images that may be unreadable before training stops; each is skipped,
             counted and listed in the run folder.
         max_pixels: larger images are refused unread: they are more likely a decompression bomb than a picture.
+        inside: refuse image files outside of root's folder that a list or a link leads to.
+        cache_dir: where shards from a URL are kept on this machine.
+        cache_gib: how much of them together; what was used longest ago makes room. Each shard is fetched once an
+            epoch if not all of them fit, by every machine.
         scenes: the made-up scenes.
     """
 
@@ -50,6 +55,9 @@ class DataConfig:
     workers: int | None = None
     max_unreadable: float = 0.01
     max_pixels: int = 178_956_970
+    inside: bool = False
+    cache_dir: str = "~/.cache/cribo/shards"
+    cache_gib: float = 100.0
     scenes: ScenesConfig = field(default_factory=ScenesConfig)
 
 
@@ -317,6 +325,7 @@ _RANGES: dict[str, tuple[float, float, bool, bool]] = {
     "data.workers": (0, 1024, True, True),
     "data.max_unreadable": (0, 1, True, True),
     "data.max_pixels": (1, math.inf, True, False),
+    "data.cache_gib": (0, math.inf, False, False),
     "data.scenes.count": (1, 2**31, True, True),
     "data.scenes.size": (16, 1024, True, True),
     "data.scenes.seed": (0, 2**31, True, True),

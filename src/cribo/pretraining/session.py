@@ -22,7 +22,7 @@ from timm.layers.norm_act import convert_sync_batchnorm
 from torch.nn import Module
 
 from cribo.arguments import ConfigError
-from cribo.data import ImageSource, UnreadableImage, open_images
+from cribo.data import ImageSource, UnreadableImage, open_collection
 from cribo.data.cache import CachedImages
 from cribo.data.pairs import StepBatchSampler, ViewPairDataset, pair_loader
 from cribo.data.scenes import Scenes
@@ -145,7 +145,7 @@ class Session:
     def loader(self, trainer: L.Trainer) -> Any:
         """The batches of a trainer's process, from its current step on."""
         sampler = StepBatchSampler(
-            len(self.source),
+            self.source,
             self.config.optim.batch_size,
             self.config.seed,
             position=lambda: trainer.global_step,
@@ -193,7 +193,14 @@ def open_source(config: PretrainConfig) -> ImageSource:
     if data.root == "scenes":
         scenes = Scenes(data.scenes.count, size=data.scenes.size, seed=data.scenes.seed)
         return CachedImages(scenes, limit_bytes=_SCENE_CACHE_BYTES)
-    return open_images(data.root, data.images, max_pixels=data.max_pixels)
+    return open_collection(
+        data.root,
+        data.images,
+        max_pixels=data.max_pixels,
+        inside=data.inside,
+        cache_dir=data.cache_dir,
+        cache_gib=data.cache_gib,
+    )
 
 
 def _require_readable(source: ImageSource) -> None:
