@@ -410,6 +410,15 @@ def test_an_interrupted_run_gives_its_teacher(tmp_path, tiny):
     checkpoint = next((run.folder / "checkpoints").glob("*.ckpt"))
     assert agree(load_backbone(checkpoint), expected, 32)
     assert not agree(load_backbone(checkpoint, network="student"), expected, 32)
+    newer = checkpoint.with_name("step=99999999.ckpt")
+    newer.write_bytes(checkpoint.read_bytes()[:-1])
+    backbone = load_backbone(run.folder)
+    assert agree(backbone, expected, 32)
+    assert backbone.loaded is not None
+    assert "step=99999999.ckpt cannot be used: it does not end in a checksum" in backbone.loaded.notes[1]
+    checkpoint.unlink()
+    with pytest.raises(FileNotFoundError, match=r"no backbone at .*step=99999999.ckpt cannot be used"):
+        load_backbone(run.folder)
 
 
 def test_another_epsilon_is_kept_and_reaches_plain_timm(tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from cribo.models.architecture import Architecture, infer_architecture
 from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, RESERVED_ARGS, Backbone, build_backbone, nearest_names
 from cribo.models.formats import Network, Recognised, first_keys, recognise, required_keys
 from cribo.models.reading import flatten, read_json, read_weights
+from cribo.sealing import Damaged, check_seal
 
 WEIGHTS_FILE = "backbone.safetensors"
 DESCRIPTION_FILE = "backbone.json"
@@ -269,11 +270,17 @@ def _file_of(path: Path) -> tuple[Path, tuple[str, ...]]:
     for name in _HUB_WEIGHTS:
         if (path / name).is_file():
             return path / name, ()
-    checkpoints = sorted(path.glob(_CHECKPOINTS))
-    if checkpoints:
-        return checkpoints[-1], (f"the run has not finished; this is its last checkpoint, {checkpoints[-1].stem}",)
+    damaged: list[str] = []
+    for checkpoint in sorted(path.glob(_CHECKPOINTS), reverse=True):
+        try:
+            check_seal(checkpoint)
+        except (Damaged, OSError) as error:
+            damaged.append(f"{checkpoint.name} cannot be used: {error}")
+        else:
+            return checkpoint, (f"the run has not finished; this is its last checkpoint, {checkpoint.stem}", *damaged)
     raise FileNotFoundError(
-        f"no backbone at {path}: give a folder that holds {WEIGHTS_FILE} (a run), or config.json and "
+        f"no backbone at {path}{''.join(f' ({reason})' for reason in damaged)}: give a folder that holds "
+        f"{WEIGHTS_FILE} (a run), or config.json and "
         f"{_HUB_WEIGHTS[0]} (the Hugging Face hub), or give a file"
     )
 

@@ -373,14 +373,12 @@ class Checkpoints(L.Callback):
 
 def _describe(error: Exception) -> _Failure:
     """What a failure to save means; torch hides the system's error behind its own."""
-    if is_disk_full(error):
-        return _Failure(True, "the disk is full")
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError):
-            return _Failure(True, seen.strerror or _first_line(seen))
+            return _Failure(True, "the disk is full" if is_disk_full(seen) else seen.strerror or _first_line(seen))
         seen = seen.__cause__ or seen.__context__
-    return _Failure(False, _first_line(error))
+    return _Failure(is_disk_full(error), _first_line(error))
 
 
 def _agreed_checkpoint(folder: Path, own: Path | None) -> Path | None:
