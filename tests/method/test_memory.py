@@ -124,7 +124,7 @@ def wrapped_bank(dtype: torch.dtype = torch.float32, num_images: int = 5) -> Mem
     for number in range(7):
         objects = torch.randn(2, 6, DIM, generator=generator)
         bank.push(objects, torch.tensor([2 * number] * 3 + [2 * number + 1] * 3), [3, 3])
-    assert len(bank._live()) == 2
+    assert len(bank._ring(0).live()) == 2
     return bank
 
 

@@ -199,7 +199,7 @@ def test_few_rows_are_compared_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
     exact = search._compare
     monkeypatch.setattr(search, "_compare", lambda *given: compared.append(len(given[3])) or exact(*given))
-    monkeypatch.setattr(search, "nearest_rows", lambda *_, **__: pytest.fail("the bound was of no use"))
+    monkeypatch.setattr(search, "UnroundedRows", lambda *_: pytest.fail("the bound was of no use"))
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2, 20_000, 64, generator=generator)
     bank = filled(rows, torch.arange(20_000) // 4)

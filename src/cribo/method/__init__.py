@@ -21,6 +21,7 @@ from cribo.method.losses import (
 from cribo.method.matching import NO_MATCH, cycle_consistency, match_objects
 from cribo.method.memory import Matches, MemoryBank
 from cribo.method.objects import kept_clusters, pool_kept_objects, pool_objects
+from cribo.method.sharded import ShardedMemoryBank
 from cribo.method.views import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -47,6 +48,7 @@ __all__ = [
     "ProjectionHead",
     "PrototypeLayer",
     "SelfDistillation",
+    "ShardedMemoryBank",
     "Targets",
     "ViewRecipe",
     "apply_photometric",

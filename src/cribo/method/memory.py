@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from cribo.method.matching import NO_MATCH, cycle_consistency, inverse_norms
-from cribo.method.search import Ring, make_first_pass, nearest_in_rings, tile_rows, untouched_zeros
+from cribo.method.search import Ring, make_first_pass, nearest_in_rings, ring_slices, tile_rows, untouched_zeros
 
 _LARGEST_HALF = torch.finfo(torch.float16).max
 
@@ -23,6 +23,36 @@ class Matches:
 
     nearest: Int[Tensor, "2 r"]
     valid: Bool[Tensor, "2 r"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Every `count`-th slot of a ring, from slot `number` on: what one of `count` devices holds.
+
+    Whatever part of the ring is live, no share has more than one row more than another, and in each the rows keep
+    their order of age.
+    """
+
+    number: int
+    count: int
+
+    def held(self, part: slice) -> slice:
+        """Where the share holds its slots of a slice of the ring.
+
+        Example:
+            >>> Share(number=1, count=3).held(slice(2, 8))  # of slots 1, 4, 7, 10, ... those from 2 to 7
+            slice(1, 3, None)
+        """
+        return slice(*((bound - self.number + self.count - 1) // self.count for bound in (part.start, part.stop)))
+
+    def taken(self, part: slice) -> slice:
+        """Which rows of those that are to be written to a slice of the ring, one after the other, are the share's.
+
+        Example:
+            >>> list(range(2, 8))[Share(number=1, count=3).taken(slice(2, 8))]
+            [4, 7]
+        """
+        return slice((self.number - part.start) % self.count, None, self.count)
 
 
 class MemoryBank:
@@ -54,6 +84,9 @@ class MemoryBank:
         torch.Size([5, 16])
     """
 
+    _share = Share(number=0, count=1)
+    """Of the ring's slots, those that are held here: all."""
+
     def __init__(
         self,
         *,
@@ -69,7 +102,8 @@ class MemoryBank:
         self.num_images = num_images
         self.capacity = num_images * num_objects
         self._tile = tile_rows(torch.device(device))
-        slots = -(-self.capacity // self._tile) * self._tile
+        self._held = self._share.held(slice(0, self.capacity)).stop
+        slots = max(1, -(-self._held // self._tile)) * self._tile
         # The search reads whole tiles: slots that were never written must not hold NaN.
         self._rows = untouched_zeros((2, slots, dim), dtype, device)
         self._inverse_norms = untouched_zeros((2, slots), torch.float32, device)
@@ -127,16 +161,22 @@ class MemoryBank:
         if criterion not in get_args(Criterion):
             raise ValueError(f"criterion must be one of {', '.join(get_args(Criterion))}, got {criterion!r}")
         with torch.autocast(objects.device.type, enabled=False):
-            nearest = nearest_in_rings(objects, images, (self._ring(0), self._ring(1)), self._first_pass)
-            matched = nearest != NO_MATCH
-            # Row numbers count from the oldest row; slots count from the start of the ring.
-            slots = torch.where(matched, (nearest + self._oldest) % self.capacity, NO_MATCH)
+            slots = self._find(objects, images)
+            matched = slots != NO_MATCH
             if criterion == "none" or not self._length:
                 return Matches(slots, matched)
-            reachable = slots.clamp_min(0)
-            jumped = torch.stack([self.objects(1 - view, reachable[view]) for view in (0, 1)])
             groups = [objects.shape[1]] if group_rows is None else group_rows
-            return Matches(slots, matched & cycle_consistency(objects, jumped, groups))
+            return Matches(slots, matched & cycle_consistency(objects, self._jump(slots), groups))
+
+    def _find(self, objects: Float[Tensor, "2 r d"], images: Int[Tensor, " r"]) -> Int[Tensor, "2 r"]:
+        """Slot of each object's nearest neighbour, or `NO_MATCH`."""
+        ages = nearest_in_rings(objects, images, (self._ring(0), self._ring(1)), self._first_pass)
+        return torch.where(ages != NO_MATCH, (ages + self._oldest) % self.capacity, NO_MATCH)
+
+    def _jump(self, slots: Int[Tensor, "2 r"]) -> Float[Tensor, "2 r d"]:
+        """The other view's rows of the neighbours just found; any row where there is none."""
+        reachable = slots.clamp_min(0)
+        return torch.stack([self.objects(1 - view, reachable[view]) for view in (0, 1)])
 
     @torch.no_grad()
     def push(self, objects: Float[Tensor, "2 r d"], images: Int[Tensor, " r"], counts: Sequence[int]) -> None:
@@ -162,26 +202,45 @@ class MemoryBank:
             expired = self._counts.popleft()
             self._oldest = (self._oldest + expired) % self.capacity
             self._length -= expired
-        end = (self._oldest + self._length) % self.capacity
-        first = min(rows, self.capacity - end)
-        if self._rows.dtype == torch.float16:  # what is too large for it would be infinite, and match everything
-            objects = objects.clamp(-_LARGEST_HALF, _LARGEST_HALF)
-        objects = objects.to(self._rows.dtype)
-        norms = torch.stack([inverse_norms(view) for view in objects])
-        for target, source in (
-            (slice(end, end + first), slice(0, first)),
-            (slice(0, rows - first), slice(first, rows)),
-        ):
-            self._rows[:, target] = objects[:, source]
-            self._inverse_norms[:, target] = norms[:, source]
-            self._images[target] = images[source]
-            self._first_pass.write(target, self._rows[:, target], norms[:, source])
+        stored = self._in_range(objects).to(self._rows.dtype)
+        norms = torch.stack([inverse_norms(view) for view in stored])
+        self._append(stored, norms, images, counts)
+
+    def _in_range(self, objects: Float[Tensor, "2 r d"]) -> Float[Tensor, "2 r d"]:
+        """Objects without what is too large for the stored rows: it would be infinite, and match everything."""
+        if self._rows.dtype != torch.float16 or objects.dtype == torch.float16:
+            return objects
+        return objects.clamp(-_LARGEST_HALF, _LARGEST_HALF)
+
+    def _append(
+        self,
+        rows: Float[Tensor, "2 r d"],
+        norms: Float[Tensor, "2 r"],
+        images: Int[Tensor, " r"],
+        counts: Sequence[int],
+    ) -> None:
+        """Write rows behind the newest, for which there is room; of whatever type, on whatever device."""
+        first, end = 0, (self._oldest + self._length) % self.capacity
+        for part in ring_slices(end, rows.shape[1], self.capacity):
+            behind = first + part.stop - part.start
+            self._write(part, rows[:, first:behind], norms[:, first:behind], images[first:behind])
+            first = behind
         self._counts.extend(counts)
-        self._length += rows
+        self._length += rows.shape[1]
+
+    def _write(
+        self, part: slice, rows: Float[Tensor, "2 n d"], norms: Float[Tensor, "2 n"], images: Int[Tensor, " n"]
+    ) -> None:
+        """Of the rows for a slice of the ring, write those that are held here."""
+        target, own = self._share.held(part), self._share.taken(part)
+        self._rows[:, target] = rows[:, own]
+        self._inverse_norms[:, target] = norms[:, own]
+        self._images[target] = images[own]
+        self._first_pass.write(target, self._rows[:, target], self._inverse_norms[:, target])
 
     def state_dict(self) -> dict[str, Any]:
         """The live rows and where they lie, as tensors and numbers that a checkpoint can hold."""
-        live = self._live()
+        live = self._ring(0).live()
 
         def gather(values: Tensor, dim: int) -> Tensor:
             parts = [values[:, part] if dim else values[part] for part in live]
@@ -213,28 +272,19 @@ class MemoryBank:
             )
         self._counts.clear()
         self._oldest, self._length = int(state["oldest"]) % self.capacity, 0
-        self.push(rows.to(self._rows.device), state["images"].to(self._rows.device), counts)
-        # Rows may be rounded to the bank's type after their norm was taken: keep the norms as they were.
-        norms = state["inverse_norms"].to(self._inverse_norms.device)
-        start = 0
-        for part in self._live():
-            size = part.stop - part.start
-            self._inverse_norms[:, part] = norms[:, start : start + size]
-            self._first_pass.write(part, self._rows[:, part], self._inverse_norms[:, part])
-            start += size
+        # Rows may be rounded to the bank's type after their norm was taken: norms stay as they were.
+        self._append(self._in_range(rows), state["inverse_norms"], state["images"], counts)
 
     def _ring(self, view: int) -> Ring:
-        """One view's bank, as the search reads it."""
+        """One view's bank, as far as it is held here, as the search reads it."""
+        live = [self._share.held(part) for part in ring_slices(self._oldest, self._length, self.capacity)]
         return Ring(
             rows=self._rows[view],
             inverse_norms=self._inverse_norms[view],
             images=self._images,
-            capacity=self.capacity,
-            oldest=self._oldest,
-            length=self._length,
+            capacity=self._held,
+            # Where the first slice holds nothing of the share, its oldest row is the first of the second.
+            oldest=next((part.start for part in live if part.stop > part.start), 0),
+            length=sum(part.stop - part.start for part in live),
             tile=self._tile,
         )
-
-    def _live(self) -> list[slice]:
-        """Slices of the live slots, oldest first."""
-        return self._ring(0).live()

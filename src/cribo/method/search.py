@@ -3,8 +3,11 @@
 A first pass multiplies queries and rows at low precision and keeps, of every tile of consecutive rows, a number that
 no product in it exceeds. The tile of the greatest one is compared exactly, in float32. Its best row tells which other
 tiles may still hold a better one, for rounding turns a vector by a small angle that is known: mostly one or two do.
-Those are compared exactly too. So the result is that of `cribo.method.matching.nearest_rows`, ties included, whatever
-the precision of the first pass.
+Those are compared exactly too.
+
+So similarities that decide are sums of float32 in one fixed order. A neighbour depends on the query and on the live
+rows alone: not on where in the ring they lie, on how many queries are asked at once, on the precision of the first
+pass, or on whether the rows are held in one place or in several (`cribo.method.sharded`).
 """
 
 import math
@@ -19,10 +22,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from cribo.method.kernels import Accelerated
-from cribo.method.matching import NO_MATCH, nearest_rows
+from cribo.method.matching import NO_MATCH
 from cribo.method.products import multiplies_bfloat16, parts_on_grid, product, rows_on_grid
 
-_FEWEST = 2**30  # multiplications a view, below which one pass is faster on a CPU
+_FEWEST = 2**30  # multiplications a view, below which a first pass in float32 is faster on a CPU
 _LONGEST = 1 + 2**-8  # norm of a row by its inverse norm, which may be older than its rounding to half precision
 
 
@@ -33,9 +36,8 @@ def tile_rows(device: torch.device) -> int:
 
 def _block_rows(queries: Float[Tensor, "r d"]) -> int:
     """Rows that are multiplied at once: their products stay in a processor's cache, or are enough work for a GPU."""
-    if queries.device.type == "cuda":
-        return 2**15
-    return min(2**13, max(2**10, 2**20 // len(queries) // 2**10 * 2**10))
+    most, products = (2**15, 2**26) if queries.device.type == "cuda" else (2**13, 2**20)
+    return min(most, max(2**10, products // len(queries) // 2**10 * 2**10))
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
@@ -50,6 +52,18 @@ def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
     # A mapping of its own: memory that the heap has used before would have to be cleared, and so committed.
     options = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
     return torch.frombuffer(mmap.mmap(-1, size, **options), dtype=dtype).view(shape)
+
+
+def ring_slices(start: int, length: int, capacity: int) -> list[slice]:
+    """Slices of so many consecutive slots of a ring: one, or two where it closes behind its last slot, or none.
+
+    Example:
+        >>> ring_slices(7, 5, capacity=10)
+        [slice(7, 10, None), slice(0, 2, None)]
+    """
+    end = start + length
+    parts = [slice(start, min(end, capacity)), slice(0, max(0, end - capacity))]
+    return [part for part in parts if part.stop > part.start]
 
 
 class FirstPass(ABC):
@@ -85,6 +99,10 @@ class FirstPass(ABC):
     def distortion(self, view: int) -> Float[Tensor, "2"]:
         """The largest angle, in radians, between a row and what is held of it, and largest relative change of norm."""
 
+    def most_left(self, tiles: int) -> int:
+        """How many of the tiles may be left to compare with a query before a first pass in float32 costs less."""
+        return max(4, tiles // 32)
+
 
 @dataclass(frozen=True)
 class Ring:
@@ -110,9 +128,7 @@ class Ring:
 
     def live(self) -> list[slice]:
         """Slices of the live slots, oldest first: one, or two when the ring wraps, or none."""
-        end = self.oldest + self.length
-        parts = [slice(self.oldest, min(end, self.capacity)), slice(0, max(0, end - self.capacity))]
-        return [part for part in parts if part.stop > part.start]
+        return ring_slices(self.oldest, self.length, self.capacity)
 
     def tiles(self) -> list[range]:
         """Numbers of the tiles with live rows, each once."""
@@ -139,20 +155,44 @@ def nearest_in_rings(
     Returns:
         (2, R) int64; `NO_MATCH` where there is none.
     """
+    similarity, ages = most_similar(F.normalize(queries.float(), dim=-1), images, rings, first_pass)
+    return ages.where(similarity > -torch.inf, NO_MATCH)
+
+
+@torch.no_grad()
+def most_similar(
+    queries: Float[Tensor, "2 r d"], images: Int[Tensor, " r"], rings: tuple[Ring, Ring], first_pass: FirstPass
+) -> tuple[Float[Tensor, "2 r"], Int[Tensor, "2 r"]]:
+    """The greatest cosine similarity of each query to a live row in its view's ring, and that row's age.
+
+    The similarity of a query and a row has the same bits in whatever ring the row lies, beside whatever others.
+
+    Args:
+        queries: (2, R, D) float32, of unit length.
+        images: (R,) image of each query.
+        rings: of both views, with live rows in the same slots.
+        first_pass: over the rows of both rings.
+
+    Returns:
+        (2, R) float32 similarities, -inf where no row may match; and (2, R) int64, how many live rows are older than
+        the one found, which is the oldest of the most similar. Without a match an age means nothing.
+    """
     if not queries.shape[1] or not rings[0].length:
-        return torch.full(queries.shape[:2], NO_MATCH, device=queries.device)
+        return queries.new_full(queries.shape[:2], -torch.inf), images.new_zeros(queries.shape[:2])
     if queries.device.type == "cpu" and queries[0].numel() * rings[0].length < _FEWEST:
-        return torch.stack([_compare_all(*given, images) for given in zip(queries, rings, strict=True)])
+        first_pass = UnroundedRows(rings)
     searches = [_Search(queries[view], images, ring, first_pass, view) for view, ring in enumerate(rings)]
     counts = torch.stack([count for search in searches for count in search.left()]).tolist()
-    return torch.stack([search.finish(*counts[2 * view : 2 * view + 2]) for view, search in enumerate(searches)])
+    found = [search.finish(*counts[2 * view : 2 * view + 2]) for view, search in enumerate(searches)]
+    similarity, ages = zip(*found, strict=True)
+    return torch.stack(similarity), torch.stack(ages)
 
 
 class _Search:
     """A search in one view's ring, up to where the host has to know how much is left to compare.
 
     Args:
-        queries: (R, D), any scale.
+        queries: (R, D) of unit length.
         images: (R,).
         ring: at least one live row.
         first_pass: over the ring's rows.
@@ -162,8 +202,8 @@ class _Search:
     def __init__(
         self, queries: Float[Tensor, "r d"], images: Int[Tensor, " r"], ring: Ring, first_pass: FirstPass, view: int
     ) -> None:
-        self.queries, self.images, self.ring = F.normalize(queries.float(), dim=-1), images, ring
-        rounded = first_pass.rounded(self.queries)
+        self.queries, self.images, self.ring = queries, images, ring
+        rounded = first_pass.rounded(queries)
         self.tiles = torch.cat([torch.arange(part.start, part.stop, device=queries.device) for part in ring.tiles()])
         ceilings = torch.empty((len(self.tiles), len(queries)), device=queries.device)
         first = 0
@@ -177,16 +217,16 @@ class _Search:
         self.open = ceilings >= least
         self.open[highest, own] = False
         self.counts = self.open.view(torch.uint8).sum(dim=0, dtype=torch.int32)
-        # A query with very many tiles left is compared with all rows at once: a product costs less a row.
-        self.crowded = self.counts > max(4, len(self.tiles) // 32)
+        # A query with very many tiles left asks again in float32: a product costs less a row than a comparison.
+        self.crowded = self.counts > first_pass.most_left(len(self.tiles))
         self.open &= ~self.crowded
 
     def left(self) -> tuple[Int[Tensor, ""], Int[Tensor, ""]]:
-        """How many pairs of a tile and a query are left to compare, and how many queries with all rows."""
+        """How many pairs of a tile and a query are left to compare, and how many queries have to ask again."""
         return self.counts.where(~self.crowded, 0).sum(), self.crowded.sum()
 
-    def finish(self, pairs: int, crowded: int) -> Int[Tensor, " r"]:
-        """Compare what is left, by the numbers of `left`."""
+    def finish(self, pairs: int, crowded: int) -> tuple[Float[Tensor, " r"], Int[Tensor, " r"]]:
+        """Compare what is left, by the numbers of `left`: similarity and age of the rows found."""
         if pairs:
             tile, which = torch.nonzero_static(self.open, size=pairs).unbind(dim=1)
             value, age = _compare(self.queries, self.images, self.ring, self.tiles[tile], which)
@@ -195,22 +235,14 @@ class _Search:
             age = age.where(value == best[which], self.ring.capacity)
             held = self.age.where(self.best == best, self.ring.capacity)
             self.best, self.age = best, held.scatter_reduce(0, which, age, "amin")
-        nearest = self.age.where(self.best > -torch.inf, NO_MATCH)
         if crowded:
             rest = torch.nonzero_static(self.crowded, size=crowded)[:, 0]
-            nearest[rest] = _compare_all(self.queries[rest], self.ring, self.images[rest])
-        return nearest
-
-
-def _compare_all(queries: Float[Tensor, "r d"], ring: Ring, images: Int[Tensor, " r"]) -> Int[Tensor, " r"]:
-    live = ring.live()
-    return nearest_rows(
-        queries,
-        [ring.rows[part] for part in live],
-        [ring.inverse_norms[part] for part in live],
-        query_images=images,
-        segment_images=[ring.images[part] for part in live],
-    )
+            again = _Search(
+                self.queries[rest], self.images[rest], self.ring, UnroundedRows((self.ring, self.ring)), view=0
+            )
+            pairs, crowded = torch.stack(again.left()).tolist()
+            self.best[rest], self.age[rest] = again.finish(pairs, crowded)
+        return self.best, self.age
 
 
 def _highest(ceilings: Float[Tensor, "t r"]) -> Int[Tensor, " r"]:
@@ -454,6 +486,45 @@ class StoredRows(FirstPass):
         # The fused version is for half precision.
         maxima = plain_tile_maxima if queries.dtype == torch.float32 else tile_maxima.on(queries.device)
         maxima(queries, self._rows[view, slots], self._inverse_norms[view, slots], images, self._images[slots], into)
+
+
+class UnroundedRows(FirstPass):
+    """First pass in float32: for few rows, and for queries of which a lower precision leaves too much to compare.
+
+    Args:
+        rings: of both views.
+    """
+
+    def __init__(self, rings: tuple[Ring, Ring]) -> None:
+        self._rings = rings
+
+    def write(self, target: slice, rows: Float[Tensor, "2 n d"], inverse_norms: Float[Tensor, "2 n"]) -> None:
+        """Nothing: the rows are where they are looked for."""
+
+    def rounded(self, queries: Float[Tensor, "r d"]) -> Float[Tensor, "r d"]:
+        """Queries as they are."""
+        return queries
+
+    def distortion(self, view: int) -> Float[Tensor, "2"]:
+        """None."""
+        return self._rings[view].inverse_norms.new_zeros(2)
+
+    def most_left(self, tiles: int) -> int:
+        """All: there is nothing more precise to ask."""
+        return tiles
+
+    def ceilings(
+        self,
+        view: int,
+        tiles: range,
+        queries: Float[Tensor, "r d"],
+        images: Int[Tensor, " r"],
+        into: Float[Tensor, "t r"],
+    ) -> None:
+        """The greatest products of tiles."""
+        ring = self._rings[view]
+        slots = slice(ring.tile * tiles.start, ring.tile * tiles.stop)
+        plain_tile_maxima(queries, ring.rows[slots], ring.inverse_norms[slots], images, ring.images[slots], into)
 
 
 @torch.no_grad()
