@@ -218,8 +218,6 @@ class PretrainingModule(L.LightningModule):
 
     def _note(self, batch: ViewPairs, results: list[Result]) -> None:
         """Add a step to the running sums. They stay on the device until somebody reads them."""
-        # What is decided by these numbers is decided by those of all devices: one that stops alone leaves the others
-        # waiting for it.
         losses = torch.stack([torch.stack([r.losses[name] for r in results]).mean() for name in LOSSES])
         valid = sum((r.matches.valid.sum() for r in results if r.matches is not None), start=losses.new_zeros(()))
         kept = sum(sum(r.objects.counts) for r in results if r.objects is not None)
@@ -234,7 +232,10 @@ class PretrainingModule(L.LightningModule):
         self._last = results[-1]
 
     def _over_devices(self) -> tuple[Tensor, Tensor]:
-        """The running sums, added up, and the step at which each loss was first seen not to be finite on any device."""
+        """The running sums, added up, and the step at which each loss was first seen not to be finite on any device.
+
+        Devices that decide by them decide together: one that stops alone leaves the others waiting for it.
+        """
         assert self._sums is not None
         parts = self._gather(torch.cat((self._sums, self._first_bad)))
         sums, first_bad = parts.split((len(self._sums), len(LOSSES)), dim=1)
