@@ -368,7 +368,7 @@ class ShardCache:
             time.sleep(_ROOM_SECONDS)  # all that is left is on its way: it can go when it has come
 
     def _evict(self, size: int) -> bool:
-        """Remove what was used longest ago until `size` more bytes fit; False if that is not enough."""
+        """Remove what was used longest ago until `size` more bytes fit; False if they do not, for now."""
         kept = sorted(_kept(self.folder), key=lambda file: file[1].st_mtime)
         used = sum(status.st_size for _, status in kept)
         for file, status in kept:
@@ -377,8 +377,10 @@ class ShardCache:
             if file.suffix == ".part" and not _abandoned(file):
                 continue
             try:
-                file.unlink(missing_ok=True)
+                file.unlink()
                 used -= status.st_size
+            except FileNotFoundError:  # a partial one that has become whole: count again
+                return False
             except PermissionError:  # Windows keeps what somebody has open
                 continue
         return used + size <= self.limit_bytes
@@ -398,7 +400,8 @@ def _opened(path: Path, size: int) -> BinaryIO | None:
 
 
 def _kept(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    for pattern in (f"*/*{SUFFIX}", "*/*.part"):
+    # What becomes whole meanwhile may count twice, but it is not missed.
+    for pattern in ("*/*.part", f"*/*{SUFFIX}"):
         for path in folder.glob(pattern):
             try:
                 yield path, path.stat()

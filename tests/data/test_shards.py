@@ -1,0 +1,700 @@
+import io
+import multiprocessing
+import os
+import pickle
+import shutil
+import tarfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from filelock import FileLock
+from fsspec.implementations.memory import MemoryFileSystem
+from PIL import Image
+
+from cribo.data.images import DataError, MissingData, OrderedSource, PackedNames, ReducingSource, open_images
+from cribo.data.pairs import StepBatchSampler, ViewPairDataset, ViewPairs, pair_loader
+from cribo.data.reading import UnreadableImage, read_image
+from cribo.data.shards import ShardedImages, open_collection, open_shards, window_of
+from cribo.data.storage import LocalShards, Patience, RemoteShards, ShardCache, ShardError
+from cribo.data.tars import INDEX, ShardIndex
+from cribo.method import ViewRecipe
+
+QUICK = Patience(delays=(0.01, 0.01, 0.01), stall=0.3)
+
+
+def encoded(number: int, kind: str = "JPEG", size: tuple[int, int] = (40, 30)) -> bytes:
+    """An image of noise that no other number has."""
+    pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, format=kind)
+    return file.getvalue()
+
+
+def write_tar(path: Path, members: Mapping[str, bytes], *, form: int = tarfile.GNU_FORMAT) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=form) as tar:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+
+
+def write_collection(folder: Path, shards: int, per_shard: int) -> list[bytes]:
+    """Shards of noise; the images in the order of their indices."""
+    contents = [encoded(number) for number in range(shards * per_shard)]
+    for shard in range(shards):
+        part = range(shard * per_shard, (shard + 1) * per_shard)
+        write_tar(folder / f"part-{shard:04d}.tar", {f"{number:06d}.jpg": contents[number] for number in part})
+    return contents
+
+
+def of_sizes(counts: list[int], shard_bytes: int) -> ShardedImages:
+    """Images that are never read: for their order."""
+
+    class Nowhere(LocalShards):
+        def __init__(self) -> None:
+            self.root, self.patience = "nowhere", QUICK
+            self.names, self.sizes = tuple(map(str, range(len(counts)))), (shard_bytes,) * len(counts)
+
+    store, total = Nowhere(), sum(counts)
+    places = np.full(total, 512), np.ones(total, dtype=np.int64)
+    return ShardedImages(store, ShardIndex(store.names, store.sizes, np.cumsum(counts), *places, PackedNames([])))
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("HOME", str(folder))
+    return folder
+
+
+# ------------------------------------------------------------------ what is in a tar
+
+
+def test_images_come_shard_by_shard_and_equal_their_files(tmp_path: Path) -> None:
+    kinds = {"a.jpg": "JPEG", "b.PNG": "PNG", "c/d.webp": "WEBP"}
+    contents = {name: encoded(number, kind) for number, (name, kind) in enumerate(kinds.items())}
+    write_tar(tmp_path / "b.tar", {"z.jpg": contents["a.jpg"]})
+    write_tar(tmp_path / "a.tar", contents)
+    images = open_collection(tmp_path)
+    assert isinstance(images, ReducingSource)
+    assert isinstance(images, OrderedSource)
+    assert [images.name(i) for i in range(len(images))] == [
+        "a.tar/a.jpg",
+        "a.tar/b.PNG",
+        "a.tar/c/d.webp",
+        "b.tar/z.jpg",
+    ]
+    for index, (name, content) in enumerate(contents.items()):
+        path = tmp_path / "single" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        assert torch.equal(images.load(index), read_image(path))
+    with pytest.raises(IndexError, match=r"0\.\.3, got 4"):
+        images.load(4)
+
+
+def test_jpegs_are_decoded_reduced(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", {"a.jpg": encoded(0, size=(64, 48))})
+    pixels, reduction = open_shards(tmp_path).load_reduced(
+        0, lambda height, width: 2 if (height, width) == (48, 64) else 1
+    )
+    assert (pixels.shape, reduction) == ((3, 24, 32), 2)
+
+
+@pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
+def test_what_else_lies_in_a_tar_is_left_alone(tmp_path: Path, form: int) -> None:
+    image = encoded(0)
+    deep = "/".join(["folder"] * 13) + "/deep.jpg"  # 100 characters, beyond which formats differ, for some
+    longer = f"{'long' * 40}.jpg" if form != tarfile.USTAR_FORMAT else "long.jpg"
+    (tmp_path / "made").mkdir()
+    with tarfile.open(tmp_path / "made" / "a.tar", "w", format=form) as tar:
+        for name, content in {
+            "0.jpg": image,
+            "0.json": b"{}",
+            "0.cls": b"7",
+            "0.mask.png": encoded(1, "PNG"),  # a further part of sample 0
+            "a.photograph.jpg": image,  # no part of anything
+            "._0.jpg": b"what a Mac leaves",
+            ".jpg": image,
+            deep: image,
+            longer: image,
+        }.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+        for name, kind in (
+            ("folder.jpg", tarfile.DIRTYPE),
+            ("link.jpg", tarfile.SYMTYPE),
+            ("hard.jpg", tarfile.LNKTYPE),
+        ):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, "/etc/passwd"
+            tar.addfile(member)
+        tar.addfile(tarfile.TarInfo("empty.jpg"))
+    images = open_shards(tmp_path / "made")
+    names = [images.name(i).removeprefix("a.tar/") for i in range(len(images))]
+    assert names == ["0.jpg", "a.photograph.jpg", deep, longer, "empty.jpg"]
+    assert all(torch.equal(images.load(i), images.load(0)) for i in range(4))
+    with pytest.raises(UnreadableImage, match=r"a\.tar/empty\.jpg: the file is empty"):
+        images.load(4)
+
+
+def test_names_are_labels_and_no_paths(tmp_path: Path) -> None:
+    image = encoded(0)
+    hostile = ["/etc/absolute.jpg", "../../up.jpg", "new\nline\x1b[31m.jpg", os.fsdecode(b"caf\xe9.jpg"), "straße.jpg"]
+    write_tar(tmp_path / "data" / "a.tar", dict.fromkeys(hostile, image))
+    images = open_shards(tmp_path / "data")
+    assert [images.name(i) for i in range(5)] == [
+        "a.tar/etc/absolute.jpg",
+        "a.tar/../../up.jpg",
+        r"a.tar/new\nline\x1b[31m.jpg",
+        r"a.tar/caf\udce9.jpg",
+        "a.tar/straße.jpg",
+    ]
+    assert all(images.load(i).shape == (3, 30, 40) for i in range(5))
+    assert {path.name for path in tmp_path.rglob("*")} - {f".{INDEX}.lock"} == {"data", "a.tar", INDEX}
+
+
+def test_large_images_are_not_decoded(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", {"a.jpg": encoded(0)})
+    with pytest.raises(UnreadableImage, match=r"a\.tar/a\.jpg: 40 x 30 pixels are more than max_pixels = 1199"):
+        open_shards(tmp_path, max_pixels=1199).load(0)
+
+
+# ------------------------------------------------------------------ which folders are read
+
+
+def test_a_folder_of_tars_is_read_as_shards_unless_it_holds_images(tmp_path: Path) -> None:
+    write_collection(tmp_path / "root" / "train", 2, 3)
+    assert len(open_collection(tmp_path / "root", "train")) == 6
+    assert len(open_collection(tmp_path / "root" / "train" / "part-0001.tar")) == 3
+    unpacked = tmp_path / "unpacked"
+    write_collection(unpacked, 1, 3)
+    (unpacked / "train").mkdir()
+    (unpacked / "train" / "a.jpg").write_bytes(encoded(0))
+    assert [open_collection(unpacked).name(0)] == ["train/a.jpg"]
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(MissingData, match="there is no 'nothing'"):
+        open_collection(tmp_path / "nothing")
+    with pytest.raises(DataError, match="no images in"):
+        open_collection(tmp_path)
+    with pytest.raises(DataError, match="no shards in"):
+        open_shards(tmp_path)
+    write_tar(tmp_path / "texts" / "a.tar", {"a.txt": b"text"})
+    with pytest.raises(DataError, match="no images in the 1 shards of"):
+        open_collection(tmp_path / "texts")
+    with pytest.raises(DataError, match="no images in the 1 shards of"):  # nor is such an index kept
+        open_collection(tmp_path / "texts")
+    with pytest.raises(MissingData, match="there is nothing at memory://nothing"):
+        open_collection("memory://nothing", cache_dir=tmp_path / "cache")
+    with pytest.raises(DataError, match="carrier-pigeon"):
+        open_collection("carrier-pigeon://coop", cache_dir=tmp_path / "cache")
+
+
+def test_a_list_may_be_kept_inside_its_folder(tmp_path: Path) -> None:
+    inner, outer = tmp_path / "inner", tmp_path / "outer"
+    for folder in (inner, outer):
+        folder.mkdir()
+        (folder / "a.jpg").write_bytes(encoded(0))
+    (inner / "link.jpg").symlink_to(outer / "a.jpg")
+    (inner / "near.jpg").symlink_to(inner / "a.jpg")
+    for line in ("../outer/a.jpg", str(outer / "a.jpg"), "link.jpg"):
+        (inner / "list.txt").write_text(f"# mine\na.jpg\nnear.jpg\n\n{line}\n")
+        assert len(open_collection(inner / "list.txt")) == 3
+        with pytest.raises(DataError, match=r"line 5 of .*list\.txt leads to .*outer/a\.jpg, outside of .*inner"):
+            open_collection(inner / "list.txt", inside=True)
+    with pytest.raises(DataError, match=r"link\.jpg leads to"):
+        open_collection(inner, inside=True)
+    (inner / "link.jpg").unlink()
+    assert len(open_collection(inner, inside=True)) == 2
+
+
+# ------------------------------------------------------------------ the index
+
+
+def test_the_index_is_made_once_and_again_when_shards_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_collection(tmp_path, 2, 3)
+    first = open_shards(tmp_path)
+    monkeypatch.setattr("cribo.data.tars.image_members", None)  # no shard is walked over any more
+    again = open_shards(tmp_path)
+    assert [again.name(i) for i in range(6)] == [first.name(i) for i in range(6)]
+    assert all(torch.equal(again.load(i), first.load(i)) for i in range(6))
+    monkeypatch.undo()
+    write_tar(tmp_path / "part-0002.tar", {"new.jpg": encoded(9)})
+    assert len(open_shards(tmp_path)) == 7
+    (tmp_path / "part-0000.tar").unlink()
+    assert open_shards(tmp_path).name(0) == "part-0001.tar/000003.jpg"
+
+
+@pytest.mark.parametrize("damage", ["text", "cut", "beyond", "negative", "short"])
+def test_a_broken_index_is_made_anew(tmp_path: Path, damage: str) -> None:
+    contents = write_collection(tmp_path, 2, 3)
+    index = open_shards(tmp_path).index
+    path = tmp_path / INDEX
+    whole = path.read_bytes()
+    broken = {
+        "beyond": replace(index, offsets=index.offsets + 10**9),
+        "negative": replace(index, lengths=-index.lengths),
+        "short": replace(index, lengths=index.lengths[:-1]),
+    }
+    if damage in broken:
+        broken[damage].write(path)
+    else:
+        path.write_bytes(b"text" if damage == "text" else whole[: len(whole) // 2])
+    images = open_shards(tmp_path)
+    assert images.load(5).shape == (3, 30, 40)
+    assert len(images) == len(contents)
+
+
+def test_a_shard_replaced_by_another_of_the_same_size_is_not_taken_for_it(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", {"a.jpg": bytes(1000), "b.jpg": bytes(2000)})
+    open_shards(tmp_path)
+    write_tar(tmp_path / "a.tar", {"a.jpg": bytes(2000), "b.jpg": bytes(1000)})
+    with pytest.raises(ShardError, match=r"a\.tar is not what cribo-index\.npz says, it has been changed: remove that"):
+        open_shards(tmp_path).load(1)
+
+
+# ------------------------------------------------------------------ broken shards
+
+
+def test_a_truncated_shard_is_refused_by_name(tmp_path: Path) -> None:
+    write_tar(tmp_path / "whole.tar", {"a.jpg": encoded(0), "b.jpg": encoded(1)})
+    whole = (tmp_path / "whole.tar").read_bytes()
+    lengths = [len(encoded(0)), len(encoded(1))]
+    second = 512 + -(-lengths[0] // 512) * 512
+    for cut in (100, 512, 512 + lengths[0] - 1, second + 100, second + 512, second + 512 + lengths[1] - 1):
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / "whole.tar").write_bytes(whole)
+        (tmp_path / "data" / "zcut.tar").write_bytes(whole[:cut])
+        with pytest.raises(DataError, match=r"the shard .*zcut\.tar is broken"):
+            open_shards(tmp_path / "data")
+        shutil.rmtree(tmp_path / "data")
+    end = second + 512 + -(-lengths[1] // 512) * 512
+    for cut in (end, end + 512):  # all images are there; some programs write no mark of the end
+        (tmp_path / "cut.tar").write_bytes(whole[:cut])
+        assert len(open_shards(tmp_path / "cut.tar")) == 2
+        (tmp_path / INDEX).unlink()
+
+
+def test_what_is_no_tar_is_refused(tmp_path: Path) -> None:
+    import gzip
+
+    write_tar(tmp_path / "a.tar", {"a.jpg": encoded(0)})
+    whole = (tmp_path / "a.tar").read_bytes()
+    damaged = bytearray(whole + whole)
+    damaged[512 + -(-len(encoded(0)) // 512) * 512] = 7  # where the end is marked
+    for content in (gzip.compress(whole), b"text" * 1000, bytes(damaged)):
+        (tmp_path / "a.tar").write_bytes(content)
+        with pytest.raises(DataError, match=r"a\.tar is broken"):
+            open_shards(tmp_path)
+
+
+def test_a_shard_that_is_deleted_while_it_is_needed(tmp_path: Path) -> None:
+    write_collection(tmp_path, 2, 3)
+    images = open_shards(tmp_path, patience=QUICK)
+    images.load(0)
+    for path in tmp_path.glob("*.tar"):
+        path.unlink()
+    assert images.load(1).shape == (3, 30, 40)  # its shard is open
+    with pytest.raises(ShardError, match=r"the shard .*part-0001\.tar: it is not there \(any more\)"):
+        images.load(3)
+
+
+def test_a_shard_that_is_cut_while_it_is_needed(tmp_path: Path) -> None:
+    write_collection(tmp_path, 1, 3)
+    images = open_shards(tmp_path, patience=QUICK)
+    images.load(0)
+    with (tmp_path / "part-0000.tar").open("r+b") as file:
+        file.truncate(600)
+    with pytest.raises(ShardError, match=r"part-0000\.tar is not what"):
+        images.load(2)
+
+
+# ------------------------------------------------------------------ the order
+
+
+@pytest.mark.parametrize("counts", [[5], [4, 0, 9], [3] * 40, [7, 1] * 60, [200] * 100])
+def test_the_order_is_a_permutation_that_seed_and_epoch_change(counts: list[int]) -> None:
+    images = of_sizes(counts, 64 * 2**20)
+    orders = [images.epoch_order(seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    for order in orders:
+        assert order.sort().values.tolist() == list(range(sum(counts)))
+    assert torch.equal(orders[0], images.epoch_order(0, 0))
+    if sum(counts) > 10:
+        assert not torch.equal(orders[0], orders[1])
+        assert not torch.equal(orders[0], orders[2])
+
+
+def test_few_shards_are_read_at_a_time() -> None:
+    images = of_sizes([100] * 200, 2**30)
+    assert images.window == 8
+    shards = images.epoch_order(3, 5) // 100
+    for start in range(0, len(shards) - 100, 100):  # while as many images come as a shard has, one joins
+        assert len(shards[start : start + 100].unique()) <= images.window + 2
+    seen = [(shards == shard).nonzero() for shard in range(200)]
+    # Round a circle: a shard may give its last images at the beginning.
+    spans = [int(places.max() - places.min()) for places in seen]
+    assert sum(span <= 100 * (images.window + 1) for span in spans) >= 200 - images.window - 1
+    joins = Counter((place.min() // 100).item() for place in seen)
+    assert max(joins.values()) <= images.window + 1
+
+
+def test_batches_are_mixed_as_well_as_the_window_allows() -> None:
+    counts, batch = 50, 256
+    for shards, shard_bytes, window in ((400, 64 * 2**20, 64), (400, 2**30, 8), (20, 2**20, 20)):
+        images = of_sizes([counts] * shards, shard_bytes)
+        assert images.window == window
+        order = images.epoch_order(0, 0) // counts
+        # The first and the last batch as well as the others: there is no ramp.
+        for rows in (order[: len(order) // batch * batch].view(-1, batch), order[:batch][None], order[-batch:][None]):
+            same = [(torch.bincount(row) * (torch.bincount(row) - 1)).sum() / (batch * (batch - 1)) for row in rows]
+            assert float(torch.stack(same).mean()) == pytest.approx(1 / window, rel=0.25)
+
+
+def test_an_order_of_few_shards_is_any_permutation() -> None:
+    images = of_sizes([2, 2], 2**20)
+    seen = Counter(tuple(images.epoch_order(0, epoch).tolist()) for epoch in range(2400))
+    assert len(seen) == 24
+    # 100 of each are expected, with a standard deviation of 10.
+    assert 55 < min(seen.values()) <= max(seen.values()) < 145
+
+
+def test_the_window_follows_from_the_sizes_alone() -> None:
+    assert window_of([64 * 2**20] * 1000) == 64
+    assert window_of([256 * 2**20] * 1000) == 16
+    assert window_of([4 * 2**30] * 1000) == 8
+    assert window_of([0] * 100) == 64
+
+
+def batches_of(images: ShardedImages, epoch: int, *, skip: int = 0, **rank: int) -> list[list[tuple[int, int]]]:
+    start = epoch * (len(images) // 12) + skip
+    sampler = StepBatchSampler(images, 12, 3, position=lambda: start, **rank)
+    return list(sampler)
+
+
+def test_processes_share_the_batches_of_one() -> None:
+    images = of_sizes([11] * 30, 2**30)
+    whole = batches_of(images, epoch=2)
+    order = images.epoch_order(3, 2).tolist()
+    assert [image for batch in whole for _, image in batch] == order[: 330 // 12 * 12]
+    for world_size in (2, 3, 4, 12):
+        shares = [batches_of(images, epoch=2, rank=rank, world_size=world_size) for rank in range(world_size)]
+        joined = [[key for share in shares for key in share[step]] for step in range(len(whole))]
+        assert joined == whole
+
+
+def test_an_order_goes_on_at_any_step() -> None:
+    images = of_sizes([11] * 30, 2**30)
+    whole = batches_of(images, epoch=1)
+    for step in range(len(whole)):
+        assert batches_of(images, epoch=1, skip=step) == whole[step:]
+
+
+# ------------------------------------------------------------------ batches
+
+
+def make_dataset(source: Any) -> ViewPairDataset:
+    return ViewPairDataset(source, ViewRecipe(size=16), grid=(4, 4), num_objects=5, drop_path_sites=3, seed=0)
+
+
+def assert_same_views(ours: ViewPairs, theirs: ViewPairs) -> None:
+    for name in ("views", "coordinates", "initial_tokens", "drop_path_noise", "images"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    assert [entry.name.rpartition("/")[2] for entry in ours.unreadable] == [
+        entry.name.rpartition("/")[2] for entry in theirs.unreadable
+    ]
+
+
+def test_shards_give_the_batches_of_the_folder_in_the_same_order(tmp_path: Path) -> None:
+    contents = write_collection(tmp_path / "shards", 3, 4)
+    broken = tmp_path / "shards" / "part-0001.tar"
+    contents[5] = contents[5][:200]
+    write_tar(broken, {f"{number:06d}.jpg": contents[number] for number in range(4, 8)})
+    (tmp_path / "files").mkdir()
+    for number, content in enumerate(contents):
+        (tmp_path / "files" / f"{number:06d}.jpg").write_bytes(content)
+    sharded, files = open_collection(tmp_path / "shards"), open_collection(tmp_path / "files")
+    keys = [(epoch, image) for epoch in (0, 1) for image in sharded.epoch_order(0, epoch).tolist()]  # type: ignore[union-attr]
+    ours, theirs = make_dataset(sharded).__getitems__(keys), make_dataset(files).__getitems__(keys)
+    assert_same_views(ours, theirs)
+    assert {entry.name for entry in ours.unreadable} == {"part-0001.tar/000005.jpg"}
+
+
+@pytest.mark.parametrize("url", [False, True])
+def test_workers_change_nothing(tmp_path: Path, url: bool) -> None:
+    write_collection(tmp_path / "shards", 10, 4)
+    root = f"file://{tmp_path}/shards" if url else tmp_path / "shards"
+    images = open_shards(root, cache_dir=tmp_path / "cache", patience=QUICK)
+    images.load(0)  # has its file open, and its connections, when the workers are forked
+
+    def batches(workers: int) -> list[ViewPairs]:
+        sampler = StepBatchSampler(images, 8, 0, position=lambda: 0)
+        return list(pair_loader(make_dataset(images), sampler, workers=workers, pin_memory=False))
+
+    for ours, theirs in zip(batches(3), batches(0), strict=True):
+        assert_same_views(ours, theirs)
+
+
+def test_a_collection_can_be_pickled(tmp_path: Path) -> None:
+    write_collection(tmp_path / "shards", 2, 2)
+    for root in (tmp_path / "shards", f"file://{tmp_path}/shards"):
+        images = open_shards(root, cache_dir=tmp_path / "cache")
+        images.load(0)
+        assert torch.equal(pickle.loads(pickle.dumps(images)).load(3), images.load(3))
+
+
+# ------------------------------------------------------------------ storage that fails
+
+
+class Flaky(MemoryFileSystem):
+    """A storage in memory that fails when it is told to."""
+
+    protocol = "flaky"
+    store: dict[str, Any] = {}
+    pseudo_dirs = [""]
+    cachable = False
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.removeprefix("flaky://").strip("/")
+
+    failures: list[Any] = []
+    opened: list[str] = []
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        file = super()._open(path, mode, **kwargs)
+        if mode != "rb" or not path.endswith(".tar"):
+            return file
+        Flaky.opened.append(path)
+        if not Flaky.failures:
+            return io.BytesIO(file.getvalue())
+        failure = Flaky.failures.pop(0)
+        if isinstance(failure, Exception):
+            raise failure
+        return failure(file.getvalue())
+
+
+@pytest.fixture
+def flaky(tmp_path: Path) -> Iterator[Callable[..., ShardedImages]]:
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    write_collection(tmp_path / "made", 10, 2)
+    for path in (tmp_path / "made").iterdir():
+        Flaky.store[f"/pictures/{path.name}"] = None
+        with Flaky().open(f"/pictures/{path.name}", "wb") as file:
+            file.write(path.read_bytes())
+
+    def call(patience: Patience = QUICK, **arguments: Any) -> ShardedImages:
+        images = open_shards("flaky://pictures", cache_dir=tmp_path / "cache", patience=patience, **arguments)
+        Flaky.opened.clear()
+        return images
+
+    yield call
+    Flaky.store.clear()
+    Flaky.failures.clear()
+
+
+class Stalling(io.BytesIO):
+    """Gives some bytes, and then nothing until the test is over."""
+
+    over = threading.Event()
+
+    def read(self, size: int | None = -1) -> bytes:
+        if self.tell():
+            Stalling.over.wait(10)
+        return super().read(100)
+
+
+def cut(content: bytes) -> io.BytesIO:
+    return io.BytesIO(content[:700])
+
+
+@pytest.mark.parametrize("failure", [OSError("reset by peer"), ValueError("odd answer"), cut, Stalling])
+def test_failures_are_overcome(flaky: Callable[..., ShardedImages], tmp_path: Path, failure: Any) -> None:
+    Stalling.over.clear()
+    images = flaky()
+    Flaky.failures[:] = [failure] * 3
+    expected = open_shards(tmp_path / "made").load(0)
+    assert torch.equal(images.load(0), expected)
+    assert Flaky.opened == ["/pictures/part-0000.tar"] * 4
+    Stalling.over.set()
+    assert [path.name for path in (tmp_path / "cache").glob("*/*part*") if path.suffix != ".lock"] == ["part-0000.tar"]
+
+
+def test_failures_without_end_name_the_shard(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
+    images = flaky()
+    Flaky.failures[:] = [OSError("reset by peer")] * 9
+    with pytest.raises(ShardError, match=r"the shard flaky://pictures/part-0004\.tar: reset by peer; tried 4 times"):
+        images.load(8)
+    assert not list((tmp_path / "cache").glob("*/*.part"))
+    Flaky.failures.clear()
+    assert images.load(8).shape == (3, 30, 40)
+
+
+def test_a_walk_over_the_shards_overcomes_failures(flaky: Callable[..., ShardedImages]) -> None:
+    Flaky.failures[:] = [OSError("reset by peer"), cut, OSError("reset by peer")]
+    with pytest.raises(DataError, match="is broken"):  # as it would be if it were stored like that
+        flaky()
+    Flaky.failures[:] = [OSError("reset by peer")] * 3
+    assert len(flaky()) == 20
+
+
+def test_a_shard_that_is_gone_is_not_waited_for(flaky: Callable[..., ShardedImages]) -> None:
+    images = flaky(Patience(delays=(100.0,)))
+    Flaky().rm("/pictures/part-0003.tar")
+    with pytest.raises(ShardError, match=r"the shard flaky://pictures/part-0003\.tar: it is not there \(any more\)"):
+        images.load(6)
+
+
+def test_shards_are_fetched_once_while_there_is_room(flaky: Callable[..., ShardedImages]) -> None:
+    images = flaky()
+    images.prepare(range(20))
+    assert sorted(Counter(Flaky.opened).values()) == [1] * 10
+    for index in images.epoch_order(0, 0).tolist():
+        images.load(index)
+    again = flaky()
+    again.load(0)
+    assert Flaky.opened == []
+
+
+def test_the_index_beside_remote_shards_is_used(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
+    open_shards(tmp_path / "made")
+    with Flaky().open(f"/pictures/{INDEX}", "wb") as file:
+        file.write((tmp_path / "made" / INDEX).read_bytes())
+    Flaky.failures[:] = [OSError("no shard is to be walked over")] * 99
+    images = flaky()
+    Flaky.failures.clear()
+    assert images.load(19).shape == (3, 30, 40)
+
+
+# ------------------------------------------------------------------ the cache
+
+
+def test_the_cache_forgets_what_was_used_longest_ago(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
+    images = flaky()
+    size = images.index.sizes[0]
+    cache = ShardCache(tmp_path / "small", limit_bytes=3 * size)
+    store = RemoteShards("flaky://pictures", cache, patience=QUICK)
+    for number, shard in enumerate((0, 1, 2, 0, 3)):
+        with store.open(shard) as file:
+            os.utime(store.folder / store.names[shard], (number, number))  # file systems' clocks are coarse
+            assert len(file.read()) == size
+    assert sorted(path.name[5:9] for path in store.folder.glob("*.tar")) == ["0000", "0002", "0003"]
+
+
+def test_a_cache_that_cannot_hold_what_is_needed_is_refused(
+    flaky: Callable[..., ShardedImages], tmp_path: Path
+) -> None:
+    size = flaky().index.sizes[0]
+    with pytest.raises(DataError, match=r"data\.cache_gib .* is too small for flaky://pictures: 10 of its shards"):
+        flaky(cache_gib=9 * size / 2**30)
+    with pytest.raises(DataError, match="cache_gib must be > 0, got 0"):
+        flaky(cache_gib=0)
+    store = RemoteShards("flaky://pictures", ShardCache(tmp_path / "tiny", limit_bytes=size - 1), patience=QUICK)
+    with pytest.raises(ShardError, match=r"the shard part-0000\.tar has .* GiB, more than the cache may hold"):
+        store.open(0)
+
+
+def test_what_a_killed_process_left_is_removed(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
+    size = flaky().index.sizes[0]
+    store = RemoteShards("flaky://pictures", ShardCache(tmp_path / "small", limit_bytes=2 * size), patience=QUICK)
+    store.open(0).close()
+    left = store.folder / "part-0007.tar.0123.part"
+    left.write_bytes(bytes(size))
+    os.utime(left, (1, 1))
+    store.open(1).close()
+    assert not left.exists()
+    assert {path.name for path in store.folder.glob("*.tar")} == {"part-0000.tar", "part-0001.tar"}
+
+
+def test_a_shard_of_another_size_is_fetched_again(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
+    images = flaky()
+    images.load(0)
+    kept = next((tmp_path / "cache").glob("*/part-0000.tar"))
+    kept.write_bytes(b"cut")
+    assert flaky().load(0).shape == (3, 30, 40)
+
+
+def _read_all(root: str, cache: str, limit: int, epoch: int, results: Any) -> None:
+    """What one process of a machine does: read every image, in an order of its own."""
+    store = RemoteShards(root, ShardCache(cache, limit_bytes=limit), patience=QUICK)
+    images = ShardedImages(store)
+    images._files.most = 1  # every shard is opened again and again
+    over = 0
+    seen: dict[int, int] = {}
+    for index in torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch)).tolist():
+        seen[index] = int(images.load(index).sum())
+        with FileLock(store.cache.folder / ".room.lock"):  # held by who begins or evicts a shard
+            kept = [path.stat() for pattern in ("*.part", "*.tar") for path in store.folder.glob(pattern)]
+        used = sum({status.st_ino: status.st_size for status in kept}.values())
+        over = max(over, used)
+    results.put((seen, over))
+
+
+def test_two_processes_share_a_tiny_cache(tmp_path: Path) -> None:
+    write_collection(tmp_path / "made", 6, 8)
+    expected = open_shards(tmp_path / "made")
+    size = expected.index.sizes[0]
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    arguments = (f"file://{tmp_path}/made", str(tmp_path / "cache"), 2 * size + 10)
+    processes = [context.Process(target=_read_all, args=(*arguments, epoch, results)) for epoch in (0, 1)]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    for seen, over in found:
+        assert seen == {index: int(expected.load(index).sum()) for index in range(48)}
+        assert over <= 2 * size + 10
+
+
+# ------------------------------------------------------------------ S3
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A bucket of a local server that speaks S3."""
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+    }.items():
+        monkeypatch.setenv(name, value)
+    system = fsspec.filesystem("s3", skip_instance_cache=True)
+    system.mkdir("pictures")
+    yield system
+    server.stop()
+
+
+def test_s3_by_its_settings_in_the_environment(bucket: Any, tmp_path: Path) -> None:
+    write_collection(tmp_path / "made", 9, 3)
+    for path in (tmp_path / "made").iterdir():
+        bucket.put_file(str(path), f"pictures/street/{path.name}")
+    images = open_collection("s3://pictures", "street", cache_dir=tmp_path / "cache")
+    expected = open_collection(tmp_path / "made")
+    assert len(images) == 27
+    sampler = StepBatchSampler(images, 9, 0, position=lambda: 0)
+    local = make_dataset(expected)
+    batches = list(sampler)
+    loaded = pair_loader(make_dataset(images), sampler, workers=2, pin_memory=False)
+    for keys, batch in zip(batches, loaded, strict=True):
+        assert_same_views(batch, local.__getitems__(keys))
+    with pytest.raises(MissingData, match="there is nothing at s3://pictures/streets"):
+        open_collection("s3://pictures/streets", cache_dir=tmp_path / "cache")
