@@ -109,10 +109,10 @@ def check_seal(path: Path) -> Seal:
     with path.open("rb", buffering=0) as file:
         seal = _read_seal(file)
         file.seek(0)
-        block = memoryview(bytearray(_BLOCK))
+        block = memoryview(bytearray(min(_BLOCK, seal.size)))
         left, crc32 = seal.size - _CRC_LENGTH, 0
         while left:
-            read = file.readinto(block[: min(left, _BLOCK)])
+            read = file.readinto(block[: min(left, len(block))])
             if not read:
                 raise Damaged("it became shorter while it was read")
             crc32 = zlib.crc32(block[:read], crc32)

@@ -1,5 +1,6 @@
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,17 +10,36 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from cribo.pretraining import PretrainConfig
-from cribo.pretraining.checkpoints import last_checkpoint
+from cribo.files import FolderError
+from cribo.pretraining import PretrainConfig, pretrain
+from cribo.pretraining.checkpoints import (
+    FORMAT,
+    UnusableCheckpoint,
+    WholeFileCheckpointIO,
+    check_checkpoint,
+    checkpoint_files,
+    last_checkpoint,
+    resume_point,
+)
 from cribo.pretraining.presets import dump_config
+from cribo.sealing import SealingWriter, check_seal
 
 Tiny = Callable[..., PretrainConfig]
 Train = Callable[..., Any]
 
 
-def steps_of(run: Path) -> list[int]:
-    return sorted(int(path.stem.partition("=")[2]) for path in (run / "checkpoints").iterdir())
+def steps_of(run: Path, folder: str = "checkpoints") -> list[int]:
+    return sorted(int(path.stem.partition("=")[2]) for path in (run / folder).iterdir())
+
+
+def failures(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [message for message in caplog.messages if message.startswith("could not save")]
+
+
+# ------------------------------------------------------------------ what is kept
 
 
 def test_only_the_last_checkpoints_stay(tiny: Tiny, train: Train) -> None:
@@ -44,6 +64,44 @@ def test_a_checkpoint_holds_the_weights_after_its_step(tiny: Tiny, train: Train)
     assert all(torch.equal(value, trained.weights[name]) for name, value in keep.state.items())
 
 
+def test_a_checkpoint_needs_no_code_to_be_read(tiny: Tiny, train: Train) -> None:
+    path = last_checkpoint(train(tiny()).run.folder)
+    assert path is not None
+    assert torch.load(path, weights_only=True)["cribo"]["num_images"] == 36
+
+
+def test_a_folder_without_checkpoints_has_no_last_one(tmp_path: Path) -> None:
+    assert last_checkpoint(tmp_path) is None
+    assert resume_point(tmp_path) is None
+
+
+def test_checkpoints_come_latest_first(tmp_path: Path) -> None:
+    """By number, not by letter: a run of a hundred million steps has a digit more."""
+    folder = tmp_path / "checkpoints"
+    names = ["step=00000002.ckpt", "step=99999999.ckpt", "step=100000000.ckpt"]
+    others = ["step=00000008.ckpt.refused", "step=last.ckpt", ".step=00000009.ckpt.0123456789abcdef.part"]
+    folder.mkdir()
+    for name in names + others:
+        (folder / name).touch()
+    (folder / "step=00000077.ckpt").mkdir()
+    assert [path.name for path in checkpoint_files(tmp_path)] == names[::-1]
+
+
+def test_a_callback_that_could_not_be_loaded_again_is_refused_before_the_first_step(tiny: Tiny, train: Train) -> None:
+    class Stateful(L.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"where": Path("a")}
+
+        def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+            raise AssertionError("a step was taken")
+
+    with pytest.raises(ValueError, match="state_dict of the callback Stateful holds more than tensors"):
+        train(tiny(), callbacks=[Stateful()])
+
+
+# ------------------------------------------------------------------ when a save fails
+
+
 class ReplaceFolder(L.Callback):
     """Puts a file where the checkpoints' folder is at one step, and the folder back at another."""
 
@@ -65,57 +123,399 @@ class ReplaceFolder(L.Callback):
 def test_training_goes_on_when_a_save_fails(
     tiny: Tiny, train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = tiny({"runtime.checkpoint_every": 2, "runtime.keep_checkpoints": 2})
+    """It is tried again one step later, and then two: by then the hindrance is gone."""
+    config = tiny({"runtime.checkpoint_every": 4, "runtime.keep_checkpoints": 3})
     whole = train(config, "whole")
-    trained = train(config, callbacks=[ReplaceFolder(tmp_path / "run" / "checkpoints", 5, 9)])
-    failed = [message for message in caplog.messages if message.startswith("could not save")]
-    assert len(failed) == 2  # at steps 6 and 8
-    assert "training goes on and saves again in 2 steps" in failed[0]
-    assert steps_of(trained.run.folder) == [10, 12]
+    trained = train(config, callbacks=[ReplaceFolder(tmp_path / "run" / "checkpoints", 5, 11)])
+    messages = failures(caplog)
+    assert [message.partition("saves again at step ")[2].partition(":")[0] for message in messages] == ["9", "11"]
+    assert all("The checkpoint before is intact" in message for message in messages)
+    assert steps_of(trained.run.folder) == [4, 11, 12]
     assert all(torch.equal(value, trained.weights[name]) for name, value in whole.weights.items())
+
+
+def test_a_run_ends_though_its_last_step_cannot_be_saved(
+    tiny: Tiny, train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny({"runtime.checkpoint_every": 5, "runtime.keep_checkpoints": 2})
+    trained = train(config, callbacks=[ReplaceFolder(tmp_path / "run" / "checkpoints", 11, 13)])
+    (message,) = failures(caplog)
+    assert "step=00000012.ckpt: File exists. The checkpoint before is intact" in message
+    assert message.endswith("the run ends without one of its last step")
+    assert steps_of(tmp_path / "run", "kept") == [5, 10]
+    assert trained.run.summary["steps"] == 12
+
+
+FILL = """
+import resource
+from pathlib import Path
+import lightning as L
+import cribo.pretraining.run
+from cribo.pretraining import pretrain, resume
+cribo.pretraining.run.write_report = lambda *a, **k: []
+run = Path("run")
+
+class Fill(L.Callback):
+    '''A limit on the size of files fails in the middle of a write, as a full disk does.'''
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.is_global_zero and trainer.global_step == 5:
+            size = min(path.stat().st_size for path in run.glob("checkpoints/*"))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, resource.RLIM_INFINITY))
+        if trainer.is_global_zero and trainer.global_step == 7:
+            print("at 7:", sorted(path.name for path in run.glob("checkpoints/*")), flush=True)
+        if trainer.is_global_zero and trainer.global_step == MENDED:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+class Tell(L.Callback):
+    def on_train_end(self, trainer, *_):
+        (saves,) = [callback for callback in trainer.callbacks if hasattr(callback, "saved_step")]
+        print("process", trainer.global_rank, "from", saves.resume_from, "saved", saves.saved_step, flush=True)
+"""
+
+
+def run_program(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
+    (folder / "program.py").write_text(program)
+    command = [sys.executable, "program.py"]
+    return subprocess.run(command, cwd=folder, env=os.environ, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, tiny: Tiny) -> None:
-    """A limit on the size of files fails in the middle of a write, as a full disk does."""
     config = tiny({"runtime.checkpoint_every": 2, "runtime.keep_checkpoints": 2})
     (tmp_path / "config.yaml").write_text(dump_config(config))
-    program = f"""
-import resource
-from pathlib import Path
-import lightning as L
-from cribo.pretraining import pretrain
-import cribo.pretraining.run
-cribo.pretraining.run.write_report = lambda *a, **k: []
-class Fill(L.Callback):
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == 5:
-            size = min(path.stat().st_size for path in Path({str(tmp_path)!r}).glob("run/checkpoints/*"))
-            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, hard))
-        if trainer.global_step == 7:
-            print(sorted(path.name for path in Path({str(tmp_path)!r}).glob("run/checkpoints/*")))
-        if trainer.global_step == 9:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-pretrain({str(tmp_path / "config.yaml")!r}, out={str(tmp_path)!r}, name="run", callbacks=[Fill()])
-"""
-    done = subprocess.run([sys.executable, "-c", program], env=os.environ, capture_output=True, text=True, check=False)
+    program = f"{FILL.replace('MENDED', '9')}\npretrain('config.yaml', out='.', name='run', callbacks=[Fill()])"
+    done = run_program(tmp_path, program)
     assert done.returncode == 0, done.stderr
     # Both files from before are there while it fails, and no half-written one beside them.
-    assert "['step=00000002.ckpt', 'step=00000004.ckpt']" in done.stdout
-    assert done.stderr.count("could not save") == 2
-    assert "The checkpoint before is intact" in done.stderr
+    assert "at 7: ['step=00000002.ckpt', 'step=00000004.ckpt']" in done.stdout
+    assert done.stderr.count("could not save") == 3  # at steps 6, 7 and 8
+    assert "step=00000006.ckpt: File too large. The checkpoint before is intact" in done.stderr
     assert steps_of(tmp_path / "run") == [10, 12]
     path = last_checkpoint(tmp_path / "run")
     assert path is not None
-    assert torch.load(path, weights_only=False)["global_step"] == 12
+    assert torch.load(path, weights_only=True)["global_step"] == 12
 
 
-def test_a_checkpoint_needs_no_code_to_be_read(tiny: Tiny, train: Train) -> None:
-    path = last_checkpoint(train(tiny()).run.folder)
-    assert path is not None
-    assert torch.load(path, weights_only=True)["cribo"]["num_images"] == 36
+# ------------------------------------------------------------------ when a checkpoint is damaged
 
 
-def test_a_folder_without_checkpoints_has_no_last_one(tmp_path: Path) -> None:
-    assert last_checkpoint(tmp_path) is None
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A run that ended after step 7 with checkpoints of steps 2, 4 and 6, and the weights it would have ended with."""
+    folder = tmp_path_factory.mktemp("stopped")
+    config = tiny({"runtime.checkpoint_every": 2, "runtime.keep_checkpoints": 3})
+
+    class Stop(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+            if trainer.global_step == 7:
+                raise RuntimeError("stopped")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cribo.pretraining.run.write_report", lambda *args, **kwargs: [])
+        whole = pretrain(config, out=folder, name="whole").folder
+        with pytest.raises(RuntimeError, match="stopped"):
+            pretrain(config, out=folder, name="run", callbacks=[Stop()])
+    last = last_checkpoint(whole)
+    assert last is not None
+    return folder / "run", torch.load(last, weights_only=True)["state_dict"]
+
+
+@pytest.fixture
+def run(tmp_path: Path, stopped: tuple[Path, dict[str, torch.Tensor]]) -> Path:
+    """A copy of the run that ended after step 7."""
+    return shutil.copytree(stopped[0], tmp_path / "run")
+
+
+def path_of(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step={step:08d}.ckpt"
+
+
+def write_sealed(path: Path, content: Any, version: int = FORMAT) -> None:
+    with path.open("wb") as file:
+        writer: Any = SealingWriter(file, version)
+        torch.save(content, writer)
+        writer.seal()
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 16
+    path.write_bytes(content)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size // 2), "it was cut short"),
+    "empty": (lambda path: path.write_bytes(b""), "it is empty"),
+    "flipped in the middle": (lambda path: flip(path, path.stat().st_size // 2), "does not fit its checksum"),
+    "flipped at the start": (lambda path: flip(path, 0), "does not fit its checksum"),
+    "zeros": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "does not end in a checksum"),
+    "another format": (
+        lambda path: write_sealed(path, torch.load(path, weights_only=True), FORMAT + 1),
+        f"it is of format {FORMAT + 1}, and this version of cribo reads format {FORMAT}",
+    ),
+    "another program's": (lambda path: torch.save({"state_dict": {}}, path), "written by something else"),
+    "another content": (lambda path: write_sealed(path, {"state_dict": {}}), "it holds no optimizer_states, loops"),
+    "a list": (lambda path: write_sealed(path, [1]), "it holds a list and no state of a run"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    run: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    change, reason = DAMAGE[damage]
+    change(path_of(run, 6))
+    damaged = path_of(run, 6).read_bytes()
+    with pytest.raises(UnusableCheckpoint):
+        WholeFileCheckpointIO().load_checkpoint(path_of(run, 6))
+    assert last_checkpoint(run) == path_of(run, 4)
+    assert steps_of(run) == [2, 4, 6]  # looking changes nothing
+    assert resume_point(run) == path_of(run, 4)
+    (message,) = caplog.messages
+    assert message.startswith(f"{path_of(run, 6)} cannot be used: ")
+    assert reason in message
+    assert f"goes on from {path_of(run, 4)}" in message
+    assert path_of(run, 6).with_name("step=00000006.ckpt.refused").read_bytes() == damaged
+    assert resume_point(run) == path_of(run, 4)
+    assert len(caplog.messages) == 1  # said once
+
+
+def test_two_damaged_checkpoints(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    flip(path_of(run, 4), 5000)
+    path_of(run, 6).write_bytes(b"")
+    assert resume_point(run) == path_of(run, 2)
+    assert [path_of(run, step).name in message for step, message in zip((6, 4), caplog.messages, strict=True)] == [
+        True
+    ] * 2
+
+
+def test_a_run_resumed_past_a_damaged_checkpoint_ends_the_same(
+    run: Path, resumed: Train, stopped: tuple[Path, dict[str, torch.Tensor]]
+) -> None:
+    flip(path_of(run, 6), 300_000)
+    for name in (f".step=00000008.ckpt.{'0123' * 8}.part", ".mine.part"):
+        (run / "checkpoints" / name).write_text("half")
+    (run / f".config.yaml.{'89ef' * 8}.part").write_text("half")
+    trained = resumed(**{"runtime.checkpoint_every": 5, "runtime.keep_checkpoints": 2})
+    assert all(torch.equal(value, trained.weights[name]) for name, value in stopped[1].items())
+    left = {path.name for path in (run / "checkpoints").iterdir()}
+    # Of the leftovers only what is ours is gone, and the refused one counts for nothing.
+    assert left == {"step=00000010.ckpt", "step=00000012.ckpt", "step=00000006.ckpt.refused", ".mine.part"}
+    assert not list(run.glob(".config*"))
+
+
+def test_when_no_checkpoint_is_good_all_are_named(run: Path, resumed: Train) -> None:
+    path_of(run, 2).write_bytes(b"")
+    os.truncate(path_of(run, 4), 1000)
+    flip(path_of(run, 6), 1000)
+    for look in (last_checkpoint, resume_point):
+        with pytest.raises(FolderError) as caught:
+            look(run)
+        message = str(caught.value)
+        assert "\n" not in message
+        for part in (
+            str(run / "checkpoints"),
+            "step=00000002.ckpt: it is empty",
+            "step=00000004.ckpt: it does not end in a checksum",
+            "step=00000006.ckpt: its content does not fit its checksum",
+            "Put a copy of one in its place",
+        ):
+            assert part in message
+    with pytest.raises(FolderError):
+        resumed()
+    assert steps_of(run) == [2, 4, 6]
+
+
+# ------------------------------------------------------------------ when a checkpoint comes from a stranger
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_payload_is_refused_and_not_executed(run: Path, resumed: Train, tmp_path: Path, sealed: bool) -> None:
+    """A checksum is no signature: a stranger can write one."""
+    content = torch.load(path_of(run, 6), weights_only=True)
+    content["callbacks"]["mine"] = Payload(tmp_path / "executed")
+    for step in (2, 4, 6):
+        write_sealed(path_of(run, step), content) if sealed else torch.save(content, path_of(run, step))
+    reason = "holds more than tensors, .*mkdir, .*nothing of it was executed" if sealed else "not end in a checksum"
+    with pytest.raises(FolderError, match=reason):
+        resumed()
+    with pytest.raises(UnusableCheckpoint, match=reason):
+        WholeFileCheckpointIO().load_checkpoint(path_of(run, 6), weights_only=False)
+    assert not (tmp_path / "executed").exists()
+    torch.load(path_of(run, 6), weights_only=False)  # that it would have worked
+    assert (tmp_path / "executed").exists()
+
+
+# ------------------------------------------------------------------ any bytes whatever
+
+
+def assert_refused(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    for use in (check_checkpoint, WholeFileCheckpointIO().load_checkpoint):
+        with pytest.raises(UnusableCheckpoint):
+            use(path)
+
+
+LIMITED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@given(st.data())
+@LIMITED
+def test_no_truncated_or_changed_checkpoint_is_loaded(
+    tmp_path: Path, stopped: tuple[Path, dict[str, torch.Tensor]], data: st.DataObject
+) -> None:
+    whole = path_of(stopped[0], 6).read_bytes()
+    assert_refused(tmp_path / "file", whole[: data.draw(st.integers(0, len(whole) - 1))])
+    flipped = bytearray(whole)
+    for bit in data.draw(st.sets(st.integers(0, 8 * len(whole) - 1), min_size=1, max_size=4)):
+        flipped[bit // 8] ^= 1 << bit % 8
+    assert_refused(tmp_path / "file", bytes(flipped))
+    start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(whole))] * 2)))
+    if start != end:
+        assert_refused(tmp_path / "file", whole[:start] + whole[end:])
+
+
+@given(st.binary(max_size=500))
+@LIMITED
+def test_random_bytes_are_no_checkpoint_with_a_checksum_or_without(tmp_path: Path, content: bytes) -> None:
+    assert_refused(tmp_path / "file", content)
+    with (tmp_path / "file").open("wb") as file:
+        writer = SealingWriter(file, FORMAT)
+        writer.write(content + b"PK\5\6" + bytes(18))
+        writer.seal()
+    check_seal(tmp_path / "file")
+    assert_refused(tmp_path / "file", (tmp_path / "file").read_bytes())
+
+
+@given(st.lists(st.tuples(st.integers(0, 33_000), st.integers(1, 255)), min_size=1, max_size=3))
+@LIMITED
+def test_a_forged_checkpoint_raises_nothing_but_the_clear_error(
+    tmp_path: Path, stopped: tuple[Path, dict[str, torch.Tensor]], changes: list[tuple[int, int]]
+) -> None:
+    """Changed in its pickle, and sealed again: it may be a state still, and otherwise is refused."""
+    whole = path_of(stopped[0], 6).read_bytes()
+    end = whole.rindex(b"PK\5\6") + 20
+    forged = bytearray(whole[:end] + b"\0\0")
+    for position, change in changes:
+        forged[position] ^= change
+    with (tmp_path / "file").open("wb") as file:
+        writer = SealingWriter(file, FORMAT)
+        writer.write(forged)
+        writer.seal()
+    for use in (check_checkpoint, WholeFileCheckpointIO().load_checkpoint):
+        try:
+            use(tmp_path / "file")
+        except UnusableCheckpoint as error:
+            assert "\n" not in str(error)  # noqa: PT017
+
+
+# ------------------------------------------------------------------ several processes
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_when_the_first_ones_disk_is_full(tmp_path: Path, tiny: Tiny) -> None:
+    changes = {"runtime.devices": 2, "runtime.checkpoint_every": 2, "runtime.keep_checkpoints": 2}
+    (tmp_path / "config.yaml").write_text(dump_config(tiny(changes)))
+    program = f"{FILL.replace('MENDED', '7')}\npretrain('config.yaml', out='.', name='run', callbacks=[Fill(), Tell()])"
+    done = run_program(tmp_path, program)
+    assert done.returncode == 0, done.stderr
+    assert "at 7: ['step=00000002.ckpt', 'step=00000004.ckpt']" in done.stdout
+    assert done.stderr.count("could not save") == 1  # at step 6, by the first process alone
+    assert {f"process {rank} from None saved 12" for rank in (0, 1)} <= set(done.stdout.splitlines())
+    run = tmp_path / "run"
+    assert steps_of(run) == [10, 12]
+
+    flip(path_of(run, 12), 300_000)
+    (run / "summary.json").unlink()
+    done = run_program(tmp_path, f"{FILL}\nresume('run', callbacks=[Tell()])")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("step=00000012.ckpt cannot be used") == 1
+    assert {line.partition(" saved ")[2] for line in done.stdout.splitlines() if line.startswith("process")} == {"12"}
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {
+        *("step=00000010.ckpt", "step=00000012.ckpt", "step=00000012.ckpt.refused")
+    }
+
+
+AGREE = """
+import sys
+from pathlib import Path
+import lightning as L
+import torch
+from cribo.pretraining.checkpoints import Checkpoints, WholeFileCheckpointIO, checkpoint_files
+rank, folders = int(sys.argv[1]), [Path(name) for name in sys.argv[2:]]
+torch.distributed.init_process_group("gloo", init_method=f"file://{Path('meet').resolve()}", rank=rank, world_size=2)
+reader = WholeFileCheckpointIO()
+trainer = L.Trainer(accelerator="cpu", devices=1, plugins=[reader], logger=False, enable_checkpointing=False)
+for folder in folders:
+    folder = folder / str(rank)
+    own = next(iter(checkpoint_files(folder)), None)
+    try:
+        Checkpoints(folder, every_steps=1, keep=1, resume_from=own).setup(trainer, None, "fit")
+        found = reader.load_checkpoint(own)["global_step"] if own is not None else "the beginning"
+    except ValueError as error:
+        found = f"{type(error).__name__} {error}"
+    print(found, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_processes_go_on_from_the_same_checkpoint_or_not_at_all(run: Path, tmp_path: Path) -> None:
+    """Each process has a folder of its own, as on hosts that share none."""
+
+    def hosts(name: str) -> Path:
+        for rank in ("0", "1"):
+            shutil.copytree(run, tmp_path / name / rank)
+        return tmp_path / name
+
+    same, behind, none, first_none, begin, damaged, other = map(
+        hosts, ("same", "behind", "none", "first-none", "begin", "damaged", "other")
+    )
+    path_of(same / "0", 6).unlink()  # the first process's choice counts
+    path_of(behind / "1", 6).unlink()
+    shutil.rmtree(none / "1" / "checkpoints")
+    shutil.rmtree(first_none / "0" / "checkpoints")
+    for rank in ("0", "1"):
+        shutil.rmtree(begin / rank / "checkpoints")
+    flip(path_of(damaged / "1", 6), 200_000)  # what the second host reads is not what the first does
+    shutil.copy(path_of(other / "1", 4), path_of(other / "1", 6))
+    (tmp_path / "program.py").write_text(AGREE)
+    folders = [str(path) for path in (same, behind, none, first_none, begin, damaged, other)]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "program.py", str(rank), *folders],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    said = []
+    for process in running:
+        out, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        said.append(out.splitlines())
+    host = socket.gethostname()
+    for rank, lines in enumerate(said):
+        assert lines[0] == "4"
+        for line, folder, what in zip(
+            lines[1:4],
+            (behind, none, first_none),
+            ("the checkpoint step=00000006.ckpt",) * 2 + ("no checkpoint",),
+            strict=True,
+        ):
+            assert line.startswith(f"FolderError the first process sees {what} in {folder / str(rank)}")
+            assert f"processes on {host} do not see the same: put the run folder where all hosts reach it" in line
+        assert lines[4] == "the beginning"
+        assert lines[5].startswith(f"UnusableCheckpoint {path_of(damaged / '1', 6)} on {host} cannot be used")
+        assert lines[6].startswith("FolderError the first process sees the checkpoint step=00000006.ckpt")
