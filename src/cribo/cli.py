@@ -1,7 +1,6 @@
 """The command `cribo`: one sub-command per job. Parses, calls, prints; the work is elsewhere."""
 
 import difflib
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from cribo.console import Phases, duration, log_to
+from cribo.console import Phases, duration, is_first_process, log_to
 from cribo.errors import Stopped
 
 if TYPE_CHECKING:
@@ -174,7 +173,8 @@ def _guarded(name: str, command: Callable[[list[str]], None], words: list[str]) 
     try:
         command(words)
     except Stopped as error:
-        return _failed(name, error, 1)
+        # A process beside the first ends in peace: whoever started it may take any other end for a crash.
+        return 0 if error.everywhere and not is_first_process() else _failed(name, error, error.status)
     except (ValueError, FileNotFoundError, ConnectionError, ImportError) as error:  # to mend before any work
         return _failed(name, error, 2)
     except OSError as error:  # no room for what is written, say
@@ -263,7 +263,7 @@ def _pretrain(words: list[str]) -> None:
     )
 
     # The processes of further devices run this command too, and have nothing to add to what the first one says.
-    console = Console(soft_wrap=True, quiet=os.environ.get("LOCAL_RANK", "0") != "0")
+    console = Console(soft_wrap=True, quiet=not is_first_process())
     log_to(console)
     parser = ConfigParser(prog="cribo pretrain", description=_PRETRAIN_HELP, usage="cribo pretrain [options]")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of run folders")

@@ -2,4 +2,12 @@
 
 
 class Stopped(Exception):
-    """Work that had begun had to stop."""
+    """Work that had begun had to stop.
+
+    Attributes:
+        status: with which the command ends.
+        everywhere: whether all processes of a run stop for it, so that the first one speaks for all.
+    """
+
+    status = 1
+    everywhere = False

@@ -4,9 +4,11 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from cribo.pretraining.files import (
     claim_run_folder,
 )
 from cribo.pretraining.footprint import peak_rss_bytes
+from cribo.pretraining.interruption import Interrupted, Interruption
 from cribo.pretraining.lock import run_lock
 from cribo.pretraining.monitoring import Metrics, UnreadableImages, Watch
 from cribo.pretraining.presets import DEFAULT_PRESET, config_name, dump_config, load_config
@@ -93,6 +96,7 @@ def pretrain(
     Raises:
         ValueError: the configuration, the data, the backbone or the run folder cannot be used.
         NonFiniteLoss: training diverged; the last good checkpoint is kept.
+        Interrupted: SIGTERM or SIGUSR1 came; a checkpoint was written. (Ctrl-C is a KeyboardInterrupt.)
         TooManyUnreadable: the data is broken.
 
     Example::
@@ -187,14 +191,18 @@ class _Training:
         claimed = os.environ.get(_CLAIMED)
         if claimed is not None:  # this process is a further device of a run that the first process began
             return self._train(Path(claimed), None)
-        folder = claim_run_folder(out, name, default_name, overwrite=overwrite)
-        write_text(folder / CONFIG, dump_config(self.config))
+        folder = self.session.agree(partial(self._claim, out, name, default_name, overwrite=overwrite))
         os.environ[_CLAIMED] = str(folder)
         try:
             with run_lock(folder):
                 return self._train(folder, None)
         finally:
             del os.environ[_CLAIMED]
+
+    def _claim(self, out: Path, name: str | None, default_name: str, *, overwrite: bool) -> Path:
+        folder = claim_run_folder(out, name, default_name, overwrite=overwrite)
+        write_text(folder / CONFIG, dump_config(self.config))
+        return folder
 
     def resume(self, folder: Path) -> Run:
         summary = folder / SUMMARY
@@ -251,18 +259,27 @@ class _Training:
         callbacks: list[Callback] = [metrics, unreadable, watch]
         callbacks += [score] if score is not None else []
         callbacks += [RunProgress(metrics, self.console), *self.callbacks]
-        callbacks.append(
-            Checkpoints(
-                folder,
-                every_steps=config.runtime.checkpoint_every,
-                keep=config.runtime.keep_checkpoints,
-                resume_from=checkpoint,
-            )
+        checkpoints = Checkpoints(
+            folder,
+            every_steps=config.runtime.checkpoint_every,
+            keep=config.runtime.keep_checkpoints,
+            resume_from=checkpoint,
         )
+        advice = f"continue with --resume {folder}"
+        callbacks += [
+            checkpoints,
+            Interruption(lambda trainer: checkpoints.on_train_end(trainer, module), advice=advice),
+        ]
         with quiet_lightning():
             trainer = session.trainer(folder, callbacks, module.schedules.total_steps)
-            with interruptible(trainer, advice=f"continue with --resume {folder}"):
-                trainer.fit(module, session.loader(trainer), ckpt_path=checkpoint)
+            try:
+                with interruptible(trainer, advice=advice):
+                    trainer.fit(module, session.loader(trainer), ckpt_path=checkpoint)
+            except Interrupted as error:
+                if error.signal != signal.SIGINT:
+                    raise
+                log.warning("%s", error)
+                raise KeyboardInterrupt from error
         module.to(trainer.strategy.root_device)  # which Lightning has taken it from
         if score is not None:  # not yet taken if the run was stopped after its last step
             score.on_train_end(trainer, module)

@@ -6,10 +6,10 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import lightning as L
 import torch
@@ -41,6 +41,8 @@ _IMAGES_TRIED = 100
 
 log = logging.getLogger("cribo")
 
+T = TypeVar("T")
+
 
 class Session:
     """A configuration made real: everything that can be wrong with it is found here, before any work.
@@ -61,6 +63,7 @@ class Session:
 
     def __init__(self, config: PretrainConfig) -> None:
         self.config = config
+        _require_launched(config)
         if self._accelerator() != "cpu" and config.runtime.precision == "64-true":
             raise ConfigError(
                 "runtime.precision 64-true is for comparing runs on a CPU: set runtime.accelerator cpu, or use 32-true"
@@ -122,7 +125,7 @@ class Session:
     def trainer(self, folder: Path | None, callbacks: Sequence[Callback], max_steps: int) -> L.Trainer:
         """A trainer that stops after `max_steps`; it logs to `folder`, if there is one."""
         runtime = self.config.runtime
-        return L.Trainer(
+        trainer = L.Trainer(
             accelerator=self._accelerator(),
             devices=runtime.devices,
             num_nodes=runtime.num_nodes,
@@ -141,6 +144,32 @@ class Session:
             default_root_dir=folder,
             benchmark=True,
         )
+        # Lightning would have every step wait for the device, to learn of a SIGTERM; `Interruption` does without.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+        return trainer
+
+    def agree(self, make: Callable[[], T]) -> T:
+        """What the first process makes, on all processes that a launcher (torchrun, SLURM) has started.
+
+        Raises:
+            whatever `make` raises, on all of them.
+        """
+        trainer = self.trainer(None, [], 1)
+        environment = getattr(trainer.strategy, "cluster_environment", None)
+        if environment is None or not environment.creates_processes_externally:
+            return make()
+        trainer.strategy.setup_environment()
+        made: T | None = None
+        error: Exception | None = None
+        if trainer.is_global_zero:
+            try:
+                made = make()
+            except Exception as raised:
+                error = raised
+        made, error = trainer.strategy.broadcast((made, error))
+        if error is not None:
+            raise error
+        return cast(T, made)
 
     def loader(self, trainer: L.Trainer) -> Any:
         """The batches of a trainer's process, from its current step on."""
@@ -201,6 +230,24 @@ def open_source(config: PretrainConfig) -> ImageSource:
         cache_dir=data.cache_dir,
         cache_gib=data.cache_gib,
     )
+
+
+def _require_launched(config: PretrainConfig) -> None:
+    """Refuse to share a run among another number of processes than were started; each would make a run of its own."""
+    runtime = config.runtime
+    started = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
+    if started is not None and str(runtime.devices).isdecimal() and int(runtime.devices) * runtime.num_nodes != started:
+        here = int(os.environ["LOCAL_WORLD_SIZE"])
+        raise ConfigError(
+            f"torchrun has started {started} processes, but runtime.devices x runtime.num_nodes is {runtime.devices} x "
+            f"{runtime.num_nodes}: give --runtime.devices {here} --runtime.num_nodes {started // here}"
+        )
+    launched = started is not None or "SLURM_NTASKS" in os.environ or "LOCAL_RANK" in os.environ
+    if runtime.num_nodes > 1 and not launched:
+        raise ConfigError(
+            f"runtime.num_nodes {runtime.num_nodes} needs a launcher that starts the processes of all nodes: run this "
+            "command by torchrun or srun (docs/reliability.md)"
+        )
 
 
 def _require_readable(source: ImageSource) -> None:

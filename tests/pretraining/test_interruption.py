@@ -1,0 +1,134 @@
+"""A run that is told to stop leaves a checkpoint from which it goes on as if it had not been."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from cribo.pretraining import PretrainConfig
+from cribo.pretraining.interruption import Interrupted, requeue
+from cribo.pretraining.presets import dump_config
+
+Tiny = Callable[..., PretrainConfig]
+Train = Callable[..., Any]
+
+
+class Signal(L.Callback):
+    """Sends this process a signal in the middle of a step."""
+
+    def __init__(self, number: signal.Signals, step: int) -> None:
+        self.number = number
+        self.step = step
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
+    number: signal.Signals, tiny: Tiny, train: Train, resumed: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    whole = train(tiny(), "whole")
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    error = KeyboardInterrupt if number == signal.SIGINT else Interrupted
+    with pytest.raises(error) as raised:
+        train(tiny(), "stopped", callbacks=[Signal(number, 4)])
+    if isinstance(raised.value, Interrupted):
+        assert raised.value.status == 128 + number
+        assert f"stopped by {number.name} after step 5: continue with --resume" in str(raised.value)
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == handlers
+    assert signal.set_wakeup_fd(-1) == -1
+    folder = whole.run.folder.parent / "stopped"
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step=00000005.ckpt"]
+    assert not (folder / "summary.json").exists()
+    again = resumed("stopped")
+    assert again.rows == whole.rows
+    for name, value in whole.weights.items():
+        assert torch.equal(value, again.weights[name]), name
+
+
+def test_a_signal_in_the_last_step_changes_nothing(tiny: Tiny, train: Train) -> None:
+    assert train(tiny(), callbacks=[Signal(signal.SIGTERM, 11)]).run.summary["steps"] == 12
+
+
+def test_a_job_of_slurm_is_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = tmp_path / "called"
+    program = tmp_path / "scontrol"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {written}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
+        monkeypatch.delenv(name, raising=False)
+    requeue()
+    assert not written.exists()
+    monkeypatch.setenv("SLURM_JOB_ID", "41; rm -rf /")
+    requeue()
+    assert not written.exists()
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    requeue()
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "40")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    requeue()
+    assert written.read_text().splitlines() == ["requeue 41", "requeue 40_3"]
+
+
+_HANGS = """
+import ctypes, sys
+import lightning as L
+from cribo.pretraining import pretrain
+class Hang(L.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 2:
+            print("hangs", flush=True)
+            mutex = ctypes.create_string_buffer(64)
+            library = ctypes.CDLL(None)
+            library.pthread_mutex_lock(mutex)
+            library.pthread_mutex_lock(mutex)  # waits for itself, and no signal wakes it
+pretrain(sys.argv[1], out=sys.argv[2], name="run", callbacks=[Hang()])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="hangs by a mutex of Linux")
+def test_a_second_signal_ends_a_process_that_hangs(tmp_path: Path, tiny: Tiny) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(tiny()))
+    command = [sys.executable, "-c", _HANGS, str(tmp_path / "config.yaml"), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "hangs\n"
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 143
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_ends_all_after_the_same_step(tmp_path: Path, tiny: Tiny) -> None:
+    config = tiny({"runtime.devices": 2, "optim.epochs": 10_000})
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    command = [sys.executable, "-m", "cribo.cli", "pretrain", "--config", str(tmp_path / "config.yaml")]
+    command += ["--out", str(tmp_path), "--name", "run"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        metrics = tmp_path / "run" / "metrics.csv"
+        while process.poll() is None and not (metrics.is_file() and metrics.read_text().count("\n") > 3):
+            time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 143, said
+    assert said.count("stopped by SIGTERM after step") == 1
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    step = int(checkpoint.stem.removeprefix("step="))
+    assert f"after step {step}:" in said
