@@ -161,8 +161,8 @@ def compared(case: Case) -> str:
         pairs, crowded, tiles = pairs + left + case.queries.shape[1], crowded + many, len(search.tiles)
     total = 2 * case.queries.shape[1]
     return (
-        f"{pairs / total:.1f} of {tiles:,} tiles a query compared exactly, {crowded} of {total} queries sought again in "
-        "float32"
+        f"{pairs / total:.1f} of {tiles:,} tiles a query compared exactly, {crowded} of {total} queries sought again "
+        "in float32"
     )
 
 

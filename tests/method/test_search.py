@@ -231,6 +231,23 @@ def test_no_product_is_below_the_least_that_its_similarity_allows(first_pass: st
     assert (ceilings >= products.view(200, -1, TILE).amax(dim=2).T - 1e-6).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("spread", [1e-6, 1e-3, 1.0])
+def test_a_neighbour_does_not_depend_on_what_else_is_asked_or_where_rows_lie(dtype: torch.dtype, spread: float) -> None:
+    """Rows that a product takes for equal, or for unequal, in one place of a block and not in another."""
+    rows, row_images = clustered(13, 900, 100, spread), torch.arange(900) // 4
+    queries, images = clustered(14, 40, 100, 0.3), torch.full((40,), -1)
+    bank = filled(rows, row_images, dtype=dtype)
+    found = found_in(bank, queries, images)
+    for size in (1, 3, 17):
+        parts = [found_in(bank, part, images[: part.shape[1]]) for part in queries.split(size, dim=1)]
+        assert torch.equal(torch.cat(parts, dim=1), found)
+    bank.push(torch.zeros(2, 300, 100), torch.full((300,), -1), [4] * 75)
+    bank.push(rows, row_images, [4] * 225)  # behind the others and over the end of the ring
+    assert len(bank._ring(0).live()) == 2
+    assert torch.equal(found_in(bank, queries, images), found)
+
+
 def test_plain_tile_maxima() -> None:
     rows, queries = clustered(11, 4 * TILE, 20, 1.0)[0], clustered(12, 9, 20, 1.0)[0]
     images, row_images, norms = torch.arange(9), torch.arange(4 * TILE) // 6, inverse_norms(rows)
