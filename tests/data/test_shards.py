@@ -7,6 +7,7 @@ import tarfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -635,8 +636,11 @@ def _read_all(root: str, cache: str, limit: int, epoch: int, results: Any) -> No
     for index in torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch)).tolist():
         seen[index] = int(images.load(index).sum())
         with FileLock(store.cache.folder / ".room.lock"):  # held by who begins or evicts a shard
-            kept = [path.stat() for pattern in ("*.part", "*.tar") for path in store.folder.glob(pattern)]
-        used = sum({status.st_ino: status.st_size for status in kept}.values())
+            kept: dict[int, int] = {}
+            for path in (path for pattern in ("*.part", "*.tar") for path in store.folder.glob(pattern)):
+                with suppress(FileNotFoundError):  # whole by now: it comes again
+                    kept[path.stat().st_ino] = path.stat().st_size
+        used = sum(kept.values())
         over = max(over, used)
     results.put((seen, over))
 
