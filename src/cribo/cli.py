@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from cribo.console import Phases, duration, is_first_process, log_to
+from cribo.console import Phases, duration, log_to
 from cribo.errors import Stopped
+from cribo.processes import is_first_process
 
 if TYPE_CHECKING:
     from cribo.pretraining.run import Run

@@ -1,7 +1,6 @@
 """What commands show while they work: log lines, and progress with an ETA."""
 
 import logging
-import os
 import time
 from types import TracebackType
 
@@ -26,12 +25,6 @@ def log_to(console: Console) -> None:
     log.setLevel(logging.INFO)
     log.handlers = [RichHandler(console=console, show_path=False, show_level=True, log_time_format="%H:%M:%S")]
     log.propagate = False
-
-
-def is_first_process() -> bool:
-    """Whether this is the only process of a command, or the first of those that a launcher has started for it."""
-    names = ("RANK",) if "RANK" in os.environ else ("SLURM_PROCID", "NODE_RANK", "LOCAL_RANK")
-    return all(os.environ.get(name, "0") == "0" for name in names)
 
 
 def duration(seconds: float) -> str:

@@ -11,7 +11,8 @@ import pytest
 from cribo.files import FolderError
 from cribo.pretraining import lock
 from cribo.pretraining.files import claim_run_folder
-from cribo.pretraining.lock import LOCK, is_first_process, run_lock
+from cribo.pretraining.lock import LOCK, run_lock
+from cribo.processes import is_first_process
 
 HOLD = """
 import os, sys, time

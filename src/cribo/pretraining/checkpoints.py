@@ -21,8 +21,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from cribo.errors import Stopped
 from cribo.files import FolderError, remove_parts, sync, write_whole
 from cribo.pretraining.files import CHECKPOINTS, is_disk_full
-from cribo.pretraining.lock import is_first_process
 from cribo.pretraining.module import PretrainingModule
+from cribo.processes import is_first_process
 from cribo.sealing import Damaged, Seal, SealingWriter, check_seal, read_seal
 
 log = logging.getLogger("cribo")

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cribo.files import FolderError
+from cribo.processes import is_first_process
 
 log = logging.getLogger("cribo")
 
@@ -48,19 +49,6 @@ def run_lock(folder: Path) -> Iterator[None]:
         finally:
             if os.getpid() == owner:  # and no fork of it that ends by an exception
                 _release(path, handle)
-
-
-def is_first_process() -> bool:
-    """Whether this process is the first of its run, by what the launchers of torch, Lightning and SLURM tell it."""
-    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
-        if name in os.environ:
-            first_on_node = int(os.environ[name]) == 0
-            break
-    else:
-        name, first_on_node = "", True
-    if name in ("RANK", "SLURM_PROCID"):  # which count over all nodes
-        return first_on_node
-    return first_on_node and int(os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", 0))) == 0
 
 
 @contextmanager

@@ -5,10 +5,13 @@ import io
 import logging
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 
 from cribo.data.pairs import ViewPairs
 from cribo.errors import Stopped
@@ -117,15 +120,13 @@ class Metrics(L.Callback):
             **values,
         }
         self.rows.append(row)
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=step)
+        with _going_on("the logs"):
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=step)
         if not trainer.is_global_zero:
             return
-        try:
-            with self.path.open("a", newline="", encoding="utf-8") as file:
-                csv.DictWriter(file, COLUMNS).writerow(_formatted(row))
-        except OSError as error:
-            log.error("could not write to %s: %s; training goes on", self.path, error.strerror)
+        with _going_on(self.path), self.path.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, COLUMNS).writerow(_formatted(row))
 
     def _write_all(self) -> None:
         text = io.StringIO()
@@ -133,6 +134,15 @@ class Metrics(L.Callback):
         writer.writeheader()
         writer.writerows(_formatted(row) for row in self.rows)
         write_text(self.path, text.getvalue())
+
+
+@contextmanager
+def _going_on(what: object) -> Iterator[None]:
+    """Say what could not be written, and go on: training is worth more than its protocol."""
+    try:
+        yield
+    except OSError as error:
+        log.error("could not write to %s: %s; training goes on", what, error.strerror or error)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -152,20 +162,25 @@ class TooManyUnreadable(Stopped):
 class UnreadableImages(L.Callback):
     """Lists every image that had to be skipped in `skipped.csv`, and stops a run whose data is broken.
 
+    Several processes tell each other what they skipped every so many steps, so that they stop together.
+
     Args:
         folder: the run folder.
         num_images: of the collection.
         max_share: of it that may be unreadable.
+        every_steps: between two exchanges.
 
     Attributes:
         reasons: of every skipped image, by name.
     """
 
-    def __init__(self, folder: Path, *, num_images: int, max_share: float) -> None:
+    def __init__(self, folder: Path, *, num_images: int, max_share: float, every_steps: int) -> None:
         self.path = folder / SKIPPED
         self.num_images = num_images
         self.max_share = max_share
+        self.every_steps = every_steps
         self.reasons: dict[str, str] = {}
+        self._untold: dict[str, str] = {}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take up the list of the run that is resumed."""
@@ -181,17 +196,29 @@ class UnreadableImages(L.Callback):
         Raises:
             TooManyUnreadable: the share of unreadable images is above the limit.
         """
-        new = {entry.name: entry.reason for entry in batch.unreadable if entry.name not in self.reasons}
+        self._untold |= {entry.name: entry.reason for entry in batch.unreadable if entry.name not in self.reasons}
+        if trainer.world_size > 1:
+            if trainer.global_step % self.every_steps and trainer.global_step != trainer.max_steps:
+                return
+            told: list[Any] = [None] * trainer.world_size
+            torch.distributed.all_gather_object(told, self._untold)
+            self._untold = {name: reason for part in told for name, reason in part.items() if name not in self.reasons}
+        self._tell(trainer)
+
+    def _tell(self, trainer: L.Trainer) -> None:
+        new, self._untold = self._untold, {}
         if not new:
             return
         self.reasons.update(new)
-        for name, reason in new.items():
-            log.warning("skipped %s: %s", name, reason)
-        text = io.StringIO()
-        writer = csv.writer(text)
-        writer.writerow(("image", "reason"))
-        writer.writerows(sorted(self.reasons.items()))
-        write_text(self.path, text.getvalue())
+        if trainer.is_global_zero:
+            for name, reason in new.items():
+                log.warning("skipped %s: %s", name, reason)
+            text = io.StringIO()
+            writer = csv.writer(text)
+            writer.writerow(("image", "reason"))
+            writer.writerows(sorted(self.reasons.items()))
+            with _going_on(self.path):
+                write_text(self.path, text.getvalue())
         if len(self.reasons) > self.max_share * self.num_images:
             raise TooManyUnreadable(
                 f"{len(self.reasons)} of {self.num_images} images cannot be read, more than "

@@ -252,7 +252,12 @@ class _Training:
                 config.optim.epochs,
             )
         metrics = Metrics(folder, every_steps=config.runtime.log_every, batch_size=config.optim.batch_size)
-        unreadable = UnreadableImages(folder, num_images=len(session.source), max_share=config.data.max_unreadable)
+        unreadable = UnreadableImages(
+            folder,
+            num_images=len(session.source),
+            max_share=config.data.max_unreadable,
+            every_steps=config.runtime.log_every,
+        )
         watch = Watch(metrics, config)
         score = RetrievalScore(session.score_data, config, metrics) if session.score_data is not None else None
         # Metrics first: the others look at its latest row. Checkpoints last: they hold what the others did.
