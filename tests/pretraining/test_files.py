@@ -1,9 +1,11 @@
+import errno
 import os
+import stat
 from pathlib import Path
 
 import pytest
 
-from cribo.files import FolderError, write_text, write_whole
+from cribo.files import FolderError, remove_parts, write_beside, write_text, write_whole
 from cribo.pretraining.files import claim_run_folder, is_disk_full
 
 
@@ -101,3 +103,27 @@ def test_what_counts_as_a_full_disk() -> None:
     assert is_disk_full(RuntimeError("PytorchStreamWriter failed writing file data/7: file write failed"))
     assert not is_disk_full(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_disk_full(PermissionError(13, "Permission denied"))
+    too_large = OSError(27, "File too large")
+    too_large.__context__ = RuntimeError("unexpected pos 81216 vs 81168")  # torch's own, for any failure to write
+    assert not is_disk_full(too_large)
+
+
+def test_a_file_stands_even_where_folders_cannot_be_synchronised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def only_files(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", only_files)
+    write_text(tmp_path / "file", "text")
+    assert (tmp_path / "file").read_text() == "text"
+
+
+def test_leftovers_are_known_by_their_whole_name(tmp_path: Path) -> None:
+    part = write_beside(tmp_path / "file", lambda path: path.write_text("half"))
+    others = [tmp_path / name for name in (".file.part", "file.part", part.name.removeprefix("."))]
+    for path in others:
+        path.touch()
+    remove_parts(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted(others)

@@ -45,8 +45,8 @@ def is_disk_full(error: BaseException) -> bool:
     """Whether an error says that there is no room: no space, or a quota."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in _NO_ROOM:
-            return True
+        if isinstance(seen, OSError):
+            return seen.errno in _NO_ROOM
         # torch's writer hides the cause behind its own message.
         if isinstance(seen, RuntimeError) and any(
             sign in str(seen) for sign in ("file write failed", "unexpected pos", "No space left")
