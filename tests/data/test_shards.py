@@ -20,7 +20,7 @@ from filelock import FileLock
 from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 
-from cribo.data.images import DataError, MissingData, OrderedSource, PackedNames, ReducingSource, open_images
+from cribo.data.images import DataError, MissingData, OrderedSource, PackedNames, ReducingSource
 from cribo.data.pairs import StepBatchSampler, ViewPairDataset, ViewPairs, pair_loader
 from cribo.data.reading import UnreadableImage, read_image
 from cribo.data.shards import ShardedImages, open_collection, open_shards, window_of
@@ -473,8 +473,8 @@ class Flaky(MemoryFileSystem):
     failures: list[Any] = []
     opened: list[str] = []
 
-    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
-        file = super()._open(path, mode, **kwargs)
+    def _open(self, path: str, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
+        file = super()._open(path, mode, *args, **kwargs)
         if mode != "rb" or not path.endswith(".tar"):
             return file
         Flaky.opened.append(path)
@@ -491,9 +491,7 @@ def flaky(tmp_path: Path) -> Iterator[Callable[..., ShardedImages]]:
     fsspec.register_implementation("flaky", Flaky, clobber=True)
     write_collection(tmp_path / "made", 10, 2)
     for path in (tmp_path / "made").iterdir():
-        Flaky.store[f"/pictures/{path.name}"] = None
-        with Flaky().open(f"/pictures/{path.name}", "wb") as file:
-            file.write(path.read_bytes())
+        Flaky().pipe_file(f"/pictures/{path.name}", path.read_bytes())
 
     def call(patience: Patience = QUICK, **arguments: Any) -> ShardedImages:
         images = open_shards("flaky://pictures", cache_dir=tmp_path / "cache", patience=patience, **arguments)
@@ -570,8 +568,7 @@ def test_shards_are_fetched_once_while_there_is_room(flaky: Callable[..., Sharde
 
 def test_the_index_beside_remote_shards_is_used(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
     open_shards(tmp_path / "made")
-    with Flaky().open(f"/pictures/{INDEX}", "wb") as file:
-        file.write((tmp_path / "made" / INDEX).read_bytes())
+    Flaky().pipe_file(f"/pictures/{INDEX}", (tmp_path / "made" / INDEX).read_bytes())
     Flaky.failures[:] = [OSError("no shard is to be walked over")] * 99
     images = flaky()
     Flaky.failures.clear()
