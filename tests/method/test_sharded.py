@@ -110,7 +110,7 @@ def any_sequence(group: dist.ProcessGroup) -> None:
     processes = dist.get_world_size(group)
     for number, (num_images, num_objects) in enumerate([(1, 3), (7, 2), (10, 4)]):
         way = list(WAYS)[(number + processes) % 3]
-        dtype = (torch.float32, torch.float16, torch.bfloat16)[(number + processes // 2) % 3]
+        dtype = (torch.float32, torch.float16, torch.bfloat16, torch.float64)[(number + processes) % 4]
         both = Both(group, way, processes, num_images=num_images, num_objects=num_objects, dtype=dtype)
         both.match()
         for _ in range(10):

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from cribo.method.matching import NO_MATCH, cycle_consistency, inverse_norms
+from cribo.method.precision import at_least_float32
 from cribo.method.search import Ring, make_first_pass, nearest_in_rings, ring_slices, tile_rows, untouched_zeros
 
 _LARGEST_HALF = torch.finfo(torch.float16).max
@@ -128,8 +129,11 @@ class MemoryBank:
         return len(self._counts)
 
     def objects(self, view: int, slots: Int[Tensor, " r"]) -> Float[Tensor, "r d"]:
-        """Unnormalised object representations (R, D) at the given slots of one view's bank, in float32."""
-        return self._rows[view, slots].float()
+        """Unnormalised object representations (R, D) at the given slots of one view's bank.
+
+        In float32; in float64 where that is what is stored.
+        """
+        return at_least_float32(self._rows[view, slots])
 
     def image_ids(self, slots: Int[Tensor, " r"]) -> Int[Tensor, " r"]:
         """Image of each of the given slots."""

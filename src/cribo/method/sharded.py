@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cribo.method.matching import NO_MATCH
 from cribo.method.memory import MemoryBank, Share
+from cribo.method.precision import at_least_float32
 from cribo.method.search import most_similar, ring_slices
 
 _AGES = 2**32 - 1
@@ -83,15 +84,16 @@ class ShardedMemoryBank(MemoryBank):
     # ------------------------------------------------------------------------------------------- neighbours found
 
     def objects(self, view: int, slots: Int[Tensor, " r"]) -> Float[Tensor, "r d"]:
-        """Unnormalised object representations (R, D) of neighbours that the last match found in a view, in float32.
+        """Unnormalised object representations (R, D) of neighbours that the last match found in a view.
 
-        Rows of any other slot are not here to be read, and come as NaN.
+        In float32; in float64 where that is what is stored. Rows of any other slot are not here to be read: they come
+        as NaN.
 
         Raises:
             ValueError: the last match had no queries, or there was none.
         """
         place, is_here = _places(self._neighbours.slots[view], slots)
-        return self._neighbours.rows[view, place].float().where(is_here[:, None], torch.nan)
+        return at_least_float32(self._neighbours.rows[view, place]).where(is_here[:, None], torch.nan)
 
     def image_ids(self, slots: Int[Tensor, " r"]) -> Int[Tensor, " r"]:
         """Image of neighbours that the last match found in either view; -1 for any other slot.
@@ -114,7 +116,7 @@ class ShardedMemoryBank(MemoryBank):
 
     def _jump(self, slots: Int[Tensor, "2 r"]) -> Float[Tensor, "2 r d"]:
         """The other view's rows of the neighbours just found; zeros where there is none."""
-        return self._neighbours.opposite.float()
+        return at_least_float32(self._neighbours.opposite)
 
     def _no_neighbours(self, queries: int) -> _Neighbours:
         slots = torch.full((2, queries), NO_MATCH, device=self._rows.device)
