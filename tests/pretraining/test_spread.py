@@ -51,7 +51,19 @@ os.dup2(file, 1)
 os.dup2(file, 2)
 import cribo.pretraining.run as run
 run.write_report = lambda *args, **kwargs: []
-run.pretrain(config, out=out, name=name)
+callbacks = []
+exec(prelude)
+run.pretrain(config, out=out, name=name, callbacks=callbacks)
+"""
+
+# A target that is not finite, on the last process alone.
+POISON = """
+import lightning as L
+class Poison(L.Callback):
+    def on_train_batch_start(self, trainer, module, *args):
+        if trainer.global_step == 5 and trainer.global_rank == trainer.world_size - 1:
+            module.image_centre.value.fill_(float("nan"))
+callbacks = [Poison()]
 """
 
 
@@ -87,10 +99,12 @@ class Runs:
         if not (self.folder / name).exists():
             config = self.folder / f"{name}.yaml"
             config.write_text(dump_config(self.config(processes, **changes)))
-            self._train(processes, config)
+            for code, said in self.train(processes, config):
+                assert code == 0, said[-5000:]
         return self.folder / name
 
-    def _train(self, processes: int, config: Path) -> None:
+    def train(self, processes: int, config: Path, prelude: str = "") -> list[tuple[int | None, str]]:
+        """How each process ended, and what it said."""
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "none"}
         sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "GROUP_RANK": "0"}
         logs = [config.with_suffix(f".{rank}.log") for rank in range(processes)]
@@ -102,14 +116,15 @@ class Runs:
                 "config": str(config),
                 "out": str(self.folder),
                 "name": config.stem,
+                "prelude": prelude,
             }
             # A daemon, for a test that fails must not wait for it.
             process = self.forks.Process(target=runpy.run_path, args=(str(self.program), given), daemon=True)
             process.start()
             started.append(process)
-        for process, log in zip(started, logs, strict=True):
+        for process in started:
             process.join(timeout=300)
-            assert process.exitcode == 0, log.read_text()[-5000:]
+        return [(process.exitcode, log.read_text()) for process, log in zip(started, logs, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -196,22 +211,89 @@ def test_a_run_does_not_depend_on_its_spread(
     assert_same(runs(1, **changes), runs(processes, **changes), precision)
 
 
-def command(config: Path, out: Path, *words: str) -> list[str]:
-    return ["pretrain", "--config", str(config), "--out", str(out), "--name", "run", *words]
+def test_processes_that_find_no_objects(runs: Runs) -> None:
+    changes = {
+        "objects__position_weight": 10.0,
+        "data__scenes__count": 40,
+        "optim__batch_size": 8,
+        "losses__centring": "mean",
+        "views__area": (0.01, 0.02),
+        "runtime__precision": "64-true",
+    }
+    one, four = runs(1, **changes), runs(4, **changes)
+    # (STEPS, 4): objects that each of the four processes found.
+    found = torch.stack([state.bank["counts"][-8:].view(4, 2).sum(dim=1) for state in states(four)])
+    assert (found.sum(dim=1) == 0).any()
+    assert ((found.sum(dim=1) > 0) & (found == 0).any(dim=1)).any()
+    for a, b in zip(states(one), states(four), strict=True):
+        for name, value in a.weights.items():
+            torch.testing.assert_close(b.weights[name], value, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+        assert torch.equal(a.bank["counts"], b.bank["counts"])
+        assert torch.equal(a.bank["images"], b.bank["images"])
+
+
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_a_loss_that_is_not_finite_on_one_process_stops_all(runs: Runs, tmp_path: Path, log_every: int) -> None:
+    config = tmp_path / f"poisoned-{log_every}.yaml"
+    changes = {"runtime__log_every": log_every, "runtime__checkpoint_every": 2, "losses__centring": "mean"}
+    config.write_text(dump_config(runs.config(2, **changes)))
+    for code, said in runs.train(2, config, POISON):
+        assert code == 1
+        assert "NonFiniteLoss: the loss image was not finite at step 5" in said
+    kept = sorted(path.name for path in (runs.folder / config.stem / "checkpoints").iterdir())
+    assert "step=00000004.ckpt" in kept
+    assert "step=00000006.ckpt" not in kept
+
+
+def start(*words: str | Path) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", *(str(word) for word in words)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def assert_done(processes: Sequence["subprocess.Popen[str]"]) -> None:
+    """All of them end well; none is left behind."""
+    try:
+        for process in processes:
+            said = process.communicate(timeout=600)[0]
+            assert process.returncode == 0, said[-5000:]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def assert_one_whole_run(out: Path, name: str) -> None:
+    assert [path.name for path in out.iterdir()] == [name]
+    left = {path.name for path in (out / name).iterdir()}
+    assert {"config.yaml", "summary.json", "metrics.csv", "backbone.safetensors", "report", "checkpoints"} <= left
 
 
 @pytest.mark.slow
 def test_processes_that_the_command_starts_itself(runs: Runs, tmp_path: Path) -> None:
-    changes = {"runtime__precision": "64-true", "losses__centring": "mean", "optim__micro_batches": 2}
-    one = runs(1, **changes)
-    words = command(one / "config.yaml", tmp_path / "runs", "--runtime.devices", "2")
-    done = subprocess.run(
-        [sys.executable, "-m", "cribo.cli", *words],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+    one = runs(1, runtime__precision="64-true", losses__centring="mean", optim__micro_batches=2)
+    out = tmp_path / "runs"
+    pretrain = ("cribo.cli", "pretrain", "--config", one / "config.yaml", "--out", out, "--name", "run")
+    assert_done([start(*pretrain, "--runtime.devices", "2")])
+    assert_one_whole_run(out, "run")
+    assert_same(one, out / "run", "64-true")
+
+
+@pytest.mark.slow
+def test_two_machines(runs: Runs, tmp_path: Path) -> None:
+    """Two launchers that find each other, each at an address of its own."""
+    one = runs(1, runtime__precision="64-true", losses__centring="mean", optim__micro_batches=2)
+    out = tmp_path / "runs"
+    torchrun = ("torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "cribo")
+    meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    # Without a name, two processes that claim a folder each would both get one.
+    pretrain = ("-m", "cribo.cli", "pretrain", "--config", one / "config.yaml", "--out", out)
+    spread = ("--runtime.devices", "1", "--runtime.num_nodes", "2")
+    assert_done(
+        [start(*torchrun, *meeting, "--local-addr", f"127.0.0.{machine}", *pretrain, *spread) for machine in (1, 2)]
     )
-    assert done.returncode == 0, done.stderr[-5000:]
-    assert_same(one, tmp_path / "runs" / "run", "64-true")
+    assert_one_whole_run(out, one.name)
+    assert_same(one, out / one.name, "64-true")

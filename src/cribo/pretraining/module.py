@@ -373,6 +373,8 @@ def _refuse(first_bad: Tensor) -> None:
 class NonFiniteLoss(Stopped):
     """A loss became infinite or not a number, or the weights did (`loss` is None)."""
 
+    everywhere = True
+
     def __init__(self, loss: str | None, step: int) -> None:
         what = "the student's weights were" if loss is None else f"the loss {loss} was"
         super().__init__(
