@@ -139,7 +139,10 @@ def index_of(store: ShardStore) -> ShardIndex:
         index = read_index(home / INDEX, store)  # made by another process meanwhile
         if index is None:
             index = (_index_beside(store) if remote else None) or build_index(store)
-            index.write(home / INDEX)
+            try:
+                index.write(home / INDEX)
+            except OSError as error:
+                log.warning("cannot keep the list of images in %s: %s; the next run makes it again", home, error)
     return index
 
 
