@@ -12,6 +12,7 @@ from cribo.models.modes import CUDA_GRAPH_MODES, Checkpointing, CompileMode
 ClusteringName = Literal["sinkhorn", "kmeans"]
 Centring = Literal["mean", "sinkhorn"]
 Compile = Literal["none"] | CompileMode
+BankPlacement = Literal["replicated", "sharded"]
 Precision = Literal["64-true", "32-true", "bf16-mixed", "16-mixed"]
 
 
@@ -237,6 +238,8 @@ class RuntimeConfig:
         tf32: compute the losses' products of float32 in TF32 on GPUs: several times faster, and a rounding that is
             finer than that of the 16-bit heads before them. On beside 16-bit precisions, off with 32-true and
             64-true, when not given. What clustering and matching find is that of float32.
+        bank: of several devices, `replicated`: each holds the whole memory bank; `sharded`: each holds a share, with
+            the same results, less memory and about twice the exchange between them.
         threads: of a CPU run; torch's choice when not given.
         log_every: steps between two logged rows.
         checkpoint_every: steps between two checkpoints; one is also written at the end of the run.
@@ -249,6 +252,7 @@ class RuntimeConfig:
     precision: Precision = "bf16-mixed"
     compile: Compile | bool = "none"
     tf32: bool | None = None
+    bank: BankPlacement = "replicated"
     threads: int | None = None
     log_every: int = 10
     checkpoint_every: int = 1000

@@ -14,7 +14,7 @@ from torch import Tensor
 from cribo.data.pairs import ViewPairs
 from cribo.data.randomness import keyed_generator
 from cribo.errors import Stopped
-from cribo.method import NO_MATCH, Centre, MemoryBank
+from cribo.method import NO_MATCH, Centre, MemoryBank, ShardedMemoryBank
 from cribo.method.transfer import OnItsWay, send
 from cribo.models import build_backbone, describe
 from cribo.pretraining.config import PretrainConfig, resolve_bank_images
@@ -79,7 +79,8 @@ class PretrainingModule(L.LightningModule):
     def on_fit_start(self) -> None:
         """Allocate the banks on the device, and fill them if a checkpoint was loaded."""
         if self.config.losses.cross_image:
-            self.bank = MemoryBank(
+            in_shares = self.config.runtime.bank == "sharded" and self.trainer.world_size > 1
+            self.bank = (ShardedMemoryBank if in_shares else MemoryBank)(
                 num_images=self.bank_images,
                 num_objects=self.config.objects.num_objects,
                 dim=self.student.backbone.embed_dim,
