@@ -280,7 +280,7 @@ class Objective:
         neighbours = []
         for view in (0, 1):
             rows = send(valid[view].nonzero().flatten(), matches.nearest.device)
-            neighbours.append(self.bank.objects(view, matches.nearest[view, rows]).to(self.object_centre.value.dtype))
+            neighbours.append(self.bank.objects(view, matches.nearest[view, rows]))
         embeddings = self.teacher.embed(torch.cat(neighbours)).split([len(part) for part in neighbours])
         return cross_image_targets((embeddings[0], embeddings[1]), valid, object_rows)
 
