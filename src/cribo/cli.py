@@ -278,7 +278,7 @@ def _pretrain(words: list[str]) -> None:
         const="latest",
         metavar="RUN",
         help="continue the run in this folder from its last checkpoint (without a folder: the latest run); "
-        "only runtime.*, data.root and data.workers can be changed",
+        "only runtime.* and where and how images are read can be changed",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a run of the same --name")
     add_config_arguments(parser)

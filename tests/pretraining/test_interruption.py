@@ -28,7 +28,7 @@ class Signal(L.Callback):
         self.number = number
         self.step = step
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         if trainer.global_step == self.step:
             os.kill(os.getpid(), self.number)
 

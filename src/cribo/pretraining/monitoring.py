@@ -158,6 +158,8 @@ def _formatted(row: dict[str, float]) -> dict[str, str]:
 class TooManyUnreadable(Stopped):
     """More images than allowed could not be read."""
 
+    everywhere = True
+
 
 class UnreadableImages(L.Callback):
     """Lists every image that had to be skipped in `skipped.csv`, and stops a run whose data is broken.

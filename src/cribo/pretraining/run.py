@@ -40,6 +40,8 @@ from cribo.pretraining.session import Forever, Session, interruptible, quiet_lig
 
 log = logging.getLogger("cribo")
 
+# What may change beside runtime.* when a run is resumed.
+_OF_READING = ("data.root", "data.workers", "data.cache_dir", "data.cache_gib")
 # Tells the processes that Lightning starts for further devices which run folder is theirs.
 _CLAIMED = "CRIBO_RUN_FOLDER"
 # Steps that are timed, after as many to warm up, to find how many epochs fit into --minutes.
@@ -128,7 +130,7 @@ def resume(
 
     Args:
         folder: the run folder.
-        overrides: of what does not change the run: `runtime.*`, `data.root`, `data.workers`.
+        overrides: of what does not change the run: `runtime.*`, and where and how images are read.
         callbacks: further Lightning callbacks.
         console: where progress is shown; silent when not given.
 
@@ -140,9 +142,9 @@ def resume(
     if not (folder / CONFIG).is_file():
         raise FolderError(f"{folder} holds no {CONFIG}, so there is no run to resume")
     for name in overrides or {}:
-        if not (name.startswith("runtime.") or name in ("data.root", "data.workers")):
+        if not (name.startswith("runtime.") or name in _OF_READING):
             raise ConfigError(
-                f"{name} cannot change when a run is resumed; only runtime.*, data.root and data.workers can: "
+                f"{name} cannot change when a run is resumed; only runtime.* and {', '.join(_OF_READING)} can: "
                 "start a new run instead"
             )
     config = load_config(folder / CONFIG, overrides)

@@ -16,10 +16,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.plugins import DoublePrecision, LayerSync, Precision
+from lightning.pytorch.plugins import DoublePrecision, LayerSync
 from lightning.pytorch.strategies import DDPStrategy
 from timm.layers.norm_act import convert_sync_batchnorm
 from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from cribo.arguments import ConfigError
 from cribo.data import ImageSource, UnreadableImage, open_collection
@@ -86,14 +87,21 @@ class Session:
         try:
             self.module = self.make_module()
             with quiet_lightning():
-                self.trainer(None, [], 1)  # refuses devices that are not there
+                devices = self.trainer(None, [], 1).world_size  # refuses devices that are not there
         except MisconfigurationException as error:
             raise ConfigError(f"runtime.accelerator {config.runtime.accelerator}: {error}") from error
         except ValueError as error:
             if str(error).startswith("image size"):
                 raise ConfigError(f"views.size: {error}") from error
             raise
+        _require_shareable(config, devices)
         backbone = self.module.student.backbone
+        if devices > 1 and self._accelerator() == "cpu" and any(isinstance(m, _BatchNorm) for m in backbone.modules()):
+            log.warning(
+                "batch norms are synchronised on GPUs alone: on %d CPU processes each has the statistics of its own "
+                "share of the batch, and the run differs from that of one process",
+                devices,
+            )
         side = config.views.size // backbone.patch_size
         tokens = 2 * side * side
         if self.score_data is not None and any(length % backbone.patch_size for length in config.score.size or ()):
@@ -181,18 +189,11 @@ class Session:
             rank=trainer.global_rank,
             world_size=trainer.world_size,
         )
-        sizes = (self.config.objects.group_size, self.config.optim.micro_batches, trainer.world_size)
-        if self.config.optim.batch_size % math.prod(sizes):
-            raise ConfigError(
-                "optim.batch_size must be a multiple of objects.group_size x optim.micro_batches x devices = "
-                f"{sizes[0]} x {sizes[1]} x {sizes[2]} = {math.prod(sizes)}, got {self.config.optim.batch_size}: "
-                "use fewer micro-batches or devices, or a larger batch"
-            )
         on_gpu = trainer.strategy.root_device.type == "cuda"
         return pair_loader(self.dataset, sampler, workers=self.workers, pin_memory=on_gpu)
 
-    def _plugins(self) -> list[WholeFileCheckpointIO | LayerSync | Precision]:
-        plugins: list[WholeFileCheckpointIO | LayerSync | Precision] = [WholeFileCheckpointIO()]
+    def _plugins(self) -> list[Any]:
+        plugins: list[Any] = [WholeFileCheckpointIO()]
         if self._accelerator() == "gpu":
             plugins.append(_SyncBatchNorm())
         if self.config.runtime.precision == "64-true":
@@ -230,6 +231,17 @@ def open_source(config: PretrainConfig) -> ImageSource:
         cache_dir=data.cache_dir,
         cache_gib=data.cache_gib,
     )
+
+
+def _require_shareable(config: PretrainConfig, devices: int) -> None:
+    """Refuse a batch that the devices cannot share in whole groups."""
+    sizes = (config.objects.group_size, config.optim.micro_batches, devices)
+    if config.optim.batch_size % math.prod(sizes):
+        raise ConfigError(
+            "optim.batch_size must be a multiple of objects.group_size x optim.micro_batches x devices = "
+            f"{sizes[0]} x {sizes[1]} x {sizes[2]} = {math.prod(sizes)}, got {config.optim.batch_size}: "
+            "use fewer micro-batches or devices, or a larger batch"
+        )
 
 
 def _require_launched(config: PretrainConfig) -> None:
@@ -335,6 +347,7 @@ def quiet_lightning() -> Iterator[None]:
                 ".*your dataloader is not resumable.*",
                 ".*torch.distributed.nn.functional.all_gather is deprecated.*",
                 ".*LeafSpec.*is deprecated.*",
+                ".*`broadcast_buffers` is deprecated.*",  # its successor is not in all versions of torch
             ):
                 warnings.filterwarnings("ignore", text)
             yield

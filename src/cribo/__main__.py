@@ -1,0 +1,8 @@
+"""`python -m cribo` is the command `cribo`."""
+
+import sys
+
+from cribo.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
