@@ -222,9 +222,17 @@ def test_noise_does_not_outlive_a_call_that_fails():
     backbone = build_backbone(VIT, args=TINY_VIT, image_size=64, drop_path=0.9)
     batch = images(2, 3, 64, 64)
     expected = backbone.encode(batch).tokens
-    with pytest.raises(RuntimeError):
-        backbone.encode(batch.double(), drop_path_noise=torch.zeros(2, 4))
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    last = [module for module in backbone.modules() if isinstance(module, torch.nn.LayerNorm)][-1]
+    failing = last.register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError):
+        backbone.encode(batch, drop_path_noise=torch.zeros(2, 4))
+    failing.remove()
     assert torch.equal(backbone.encode(batch).tokens, expected)
+    assert torch.equal(backbone.encode(batch.double()).tokens, expected)  # whatever float type the images have
 
 
 def test_a_copy_has_its_own_noise():
