@@ -162,7 +162,8 @@ class Session:
         Raises:
             whatever `make` raises, on all of them.
         """
-        trainer = self.trainer(None, [], 1)
+        with quiet_lightning():
+            trainer = self.trainer(None, [], 1)
         environment = getattr(trainer.strategy, "cluster_environment", None)
         if environment is None or not environment.creates_processes_externally:
             return make()
