@@ -87,13 +87,14 @@ class Session:
         try:
             self.module = self.make_module()
             with quiet_lightning():
-                devices = self.trainer(None, [], 1).world_size  # refuses devices that are not there
+                self._probe = self.trainer(None, [], 1)  # refuses devices that are not there
         except MisconfigurationException as error:
             raise ConfigError(f"runtime.accelerator {config.runtime.accelerator}: {error}") from error
         except ValueError as error:
             if str(error).startswith("image size"):
                 raise ConfigError(f"views.size: {error}") from error
             raise
+        devices = self._probe.world_size
         _require_shareable(config, devices)
         backbone = self.module.student.backbone
         if devices > 1 and self._accelerator() == "cpu" and any(isinstance(m, _BatchNorm) for m in backbone.modules()):
@@ -162,8 +163,7 @@ class Session:
         Raises:
             whatever `make` raises, on all of them.
         """
-        with quiet_lightning():
-            trainer = self.trainer(None, [], 1)
+        trainer = self._probe
         environment = getattr(trainer.strategy, "cluster_environment", None)
         if environment is None or not environment.creates_processes_externally:
             return make()
