@@ -281,10 +281,15 @@ def _pretrain(words: list[str]) -> None:
         "only runtime.* and where and how images are read can be changed",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a run of the same --name")
+    parser.add_argument(
+        "--continue",
+        action="store_true",
+        help="go on with the run of this --name if there is one: for a scheduler that starts the same command again",
+    )
     add_config_arguments(parser)
     parsed = parser.parse_args(with_preset(words))
     if parsed.resume is not None:
-        for option in ("name", "minutes", "config", "overwrite"):
+        for option in ("name", "minutes", "config", "overwrite", "continue"):
             if parsed[option]:
                 raise ValueError(f"--{option} does not go with --resume: the run knows its own")
         from cribo.pretraining.run import latest_run, overrides_in, resume
@@ -302,6 +307,7 @@ def _pretrain(words: list[str]) -> None:
             default_name=config_name(parsed.config[-1]),
             minutes=parsed.minutes,
             overwrite=parsed.overwrite,
+            continue_run=parsed["continue"],
             console=console,
         )
     _print_summary(run, console)

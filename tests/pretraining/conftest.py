@@ -71,3 +71,13 @@ def resumed(tmp_path: Path, without_report: None) -> Callable[..., Trained]:
         return Trained(resume(tmp_path / name, callbacks=callbacks, overrides=overrides))
 
     return call
+
+
+@pytest.fixture
+def begun(tmp_path: Path, without_report: None) -> Callable[..., Trained]:
+    """Begins the run of a name, or goes on with it."""
+
+    def call(config: PretrainConfig, name: str = "run", **options: Any) -> Trained:
+        return Trained(pretrain(config, out=tmp_path, name=name, continue_run=True, **options))
+
+    return call

@@ -20,7 +20,7 @@ def test_runs_without_a_name_are_numbered(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "runs"
     names = [claim_run_folder(out, None, "quickstart", overwrite=False).name for _ in range(3)]
     assert names == ["quickstart", "quickstart-2", "quickstart-3"]
-    assert (out / "quickstart" / "checkpoints").is_dir()
+    assert not list((out / "quickstart").iterdir())
 
 
 def test_overwrite_does_not_touch_a_numbered_run(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_run_is_never_overwritten_unasked(tmp_path: Path) -> None:
 def test_overwrite_replaces_a_run_and_nothing_else(tmp_path: Path) -> None:
     run = a_run(tmp_path / "mine")
     assert claim_run_folder(tmp_path, "mine", "run", overwrite=True) == run
-    assert {path.name for path in run.iterdir()} == {"checkpoints"}
+    assert {path.name for path in run.iterdir()} == set()
     other = tmp_path / "holiday"
     other.mkdir()
     (other / "photo.jpg").write_text("photo")

@@ -12,7 +12,6 @@ from cribo.files import FolderError
 from cribo.pretraining import lock
 from cribo.pretraining.files import claim_run_folder
 from cribo.pretraining.lock import LOCK, run_lock
-from cribo.processes import is_first_process
 
 HOLD = """
 import os, sys, time
@@ -172,7 +171,7 @@ def test_a_live_run_is_not_overwritten(tmp_path: Path) -> None:
         holder.kill()
         holder.wait()
     claim_run_folder(tmp_path, "mine", "run", overwrite=True)
-    assert {path.name for path in run.iterdir()} == {"checkpoints"}
+    assert {path.name for path in run.iterdir()} == set()
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
@@ -192,28 +191,3 @@ def test_a_file_system_without_locks_is_warned_of(
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FolderError, match=r"cannot use .*: No such file"), run_lock(tmp_path / "nothing"):
         pass
-
-
-@pytest.mark.parametrize(
-    ("environment", "first"),
-    [
-        ({}, True),
-        ({"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}, True),
-        ({"RANK": "8", "LOCAL_RANK": "0", "GROUP_RANK": "1"}, False),  # torchrun, the first of the second node
-        ({"LOCAL_RANK": "1"}, False),  # Lightning's launcher
-        ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, False),
-        ({"NODE_RANK": "1"}, False),
-        ({"SLURM_PROCID": "0"}, True),
-        ({"SLURM_PROCID": "3"}, False),
-    ],
-)
-def test_which_process_holds_the_lock_for_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], first: bool
-) -> None:
-    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK", "GROUP_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert is_first_process() == first
-    with run_lock(tmp_path):
-        assert (tmp_path / LOCK).exists() == first

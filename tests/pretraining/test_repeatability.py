@@ -14,7 +14,7 @@ import torch
 
 from cribo.arguments import ConfigError
 from cribo.files import FolderError
-from cribo.pretraining import PretrainConfig
+from cribo.pretraining import PretrainConfig, load_config, pretrain
 from cribo.pretraining.presets import dump_config
 
 Tiny = Callable[..., PretrainConfig]
@@ -217,3 +217,57 @@ def test_what_may_change_on_resume(tiny: Tiny, train: Train, resumed: Train, tmp
     assert_same_run(whole, resumed("stopped", **{"data.workers": 1, "runtime.log_every": 1}))
     with pytest.raises(FolderError, match="no run to resume"):
         resumed("nothing")
+
+
+# ------------------------------------------------------------------ the same command again
+
+
+def test_the_same_command_begins_goes_on_and_is_done(tiny: Tiny, train: Train, begun: Train) -> None:
+    config = tiny({"runtime.checkpoint_every": 2})
+    whole = train(config, "whole")
+    for stop in (1, 3, 7):
+        with pytest.raises(RuntimeError, match="stopped"):
+            begun(config, callbacks=[StopAfter(stop)])
+    done = begun(config)
+    assert_same_run(whole, done)
+    before = {path: path.stat().st_mtime_ns for path in done.run.folder.rglob("*")}
+    assert begun(config).run.summary == done.run.summary
+    assert {path: path.stat().st_mtime_ns for path in done.run.folder.rglob("*")} == before
+
+
+def test_another_configuration_is_not_the_same_run(tiny: Tiny, train: Train, begun: Train) -> None:
+    changes = {"runtime.checkpoint_every": 2}
+    with pytest.raises(RuntimeError, match="stopped"):
+        begun(tiny(changes), callbacks=[StopAfter(3)])
+    with pytest.raises(ConfigError, match=r"run was begun with optim.lr 0.02, not 0.1; only runtime.\* and data.root"):
+        begun(tiny({**changes, "optim.lr": 0.1}))
+    whole = train(tiny(changes), "whole")
+    assert_same_run(whole, begun(tiny({**changes, "runtime.checkpoint_every": 5, "data.workers": 1})))
+
+
+def test_a_start_that_was_killed_before_the_configuration_was_written(tiny: Tiny, begun: Train, tmp_path: Path) -> None:
+    left = tmp_path / "run" / f".config.yaml.{'0' * 32}.part"
+    left.parent.mkdir()
+    left.write_text("seed")
+    assert begun(tiny({"optim.epochs": 1})).run.summary["steps"] == 4
+    assert not left.exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(FolderError, match="mine exists already"):
+        begun(tiny(), "mine")
+
+
+def test_going_on_needs_one_run(tiny: Tiny, begun: Train, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--continue needs the --name of the run"):
+        pretrain(tiny(), out=tmp_path, continue_run=True)
+    with pytest.raises(ConfigError, match="--continue does not go with --overwrite"):
+        begun(tiny(), overwrite=True)
+
+
+def test_a_run_by_the_clock_is_timed_once(tiny: Tiny, begun: Train, tmp_path: Path) -> None:
+    config = tiny({"data.scenes.count": 16, "optim.epochs": 5000, "runtime.checkpoint_every": 1})
+    with pytest.raises(RuntimeError, match="stopped"):
+        begun(config, minutes=0.03, callbacks=[StopAfter(1)])
+    epochs = load_config(tmp_path / "run").optim.epochs
+    assert epochs < 5000
+    assert begun(config, minutes=50).run.summary["epochs"] == epochs

@@ -22,7 +22,6 @@ from cribo.errors import Stopped
 from cribo.files import FolderError, remove_parts, sync, write_whole
 from cribo.pretraining.files import CHECKPOINTS, is_disk_full
 from cribo.pretraining.module import PretrainingModule
-from cribo.processes import is_first_process
 from cribo.sealing import Damaged, Seal, SealingWriter, check_seal, read_seal
 
 log = logging.getLogger("cribo")
@@ -62,14 +61,12 @@ def resume_point(folder: Path) -> Path | None:
     """`last_checkpoint` for a run that goes on: what a killed run has left is cleared away first.
 
     A later checkpoint that is not good is put aside under another name, with a warning: it is no part of the run
-    that goes on without it. The first process, which holds the run's lock, decides and does all this; the others
-    take the latest by name, and learn of the decision once they are connected (`Checkpoints.setup`).
+    that goes on without it. For the first process, which holds the run's lock; others learn of its decision once
+    they are connected (`Checkpoints.setup`).
 
     Raises:
         FolderError: there are checkpoints, and none is good; nothing was renamed.
     """
-    if not is_first_process():
-        return next(iter(checkpoint_files(folder)), None)
     remove_parts(folder)
     remove_parts(folder / CHECKPOINTS)
     good, refused = _last_good(folder)

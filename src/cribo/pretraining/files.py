@@ -35,9 +35,8 @@ def claim_run_folder(out: Path, name: str | None, default_name: str, *, overwrit
             folder,
             marker=CONFIG,
             overwrite=overwrite,
-            advice=f"choose another --name, continue it with --resume {folder}, or replace it with --overwrite",
+            advice=f"choose another --name, go on with it by --resume {folder} or --continue, or --overwrite it",
         )
-    (folder / CHECKPOINTS).mkdir()
     return folder
 
 

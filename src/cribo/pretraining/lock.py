@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cribo.files import FolderError
-from cribo.processes import is_first_process
 
 log = logging.getLogger("cribo")
 
@@ -29,7 +28,7 @@ _held_guard = threading.Lock()
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Hold a run folder for this process, which is the first of its run; the others pass through.
+    """Hold a run folder for this process, which is the first of its run.
 
     The lock is the system's own: it is gone when the process is, however that came about. The file that bears it
     tells others who has the folder. Where the file system has no locks, there is a warning instead.
@@ -37,9 +36,6 @@ def run_lock(folder: Path) -> Iterator[None]:
     Raises:
         FolderError: another run holds the folder, or it cannot be written to.
     """
-    if not is_first_process():
-        yield
-        return
     with _held_in_this_process(folder):
         path = folder / LOCK
         handle = _acquire(path)

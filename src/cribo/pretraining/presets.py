@@ -17,7 +17,7 @@ from cribo.pretraining.config import PretrainConfig
 
 DEFAULT_PRESET = "quickstart"
 # What `cribo pretrain --print_config` prints beside the configuration; such a file can be loaded, too.
-_COMMAND_OPTIONS = ("out", "name", "minutes", "resume", "overwrite")
+_COMMAND_OPTIONS = ("out", "name", "minutes", "resume", "overwrite", "continue")
 
 
 class ConfigParser(Parser):
@@ -134,6 +134,29 @@ def load_config(config: str | Path = DEFAULT_PRESET, overrides: Mapping[str, Any
 def dump_config(config: PretrainConfig) -> str:
     """The configuration as YAML that `load_config` reads back to the same values."""
     return yaml.safe_dump(_plain(config), sort_keys=False)
+
+
+def differing(one: PretrainConfig, other: PretrainConfig) -> list[tuple[str, Any, Any]]:
+    """Dotted name and both values of each value that differs.
+
+    Example:
+        >>> differing(load_config("adapt"), load_config("adapt", {"optim.epochs": 7}))
+        [('optim.epochs', 100, 7)]
+    """
+    values, others = _flat(_plain(one)), _flat(_plain(other))
+    missing = "(not given)"
+    return [
+        (name, values.get(name, missing), others.get(name, missing))
+        for name in dict.fromkeys((*values, *others))
+        if values.get(name, missing) != others.get(name, missing)
+    ]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
 
 
 def _config_parser() -> ConfigParser:

@@ -6,7 +6,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,24 +20,21 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 
 from cribo.arguments import ConfigError
-from cribo.files import FolderError, write_json, write_text
+from cribo.files import FolderError, remove_parts, write_json, write_text
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.pretraining.checkpoints import Checkpoints, checkpoint_files, resume_point
 from cribo.pretraining.config import PretrainConfig
-from cribo.pretraining.files import (
-    CONFIG,
-    SUMMARY,
-    claim_run_folder,
-)
+from cribo.pretraining.files import CONFIG, SUMMARY, claim_run_folder
 from cribo.pretraining.footprint import peak_rss_bytes
 from cribo.pretraining.interruption import Interrupted, Interruption
 from cribo.pretraining.lock import run_lock
 from cribo.pretraining.monitoring import Metrics, UnreadableImages, Watch
-from cribo.pretraining.presets import DEFAULT_PRESET, config_name, dump_config, load_config
+from cribo.pretraining.presets import DEFAULT_PRESET, config_name, differing, dump_config, load_config
 from cribo.pretraining.progress import RunProgress
 from cribo.pretraining.report import write_report
 from cribo.pretraining.score import RetrievalScore
 from cribo.pretraining.session import Forever, Session, interruptible, quiet_lightning
+from cribo.processes import LAUNCHER, end_with_launcher
 
 log = logging.getLogger("cribo")
 
@@ -74,6 +72,7 @@ def pretrain(
     default_name: str | None = None,
     minutes: float | None = None,
     overwrite: bool = False,
+    continue_run: bool = False,
     overrides: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
     console: Console | None = None,
@@ -84,10 +83,12 @@ def pretrain(
         config: a preset's name, a YAML file, or a configuration.
         data: data.root, for short.
         out: folder of run folders.
-        name: of this run; it must be new unless `overwrite` is set.
+        name: of this run; it must be new unless `overwrite` or `continue_run` is set.
         default_name: numbered, it names the run when `name` is not given; the configuration's name by default.
         minutes: about how long to train on this machine: sets the number of epochs by a short timing.
         overwrite: replace a run of the same name.
+        continue_run: go on with the run of the same name, if there is one, from its last checkpoint: for schedulers
+            that start the same command again. A finished run is left as it is.
         overrides: dotted names and values on top of the configuration.
         callbacks: further Lightning callbacks.
         console: where progress is shown; silent when not given.
@@ -116,6 +117,11 @@ def pretrain(
         default_name = default_name or config_name(config)
         config = load_config(config, overrides)
     training = _Training(config, console=console, callbacks=callbacks)
+    if continue_run:
+        if name is None or overwrite:
+            what = "does not go with --overwrite" if name is not None else "needs the --name of the run"
+            raise ConfigError(f"--continue {what}: it goes on with the run of a name, or begins it")
+        return training.go_on(Path(out), name, minutes=minutes)
     return training.start(Path(out), name, default_name or "run", minutes=minutes, overwrite=overwrite)
 
 
@@ -142,7 +148,7 @@ def resume(
     if not (folder / CONFIG).is_file():
         raise FolderError(f"{folder} holds no {CONFIG}, so there is no run to resume")
     for name in overrides or {}:
-        if not (name.startswith("runtime.") or name in _OF_READING):
+        if not _may_change(name):
             raise ConfigError(
                 f"{name} cannot change when a run is resumed; only runtime.* and {', '.join(_OF_READING)} can: "
                 "start a new run instead"
@@ -177,12 +183,36 @@ class _Training:
     """One process's part in a run."""
 
     def __init__(self, config: PretrainConfig, *, console: Console | None, callbacks: Sequence[Callback]) -> None:
+        end_with_launcher()
         self.config = config
         self.console = console or Console(quiet=True)
         self.callbacks = callbacks
 
+    # Everything that can be wrong with a configuration is found before a folder is made.
+
     def start(self, out: Path, name: str | None, default_name: str, *, minutes: float | None, overwrite: bool) -> Run:
-        # Everything that can be wrong is found before the folder is made.
+        self._prepare(minutes)
+        return self._run(partial(self._claim, out, name, default_name, overwrite=overwrite))
+
+    def go_on(self, out: Path, name: str, *, minutes: float | None) -> Run:
+        folder = out / name
+        finished = _finished(folder)
+        if finished is not None:
+            return finished
+        if minutes is not None and (folder / CONFIG).is_file():  # it was timed when it was begun
+            self._set_epochs(load_config(folder / CONFIG).optim.epochs)
+            minutes = None
+        self._prepare(minutes)
+        return self._run(partial(self._claim_or_reopen, out, name))
+
+    def resume(self, folder: Path) -> Run:
+        finished = _finished(folder)
+        if finished is not None:
+            return finished
+        self._prepare(None)
+        return self._run(partial(self._reopen, folder))
+
+    def _prepare(self, minutes: float | None) -> None:
         if minutes is not None and minutes <= 0:
             raise ConfigError(f"minutes must be > 0, got {minutes}")
         self.session = Session(self.config)
@@ -190,35 +220,44 @@ class _Training:
             if self.config.runtime.devices not in (1, "1") or self.config.runtime.num_nodes > 1:
                 raise ConfigError("--minutes times one device only: set optim.epochs instead")
             self._fit_epochs_into(60 * minutes)
-        claimed = os.environ.get(_CLAIMED)
-        if claimed is not None:  # this process is a further device of a run that the first process began
-            return self._train(Path(claimed), None)
-        folder = self.session.agree(partial(self._claim, out, name, default_name, overwrite=overwrite))
-        os.environ[_CLAIMED] = str(folder)
-        try:
-            with run_lock(folder):
-                return self._train(folder, None)
-        finally:
-            del os.environ[_CLAIMED]
 
-    def _claim(self, out: Path, name: str | None, default_name: str, *, overwrite: bool) -> Path:
+    def _run(self, open_folder: Callable[[ExitStack], tuple[Path, Path | None]]) -> Run:
+        """Train in the folder and from the checkpoint that the first process opens."""
+        claimed = os.environ.get(_CLAIMED)
+        if claimed is not None:  # this process is a further device of a run that the first process has opened
+            folder = Path(claimed)
+            return self._train(folder, next(iter(checkpoint_files(folder)), None))
+        with ExitStack() as held:
+            folder, checkpoint = self.session.agree(partial(open_folder, held))
+            for variable, value in ((_CLAIMED, str(folder)), (LAUNCHER, str(os.getpid()))):
+                os.environ[variable] = value
+                held.callback(os.environ.pop, variable)
+            return self._train(folder, checkpoint)
+
+    def _claim(
+        self, out: Path, name: str | None, default_name: str, held: ExitStack, *, overwrite: bool
+    ) -> tuple[Path, None]:
         folder = claim_run_folder(out, name, default_name, overwrite=overwrite)
         write_text(folder / CONFIG, dump_config(self.config))
-        return folder
+        held.enter_context(run_lock(folder))
+        return folder, None
 
-    def resume(self, folder: Path) -> Run:
-        summary = folder / SUMMARY
-        if summary.is_file():
-            log.info("%s is finished already: nothing to resume", folder)
-            return Run(folder, json.loads(summary.read_text(encoding="utf-8")))
-        with run_lock(folder):
-            self.session = Session(self.config)
-            checkpoint = resume_point(folder)
-            if checkpoint is None:
-                log.warning("%s has no checkpoint yet: starting from the beginning", folder)
-            else:
-                log.info("resuming from %s", checkpoint)
-            return self._train(folder, checkpoint)
+    def _reopen(self, folder: Path, held: ExitStack) -> tuple[Path, Path | None]:
+        held.enter_context(run_lock(folder))
+        checkpoint = resume_point(folder)
+        if checkpoint is None:
+            log.warning("%s has no checkpoint yet: starting from the beginning", folder)
+        else:
+            log.info("resuming from %s", checkpoint)
+        return folder, checkpoint
+
+    def _claim_or_reopen(self, out: Path, name: str, held: ExitStack) -> tuple[Path, Path | None]:
+        folder = out / name
+        if (folder / CONFIG).is_file():
+            _require_same(folder, self.config)
+            return self._reopen(folder, held)
+        remove_parts(folder)  # of a start that was killed: without them it is empty
+        return self._claim(out, name, name, held, overwrite=False)
 
     def _fit_epochs_into(self, seconds: float) -> None:
         """Time some steps of a throw-away copy and set the number of epochs by them."""
@@ -241,9 +280,12 @@ class _Training:
                 epochs,
                 self.config.optim.warmup_epochs,
             )
-        self.config = dataclasses.replace(self.config, optim=dataclasses.replace(self.config.optim, epochs=epochs))
+        self._set_epochs(epochs)
         self.session.config = self.config
         self.session.module = self.session.make_module()
+
+    def _set_epochs(self, epochs: int) -> None:
+        self.config = dataclasses.replace(self.config, optim=dataclasses.replace(self.config.optim, epochs=epochs))
 
     def _train(self, folder: Path, checkpoint: Path | None) -> Run:
         config, session, module = self.config, self.session, self.session.module
@@ -328,6 +370,29 @@ class _Training:
             )
             write_json(folder / SUMMARY, summary)
         return Run(folder, summary)
+
+
+def _finished(folder: Path) -> Run | None:
+    """The run in a folder, if it is finished."""
+    summary = folder / SUMMARY
+    if not summary.is_file():
+        return None
+    log.info("%s is finished already: nothing to resume", folder)
+    return Run(folder, json.loads(summary.read_text(encoding="utf-8")))
+
+
+def _may_change(name: str) -> bool:
+    return name.startswith("runtime.") or name in _OF_READING
+
+
+def _require_same(folder: Path, config: PretrainConfig) -> None:
+    """Refuse to go on with a run under a configuration that would make it another."""
+    for name, before, now in differing(load_config(folder / CONFIG), config):
+        if not _may_change(name):
+            raise ConfigError(
+                f"{folder} was begun with {name} {before}, not {now}; only runtime.* and {', '.join(_OF_READING)} can "
+                "change: leave it as it was, or choose another --name"
+            )
 
 
 def _mean(rows: list[dict[str, float]], name: str) -> float:
