@@ -43,10 +43,10 @@ class Parser(ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, **kwargs: Any) -> Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parse words."""
-        return super().parse_args(self._written_out(sys.argv[1:] if args is None else args), **kwargs)
+        return super().parse_args(self.written_out(sys.argv[1:] if args is None else args), **kwargs)
 
-    def _written_out(self, words: Sequence[str]) -> list[str]:
-        """Short names, switches and lists as jsonargparse wants them."""
+    def written_out(self, words: Sequence[str]) -> list[str]:
+        """Words with short names, switches and lists as jsonargparse wants them."""
         result: list[str] = []
         for place, word in enumerate(words):
             option, given, value = word.partition("=")

@@ -266,7 +266,12 @@ def _pretrain(words: list[str]) -> None:
     # The processes of further devices run this command too, and have nothing to add to what the first one says.
     console = Console(soft_wrap=True, quiet=not is_first_process())
     log_to(console)
-    parser = ConfigParser(prog="cribo pretrain", description=_PRETRAIN_HELP, usage="cribo pretrain [options]")
+    parser = ConfigParser(
+        prog="cribo pretrain",
+        description=_PRETRAIN_HELP,
+        usage="cribo pretrain [options]",
+        short={"--on_nonfinite": "--runtime.on_nonfinite"},
+    )
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of run folders")
     parser.add_argument("--name", type=str, help="of this run; the preset's, numbered, by default")
     parser.add_argument(
@@ -295,7 +300,7 @@ def _pretrain(words: list[str]) -> None:
         from cribo.pretraining.run import latest_run, overrides_in, resume
 
         folder = latest_run(parsed.out) if parsed.resume == "latest" else Path(parsed.resume)
-        run = resume(folder, overrides=overrides_in(words), console=console)
+        run = resume(folder, overrides=overrides_in(parser.written_out(words)), console=console)
     else:
         config = config_from(parsed)
         from cribo.pretraining.run import pretrain

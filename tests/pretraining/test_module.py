@@ -247,10 +247,11 @@ class Poison(L.Callback):
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_saved(
     tiny: Tiny, train: Train, tmp_path: Any, log_every: int
 ) -> None:
-    config = tiny({"runtime.checkpoint_every": 2, "runtime.log_every": log_every})
+    changes = {"runtime.checkpoint_every": 2, "runtime.log_every": log_every, "runtime.on_nonfinite": "stop"}
+    config = tiny(changes)
     with pytest.raises(NonFiniteLoss, match="the loss image was not finite at step 5") as caught:
         train(config, callbacks=[Poison(5)])
-    assert (caught.value.loss, caught.value.step) == ("image", 5)
+    assert (caught.value.what, caught.value.step) == ("the loss image", 5)
     path = last_checkpoint(tmp_path / "run")
     assert path is not None
     assert path.name == "step=00000004.ckpt"

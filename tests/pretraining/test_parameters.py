@@ -5,7 +5,7 @@ from torch import nn
 from cribo.models import build_backbone
 from cribo.pretraining.config import HeadConfig, OptimConfig
 from cribo.pretraining.network import Network
-from cribo.pretraining.parameters import clip_each, drop_gradients, parameter_groups
+from cribo.pretraining.parameters import RunningStatistics, clip_each, drop_gradients, norms, parameter_groups
 
 SMALL = {"patch_size": 8, "depth": 3, "embed_dim": 32, "num_heads": 2}
 
@@ -83,28 +83,21 @@ def test_layer_decay_falls_through_the_stages_of_a_convolutional_network(name: s
 
 def test_clipping_scales_each_tensor_by_its_own_norm() -> None:
     large, small = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(3))
-    without = nn.Parameter(torch.zeros(3))
     large.grad, small.grad = torch.full((2, 2), 3.0), torch.tensor([0.1, 0.0, 0.2])
-    clip_each([large, small, without], 0.3)
+    clip_each([large.grad, small.grad], norms([large.grad, small.grad]), 0.3)
     assert large.grad.norm() == pytest.approx(0.3, rel=1e-5)
     torch.testing.assert_close(large.grad, torch.full((2, 2), 0.15), rtol=1e-5, atol=0)
     assert small.grad.tolist() == pytest.approx([0.1, 0.0, 0.2])
-    assert without.grad is None
 
 
 def test_clipping_is_the_formula_for_every_tensor_of_a_network() -> None:
     student = network()
     generator = torch.Generator().manual_seed(0)
-    for parameter in student.parameters():
-        parameter.grad = 0.1 * torch.randn(parameter.shape, generator=generator)
-    expected = [
-        p.grad * min(1.0, 0.3 / (float(p.grad.norm()) + 1e-6)) for p in student.parameters() if p.grad is not None
-    ]
-    clip_each(student.parameters(), 0.3)
-    found = [parameter.grad for parameter in student.parameters()]
-    for gradient, value in zip(found, expected, strict=True):
+    gradients = [0.1 * torch.randn(parameter.shape, generator=generator) for parameter in student.parameters()]
+    expected = [gradient * min(1.0, 0.3 / (float(gradient.norm()) + 1e-6)) for gradient in gradients]
+    clip_each(gradients, norms(gradients), 0.3)
+    for gradient, value in zip(gradients, expected, strict=True):
         torch.testing.assert_close(gradient, value, rtol=1e-5, atol=1e-8)
-    clip_each([nn.Parameter(torch.zeros(2))], 0.3)  # nothing has a gradient
 
 
 def test_dropped_gradients_leave_nothing_for_the_optimiser() -> None:
@@ -116,3 +109,19 @@ def test_dropped_gradients_leave_nothing_for_the_optimiser() -> None:
     assert torch.equal(dropped, torch.ones(2, 2))
     assert dropped not in optimiser.state
     assert kept in optimiser.state
+
+
+def test_statistics_of_batch_norms_are_put_back_where_that_is_due() -> None:
+    norm = nn.BatchNorm2d(3)
+    statistics = RunningStatistics([nn.Sequential(nn.Conv2d(3, 3, 1), norm)])
+    norm(torch.randn(4, 3, 2, 2))
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    mean, variance = norm.running_mean.clone(), norm.running_var.clone()
+    for bad, images in ((False, torch.randn(4, 3, 2, 2)), (True, torch.full((4, 3, 2, 2), torch.nan))):
+        statistics.keep()
+        norm(images)
+        statistics.put_back(torch.tensor(bad))
+        assert torch.equal(norm.running_mean, mean) == bad
+        assert torch.equal(norm.running_var, variance) == bad
+        mean, variance = norm.running_mean.clone(), norm.running_var.clone()

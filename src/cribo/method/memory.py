@@ -186,6 +186,8 @@ class MemoryBank:
     def push(self, objects: Float[Tensor, "2 r d"], images: Int[Tensor, " r"], counts: Sequence[int]) -> None:
         """Remember a batch's objects, forgetting the oldest images beyond `num_images`.
 
+        Objects that are not finite are remembered as zeros.
+
         Args:
             objects: (2, R, D) unnormalised, image after image.
             images: (R,) image of each object.
@@ -206,7 +208,9 @@ class MemoryBank:
             expired = self._counts.popleft()
             self._oldest = (self._oldest + expired) % self.capacity
             self._length -= expired
-        stored = self._in_range(objects).to(self._rows.dtype)
+        # An object that is not finite, of a step that will be left out, is remembered as one that resembles nothing.
+        finite = objects.isfinite().all(dim=-1, keepdim=True)
+        stored = self._in_range(objects.where(finite, 0)).to(self._rows.dtype)
         norms = torch.stack([inverse_norms(view) for view in stored])
         self._append(stored, norms, images, counts)
 

@@ -27,7 +27,7 @@ from cribo.sealing import Damaged, Seal, SealingWriter, check_seal, read_seal
 log = logging.getLogger("cribo")
 
 # Of what a checkpoint holds; to be raised when an older version could not go on from it.
-FORMAT = 1
+FORMAT = 2
 # Without these a run cannot go on.
 _CONTENT = ("state_dict", "optimizer_states", "loops", "callbacks", "global_step", "cribo")
 _NAME = re.compile(r"step=(\d+)\.ckpt")
@@ -301,12 +301,41 @@ class Checkpoints(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save when it is time, or time to try again."""
-        step = trainer.global_step
-        if step % self.every_steps and step != self._retry_step:
+        if not self.is_due(trainer.global_step):
             return
         failure = self._save(trainer)
-        if failure is not None and step < trainer.max_steps:  # at the end it is tried once more at once
+        if failure is not None and trainer.global_step < trainer.max_steps:  # at the end it is tried again at once
             self._try_later(trainer, failure)
+
+    def is_due(self, step: int) -> bool:
+        """Whether one is saved after this many steps."""
+        return step % self.every_steps == 0 or step == self._retry_step
+
+    def roll_back(self, trainer: L.Trainer) -> int | None:
+        """Take weights, optimiser, centres and bank from the last good checkpoint; steps go on being counted.
+
+        To be called on all processes.
+
+        Returns:
+            the step it is of; None if there is none yet, and nothing has changed.
+
+        Raises:
+            FolderError: there are checkpoints, and none is good; or not all processes see the same.
+        """
+        files = checkpoint_files(self.folder)
+        path = _agreed_checkpoint(
+            self.folder, last_checkpoint(self.folder) if trainer.is_global_zero else next(iter(files), None)
+        )
+        if path is None:
+            return None
+        _io(trainer).path = path
+        strategy, module = trainer.strategy, trainer.lightning_module
+        assert isinstance(module, PretrainingModule)
+        content = strategy.load_checkpoint(path)
+        strategy.load_model_state_dict(content)
+        strategy.load_optimizer_state_dict(content)
+        module.take_back(content)
+        return _step(path)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save where the run ended, so that it can be looked at or continued."""
@@ -320,7 +349,6 @@ class Checkpoints(L.Callback):
         """Save in all processes, or learn in all of them why it failed this time."""
         module = trainer.lightning_module
         assert isinstance(module, PretrainingModule)
-        module.check_finite()  # weights that a bad loss has touched are not worth keeping
         module.check_weights()
         path = self._path(trainer)
         with _io(trainer).failures_kept() as failures:

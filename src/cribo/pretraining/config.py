@@ -13,6 +13,7 @@ ClusteringName = Literal["sinkhorn", "kmeans"]
 Centring = Literal["mean", "sinkhorn"]
 Compile = Literal["none"] | CompileMode
 BankPlacement = Literal["replicated", "sharded"]
+OnNonFinite = Literal["skip", "rollback", "stop"]
 Precision = Literal["64-true", "32-true", "bf16-mixed", "16-mixed"]
 
 
@@ -240,6 +241,10 @@ class RuntimeConfig:
             64-true, when not given. What clustering and matching find is that of float32.
         bank: of several devices, `replicated`: each holds the whole memory bank; `sharded`: each holds a share, with
             the same results, less memory and about twice the exchange between them.
+        on_nonfinite: what follows a step whose losses or gradients are infinite or not a number; its update is left out
+            in any case. `skip` goes on, with a warning; `rollback` takes weights, optimiser, centres and bank from the
+            last checkpoint, and goes on with the next images; `stop` ends the run. Fifty such steps in a row, or
+            three returns to one checkpoint, always do.
         threads: of a CPU run; torch's choice when not given.
         log_every: steps between two logged rows.
         checkpoint_every: steps between two checkpoints; one is also written at the end of the run.
@@ -253,6 +258,7 @@ class RuntimeConfig:
     compile: Compile | bool = "none"
     tf32: bool | None = None
     bank: BankPlacement = "replicated"
+    on_nonfinite: OnNonFinite = "skip"
     threads: int | None = None
     log_every: int = 10
     checkpoint_every: int = 1000

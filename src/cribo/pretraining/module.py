@@ -1,5 +1,6 @@
 """The training step under Lightning: objective, backward, update, moving average, banks and centres."""
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -21,8 +22,9 @@ from cribo.pretraining.config import PretrainConfig, resolve_bank_images
 from cribo.pretraining.laps import Laps
 from cribo.pretraining.network import Network
 from cribo.pretraining.objective import LOSSES, Objective, Objects, Result, prototype_entropy
-from cribo.pretraining.parameters import clip_each, drop_gradients, parameter_groups
+from cribo.pretraining.parameters import RunningStatistics, clip_each, drop_gradients, norms, parameter_groups
 from cribo.pretraining.schedules import Schedules, StepValues
+from cribo.pretraining.sums import LeftOut, RunningSums
 
 # Rows that the collapse watch looks at: enough for a mean, few against the batch.
 _WATCHED_ROWS = 256
@@ -32,7 +34,9 @@ class PretrainingModule(L.LightningModule):
     """Student and teacher, banks and centres, and what happens to them in one optimiser step.
 
     One call of `training_step` is one optimiser step, whatever the number of micro-batches: everything that is
-    updated (banks, centres, teacher) is updated once, at its end.
+    updated (banks, centres, teacher) is updated once, at its end. Where gradients are not finite, the optimiser leaves
+    the update out, on the device and without anybody's waiting for it; centres, statistics and banks take up what is
+    finite alone. So the state stays sound, and `left_out_steps` tells later what happened.
 
     Args:
         config: of the run.
@@ -63,8 +67,9 @@ class PretrainingModule(L.LightningModule):
         self._restored_bank: dict[str, Any] | None = None
         self._objective: Objective | None = None
         self.num_images = num_images
-        self._sums: Tensor | None = None
-        self._first_bad = torch.empty(0)
+        self._sums: RunningSums | None = None
+        self._restored_sums: dict[str, Any] | None = None
+        self._left_out = torch.zeros((), dtype=torch.bool)  # whether the last update was
         self._last: Result | None = None
         self.laps = Laps()
 
@@ -72,9 +77,8 @@ class PretrainingModule(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW over the parameter groups; the schedules set its rates at every step."""
-        # The fused kernel refuses the loss scaling of 16-bit floats together with clipping between the two.
-        fused = self.device.type in ("cpu", "cuda") and self.config.runtime.precision != "16-mixed"
-        return torch.optim.AdamW(parameter_groups(self.student, self.config.optim), lr=0.0, fused=fused)
+        # The fused kernel alone can leave an update out by a flag on the device.
+        return torch.optim.AdamW(parameter_groups(self.student, self.config.optim), lr=0.0, fused=True)
 
     def on_fit_start(self) -> None:
         """Allocate the banks on the device, and fill them if a checkpoint was loaded."""
@@ -90,8 +94,12 @@ class PretrainingModule(L.LightningModule):
             if self._restored_bank is not None:
                 self.bank.load_state_dict(self._restored_bank)
                 self._restored_bank = None
-        if self._sums is not None:
-            self._sums, self._first_bad = self._sums.to(self.device), self._first_bad.to(self.device)
+        share = 1 / self.trainer.world_size
+        self._sums = RunningSums(self.image_centre.value, share=share, gather=self._gather)
+        if self._restored_sums is not None:
+            self._sums.load_state_dict(self._restored_sums, is_first=self.trainer.is_global_zero)
+            self._restored_sums = None
+        self._statistics = RunningStatistics((self.student, self.teacher))
         mode = self.config.runtime.compile_mode
         if mode is not None:
             self.student.backbone.compile(mode)
@@ -142,6 +150,7 @@ class PretrainingModule(L.LightningModule):
             group["weight_decay"] = values.weight_decay * group["decay"]
 
         optimizer.zero_grad()
+        self._statistics.keep()
         results: list[Result] = []
         objects: _GatheredObjects | None = None
         for part in batch.split(optim.micro_batches):
@@ -161,6 +170,7 @@ class PretrainingModule(L.LightningModule):
             self.laps("backbone, backward")
             result.losses = {name: loss.detach() for name, loss in result.losses.items()}
         optimizer.step()
+        self._statistics.put_back(self._left_out)
         self.laps("optimiser")
         # Inside a step the centres, the banks and the teacher stay as they were at its start.
         self._update_centres(results)
@@ -175,10 +185,15 @@ class PretrainingModule(L.LightningModule):
         self.laps.end_step()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clip, then freeze; gradients are unscaled here whatever the precision."""
+        """Look whether all is finite, clip, then freeze; gradients are unscaled here whatever the precision."""
         optim = self.config.optim
+        gradients = [p.grad for p in self.student.parameters() if p.grad is not None]
+        lengths = norms(gradients)
+        self._left_out = ~lengths.isfinite().all()
+        fused: Any = optimizer  # whose documentation does not name it: torch.amp.GradScaler sets it in the same way
+        fused.found_inf = self._left_out.float()
         if optim.clip is not None:
-            clip_each(self.student.parameters(), optim.clip)
+            clip_each(gradients, lengths, optim.clip)
         if self.epoch < optim.freeze_last_layers_epochs:
             drop_gradients(self.student.last_layers)
         if self.epoch < optim.freeze_backbone_epochs:
@@ -190,9 +205,8 @@ class PretrainingModule(L.LightningModule):
         sums = []
         for name in ("teacher_images", "teacher_objects"):
             embeddings = torch.cat([getattr(result, name) for result in results])
-            # Filled on the device: a number that is copied there would wait for all that is under way.
-            count = embeddings.new_full((1,), embeddings.shape[0], dtype=torch.float32)
-            sums.append(torch.cat((embeddings.sum(dim=0), count)))
+            finite = embeddings.isfinite().all(dim=1, keepdim=True)
+            sums.append(torch.cat((embeddings.where(finite, 0).sum(dim=0), finite.sum(dim=0))))
         centres = (
             (self.image_centre, self.teacher.image_prototypes),
             (self.object_centre, self.teacher.object_prototypes),
@@ -217,40 +231,25 @@ class PretrainingModule(L.LightningModule):
 
     # ------------------------------------------------------------------------------------------------ numbers
 
+    @property
+    def sums(self) -> RunningSums:
+        """What the steps gave since it was last read; there is something while training."""
+        assert self._sums is not None
+        return self._sums
+
     def _note(self, batch: ViewPairs, results: list[Result]) -> None:
         """Add a step to the running sums. They stay on the device until somebody reads them."""
         losses = torch.stack([torch.stack([r.losses[name] for r in results]).mean() for name in LOSSES])
         valid = sum((r.matches.valid.sum() for r in results if r.matches is not None), start=losses.new_zeros(()))
         kept = sum(sum(r.objects.counts) for r in results if r.objects is not None)
-        if self._sums is None:
-            self._sums = losses.new_zeros(len(LOSSES) + 4)
-            self._first_bad = torch.full_like(losses, -1)
-        share = 1 / self.trainer.world_size
-        extra = torch.stack((valid, *(losses.new_full((), value) for value in (kept, len(batch), share))))
-        self._sums += torch.cat((share * losses, extra))
-        new = ~losses.isfinite() & (self._first_bad < 0)
-        self._first_bad = torch.where(new, float(self.step - 1), self._first_bad)
+        # Losses that are scaled too much for 16 bits are how their scale is found.
+        expected = self.config.runtime.precision == "16-mixed"
+        self.sums.add(self.step - 1, losses, (valid, kept, len(batch)), left_out=self._left_out, expected=expected)
         self._last = results[-1]
 
-    def _over_devices(self) -> tuple[Tensor, Tensor]:
-        """The running sums, added up, and the step at which each loss was first seen not to be finite on any device.
-
-        Devices that decide by them decide together: one that stops alone leaves the others waiting for it.
-        """
-        assert self._sums is not None
-        parts = self._gather(torch.cat((self._sums, self._first_bad)))
-        sums, first_bad = parts.split((len(self._sums), len(LOSSES)), dim=1)
-        first_bad = first_bad.where(first_bad >= 0, torch.inf).amin(dim=0)
-        return sums.sum(dim=0), first_bad.where(first_bad.isfinite(), -1)
-
-    def check_finite(self) -> None:
-        """Refuse to go on from a loss that is not finite on any device. Reads the device; to be called on all.
-
-        Raises:
-            NonFiniteLoss: naming the loss and the first step at which it was seen.
-        """
-        if self._sums is not None:
-            _refuse(self._over_devices()[1])
+    def left_out_steps(self) -> LeftOut:
+        """The steps since the last call whose update was left out. Reads the device; to be called on all."""
+        return self.sums.read_left_out()
 
     def check_weights(self) -> None:
         """Refuse weights that are not finite: the last step broke them, whatever its losses were.
@@ -262,34 +261,30 @@ class PretrainingModule(L.LightningModule):
         """
         finite = torch.stack([p.detach().isfinite().all() for p in self.student.parameters()]).all()
         if not self._gather(finite.float()).all():
-            raise NonFiniteLoss(None, self.step - 1)
+            raise NonFiniteLoss("the student's weights", self.step - 1)
 
     def read_metrics(self) -> dict[str, float]:
         """Means over the steps since the last reading, the schedules' values, and the collapse watch.
 
         Reads the device: call it now and then, on all devices. The watch sees the last micro-batch of this one.
-
-        Raises:
-            NonFiniteLoss: as `check_finite`.
+        Steps that were left out are counted and in no mean; if all were, there is none.
         """
-        sums, first_bad = self._over_devices()
-        _refuse(first_bad)
-        *losses, valid, kept, images, steps = sums.tolist()
-        means = {f"loss_{name}": loss / steps for name, loss in zip(LOSSES, losses, strict=True)}
+        means, counts = self.sums.read()
         values = self.schedules.at(self.step - 1)
-        metrics = {
-            "loss": sum(means.values()),
-            **means,
-            "bootstrapping_ratio": valid / (2 * kept) if kept else 0.0,
-            "objects_per_image": kept / images,
+        metrics = {f"loss_{name}": loss for name, loss in means.items()}
+        if means:
+            metrics["loss"] = sum(means.values())
+            metrics["bootstrapping_ratio"] = counts["valid"] / (2 * counts["kept"]) if counts["kept"] else 0.0
+            metrics["objects_per_image"] = counts["kept"] / counts["images"]
+        return {
+            **metrics,
+            "steps_left_out": counts["left_out"],
             "lr": values.lr,
             "weight_decay": values.weight_decay,
             "momentum": values.momentum,
             "teacher_temperature": values.teacher_temperature,
-            **self._watch(values),
+            **{name: value for name, value in self._watch(values).items() if math.isfinite(value)},
         }
-        self._sums = None
-        return metrics
 
     @torch.no_grad()
     def _watch(self, values: StepValues) -> dict[str, float]:
@@ -313,11 +308,9 @@ class PretrainingModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the bank, which is no registered state, and what the run was."""
-        sums, first_bad = (None, self._first_bad) if self._sums is None else self._over_devices()
         checkpoint["cribo"] = {
             "bank": self.bank.state_dict() if self.bank is not None else None,
-            "sums": sums,
-            "first_bad": first_bad,
+            "sums": self.sums.state_dict(),
             "config": asdict(self.config),
             "backbone": describe(self.teacher.backbone),  # for those who evaluate a run before it is finished
             "num_images": self.num_images,
@@ -331,10 +324,13 @@ class PretrainingModule(L.LightningModule):
                 f"the run was trained on {state['num_images']} images, data.root now has {self.num_images}: its "
                 "schedules would change; restore the images, or start a new run"
             )
-        self._restored_bank = state["bank"]
-        self._sums, self._first_bad = state["sums"], state["first_bad"]
-        if self._sums is not None and self.trainer.global_rank > 0:
-            self._sums = torch.zeros_like(self._sums)  # they are those of all devices, and will be added up again
+        self._restored_bank, self._restored_sums = state["bank"], state["sums"]
+
+    def take_back(self, checkpoint: dict[str, Any]) -> None:
+        """While training, take up a checkpoint's bank in place of this one, and forget what the steps since gave."""
+        if self.bank is not None:
+            self.bank.load_state_dict(checkpoint["cribo"]["bank"])
+        self.sums.forget()
 
 
 class _GatheredObjects:
@@ -365,23 +361,26 @@ class _GatheredObjects:
         return objects, send(image_of_each, objects.device), counts.flatten().tolist()
 
 
-def _refuse(first_bad: Tensor) -> None:
-    for name, step in zip(LOSSES, first_bad.tolist(), strict=True):
-        if step >= 0:
-            raise NonFiniteLoss(name, int(step))
+def not_finite(what: str, step: int) -> str:
+    """That a loss, or the gradients or weights, were so."""
+    return f"{what} {'was' if what.startswith('the loss') else 'were'} not finite at step {step}"
 
 
 class NonFiniteLoss(Stopped):
-    """A loss became infinite or not a number, or the weights did (`loss` is None)."""
+    """A loss, the gradients or the weights became infinite or not a number.
+
+    Attributes:
+        what: of these it was.
+        step: at which that was first seen, from 0.
+    """
 
     everywhere = True
 
-    def __init__(self, loss: str | None, step: int) -> None:
-        what = "the student's weights were" if loss is None else f"the loss {loss} was"
+    def __init__(self, what: str, step: int, more: str = "") -> None:
         super().__init__(
-            f"{what} not finite at step {step}: nothing was saved since. Start a new run with a "
-            "lower optim.lr, a longer optim.warmup_epochs or optim.clip 0.3; or, if runtime.precision is 16-mixed, go "
-            "on from the last checkpoint with --resume and --runtime.precision bf16-mixed"
+            f"{not_finite(what, step)}{more}. The last checkpoint is sound: go on from it with --resume and "
+            "--on_nonfinite skip, or, if runtime.precision is 16-mixed, with --runtime.precision bf16-mixed; or start "
+            "a new run with a lower optim.lr, a longer optim.warmup_epochs or optim.clip 0.3"
         )
-        self.loss = loss
+        self.what = what
         self.step = step

@@ -33,6 +33,7 @@ COLUMNS: tuple[str, ...] = (
     "loss_cross_image",
     "bootstrapping_ratio",
     "objects_per_image",
+    "steps_left_out",
     "lr",
     "weight_decay",
     "momentum",

@@ -1,10 +1,12 @@
-"""Parameter groups, frozen parts and gradient clipping (METHOD section 5)."""
+"""Parameter groups, frozen parts, gradient clipping (METHOD section 5), and statistics of batch norms."""
 
 import re
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from cribo.pretraining.config import OptimConfig
 from cribo.pretraining.network import Network
@@ -40,13 +42,48 @@ def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 @torch.no_grad()
-def clip_each(parameters: Iterable[nn.Parameter], limit: float) -> None:
-    """Scale each gradient tensor whose own norm exceeds `limit` down to it, without a synchronisation."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if gradients:
-        norms = torch.stack(torch._foreach_norm(gradients))  # pyright: ignore[reportPrivateImportUsage]
-        scales = (limit / (norms + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(gradients, list(scales.unbind()))  # pyright: ignore[reportPrivateImportUsage]
+def norms(tensors: list[Tensor]) -> Float[Tensor, " n"]:
+    """The Euclidean norm of each tensor, without waiting for the device."""
+    return torch.stack(torch._foreach_norm(tensors))  # pyright: ignore[reportPrivateImportUsage]
+
+
+@torch.no_grad()
+def clip_each(gradients: list[Tensor], lengths: Float[Tensor, " n"], limit: float) -> None:
+    """Scale each gradient tensor whose own norm exceeds `limit` down to it, without waiting for the device.
+
+    Args:
+        gradients: at least one.
+        lengths: their norms.
+        limit: the largest norm.
+    """
+    scales = (limit / (lengths + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, list(scales.unbind()))  # pyright: ignore[reportPrivateImportUsage]
+
+
+class RunningStatistics:
+    """The running mean and variance of all batch norms of some modules, which can be put back to where they were.
+
+    Nothing waits for the device.
+
+    Args:
+        modules: searched for batch norms.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        layers = [m for module in modules for m in module.modules() if isinstance(m, _BatchNorm)]
+        self._now = [t for m in layers for t in (m.running_mean, m.running_var) if t is not None]
+        self._before: list[Tensor] = []
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Remember them as they are."""
+        self._before = [values.clone() for values in self._now]
+
+    @torch.no_grad()
+    def put_back(self, condition: Tensor) -> None:
+        """Put them back where a condition, a boolean scalar on the device, is true."""
+        for values, before in zip(self._now, self._before, strict=True):
+            values.copy_(torch.where(condition, before, values))
 
 
 # What timm's networks call their blocks: blocks.3, stages.2.blocks.1, stages.2.downsample, layer4.0, ...

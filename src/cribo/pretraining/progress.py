@@ -98,8 +98,8 @@ def describe(row: dict[str, float]) -> str:
         return ""
     numbers = [f"{row['images_per_second']:.0f} img/s"]
     for name, label in (("image", "image"), ("cross_view", "cross-view"), ("cross_image", "cross-image")):
-        if row[f"loss_{name}"]:
+        if row.get(f"loss_{name}"):
             numbers.append(f"{label} {row[f'loss_{name}']:.2f}")
-    if row["objects_per_image"]:
+    if row.get("objects_per_image"):
         numbers.append(f"bootstrapped {row['bootstrapping_ratio']:.0%}")
     return " · ".join(numbers)

@@ -29,6 +29,7 @@ from cribo.pretraining.footprint import peak_rss_bytes
 from cribo.pretraining.interruption import Interrupted, Interruption
 from cribo.pretraining.lock import run_lock
 from cribo.pretraining.monitoring import Metrics, UnreadableImages, Watch
+from cribo.pretraining.nonfinite import NonFiniteSteps
 from cribo.pretraining.presets import DEFAULT_PRESET, config_name, differing, dump_config, load_config
 from cribo.pretraining.progress import RunProgress
 from cribo.pretraining.report import write_report
@@ -98,7 +99,7 @@ def pretrain(
 
     Raises:
         ValueError: the configuration, the data, the backbone or the run folder cannot be used.
-        NonFiniteLoss: training diverged; the last good checkpoint is kept.
+        NonFiniteLoss: training diverged, more than runtime.on_nonfinite allows; the last checkpoint is sound.
         Interrupted: SIGTERM or SIGUSR1 came; a checkpoint was written. (Ctrl-C is a KeyboardInterrupt.)
         TooManyUnreadable: the data is broken.
 
@@ -304,21 +305,24 @@ class _Training:
         )
         watch = Watch(metrics, config)
         score = RetrievalScore(session.score_data, config, metrics) if session.score_data is not None else None
-        # Metrics first: the others look at its latest row. Checkpoints last: they hold what the others did.
-        callbacks: list[Callback] = [metrics, unreadable, watch]
-        callbacks += [score] if score is not None else []
-        callbacks += [RunProgress(metrics, self.console), *self.callbacks]
+        # Metrics before those that look at its latest row. Checkpoints last: they hold what the others did.
         checkpoints = Checkpoints(
             folder,
             every_steps=config.runtime.checkpoint_every,
             keep=config.runtime.keep_checkpoints,
             resume_from=checkpoint,
         )
+        nonfinite = NonFiniteSteps(config.runtime.on_nonfinite, checkpoints, every_steps=config.runtime.log_every)
+        callbacks: list[Callback] = [nonfinite, metrics, unreadable, watch]
+        callbacks += [score] if score is not None else []
+        callbacks += [RunProgress(metrics, self.console), *self.callbacks]
         advice = f"continue with --resume {folder}"
-        callbacks += [
-            checkpoints,
-            Interruption(lambda trainer: checkpoints.on_train_end(trainer, module), advice=advice),
-        ]
+
+        def save(trainer: L.Trainer) -> None:
+            nonfinite.settle(trainer)
+            checkpoints.on_train_end(trainer, module)
+
+        callbacks += [checkpoints, Interruption(save, advice=advice)]
         with quiet_lightning():
             trainer = session.trainer(folder, callbacks, module.schedules.total_steps)
             try:
@@ -344,6 +348,8 @@ class _Training:
             },
             "bootstrapping_ratio": metrics.latest.get("bootstrapping_ratio", 0.0),
             "unreadable_images": len(unreadable.reasons),
+            "steps_left_out": nonfinite.left_out,
+            "returns_to_checkpoints": [{"step": step, "to": to} for step, to in nonfinite.returns],
             "warnings": [{"step": step, "text": text} for step, text in watch.warnings],
             "versions": {"torch": torch.__version__, "lightning": L.__version__},
         }

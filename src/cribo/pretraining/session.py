@@ -32,6 +32,7 @@ from cribo.pretraining.allocator import keep_freed_memory
 from cribo.pretraining.checkpoints import WholeFileCheckpointIO
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule
+from cribo.pretraining.nonfinite import LossScaling
 from cribo.pretraining.score import open_score_data
 
 # Composing a scene costs more than its crops; a worker keeps this much of them.
@@ -139,7 +140,7 @@ class Session:
             devices=runtime.devices,
             num_nodes=runtime.num_nodes,
             strategy=self._strategy(),
-            precision=None if runtime.precision == "64-true" else runtime.precision,
+            precision=None if runtime.precision in ("64-true", "16-mixed") else runtime.precision,
             max_steps=max_steps,
             max_epochs=-1,
             callbacks=list(callbacks),
@@ -199,6 +200,8 @@ class Session:
             plugins.append(_SyncBatchNorm())
         if self.config.runtime.precision == "64-true":
             plugins.append(_Double())
+        if self.config.runtime.precision == "16-mixed":
+            plugins.append(LossScaling("cuda" if self._accelerator() == "gpu" else self._accelerator()))
         return plugins
 
     def _accelerator(self) -> str:
