@@ -5,7 +5,8 @@ from torch import nn
 from cribo.models import build_backbone
 from cribo.pretraining.config import HeadConfig, OptimConfig
 from cribo.pretraining.network import Network
-from cribo.pretraining.parameters import RunningStatistics, clip_each, drop_gradients, norms, parameter_groups
+from cribo.pretraining.parameters import RunningStatistics, clip_each, drop_gradients, parameter_groups
+from cribo.pretraining.shares import norms
 
 SMALL = {"patch_size": 8, "depth": 3, "embed_dim": 32, "num_heads": 2}
 

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
@@ -68,6 +69,13 @@ callbacks = [Poison()]
 """
 
 
+# In place of the beginning of a run, its continuation.
+RESUME = """
+run.resume(f"{out}/{name}", overrides={"runtime.devices": %d, "runtime.strategy": "%s"})
+sys.exit()
+"""
+
+
 def free_port() -> str:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -103,6 +111,17 @@ class Runs:
             for code, said in self.train(processes, config):
                 assert code == 0, said[-5000:]
         return self.folder / name
+
+    def resume(self, folder: Path, processes: int, strategy: str) -> Path:
+        """What becomes of a run that was ended after half of its steps, and goes on like this."""
+        name = f"{folder.name}-{processes}-{strategy}"
+        half = self.folder / name
+        (half / "checkpoints").mkdir(parents=True)
+        shutil.copy(folder / "config.yaml", half)
+        shutil.copy(checkpoint_path(folder, STEPS // 2), half / "checkpoints")
+        for code, said in self.train(processes, self.folder / f"{name}.yaml", RESUME % (processes, strategy)):
+            assert code == 0, said[-5000:]
+        return half
 
     def train(self, processes: int, config: Path, prelude: str = "") -> list[tuple[int | None, str]]:
         """How each process ended, and what it said."""
@@ -142,11 +161,15 @@ class State:
     bank: dict[str, Tensor]
 
 
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / f"step={step:08d}.ckpt"
+
+
 def states(folder: Path) -> list[State]:
     """After each step."""
     found = []
     for step in range(1, STEPS + 1):
-        checkpoint = torch.load(folder / "checkpoints" / f"step={step:08d}.ckpt", weights_only=False)
+        checkpoint = torch.load(checkpoint_path(folder, step), weights_only=False)
         own = checkpoint["cribo"]
         bank = {name: torch.as_tensor(value) for name, value in own["bank"].items()}
         found.append(State(own["sums"]["values"], checkpoint["state_dict"], bank))
@@ -206,6 +229,65 @@ def test_a_run_does_not_depend_on_its_spread(
         "optim__micro_batches": micro_batches,
     }
     assert_same(runs(1, **changes), runs(processes, **changes), precision)
+
+
+@pytest.mark.parametrize(
+    ("processes", "centring", "micro_batches"),
+    [(2, "mean", 2), pytest.param(4, "sinkhorn", 1, marks=pytest.mark.slow)],
+)
+def test_a_run_with_networks_in_shares_is_the_same(
+    runs: Runs, processes: int, centring: str, micro_batches: int
+) -> None:
+    changes = {
+        "runtime__precision": "64-true",
+        "losses__centring": centring,
+        "optim__micro_batches": micro_batches,
+    }
+    assert_same(runs(1, **changes), runs(processes, **changes, runtime__strategy="fsdp"), "64-true")
+
+
+def assert_same_checkpoint(a: Any, b: Any, tolerance: float, name: str = "") -> None:
+    """The same entries, in the same order and of the same types, tensors up to a tolerance."""
+    assert type(a) is type(b), name
+    if isinstance(a, dict):
+        assert list(a) == list(b), name
+        for key, value in a.items():
+            assert_same_checkpoint(value, b[key], tolerance, f"{name}.{key}")
+    elif isinstance(a, list):
+        assert len(a) == len(b), name
+        for key, value in enumerate(a):
+            assert_same_checkpoint(value, b[key], tolerance, f"{name}.{key}")
+    elif isinstance(a, Tensor):
+        assert a.device == b.device
+        torch.testing.assert_close(b, a, rtol=0, atol=tolerance, msg=lambda m: f"{name}: {m}")
+    else:
+        assert a == b, name
+
+
+def last(folder: Path) -> dict[str, Any]:
+    """The last checkpoint, without what a run is told of the devices."""
+    checkpoint = torch.load(checkpoint_path(folder, STEPS), weights_only=True)
+    del checkpoint["cribo"]["config"], checkpoint["callbacks"]
+    return checkpoint
+
+
+@pytest.mark.parametrize(
+    ("begun", "resumed", "tolerance"),
+    [
+        ((2, "ddp"), (2, "fsdp"), 1e-9),
+        ((2, "fsdp"), (1, "ddp"), 1e-9),
+        ((2, "fsdp"), (2, "fsdp"), 0),
+        pytest.param((2, "fsdp"), (4, "fsdp"), 1e-9, marks=pytest.mark.slow),
+        pytest.param((4, "fsdp"), (2, "ddp"), 1e-9, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_with_networks_in_other_shares(
+    runs: Runs, begun: tuple[int, str], resumed: tuple[int, str], tolerance: float
+) -> None:
+    precision = {"runtime__precision": "64-true"}
+    half = runs(begun[0], **precision, runtime__strategy=begun[1])
+    whole = runs(resumed[0], **precision, runtime__strategy=resumed[1])
+    assert_same_checkpoint(last(whole), last(runs.resume(half, *resumed)), tolerance)
 
 
 def test_a_bank_in_shares_changes_no_bit(runs: Runs) -> None:

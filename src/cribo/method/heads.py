@@ -100,7 +100,11 @@ class PrototypeLayer(nn.Module):
 
     @property
     def weight(self) -> Float[Tensor, "l e"]:
-        """The prototypes: unit directions times their gain, in float32 also under autocast.
+        """The prototypes: unit directions times their gain, in float32 also under autocast."""
+        return self.normalised()
+
+    def normalised(self) -> Float[Tensor, "l e"]:
+        """`weight`, as a method, which FSDP can be told to gather the parameters for.
 
         PyTorch's fused weight normalisation: one pass forward, one backward, and only the directions' norms are kept.
         """

@@ -156,11 +156,15 @@ def _first_line(error: BaseException) -> str:
 class WholeFileCheckpointIO(TorchCheckpointIO):
     """Lightning's checkpoint files, sealed, checked on the disk, and only then moved into place.
 
+    Args:
+        mapped: leave what is loaded in the file, for who copies a part of each tensor only.
+
     Attributes:
         path: of the checkpoint that all processes have agreed on; what Lightning asks for is read otherwise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, mapped: bool = False) -> None:
+        self._mapped = mapped
         self.path: Path | None = None
         self._failures: list[Exception] | None = None
 
@@ -201,7 +205,7 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
         content, failed = {}, None
         try:
             check_checkpoint(path)
-            content = _load(path, mmap=False)
+            content = _load(path, mmap=self._mapped)
         except UnusableCheckpoint as error:
             failed = f"{path} on {socket.gethostname()} cannot be used: {error}"
         failures = [failure for failure in _of_all(failed) if failure]

@@ -14,6 +14,7 @@ Centring = Literal["mean", "sinkhorn"]
 Compile = Literal["none"] | CompileMode
 BankPlacement = Literal["replicated", "sharded"]
 OnNonFinite = Literal["skip", "rollback", "stop"]
+Spread = Literal["ddp", "fsdp"]
 Precision = Literal["64-true", "32-true", "bf16-mixed", "16-mixed"]
 
 
@@ -239,6 +240,9 @@ class RuntimeConfig:
         tf32: compute the losses' products of float32 in TF32 on GPUs: several times faster, and a rounding that is
             finer than that of the 16-bit heads before them. On beside 16-bit precisions, off with 32-true and
             64-true, when not given. What clustering and matching find is that of float32.
+        strategy: of several devices, `ddp`: each holds both networks; `fsdp`: each holds a share of student, teacher,
+            gradients and moments, and gathers a block's weights when it computes. For networks that do not fit
+            otherwise; the run and its checkpoints are the same, with more exchange between devices.
         bank: of several devices, `replicated`: each holds the whole memory bank; `sharded`: each holds a share, with
             the same results, less memory and about twice the exchange between them.
         on_nonfinite: what follows a step whose losses or gradients are infinite or not a number; its update is left out
@@ -257,6 +261,7 @@ class RuntimeConfig:
     precision: Precision = "bf16-mixed"
     compile: Compile | bool = "none"
     tf32: bool | None = None
+    strategy: Spread = "ddp"
     bank: BankPlacement = "replicated"
     on_nonfinite: OnNonFinite = "skip"
     threads: int | None = None

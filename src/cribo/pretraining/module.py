@@ -22,8 +22,10 @@ from cribo.pretraining.config import PretrainConfig, resolve_bank_images
 from cribo.pretraining.laps import Laps
 from cribo.pretraining.network import Network
 from cribo.pretraining.objective import LOSSES, Objective, Objects, Result, prototype_entropy
-from cribo.pretraining.parameters import RunningStatistics, clip_each, drop_gradients, norms, parameter_groups
+from cribo.pretraining.parameters import RunningStatistics, clip_each, drop_gradients, parameter_groups
 from cribo.pretraining.schedules import Schedules, StepValues
+from cribo.pretraining.sharding import ShardedStrategy
+from cribo.pretraining.shares import held, norms
 from cribo.pretraining.sums import LeftOut, RunningSums
 
 # Rows that the collapse watch looks at: enough for a mean, few against the batch.
@@ -79,6 +81,22 @@ class PretrainingModule(L.LightningModule):
         """AdamW over the parameter groups; the schedules set its rates at every step."""
         # The fused kernel alone can leave an update out by a flag on the device.
         return torch.optim.AdamW(parameter_groups(self.student, self.config.optim), lr=0.0, fused=True)
+
+    def configure_model(self) -> None:
+        """Leave this device its share of both networks, where the strategy shares them.
+
+        Weights in float64 are so before a checkpoint is loaded: on the way through float32 it would be rounded.
+        """
+        if self.config.runtime.precision == "64-true":
+            self.double()
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ShardedStrategy):
+            strategy.share(self, self.student, self.teacher)
+
+    def whole_teacher(self) -> Network:
+        """The teacher, or a copy where devices share it, with all its weights on this device. To be called on all."""
+        strategy = self.trainer.strategy
+        return strategy.whole_teacher(self.teacher) if isinstance(strategy, ShardedStrategy) else self.teacher
 
     def on_fit_start(self) -> None:
         """Allocate the banks on the device, and fill them if a checkpoint was loaded."""
@@ -259,7 +277,7 @@ class PretrainingModule(L.LightningModule):
         Raises:
             NonFiniteLoss: naming the step.
         """
-        finite = torch.stack([p.detach().isfinite().all() for p in self.student.parameters()]).all()
+        finite = torch.stack([held(p.detach()).isfinite().all() for p in self.student.parameters()]).all()
         if not self._gather(finite.float()).all():
             raise NonFiniteLoss("the student's weights", self.step - 1)
 

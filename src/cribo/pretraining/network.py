@@ -13,6 +13,7 @@ from cribo.method.products import rows_on_grid
 from cribo.models import Backbone
 from cribo.models.linear import use_onednn
 from cribo.pretraining.config import HeadConfig
+from cribo.pretraining.shares import held
 
 
 class Network(nn.Module):
@@ -62,7 +63,7 @@ class Network(nn.Module):
     def move_towards(self, student: "Network", momentum: float) -> None:
         """Exponential moving average: weights <- momentum * weights + (1 - momentum) * student's."""
         average = get_ema_multi_avg_fn(momentum)
-        average(list(self.parameters()), [p.detach() for p in student.parameters()], 0)
+        average([held(p) for p in self.parameters()], [held(p) for p in student.parameters()], 0)
 
     def embed(self, representations: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows e"]:
         """Unit-length embeddings of image or object representations.

@@ -264,9 +264,17 @@ class Objective:
         self, result: Result, teacher_temperature: float
     ) -> Iterator[tuple[str, Float[Tensor, "r e"], SelfDistillation]]:
         """Name, teacher embeddings and distillation of each level that has rows in a result."""
-        for name, embeddings in (("image", result.teacher_images), ("object", result.teacher_objects)):
-            if embeddings.shape[0] and (name == "object" or self.config.losses.image):
-                yield name, embeddings, self._level(name, embeddings[None], [len(embeddings)], teacher_temperature)
+        config = self.config
+        for name, embeddings, used in (
+            ("image", result.teacher_images, config.losses.image),
+            ("object", result.teacher_objects, config.needs_objects),
+        ):
+            if not used:
+                continue
+            # Without rows, too: other devices may have some, and prototypes that are shared take all to be gathered.
+            level = self._level(name, embeddings[None], [len(embeddings)], teacher_temperature)
+            if embeddings.shape[0]:
+                yield name, embeddings, level
 
     @torch.no_grad()
     def _embed_neighbours(self, matches: Matches, on_its_way: OnItsWay, object_rows: list[int]) -> Targets:

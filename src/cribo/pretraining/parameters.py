@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from cribo.pretraining.config import OptimConfig
 from cribo.pretraining.network import Network
+from cribo.pretraining.shares import held
 
 
 def parameter_groups(student: Network, config: OptimConfig) -> list[dict[str, object]]:
@@ -42,22 +43,18 @@ def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 @torch.no_grad()
-def norms(tensors: list[Tensor]) -> Float[Tensor, " n"]:
-    """The Euclidean norm of each tensor, without waiting for the device."""
-    return torch.stack(torch._foreach_norm(tensors))  # pyright: ignore[reportPrivateImportUsage]
-
-
-@torch.no_grad()
 def clip_each(gradients: list[Tensor], lengths: Float[Tensor, " n"], limit: float) -> None:
     """Scale each gradient tensor whose own norm exceeds `limit` down to it, without waiting for the device.
 
     Args:
-        gradients: at least one.
-        lengths: their norms.
+        gradients: at least one; of those that devices share, each scales its part.
+        lengths: their norms (`shares.norms`).
         limit: the largest norm.
     """
     scales = (limit / (lengths + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, list(scales.unbind()))  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage]
+        [held(gradient) for gradient in gradients], list(scales.unbind())
+    )
 
 
 class RunningStatistics:
@@ -92,16 +89,22 @@ _BLOCK = re.compile(
 )
 
 
+def block_names(names: Iterable[str]) -> list[str]:
+    """The blocks that some parameters of a network belong to, by name, each once.
+
+    Example:
+        >>> block_names(["cls_token", "blocks.0.norm.weight", "blocks.0.norm.bias", "blocks.1.norm.weight"])
+        ['blocks.0', 'blocks.1']
+    """
+    return list(dict.fromkeys(block[0] for name in names if (block := _BLOCK.match(name))))
+
+
 def _layers(names: Sequence[str]) -> dict[str, int]:
     """Each parameter's place: 0 before the blocks, 1, 2, ... inside, the next number after them.
 
     Parameters are named in the order in which they are used.
     """
-    blocks: dict[str, int] = {}
-    for name in names:
-        block = _BLOCK.match(name)
-        if block:
-            blocks.setdefault(block[0], len(blocks) + 1)
+    blocks = {block: place for place, block in enumerate(block_names(names), start=1)}
     layers, begun = {}, False
     for name in names:
         block = _BLOCK.match(name)

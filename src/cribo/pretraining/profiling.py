@@ -247,7 +247,7 @@ def _steady(config: PretrainConfig) -> PretrainConfig:
             optim, batch_size=optim.batch_size // devices, freeze_last_layers_epochs=0, freeze_backbone_epochs=0
         ),
         score=dataclasses.replace(config.score, root=None),
-        runtime=dataclasses.replace(runtime, devices=1, num_nodes=1),
+        runtime=dataclasses.replace(runtime, devices=1, num_nodes=1, strategy="ddp"),
     )
 
 

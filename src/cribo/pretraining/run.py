@@ -363,14 +363,15 @@ class _Training:
                 "curve": [{"step": step, "miou": miou} for step, miou in score.curve],
             }
             baselines = {"before training": score.curve[0][1], "mean colour": mean_colour}
+        teacher = module.whole_teacher()
         if trainer.is_global_zero:
-            save_backbone(module.teacher.backbone, folder)
+            save_backbone(teacher.backbone, folder)
             write_report(
                 folder,
                 config,
                 metrics.rows,
                 module.schedules,
-                module.teacher,
+                teacher,
                 session.dataset,
                 baselines=baselines,
             )

@@ -120,7 +120,7 @@ class RetrievalScore(L.Callback):
     def _take(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(module, PretrainingModule)
         started = time.perf_counter()
-        backbone = module.teacher.backbone
+        backbone = module.whole_teacher().backbone
         untrained = trainer.global_step == 0 and self.config.backbone.pretrained is None
         with calibrated(backbone, self.data.memory, module.device, needed=untrained):
             miou = self._score(backbone_encoder(backbone), module.device)

@@ -17,7 +17,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import DoublePrecision, LayerSync
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from timm.layers.norm_act import convert_sync_batchnorm
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -34,6 +34,7 @@ from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.nonfinite import LossScaling
 from cribo.pretraining.score import open_score_data
+from cribo.pretraining.sharding import ShardedStrategy
 
 # Composing a scene costs more than its crops; a worker keeps this much of them.
 _SCENE_CACHE_BYTES = 256 * 2**20
@@ -195,7 +196,7 @@ class Session:
         return pair_loader(self.dataset, sampler, workers=self.workers, pin_memory=on_gpu)
 
     def _plugins(self) -> list[Any]:
-        plugins: list[Any] = [WholeFileCheckpointIO()]
+        plugins: list[Any] = [WholeFileCheckpointIO(mapped=self.config.runtime.strategy == "fsdp")]
         if self._accelerator() == "gpu":
             plugins.append(_SyncBatchNorm())
         if self.config.runtime.precision == "64-true":
@@ -208,10 +209,12 @@ class Session:
         accelerator = self.config.runtime.accelerator
         return ("gpu" if torch.cuda.is_available() else "cpu") if accelerator == "auto" else accelerator
 
-    def _strategy(self) -> str | DDPStrategy:
+    def _strategy(self) -> str | ParallelStrategy:
         runtime, losses = self.config.runtime, self.config.losses
         if runtime.devices in (1, "1") and runtime.num_nodes == 1:
             return "auto"
+        if runtime.strategy == "fsdp":
+            return ShardedStrategy()
         # Without a loss its last layer has no gradient, nor has a frozen backbone.
         unused = not (losses.image and losses.cross_view) or self.config.optim.freeze_backbone_epochs > 0
         return DDPStrategy(find_unused_parameters=unused, broadcast_buffers=False)
@@ -238,7 +241,12 @@ def open_source(config: PretrainConfig) -> ImageSource:
 
 
 def _require_shareable(config: PretrainConfig, devices: int) -> None:
-    """Refuse a batch that the devices cannot share in whole groups."""
+    """Refuse a batch that the devices cannot share in whole groups, and a network that none is there to share."""
+    if config.runtime.strategy == "fsdp" and devices == 1:
+        raise ConfigError(
+            "runtime.strategy fsdp shares the networks among several devices, got 1: use --runtime.strategy ddp, or "
+            "more --runtime.devices"
+        )
     sizes = (config.objects.group_size, config.optim.micro_batches, devices)
     if config.optim.batch_size % math.prod(sizes):
         raise ConfigError(
