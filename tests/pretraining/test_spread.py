@@ -25,6 +25,7 @@ from cribo.pretraining.presets import dump_config
 Tiny = Callable[..., PretrainConfig]
 
 STEPS = 20
+KILLED_AT = 12
 # All three losses from the first step, with everything on that could depend on the spread.
 COMMON: dict[str, Any] = {
     "data.scenes.count": 80,
@@ -113,12 +114,12 @@ class Runs:
         return self.folder / name
 
     def resume(self, folder: Path, processes: int, strategy: str) -> Path:
-        """What becomes of a run that was ended after half of its steps, and goes on like this."""
+        """What becomes of a run that was ended in the midst of an epoch, and goes on like this."""
         name = f"{folder.name}-{processes}-{strategy}"
         half = self.folder / name
         (half / "checkpoints").mkdir(parents=True)
         shutil.copy(folder / "config.yaml", half)
-        shutil.copy(checkpoint_path(folder, STEPS // 2), half / "checkpoints")
+        shutil.copy(checkpoint_path(folder, KILLED_AT), half / "checkpoints")
         for code, said in self.train(processes, self.folder / f"{name}.yaml", RESUME % (processes, strategy)):
             assert code == 0, said[-5000:]
         return half
