@@ -70,6 +70,8 @@ def test_combinations_that_make_no_sense() -> None:
     graphs = {"runtime.compile": "reduce-overhead", "optim.micro_batches": 2}
     for changes, message in (
         (graphs, "cannot be added up over optim.micro_batches, got 2: use runtime.compile default"),
+        ({"runtime.strategy": "fsdp", "runtime.compile": "max-autotune"}, "use --runtime.compile default"),
+        ({"runtime.strategy": "fsdp", "runtime.precision": "16-mixed"}, "use --runtime.precision bf16-mixed"),
         ({"losses.image": False, "losses.cross_view": False, "losses.cross_image": False}, "leave one on"),
         ({"objects.clustering": "kmeans"}, "set objects.position_weight to 0"),
         ({"objects.group_size": 24}, "must be a multiple of objects.group_size x optim.micro_batches"),

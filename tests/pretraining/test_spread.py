@@ -1,8 +1,8 @@
 """A run is the same however it is spread over processes."""
 
+import ast
 import csv
 import dataclasses
-import json
 import multiprocessing
 import os
 import runpy
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -42,6 +43,7 @@ COMMON: dict[str, Any] = {
     "runtime.keep_checkpoints": STEPS,
     "runtime.log_every": 100,  # what was not read stays in the checkpoints, with all its digits
 }
+CONVOLUTIONS = {"dims": [8, 8, 16, 16], "depths": [1, 1, 2, 1], "patch_size": 2}  # layer norms, not batch norms
 # What runs may differ by: losses, relatively; weights, centres and what is in the bank, absolutely.
 TOLERANCES = {"64-true": (1e-9, 1e-9), "32-true": (1e-5, 1e-4)}
 
@@ -69,6 +71,35 @@ class Poison(L.Callback):
 callbacks = [Poison()]
 """
 
+
+# A signal, to the last process alone.
+STOP = """
+import os, signal
+import lightning as L
+class Stop(L.Callback):
+    def on_train_batch_end(self, trainer, module, *args):
+        if trainer.global_step == 11 and trainer.global_rank == trainer.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+callbacks = [Stop()]
+"""
+
+# Bytes of weights, gradients and moments that each process holds between two steps, and what it would have to save.
+WEIGH = """
+import pathlib
+import lightning as L
+from cribo.pretraining.shares import held
+class Weigh(L.Callback):
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        if trainer.global_step == 3:
+            moments = [value for entry in optimizer.state.values() for value in entry.values() if value.ndim]
+            weights = [*module.student.parameters(), *module.teacher.parameters()]
+            gradients = [weight.grad for weight in weights if weight.grad is not None]
+            self.bytes = [sum(held(x).nbytes for x in found) for found in (weights, gradients, moments)]
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        saved = len(checkpoint["state_dict"]), sum(len(x) for x in checkpoint["optimizer_states"][0]["state"].values())
+        pathlib.Path(f"{out}/{name}-{trainer.global_rank}.txt").write_text(str((*self.bytes, *saved)))
+callbacks = [Weigh()]
+"""
 
 # In place of the beginning of a run, its continuation.
 RESUME = """
@@ -157,7 +188,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny, forks: ForkServer
 class State:
     """What a checkpoint holds: sums of losses since the start, weights and centres, and the bank."""
 
-    sums: Tensor
+    sums: Tensor | None
     weights: dict[str, Tensor]
     bank: dict[str, Tensor]
 
@@ -173,13 +204,14 @@ def states(folder: Path) -> list[State]:
         checkpoint = torch.load(checkpoint_path(folder, step), weights_only=False)
         own = checkpoint["cribo"]
         bank = {name: torch.as_tensor(value) for name, value in own["bank"].items()}
-        found.append(State(own["sums"]["values"], checkpoint["state_dict"], bank))
+        found.append(State(own["sums"], checkpoint["state_dict"], bank))
     return found
 
 
 def losses(found: Sequence[State]) -> Tensor:
     """(STEPS - 1, 3) the three losses of each step; the sums of the last one are read before it is saved."""
-    sums = torch.stack([state.sums[:3] for state in found[:-1]])
+    sums = torch.stack([state.sums[:3] for state in found if state.sums is not None])
+    assert len(sums) == STEPS - 1
     return sums.diff(dim=0, prepend=torch.zeros_like(sums[:1]))
 
 
@@ -232,21 +264,6 @@ def test_a_run_does_not_depend_on_its_spread(
     assert_same(runs(1, **changes), runs(processes, **changes), precision)
 
 
-@pytest.mark.parametrize(
-    ("processes", "centring", "micro_batches"),
-    [(2, "mean", 2), pytest.param(4, "sinkhorn", 1, marks=pytest.mark.slow)],
-)
-def test_a_run_with_networks_in_shares_is_the_same(
-    runs: Runs, processes: int, centring: str, micro_batches: int
-) -> None:
-    changes = {
-        "runtime__precision": "64-true",
-        "losses__centring": centring,
-        "optim__micro_batches": micro_batches,
-    }
-    assert_same(runs(1, **changes), runs(processes, **changes, runtime__strategy="fsdp"), "64-true")
-
-
 def assert_same_checkpoint(a: Any, b: Any, tolerance: float, name: str = "") -> None:
     """The same entries, in the same order and of the same types, tensors up to a tolerance."""
     assert type(a) is type(b), name
@@ -272,6 +289,35 @@ def last(folder: Path) -> dict[str, Any]:
     return checkpoint
 
 
+# All that could depend on who holds what of a weight.
+SHARES: dict[str, Any] = {"runtime__precision": "64-true", "losses__centring": "mean", "optim__micro_batches": 2}
+
+
+@pytest.mark.parametrize(
+    ("processes", "changes"),
+    [
+        (2, {}),
+        *(
+            pytest.param(processes, changes, marks=pytest.mark.slow)
+            for processes, changes in (
+                (4, {"losses__centring": "sinkhorn", "optim__micro_batches": 1}),
+                (2, {"backbone__checkpointing": "selective"}),
+                (4, {"backbone__checkpointing": "blocks", "runtime__bank": "sharded"}),
+                (2, {"optim__freeze_backbone_epochs": 1, "optim__freeze_last_layers_epochs": 2}),
+                (2, {"backbone__name": "convnext_atto", "backbone__args": CONVOLUTIONS}),
+            )
+        ),
+    ],
+)
+def test_networks_in_shares_make_the_same_run(runs: Runs, processes: int, changes: dict[str, Any]) -> None:
+    changes = SHARES | changes
+    one, shares = runs(1, **changes), runs(processes, **changes, runtime__strategy="fsdp")
+    assert_same(one, shares, "64-true")
+    assert_same_checkpoint(last(one), last(shares), 1e-9)
+    backbones = [safetensors.torch.load_file(folder / "backbone.safetensors") for folder in (one, shares)]
+    assert_same_checkpoint(*backbones, 1e-9)
+
+
 @pytest.mark.parametrize(
     ("begun", "resumed", "tolerance"),
     [
@@ -285,10 +331,53 @@ def last(folder: Path) -> dict[str, Any]:
 def test_a_run_goes_on_with_networks_in_other_shares(
     runs: Runs, begun: tuple[int, str], resumed: tuple[int, str], tolerance: float
 ) -> None:
-    precision = {"runtime__precision": "64-true"}
-    half = runs(begun[0], **precision, runtime__strategy=begun[1])
-    whole = runs(resumed[0], **precision, runtime__strategy=resumed[1])
+    half, whole = (
+        runs(processes, **SHARES, **({"runtime__strategy": strategy} if strategy == "fsdp" else {}))
+        for processes, strategy in (begun, resumed)
+    )
     assert_same_checkpoint(last(whole), last(runs.resume(half, *resumed)), tolerance)
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_each_process_holds_its_share_alone(runs: Runs, tmp_path: Path, processes: int) -> None:
+    weighed = []
+    for count, strategy in ((1, "ddp"), (processes, "fsdp")):
+        config = tmp_path / f"weighed-{count}.yaml"
+        changes = {"runtime__strategy": strategy, "runtime__checkpoint_every": 100}
+        config.write_text(dump_config(runs.config(count, **changes)))
+        for code, said in runs.train(count, config, WEIGH):
+            assert code == 0, said[-5000:]
+        weighed += [
+            ast.literal_eval((runs.folder / f"weighed-{count}-{rank}.txt").read_text()) for rank in range(count)
+        ]
+    (*whole, tensors, moments), *shares = weighed
+    for kind, size in enumerate(whole):
+        assert sum(share[kind] for share in shares) == size  # nothing is held twice
+        # The first also holds what cannot be divided, such as [CLS].
+        assert max(share[kind] for share in shares) < 1.3 * size / processes
+    assert [share[3:] for share in shares] == [(tensors, moments), *[(0, 0)] * (processes - 1)]
+
+
+def test_networks_in_shares_stop_by_a_signal(runs: Runs, tmp_path: Path) -> None:
+    config = tmp_path / "stopped.yaml"
+    changes = SHARES | {"runtime__strategy": "fsdp"}
+    config.write_text(dump_config(runs.config(2, **changes, runtime__checkpoint_every=100)))
+    for code, said in runs.train(2, config, STOP):
+        assert code == 1
+        assert "stopped by SIGTERM after step 12" in said
+    stopped, through = (
+        torch.load(checkpoint_path(folder, 12), weights_only=True)
+        for folder in (runs.folder / "stopped", runs(2, **changes))
+    )
+    for kind in ("state_dict", "optimizer_states"):
+        assert_same_checkpoint(through[kind], stopped[kind], 0)
+
+
+@pytest.mark.slow
+def test_networks_in_shares_in_bfloat16(runs: Runs) -> None:
+    changes = {"runtime__precision": "bf16-mixed", "losses__centring": "mean"}
+    whole, shares = (losses(states(runs(2, **changes, runtime__strategy=spread))) for spread in ("ddp", "fsdp"))
+    torch.testing.assert_close(shares, whole, rtol=0.02, atol=0.02)
 
 
 def test_a_bank_in_shares_changes_no_bit(runs: Runs) -> None:
@@ -300,7 +389,8 @@ def test_a_bank_in_shares_changes_no_bit(runs: Runs) -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_find_no_objects(runs: Runs) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_processes_that_find_no_objects(runs: Runs, strategy: str) -> None:
     changes = {
         "objects__position_weight": 10.0,
         "data__scenes__count": 40,
@@ -309,7 +399,7 @@ def test_processes_that_find_no_objects(runs: Runs) -> None:
         "views__area": (0.01, 0.02),
         "runtime__precision": "64-true",
     }
-    one, four = runs(1, **changes), runs(4, **changes)
+    one, four = runs(1, **changes), runs(4, **changes, runtime__strategy=strategy)
     # (STEPS, 4): objects that each of the four processes found.
     found = torch.stack([state.bank["counts"][-8:].view(4, 2).sum(dim=1) for state in states(four)])
     assert (found.sum(dim=1) == 0).any()
@@ -321,49 +411,19 @@ def test_processes_that_find_no_objects(runs: Runs) -> None:
         assert torch.equal(a.bank["images"], b.bank["images"])
 
 
-@pytest.mark.parametrize("log_every", [1, 100])
-def test_a_loss_that_is_not_finite_on_one_process_stops_all(runs: Runs, tmp_path: Path, log_every: int) -> None:
-    config = tmp_path / f"poisoned-{log_every}.yaml"
-    common = {"runtime__on_nonfinite": "stop", "losses__centring": "mean"}
-    changes = {"runtime__log_every": log_every, "runtime__checkpoint_every": 2, **common}
-    config.write_text(dump_config(runs.config(2, **changes)))
+@pytest.mark.parametrize(("log_every", "strategy"), [(1, "ddp"), (100, "ddp"), (1, "fsdp")])
+def test_a_loss_that_is_not_finite_on_one_process_stops_all(
+    runs: Runs, tmp_path: Path, log_every: int, strategy: str
+) -> None:
+    config = tmp_path / f"poisoned-{log_every}-{strategy}.yaml"
+    changes = {"runtime__log_every": log_every, "runtime__checkpoint_every": 2, "losses__centring": "mean"}
+    config.write_text(dump_config(runs.config(2, **changes, runtime__strategy=strategy)))
     for code, said in runs.train(2, config, POISON):
         assert code == 1
         assert "NonFiniteLoss: the loss image was not finite at step 5" in said
     kept = sorted(path.name for path in (runs.folder / config.stem / "checkpoints").iterdir())
     assert "step=00000004.ckpt" in kept
     assert "step=00000006.ckpt" not in kept
-
-
-# Activations that overflow, on the last process alone.
-OVERFLOW = """
-import lightning as L
-class Overflow(L.Callback):
-    hook = None
-    def on_train_batch_start(self, trainer, module, *args):
-        if trainer.global_step == 5 and trainer.global_rank == trainer.world_size - 1:
-            layer = module.student.backbone.model.patch_embed
-            self.hook = layer.register_forward_hook(lambda layer, inputs, output: output * 3e38)
-    def on_train_batch_end(self, trainer, module, *args):
-        if self.hook is not None:
-            self.hook.remove()
-callbacks = [Overflow()]
-"""
-
-
-@pytest.mark.slow
-def test_a_step_that_overflows_on_one_process_is_left_out_on_all(runs: Runs, tmp_path: Path) -> None:
-    config = tmp_path / "overflow.yaml"
-    config.write_text(dump_config(runs.config(2, losses__centring="mean")))
-    for code, said in runs.train(2, config, OVERFLOW):
-        assert code == 0, said[-5000:]
-    found = states(runs.folder / "overflow")
-    before, after = found[4].weights, found[5].weights
-    students = [name for name in before if name.startswith("student")]
-    assert all(torch.equal(before[name], after[name]) for name in students)
-    assert all(value.isfinite().all() for value in found[-1].weights.values())
-    summary = json.loads((runs.folder / "overflow" / "summary.json").read_text())
-    assert summary["steps_left_out"] == 1
 
 
 def start(*words: str | Path) -> "subprocess.Popen[str]":

@@ -412,6 +412,17 @@ def _check_combinations(config: PretrainConfig) -> None:
             f"objects.clustering kmeans has no positional cue: set objects.position_weight to 0, "
             f"not {objects.position_weight}"
         )
+    if config.runtime.strategy == "fsdp" and config.runtime.precision == "16-mixed":
+        # Its loss scaling looks for what is not finite in the shares of one device.
+        raise ValueError(
+            "runtime.precision 16-mixed does not go with runtime.strategy fsdp: use --runtime.precision bf16-mixed, or "
+            "32-true where the devices have no bfloat16"
+        )
+    if config.runtime.strategy == "fsdp" and config.runtime.compile in CUDA_GRAPH_MODES:
+        raise ValueError(
+            f"runtime.compile {config.runtime.compile} replays CUDA graphs, which need weights that stay where they "
+            "are, and runtime.strategy fsdp gathers them anew: use --runtime.compile default"
+        )
     if config.runtime.compile in CUDA_GRAPH_MODES and optim.micro_batches > 1:
         # The gradients of one micro-batch would lie in the memory that the next one's replay overwrites.
         raise ValueError(

@@ -360,6 +360,7 @@ def quiet_lightning() -> Iterator[None]:
                 ".*torch.distributed.nn.functional.all_gather is deprecated.*",
                 ".*LeafSpec.*is deprecated.*",
                 ".*`broadcast_buffers` is deprecated.*",  # its successor is not in all versions of torch
+                ".*FSDP2-wrapped module .* returned a view tensor.*",  # nothing changes tokens in place
             ):
                 warnings.filterwarnings("ignore", text)
             yield
