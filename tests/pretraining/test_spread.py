@@ -90,7 +90,7 @@ import lightning as L
 from cribo.pretraining.shares import held
 class Weigh(L.Callback):
     def on_before_optimizer_step(self, trainer, module, optimizer):
-        if trainer.global_step == 3:
+        if trainer.global_step == 2:
             moments = [value for entry in optimizer.state.values() for value in entry.values() if value.ndim]
             weights = [*module.student.parameters(), *module.teacher.parameters()]
             gradients = [weight.grad for weight in weights if weight.grad is not None]
@@ -266,7 +266,6 @@ def test_a_run_does_not_depend_on_its_spread(
 
 def assert_same_checkpoint(a: Any, b: Any, tolerance: float, name: str = "") -> None:
     """The same entries, in the same order and of the same types, tensors up to a tolerance."""
-    assert type(a) is type(b), name
     if isinstance(a, dict):
         assert list(a) == list(b), name
         for key, value in a.items():
@@ -279,7 +278,7 @@ def assert_same_checkpoint(a: Any, b: Any, tolerance: float, name: str = "") -> 
         assert a.device == b.device
         torch.testing.assert_close(b, a, rtol=0, atol=tolerance, msg=lambda m: f"{name}: {m}")
     else:
-        assert a == b, name
+        assert (type(a), a) == (type(b), b), name
 
 
 def last(folder: Path) -> dict[str, Any]:
@@ -300,10 +299,8 @@ SHARES: dict[str, Any] = {"runtime__precision": "64-true", "losses__centring": "
         *(
             pytest.param(processes, changes, marks=pytest.mark.slow)
             for processes, changes in (
-                (4, {"losses__centring": "sinkhorn", "optim__micro_batches": 1}),
-                (2, {"backbone__checkpointing": "selective"}),
-                (4, {"backbone__checkpointing": "blocks", "runtime__bank": "sharded"}),
-                (2, {"optim__freeze_backbone_epochs": 1, "optim__freeze_last_layers_epochs": 2}),
+                (4, {"losses__centring": "sinkhorn", "backbone__checkpointing": "blocks", "runtime__bank": "sharded"}),
+                (2, {"optim__freeze_last_layers_epochs": 2, "backbone__checkpointing": "selective"}),
                 (2, {"backbone__name": "convnext_atto", "backbone__args": CONVOLUTIONS}),
             )
         ),
@@ -325,7 +322,6 @@ def test_networks_in_shares_make_the_same_run(runs: Runs, processes: int, change
         ((2, "fsdp"), (1, "ddp"), 1e-9),
         ((2, "fsdp"), (2, "fsdp"), 0),
         pytest.param((2, "fsdp"), (4, "fsdp"), 1e-9, marks=pytest.mark.slow),
-        pytest.param((4, "fsdp"), (2, "ddp"), 1e-9, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_goes_on_with_networks_in_other_shares(
@@ -338,19 +334,20 @@ def test_a_run_goes_on_with_networks_in_other_shares(
     assert_same_checkpoint(last(whole), last(runs.resume(half, *resumed)), tolerance)
 
 
+def weigh(runs: Runs, processes: int, strategy: str) -> list[tuple[int, ...]]:
+    """What each process says of itself."""
+    config = runs.folder / f"weighed-{processes}.yaml"
+    changes = {"runtime__strategy": strategy, "runtime__checkpoint_every": 100, "data__scenes__count": 16}
+    config.write_text(dump_config(runs.config(processes, **changes)))
+    for code, said in runs.train(processes, config, WEIGH):
+        assert code == 0, said[-5000:]
+    return [ast.literal_eval(config.with_name(f"{config.stem}-{rank}.txt").read_text()) for rank in range(processes)]
+
+
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_each_process_holds_its_share_alone(runs: Runs, tmp_path: Path, processes: int) -> None:
-    weighed = []
-    for count, strategy in ((1, "ddp"), (processes, "fsdp")):
-        config = tmp_path / f"weighed-{count}.yaml"
-        changes = {"runtime__strategy": strategy, "runtime__checkpoint_every": 100}
-        config.write_text(dump_config(runs.config(count, **changes)))
-        for code, said in runs.train(count, config, WEIGH):
-            assert code == 0, said[-5000:]
-        weighed += [
-            ast.literal_eval((runs.folder / f"weighed-{count}-{rank}.txt").read_text()) for rank in range(count)
-        ]
-    (*whole, tensors, moments), *shares = weighed
+def test_each_process_holds_its_share_alone(runs: Runs, processes: int) -> None:
+    *whole, tensors, moments = weigh(runs, 1, "ddp")[0]
+    shares = weigh(runs, processes, "fsdp")
     for kind, size in enumerate(whole):
         assert sum(share[kind] for share in shares) == size  # nothing is held twice
         # The first also holds what cannot be divided, such as [CLS].
@@ -358,8 +355,8 @@ def test_each_process_holds_its_share_alone(runs: Runs, tmp_path: Path, processe
     assert [share[3:] for share in shares] == [(tensors, moments), *[(0, 0)] * (processes - 1)]
 
 
-def test_networks_in_shares_stop_by_a_signal(runs: Runs, tmp_path: Path) -> None:
-    config = tmp_path / "stopped.yaml"
+def test_networks_in_shares_stop_by_a_signal(runs: Runs) -> None:
+    config = runs.folder / "stopped.yaml"
     changes = SHARES | {"runtime__strategy": "fsdp"}
     config.write_text(dump_config(runs.config(2, **changes, runtime__checkpoint_every=100)))
     for code, said in runs.train(2, config, STOP):
