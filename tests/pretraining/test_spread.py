@@ -311,8 +311,8 @@ def test_networks_in_shares_make_the_same_run(runs: Runs, processes: int, change
     one, shares = runs(1, **changes), runs(processes, **changes, runtime__strategy="fsdp")
     assert_same(one, shares, "64-true")
     assert_same_checkpoint(last(one), last(shares), 1e-9)
-    backbones = [safetensors.torch.load_file(folder / "backbone.safetensors") for folder in (one, shares)]
-    assert_same_checkpoint(*backbones, 1e-9)
+    a, b = (safetensors.torch.load_file(folder / "backbone.safetensors") for folder in (one, shares))
+    assert_same_checkpoint(a, b, 1e-9)
 
 
 @pytest.mark.parametrize(

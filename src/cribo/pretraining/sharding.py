@@ -166,7 +166,7 @@ class ShardedStrategy(ModelParallelStrategy):
 
 def _blocks(backbone: Backbone) -> list[nn.Module]:
     """What is gathered at a time; a network without blocks that are known is gathered as one."""
-    modules = dict(backbone.named_modules())
+    modules: dict[str, nn.Module] = dict(backbone.named_modules())
     found = [modules[name] for name in block_names(name for name, _ in backbone.named_parameters()) if name in modules]
     if not found:
         log.warning(
