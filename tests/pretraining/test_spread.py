@@ -340,22 +340,20 @@ def weigh(runs: Runs, processes: int, strategy: str) -> list[tuple[int, ...]]:
     """What each process says of itself."""
     config = runs.folder / f"weighed-{processes}.yaml"
     changes = {"runtime__strategy": strategy, "runtime__checkpoint_every": 100, "data__scenes__count": 16}
-    if not config.exists():
-        config.write_text(dump_config(runs.config(processes, **changes)))
-        for code, said in runs.train(processes, config, WEIGH):
-            assert code == 0, said[-5000:]
+    config.write_text(dump_config(runs.config(processes, **changes)))
+    for code, said in runs.train(processes, config, WEIGH):
+        assert code == 0, said[-5000:]
     return [ast.literal_eval(config.with_name(f"{config.stem}-{rank}.txt").read_text()) for rank in range(processes)]
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_each_process_holds_its_share_alone(runs: Runs, processes: int) -> None:
+def test_each_process_holds_its_share_alone(runs: Runs) -> None:
     *whole, tensors, moments = weigh(runs, 1, "ddp")[0]
-    shares = weigh(runs, processes, "fsdp")
+    first, second = weigh(runs, 2, "fsdp")
     for kind, size in enumerate(whole):
-        assert sum(share[kind] for share in shares) == size  # nothing is held twice
-        # The first also holds what cannot be divided, such as [CLS].
-        assert max(share[kind] for share in shares) < 1.3 * size / processes
-    assert [share[3:] for share in shares] == [(tensors, moments), *[(0, 0)] * (processes - 1)]
+        assert first[kind] + second[kind] == size  # nothing is held twice
+        assert first[kind] < 0.52 * size  # it has what cannot be divided, such as [CLS]
+    # Only the first has all of them on its host to save them.
+    assert (first[3:], second[3:]) == ((tensors, moments), (0, 0))
 
 
 def test_networks_in_shares_stop_by_a_signal(runs: Runs) -> None:
