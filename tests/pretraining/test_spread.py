@@ -3,6 +3,7 @@
 import ast
 import csv
 import dataclasses
+import json
 import multiprocessing
 import os
 import runpy
@@ -193,7 +194,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny, forks: ForkServer
 class State:
     """What a checkpoint holds: sums of losses since the start, weights and centres, and the bank."""
 
-    sums: Tensor | None
+    sums: Tensor
     weights: dict[str, Tensor]
     bank: dict[str, Tensor]
 
@@ -209,14 +210,13 @@ def states(folder: Path) -> list[State]:
         checkpoint = torch.load(checkpoint_path(folder, step), weights_only=False)
         own = checkpoint["cribo"]
         bank = {name: torch.as_tensor(value) for name, value in own["bank"].items()}
-        found.append(State(own["sums"], checkpoint["state_dict"], bank))
+        found.append(State(own["sums"]["values"], checkpoint["state_dict"], bank))
     return found
 
 
 def losses(found: Sequence[State]) -> Tensor:
     """(STEPS - 1, 3) the three losses of each step; the sums of the last one are read before it is saved."""
-    sums = torch.stack([state.sums[:3] for state in found if state.sums is not None])
-    assert len(sums) == STEPS - 1
+    sums = torch.stack([state.sums[:3] for state in found[:-1]])
     return sums.diff(dim=0, prepend=torch.zeros_like(sums[:1]))
 
 
@@ -414,14 +414,47 @@ def test_a_loss_that_is_not_finite_on_one_process_stops_all(
     runs: Runs, tmp_path: Path, log_every: int, strategy: str
 ) -> None:
     config = tmp_path / f"poisoned-{log_every}-{strategy}.yaml"
-    changes = {"runtime__log_every": log_every, "runtime__checkpoint_every": 2, "losses__centring": "mean"}
-    config.write_text(dump_config(runs.config(2, **changes, runtime__strategy=strategy)))
+    common = {"runtime__on_nonfinite": "stop", "losses__centring": "mean", "runtime__strategy": strategy}
+    changes = {"runtime__log_every": log_every, "runtime__checkpoint_every": 2, **common}
+    config.write_text(dump_config(runs.config(2, **changes)))
     for code, said in runs.train(2, config, POISON):
         assert code == 1
         assert "NonFiniteLoss: the loss image was not finite at step 5" in said
     kept = sorted(path.name for path in (runs.folder / config.stem / "checkpoints").iterdir())
     assert "step=00000004.ckpt" in kept
     assert "step=00000006.ckpt" not in kept
+
+
+# Activations that overflow, on the last process alone.
+OVERFLOW = """
+import lightning as L
+class Overflow(L.Callback):
+    hook = None
+    def on_train_batch_start(self, trainer, module, *args):
+        if trainer.global_step == 5 and trainer.global_rank == trainer.world_size - 1:
+            layer = module.student.backbone.model.patch_embed
+            self.hook = layer.register_forward_hook(lambda layer, inputs, output: output * 3e38)
+    def on_train_batch_end(self, trainer, module, *args):
+        if self.hook is not None:
+            self.hook.remove()
+callbacks = [Overflow()]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_step_that_overflows_on_one_process_is_left_out_on_all(runs: Runs, tmp_path: Path, strategy: str) -> None:
+    config = tmp_path / f"overflow-{strategy}.yaml"
+    config.write_text(dump_config(runs.config(2, losses__centring="mean", runtime__strategy=strategy)))
+    for code, said in runs.train(2, config, OVERFLOW):
+        assert code == 0, said[-5000:]
+    found = states(runs.folder / config.stem)
+    before, after = found[4].weights, found[5].weights
+    students = [name for name in before if name.startswith("student")]
+    assert all(torch.equal(before[name], after[name]) for name in students)
+    assert all(value.isfinite().all() for value in found[-1].weights.values())
+    summary = json.loads((runs.folder / config.stem / "summary.json").read_text())
+    assert summary["steps_left_out"] == 1
 
 
 def start(*words: str | Path) -> "subprocess.Popen[str]":
