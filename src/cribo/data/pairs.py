@@ -1,17 +1,20 @@
 """Training data: pairs of views, each image decoded once, everything random keyed by (seed, epoch, image)."""
 
+import copy
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from cribo.data.images import DataError, ImageSource, OrderedSource, PreparedSource, ReducingSource
+from cribo.data.journal import Journal
+from cribo.data.loading import MAX_RESTARTS, TIMEOUT, PairLoader
 from cribo.data.randomness import keyed_generator
-from cribo.data.reading import UnreadableImage
+from cribo.data.reading import UnreadableImage, passing_error
 from cribo.method import (
     Crops,
     Photometric,
@@ -27,6 +30,9 @@ from cribo.method.views import largest_reduction, reduced_crops
 # What a keyed draw is for, so that no two purposes share a stream.
 _VIEWS, _ORDER, _REPLACEMENT = 0, 1, 2
 _REPLACEMENT_ATTEMPTS = 100
+
+RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""Seconds between attempts to read an image from a file system that fails: about a minute together."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +126,9 @@ class _Draws:
 class ViewPairDataset(Dataset[ViewPairs]):
     """View pairs of an image collection, asked for by (epoch, image).
 
-    An unreadable image is replaced by another one drawn in its place, and reported with the batch. A source that
-    can (see `ReducingSource`) decodes an image reduced by as much as its two crops allow (`largest_reduction`).
+    An unreadable image is replaced by another one drawn in its place, and reported with the batch. Where reading
+    fails for a reason that may pass (see `passing_error`), it is tried again first. A source that can (see
+    `ReducingSource`) decodes an image reduced by as much as its two crops allow (`largest_reduction`).
 
     Args:
         source: the images.
@@ -130,6 +137,11 @@ class ViewPairDataset(Dataset[ViewPairs]):
         num_objects: K, initial tokens to draw; 0 for none.
         drop_path_sites: uniform numbers to draw per view.
         seed: of the run.
+        retry_delays: seconds to wait after each failed attempt; one more attempt follows the last of them.
+
+    Attributes:
+        journal: is told what is read.
+        excluded: images that are not read any more, by index, and why.
     """
 
     def __init__(
@@ -141,6 +153,7 @@ class ViewPairDataset(Dataset[ViewPairs]):
         num_objects: int,
         drop_path_sites: int,
         seed: int,
+        retry_delays: Sequence[float] = RETRY_DELAYS,
     ) -> None:
         self.source = source
         self.recipe = recipe
@@ -148,11 +161,21 @@ class ViewPairDataset(Dataset[ViewPairs]):
         self.num_objects = num_objects
         self.drop_path_sites = drop_path_sites
         self.seed = seed
+        self.retry_delays = tuple(retry_delays)
+        self.journal = Journal(0)
+        self.excluded: dict[int, str] = {}
+        self._in_vain: set[int] = set()
         self._reducing = source if isinstance(source, ReducingSource) else None
         self._prepared = source if isinstance(source, PreparedSource) else None
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def watched(self, journal: Journal) -> "ViewPairDataset":
+        """The same pairs, told to a journal of their own; what one excludes the other does not."""
+        watched = copy.copy(self)
+        watched.journal, watched.excluded, watched._in_vain = journal, dict(self.excluded), set()
+        return watched
 
     def __getitem__(self, key: tuple[int, int]) -> ViewPairs:
         """The view pair of one image in one epoch, as a batch of one.
@@ -199,7 +222,7 @@ class ViewPairDataset(Dataset[ViewPairs]):
         index = wanted
         for _ in range(_REPLACEMENT_ATTEMPTS):
             try:
-                return index, *self._cut(epoch, index, pair)
+                return index, *self._patiently(epoch, index, pair)
             except UnreadableImage as error:
                 unreadable.append(Unreadable(self.source.name(index), error.reason))
                 index = int(torch.randint(len(self.source), (1,), generator=replacement))
@@ -207,6 +230,31 @@ class ViewPairDataset(Dataset[ViewPairs]):
             f"{self.source.name(wanted)}: {unreadable[before].reason}; nor could any of {_REPLACEMENT_ATTEMPTS - 1} "
             "others drawn in its place be read"
         )
+
+    def _patiently(self, epoch: int, index: int, pair: UInt8[Tensor, "2 3 s s"]) -> tuple[Crops, _Draws]:
+        """As `_cut`, tried again for a while if the image cannot be read but may be readable later."""
+        if index in self.excluded:
+            raise UnreadableImage(self.source.name(index), self.excluded[index])
+        # A bad sector answers as a lost server does: what was waited for in vain once gets one attempt from then on.
+        for delay in (*(() if index in self._in_vain else self.retry_delays), None):
+            self.journal.begin(index)
+            try:
+                return self._cut(epoch, index, pair)
+            except (UnreadableImage, OSError) as error:
+                number = passing_error(error)
+                if number is not None and delay is not None:
+                    self.journal.retry(index, number)
+                    wait = delay
+                else:
+                    if number is not None:
+                        self._in_vain.add(index)
+                    if isinstance(error, UnreadableImage):
+                        raise
+                    raise UnreadableImage(self.source.name(index), str(error) or type(error).__name__) from error
+            finally:
+                self.journal.end()
+            time.sleep(wait)
+        raise AssertionError("the last attempt returns or raises")
 
     def _cut(self, epoch: int, index: int, pair: UInt8[Tensor, "2 3 s s"]) -> tuple[Crops, _Draws]:
         """Write both views of an image to `pair`; what was cut, in pixels of the whole image, and all other draws."""
@@ -318,11 +366,15 @@ class StepBatchSampler(Sampler[list[tuple[int, int]]]):
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         """Batches (of this process's share) to the end of the epoch that the current step lies in."""
-        epoch, first = divmod(self.position(), len(self))
+        return self.batches_from(self.position())
+
+    def batches_from(self, step: int) -> Iterator[list[tuple[int, int]]]:
+        """Batches (of this process's share) from a step to the end of its epoch."""
+        epoch, first = divmod(step, len(self))
         order = self._order(epoch)
         share = self.batch_size // self.world_size
-        for step in range(first, len(self)):
-            start = step * self.batch_size + self.rank * share
+        for number in range(first, len(self)):
+            start = number * self.batch_size + self.rank * share
             yield [(epoch, image) for image in order[start : start + share].tolist()]
 
     def _order(self, epoch: int) -> Int[Tensor, " n"]:
@@ -331,20 +383,16 @@ class StepBatchSampler(Sampler[list[tuple[int, int]]]):
         return epoch_order(self.images, self.seed, epoch)
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch  # the data set makes whole batches
-
-
 def pair_loader(
-    dataset: ViewPairDataset, sampler: StepBatchSampler, *, workers: int, pin_memory: bool
-) -> DataLoader[ViewPairs]:
-    """A loader of view pairs; its batches do not depend on the number of workers."""
-    return DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        num_workers=workers,
-        collate_fn=_as_it_is,
-        pin_memory=pin_memory,
-        persistent_workers=workers > 0,
-        prefetch_factor=4 if workers else None,
+    dataset: ViewPairDataset,
+    sampler: StepBatchSampler,
+    *,
+    workers: int,
+    pin_memory: bool,
+    timeout: float = TIMEOUT,
+    max_restarts: int = MAX_RESTARTS,
+) -> PairLoader:
+    """A loader of view pairs; its batches depend neither on the number of workers nor on what happens to them."""
+    return PairLoader(
+        dataset, sampler, workers=workers, pin_memory=pin_memory, timeout=timeout, max_restarts=max_restarts
     )

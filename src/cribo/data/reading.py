@@ -1,5 +1,6 @@
 """One image file to one RGB tensor, or one error that says what is wrong with the file."""
 
+import errno
 import io
 import os
 from collections.abc import Callable, Iterator
@@ -34,6 +35,18 @@ _UPRIGHT = {
 }
 
 
+# What a network file system answers while its server restarts or the network is gone; no system has all of the names.
+_PASSING = frozenset(
+    getattr(errno, name)
+    for name in (
+        *("EIO", "EREMOTEIO", "ESTALE", "ETIMEDOUT", "ETIME", "EAGAIN", "EBUSY", "EINTR", "ENOLCK", "EPROTO", "ECOMM"),
+        *("ENETDOWN", "ENETUNREACH", "ENETRESET", "EHOSTDOWN", "EHOSTUNREACH", "ENOTCONN", "ESHUTDOWN"),
+        *("ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EPIPE", "ENOBUFS", "ENOMEM", "ENFILE", "EKEYEXPIRED"),
+    )
+    if hasattr(errno, name)
+)
+
+
 class UnreadableImage(Stopped):
     """An image file that cannot be used, with the `path` of the file and the `reason`; it can be pickled."""
 
@@ -45,6 +58,18 @@ class UnreadableImage(Stopped):
 
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"
+
+
+def passing_error(error: BaseException) -> int | None:
+    """The `errno` of an error of reading that may be gone when it is tried again; None for all others.
+
+    >>> passing_error(OSError(errno.ESTALE, "stale handle")) == errno.ESTALE
+    True
+    >>> passing_error(OSError("image file is truncated")) is None
+    True
+    """
+    cause = error.__cause__ if isinstance(error, UnreadableImage) else error
+    return cause.errno if isinstance(cause, OSError) and cause.errno in _PASSING else None
 
 
 @dataclass(frozen=True)
