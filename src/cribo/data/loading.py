@@ -354,7 +354,7 @@ class _Crew:
             raise _Fault(f"workers could not be started: {error}", "Use fewer data.workers") from error
         if self._iterator._worker_pids_set:
             # torch would raise its error about a dead worker wherever the main thread is just then.
-            signal_handling._remove_worker_pids(id(self._iterator))
+            cast(Any, signal_handling)._remove_worker_pids(id(self._iterator))
             self._iterator._worker_pids_set = False
 
     def _offer(self, item: Any) -> bool:

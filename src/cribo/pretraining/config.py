@@ -45,6 +45,10 @@ class DataConfig:
             images/s grows with them.
         max_unreadable: share of the images that may be unreadable before training stops; each is skipped,
             counted and listed in the run folder.
+        timeout: seconds without a sign of life after which the workers that a batch is waited for from count as hung:
+            they are killed and begun anew. Raise it if a single image, or the shards of a batch, may take longer.
+        max_restarts: of the workers for one batch, after they were killed or hung; one more stops training, as do more
+            than three times as many within a hundred batches.
         max_pixels: larger images are refused unread: they are more likely a decompression bomb than a picture.
         inside: refuse image files outside of root's folder that a list or a link leads to.
         cache_dir: where shards from a URL are kept on this machine.
@@ -57,6 +61,8 @@ class DataConfig:
     images: str = ""
     workers: int | None = None
     max_unreadable: float = 0.01
+    timeout: float = 480.0
+    max_restarts: int = 3
     max_pixels: int = 178_956_970
     inside: bool = False
     cache_dir: str = "~/.cache/cribo/shards"
@@ -339,6 +345,8 @@ _RANGES: dict[str, tuple[float, float, bool, bool]] = {
     "seed": (0, 2**63 - 1, True, True),
     "data.workers": (0, 1024, True, True),
     "data.max_unreadable": (0, 1, True, True),
+    "data.timeout": (0, math.inf, False, False),
+    "data.max_restarts": (0, 1000, True, True),
     "data.max_pixels": (1, math.inf, True, False),
     "data.cache_gib": (0, math.inf, False, False),
     "data.scenes.count": (1, 2**31, True, True),

@@ -7,12 +7,14 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 
+from cribo.data.loading import PairLoader
 from cribo.data.pairs import ViewPairs
 from cribo.errors import Stopped
 from cribo.files import write_text
@@ -162,10 +164,11 @@ class TooManyUnreadable(Stopped):
     everywhere = True
 
 
-class UnreadableImages(L.Callback):
-    """Lists every image that had to be skipped in `skipped.csv`, and stops a run whose data is broken.
+class LoadingFaults(L.Callback):
+    """Lists every image that had to be skipped in `skipped.csv`, counts what else went wrong with reading.
 
-    Several processes tell each other what they skipped every so many steps, so that they stop together.
+    Stops a run whose data is broken. Several processes tell each other every so many steps, so that they stop
+    together.
 
     Args:
         folder: the run folder.
@@ -174,8 +177,13 @@ class UnreadableImages(L.Callback):
         every_steps: between two exchanges.
 
     Attributes:
+        loader: of this process; to be set before training.
         reasons: of every skipped image, by name.
+        restarts: of workers, in all processes, before a resume included.
+        retried: reads that were tried again, likewise.
     """
+
+    loader: PairLoader
 
     def __init__(self, folder: Path, *, num_images: int, max_share: float, every_steps: int) -> None:
         self.path = folder / SKIPPED
@@ -183,7 +191,17 @@ class UnreadableImages(L.Callback):
         self.max_share = max_share
         self.every_steps = every_steps
         self.reasons: dict[str, str] = {}
-        self._untold: dict[str, str] = {}
+        self.restarts = self.retried = 0
+        self._untold = _Told()
+        self._counted = (0, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"restarts": self.restarts, "retried": self.retried}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up the counts of the run that is resumed."""
+        self.restarts, self.retried = state_dict["restarts"], state_dict["retried"]
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take up the list of the run that is resumed."""
@@ -199,17 +217,25 @@ class UnreadableImages(L.Callback):
         Raises:
             TooManyUnreadable: the share of unreadable images is above the limit.
         """
-        self._untold |= {entry.name: entry.reason for entry in batch.unreadable if entry.name not in self.reasons}
+        counted = self.loader.restarts, self.loader.retried
+        self._untold.restarts += counted[0] - self._counted[0]
+        self._untold.retried += counted[1] - self._counted[1]
+        self._counted = counted
+        self._untold.reasons |= {entry.name: entry.reason for entry in batch.unreadable}
+        told: list[Any] = [self._untold]
         if trainer.world_size > 1:
             if trainer.global_step % self.every_steps and trainer.global_step != trainer.max_steps:
                 return
-            told: list[Any] = [None] * trainer.world_size
+            told = [None] * trainer.world_size
             torch.distributed.all_gather_object(told, self._untold)
-            self._untold = {name: reason for part in told for name, reason in part.items() if name not in self.reasons}
-        self._tell(trainer)
+        self._untold = _Told()
+        self._tell(trainer, told)
 
-    def _tell(self, trainer: L.Trainer) -> None:
-        new, self._untold = self._untold, {}
+    def _tell(self, trainer: L.Trainer, told: "list[_Told]") -> None:
+        self.restarts += sum(part.restarts for part in told)
+        self.retried += sum(part.retried for part in told)
+        every = {name: reason for part in told for name, reason in part.reasons.items()}
+        new = {name: reason for name, reason in every.items() if name not in self.reasons}
         if not new:
             return
         self.reasons.update(new)
@@ -228,6 +254,15 @@ class UnreadableImages(L.Callback):
                 f"data.max_unreadable {self.max_share:g} allows; they are listed in {self.path}. Mend or remove "
                 "them, or raise data.max_unreadable"
             )
+
+
+@dataclass
+class _Told:
+    """What one process has to tell the others."""
+
+    restarts: int = 0
+    retried: int = 0
+    reasons: dict[str, str] = field(default_factory=dict)
 
 
 class Watch(L.Callback):

@@ -9,7 +9,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -259,12 +259,14 @@ def _device(session: Session) -> torch.device:
 def _loader_rate(session: Session) -> float:
     """Images a second of the loader alone, after its workers have begun."""
     with quiet_lightning():
-        batches = iter(Forever(session.loader(session.trainer(None, [], 1))))
-    next(batches)
-    begun, images = time.perf_counter(), 0
-    while time.perf_counter() - begun < _LOADER_SECONDS:
-        images += len(next(batches))
-    return images / (time.perf_counter() - begun)
+        trainer = session.trainer(None, [], 1)
+    with closing(session.loader(trainer)) as loader:
+        batches = iter(Forever(loader))
+        next(batches)
+        begun, images = time.perf_counter(), 0
+        while time.perf_counter() - begun < _LOADER_SECONDS:
+            images += len(next(batches))
+        return images / (time.perf_counter() - begun)
 
 
 class _Measurement(Callback):
@@ -286,8 +288,8 @@ class _Measurement(Callback):
         module = session.make_module()
         with quiet_lightning():
             trainer = session.trainer(None, [self], self.warmup + self.steps)
-            with interruptible(trainer):
-                trainer.fit(module, Forever(session.loader(trainer)))
+            with interruptible(trainer), closing(session.loader(trainer)) as loader:
+                trainer.fit(module, Forever(loader))
         del trainer, module  # they hold each other, and a bank that must be gone before the next one comes
         gc.collect()
         give_freed_memory_back()

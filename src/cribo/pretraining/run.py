@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from cribo.pretraining.files import CONFIG, SUMMARY, claim_run_folder
 from cribo.pretraining.footprint import peak_rss_bytes
 from cribo.pretraining.interruption import Interrupted, Interruption
 from cribo.pretraining.lock import run_lock
-from cribo.pretraining.monitoring import Metrics, UnreadableImages, Watch
+from cribo.pretraining.monitoring import LoadingFaults, Metrics, Watch
 from cribo.pretraining.nonfinite import NonFiniteSteps
 from cribo.pretraining.presets import DEFAULT_PRESET, config_name, differing, dump_config, load_config
 from cribo.pretraining.progress import RunProgress
@@ -40,7 +40,10 @@ from cribo.processes import LAUNCHER, end_with_launcher
 log = logging.getLogger("cribo")
 
 # What may change beside runtime.* when a run is resumed.
-_OF_READING = ("data.root", "data.workers", "data.cache_dir", "data.cache_gib")
+_OF_READING = (
+    *("data.root", "data.workers", "data.cache_dir", "data.cache_gib"),
+    *("data.max_unreadable", "data.timeout", "data.max_restarts"),
+)
 # Tells the processes that Lightning starts for further devices which run folder is theirs.
 _CLAIMED = "CRIBO_RUN_FOLDER"
 # Steps that are timed, after as many to warm up, to find how many epochs fit into --minutes.
@@ -102,6 +105,7 @@ def pretrain(
         NonFiniteLoss: training diverged, more than runtime.on_nonfinite allows; the last checkpoint is sound.
         Interrupted: SIGTERM or SIGUSR1 came; a checkpoint was written. (Ctrl-C is a KeyboardInterrupt.)
         TooManyUnreadable: the data is broken.
+        WorkersFailed: processes that load were killed or hung too often.
 
     Example::
 
@@ -265,8 +269,8 @@ class _Training:
         timer = _StepTimer(skip=_TIMED_STEPS)
         with quiet_lightning():
             trainer = self.session.trainer(None, [timer], 2 * _TIMED_STEPS)
-            with interruptible(trainer):
-                trainer.fit(self.session.module, Forever(self.session.loader(trainer)))
+            with interruptible(trainer), closing(self.session.loader(trainer)) as loader:
+                trainer.fit(self.session.module, Forever(loader))
         seconds_per_epoch = timer.seconds_per_step * self.session.module.schedules.steps_per_epoch
         epochs = max(1, round(seconds / seconds_per_epoch))
         log.info(
@@ -297,7 +301,7 @@ class _Training:
                 config.optim.epochs,
             )
         metrics = Metrics(folder, every_steps=config.runtime.log_every, batch_size=config.optim.batch_size)
-        unreadable = UnreadableImages(
+        faults = LoadingFaults(
             folder,
             num_images=len(session.source),
             max_share=config.data.max_unreadable,
@@ -313,7 +317,7 @@ class _Training:
             resume_from=checkpoint,
         )
         nonfinite = NonFiniteSteps(config.runtime.on_nonfinite, checkpoints, every_steps=config.runtime.log_every)
-        callbacks: list[Callback] = [nonfinite, metrics, unreadable, watch]
+        callbacks: list[Callback] = [nonfinite, metrics, faults, watch]
         callbacks += [score] if score is not None else []
         callbacks += [RunProgress(metrics, self.console), *self.callbacks]
         advice = f"continue with --resume {folder}"
@@ -326,8 +330,9 @@ class _Training:
         with quiet_lightning():
             trainer = session.trainer(folder, callbacks, module.schedules.total_steps)
             try:
-                with interruptible(trainer, advice=advice):
-                    trainer.fit(module, session.loader(trainer), ckpt_path=checkpoint)
+                with interruptible(trainer, advice=advice), closing(session.loader(trainer)) as loader:
+                    faults.loader = loader
+                    trainer.fit(module, loader, ckpt_path=checkpoint)
             except Interrupted as error:
                 if error.signal != signal.SIGINT:
                     raise
@@ -347,7 +352,9 @@ class _Training:
                 key.removeprefix("loss_"): value for key, value in metrics.latest.items() if key.startswith("loss_")
             },
             "bootstrapping_ratio": metrics.latest.get("bootstrapping_ratio", 0.0),
-            "unreadable_images": len(unreadable.reasons),
+            "unreadable_images": len(faults.reasons),
+            "retried_reads": faults.retried,
+            "worker_restarts": faults.restarts,
             "steps_left_out": nonfinite.left_out,
             "returns_to_checkpoints": [{"step": step, "to": to} for step, to in nonfinite.returns],
             "warnings": [{"step": step, "text": text} for step, text in watch.warnings],

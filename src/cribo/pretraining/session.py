@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from cribo.arguments import ConfigError
 from cribo.data import ImageSource, UnreadableImage, open_collection
 from cribo.data.cache import CachedImages
+from cribo.data.loading import PairLoader
 from cribo.data.pairs import StepBatchSampler, ViewPairDataset, pair_loader
 from cribo.data.scenes import Scenes
 from cribo.method.products import multiplies_bfloat16
@@ -182,8 +183,8 @@ class Session:
             raise error
         return cast(T, made)
 
-    def loader(self, trainer: L.Trainer) -> Any:
-        """The batches of a trainer's process, from its current step on."""
+    def loader(self, trainer: L.Trainer) -> PairLoader:
+        """The batches of a trainer's process, from its current step on; to be closed, for it has workers."""
         sampler = StepBatchSampler(
             self.source,
             self.config.optim.batch_size,
@@ -193,7 +194,14 @@ class Session:
             world_size=trainer.world_size,
         )
         on_gpu = trainer.strategy.root_device.type == "cuda"
-        return pair_loader(self.dataset, sampler, workers=self.workers, pin_memory=on_gpu)
+        return pair_loader(
+            self.dataset,
+            sampler,
+            workers=self.workers,
+            pin_memory=on_gpu,
+            timeout=self.config.data.timeout,
+            max_restarts=self.config.data.max_restarts,
+        )
 
     def _plugins(self) -> list[Any]:
         plugins: list[Any] = [WholeFileCheckpointIO(mapped=self.config.runtime.strategy == "fsdp")]
