@@ -158,14 +158,15 @@ class PairLoader:
             try:
                 batch = crew.next(_LOOK_SECONDS)
             except queue.Empty:
-                if dead := crew.dead():
-                    raise self._killed(dead) from None
-                if signs != self.journal.signs:
+                if signs != self.journal.signs:  # the batch may still come, even if another worker is dead
                     signs, since = self.journal.signs, time.monotonic()
+                elif dead := crew.dead():
+                    raise self._killed(dead) from None
                 elif time.monotonic() - since > self.timeout:
                     raise self._hung() from None
             except Exception as error:
-                if dead := crew.dead():
+                # A worker's end may be felt in its connections a moment before it is seen.
+                if dead := crew.dead(_LOOK_SECONDS):
                     raise self._killed(dead) from error
                 raise
             else:
@@ -297,9 +298,9 @@ class _Crew:
             raise item.error
         return item
 
-    def dead(self) -> dict[int, BaseProcess]:
-        """The workers that have ended, by number."""
-        ended = multiprocessing.connection.wait([process.sentinel for process in self._processes], timeout=0)
+    def dead(self, seconds: float = 0.0) -> dict[int, BaseProcess]:
+        """The workers that have ended, by number; waits for one so long."""
+        ended = multiprocessing.connection.wait([process.sentinel for process in self._processes], timeout=seconds)
         return {number: process for number, process in enumerate(self._processes) if process.sentinel in ended}
 
     def end(self) -> None:
