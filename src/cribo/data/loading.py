@@ -5,6 +5,7 @@ import multiprocessing.connection
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cribo")
 
-TIMEOUT = 480.0
+TIMEOUT = 420.0
 """Seconds without a sign of life after which workers count as hung.
 
-More than a shard's storage is given (`Patience`); and three times that is less than the half an hour that the other
-processes of a run wait for this one.
+More than a shard's storage is given (`Patience`). Four times that, after which the run stops, is less than the half an
+hour that the other processes of a run wait for this one.
 """
 
 MAX_RESTARTS = 3
@@ -61,7 +62,7 @@ class PairLoader:
         dataset: makes a batch of its keys.
         sampler: gives the keys of each batch.
         workers: processes that load; with 0 this process does, and nobody can help it.
-        pin_memory: have batches in page-locked memory.
+        pin_memory: have batches in page-locked memory, where there is a GPU.
         timeout: seconds without a sign of life (an image that is begun) after which workers that a batch is waited
             for from count as hung.
         max_restarts: of the workers for one batch; one more, or more than three times as many within a hundred
@@ -85,12 +86,13 @@ class PairLoader:
         timeout: float = TIMEOUT,
         max_restarts: int = MAX_RESTARTS,
     ) -> None:
+        self._process = os.getpid()
         self._crew: _Crew | None = None
         self.journal = Journal(workers)
         self.dataset = dataset.watched(self.journal)
         self.sampler = sampler
         self.workers = workers
-        self.pin_memory = pin_memory
+        self.pin_memory = pin_memory and torch.cuda.is_available()
         self.timeout = timeout
         self.max_restarts = max_restarts
         self.restarts = 0
@@ -119,7 +121,9 @@ class PairLoader:
             self._crew = None
 
     def __del__(self) -> None:
-        self.close()
+        # A process that was forked from this one has no say over its workers.
+        if os.getpid() == self._process and not sys.is_finalizing():
+            self.close()
 
     def _from_here(self, due: int) -> "Iterator[ViewPairs]":
         for keys in self.sampler.batches_from(due):
@@ -272,7 +276,7 @@ class _Crew:
             worker_init_fn=_begin_worker,
             generator=torch.Generator(),  # which it draws seeds from that nobody uses
         )
-        self._device = torch.accelerator.current_device_index() if pin_memory else None
+        self._device = torch.cuda.current_device() if pin_memory else None
         self._iterator: Any = None
         self._stop = threading.Event()
         self._batches: queue.Queue[Any] = queue.Queue(_AHEAD)
@@ -310,13 +314,13 @@ class _Crew:
             self._batches.get_nowait()  # the thread may wait for room
         if self._thread is not None:
             self._thread.join(_END_SECONDS)
-        if self.dead() or (self._thread is not None and self._thread.is_alive()):
-            self.kill()
-            return
-        processes = self._processes
-        self._loader = self._iterator = None  # which ends them
-        for process in processes:
-            process.kill()
+        waiting = self._thread is not None and self._thread.is_alive()
+        if self._iterator is not None and not waiting and not self.dead():
+            # By a thread, since one worker after the other is waited for.
+            ending = threading.Thread(target=self._iterator._shutdown_workers, daemon=True, name="end of workers")
+            ending.start()
+            ending.join(_END_SECONDS)
+        self.kill()
 
     def kill(self) -> None:
         """Kill the workers, whatever they do."""
@@ -327,7 +331,7 @@ class _Crew:
         until = time.monotonic() + _END_SECONDS
         for process in processes:
             process.join(max(0.0, until - time.monotonic()))
-        if self._iterator is not None:
+        if self._iterator is not None and not self._iterator._worker_result_queue._writer.closed:
             self._iterator._shutdown = True  # its own way to end waits for locks that the killed may have held
             # With nobody left who could write, a thread that waits for the rest of a message reads that it has ended.
             self._iterator._worker_result_queue._writer.close()
@@ -339,7 +343,7 @@ class _Crew:
     def _fetch(self) -> None:
         try:
             if self._device is not None:
-                torch.accelerator.set_device_index(self._device)  # each thread has its own
+                torch.cuda.set_device(self._device)  # each thread has its own
             self._begin_workers()
             for batch in self._iterator:
                 pinned = batch.pin_memory() if self._device is not None and not isinstance(batch, _Raised) else batch

@@ -61,7 +61,7 @@ class DataConfig:
     images: str = ""
     workers: int | None = None
     max_unreadable: float = 0.01
-    timeout: float = 480.0
+    timeout: float = 420.0
     max_restarts: int = 3
     max_pixels: int = 178_956_970
     inside: bool = False

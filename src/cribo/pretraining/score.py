@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from torch import nn
 
-from cribo.data import LabelledImages, open_segmentation
+from cribo.data import DataError, LabelledImages, UnreadableImage, open_segmentation
 from cribo.data.scenes import Scenes
 from cribo.evaluation import (
     DenseNNSettings,
@@ -63,6 +63,8 @@ def open_score_data(config: PretrainConfig) -> ScoreData | None:
 
 class RetrievalScore(L.Callback):
     """Takes the score of the teacher's backbone, and writes it with the metrics.
+
+    Labelled images that cannot be read end the run if it is the first score; later ones are left out.
 
     Args:
         data: labelled images.
@@ -122,8 +124,14 @@ class RetrievalScore(L.Callback):
         started = time.perf_counter()
         backbone = module.whole_teacher().backbone
         untrained = trainer.global_step == 0 and self.config.backbone.pretrained is None
-        with calibrated(backbone, self.data.memory, module.device, needed=untrained):
-            miou = self._score(backbone_encoder(backbone), module.device)
+        try:
+            with calibrated(backbone, self.data.memory, module.device, needed=untrained):
+                miou = self._score(backbone_encoder(backbone), module.device)
+        except (UnreadableImage, DataError) as error:
+            if not self.curve:  # nothing is lost yet
+                raise
+            log.error("step %d: no score, %s; training goes on", trainer.global_step, error)
+            return
         self.curve.append((trainer.global_step, miou))
         self.metrics.add(trainer, module, {"dense_nn": miou})
         self.metrics.pause(time.perf_counter() - started)

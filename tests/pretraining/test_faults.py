@@ -1,0 +1,196 @@
+"""Faults in loading do not end a run, and change nothing that they need not change."""
+
+import csv
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from PIL import Image
+from tests.data.faults import Faulty, drawn, fails
+
+from cribo.data import UnreadableImage, open_images, write_shards
+from cribo.data.loading import WorkersFailed
+from cribo.data.scenes import Scenes
+from cribo.pretraining import PretrainConfig
+from cribo.pretraining.presets import dump_config
+
+Tiny = Callable[..., PretrainConfig]
+Train = Callable[..., Any]
+
+
+class KillWorkers(L.Callback):
+    """Kills all workers, or one, after some steps."""
+
+    def __init__(self, *steps: int, most: int | None = None) -> None:
+        self.steps = steps
+        self.most = most
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.global_step in self.steps:
+            workers = multiprocessing.active_children()
+            assert workers
+            for worker in workers[: self.most]:
+                worker.kill()
+
+
+class DeleteFile(L.Callback):
+    """Deletes a file after a step."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step = step
+        self.path = path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.global_step == self.step:
+            self.path.unlink()
+
+
+def save_scenes(folder: Path, count: int) -> Path:
+    scenes = Scenes(count, size=40, seed=0)
+    folder.mkdir(parents=True)
+    for index in range(count):
+        Image.fromarray(scenes.load(index).permute(1, 2, 0).contiguous().numpy()).save(folder / f"{index:03d}.png")
+    return folder
+
+
+def test_killed_workers_change_nothing(tiny: Tiny, train: Train, resumed: Train) -> None:
+    """All of them, and one; and how often that was is known when a run is resumed."""
+    changes = {"data.scenes.count": 240, "optim.epochs": 1, "optim.warmup_epochs": 0, "runtime.log_every": 5}
+    whole = train(tiny(changes), "whole")
+    config = tiny({**changes, "data.workers": 2})
+    # The workers are up to ten batches ahead: so much later the next one is missed.
+    with pytest.raises(KeyboardInterrupt):
+        train(config, "killed", callbacks=[KillWorkers(3), _Interrupt(14)])
+    killed = resumed("killed", callbacks=[KillWorkers(16, most=1)])
+    assert killed.rows == whole.rows
+    for name, value in whole.weights.items():
+        assert torch.equal(value, killed.weights[name]), name
+    summary = json.loads((killed.run.folder / "summary.json").read_text())
+    assert (summary["worker_restarts"], summary["retried_reads"], summary["unreadable_images"]) == (2, 0, 0)
+    assert (whole.run.summary["worker_restarts"], whole.run.summary["retried_reads"]) == (0, 0)
+
+
+class _Interrupt(L.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_workers_that_keep_failing_end_the_run(tiny: Tiny, train: Train, tmp_path: Path) -> None:
+    config = tiny({"data.workers": 1, "data.max_restarts": 0, "data.scenes.count": 200, "runtime.checkpoint_every": 3})
+    with pytest.raises(WorkersFailed, match=r"SIGKILL.*failed 1 times for the same batch\. Use fewer data\.w"):
+        train(config, callbacks=[KillWorkers(4)])
+    assert (tmp_path / "run" / "checkpoints" / "step=00000003.ckpt").is_file()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_file_that_is_deleted_is_skipped(tiny: Tiny, train: Train, tmp_path: Path, workers: int) -> None:
+    images = save_scenes(tmp_path / "images", 16)
+    config = tiny({"data.root": str(images), "data.workers": workers, "data.max_unreadable": 0.1, "optim.epochs": 5})
+    trained = train(config, callbacks=[DeleteFile(3, images / "007.png")])
+    with (trained.run.folder / "skipped.csv").open(newline="") as file:
+        assert list(csv.DictReader(file)) == [{"image": "007.png", "reason": "no such file"}]
+    assert trained.run.summary["unreadable_images"] == 1
+    assert trained.run.summary["steps"] == 10
+
+
+def test_an_outage_of_the_file_system_changes_nothing(
+    tiny: Tiny,
+    train: Train,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    images = save_scenes(tmp_path / "images", 36)
+    config = tiny({"data.root": str(images), "data.workers": 2, "data.max_unreadable": 0.0})
+    faulty = Faulty(open_images(images), tmp_path / "counts", drawn(36, 0, 0.5, fails(), times=1))
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr("cribo.pretraining.session.open_source", lambda _: faulty)
+        patch.setattr("cribo.pretraining.session._require_readable", lambda source: None)
+        failing = train(config, "failing")
+    assert failing.run.summary["retried_reads"] == 18
+    assert failing.run.summary["unreadable_images"] == 0
+    assert sum("reading has been tried again" in message for message in caplog.messages) == 1
+    monkeypatch.setattr("cribo.pretraining.session.open_source", lambda _: Faulty(open_images(images), tmp_path, {}))
+    assert failing.rows == train(config, "whole").rows
+
+
+def test_a_score_whose_images_are_lost_is_left_out(
+    tiny: Tiny, train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scenes = Scenes(6, size=40, seed=1)
+    for part, indices in (("train", range(4)), ("val", range(4, 6))):
+        for kind in ("images", "labels"):
+            (tmp_path / "labelled" / kind / part).mkdir(parents=True)
+        for index in indices:
+            image, labels = scenes.load(index).permute(1, 2, 0).contiguous(), scenes.labels(index).to(torch.uint8)
+            Image.fromarray(image.numpy()).save(tmp_path / "labelled" / "images" / part / f"{index}.png")
+            Image.fromarray(labels.numpy()).save(tmp_path / "labelled" / "labels" / part / f"{index}.png")
+    (tmp_path / "labelled" / "classes.txt").write_text("\n".join(scenes.classes))
+    config = tiny({"score.root": str(tmp_path / "labelled"), "score.every_epochs": 1})
+    lost = tmp_path / "labelled" / "images" / "val" / "5.png"
+    trained = train(config, callbacks=[DeleteFile(6, lost)])
+    assert trained.run.summary["steps"] == 12
+    assert [point["step"] for point in trained.run.summary["dense_nn"]["curve"]] == [0, 4]
+    assert sum("no score, " in message and "5.png" in message for message in caplog.messages) >= 2
+    with pytest.raises(UnreadableImage, match=r"5\.png"):
+        train(config, "without")
+
+
+# ------------------------------------------------------------------ on the command line
+
+
+def started(config: PretrainConfig, folder: Path, steps: int = 3) -> "subprocess.Popen[str]":
+    """A run in a process group of its own, when it has taken some steps."""
+    (folder / "config.yaml").write_text(dump_config(config))
+    command = [sys.executable, "-m", "cribo.cli", "pretrain", "--config", str(folder / "config.yaml")]
+    command += ["--out", str(folder), "--name", "run"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    metrics = folder / "run" / "metrics.csv"
+    while process.poll() is None and not (metrics.is_file() and metrics.read_text().count("\n") > steps):
+        time.sleep(0.1)
+    return process
+
+
+@pytest.mark.slow
+def test_ctrl_c_reaches_all_processes_and_leaves_a_checkpoint(tmp_path: Path, tiny: Tiny) -> None:
+    """A terminal sends it to the workers, too."""
+    with started(tiny({"data.workers": 2, "optim.epochs": 10_000}), tmp_path) as process:
+        os.killpg(process.pid, signal.SIGINT)
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert "begun anew" not in said
+    assert said.count("stopped by SIGINT after step") == 1
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    step = int(checkpoint.stem.removeprefix("step="))
+    assert f"after step {step}:" in said
+
+
+@pytest.mark.slow
+def test_shards_that_vanish_end_the_run_with_one_clear_line(tmp_path: Path, tiny: Tiny) -> None:
+    images = save_scenes(tmp_path / "images", 300)
+    write_shards(open_images(images), tmp_path / "shards", shard_bytes=8192)
+    config = tiny({"data.workers": 2, "data.root": str(tmp_path / "shards"), "optim.epochs": 10_000})
+    with started(config, tmp_path) as process:
+        (tmp_path / "shards").rename(tmp_path / "gone")
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, said
+    assert "Traceback" not in said
+    assert "it is not there (any more)" in said
