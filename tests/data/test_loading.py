@@ -52,14 +52,16 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 class Training:
     """What a trainer does with a loader: one step after the other, epoch after epoch."""
 
-    def __init__(self, source: ImageSource, *, workers: int = 2, timeout: float = 60, **options: Any) -> None:
+    def __init__(
+        self, source: ImageSource, *, workers: int = 2, timeout: float = 60, pin_memory: bool = False, **options: Any
+    ) -> None:
         dataset = ViewPairDataset(
             source, ViewRecipe(size=16), grid=(4, 4), num_objects=5, drop_path_sites=3, seed=0, retry_delays=PATIENT
         )
         sampler = StepBatchSampler(len(source), BATCH, 0, position=lambda: self.step)
         self.step = 0
         self.loader: PairLoader = pair_loader(
-            dataset, sampler, workers=workers, pin_memory=False, timeout=timeout, **options
+            dataset, sampler, workers=workers, pin_memory=pin_memory, timeout=timeout, **options
         )
 
     def epoch(self) -> Iterator[ViewPairs]:
@@ -197,6 +199,17 @@ def test_the_death_of_a_worker_does_not_break_into_a_step() -> None:
         batches.append(batch)
     training.loader.close()
     assert_same(batches, Training(Noise(IMAGES), workers=0).batches())
+
+
+@pytest.mark.gpu
+def test_batches_in_page_locked_memory_after_a_restart(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    training = Training(Faulty(Noise(IMAGES), tmp_path / "counts", {13: (kills, 1)}), pin_memory=True)
+    batches = training.batches(2)
+    assert training.loader.restarts == 1
+    assert all(batch.views.is_pinned() and batch.coordinates.is_pinned() for batch in batches)
+    assert_same(batches, Training(Noise(IMAGES), workers=0).batches(2))
 
 
 # ------------------------------------------------------------------ faults that do not pass

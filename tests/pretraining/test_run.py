@@ -168,12 +168,16 @@ def test_broken_images_are_skipped_counted_and_listed(tiny: Tiny, train: Train, 
     assert all(np.isfinite(float(row["loss"])) for row in trained.rows)
 
 
-def test_too_many_broken_images_stop_the_run(tiny: Tiny, train: Train, mixed: Path, tmp_path: Path) -> None:
+def test_too_many_broken_images_stop_the_run(
+    tiny: Tiny, train: Train, resumed: Train, mixed: Path, tmp_path: Path
+) -> None:
     config = tiny({"data.root": str(mixed), "data.max_unreadable": 0.1, "optim.epochs": 6})
     with pytest.raises(TooManyUnreadable, match=r"of 15 images cannot be read, more than data.max_unreadable 0.1"):
         train(config)
     assert (tmp_path / "run" / "skipped.csv").is_file()
     assert not (tmp_path / "run" / "summary.json").exists()
+    # Its advice can be followed.
+    assert resumed(**{"data.max_unreadable": 0.25}).run.summary["unreadable_images"] == 3
 
 
 def test_a_decompression_bomb_is_skipped(tiny: Tiny, train: Train, tmp_path: Path) -> None:
