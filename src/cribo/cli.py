@@ -415,7 +415,8 @@ def _print_summary(run: "Run", console: Console) -> None:
             ("this network before training", "before"),
             ("this network after training", "after"),
         ):
-            table.add_row(label, f"{100 * score[key]:.1f} %", style="bold" if key == "after" else None)
+            said = "not known" if score[key] is None else f"{100 * score[key]:.1f} %"
+            table.add_row(label, said, style="bold" if key == "after" else None)
         console.print(table)
     console.print(
         f"{summary['steps']} steps in {duration(summary['seconds'])}, "

@@ -147,8 +147,10 @@ def test_a_score_whose_images_are_lost_is_left_out(
     assert trained.run.summary["steps"] == 12
     assert [point["step"] for point in trained.run.summary["dense_nn"]["curve"]] == [0, 4]
     assert sum("no score, " in message and "5.png" in message for message in caplog.messages) >= 2
-    with pytest.raises(UnreadableImage, match=r"5\.png"):
-        train(config, "without")
+    assert trained.run.summary["dense_nn"]["mean_color"] is None
+    lost.write_text("no image")
+    with pytest.raises(UnreadableImage, match=r"5\.png: not an image"):
+        train(config, "lost from the start")
 
 
 # ------------------------------------------------------------------ on the command line

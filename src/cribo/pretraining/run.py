@@ -369,7 +369,8 @@ class _Training:
                 "mean_color": mean_colour,
                 "curve": [{"step": step, "miou": miou} for step, miou in score.curve],
             }
-            baselines = {"before training": score.curve[0][1], "mean colour": mean_colour}
+            baselines = {"before training": score.curve[0][1]}
+            baselines |= {} if mean_colour is None else {"mean colour": mean_colour}
         teacher = module.whole_teacher()
         if trainer.is_global_zero:
             save_backbone(teacher.backbone, folder)

@@ -114,10 +114,14 @@ class RetrievalScore(L.Callback):
             and (not self.curve or self.curve[-1][0] != trainer.global_step)
         )
 
-    def mean_colour(self, module: PretrainingModule) -> float:
-        """MIoU of the baseline that knows the mean colour of a patch only."""
+    def mean_colour(self, module: PretrainingModule) -> float | None:
+        """MIoU of the baseline that knows the mean colour of a patch only; None if images have been lost."""
         patch_size = module.teacher.backbone.patch_size
-        return self._score(mean_colour_encoder(patch_size), module.device)
+        try:
+            return self._score(mean_colour_encoder(patch_size), module.device)
+        except (UnreadableImage, DataError) as error:
+            log.error("no score of the mean colour, %s", error)
+            return None
 
     def _take(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(module, PretrainingModule)
