@@ -17,7 +17,7 @@ import lightning as L
 import pytest
 import torch
 from PIL import Image
-from tests.data.faults import Faulty, drawn, fails
+from tests.data.faults import Faulty, Noise, drawn, fails
 
 from cribo.data import UnreadableImage, open_images, write_shards
 from cribo.data.loading import WorkersFailed
@@ -56,17 +56,18 @@ class DeleteFile(L.Callback):
             self.path.unlink()
 
 
-def save_scenes(folder: Path, count: int) -> Path:
-    scenes = Scenes(count, size=40, seed=0)
+def save_images(folder: Path, count: int) -> Path:
+    noise = Noise(count)
     folder.mkdir(parents=True)
     for index in range(count):
-        Image.fromarray(scenes.load(index).permute(1, 2, 0).contiguous().numpy()).save(folder / f"{index:03d}.png")
+        Image.fromarray(noise.load(index).permute(1, 2, 0).contiguous().numpy()).save(folder / f"{index:03d}.png")
     return folder
 
 
-def test_killed_workers_change_nothing(tiny: Tiny, train: Train, resumed: Train) -> None:
+def test_killed_workers_change_nothing(tiny: Tiny, train: Train, resumed: Train, tmp_path: Path) -> None:
     """All of them, and one; and how often that was is known when a run is resumed."""
-    changes = {"data.scenes.count": 240, "optim.epochs": 1, "optim.warmup_epochs": 0, "runtime.log_every": 5}
+    root = str(save_images(tmp_path / "images", 240))
+    changes = {"data.root": root, "optim.epochs": 1, "optim.warmup_epochs": 0, "runtime.log_every": 5}
     whole = train(tiny(changes), "whole")
     config = tiny({**changes, "data.workers": 2})
     # The workers are up to ten batches ahead: so much later the next one is missed.
@@ -91,7 +92,8 @@ class _Interrupt(L.Callback):
 
 
 def test_workers_that_keep_failing_end_the_run(tiny: Tiny, train: Train, tmp_path: Path) -> None:
-    config = tiny({"data.workers": 1, "data.max_restarts": 0, "data.scenes.count": 200, "runtime.checkpoint_every": 3})
+    root = str(save_images(tmp_path / "images", 200))
+    config = tiny({"data.root": root, "data.workers": 1, "data.max_restarts": 0, "runtime.checkpoint_every": 3})
     with pytest.raises(WorkersFailed, match=r"SIGKILL.*failed 1 times for the same batch\. Use fewer data\.w"):
         train(config, callbacks=[KillWorkers(4)])
     assert (tmp_path / "run" / "checkpoints" / "step=00000003.ckpt").is_file()
@@ -99,7 +101,7 @@ def test_workers_that_keep_failing_end_the_run(tiny: Tiny, train: Train, tmp_pat
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_file_that_is_deleted_is_skipped(tiny: Tiny, train: Train, tmp_path: Path, workers: int) -> None:
-    images = save_scenes(tmp_path / "images", 16)
+    images = save_images(tmp_path / "images", 16)
     config = tiny({"data.root": str(images), "data.workers": workers, "data.max_unreadable": 0.1, "optim.epochs": 5})
     trained = train(config, callbacks=[DeleteFile(3, images / "007.png")])
     with (trained.run.folder / "skipped.csv").open(newline="") as file:
@@ -115,7 +117,7 @@ def test_an_outage_of_the_file_system_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    images = save_scenes(tmp_path / "images", 36)
+    images = save_images(tmp_path / "images", 36)
     config = tiny({"data.root": str(images), "data.workers": 2, "data.max_unreadable": 0.0})
     faulty = Faulty(open_images(images), tmp_path / "counts", drawn(36, 0, 0.5, fails(), times=1))
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
@@ -187,7 +189,7 @@ def test_ctrl_c_reaches_all_processes_and_leaves_a_checkpoint(tmp_path: Path, ti
 
 @pytest.mark.slow
 def test_shards_that_vanish_end_the_run_with_one_clear_line(tmp_path: Path, tiny: Tiny) -> None:
-    images = save_scenes(tmp_path / "images", 300)
+    images = save_images(tmp_path / "images", 300)
     write_shards(open_images(images), tmp_path / "shards", shard_bytes=8192)
     config = tiny({"data.workers": 2, "data.root": str(tmp_path / "shards"), "optim.epochs": 10_000})
     with started(config, tmp_path) as process:
