@@ -1,6 +1,6 @@
 """The search in a memory bank against the bare matrix product, and against a plain blockwise search, in one run.
 
-    uv run python -m benchmarks.bank                          # on the CPU, about two minutes on two idle cores
+    uv run python -m benchmarks.bank                          # on the CPU, about five minutes on two idle cores
     uv run python -m benchmarks.bank --device cuda            # 128 x 32 queries, 25,000 x 32 rows
     uv run python -m benchmarks.bank --checkpoint runs/x/checkpoints/last.ckpt    # also the rows of a run's own bank
 
@@ -10,6 +10,8 @@ queries and rows block by block and keeps nothing: by the faster of PyTorch's ow
 the precision of the first pass (bfloat16 on a CPU, float16 on a GPU). The plain search is `nearest_rows`: float32, a
 block of similarities at a time. Rows: `random` directions are far from all queries and from each other; `clustered`
 ones share a mean direction, one of 27 classes and their image's own direction (cosine to the nearest about 0.95).
+`collapsed` ones are one vector and a little noise (cosines of 0.99999), `in places` five such vectors, `half` are
+collapsed and random ones in turn, and `copies` are fifty rows, each many times.
 Memory is what a call needs beyond its inputs; the bank's own size is in the title.
 """
 
@@ -32,9 +34,10 @@ from torch import Tensor
 from cribo.method import MemoryBank
 from cribo.method.matching import nearest_rows
 from cribo.method.products import product
-from cribo.method.search import Ring, _Search, nearest_in_rings
+from cribo.method.search import Ring, _first_tiles, _Search, nearest_in_rings
 
 BLOCK = 4096
+KINDS = ("random", "clustered", "collapsed", "in places", "half", "copies")
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,20 @@ class Case:
 
 def directions(kind: str, sizes: Sizes, count: int, generator: torch.Generator) -> Tensor:
     """Rows (2, count, D), the views of an object resembling each other."""
+    shared = torch.Generator().manual_seed(7)
+    if kind == "copies":
+        few = torch.randn(2, 50, sizes.dim, generator=shared)
+        return few[:, torch.randint(50, (count,), generator=generator)]
     noise = torch.randn(2, count, sizes.dim, generator=generator)
     if kind == "random":
         return noise
-    shared = torch.Generator().manual_seed(7)
     middle = torch.randn(sizes.dim, generator=shared)
+    if kind in ("collapsed", "half"):
+        rows = middle + 0.003 * noise
+        return torch.where(torch.arange(count)[:, None] % 2 == 0, noise, rows) if kind == "half" else rows
+    if kind == "in places":
+        places = torch.randn(5, sizes.dim, generator=shared)
+        return noise.mul_(0.003).add_(places[torch.randint(5, (count,), generator=generator)])
     classes = 2 * torch.randn(27, sizes.dim, generator=shared)
     own = torch.randn(-(-count // sizes.objects), sizes.dim, generator=generator).repeat_interleave(sizes.objects, 0)
     label = torch.randint(27, (count,), generator=generator)
@@ -156,13 +168,15 @@ def compared(case: Case) -> str:
     pairs = crowded = tiles = 0
     for view in (0, 1):
         queries = F.normalize(case.queries[view], dim=-1)
-        search = _Search(queries, case.images, case.bank._ring(view), case.bank._first_pass, view)
+        ring = case.bank._ring(view)
+        tiled = _first_tiles(queries, case.images, ring, case.bank._first_pass, view)
+        search = _Search(queries, case.images, ring, tiled)
         left, many = (int(count) for count in search.left())
-        pairs, crowded, tiles = pairs + left + case.queries.shape[1], crowded + many, len(search.tiles)
+        pairs, crowded, tiles = pairs + left + case.queries.shape[1], crowded + many, len(search.slots)
     total = 2 * case.queries.shape[1]
     return (
-        f"{pairs / total:.1f} of {tiles:,} tiles a query compared exactly, {crowded} of {total} queries sought again "
-        "in float32"
+        f"{pairs / total:.1f} of {tiles:,} tiles a query compared exactly, {crowded} of {total} queries need a second "
+        "pass"
     )
 
 
@@ -228,7 +242,7 @@ def main() -> None:
     parser.add_argument("--queries", type=int, help="of each view; 512 on a CPU, 4096 on a GPU when not given")
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=7, help="how often each version is timed")
-    parser.add_argument("--only", choices=("random", "clustered"), help="one kind of made-up rows")
+    parser.add_argument("--only", choices=KINDS, help="one kind of made-up rows")
     parser.add_argument("--checkpoint", help="of a run: its bank's own rows too")
     parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -249,7 +263,7 @@ def main() -> None:
     where = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(f"search in the memory bank, {where}, PyTorch {torch.__version__}")
-    for kind in [arguments.only] if arguments.only else ("random", "clustered"):
+    for kind in [arguments.only] if arguments.only else KINDS:
         memory = memory_of(kind, sizes, device)
         console.print(measure(kind, make(kind, sizes, device), arguments.rounds, memory))
     if arguments.checkpoint:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cribo.method import NO_MATCH, MemoryBank, search
+from cribo.method.alike import distinct_slots
 from cribo.method.matching import inverse_norms, nearest_rows
 from cribo.method.search import Ring, RoundedCopies, StoredRows, nearest_in_rings, plain_tile_maxima
 
@@ -197,9 +198,9 @@ def test_scales(scale: float) -> None:
 def test_few_rows_are_compared_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound is tight: on random rows hardly a tile more than the best one, and no search among all rows."""
     compared = []
-    exact = search._compare
-    monkeypatch.setattr(search, "_compare", lambda *given: compared.append(len(given[3])) or exact(*given))
-    monkeypatch.setattr(search, "UnroundedRows", lambda *_: pytest.fail("the bound was of no use"))
+    exact = search.compare
+    monkeypatch.setattr(search, "compare", lambda *given: compared.append(len(given[4])) or exact(*given))
+    monkeypatch.setattr(search, "places", lambda *_: pytest.fail("the bound was of no use"))
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2, 20_000, 64, generator=generator)
     bank = filled(rows, torch.arange(20_000) // 4)
@@ -236,16 +237,102 @@ def test_no_product_is_below_the_least_that_its_similarity_allows(first_pass: st
 def test_a_neighbour_does_not_depend_on_what_else_is_asked_or_where_rows_lie(dtype: torch.dtype, spread: float) -> None:
     """Rows that a product takes for equal, or for unequal, in one place of a block and not in another."""
     rows, row_images = clustered(13, 900, 100, spread), torch.arange(900) // 4
-    queries, images = clustered(14, 40, 100, 0.3), torch.full((40,), -1)
+    queries, images = clustered(14, 20, 100, 0.3), torch.full((20,), -1)
     bank = filled(rows, row_images, dtype=dtype)
     found = found_in(bank, queries, images)
-    for size in (1, 3, 17):
+    for size in (1, 7, 13):
         parts = [found_in(bank, part, images[: part.shape[1]]) for part in queries.split(size, dim=1)]
         assert torch.equal(torch.cat(parts, dim=1), found)
     bank.push(torch.zeros(2, 300, 100), torch.full((300,), -1), [4] * 75)
     bank.push(rows, row_images, [4] * 225)  # behind the others and over the end of the ring
     assert len(bank._ring(0).live()) == 2
     assert torch.equal(found_in(bank, queries, images), found)
+
+
+def alike(kind: str, count: int, dim: int, generator: torch.Generator) -> Tensor:
+    """Rows (2, count, D) of a run that has collapsed in one of several ways."""
+    noise = torch.randn(2, count, dim, generator=generator)
+    fixed = torch.Generator().manual_seed(17)
+    middles = torch.randn(4, dim, generator=fixed)
+    few = middles[0] + 1e-7 * torch.randn(2, 9, dim, generator=fixed)
+    which = torch.randint(9, (count,), generator=generator)
+    rows = {
+        "one vector": middles[0] + 0 * noise,
+        "rounding": middles[0] + 1e-7 * noise,
+        "one place": middles[0] + 3e-3 * noise,
+        "four places": middles[which % 4] + 1e-5 * noise,
+        "a half": torch.where(which[:, None] % 2 == 0, middles[0] + 1e-5 * noise, noise),
+        "copies of a few": few[:, which],
+    }[kind]
+    # Of three lengths, so that there are copies of rows, and rows that differ in length alone.
+    return rows * 4.0 ** torch.randint(3, (2, count, 1), generator=generator)
+
+
+ALIKE = ("one vector", "rounding", "one place", "four places", "a half", "copies of a few")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", ALIKE)
+def test_rows_that_are_nearly_all_alike(kind: str, dtype: torch.dtype) -> None:
+    """In a ring that wraps, against the greatest of all exact similarities, and the oldest row that has it."""
+    generator = torch.Generator().manual_seed(3)
+    bank = MemoryBank(num_images=400, num_objects=8, dim=40, dtype=dtype)
+    for length in (3000, 1800):
+        rows, images = alike(kind, length, 40, generator), torch.randint(30, (length,), generator=generator)
+        bank.push(rows, images, [8] * (length // 8))
+    queries = torch.cat((alike(kind, 30, 40, generator), rows[:, :20], torch.randn(2, 10, 40)), dim=1)
+    images = torch.randint(33, (60,), generator=generator)
+    found = found_in(bank, queries, images)
+    for view, ring in enumerate((bank._ring(0), bank._ring(1))):
+        assert len(ring.live()) == 2
+        slots = torch.cat([torch.arange(part.start, part.stop) for part in ring.live()])
+        unit = torch.round(F.normalize(queries[view], dim=-1) * 2.0**26).double()
+        similarity = (
+            unit @ torch.round(ring.rows[slots].float() * (ring.inverse_norms[slots] * 2.0**26)[:, None]).double().T
+        )
+        similarity.masked_fill_(images[:, None] == ring.images[slots], -1e30)
+        oldest = [int((row == row.amax()).nonzero()[0]) for row in similarity]
+        assert found[view].tolist() == oldest
+
+
+@pytest.mark.parametrize("first_pass", WAYS[:2], indirect=True)
+@pytest.mark.parametrize("kind", ALIKE)
+def test_of_rows_that_are_all_alike_few_are_compared(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    exact = search.compare
+    monkeypatch.setattr(search, "compare", lambda *given: compared.append(len(given[4])) or exact(*given))
+    generator = torch.Generator().manual_seed(0)
+    bank = filled(alike(kind, 20_000, 64, generator), torch.arange(20_000) // 4)
+    found_in(bank, alike(kind, 100, 64, generator), torch.full((100,), -1))
+    assert sum(compared) < 200 * 20_000 // TILE // 16
+
+
+def test_of_equal_rows_two_are_multiplied() -> None:
+    """The oldest, and the oldest of another image, also where rows differ in channels that decide no order."""
+    bank = MemoryBank(num_images=12, num_objects=1, dim=40)
+    rows = torch.zeros(2, 12, 40)
+    rows[:, :, 0] = 1
+    rows[:, 6:, 1] = torch.tensor([2.0, 2, 3, 2, 3, 2])
+    images = torch.tensor([9, 9, 8, 7, 9, 8, 5, 5, 5, 5, 5, 4])
+    bank.push(rows[:, :3], images[:3], [1] * 3)  # expire, so that the ring wraps
+    bank.push(rows, images, [1] * 12)
+    ring = bank._ring(0)
+    assert sorted(ring.ages(distinct_slots(ring)).tolist()) == [0, 2, 6, 8, 11]
+
+
+@pytest.mark.parametrize("spread", [1e-3, 3e-2])
+def test_a_run_that_prefers_short_floats_finds_the_same(spread: float) -> None:
+    rows, row_images = clustered(15, 3000, 96, spread), torch.arange(3000) // 4
+    queries, images = clustered(16, 30, 96, 0.3), torch.full((30,), -1)
+    bank = filled(rows, row_images)
+    found = found_in(bank, queries, images)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert torch.equal(found_in(bank, queries, images), found)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_plain_tile_maxima() -> None:

@@ -121,15 +121,16 @@ def any_sequence(group: dist.ProcessGroup) -> None:
 
 def rows_that_products_cannot_tell_apart(group: dist.ProcessGroup) -> None:
     for way in WAYS:
-        for dtype, spread in ((torch.float32, 1e-6), (torch.float16, 3e-3)):
+        for dtype, spread in ((torch.float32, 0), (torch.float32, 1e-6), (torch.float32, 3e-3), (torch.float16, 3e-3)):
             both = Both(group, way, seed=5, num_images=700, num_objects=4, dim=96, dtype=dtype)
             middle = torch.randn(96, generator=both.generator)
             rows = middle + spread * torch.randn(2, 2000, 96, generator=both.generator)
             for each in (both.sharded, both.whole):
                 for part, images in zip(rows.split(1000, dim=1), torch.arange(500).split(250), strict=True):
                     each.push(part, images.repeat_interleave(4), [4] * 250)
-            queries = middle + torch.randn(2, 10 + 7 * both.number, 96, generator=both.generator)
-            assert_same_matches(both.sharded, both.whole, queries, torch.arange(queries.shape[1]), both.fewest)
+            for size in (1, spread):  # queries far from the rows, and among them
+                queries = middle + size * torch.randn(2, 10 + 7 * both.number, 96, generator=both.generator)
+                assert_same_matches(both.sharded, both.whole, queries, torch.arange(queries.shape[1]), both.fewest)
 
 
 def groups_of_images(group: dist.ProcessGroup) -> None:

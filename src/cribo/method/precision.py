@@ -1,5 +1,8 @@
 """Which float type sums and losses are taken in."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -15,3 +18,20 @@ def at_least_float32(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]
         [torch.float32, torch.float64]
     """
     return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Inside, products of float32 are of float32, whatever shorter type is preferred for them elsewhere.
+
+    Example:
+        >>> with full_float32():
+        ...     torch.get_float32_matmul_precision()
+        'highest'
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

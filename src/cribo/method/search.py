@@ -1,32 +1,36 @@
 """The nearest row of a memory bank, exactly, at little more than the price of a matrix product at low precision.
 
 A first pass multiplies queries and rows at low precision and keeps, of every tile of consecutive rows, a number that
-no product in it exceeds. The tile of the greatest one is compared exactly, in float32. Its best row tells which other
-tiles may still hold a better one, for rounding turns a vector by a small angle that is known: mostly one or two do.
-Those are compared exactly too.
+no product in it exceeds. The tile of the greatest one is compared exactly. Its best row tells which other tiles may
+still hold a better one, for rounding turns a vector by a small angle that is known: mostly one or two do. Those are
+compared exactly too. A query to which very many are left, because rows are nearly all alike, gets a second pass over
+differences between rows (`cribo.method.alike`), which costs a product in float32.
 
-So similarities that decide are sums of float32 in one fixed order. A neighbour depends on the query and on the live
-rows alone: not on where in the ring they lie, on how many queries are asked at once, on the precision of the first
-pass, or on whether the rows are held in one place or in several (`cribo.method.sharded`).
+Similarities that decide have no rounding (`cribo.method.rings`). A neighbour depends on the query and on the live
+rows alone: not on where in the ring they lie, on how many queries are asked at once, on the precision of a pass, or on
+whether the rows are held in one place or in several (`cribo.method.sharded`).
 """
 
-import math
-import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from cribo.method.alike import Place, centred_ceilings, in_tiles, places
 from cribo.method.kernels import Accelerated
 from cribo.method.matching import NO_MATCH
+from cribo.method.precision import full_float32
 from cribo.method.products import multiplies_bfloat16, parts_on_grid, product, rows_on_grid
+from cribo.method.rings import LONGEST, OwnRows, Ring, compare, ring_slices, untouched_zeros
+
+__all__ = ["Ring", "ring_slices", "untouched_zeros"]
 
 _FEWEST = 2**30  # multiplications a view, below which a first pass in float32 is faster on a CPU
-_LONGEST = 1 + 2**-8  # norm of a row by its inverse norm, which may be older than its rounding to half precision
 
 
 def tile_rows(device: torch.device) -> int:
@@ -38,32 +42,6 @@ def _block_rows(queries: Float[Tensor, "r d"]) -> int:
     """Rows that are multiplied at once: their products stay in a processor's cache, or are enough work for a GPU."""
     most, products = (2**15, 2**26) if queries.device.type == "cuda" else (2**13, 2**20)
     return min(most, max(2**10, products // len(queries) // 2**10 * 2**10))
-
-
-def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """Zeros that a host commits memory for only where they are written.
-
-    Most of a bank is never written where images have fewer objects than they could have; and what is written before
-    the loader's processes are forked is copied, page by page, when it is written again.
-    """
-    if torch.device(device).type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    # A mapping of its own: memory that the heap has used before would have to be cleared, and so committed.
-    options = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
-    return torch.frombuffer(mmap.mmap(-1, size, **options), dtype=dtype).view(shape)
-
-
-def ring_slices(start: int, length: int, capacity: int) -> list[slice]:
-    """Slices of so many consecutive slots of a ring: one, or two where it closes behind its last slot, or none.
-
-    Example:
-        >>> ring_slices(7, 5, capacity=10)
-        [slice(7, 10, None), slice(0, 2, None)]
-    """
-    end = start + length
-    parts = [slice(start, min(end, capacity)), slice(0, max(0, end - capacity))]
-    return [part for part in parts if part.stop > part.start]
 
 
 class FirstPass(ABC):
@@ -99,44 +77,6 @@ class FirstPass(ABC):
     def distortion(self, view: int) -> Float[Tensor, "2"]:
         """The largest angle, in radians, between a row and what is held of it, and largest relative change of norm."""
 
-    def most_left(self, tiles: int) -> int:
-        """How many of the tiles may be left to compare with a query before a first pass in float32 costs less."""
-        return max(4, tiles // 32)
-
-
-@dataclass(frozen=True)
-class Ring:
-    """The bank of one view, as the search reads it.
-
-    Attributes:
-        rows: of any scale, C slots in whole tiles.
-        inverse_norms: 1 / norm of each row, float32.
-        images: image of each row.
-        capacity: slots in use; those behind only fill the last tile.
-        oldest: slot of the oldest live row. The others follow it, and the ring closes behind the last slot.
-        length: number of live rows.
-        tile: rows of a tile.
-    """
-
-    rows: Float[Tensor, "c d"]
-    inverse_norms: Float[Tensor, " c"]
-    images: Int[Tensor, " c"]
-    capacity: int
-    oldest: int
-    length: int
-    tile: int
-
-    def live(self) -> list[slice]:
-        """Slices of the live slots, oldest first: one, or two when the ring wraps, or none."""
-        return ring_slices(self.oldest, self.length, self.capacity)
-
-    def tiles(self) -> list[range]:
-        """Numbers of the tiles with live rows, each once."""
-        ranges = [range(part.start // self.tile, -(-part.stop // self.tile)) for part in self.live()]
-        if len(ranges) == 2:  # the oldest and the newest rows may share a tile
-            ranges[1] = range(min(ranges[1].stop, ranges[0].start))
-        return [tiles for tiles in ranges if tiles]
-
 
 @torch.no_grad()
 def nearest_in_rings(
@@ -144,7 +84,8 @@ def nearest_in_rings(
 ) -> Int[Tensor, "2 r"]:
     """The live row with the greatest cosine similarity to each query in its view's ring, counted from the oldest.
 
-    Of equally similar rows the oldest wins; rows of the query's own image never match. The host reads the device once.
+    Of equally similar rows the oldest wins; rows of the query's own image never match. The host reads the device once,
+    and a few times more for queries that need a second pass.
 
     Args:
         queries: (2, R, D) float32, any scale.
@@ -165,7 +106,7 @@ def most_similar(
 ) -> tuple[Float[Tensor, "2 r"], Int[Tensor, "2 r"]]:
     """The greatest cosine similarity of each query to a live row in its view's ring, and that row's age.
 
-    The similarity of a query and a row has the same bits in whatever ring the row lies, beside whatever others.
+    The similarity of a query and a row is the same in whatever ring the row lies, beside whatever others.
 
     Args:
         queries: (2, R, D) float32, of unit length.
@@ -174,18 +115,67 @@ def most_similar(
         first_pass: over the rows of both rings.
 
     Returns:
-        (2, R) float32 similarities, -inf where no row may match; and (2, R) int64, how many live rows are older than
+        (2, R) float64 similarities, -inf where no row may match; and (2, R) int64, how many live rows are older than
         the one found, which is the oldest of the most similar. Without a match an age means nothing.
     """
     if not queries.shape[1] or not rings[0].length:
-        return queries.new_full(queries.shape[:2], -torch.inf), images.new_zeros(queries.shape[:2])
+        return queries.new_full(queries.shape[:2], -torch.inf, dtype=torch.float64), images.new_zeros(queries.shape[:2])
     if queries.device.type == "cpu" and queries[0].numel() * rings[0].length < _FEWEST:
         first_pass = UnroundedRows(rings)
-    searches = [_Search(queries[view], images, ring, first_pass, view) for view, ring in enumerate(rings)]
+    searches = [
+        _Search(queries[view], images, ring, _first_tiles(queries[view], images, ring, first_pass, view))
+        for view, ring in enumerate(rings)
+    ]
     counts = torch.stack([count for search in searches for count in search.left()]).tolist()
     found = [search.finish(*counts[2 * view : 2 * view + 2]) for view, search in enumerate(searches)]
     similarity, ages = zip(*found, strict=True)
     return torch.stack(similarity), torch.stack(ages)
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """What a pass tells of the rows.
+
+    Attributes:
+        slots: of each tile's rows.
+        ceilings: for each tile and query, a number that no product of the two exceeds.
+        least: the least product that the pass can give for a row of a given similarity (R,) to each query.
+        most: how many tiles may be left to compare with a query.
+    """
+
+    slots: Int[Tensor, "t tile"]
+    ceilings: Float[Tensor, "t r"]
+    least: Callable[[Float[Tensor, " r"]], Float[Tensor, " r"]]
+    most: int
+
+
+def _first_tiles(
+    queries: Float[Tensor, "r d"], images: Int[Tensor, " r"], ring: Ring, first_pass: FirstPass, view: int
+) -> _Tiles:
+    """The ring's own tiles, by the first pass."""
+    rounded, first = first_pass.rounded(queries), 0
+    tiles = torch.cat([torch.arange(part.start, part.stop, device=queries.device) for part in ring.tiles()])
+    ceilings = torch.empty((len(tiles), len(queries)), device=queries.device)
+    for part in ring.tiles():
+        first_pass.ceilings(view, part, rounded, images, ceilings[first : first + len(part)])
+        first += len(part)
+    least = partial(_least_product, queries=queries, rounded=rounded, distortion=first_pass.distortion(view))
+    slots = ring.tile * tiles[:, None] + torch.arange(ring.tile, device=tiles.device)
+    # Of a query with very many tiles left all are multiplied once more: a product costs less a row than a comparison.
+    return _Tiles(slots, ceilings, least, most=max(4, len(tiles) // 32))
+
+
+def _centred_tiles(
+    queries: Float[Tensor, "c d"], images: Int[Tensor, " c"], ring: Ring, place: Place, best: Float[Tensor, " c"]
+) -> _Tiles:
+    """Tiles of the rows near a place, given the similarity of a row that was found for each query."""
+    slots = in_tiles(place.slots)
+    ceilings, offsets = centred_ceilings(queries, images, ring, place, slots)
+
+    def least(met: Float[Tensor, " c"]) -> Float[Tensor, " c"]:
+        return torch.nextafter((torch.maximum(met, best) - offsets).float(), met.new_tensor(-torch.inf).float())
+
+    return _Tiles(slots, ceilings, least, most=len(slots))
 
 
 class _Search:
@@ -195,41 +185,29 @@ class _Search:
         queries: (R, D) of unit length.
         images: (R,).
         ring: at least one live row.
-        first_pass: over the ring's rows.
-        view: which ring that is.
+        tiles: what a pass over its rows tells.
     """
 
-    def __init__(
-        self, queries: Float[Tensor, "r d"], images: Int[Tensor, " r"], ring: Ring, first_pass: FirstPass, view: int
-    ) -> None:
-        self.queries, self.images, self.ring = queries, images, ring
-        rounded = first_pass.rounded(queries)
-        self.tiles = torch.cat([torch.arange(part.start, part.stop, device=queries.device) for part in ring.tiles()])
-        ceilings = torch.empty((len(self.tiles), len(queries)), device=queries.device)
-        first = 0
-        for part in ring.tiles():
-            first_pass.ceilings(view, part, rounded, images, ceilings[first : first + len(part)])
-            first += len(part)
-        highest = _highest(ceilings)
+    def __init__(self, queries: Float[Tensor, "r d"], images: Int[Tensor, " r"], ring: Ring, tiles: _Tiles) -> None:
+        self.queries, self.images, self.ring, self.slots = queries, images, ring, tiles.slots
+        highest = _highest(tiles.ceilings)
         own = torch.arange(len(queries), device=queries.device)
-        self.best, self.age = _compare(self.queries, images, ring, self.tiles[highest], own)
-        least = _least_product(self.best, self.queries, rounded, first_pass.distortion(view))
-        self.open = ceilings >= least
+        self.best, self.age = compare(queries, images, ring, tiles.slots[highest], own)
+        self.open = tiles.ceilings >= tiles.least(self.best)
         self.open[highest, own] = False
         self.counts = self.open.view(torch.uint8).sum(dim=0, dtype=torch.int32)
-        # A query with very many tiles left asks again in float32: a product costs less a row than a comparison.
-        self.crowded = self.counts > first_pass.most_left(len(self.tiles))
+        self.crowded = self.counts > tiles.most
         self.open &= ~self.crowded
 
     def left(self) -> tuple[Int[Tensor, ""], Int[Tensor, ""]]:
-        """How many pairs of a tile and a query are left to compare, and how many queries have to ask again."""
+        """How many pairs of a tile and a query are left to compare, and how many queries need a second pass."""
         return self.counts.where(~self.crowded, 0).sum(), self.crowded.sum()
 
     def finish(self, pairs: int, crowded: int) -> tuple[Float[Tensor, " r"], Int[Tensor, " r"]]:
         """Compare what is left, by the numbers of `left`: similarity and age of the rows found."""
         if pairs:
             tile, which = torch.nonzero_static(self.open, size=pairs).unbind(dim=1)
-            value, age = _compare(self.queries, self.images, self.ring, self.tiles[tile], which)
+            value, age = compare(self.queries, self.images, self.ring, self.slots[tile], which)
             best = self.best.scatter_reduce(0, which, value, "amax")
             # Of the rows that are as good as the best, the oldest.
             age = age.where(value == best[which], self.ring.capacity)
@@ -237,12 +215,18 @@ class _Search:
             self.best, self.age = best, held.scatter_reduce(0, which, age, "amin")
         if crowded:
             rest = torch.nonzero_static(self.crowded, size=crowded)[:, 0]
-            again = _Search(
-                self.queries[rest], self.images[rest], self.ring, UnroundedRows((self.ring, self.ring)), view=0
-            )
-            pairs, crowded = torch.stack(again.left()).tolist()
-            self.best[rest], self.age[rest] = again.finish(pairs, crowded)
+            self.best[rest], self.age[rest] = self._among_alike(rest)
         return self.best, self.age
+
+    def _among_alike(self, rest: Int[Tensor, " c"]) -> tuple[Float[Tensor, " c"], Int[Tensor, " c"]]:
+        """The second pass, for the queries that need it."""
+        queries, images, best, age = (part[rest] for part in (self.queries, self.images, self.best, self.age))
+        for place in places(queries, self.ring, best, age):
+            own = place.which
+            tiles = _centred_tiles(queries[own], images[own], self.ring, place, best[own])
+            search = _Search(queries[own], images[own], self.ring, tiles)
+            best[own], age[own] = search.finish(*torch.stack(search.left()).tolist())
+        return best, age
 
 
 def _highest(ceilings: Float[Tensor, "t r"]) -> Int[Tensor, " r"]:
@@ -267,77 +251,12 @@ def _least_product(
     Rounding turns the query and the row by angles whose sum is d at most, so a row at angle a was seen at a + d at
     most: cos(a + d) = cos(a) cos(d) - sin(a) sin(d). Rows that are slightly longer than 1 take the place of 1.
     """
-    best = best.clamp_min(-_LONGEST)  # where no row of the first tile may match, any other may
+    best = best.float().clamp_min(-LONGEST)  # where no row of the first tile may match, any other may
     turned = _angle(queries, rounded.float()) + distortion[0]
     norms = rounded.float().norm(dim=-1)
-    least = best * turned.cos() - turned.sin() * (_LONGEST**2 - best.square()).clamp_min(0).sqrt()
-    accumulated = queries.shape[1] * 2**-22  # rounding of the sums, here and in the first pass
+    least = best * turned.cos() - turned.sin() * (LONGEST**2 - best.square()).clamp_min(0).sqrt()
+    accumulated = (queries.shape[1] + 4) * 2**-22  # rounding of the sums, and of what is compared
     return (least - least.abs() * distortion[1] - accumulated) * norms
-
-
-def _compare(
-    queries: Float[Tensor, "r d"],
-    images: Int[Tensor, " r"],
-    ring: Ring,
-    tiles: Int[Tensor, " p"],
-    which: Int[Tensor, " p"],
-) -> tuple[Float[Tensor, " p"], Int[Tensor, " p"]]:
-    """The greatest similarity of each pair's query to the live rows of its tile, and the age of the first such row.
-
-    Args:
-        queries: (R, D) of unit length.
-        images: (R,).
-        ring: whose rows are compared.
-        tiles: (P,) tile of each pair.
-        which: (P,) query of each pair.
-
-    Returns:
-        similarity, -inf where no row may match, and how many rows are older than the one found.
-    """
-    parts = _PAIRS_AT_ONCE // ring.tile
-    found = [
-        _compare_part(queries, images, ring, *part) for part in zip(tiles.split(parts), which.split(parts), strict=True)
-    ]
-    values, ages = zip(*found, strict=True)
-    return torch.cat(values), torch.cat(ages)
-
-
-_PAIRS_AT_ONCE = 2**20  # pairs of a query and a row
-
-
-def _compare_part(
-    queries: Float[Tensor, "r d"],
-    images: Int[Tensor, " r"],
-    ring: Ring,
-    tiles: Int[Tensor, " p"],
-    which: Int[Tensor, " p"],
-) -> tuple[Float[Tensor, " p"], Int[Tensor, " p"]]:
-    similarity = _inner_products(queries, ring, tiles, which).mul_(ring.inverse_norms.view(-1, ring.tile)[tiles])
-    slots = ring.tile * tiles[:, None] + torch.arange(ring.tile, device=tiles.device)
-    ages = (slots - ring.oldest) % ring.capacity
-    own = ring.images.view(-1, ring.tile)[tiles] == images[which, None]
-    similarity.masked_fill_(own | (slots >= ring.capacity) | (ages >= ring.length), -torch.inf)
-    best = similarity.amax(dim=1)
-    return best, ages.where(similarity == best[:, None], ring.capacity).amin(dim=1)
-
-
-def _inner_products(
-    queries: Float[Tensor, "r d"], ring: Ring, tiles: Int[Tensor, " p"], which: Int[Tensor, " p"]
-) -> Float[Tensor, "p tile"]:
-    """Of each pair's query with the rows of its tile, which are gathered a few tiles at a time in one buffer.
-
-    Not by a library's product: the sums of equal rows have to be equal, wherever the rows lie.
-    """
-    dim = queries.shape[1]
-    # What a processor's cache holds, or enough work for a GPU.
-    count = max(1, (2**18 if queries.device.type == "cpu" else 2**25) // (ring.tile * dim))
-    stored = ring.rows.view(-1, ring.tile * dim)
-    gathered = stored.new_empty((min(count, len(tiles)), ring.tile * dim))
-    found = queries.new_empty((len(tiles), ring.tile))
-    for tile, query, products in zip(tiles.split(count), which.split(count), found.split(count), strict=True):
-        rows = torch.index_select(stored, 0, tile, out=gathered[: len(tile)]).view(-1, ring.tile, dim).float()
-        torch.sum(rows.mul_(queries[query, None]), dim=-1, out=products)
-    return found
 
 
 def _angle(a: Float[Tensor, "*n d"], b: Float[Tensor, "*n d"]) -> Float[Tensor, "*n"]:
@@ -399,7 +318,7 @@ class RoundedCopies(FirstPass):
         """
         tile, count = self._tile, len(queries)
         slots = slice(tile * tiles.start, tile * tiles.stop)
-        keys, own = self._copies[view, slots], _OwnRows(self._images[slots], images)
+        keys, own = self._copies[view, slots], OwnRows(self._images[slots], images)
         queries, parts = rows_on_grid(queries), list(parts_on_grid(len(keys), _block_rows(queries)))
         floor = _below(own.without(product(keys[parts[0]], queries), 0).amax(dim=0))
         products = torch.empty((parts[0].stop, len(queries)), dtype=torch.bfloat16)
@@ -415,29 +334,6 @@ class RoundedCopies(FirstPass):
 def _below(products: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
     """A little less, in bfloat16: no row that is as similar as those is seen below it."""
     return (products.float() - 2**-6).clamp_min(-2).bfloat16()
-
-
-class _OwnRows:
-    """The rows that belong to the images of some queries; mostly there are none.
-
-    Args:
-        row_images: (M,) image of each row.
-        images: (R,) image of each query; there may be more queries, of no image.
-    """
-
-    def __init__(self, row_images: Int[Tensor, " m"], images: Int[Tensor, " r"]) -> None:
-        self._row_images, self._images = row_images, images
-        self._rows = torch.isin(row_images, images.unique()).nonzero()[:, 0]
-
-    def without(self, products: Float[Tensor, "b r"], start: int) -> Float[Tensor, "b r"]:
-        """Products of rows from `start` on with all queries, those of one image set to -inf in place."""
-        if not len(self._rows):
-            return products
-        rows = self._rows[(self._rows >= start) & (self._rows < start + len(products))]
-        own = self._row_images[rows, None] == self._images
-        own_products = products[:, : own.shape[1]]
-        own_products[rows - start] = own_products[rows - start].masked_fill(own, -torch.inf)
-        return products
 
 
 # ------------------------------------------------------------------ first pass on the rows themselves
@@ -489,7 +385,7 @@ class StoredRows(FirstPass):
 
 
 class UnroundedRows(FirstPass):
-    """First pass in float32: for few rows, and for queries of which a lower precision leaves too much to compare.
+    """First pass in float32, for few rows.
 
     Args:
         rings: of both views.
@@ -508,10 +404,6 @@ class UnroundedRows(FirstPass):
     def distortion(self, view: int) -> Float[Tensor, "2"]:
         """None."""
         return self._rings[view].inverse_norms.new_zeros(2)
-
-    def most_left(self, tiles: int) -> int:
-        """All: there is nothing more precise to ask."""
-        return tiles
 
     def ceilings(
         self,
@@ -546,12 +438,13 @@ def plain_tile_maxima(
         row_images: (M,); a query's products with rows of its own image do not count.
         into: (T, R) float32, where the maxima are written; -inf where a tile holds nothing but the own image.
     """
-    own, tile, count = _OwnRows(row_images, images), len(rows) // len(into), len(queries)
+    own, tile, count = OwnRows(row_images, images), len(rows) // len(into), len(queries)
     queries = rows_on_grid(queries.float())
-    for part in parts_on_grid(len(rows), _block_rows(queries)):
-        products = product(rows[part].float(), queries).mul_(inverse_norms[part, None])
-        maxima = own.without(products, part.start).view(-1, tile, len(queries)).amax(dim=1)
-        into[part.start // tile : part.stop // tile] = maxima[:, :count]
+    with full_float32():
+        for part in parts_on_grid(len(rows), _block_rows(queries)):
+            products = product(rows[part].float(), queries).mul_(inverse_norms[part, None])
+            maxima = own.without(products, part.start).view(-1, tile, len(queries)).amax(dim=1)
+            into[part.start // tile : part.stop // tile] = maxima[:, :count]
 
 
 def _fused_tile_maxima() -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]:

@@ -15,8 +15,6 @@ from cribo.method.memory import MemoryBank, Share
 from cribo.method.precision import at_least_float32
 from cribo.method.search import most_similar, ring_slices
 
-_AGES = 2**32 - 1
-_NOWHERE = -(2**63)
 _SLOTS_AT_ONCE = 2**14  # that are collected for a checkpoint: 50 MB of 768 channels in half precision
 
 
@@ -150,10 +148,12 @@ class ShardedMemoryBank(MemoryBank):
         ring = self._ring(0)
         similarity, ages = most_similar(queries, images, (ring, self._ring(1)), self._first_pass)
         slots = (ring.oldest + ages) % max(1, ring.capacity) * self._share.count + self._share.number
-        ranks = _ranks(similarity, (slots - self._oldest) % self.capacity).T.contiguous()
-        dist.all_reduce(ranks, dist.ReduceOp.MAX, group=self._group)
-        ages = _AGES - (ranks & _AGES)
-        return ((ages + self._oldest) % self.capacity).where(ranks != _NOWHERE, NO_MATCH)
+        best = similarity.T.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(best, dist.ReduceOp.MAX, group=self._group)
+        is_best = (best == similarity.T) & (best > -torch.inf)
+        ages = ((slots.T - self._oldest) % self.capacity).where(is_best, self.capacity).contiguous()
+        dist.all_reduce(ages, dist.ReduceOp.MIN, group=self._group)
+        return ((ages + self._oldest) % self.capacity).where(ages < self.capacity, NO_MATCH)
 
     def _fetch(self, slots: Int[Tensor, "t 2"], counts: Sequence[int]) -> _Neighbours:
         """Send the neighbours held here to the processes that asked, and receive those of this process's queries."""
@@ -236,19 +236,6 @@ class ShardedMemoryBank(MemoryBank):
                 _from_bytes(share[: held.stop - held.start].cpu(), row, row, (2, torch.float32), (1, torch.long))
             )
         return found
-
-
-def _ranks(similarity: Float[Tensor, "2 t"], ages: Int[Tensor, "2 t"]) -> Int[Tensor, "2 t"]:
-    """Integers that are greater for the more similar, and among the equally similar for the older.
-
-    Example:
-        >>> found, ages = torch.tensor([[0.5, -0.5, -0.5]]), torch.tensor([[9, 3, 4]])
-        >>> _ranks(found.expand(2, 3), ages.expand(2, 3))[0].argsort().tolist()
-        [2, 1, 0]
-    """
-    bits = (similarity + 0.0).view(torch.int32).long()  # -0 becomes 0, which it equals
-    in_order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # floats below 0 are in the order opposite to their bits'
-    return (in_order * 2**32 + (_AGES - ages)).where(similarity > -torch.inf, _NOWHERE)
 
 
 def _places(held: Int[Tensor, " n"], wanted: Int[Tensor, " m"]) -> tuple[Int[Tensor, " m"], Tensor]:
