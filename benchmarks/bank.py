@@ -34,7 +34,8 @@ from torch import Tensor
 from cribo.method import MemoryBank
 from cribo.method.matching import nearest_rows
 from cribo.method.products import product
-from cribo.method.search import Ring, _first_tiles, _Search, nearest_in_rings
+from cribo.method.rings import Ring
+from cribo.method.search import _first_tiles, _Search, nearest_in_rings
 
 BLOCK = 4096
 KINDS = ("random", "clustered", "collapsed", "in places", "half", "copies")

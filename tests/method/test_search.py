@@ -8,7 +8,8 @@ from torch import Tensor
 from cribo.method import NO_MATCH, MemoryBank, search
 from cribo.method.alike import distinct_slots
 from cribo.method.matching import inverse_norms, nearest_rows
-from cribo.method.search import Ring, RoundedCopies, StoredRows, nearest_in_rings, plain_tile_maxima
+from cribo.method.rings import Ring
+from cribo.method.search import RoundedCopies, StoredRows, nearest_in_rings, plain_tile_maxima
 
 TILE = 32
 

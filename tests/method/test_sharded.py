@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cribo.method import NO_MATCH, MemoryBank, ShardedMemoryBank, search, sharded
 from cribo.method.memory import Share
-from cribo.method.search import ring_slices
+from cribo.method.rings import ring_slices
 
 PROCESSES = 4
 SIZES = (1, 2, 3, 4)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cribo.method.matching import NO_MATCH, cycle_consistency, inverse_norms
 from cribo.method.precision import at_least_float32
-from cribo.method.search import Ring, make_first_pass, nearest_in_rings, ring_slices, tile_rows, untouched_zeros
+from cribo.method.rings import Ring, ring_slices, untouched_zeros
+from cribo.method.search import make_first_pass, nearest_in_rings, tile_rows
 
 _LARGEST_HALF = torch.finfo(torch.float16).max
 

@@ -84,9 +84,14 @@ class Ring:
         """How many live rows are older than that of each slot; `length` or more for a slot that holds no live row."""
         return ((slots - self.oldest) % self.capacity).where(slots < self.capacity, self.capacity)
 
-    def steps(self, slots: Int[Tensor, " n"]) -> Float[Tensor, "n d"]:
-        """Unit rows of some slots in whole steps, float32, which holds them exactly."""
-        rows = self.rows.index_select(0, slots).float()
+    def steps(self, slots: Int[Tensor, " n"], into: Float[Tensor, "n d"] | None = None) -> Float[Tensor, "n d"]:
+        """Unit rows of some slots in whole steps, float32, which holds them exactly.
+
+        Args:
+            slots: which.
+            into: memory of the rows' type, which is overwritten.
+        """
+        rows = torch.index_select(self.rows, 0, slots, out=into).float()
         return rows.mul_((self.inverse_norms[slots] * STEPS)[:, None]).round_()
 
 
@@ -116,11 +121,13 @@ def compare(
     """
     if not len(which):
         return queries.new_empty(0, dtype=torch.float64), which
-    # What a processor's cache holds, or enough work for a GPU.
-    count = max(1, (2**18 if queries.device.type == "cpu" else 2**25) // (slots.shape[1] * queries.shape[1]))
+    count = _PAIRS_AT_ONCE // slots.shape[1]
     parts = zip(slots.split(count), which.split(count), strict=True)
     values, ages = zip(*(_compare_part(queries, images, ring, *part) for part in parts), strict=True)
     return torch.cat(values), torch.cat(ages)
+
+
+_PAIRS_AT_ONCE = 2**20  # pairs of a query and a row
 
 
 def _compare_part(
@@ -130,12 +137,27 @@ def _compare_part(
     slots: Int[Tensor, "p n"],
     which: Int[Tensor, " p"],
 ) -> tuple[Float[Tensor, " p"], Int[Tensor, " p"]]:
-    rows = ring.steps(slots.flatten()).double().view(*slots.shape, -1)
-    similarity = rows.mul_(steps_of(queries[which]).double()[:, None]).sum(dim=2).mul_(STEPS**-2)
-    ages = ring.ages(slots)
+    similarity, ages = _inner_products(queries, ring, slots, which), ring.ages(slots)
     similarity.masked_fill_((ring.images[slots] == images[which, None]) | (ages >= ring.length), -torch.inf)
     best = similarity.amax(dim=1)
     return best, ages.where(similarity == best[:, None], ring.capacity).amin(dim=1)
+
+
+def _inner_products(
+    queries: Float[Tensor, "r d"], ring: Ring, slots: Int[Tensor, "p n"], which: Int[Tensor, " p"]
+) -> Float[Tensor, "p n"]:
+    """Of each pair's query with the rows of its slots, which are gathered a few at a time in the same memory."""
+    (pairs, tile), dim = slots.shape, queries.shape[1]
+    # What a processor's cache holds, or enough work for a GPU.
+    count = min(pairs, max(1, (2**18 if queries.device.type == "cpu" else 2**25) // (tile * dim)))
+    asked, found = steps_of(queries), queries.new_empty((pairs, tile), dtype=torch.float64)
+    gathered = ring.rows.new_empty((count * tile, dim))
+    exact = found.new_empty((count * tile, dim))
+    for part, query, products in zip(slots.split(count), which.split(count), found.split(count), strict=True):
+        rows = ring.steps(part.flatten(), gathered[: part.numel()])
+        rows = exact[: part.numel()].copy_(rows).view(-1, tile, dim)
+        torch.sum(rows.mul_(asked[query].double()[:, None]), dim=2, out=products)
+    return found.mul_(STEPS**-2)
 
 
 class OwnRows:

@@ -26,9 +26,7 @@ from cribo.method.kernels import Accelerated
 from cribo.method.matching import NO_MATCH
 from cribo.method.precision import full_float32
 from cribo.method.products import multiplies_bfloat16, parts_on_grid, product, rows_on_grid
-from cribo.method.rings import LONGEST, OwnRows, Ring, compare, ring_slices, untouched_zeros
-
-__all__ = ["Ring", "ring_slices", "untouched_zeros"]
+from cribo.method.rings import LONGEST, OwnRows, Ring, compare, untouched_zeros
 
 _FEWEST = 2**30  # multiplications a view, below which a first pass in float32 is faster on a CPU
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from cribo.method.matching import NO_MATCH
 from cribo.method.memory import MemoryBank, Share
 from cribo.method.precision import at_least_float32
-from cribo.method.search import most_similar, ring_slices
+from cribo.method.rings import ring_slices
+from cribo.method.search import most_similar
 
 _SLOTS_AT_ONCE = 2**14  # that are collected for a checkpoint: 50 MB of 768 channels in half precision
 
