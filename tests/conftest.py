@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import jaxtyping
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from cribo.pretraining import PretrainConfig
 
 REPOSITORY = Path(__file__).parents[1]
+
+settings.register_profile("large", max_examples=5000)  # of each test in tests/fuzz: --hypothesis-profile=large
 
 # The plain versions of the formulas live in benchmarks/, which is no part of the package.
 sys.path.insert(0, str(REPOSITORY))

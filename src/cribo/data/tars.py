@@ -28,6 +28,7 @@ INDEX = "cribo-index.npz"
 HEADER = 512
 """Bytes of the header that comes right before a member's content."""
 
+_MOST_EXTENSION = 2**24  # bytes; names and records have some hundred
 _READERS = 8  # shards that are walked over at a time: waiting for object storage, mostly
 _SAY_EVERY = 30.0
 
@@ -234,9 +235,35 @@ def image_members(file: BinaryIO, size: int, what: str) -> Iterator[tuple[str, i
             yield escaped(f"{key}.{extension}".removeprefix("/")), offset, length
 
 
+class _Bounded:
+    """A file of which no more is asked for than the extension of a header may have, whatever a forged one declares.
+
+    tarfile reads extensions (long names, extended records, maps of sparse files) whole, into memory.
+    """
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._size = file, size
+
+    def read(self, size: int = -1) -> bytes:
+        """As many bytes as there are, up to `size`."""
+        if not 0 <= size <= _MOST_EXTENSION:
+            raise tarfile.ReadError(f"a header declares an extension of {size} bytes")
+        return self._file.read(size)
+
+    def seek(self, place: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a place in the file."""
+        if whence == os.SEEK_SET and not 0 <= place <= self._size:
+            raise tarfile.ReadError("unexpected end of data")
+        return self._file.seek(place, whence)
+
+    def tell(self) -> int:
+        """The place."""
+        return self._file.tell()
+
+
 def _members(file: BinaryIO, size: int, what: str) -> Iterator[tarfile.TarInfo]:
     try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
+        with tarfile.open(fileobj=cast(Any, _Bounded(file, size)), mode="r:") as tar:
             position = -1
             while (member := tar.next()) is not None:
                 cast(Any, tar).members.clear()  # which it would keep for good
@@ -254,7 +281,10 @@ def _members(file: BinaryIO, size: int, what: str) -> Iterator[tarfile.TarInfo]:
                 raise DataError(
                     f"{what} is broken: no member begins at byte {tar.offset} of {size}; fetch or write it again"
                 )
-    except tarfile.TarError as error:
+    # tarfile meets forged numbers, and extensions of extensions without end, with errors of many kinds.
+    except (tarfile.TarError, ValueError, OverflowError, RecursionError, IndexError, KeyError) as error:
+        if isinstance(error, DataError):
+            raise
         raise DataError(f"{what} is broken, or no uncompressed tar file: {error}; fetch or write it again") from error
 
 
