@@ -34,6 +34,7 @@ _PLAIN_NAMES = {f"{kind.__module__}.{kind.__qualname__}" for kind in _PLAIN_OBJE
     name for _, name in (kind for kind in _PLAIN_OBJECTS if isinstance(kind, tuple))
 }
 _HEADER_BYTES = 512
+_DEEPEST = 100
 _LISTED = 5
 
 
@@ -78,6 +79,9 @@ def read_weights(path: Path, *, trust: bool = False) -> dict[str, Any]:
 def flatten(content: Mapping[Any, Any]) -> dict[str, Tensor]:
     """Every tensor of a nested mapping under its path, the levels separated by slashes.
 
+    Raises:
+        ValueError: the mapping holds itself, or is nested very deep.
+
     Example:
         >>> list(flatten({"teacher": {"norm.weight": torch.ones(2)}, "epoch": 3}))
         ['teacher/norm.weight']
@@ -85,6 +89,11 @@ def flatten(content: Mapping[Any, Any]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
 
     def descend(value: Any, path: str) -> None:
+        if path.count("/") > _DEEPEST:
+            raise ValueError(
+                f"the file holds itself, or is nested more than {_DEEPEST} levels deep, at {path[:60]}...: save only "
+                "its state dict"
+            )
         if isinstance(value, Tensor):
             found[path] = value
         elif isinstance(value, Mapping):
