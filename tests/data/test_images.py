@@ -119,6 +119,24 @@ def test_list_file(tmp_path):
         assert [files.load(i)[:, 0, 0].tolist() for i in range(3)] == [[0, 0, 255], [255, 0, 0], [0, 255, 0]]
 
 
+@pytest.mark.parametrize("name", ["../secret.png", "a/../../secret.png", "{outside}", "link.png", "folder/secret.png"])
+def test_nothing_outside_is_read_where_it_must_not(tmp_path, name):
+    root, outside = tmp_path / "root", tmp_path / "secret.png"
+    (root / "a").mkdir(parents=True)
+    for path in (outside, root / "a" / "own.png"):
+        Image.new("RGB", (4, 4)).save(path)
+    (root / "list.txt").write_text("a/own.png\n")
+    for images in (open_images(root, inside=True), open_images(root / "list.txt", inside=True)):
+        assert len(images) == 1
+    (root / "link.png").symlink_to(outside)
+    (root / "folder").symlink_to(tmp_path, target_is_directory=True)
+    (root / "list.txt").write_text(f"a/own.png\n{name.format(outside=outside)}\n")
+    assert len(open_images(root / "list.txt")) == 2
+    for given in (root / "list.txt", root):
+        with pytest.raises(DataError, match=r"secret.png, outside of .*root.*allow it with data.inside false"):
+            open_images(given, inside=True)
+
+
 def test_list_names_the_first_missing_file_and_the_count(tmp_path):
     save(tmp_path / "a.png")
     (tmp_path / "list.txt").write_text("a.png\nb.png\nc.png\n")
