@@ -16,6 +16,7 @@ from cribo.method import ViewRecipe
 from cribo.pretraining.config import PretrainConfig
 
 DEFAULT_PRESET = "quickstart"
+_MOST_VALUES = 100_000  # in a file, which has some hundred
 # What `cribo pretrain --print_config` prints beside the configuration; such a file can be loaded, too.
 _COMMAND_OPTIONS = ("out", "name", "minutes", "resume", "overwrite", "continue")
 
@@ -33,10 +34,10 @@ class ConfigParser(Parser):
             if option != "--config":
                 others.append(word)
             elif given:
-                configs.append(f"--config={find_config(value)}")
+                configs.append(f"--config={_readable(find_config(value))}")
             else:
                 name = next(words, None)
-                configs += ["--config"] if name is None else ["--config", str(find_config(name))]
+                configs += ["--config"] if name is None else ["--config", str(_readable(find_config(name)))]
         return super().parse_args([*configs, *others], **kwargs)
 
 
@@ -56,13 +57,57 @@ def find_config(name: str | Path) -> Path:
     names = preset_names()
     if str(name) in names:
         return Path(str(resources.files("cribo") / "presets" / f"{name}.yaml"))
-    if path.is_file():
-        return path
-    if path.is_dir() and (path / "config.yaml").is_file():
-        return path / "config.yaml"
+    try:
+        if path.is_file():
+            return path
+        if path.is_dir() and (path / "config.yaml").is_file():
+            return path / "config.yaml"
+    except OSError as error:  # a name that is too long, for one
+        raise ConfigError(f"no preset and no file is called {str(name)[:80]}: {error.strerror}") from error
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     advice = f"did you mean {near[0]}? " if near else ""
     raise ConfigError(f"no preset and no file is called {name}: {advice}the presets are {', '.join(names)}")
+
+
+def _readable(path: Path) -> Path:
+    """The file itself, if it is a mapping in YAML that stays small when its aliases are written out.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if len(text) > _MOST_VALUES:
+            raise ConfigError(f"{path} must have at most {_MOST_VALUES:,} characters, got {len(text):,}")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is None:
+            raise ConfigError(f"{path} is an empty configuration: give it a value, optim: {{epochs: 100}}, say")
+        if not isinstance(root, yaml.MappingNode):
+            kind = "a list" if isinstance(root, yaml.SequenceNode) else "one value"
+            raise ConfigError(f"{path} must be a mapping of names to values in YAML, got {kind}")
+        if (count := _written_out(root, {})) > _MOST_VALUES:
+            raise ConfigError(f"{path} must hold at most {_MOST_VALUES:,} values, aliases written out, got {count:,}")
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no configuration: it is not UTF-8 text") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply, or a value in it holds itself") from error
+    return path
+
+
+def _written_out(node: yaml.Node, counted: dict[int, int]) -> int:
+    """How many values there are in a node when each alias is a copy of what it stands for."""
+    if id(node) not in counted:
+        inner: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            inner = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        counted[id(node)] = 1 + sum(_written_out(part, counted) for part in inner)
+    return counted[id(node)]
 
 
 def with_preset(words: Sequence[str]) -> list[str]:
@@ -99,6 +144,8 @@ def config_from(arguments: Namespace) -> PretrainConfig:
     try:
         made = _config_parser().instantiate(only)
         return PretrainConfig(**{name: made[name] for name in names})
+    except TypeError as error:  # bytes in the place of a group of values are let through by the parser
+        raise ConfigError(f"each group of values must be a mapping of names to values ({error})") from error
     except ValueError as error:
         # A ViewRecipe is the method's own and does not know what it is called here.
         in_views = str(error).partition(" ")[0] in ViewRecipe.__dataclass_fields__
