@@ -11,7 +11,7 @@ import mmap
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 STEPS = 2.0**26
@@ -137,27 +137,70 @@ def _compare_part(
     slots: Int[Tensor, "p n"],
     which: Int[Tensor, " p"],
 ) -> tuple[Float[Tensor, " p"], Int[Tensor, " p"]]:
-    similarity, ages = _inner_products(queries, ring, slots, which), ring.ages(slots)
-    similarity.masked_fill_((ring.images[slots] == images[which, None]) | (ages >= ring.length), -torch.inf)
+    ages = ring.ages(slots)
+    barred = (ring.images[slots] == images[which, None]) | (ages >= ring.length)
+    if queries.device.type == "cpu":
+        similarity = _of_the_nearest(queries, ring, slots, which, barred)
+    else:  # which would have to wait until it is known how many are near
+        similarity = _exact_products(steps_of(queries), ring, slots, which).masked_fill_(barred, -torch.inf)
     best = similarity.amax(dim=1)
     return best, ages.where(similarity == best[:, None], ring.capacity).amin(dim=1)
 
 
-def _inner_products(
+def _of_the_nearest(
+    queries: Float[Tensor, "r d"],
+    ring: Ring,
+    slots: Int[Tensor, "p n"],
+    which: Int[Tensor, " p"],
+    barred: Bool[Tensor, "p n"],
+) -> Float[Tensor, "p n"]:
+    """Exact products where rounded ones leave open which row is the nearest, and -inf elsewhere.
+
+    Exact ones take more than twice as long, and mostly one row of a tile needs them.
+    """
+    rounded = _rounded_products(queries, ring, slots, which).masked_fill_(barred, -torch.inf)
+    error = (queries.shape[1] + 8) * 2**-22  # of both that are compared, and of the steps
+    near = (rounded >= rounded.amax(dim=1, keepdim=True) - error) & ~barred
+    pair, place = near.nonzero().unbind(dim=1)
+    similarity = rounded.new_full(rounded.shape, -torch.inf, dtype=torch.float64)
+    similarity[pair, place] = _exact_products(steps_of(queries), ring, slots[pair, place, None], which[pair])[:, 0]
+    return similarity
+
+
+def _rounded_products(
     queries: Float[Tensor, "r d"], ring: Ring, slots: Int[Tensor, "p n"], which: Int[Tensor, " p"]
 ) -> Float[Tensor, "p n"]:
-    """Of each pair's query with the rows of its slots, which are gathered a few at a time in the same memory."""
-    (pairs, tile), dim = slots.shape, queries.shape[1]
-    # What a processor's cache holds, or enough work for a GPU.
-    count = min(pairs, max(1, (2**18 if queries.device.type == "cpu" else 2**25) // (tile * dim)))
-    asked, found = steps_of(queries), queries.new_empty((pairs, tile), dtype=torch.float64)
-    gathered = ring.rows.new_empty((count * tile, dim))
-    exact = found.new_empty((count * tile, dim))
-    for part, query, products in zip(slots.split(count), which.split(count), found.split(count), strict=True):
+    """Similarity of each pair's query to the rows of its slots, in float32."""
+    dim = queries.shape[1]
+    found = queries.new_empty(slots.shape)
+    gathered = ring.rows.new_empty((min(slots.numel(), _at_once(slots, dim)), dim))
+    parts = _at_once(slots, dim) // slots.shape[1]
+    for part, query, products in zip(slots.split(parts), which.split(parts), found.split(parts), strict=True):
+        rows = torch.index_select(ring.rows, 0, part.flatten(), out=gathered[: part.numel()])
+        torch.sum(rows.float().view(*part.shape, dim).mul_(queries[query, None]), dim=2, out=products)
+    return found.mul_(ring.inverse_norms[slots])
+
+
+def _exact_products(
+    asked: Float[Tensor, "r d"], ring: Ring, slots: Int[Tensor, "p n"], which: Int[Tensor, " p"]
+) -> Float[Tensor, "p n"]:
+    """The same in float64 and without rounding, for queries in whole steps."""
+    dim = asked.shape[1]
+    found = asked.new_empty(slots.shape, dtype=torch.float64)
+    count = min(slots.numel(), _at_once(slots, dim))
+    gathered, exact = ring.rows.new_empty((count, dim)), found.new_empty((count, dim))
+    parts = _at_once(slots, dim) // slots.shape[1]
+    for part, query, products in zip(slots.split(parts), which.split(parts), found.split(parts), strict=True):
         rows = ring.steps(part.flatten(), gathered[: part.numel()])
-        rows = exact[: part.numel()].copy_(rows).view(-1, tile, dim)
+        rows = exact[: part.numel()].copy_(rows).view(*part.shape, dim)
         torch.sum(rows.mul_(asked[query].double()[:, None]), dim=2, out=products)
     return found.mul_(STEPS**-2)
+
+
+def _at_once(slots: Int[Tensor, "p n"], dim: int) -> int:
+    """Rows of whole pairs that a processor's cache holds, or that are enough work for a GPU."""
+    values = 2**18 if slots.device.type == "cpu" else 2**25
+    return max(1, values // (slots.shape[1] * dim)) * slots.shape[1]
 
 
 class OwnRows:
