@@ -60,6 +60,8 @@ os.environ |= environment
 file = os.open(log, os.O_WRONLY | os.O_CREAT)
 os.dup2(file, 1)
 os.dup2(file, 2)
+import faulthandler
+faulthandler.enable()  # a process that libraries bring down says where
 import cribo.pretraining.run as run
 run.write_report = lambda *args, **kwargs: []
 callbacks = []
