@@ -130,11 +130,15 @@ class RetrievalScore(L.Callback):
         untrained = trainer.global_step == 0 and self.config.backbone.pretrained is None
         try:
             with calibrated(backbone, self.data.memory, module.device, needed=untrained):
-                miou = self._score(backbone_encoder(backbone), module.device)
+                miou: float | None = self._score(backbone_encoder(backbone), module.device)
         except (UnreadableImage, DataError) as error:
             if not self.curve:  # nothing is lost yet
                 raise
             log.error("step %d: no score, %s; training goes on", trainer.global_step, error)
+            miou = None
+        # All or none: a process that tried again by itself would gather the teacher's shares from nobody.
+        everywhere = trainer.strategy.reduce_boolean_decision(miou is not None)
+        if miou is None or not everywhere:
             return
         self.curve.append((trainer.global_step, miou))
         self.metrics.add(trainer, module, {"dense_nn": miou})
