@@ -24,6 +24,13 @@ sys.path.insert(0, str(REPOSITORY))
 jaxtyping.install_import_hook("cribo.method", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    # Here and not beside the tests that ask for it: of the folders below, pytest reads none before its options.
+    parser.addoption(
+        "--endurance", action="store_true", help="tests/faults in large: twenty kills of a run, ten thousand steps, ..."
+    )
+
+
 @pytest.fixture
 def unchecked_shapes() -> Iterator[None]:
     """Signatures are not checked, as in the installed package: wrong shapes reach the method's own errors."""
