@@ -296,12 +296,15 @@ def test_a_run_resumed_past_a_damaged_checkpoint_ends_the_same(
     for name in (f".step=00000008.ckpt.{'0123' * 8}.part", ".mine.part"):
         (run / "checkpoints" / name).write_text("half")
     (run / f".config.yaml.{'89ef' * 8}.part").write_text("half")
+    (run / "report").mkdir()
+    (run / "report" / f".losses.png.{'4567' * 8}.part").write_text("half")
     trained = resumed(**{"runtime.checkpoint_every": 5, "runtime.keep_checkpoints": 2})
     assert all(torch.equal(value, trained.weights[name]) for name, value in stopped[1].items())
     left = {path.name for path in (run / "checkpoints").iterdir()}
     # Of the leftovers only what is ours is gone, and the refused one counts for nothing.
     assert left == {"step=00000010.ckpt", "step=00000012.ckpt", "step=00000006.ckpt.refused", ".mine.part"}
     assert not list(run.glob(".config*"))
+    assert not list((run / "report").iterdir())
 
 
 def test_when_no_checkpoint_is_good_all_are_named(run: Path, resumed: Train) -> None:

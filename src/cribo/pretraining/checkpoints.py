@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from cribo.errors import Stopped
 from cribo.files import FolderError, remove_parts, sync, write_whole
-from cribo.pretraining.files import CHECKPOINTS, is_disk_full
+from cribo.pretraining.files import CHECKPOINTS, REPORT, is_disk_full
 from cribo.pretraining.module import PretrainingModule
 from cribo.sealing import Damaged, Seal, SealingWriter, check_seal, read_seal
 
@@ -67,8 +67,8 @@ def resume_point(folder: Path) -> Path | None:
     Raises:
         FolderError: there are checkpoints, and none is good; nothing was renamed.
     """
-    remove_parts(folder)
-    remove_parts(folder / CHECKPOINTS)
+    for written_to in (folder, folder / CHECKPOINTS, folder / REPORT):
+        remove_parts(written_to)
     good, refused = _last_good(folder)
     for path, reason in refused:
         aside = path.with_name(f"{path.name}.refused")
