@@ -1,22 +1,19 @@
 """A run that goes on for long takes no more memory, files, threads or processes than a short one."""
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from scipy.stats import theilslopes
+from tests.faults.commands import Commands, Started
 
 from cribo.pretraining import PretrainConfig
 from cribo.pretraining.presets import dump_config
-
-if TYPE_CHECKING:
-    from tests.faults.conftest import Commands, Started
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +53,7 @@ class Usage:
     processes: int
 
 
-def usage(started: "Started", metrics: Path) -> Usage | None:
+def usage(started: Started, metrics: Path) -> Usage | None:
     """What is used now; None if no step has been noted yet, or a process ended meanwhile."""
     with contextlib.suppress(OSError, LookupError, ValueError):
         step = int(metrics.read_text().splitlines()[-1].partition(",")[0])
@@ -65,13 +62,13 @@ def usage(started: "Started", metrics: Path) -> Usage | None:
             fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
             found.kib += int(fields["VmRSS"].split()[0])
             found.threads += int(fields["Threads"])
-            found.files += len(os.listdir(f"/proc/{pid}/fd"))
+            found.files += sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
             found.processes += 1
         return found
     return None
 
 
-def watch(started: "Started", metrics: Path, pause: float) -> list[Usage]:
+def watch(started: Started, metrics: Path, pause: float) -> list[Usage]:
     """Looks until the run ends."""
     seen: list[Usage] = []
     while started.wait(pause) is None:
@@ -87,7 +84,7 @@ def test_nothing_grows(
     workers: int,
     tmp_path: Path,
     tiny: Callable[..., PretrainConfig],
-    commands: "Commands",
+    commands: Commands,
     figure: Callable[[str], None],
     endurance: bool,
 ) -> None:

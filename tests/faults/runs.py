@@ -1,0 +1,59 @@
+"""What runs have left, and whether it is the same."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cribo.pretraining.checkpoints import checkpoint_files
+
+CLOCK = ("seconds", "images_per_second")
+
+
+def rows_of(run: Path) -> list[dict[str, str]]:
+    with (run / "metrics.csv").open(newline="") as file:
+        return [{name: value for name, value in row.items() if name not in CLOCK} for row in csv.DictReader(file)]
+
+
+def last_row(run: Path) -> int:
+    """The last step that metrics.csv tells of, 0 if it tells of none; the end of the file may be half a row."""
+    path = run / "metrics.csv"
+    rows = path.read_text().splitlines(keepends=True)[1:] if path.is_file() else []
+    return max((int(row.partition(",")[0]) for row in rows if row.endswith("\n")), default=0)
+
+
+def files_of(run: Path) -> set[str]:
+    """What a run has left, but for its pictures, and its logs for TensorBoard, of which each start has its own."""
+    return {
+        str(path.relative_to(run))
+        for path in run.rglob("*")
+        if path.is_file() and not path.name.startswith("events.") and path.suffix != ".png"
+    }
+
+
+def assert_identical(found: Any, expected: Any, where: str = "checkpoint") -> None:
+    """The same bit for bit, in whatever dictionaries and lists."""
+    assert type(found) is type(expected), where
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype, where
+        assert torch.equal(found, expected), where
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for name, value in expected.items():
+            assert_identical(found[name], value, f"{where}.{name}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), where
+        for place, (a, b) in enumerate(zip(found, expected, strict=True)):
+            assert_identical(a, b, f"{where}.{place}")
+    else:
+        assert found == expected, where
+
+
+def assert_same_run(run: Path, whole: Path) -> None:
+    assert rows_of(run) == rows_of(whole)
+    assert files_of(run) == files_of(whole)
+    assert (run / "backbone.safetensors").read_bytes() == (whole / "backbone.safetensors").read_bytes()
+    for path, expected in zip(checkpoint_files(run), checkpoint_files(whole), strict=True):
+        assert path.name == expected.name
+        assert_identical(*(torch.load(each, weights_only=True) for each in (path, expected)))
