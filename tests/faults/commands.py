@@ -93,7 +93,6 @@ class Commands:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.started: list[Started] = []
-        folder.mkdir()
         self._program = folder / "program.py"
         self._program.write_text(_PROGRAM)
         self._forks = multiprocessing.get_context("forkserver")

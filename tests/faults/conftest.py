@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from tests.faults.commands import Commands
@@ -41,10 +40,10 @@ def endurance(request: pytest.FixtureRequest) -> bool:
     return request.config.getoption("--endurance")
 
 
-@pytest.fixture
-def commands(tmp_path: Path) -> Iterator[Commands]:
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     if not sys.platform.startswith("linux"):
         pytest.skip("finds processes as Linux lists them")
-    made = Commands((tmp_path / "processes").resolve())
+    made = Commands(tmp_path_factory.mktemp("processes").resolve())
     yield made
     made.end()

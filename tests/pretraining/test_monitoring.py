@@ -1,11 +1,16 @@
 import json
+import time
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cribo.pretraining import PretrainConfig
-from cribo.pretraining.monitoring import COLUMNS, read_metrics, signs_of_trouble
+from cribo.pretraining.monitoring import COLUMNS, Events, read_metrics, signs_of_trouble
 
 Tiny = Callable[..., PretrainConfig]
 Train = Callable[..., Any]
@@ -111,3 +116,82 @@ def test_a_row_is_the_mean_over_its_steps(tiny: Tiny, train: Train) -> None:
         valid = sum(float(step["bootstrapping_ratio"]) * k for step, k in zip(steps, kept, strict=True))
         assert float(row["bootstrapping_ratio"]) == pytest.approx(valid / sum(kept), rel=1e-5)
         assert row["lr"] == steps[-1]["lr"]
+
+
+# ------------------------------------------------------------------ when a file cannot be written
+
+
+class TearTable(L.Callback):
+    """Puts half a row into metrics.csv at one step and a folder in its place, and takes the folder away at another."""
+
+    def __init__(self, path: Path, torn: int, mended: int) -> None:
+        self.path, self.torn, self.mended = path, torn, mended
+        self.kept = path.with_name("kept")
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.global_step == self.torn:
+            self.path.replace(self.kept)
+            self.path.mkdir()
+        if trainer.global_step == self.mended:
+            self.path.rmdir()
+            self.path.write_text(self.kept.read_text() + "9,0.")
+
+
+def test_rows_that_could_not_be_written_follow_when_they_can(
+    tiny: Tiny, train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = train(tiny(), "whole")
+    torn = train(tiny(), "torn", callbacks=[TearTable(tmp_path / "torn" / "metrics.csv", 5, 8)])
+    assert sum("metrics.csv: Is a directory; training goes on" in message for message in caplog.messages) == 3
+    assert torn.rows == whole.rows
+
+
+def test_a_line_that_was_not_written_whole_is_left_out(tiny: Tiny, train: Train, tmp_path: Path) -> None:
+    """A machine that loses its power may leave half a line, or zeros in place of it."""
+    trained = train(tiny({"score.root": "scenes", "score.images": (4, 2), "optim.epochs": 1, "optim.warmup_epochs": 0}))
+    content = (trained.run.folder / "metrics.csv").read_bytes()
+    rows = read_metrics(trained.run.folder / "metrics.csv")
+    starts = [position + 1 for position, byte in enumerate(content) if byte == ord("\n")]
+    for number, (start, end) in enumerate(pairwise(starts)):
+        for cut in range(start, end - 1):
+            # With zeros in place of its end, the next line is a part of this one.
+            for rest in (b"", bytes(end - cut), bytes(end - cut) + content[end:]):
+                (tmp_path / "metrics.csv").write_bytes(content[:cut] + rest)
+                found = read_metrics(tmp_path / "metrics.csv")
+                assert found[:number] == rows[:number]
+                assert found[number:] in ([], rows[number + 2 :])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own writer
+def test_tensorboard_goes_on_in_another_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logger = Events(tmp_path, name="", version="events")
+    folder = Path(logger.log_dir)
+
+    def put_something_in_the_way() -> None:
+        folder.rename(tmp_path / f"kept-{len(list(tmp_path.iterdir()))}")
+        folder.write_text("in the way")
+
+    def log_until_it_fails(step: int) -> None:
+        while True:  # it is another thread that writes
+            logger.log_metrics({"loss": float(step)}, step)
+            time.sleep(0.01)
+
+    logger.log_metrics({"loss": 1.0}, 1)
+    put_something_in_the_way()
+    with pytest.raises(NotADirectoryError):
+        log_until_it_fails(2)
+    logger.log_metrics({"loss": 3.0}, 3)  # it does not try every time
+    folder.unlink()
+    logger._silent_until = 0.0
+    logger.log_metrics({"loss": 4.0}, 4)
+    logger.finalize("success")
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert [(each.step, each.value) for each in events.Scalars("loss")] == [(4, 4.0)]
+
+    logger._experiment = None
+    logger.log_metrics({"loss": 5.0}, 5)
+    put_something_in_the_way()
+    logger.experiment.add_scalar("loss", 6.0, 6)
+    logger.finalize("success")
+    assert "Not a directory; training goes on" in caplog.messages[-1]

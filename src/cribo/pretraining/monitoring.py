@@ -6,13 +6,14 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 
 from cribo.data.loading import PairLoader
 from cribo.data.pairs import ViewPairs
@@ -71,6 +72,7 @@ class Metrics(L.Callback):
         self.batch_size = batch_size
         self.rows: list[dict[str, float]] = []
         self.latest: dict[str, float] = {}
+        self._torn = False
         self._seconds_before = 0.0
         self._started = self._marked = time.perf_counter()
         self._marked_step = 0
@@ -128,8 +130,17 @@ class Metrics(L.Callback):
                 logger.log_metrics(values, step=step)
         if not trainer.is_global_zero:
             return
-        with _going_on(self.path), self.path.open("a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, COLUMNS).writerow(_formatted(row))
+        with _going_on(self.path):
+            self._write(row)
+
+    def _write(self, row: dict[str, float]) -> None:
+        torn, self._torn = self._torn, True
+        if torn:  # rows are missing, and the last one there may be half of one
+            self._write_all()
+        else:
+            with self.path.open("a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, COLUMNS).writerow(_formatted(row))
+        self._torn = False
 
     def _write_all(self) -> None:
         text = io.StringIO()
@@ -137,6 +148,44 @@ class Metrics(L.Callback):
         writer.writeheader()
         writer.writerows(_formatted(row) for row in self.rows)
         write_text(self.path, text.getvalue())
+
+
+class Events(TensorBoardLogger):
+    """TensorBoard's log, which begins another file some time after the one before could not be written to.
+
+    TensorBoard's writer gives up at the first error, and raises it again at whatever it is asked, the last time when
+    the run has ended.
+    """
+
+    _silent_until = 0.0
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Log numbers.
+
+        Raises:
+            OSError: they cannot be written; nothing is for a while.
+        """
+        if time.monotonic() < self._silent_until:
+            return
+        try:
+            super().log_metrics(metrics, step)
+        except (OSError, ValueError) as error:
+            # Lightning takes any failure for numbers that it cannot log.
+            cause = error if isinstance(error, OSError) else error.__cause__
+            if not isinstance(cause, OSError):
+                raise
+            self._experiment = None
+            self._silent_until = time.monotonic() + _SECONDS_BETWEEN_TRIES
+            raise cause from None
+
+    def finalize(self, status: str) -> None:
+        """Write what is left, if it can be written."""
+        with _going_on(self.log_dir):
+            super().finalize(status)
+
+
+# Each try leaves an empty file while it fails.
+_SECONDS_BETWEEN_TRIES = 60.0
 
 
 @contextmanager
@@ -149,9 +198,14 @@ def _going_on(what: object) -> Iterator[None]:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of a `metrics.csv`; empty cells are left out."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+    """The rows of a `metrics.csv`; empty cells are left out, and so is a line that was not written whole."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    rows = []
+    for row in csv.DictReader(line for line in lines if line.endswith("\n")):
+        with suppress(TypeError, ValueError):  # too many cells, or what is no number
+            if None not in row.values():  # too few
+                rows.append({name: float(value) for name, value in row.items() if value})
+    return rows
 
 
 def _formatted(row: dict[str, float]) -> dict[str, str]:

@@ -15,7 +15,6 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import DoublePrecision, LayerSync
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from timm.layers.norm_act import convert_sync_batchnorm
@@ -33,6 +32,7 @@ from cribo.pretraining.allocator import keep_freed_memory
 from cribo.pretraining.checkpoints import WholeFileCheckpointIO
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule
+from cribo.pretraining.monitoring import Events
 from cribo.pretraining.nonfinite import LossScaling
 from cribo.pretraining.score import open_score_data
 from cribo.pretraining.sharding import ShardedStrategy
@@ -146,7 +146,7 @@ class Session:
             max_steps=max_steps,
             max_epochs=-1,
             callbacks=list(callbacks),
-            logger=TensorBoardLogger(folder, name="", version="tensorboard") if folder else False,
+            logger=Events(folder, name="", version="tensorboard") if folder else False,
             enable_progress_bar=False,
             enable_model_summary=False,
             enable_checkpointing=False,

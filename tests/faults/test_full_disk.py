@@ -1,0 +1,75 @@
+"""A disk that is full for a while costs a run nothing but what it could not write meanwhile."""
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.faults.commands import WITHOUT_PICTURES, Commands
+from tests.faults.runs import assert_same_run, last_row
+
+from cribo.pretraining import PretrainConfig
+from cribo.pretraining.presets import dump_config
+
+pytestmark = pytest.mark.slow
+
+CHANGES: dict[str, Any] = {
+    "data.workers": 1,
+    "optim.epochs": 25,
+    "score.root": "scenes",
+    "score.images": (4, 2),
+    "score.every_epochs": 1,
+    "runtime.log_every": 1,
+    "runtime.checkpoint_every": 3,
+}
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 16 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("may not mount a file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(path: Path) -> None:
+    """Write a file until there is room for nothing more."""
+    with path.open("wb", buffering=0) as file:
+        for size in (2**20, 2**12, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                continue
+
+
+def test_a_disk_that_is_full_for_a_while(
+    tmp_path: Path, disk: Path, tiny: Callable[..., PretrainConfig], commands: Commands, figure: Callable[[str], None]
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(dump_config(tiny(CHANGES)))
+    words = ("pretrain", "--config", config, "--continue", "--name")
+    whole = commands.fork(*words, "whole", "--out", tmp_path, prelude=WITHOUT_PICTURES)
+    assert whole.wait(600) == 0, whole.said[-5000:]
+
+    begun = commands.fork(*words, "run", "--out", disk, prelude=WITHOUT_PICTURES)
+    while last_row(disk / "run") < 10:
+        assert begun.wait(0.002) is None, begun.said[-5000:]
+    fill(disk / "filler")
+    while begun.said.count("could not save") < 4:
+        assert begun.wait(0.01) is None, begun.said[-5000:]
+    (disk / "filler").unlink()
+    assert begun.wait(600) == 0, begun.said[-5000:]
+    assert_same_run(disk / "run", tmp_path / "whole")
+    errors = {what: begun.said.count(what) for what in ("could not save", "could not write to")}
+    assert errors["could not write to"]
+    figure(
+        f"a disk that was full while {errors['could not save']} saves failed and {errors['could not write to']} writes of "
+        "numbers: the run went on; weights, bank, centres, optimiser and metrics.csv are identical bit for bit"
+    )
