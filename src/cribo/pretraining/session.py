@@ -128,11 +128,13 @@ class Session:
 
     def make_module(self) -> PretrainingModule:
         """A fresh training step, as the configuration says now."""
-        return PretrainingModule(
+        module = PretrainingModule(
             self.config,
             num_images=len(self.source),
             steps_per_epoch=len(self.source) // self.config.optim.batch_size,
         )
+        # Lightning converts the weights after it has restored a checkpoint, which would round them.
+        return module.double() if self.config.runtime.precision == "64-true" else module
 
     def trainer(self, folder: Path | None, callbacks: Sequence[Callback], max_steps: int) -> L.Trainer:
         """A trainer that stops after `max_steps`; it logs to `folder`, if there is one."""

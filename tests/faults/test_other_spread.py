@@ -1,0 +1,153 @@
+"""A run that is stopped in the middle of an epoch goes on with another number of processes as if nothing had been."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.faults.commands import WITHOUT_PICTURES, Commands
+from torch import Tensor
+
+from cribo.pretraining import PretrainConfig
+from cribo.pretraining.checkpoints import checkpoint_files
+from cribo.pretraining.presets import dump_config
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-9  # of losses, relatively; of weights, centres, the optimiser's state and the bank, absolutely
+STEPS_PER_EPOCH, EPOCHS = 5, 4
+STEPS, STOP = STEPS_PER_EPOCH * EPOCHS, 8
+CHANGES: dict[str, Any] = {
+    "data.scenes.count": 16 * STEPS_PER_EPOCH,
+    "data.workers": 1,
+    "backbone.drop_path": 0.3,
+    "objects.group_size": 2,
+    "objects.bank_images": 40,  # full after three steps
+    "losses.cross_image_from_epoch": 0,
+    "optim.epochs": EPOCHS,
+    "optim.batch_size": 16,
+    "optim.micro_batches": 2,
+    "optim.warmup_epochs": 0,
+    "optim.freeze_last_layers_epochs": 0,
+    "optim.clip": 0.3,
+    "runtime.precision": "64-true",
+    "runtime.log_every": 100,  # what was not read stays in the checkpoints, with all its digits
+    "runtime.keep_checkpoints": STEPS,
+}
+# The last process is told to stop in the middle of the epoch.
+STOPPED = f"""{WITHOUT_PICTURES}
+import signal
+from cribo.pretraining.module import PretrainingModule as Module
+step = Module.training_step
+def stopped(module, *args):
+    trainer = module.trainer
+    if trainer.global_step == {STOP - 2} and trainer.global_rank == trainer.world_size - 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return step(module, *args)
+Module.training_step = stopped
+"""
+
+
+class Runs:
+    """Runs of one configuration, on any number of processes.
+
+    Args:
+        folder: of the runs.
+        config: of them.
+        commands: start them.
+    """
+
+    def __init__(self, folder: Path, config: PretrainConfig, commands: Commands) -> None:
+        self.folder, self.commands = folder, commands
+        (folder / "config.yaml").write_text(dump_config(config))
+
+    def whole(self) -> Path:
+        """On one process, undisturbed."""
+        self._train("whole", 1, 1, "replicated", expected=[0])
+        return self.folder / "whole"
+
+    def stopped(self, bank: str) -> Path:
+        """On two processes, and stopped in the middle of an epoch."""
+        name = f"stopped-{bank}"
+        if not (self.folder / name).exists():
+            self._train(name, 2, 100, bank, expected=[143, 0], prelude=STOPPED)
+        assert [path.name for path in checkpoint_files(self.folder / name)] == [f"step={STOP:08d}.ckpt"]
+        return self.folder / name
+
+    def resumed(self, stopped: Path, processes: int, bank: str) -> Path:
+        """A copy of a stopped run that went on."""
+        name = f"{stopped.name}-{processes}-{bank}"
+        shutil.copytree(stopped, self.folder / name)
+        self._train(name, processes, 1, bank, expected=[0] * processes)
+        return self.folder / name
+
+    def _train(
+        self, name: str, processes: int, every: int, bank: str, *, expected: list[int], prelude: str = WITHOUT_PICTURES
+    ) -> None:
+        words = ("--config", self.folder / "config.yaml", "--out", self.folder, "--name", name, "--continue")
+        runtime = ("--runtime.bank", bank, "--runtime.checkpoint_every", every)
+        begun = self.commands.fork_all(processes, "pretrain", *words, *runtime, prelude=prelude)
+        found = [each.wait(600) for each in begun]
+        assert found == expected, "".join(each.said[-5000:] for each in begun)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., PretrainConfig], commands: Commands) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"), tiny(CHANGES), commands)
+
+
+@pytest.fixture(scope="module")
+def whole(runs: Runs) -> Path:
+    return runs.whole()
+
+
+@pytest.mark.parametrize(
+    ("bank", "processes", "then"),
+    [
+        ("replicated", 1, "replicated"),
+        ("sharded", 4, "sharded"),
+        *(
+            pytest.param(*case, marks=pytest.mark.endurance)
+            for case in (
+                ("sharded", 1, "replicated"),
+                ("replicated", 4, "replicated"),
+                ("replicated", 4, "sharded"),
+                ("sharded", 4, "replicated"),
+            )
+        ),
+    ],
+)
+def test_another_number_of_processes_goes_on(
+    bank: str, processes: int, then: str, runs: Runs, whole: Path, figure: Callable[[str], None]
+) -> None:
+    resumed = runs.resumed(runs.stopped(bank), processes, then)
+    names = [path.name for path in checkpoint_files(whole)][: STEPS - STOP]
+    assert [path.name for path in checkpoint_files(resumed)][: STEPS - STOP] == names
+    of_losses = of_state = 0.0
+    for name in names:
+        one, other = (torch.load(run / "checkpoints" / name, weights_only=True) for run in (whole, resumed))
+        if one["cribo"]["sums"] is not None:  # they are read at the end
+            a, b = (content["cribo"]["sums"][:3] for content in (one, other))
+            assert (a > 0).all()
+            of_losses = max(of_losses, ((a - b).abs() / a).max().item())
+        a, b = (tensors_of(content) for content in (one, other))
+        assert a.keys() == b.keys()
+        for key, value in a.items():
+            of_state = max(of_state, (value - b[key]).abs().max().item())
+    figure(
+        f"2 processes, bank {bank}, stopped after step {STOP} of {STEPS}, resumed on {processes}, bank {then}: "
+        f"losses differ by at most {of_losses:.1e} of themselves from a run that went through on 1, weights, centres, "
+        f"optimiser and bank by {of_state:.1e}"
+    )
+    assert max(of_losses, of_state) < TOLERANCE
+
+
+def tensors_of(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights and centres, the optimiser's state, and what is in the bank, by name."""
+    bank = checkpoint["cribo"]["bank"]
+    (optimiser,) = checkpoint["optimizer_states"]
+    state = {f"{number}.{name}": value for number, own in optimiser["state"].items() for name, value in own.items()}
+    found = {**checkpoint["state_dict"], **state, **bank}
+    return {name: torch.as_tensor(value).double() for name, value in found.items()}
