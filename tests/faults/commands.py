@@ -1,6 +1,7 @@
 """Commands that are started as a user starts them, watched from outside, and killed."""
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import runpy
@@ -93,6 +94,7 @@ class Commands:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.started: list[Started] = []
+        self._numbers = itertools.count()
         self._program = folder / "program.py"
         self._program.write_text(_PROGRAM)
         self._forks = multiprocessing.get_context("forkserver")
@@ -166,7 +168,7 @@ class Commands:
             started.wait(60)
 
     def _new_folder(self) -> Path:
-        folder = self.folder / f"process-{len(self.started)}"
+        folder = self.folder / f"command-{next(self._numbers)}"
         folder.mkdir()
         return folder
 

@@ -70,6 +70,6 @@ def test_a_disk_that_is_full_for_a_while(
     saves, rows = (begun.said.count(what) for what in ("could not save", "could not write to"))
     assert rows
     figure(
-        f"a disk that was full while {saves} saves and {rows} writes of numbers failed: the run went on; weights, bank, "
-        "centres, optimiser and metrics.csv are identical bit for bit"
+        f"a disk that was full while {saves} saves and {rows} writes of numbers failed: the run went on; weights, "
+        "bank, centres, optimiser and metrics.csv are identical bit for bit"
     )
