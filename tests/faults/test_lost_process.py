@@ -95,7 +95,7 @@ def test_the_others_end_and_the_run_goes_on(
     assert seconds < LIMIT
     assert all(each.wait(10) not in (0, None) for each in begun)
     said = "".join(each.said for each in begun)
-    cause = {NOBODY: "closed by peer", LIGHTNING: "terminated with code -9", TORCHRUN: "Signal 9 (SIGKILL) received"}
+    cause = {NOBODY: "by peer", LIGHTNING: "terminated with code -9", TORCHRUN: "Signal 9 (SIGKILL) received"}
     if (launcher, rank) != (LIGHTNING, 0):  # who would tell has been killed
         assert cause[launcher] in said, said[-5000:]
 
