@@ -37,7 +37,7 @@ def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
 @pytest.fixture(scope="session")
 def endurance(request: pytest.FixtureRequest) -> bool:
     """Whether the large sizes are asked for."""
-    return request.config.getoption("--endurance")
+    return bool(request.config.getoption("--endurance"))
 
 
 @pytest.fixture(scope="module")
