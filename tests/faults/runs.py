@@ -51,9 +51,16 @@ def assert_identical(found: Any, expected: Any, where: str = "checkpoint") -> No
 
 
 def assert_same_run(run: Path, whole: Path) -> None:
+    """Equal bit for bit: the exported backbone, metrics.csv without its clock, and all that the checkpoints hold."""
     assert rows_of(run) == rows_of(whole)
     assert files_of(run) == files_of(whole)
     assert (run / "backbone.safetensors").read_bytes() == (whole / "backbone.safetensors").read_bytes()
     for path, expected in zip(checkpoint_files(run), checkpoint_files(whole), strict=True):
         assert path.name == expected.name
-        assert_identical(*(torch.load(each, weights_only=True) for each in (path, expected)))
+        assert_identical(_content(path), _content(expected))
+
+
+def _content(path: Path) -> dict[str, Any]:
+    content = torch.load(path, weights_only=True)
+    del content["loops"]  # in which Lightning counts how often an epoch was begun
+    return content
