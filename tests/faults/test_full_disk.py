@@ -17,10 +17,10 @@ pytestmark = pytest.mark.slow
 
 CHANGES: dict[str, Any] = {
     "data.workers": 1,
-    "optim.epochs": 25,
+    "optim.epochs": 15,
     "score.root": "scenes",
     "score.images": (4, 2),
-    "score.every_epochs": 1,
+    "score.every_epochs": 5,
     "runtime.log_every": 1,
     "runtime.checkpoint_every": 3,
 }

@@ -117,5 +117,7 @@ def test_nothing_grows(
         + ", ".join(f"{name} {first} -> {last}" for name, (first, last) in counts.items())
     )
     assert 1024 * slope < kib_a_step
+    if workers and not endurance:
+        del counts["files"]  # batches that wait lie in files, and how many do changes in so short a time
     for name, (first, last) in counts.items():
         assert last <= first, name

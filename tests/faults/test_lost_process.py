@@ -60,11 +60,10 @@ def _parent(pid: int) -> int:
 @pytest.mark.parametrize(
     ("launcher", "rank"),
     [
-        (NOBODY, 0),
         (LIGHTNING, 1),
         *(
             pytest.param(*case, marks=pytest.mark.endurance)
-            for case in ((NOBODY, 1), (LIGHTNING, 0), (TORCHRUN, 0), (TORCHRUN, 1))
+            for case in ((LIGHTNING, 0), (TORCHRUN, 0), (TORCHRUN, 1), (NOBODY, 0), (NOBODY, 1))
         ),
     ],
 )
