@@ -5,7 +5,7 @@ import io
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,7 +159,7 @@ class Events(TensorBoardLogger):
 
     _silent_until = 0.0
 
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log numbers.
 
         Raises:
