@@ -83,12 +83,7 @@ class PretrainingModule(L.LightningModule):
         return torch.optim.AdamW(parameter_groups(self.student, self.config.optim), lr=0.0, fused=True)
 
     def configure_model(self) -> None:
-        """Leave this device its share of both networks, where the strategy shares them.
-
-        Weights in float64 are so before a checkpoint is loaded: on the way through float32 it would be rounded.
-        """
-        if self.config.runtime.precision == "64-true":
-            self.double()
+        """Leave this device its share of both networks, where the strategy shares them."""
         strategy = self.trainer.strategy
         if isinstance(strategy, ShardedStrategy):
             strategy.share(self, self.student, self.teacher)
