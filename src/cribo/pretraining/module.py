@@ -230,7 +230,7 @@ class PretrainingModule(L.LightningModule):
     # ------------------------------------------------------------------------------------------- several devices
 
     def _gradients_kept_here(self) -> AbstractContextManager[None]:
-        """Gradients are added up over micro-batches first, and over devices once, with the last of them."""
+        """Where devices hold whole gradients, these are added up over micro-batches first, and over devices once."""
         strategy = self.trainer.strategy
         return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
 

@@ -5,7 +5,8 @@ import io
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +52,34 @@ COLUMNS: tuple[str, ...] = (
 )
 
 
+class Rows(Sequence[dict[str, float]]):
+    """Rows of numbers under `COLUMNS`, eight bytes each: a run of weeks has hundreds of thousands of rows.
+
+    Example:
+        >>> rows = Rows([{"step": 10.0, "loss": 7.5}])
+        >>> rows.append({"step": 20.0})
+        >>> list(rows)
+        [{'step': 10.0, 'loss': 7.5}, {'step': 20.0}]
+    """
+
+    def __init__(self, rows: Iterable[dict[str, float]] = ()) -> None:
+        self._numbers = array("d")
+        for row in rows:
+            self.append(row)
+
+    def append(self, row: Mapping[str, float]) -> None:
+        """Add a row; cells that it has none for, or that are not a number, stay empty."""
+        self._numbers.extend(row.get(name, math.nan) for name in COLUMNS)
+
+    def __len__(self) -> int:
+        return len(self._numbers) // len(COLUMNS)
+
+    def __getitem__(self, index: int) -> dict[str, float]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        start = len(COLUMNS) * range(len(self))[index]
+        numbers = self._numbers[start : start + len(COLUMNS)]
+        return {name: number for name, number in zip(COLUMNS, numbers, strict=True) if not math.isnan(number)}
+
+
 class Metrics(L.Callback):
     """Reads the module's numbers every `every_steps`, hands them to the loggers, and keeps `metrics.csv`.
 
@@ -70,7 +99,7 @@ class Metrics(L.Callback):
         self.path = folder / METRICS
         self.every_steps = every_steps
         self.batch_size = batch_size
-        self.rows: list[dict[str, float]] = []
+        self.rows = Rows()
         self.latest: dict[str, float] = {}
         self._torn = False
         self._seconds_before = 0.0
@@ -85,7 +114,7 @@ class Metrics(L.Callback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take up the rows of the run that is resumed."""
         if self.path.is_file():
-            self.rows = [row for row in read_metrics(self.path) if row["step"] <= checkpoint["global_step"]]
+            self.rows = Rows(row for row in read_metrics(self.path) if row["step"] <= checkpoint["global_step"])
             self.latest = next((row for row in reversed(self.rows) if "loss" in row), {})
             self._seconds_before = max((row["seconds"] for row in self.rows), default=0.0)
 

@@ -1,6 +1,6 @@
 """The pictures of a run: curves, schedules, clusters on view pairs, matches across images."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ _QUERIES, _NEIGHBOURS, _GALLERY = 4, 6, 256
 def write_report(
     folder: Path,
     config: PretrainConfig,
-    rows: list[dict[str, float]],
+    rows: Sequence[dict[str, float]],
     schedules: Schedules,
     teacher: Network,
     dataset: ViewPairDataset,
@@ -72,7 +72,7 @@ def write_report(
 # ---------------------------------------------------------------------- curves
 
 
-def draw_losses(rows: list[dict[str, float]]) -> Figure:
+def draw_losses(rows: Sequence[dict[str, float]]) -> Figure:
     """The three losses over the epochs; a loss that is off is left out."""
     figure, axes = _figure(6.4, 3.8)
     for name, label, colour in (
@@ -89,7 +89,7 @@ def draw_losses(rows: list[dict[str, float]]) -> Figure:
     return figure
 
 
-def draw_bootstrapping(rows: list[dict[str, float]]) -> Figure:
+def draw_bootstrapping(rows: Sequence[dict[str, float]]) -> Figure:
     """Mean bootstrapping ratio of each epoch (the paper's figure)."""
     figure, axes = _figure(6.4, 3.8)
     epochs: dict[int, list[float]] = {}
@@ -106,7 +106,7 @@ def draw_bootstrapping(rows: list[dict[str, float]]) -> Figure:
     return figure
 
 
-def draw_score(rows: list[dict[str, float]], baselines: dict[str, float]) -> Figure:
+def draw_score(rows: Sequence[dict[str, float]], baselines: dict[str, float]) -> Figure:
     """Dense retrieval over the epochs, beside the baselines."""
     figure, axes = _figure(6.4, 3.8)
     points = [(row["epoch"], 100 * row["dense_nn"]) for row in rows if "dense_nn" in row]

@@ -410,7 +410,7 @@ def _require_same(folder: Path, config: PretrainConfig) -> None:
             )
 
 
-def _mean(rows: list[dict[str, float]], name: str) -> float:
+def _mean(rows: Sequence[dict[str, float]], name: str) -> float:
     values = [row[name] for row in rows if name in row]
     return sum(values) / len(values) if values else 0.0
 

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from cribo.models import Backbone
@@ -37,7 +37,6 @@ class ShardedStrategy(ModelParallelStrategy):
 
     def __init__(self) -> None:
         super().__init__(save_distributed_checkpoint=False)
-        self._shared: list[FSDPModule] = []
         self._hollow_teacher: Network | None = None
 
     # ------------------------------------------------------------------------------------------------- set-up
@@ -87,7 +86,7 @@ class ShardedStrategy(ModelParallelStrategy):
             fully_shard(block, mesh=self.device_mesh, reshard_after_forward=True)
         # What is used apart is a root of its own. By itself FSDP would keep a root whole between its passes.
         for part in (network.backbone, network.head, network.image_prototypes, network.object_prototypes):
-            self._shared.append(fully_shard(part, mesh=self.device_mesh, reshard_after_forward=True))
+            fully_shard(part, mesh=self.device_mesh, reshard_after_forward=True)
         for layer in (network.image_prototypes, network.object_prototypes):
             register_fsdp_forward_method(layer, "normalised")
 
@@ -95,14 +94,8 @@ class ShardedStrategy(ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Inside, gradients are added up where they are, whole; the next backward pass outside shares them."""
-        for part in self._shared:
-            part.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            for part in self._shared:
-                part.set_requires_gradient_sync(True)
+        """Block nothing: gradients are shared after each micro-batch, for until then a device holds them whole."""
+        yield
 
     def whole_teacher(self, teacher: Network) -> Network:
         """A plain copy on this process's device; to be called by all, and not to be kept for long."""
