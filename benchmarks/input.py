@@ -36,7 +36,8 @@ from torchvision import transforms as classic
 from torchvision.transforms.functional import pil_to_tensor
 
 from cribo.data import ImageFiles, open_images
-from cribo.data.pairs import StepBatchSampler, ViewPairDataset, ViewPairs, pair_loader
+from cribo.data.loading import PairLoader
+from cribo.data.pairs import StepBatchSampler, ViewPairDataset, ViewPairs
 from cribo.data.scenes import Scenes
 from cribo.method import IMAGENET_MEAN, IMAGENET_STD, ViewRecipe, apply_photometric
 
@@ -250,7 +251,7 @@ def loader_rates(files: ImageFiles, workers: int, batches: int) -> tuple[float, 
     names = [files.name(index % len(files)) for index in range(BATCH * (batches + 16))]
     many = ImageFiles(files.folder, names)
     sampler = StepBatchSampler(len(many), BATCH, 0, position=lambda: 0)
-    loader = pair_loader(ours(many), sampler, workers=workers, pin_memory=False)
+    loader = PairLoader(ours(many), sampler, workers=workers, pin_memory=False)
     mine = views_per_second(iter(loader), BATCH, batches)
     del loader
     plain = DataLoader(PilPairs(many), batch_size=BATCH, num_workers=workers, prefetch_factor=4)

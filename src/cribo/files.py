@@ -147,10 +147,15 @@ def write_beside(path: Path, write: Callable[[Path], object]) -> Path:
     return temporary
 
 
+def is_part(name: str) -> bool:
+    """Whether a file of this name is what `write_beside` has begun."""
+    return _PART.fullmatch(name) is not None
+
+
 def remove_parts(folder: Path) -> None:
     """Remove the temporary files that a killed process has left; no other may be writing to the folder."""
     for path in folder.glob(".*.part"):
-        if _PART.fullmatch(path.name):
+        if is_part(path.name):
             with contextlib.suppress(OSError):  # it harms nobody
                 path.unlink()
 

@@ -24,6 +24,8 @@ def end_with_launcher() -> None:
 
     Otherwise it would wait for its peers, and keep its device, for as long as their library has patience.
     """
+    if os.name != "posix":  # elsewhere a process does not see that its parent has gone
+        return
     if LAUNCHER in os.environ:
         launcher = int(os.environ[LAUNCHER])
     elif "TORCHELASTIC_RUN_ID" in os.environ:
@@ -37,4 +39,5 @@ def end_with_launcher() -> None:
 def _outlive_no(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
+    os.write(2, b"the process that started this one has ended, and so does this one\n")
     os._exit(1)  # whatever it is waiting for

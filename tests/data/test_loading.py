@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 
 from cribo.data.images import DataError, ImageSource, open_images
 from cribo.data.loading import PairLoader, WorkersFailed
-from cribo.data.pairs import StepBatchSampler, Unreadable, ViewPairDataset, ViewPairs, pair_loader
+from cribo.data.pairs import StepBatchSampler, Unreadable, ViewPairDataset, ViewPairs
 from cribo.data.storage import ShardError
 from cribo.method import ViewRecipe
 
@@ -60,7 +60,7 @@ class Training:
         )
         sampler = StepBatchSampler(len(source), BATCH, 0, position=lambda: self.step)
         self.step = 0
-        self.loader: PairLoader = pair_loader(
+        self.loader: PairLoader = PairLoader(
             dataset, sampler, workers=workers, pin_memory=pin_memory, timeout=timeout, **options
         )
 

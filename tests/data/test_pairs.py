@@ -9,15 +9,16 @@ import torch.nn.functional as F
 from jaxtyping import UInt8
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from cribo.data.images import DataError, ImageFiles, ImageSource, open_images
+from cribo.data.loading import PairLoader
 from cribo.data.pairs import (
     StepBatchSampler,
     Unreadable,
     ViewPairDataset,
     ViewPairs,
     collate,
-    pair_loader,
 )
 from cribo.data.reading import UnreadableImage
 from cribo.method import Crops, ViewRecipe, cut_views, sample_crops
@@ -67,7 +68,7 @@ def assert_equal(first: ViewPairs, second: ViewPairs) -> None:
 
 
 def batches(workers: int, *, source: Noise, count: int = 4) -> list[ViewPairs]:
-    loader = pair_loader(make_dataset(source), make_sampler(len(source), 4), workers=workers, pin_memory=False)
+    loader = PairLoader(make_dataset(source), make_sampler(len(source), 4), workers=workers, pin_memory=False)
     return list(islice(loader, count))
 
 
@@ -79,6 +80,15 @@ def test_batches_do_not_depend_on_the_workers(workers: int) -> None:
     for ours, theirs in zip(batches(workers, source=source), expected, strict=True):
         assert_equal(ours, theirs)
     assert any(batch.unreadable for batch in expected)
+
+
+def test_a_plain_data_loader_takes_the_data_set() -> None:
+    source = Noise(17, broken={2, 5, 11})
+    loader = DataLoader(
+        make_dataset(source), batch_sampler=make_sampler(17, 4), num_workers=2, collate_fn=lambda batch: batch
+    )
+    for ours, theirs in zip(loader, batches(0, source=source), strict=True):
+        assert_equal(ours, theirs)
 
 
 def test_a_batch_holds_its_pairs_one_after_the_other() -> None:
@@ -174,7 +184,7 @@ def test_coordinates_are_those_of_the_whole_image(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_batches_of_files_do_not_depend_on_the_workers(photographs: ImageFiles, workers: int) -> None:
     def read(workers: int) -> list[ViewPairs]:
-        loader = pair_loader(make_dataset(photographs), make_sampler(4, 2), workers=workers, pin_memory=False)
+        loader = PairLoader(make_dataset(photographs), make_sampler(4, 2), workers=workers, pin_memory=False)
         return list(loader)
 
     for ours, theirs in zip(read(workers), read(0), strict=True):

@@ -21,7 +21,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 
 from cribo.data.images import DataError, MissingData, OrderedSource, PackedNames, ReducingSource
-from cribo.data.pairs import StepBatchSampler, ViewPairDataset, ViewPairs, pair_loader
+from cribo.data.loading import PairLoader
+from cribo.data.pairs import StepBatchSampler, ViewPairDataset, ViewPairs
 from cribo.data.reading import UnreadableImage, read_image
 from cribo.data.shards import ShardedImages, open_collection, open_shards, window_of
 from cribo.data.storage import LocalShards, Patience, RemoteShards, ShardCache, ShardError
@@ -441,7 +442,7 @@ def test_workers_change_nothing(tmp_path: Path, url: bool) -> None:
 
     def batches(workers: int) -> list[ViewPairs]:
         sampler = StepBatchSampler(images, 8, 0, position=lambda: 0)
-        return list(pair_loader(make_dataset(images), sampler, workers=workers, pin_memory=False))
+        return list(PairLoader(make_dataset(images), sampler, workers=workers, pin_memory=False))
 
     for ours, theirs in zip(batches(3), batches(0), strict=True):
         assert_same_views(ours, theirs)
@@ -694,7 +695,7 @@ def test_s3_by_its_settings_in_the_environment(bucket: Any, tmp_path: Path) -> N
     sampler = StepBatchSampler(images, 9, 0, position=lambda: 0)
     local = make_dataset(expected)
     batches = list(sampler)
-    loaded = pair_loader(make_dataset(images), sampler, workers=2, pin_memory=False)
+    loaded = PairLoader(make_dataset(images), sampler, workers=2, pin_memory=False)
     for keys, batch in zip(batches, loaded, strict=True):
         assert_same_views(batch, local.__getitems__(keys))
     with pytest.raises(MissingData, match="there is nothing at s3://pictures/streets"):

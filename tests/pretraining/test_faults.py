@@ -148,6 +148,7 @@ def test_a_score_whose_images_are_lost_is_left_out(
     trained = train(config, callbacks=[DeleteFile(6, lost)])
     assert trained.run.summary["steps"] == 12
     assert [point["step"] for point in trained.run.summary["dense_nn"]["curve"]] == [0, 4]
+    assert trained.run.summary["dense_nn"]["after"] is None  # that of step 4 is not that of the end
     assert sum("no score, " in message and "5.png" in message for message in caplog.messages) >= 2
     assert trained.run.summary["dense_nn"]["mean_color"] is None
     lost.write_text("no image")

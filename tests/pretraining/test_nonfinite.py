@@ -205,6 +205,7 @@ def test_rolling_back_takes_the_state_of_the_last_checkpoint(
     assert_equal(back, at)
     assert "those of the checkpoint of step 4 again" in caplog.text
     assert whole.run.summary["returns_to_checkpoints"] == [{"step": 8, "to": 4}]
+    assert [row["steps_left_out"] for row in whole.rows] == ["0", "0", "0", "1", "0", "0"]
     assert whole.run.summary["steps"] == 12
     assert_finite(states.states[-1])
 
@@ -224,6 +225,14 @@ def test_rolling_back_needs_a_checkpoint(tiny: Tiny, train: Train) -> None:
     config = tiny({**BASE, "runtime.on_nonfinite": "rollback"})
     with pytest.raises(NonFiniteLoss, match="at step 3, before there was a checkpoint to return to"):
         train(config, callbacks=[Overflow(3)])
+
+
+def test_rolling_back_for_ever_ends(tiny: Tiny, train: Train) -> None:
+    """Even where each checkpoint between is a copy of the one before, to which nobody returns often."""
+    changes = {"runtime.on_nonfinite": "rollback", "runtime.checkpoint_every": 4}
+    config = tiny({**BASE, **changes, "data.scenes.count": 800, "optim.epochs": 1})
+    with pytest.raises(NonFiniteLoss, match=r"and 5\d steps in a row were left out"):
+        train(config, callbacks=[Overflow(*range(5, 100))])
 
 
 def test_nobody_returns_to_one_checkpoint_for_ever(tiny: Tiny, train: Train, tmp_path: Path) -> None:

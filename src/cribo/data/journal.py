@@ -78,4 +78,5 @@ class Journal:
     @property
     def _row(self) -> torch.Tensor:
         worker = get_worker_info()
-        return self._rows[0 if worker is None else worker.id]
+        # Without rows of their own workers count for themselves, in what they have been forked with.
+        return self._rows[0 if worker is None or len(self._rows) == 1 else worker.id]

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -21,10 +21,8 @@ from torch.utils.data._utils import signal_handling
 
 from cribo.data.images import DataError
 from cribo.data.journal import Journal
+from cribo.data.pairs import StepBatchSampler, ViewPairDataset, ViewPairs
 from cribo.errors import Stopped
-
-if TYPE_CHECKING:
-    from cribo.data.pairs import StepBatchSampler, ViewPairDataset, ViewPairs
 
 log = logging.getLogger("cribo")
 
@@ -78,8 +76,8 @@ class PairLoader:
 
     def __init__(
         self,
-        dataset: "ViewPairDataset",
-        sampler: "StepBatchSampler",
+        dataset: ViewPairDataset,
+        sampler: StepBatchSampler,
         *,
         workers: int,
         pin_memory: bool,
@@ -108,7 +106,7 @@ class PairLoader:
         """Batches of an epoch."""
         return len(self.sampler)
 
-    def __iter__(self) -> "Iterator[ViewPairs]":
+    def __iter__(self) -> Iterator[ViewPairs]:
         """Batches to the end of the epoch that the current step lies in."""
         due = self.sampler.position()
         end = due - due % len(self) + len(self)
@@ -125,13 +123,13 @@ class PairLoader:
         if os.getpid() == self._process and not sys.is_finalizing():
             self.close()
 
-    def _from_here(self, due: int) -> "Iterator[ViewPairs]":
+    def _from_here(self, due: int) -> Iterator[ViewPairs]:
         for keys in self.sampler.batches_from(due):
             batch = self.dataset.__getitems__(keys)
             self._tell_retries()
             yield batch.pin_memory() if self.pin_memory else batch
 
-    def _from_workers(self, due: int, end: int) -> "Iterator[ViewPairs]":
+    def _from_workers(self, due: int, end: int) -> Iterator[ViewPairs]:
         if self._crew is not None and not self._crew.idle:
             self.close()
         if self._crew is None:
@@ -143,7 +141,7 @@ class PairLoader:
     def _new_crew(self) -> "_Crew":
         return _Crew(self.dataset, self.sampler, workers=self.workers, pin_memory=self.pin_memory)
 
-    def _batch(self, step: int) -> "ViewPairs":
+    def _batch(self, step: int) -> ViewPairs:
         """The batch of a step, whatever it takes."""
         while True:
             assert self._crew is not None
@@ -156,7 +154,7 @@ class PairLoader:
                 self._crew = self._new_crew()
                 self._crew.begin(step)
 
-    def _wait(self, crew: "_Crew") -> "ViewPairs":
+    def _wait(self, crew: "_Crew") -> ViewPairs:
         signs, since = self.journal.signs, time.monotonic()
         while True:
             try:
@@ -206,7 +204,7 @@ class PairLoader:
         if often := self._restarted.too_often:
             raise WorkersFailed(f"{fault.what}; workers have failed {often}. {fault.advice}")
         self.restarts += 1
-        log.warning("%s; workers are begun anew at the same batch (%d. restart)", fault.what, self.restarts)
+        log.warning("%s; workers are begun anew at the same batch (restart %d)", fault.what, self.restarts)
 
     def _tell_retries(self) -> None:
         retried = self.journal.retried
@@ -262,9 +260,7 @@ class _Crew:
     nobody opens any more, and whoever reads on waits for ever: that is not to be the process that trains.
     """
 
-    def __init__(
-        self, dataset: "ViewPairDataset", sampler: "StepBatchSampler", *, workers: int, pin_memory: bool
-    ) -> None:
+    def __init__(self, dataset: ViewPairDataset, sampler: StepBatchSampler, *, workers: int, pin_memory: bool) -> None:
         self._keys = _From(sampler, 0)
         self._loader = DataLoader(
             _Reported(dataset),
@@ -383,7 +379,7 @@ class _Raised:
 class _Reported(Dataset[Any]):
     """A data set whose errors for users arrive as they are: others come with the traceback of the worker."""
 
-    def __init__(self, dataset: "ViewPairDataset") -> None:
+    def __init__(self, dataset: ViewPairDataset) -> None:
         self.dataset = dataset
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> "ViewPairs | _Raised":
@@ -396,7 +392,7 @@ class _Reported(Dataset[Any]):
 class _From(Sampler[list[tuple[int, int]]]):
     """The batches of a sampler from a step on, to the end of its epoch."""
 
-    def __init__(self, sampler: "StepBatchSampler", step: int) -> None:
+    def __init__(self, sampler: StepBatchSampler, step: int) -> None:
         self.sampler = sampler
         self.step = step
 

@@ -12,7 +12,6 @@ from torch.utils.data import Dataset, Sampler
 
 from cribo.data.images import DataError, ImageSource, OrderedSource, PreparedSource, ReducingSource
 from cribo.data.journal import Journal
-from cribo.data.loading import MAX_RESTARTS, TIMEOUT, PairLoader
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import UnreadableImage, passing_error
 from cribo.method import (
@@ -381,18 +380,3 @@ class StepBatchSampler(Sampler[list[tuple[int, int]]]):
         if isinstance(self.images, int):
             return _permutation(self.images, self.seed, epoch)
         return epoch_order(self.images, self.seed, epoch)
-
-
-def pair_loader(
-    dataset: ViewPairDataset,
-    sampler: StepBatchSampler,
-    *,
-    workers: int,
-    pin_memory: bool,
-    timeout: float = TIMEOUT,
-    max_restarts: int = MAX_RESTARTS,
-) -> PairLoader:
-    """A loader of view pairs; its batches depend neither on the number of workers nor on what happens to them."""
-    return PairLoader(
-        dataset, sampler, workers=workers, pin_memory=pin_memory, timeout=timeout, max_restarts=max_restarts
-    )

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from cribo.method.precision import full_float32
+from cribo.method.precision import float32_products
 from cribo.method.products import parts_on_grid, product, rows_on_grid
 from cribo.method.rings import LONGEST, STEPS, OwnRows, Ring, steps_of
 
@@ -104,7 +104,7 @@ def _products_with(middles: Float[Tensor, "k d"], ring: Ring) -> Float[Tensor, "
     """Products of all unit rows with some vectors that are given in steps, rounded."""
     others = rows_on_grid(middles / STEPS)
     found = others.new_empty((len(ring.rows), len(others)))
-    with full_float32():
+    with float32_products("highest"):
         for part in parts_on_grid(len(ring.rows), 2**13):
             torch.mul(product(ring.rows[part].float(), others), ring.inverse_norms[part, None], out=found[part])
     return found[:, : len(middles)]
@@ -172,7 +172,7 @@ def centred_ceilings(
     error = (queries.shape[1] + 8) * 2**-23
     squared = place.middle.square().sum()
     ceilings = queries.new_empty((len(tiles), len(queries)))
-    with full_float32():
+    with float32_products("highest"):
         for part in parts_on_grid(len(tiles), _TILES_AT_ONCE if queries.device.type == "cpu" else 2**10):
             rows = ring.steps(tiles[part].flatten())
             along = ((rows.double() @ place.middle - squared) * STEPS**-2).float()

@@ -21,16 +21,19 @@ def at_least_float32(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]
 
 
 @contextmanager
-def full_float32() -> Iterator[None]:
-    """Inside, products of float32 are of float32, whatever shorter type is preferred for them elsewhere.
+def float32_products(precision: str) -> Iterator[None]:
+    """Inside, products of float32 are computed as torch's `set_float32_matmul_precision` says.
+
+    Args:
+        precision: `highest`: of float32 indeed; `high`: of TF32, where there is such a thing.
 
     Example:
-        >>> with full_float32():
+        >>> with float32_products("high"):
         ...     torch.get_float32_matmul_precision()
-        'highest'
+        'high'
     """
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:

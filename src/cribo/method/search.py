@@ -24,7 +24,7 @@ from torch import Tensor
 from cribo.method.alike import Place, centred_ceilings, in_tiles, places
 from cribo.method.kernels import Accelerated
 from cribo.method.matching import NO_MATCH
-from cribo.method.precision import full_float32
+from cribo.method.precision import float32_products
 from cribo.method.products import multiplies_bfloat16, parts_on_grid, product, rows_on_grid
 from cribo.method.rings import LONGEST, OwnRows, Ring, compare, untouched_zeros
 
@@ -438,7 +438,7 @@ def plain_tile_maxima(
     """
     own, tile, count = OwnRows(row_images, images), len(rows) // len(into), len(queries)
     queries = rows_on_grid(queries.float())
-    with full_float32():
+    with float32_products("highest"):
         for part in parts_on_grid(len(rows), _block_rows(queries)):
             products = product(rows[part].float(), queries).mul_(inverse_norms[part, None])
             maxima = own.without(products, part.start).view(-1, tile, len(queries)).amax(dim=1)

@@ -326,10 +326,14 @@ class Checkpoints(L.Callback):
         Raises:
             FolderError: there are checkpoints, and none is good; or not all processes see the same.
         """
-        files = checkpoint_files(self.folder)
-        path = _agreed_checkpoint(
-            self.folder, last_checkpoint(self.folder) if trainer.is_global_zero else next(iter(files), None)
-        )
+        own, failed = next(iter(checkpoint_files(self.folder)), None), None
+        try:
+            own = last_checkpoint(self.folder) if trainer.is_global_zero else own
+        except FolderError as error:
+            failed = str(error)
+        if failures := [failure for failure in _of_all(failed) if failure]:
+            raise FolderError(failures[0])
+        path = _agreed_checkpoint(self.folder, own)
         if path is None:
             return None
         _io(trainer).path = path

@@ -253,8 +253,8 @@ class RuntimeConfig:
             the same results, less memory and about twice the exchange between them.
         on_nonfinite: what follows a step whose losses or gradients are infinite or not a number; its update is left out
             in any case. `skip` goes on, with a warning; `rollback` takes weights, optimiser, centres and bank from the
-            last checkpoint, and goes on with the next images; `stop` ends the run. Fifty such steps in a row, or
-            three returns to one checkpoint, always do.
+            last checkpoint, and goes on with the next images; `stop` ends the run. Fifty such steps in a row, or a
+            fourth return to one checkpoint, always end it.
         threads: of a CPU run; torch's choice when not given.
         log_every: steps between two logged rows.
         checkpoint_every: steps between two checkpoints; one is also written at the end of the run.

@@ -340,10 +340,10 @@ class PretrainingModule(L.LightningModule):
         self._restored_bank, self._restored_sums = state["bank"], state["sums"]
 
     def take_back(self, checkpoint: dict[str, Any]) -> None:
-        """While training, take up a checkpoint's bank in place of this one, and forget what the steps since gave."""
+        """While training, take up a checkpoint's bank in place of this one, and forget what steps since have given."""
         if self.bank is not None:
             self.bank.load_state_dict(checkpoint["cribo"]["bank"])
-        self.sums.forget()
+        self.sums.forget_means()
 
 
 class _GatheredObjects:
@@ -391,9 +391,9 @@ class NonFiniteLoss(Stopped):
 
     def __init__(self, what: str, step: int, more: str = "") -> None:
         super().__init__(
-            f"{not_finite(what, step)}{more}. The last checkpoint is sound: go on from it with --resume and "
-            "--on_nonfinite skip, or, if runtime.precision is 16-mixed, with --runtime.precision bf16-mixed; or start "
-            "a new run with a lower optim.lr, a longer optim.warmup_epochs or optim.clip 0.3"
+            f"{not_finite(what, step)}{more}. Checkpoints hold nothing of it: go on from the last one with --resume, "
+            "where --on_nonfinite skip leaves a few such steps out, and --runtime.precision bf16-mixed helps if it is "
+            "16-mixed; or start a new run with a lower optim.lr, a longer optim.warmup_epochs or optim.clip 0.3"
         )
         self.what = what
         self.step = step

@@ -71,7 +71,9 @@ class NonFiniteSteps(L.Callback):
         found = module.left_out_steps()
         self.left_out += found.count
         what, first = found.earliest or ("the gradients", trainer.global_step - found.in_a_row)
-        if found.in_a_row >= min(_MOST_IN_A_ROW, trainer.max_steps):
+        # Of a run that is shorter, not all steps may be so, but for those that look for the scale of 16-bit losses.
+        most = _MOST_IN_A_ROW if found.earliest is None else min(_MOST_IN_A_ROW, trainer.max_steps)
+        if found.in_a_row >= most:
             raise NonFiniteLoss(what, first, f", and {found.in_a_row} steps in a row were left out")
         if found.earliest is None:
             return

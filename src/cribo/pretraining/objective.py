@@ -1,7 +1,7 @@
 """One step of the method: from a batch of view pairs to the three losses (METHOD sections 2 to 4)."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,6 +26,7 @@ from cribo.method import (
 )
 from cribo.method.clustering import cluster_tokens_kmeans
 from cribo.method.objects import kept_clusters, pool_kept_objects
+from cribo.method.precision import float32_products
 from cribo.method.transfer import OnItsWay, send
 from cribo.pretraining.config import ObjectsConfig, PretrainConfig
 from cribo.pretraining.laps import Laps
@@ -144,7 +145,8 @@ class Objective:
         with_neighbours = epoch >= config.losses.cross_image_from_epoch
         valid = OnItsWay(matches.valid) if matches is not None and with_neighbours else None
         student = self._learn(images, batch, objects, train_backbone=train_backbone)
-        with _products(tf32=images.is_cuda and config.runtime.losses_in_tf32):
+        in_tf32 = images.is_cuda and config.runtime.losses_in_tf32
+        with float32_products("high") if in_tf32 else nullcontext():
             losses = self._losses(student, teacher, objects, matches, valid, teacher_temperature)
         return Result(
             losses=losses,
@@ -350,19 +352,6 @@ def find_objects(
         images=batch.images[rows],
         counts=counts,
     )
-
-
-@contextmanager
-def _products(*, tf32: bool) -> Iterator[None]:
-    """Inside, products of float32 are TF32 if wanted, and what they are elsewhere if not."""
-    before = torch.get_float32_matmul_precision()
-    if tf32:
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        if tf32:
-            torch.set_float32_matmul_precision(before)
 
 
 def prototype_entropy(

@@ -24,7 +24,7 @@ from cribo.files import FolderError, remove_parts, write_json, write_text
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.pretraining.checkpoints import Checkpoints, checkpoint_files, resume_point
 from cribo.pretraining.config import PretrainConfig
-from cribo.pretraining.files import CONFIG, SUMMARY, claim_run_folder
+from cribo.pretraining.files import CONFIG, SUMMARY, claim_run_folder, is_barely_begun
 from cribo.pretraining.footprint import peak_rss_bytes
 from cribo.pretraining.interruption import Interrupted, Interruption
 from cribo.pretraining.lock import run_lock
@@ -243,12 +243,15 @@ class _Training:
         self, out: Path, name: str | None, default_name: str, held: ExitStack, *, overwrite: bool
     ) -> tuple[Path, None]:
         folder = claim_run_folder(out, name, default_name, overwrite=overwrite)
-        write_text(folder / CONFIG, dump_config(self.config))
         held.enter_context(run_lock(folder))
+        write_text(folder / CONFIG, dump_config(self.config))
         return folder, None
 
     def _reopen(self, folder: Path, held: ExitStack) -> tuple[Path, Path | None]:
         held.enter_context(run_lock(folder))
+        return self._go_on_from_last(folder)
+
+    def _go_on_from_last(self, folder: Path) -> tuple[Path, Path | None]:
         checkpoint = resume_point(folder)
         if checkpoint is None:
             log.warning("%s has no checkpoint yet: starting from the beginning", folder)
@@ -258,11 +261,15 @@ class _Training:
 
     def _claim_or_reopen(self, out: Path, name: str, held: ExitStack) -> tuple[Path, Path | None]:
         folder = out / name
+        if not ((folder / CONFIG).is_file() or is_barely_begun(folder)):
+            claim_run_folder(out, name, name, overwrite=False)
+        held.enter_context(run_lock(folder))  # the same command may be starting elsewhere
         if (folder / CONFIG).is_file():
             _require_same(folder, self.config)
-            return self._reopen(folder, held)
-        remove_parts(folder)  # of a start that was killed: without them it is empty
-        return self._claim(out, name, name, held, overwrite=False)
+            return self._go_on_from_last(folder)
+        remove_parts(folder)
+        write_text(folder / CONFIG, dump_config(self.config))
+        return folder, None
 
     def _fit_epochs_into(self, seconds: float) -> None:
         """Time some steps of a throw-away copy and set the number of epochs by them."""
@@ -365,7 +372,7 @@ class _Training:
             mean_colour = score.mean_colour(module)
             summary["dense_nn"] = {
                 "before": score.curve[0][1],
-                "after": score.curve[-1][1],
+                "after": score.curve[-1][1] if score.curve[-1][0] == trainer.global_step else None,
                 "mean_color": mean_colour,
                 "curve": [{"step": step, "miou": miou} for step, miou in score.curve],
             }

@@ -128,16 +128,18 @@ class RetrievalScore(L.Callback):
         started = time.perf_counter()
         backbone = module.whole_teacher().backbone
         untrained = trainer.global_step == 0 and self.config.backbone.pretrained is None
+        failed: UnreadableImage | DataError | None = None
         try:
             with calibrated(backbone, self.data.memory, module.device, needed=untrained):
                 miou: float | None = self._score(backbone_encoder(backbone), module.device)
         except (UnreadableImage, DataError) as error:
-            if not self.curve:  # nothing is lost yet
-                raise
-            log.error("step %d: no score, %s; training goes on", trainer.global_step, error)
-            miou = None
+            miou, failed = None, error
         # All or none: a process that tried again by itself would gather the teacher's shares from nobody.
         everywhere = trainer.strategy.reduce_boolean_decision(miou is not None)
+        if not everywhere and not self.curve:  # nothing is lost yet
+            raise failed or DataError("another process could not read the images of the score")
+        if failed is not None:
+            log.error("step %d: no score, %s; training goes on", trainer.global_step, failed)
         if miou is None or not everywhere:
             return
         self.curve.append((trainer.global_step, miou))

@@ -25,7 +25,7 @@ from cribo.arguments import ConfigError
 from cribo.data import ImageSource, UnreadableImage, open_collection
 from cribo.data.cache import CachedImages
 from cribo.data.loading import PairLoader
-from cribo.data.pairs import StepBatchSampler, ViewPairDataset, pair_loader
+from cribo.data.pairs import StepBatchSampler, ViewPairDataset
 from cribo.data.scenes import Scenes
 from cribo.method.products import multiplies_bfloat16
 from cribo.pretraining.allocator import keep_freed_memory
@@ -196,7 +196,7 @@ class Session:
             world_size=trainer.world_size,
         )
         on_gpu = trainer.strategy.root_device.type == "cuda"
-        return pair_loader(
+        return PairLoader(
             self.dataset,
             sampler,
             workers=self.workers,

@@ -22,8 +22,8 @@ class LeftOut:
     Attributes:
         first: by what was not finite (one of `WATCHED`), the first step at which it was not. Empty if nothing is
             wrong: a step whose gradients alone overflow is part of scaling losses for 16-bit floats.
-        count: of the steps.
-        in_a_row: the most of them that followed one another, with those before the last reading.
+        count: of the updates that were left out.
+        in_a_row: the most steps that were not finite and followed one another, with those before the last reading.
     """
 
     first: dict[str, int]
@@ -72,12 +72,12 @@ class RunningSums:
         filled = [c if isinstance(c, Tensor) else losses.new_full((), c) for c in (*counts, self._share)]
         values = torch.cat((self._share * losses, torch.stack(filled)))
         self._values[:-1] += values.where(~bad, 0)
-        self._values[-1] += self._share * bad
+        self._values[-1] += self._share * left_out
         new = torch.cat((~finite, (left_out & (not expected))[None]))
         self._first = self._first.minimum(torch.where(new, float(step), torch.inf))
         ending, most, total = self._run.unbind()
         ending = (ending + 1) * bad
-        self._run = torch.stack((ending, most.maximum(ending), total + bad))
+        self._run = torch.stack((ending, most.maximum(ending), total + left_out))
 
     def read(self) -> tuple[dict[str, float], dict[str, float]]:
         """Means of the losses (none if all steps were left out), and counts, over all devices since the last time."""
@@ -95,11 +95,9 @@ class RunningSums:
         _, most, total = state["run"].tolist()
         return LeftOut({what: int(step) for what, step in steps if step < torch.inf}, int(total), int(most))
 
-    def forget(self) -> None:
-        """Begin anew."""
-        for values in (self._values, self._run):
-            values.zero_()
-        self._first.fill_(torch.inf)
+    def forget_means(self) -> None:
+        """Begin means anew; what was left out goes on being counted."""
+        self._values[:-1].zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """The sums of all devices, for a checkpoint."""
