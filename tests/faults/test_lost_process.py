@@ -60,10 +60,10 @@ def _parent(pid: int) -> int:
 @pytest.mark.parametrize(
     ("launcher", "rank"),
     [
-        (LIGHTNING, 1),
+        (NOBODY, 1),  # the others need Python to start several times
         *(
             pytest.param(*case, marks=pytest.mark.endurance)
-            for case in ((LIGHTNING, 0), (TORCHRUN, 0), (TORCHRUN, 1), (NOBODY, 0), (NOBODY, 1))
+            for case in ((LIGHTNING, 0), (LIGHTNING, 1), (TORCHRUN, 0), (TORCHRUN, 1), (NOBODY, 0))
         ),
     ],
 )
