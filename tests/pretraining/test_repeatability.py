@@ -1,9 +1,6 @@
 """A run depends on its seed and nothing else; a run that was stopped goes on as if it had not been."""
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,6 @@ import torch
 from cribo.arguments import ConfigError
 from cribo.files import FolderError
 from cribo.pretraining import PretrainConfig, load_config, pretrain
-from cribo.pretraining.presets import dump_config
 
 Tiny = Callable[..., PretrainConfig]
 Train = Callable[..., Any]
@@ -185,25 +181,6 @@ def test_ctrl_c_is_a_keyboard_interrupt_that_can_be_resumed(tiny: Tiny, train: T
     assert signal.getsignal(signal.SIGINT) is handler
     assert not (whole.run.folder.parent / "stopped" / "summary.json").exists()
     assert_same_run(whole, resumed("stopped"))
-
-
-@pytest.mark.slow
-def test_a_killed_process_can_be_resumed(tmp_path: Path, tiny: Tiny, train: Train, resumed: Train) -> None:
-    config = tiny({"runtime.checkpoint_every": 3, "runtime.log_every": 2, "data.workers": 1})
-    (tmp_path / "config.yaml").write_text(dump_config(config))
-    program = f"""
-import os, signal
-import lightning as L
-from cribo.pretraining import pretrain
-class Kill(L.Callback):
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == 8:
-            os.kill(os.getpid(), signal.SIGKILL)
-pretrain({str(tmp_path / "config.yaml")!r}, out={str(tmp_path)!r}, name="killed", callbacks=[Kill()])
-"""
-    killed = subprocess.run([sys.executable, "-c", program], env=os.environ, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert_same_run(train(config, "whole"), resumed("killed"))
 
 
 def test_what_may_change_on_resume(tiny: Tiny, train: Train, resumed: Train, tmp_path: Path) -> None:

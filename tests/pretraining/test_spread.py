@@ -469,15 +469,17 @@ def start(*words: str | Path) -> "subprocess.Popen[str]":
     )
 
 
-def assert_done(processes: Sequence["subprocess.Popen[str]"]) -> None:
-    """All of them end well; none is left behind."""
+def assert_done(processes: Sequence["subprocess.Popen[str]"]) -> str:
+    """All of them end well, and none is left behind; what they said."""
+    said = ""
     try:
         for process in processes:
-            said = process.communicate(timeout=600)[0]
+            said += process.communicate(timeout=600)[0]
             assert process.returncode == 0, said[-5000:]
     finally:
         for process in processes:
             process.kill()
+    return said
 
 
 def assert_one_whole_run(out: Path, name: str) -> None:
@@ -491,7 +493,8 @@ def test_processes_that_the_command_starts_itself(runs: Runs, tmp_path: Path) ->
     one = runs(1, runtime__precision="64-true", losses__centring="mean", optim__micro_batches=2)
     out = tmp_path / "runs"
     pretrain = ("cribo.cli", "pretrain", "--config", one / "config.yaml", "--out", out, "--name", "run")
-    assert_done([start(*pretrain, "--runtime.devices", "2")])
+    said = assert_done([start(*pretrain, "--runtime.devices", "2")])
+    assert said.count("to repeat it") == 1  # the second process has nothing to add
     assert_one_whole_run(out, "run")
     assert_same(one, out / "run", "64-true")
 

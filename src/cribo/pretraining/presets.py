@@ -188,7 +188,7 @@ def differing(one: PretrainConfig, other: PretrainConfig) -> list[tuple[str, Any
 
     Example:
         >>> differing(load_config("adapt"), load_config("adapt", {"optim.epochs": 7}))
-        [('optim.epochs', 100, 7)]
+        [('optim.epochs', 20, 7)]
     """
     values, others = _flat(_plain(one)), _flat(_plain(other))
     missing = "(not given)"
