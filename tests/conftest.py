@@ -31,6 +31,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("endurance") and not item.config.getoption("--endurance"):
+        pytest.skip("only with --endurance")
+
+
 @pytest.fixture
 def unchecked_shapes() -> Iterator[None]:
     """Signatures are not checked, as in the installed package: wrong shapes reach the method's own errors."""

@@ -9,11 +9,6 @@ from tests.faults.commands import Commands
 _FIGURES = pytest.StashKey[list[str]]()
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("endurance") and not item.config.getoption("--endurance"):
-        pytest.skip("only with --endurance")
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print what was measured, for it is what these tests are for."""
     found = config.stash.get(_FIGURES, [])

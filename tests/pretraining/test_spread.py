@@ -252,12 +252,12 @@ def assert_same(one: Path, spread: Path, precision: str) -> None:
             for case in (
                 (4, "64-true", "mean", 1),
                 (2, "64-true", "sinkhorn", 2),
-                (4, "64-true", "sinkhorn", 2),
                 (2, "32-true", "mean", 2),
                 (2, "32-true", "sinkhorn", 1),
                 (4, "32-true", "mean", 2),
             )
         ),
+        pytest.param(4, "64-true", "sinkhorn", 2, marks=pytest.mark.endurance),
     ],
 )
 def test_a_run_does_not_depend_on_its_spread(
@@ -303,10 +303,14 @@ SHARES: dict[str, Any] = {"runtime__precision": "64-true", "losses__centring": "
     ("processes", "changes"),
     [
         (2, {}),
+        pytest.param(
+            4,
+            {"losses__centring": "sinkhorn", "backbone__checkpointing": "blocks", "runtime__bank": "sharded"},
+            marks=pytest.mark.endurance,
+        ),
         *(
             pytest.param(processes, changes, marks=pytest.mark.slow)
             for processes, changes in (
-                (4, {"losses__centring": "sinkhorn", "backbone__checkpointing": "blocks", "runtime__bank": "sharded"}),
                 (2, {"optim__freeze_last_layers_epochs": 2, "backbone__checkpointing": "selective"}),
                 (2, CONVOLUTIONS),
             )
