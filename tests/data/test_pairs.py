@@ -1,4 +1,3 @@
-from collections.abc import Collection
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
@@ -8,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import UInt8
 from PIL import Image
+from tests.data.faults import Noise
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -20,30 +20,8 @@ from cribo.data.pairs import (
     ViewPairs,
     collate,
 )
-from cribo.data.reading import UnreadableImage
 from cribo.method import Crops, ViewRecipe, cut_views, sample_crops
 from cribo.method.views import largest_reduction, reduced_crops
-
-
-class Noise:
-    """Images of noise in memory, some of which cannot be read."""
-
-    def __init__(self, count: int, broken: Collection[int] = ()) -> None:
-        self.count = count
-        self.broken = frozenset(broken)
-
-    def __len__(self) -> int:
-        return self.count
-
-    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
-        if index in self.broken:
-            raise UnreadableImage(self.name(index), "broken on purpose")
-        generator = torch.Generator().manual_seed(index)
-        height, width = 30 + index % 7, 40 + index % 5
-        return torch.randint(0, 256, (3, height, width), dtype=torch.uint8, generator=generator)
-
-    def name(self, index: int) -> str:
-        return f"noise {index}"
 
 
 def make_dataset(source: ImageSource, *, seed: int = 0, num_objects: int = 5) -> ViewPairDataset:

@@ -208,9 +208,8 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
             content = _load(path, mmap=self._mapped)
         except UnusableCheckpoint as error:
             failed = f"{path} on {socket.gethostname()} cannot be used: {error}"
-        failures = [failure for failure in _of_all(failed) if failure]
-        if failures:
-            raise UnusableCheckpoint(failures[0])
+        if failure := _failure_of_any(failed):
+            raise UnusableCheckpoint(failure)
         return content
 
 
@@ -331,8 +330,8 @@ class Checkpoints(L.Callback):
             own = last_checkpoint(self.folder) if trainer.is_global_zero else own
         except FolderError as error:
             failed = str(error)
-        if failures := [failure for failure in _of_all(failed) if failure]:
-            raise FolderError(failures[0])
+        if failure := _failure_of_any(failed):
+            raise FolderError(failure)
         path = _agreed_checkpoint(self.folder, own)
         if path is None:
             return None
@@ -444,6 +443,11 @@ def _io(trainer: L.Trainer) -> WholeFileCheckpointIO:
     found = trainer.strategy.checkpoint_io
     assert isinstance(found, WholeFileCheckpointIO)
     return found
+
+
+def _failure_of_any(own: str | None) -> str | None:
+    """What failed on a process, the first one's first, so that all can refuse together; None if nothing did."""
+    return next((failure for failure in _of_all(own) if failure), None)
 
 
 def _of_all(value: _T) -> list[_T]:

@@ -26,7 +26,7 @@ from cribo.pretraining.parameters import RunningStatistics, clip_each, drop_grad
 from cribo.pretraining.schedules import Schedules, StepValues
 from cribo.pretraining.sharding import ShardedStrategy
 from cribo.pretraining.shares import held, norms
-from cribo.pretraining.sums import LeftOut, RunningSums
+from cribo.pretraining.sums import RunningSums
 
 # Rows that the collapse watch looks at: enough for a mean, few against the batch.
 _WATCHED_ROWS = 256
@@ -38,7 +38,7 @@ class PretrainingModule(L.LightningModule):
     One call of `training_step` is one optimiser step, whatever the number of micro-batches: everything that is
     updated (banks, centres, teacher) is updated once, at its end. Where gradients are not finite, the optimiser leaves
     the update out, on the device and without anybody's waiting for it; centres, statistics and banks take up what is
-    finite alone. So the state stays sound, and `left_out_steps` tells later what happened.
+    finite alone. So the state stays sound, and `sums` tells later what happened.
 
     Args:
         config: of the run.
@@ -259,10 +259,6 @@ class PretrainingModule(L.LightningModule):
         expected = self.config.runtime.precision == "16-mixed"
         self.sums.add(self.step - 1, losses, (valid, kept, len(batch)), left_out=self._left_out, expected=expected)
         self._last = results[-1]
-
-    def left_out_steps(self) -> LeftOut:
-        """The steps since the last call whose update was left out. Reads the device; to be called on all."""
-        return self.sums.read_left_out()
 
     def check_weights(self) -> None:
         """Refuse weights that are not finite: the last step broke them, whatever its losses were.

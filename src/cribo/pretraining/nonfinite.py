@@ -68,7 +68,7 @@ class NonFiniteSteps(L.Callback):
         """
         module = trainer.lightning_module
         assert isinstance(module, PretrainingModule)
-        found = module.left_out_steps()
+        found = module.sums.read_left_out()
         self.left_out += found.count
         what, first = found.earliest or ("the gradients", trainer.global_step - found.in_a_row)
         # Of a run that is shorter, not all steps may be so, but for those that look for the scale of 16-bit losses.
