@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import nnls
 
-from cribo.evaluation.pictures import house_style, write_figure
+from cribo.drawing import house_style, write_figure
 from cribo.files import write_json
 
 Law = Callable[[np.ndarray], list[np.ndarray]]

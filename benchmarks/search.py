@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from cribo.evaluation.search import Neighbours, TensorKeys, nearest, recall
+from cribo.retrieval.search import Neighbours, TensorKeys, nearest, recall
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from lightning.pytorch.callbacks import Callback
 
 import cribo
 from cribo.data.scenes import Scenes
-from cribo.evaluation import Machine, backbone_encoder, dense_nn, nearest, protocol_settings
+from cribo.evaluation import Machine, dense_nn, protocol_settings
 from cribo.evaluation.protocols import Protocol
-from cribo.evaluation.search import TensorKeys
 from cribo.method import MemoryBank, SelfDistillation, cluster_tokens, match_objects, pool_objects, prototype_loss
 from cribo.method.views import ViewRecipe, apply_photometric, sample_photometric
 from cribo.models import build_backbone
+from cribo.retrieval import backbone_encoder, nearest
+from cribo.retrieval.search import TensorKeys
 
 pytestmark = [
     pytest.mark.gpu,

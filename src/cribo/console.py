@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
@@ -9,12 +10,15 @@ from rich.logging import RichHandler
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    Progress,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.progress import Progress as Bars
+
+Progress = Callable[[str, int, int], None]
+"""Told (what is being done, how much of it is done, how much there is)."""
 
 _LINE_SECONDS = 30.0  # between two lines where there is no terminal to draw a bar on
 
@@ -51,7 +55,7 @@ class Phases:
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._bars = Progress(
+        self._bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
             MofNCompleteColumn(),

@@ -10,19 +10,12 @@ from torchmetrics.classification import MulticlassJaccardIndex
 
 from cribo.data import open_segmentation
 from cribo.data.scenes import Scenes
-from cribo.evaluation import (
-    DenseNNSettings,
-    Machine,
-    PatchEncoder,
-    backbone_encoder,
-    dense_nn,
-    mean_colour_encoder,
-    protocol_settings,
-)
+from cribo.evaluation import DenseNNSettings, Machine, dense_nn, protocol_settings
 from cribo.evaluation.dense_nn import draw_images
 from cribo.evaluation.features import Preparation, View
-from cribo.evaluation.patches import class_counts
 from cribo.models import build_backbone
+from cribo.retrieval import PatchEncoder, backbone_encoder, mean_colour_encoder
+from cribo.retrieval.patches import class_counts
 
 from .conftest import PERFECT, Coded, blocks, random_maps
 

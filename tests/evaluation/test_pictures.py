@@ -13,6 +13,7 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from cribo.data import colour_map
+from cribo.drawing import paint_classes
 from cribo.evaluation.pictures import (
     RIGHT,
     WRONG,
@@ -21,7 +22,6 @@ from cribo.evaluation.pictures import (
     draw_confusion,
     draw_curves,
     draw_predictions,
-    paint_classes,
     paint_right_and_wrong,
     varied_values,
     write_pictures,

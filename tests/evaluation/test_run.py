@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 
 from cribo.cli import main
-from cribo.evaluation import BackboneConfig, read_result
-from cribo.evaluation.run import backbone_name
+from cribo.evaluation import read_result
 from cribo.models import build_backbone, save_backbone
 
 COLOURS = [(200, 40, 40), (40, 200, 40), (40, 40, 200)]
@@ -268,15 +267,3 @@ def test_a_checkpoint_of_another_width(data: Path, backbone: Path, refused: Call
     state["blocks.0.attn.proj.weight"] = torch.zeros(7, 7)
     torch.save({"teacher": state}, "wrong.pth")
     assert "blocks.0.attn.proj.weight" in refused(*words(data), "--backbone", "wrong.pth")
-
-
-# ------------------------------------------------------------------ names
-
-
-def test_names_of_backbones(tmp_path: Path) -> None:
-    (tmp_path / "dino.pth").touch()
-    assert backbone_name(BackboneConfig(str(tmp_path / "dino.pth"))) == "dino"
-    assert backbone_name(BackboneConfig("runs/camvid")) == "camvid"
-    assert backbone_name(BackboneConfig("runs/camvid/backbone.safetensors")) == "camvid"
-    assert backbone_name(BackboneConfig("vit_small_patch16_224.dino")) == "vit_small_patch16_224.dino"
-    assert backbone_name(BackboneConfig("resnet50", pretrained=False)) == "resnet50-random"

@@ -8,7 +8,7 @@ import shutil
 import tarfile
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from jaxtyping import UInt8
 from PIL import Image
 from torch import Tensor
 
+from cribo.console import Progress
 from cribo.data.images import DataError, ImageFiles
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import EncodedImage, UnreadableImage, read_image, read_reduced
@@ -36,8 +37,6 @@ JPEG_QUALITY = 95
 _WRITING_ORDER = 4
 _AHEAD = 8  # images that each thread may be ahead of the writing
 _LEAST_BYTES = 4096
-
-Progress = Callable[[str, int, int], None]
 
 
 class TooManyUnreadable(Stopped):

@@ -1,17 +1,15 @@
 """The field's evaluation protocols on labelled images, one file each, and one format for their results."""
 
 from cribo.evaluation.compare import Comparison, compare
-from cribo.evaluation.config import BackboneConfig, DataConfig, DenseNNConfig, RuntimeConfig
+from cribo.evaluation.config import DataConfig, DenseNNConfig, RuntimeConfig
 from cribo.evaluation.dense_nn import DenseRetrieval, RatioScore, dense_nn, draw_images
-from cribo.evaluation.features import FeatureCache, PatchEncoder, backbone_encoder, mean_colour_encoder
+from cribo.evaluation.features import FeatureCache
 from cribo.evaluation.memory import Machine
 from cribo.evaluation.protocols import DenseNNSettings, protocol_settings
 from cribo.evaluation.results import EvaluationResult, read_result
 from cribo.evaluation.run import evaluate_dense_nn
-from cribo.evaluation.search import Neighbours, nearest
 
 __all__ = [
-    "BackboneConfig",
     "Comparison",
     "DataConfig",
     "DenseNNConfig",
@@ -20,17 +18,12 @@ __all__ = [
     "EvaluationResult",
     "FeatureCache",
     "Machine",
-    "Neighbours",
-    "PatchEncoder",
     "RatioScore",
     "RuntimeConfig",
-    "backbone_encoder",
     "compare",
     "dense_nn",
     "draw_images",
     "evaluate_dense_nn",
-    "mean_colour_encoder",
-    "nearest",
     "protocol_settings",
     "read_result",
 ]

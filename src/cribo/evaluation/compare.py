@@ -15,7 +15,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cribo.evaluation.pictures import Curve, house_style, plot_curves, varied_values, write_figure
+from cribo.drawing import house_style, write_figure
+from cribo.evaluation.pictures import Curve, plot_curves, varied_values
 from cribo.evaluation.published import PublishedFigures, architecture_name, published_beside
 from cribo.evaluation.results import (
     NONE,

@@ -1,46 +1,12 @@
 """What an evaluation can be asked for, typed: the command line and Python share it."""
 
-import os
 from dataclasses import dataclass, field
-from typing import Literal
-
-import torch
 
 from cribo.arguments import ConfigError
 from cribo.evaluation.features import Precision
-from cribo.evaluation.patches import Interpolation, Unlabelled
 from cribo.evaluation.protocols import PatchLabels, Protocol, ScoreLevel, Search, Vote
-
-_MAX_WORKERS = 16
-_THREADS_PER_WORKER = 2  # a worker keeps a core busy; others are needed for the network
-
-
-@dataclass
-class BackboneConfig:
-    """Whose features are evaluated.
-
-    Attributes:
-        source: a run folder or backbone.safetensors of ours; a timm name (vit_small_patch16_224.dino); a
-            checkpoint of another project (CrOC, DINO, iBOT, MAE, MoCo v3, DINOv2, TimeT, SlotCon, ...); or
-            mean-colour, the baseline that knows the mean colour of a patch of 16 pixels.
-        pretrained: of a timm name, load its weights, from timm's cache or the network; false for random ones.
-        network: of a checkpoint that holds two, the teacher (momentum network) or the student.
-        architecture: timm's name of a checkpoint's network, where its weights do not show it (any but ViT,
-            DINOv3 and ResNet).
-        heads: attention heads, where a checkpoint does not say and they do not have 64 channels each.
-        trust: run the code that a checkpoint of Python objects holds. Only for files whose maker you trust.
-        layers: how many of the last blocks give features, concatenated.
-        seed: of random weights.
-    """
-
-    source: str
-    pretrained: bool = True
-    network: Literal["teacher", "student"] = "teacher"
-    architecture: str | None = None
-    heads: int | None = None
-    trust: bool = False
-    layers: int = 1
-    seed: int = 0
+from cribo.retrieval.encoders import BackboneConfig
+from cribo.retrieval.patches import Interpolation, Unlabelled
 
 
 @dataclass
@@ -97,31 +63,6 @@ class RuntimeConfig:
                 raise ConfigError(f"runtime.{name} must be >= {least}, got {value}")
         if self.memory_gib is not None and self.memory_gib <= 0:
             raise ConfigError(f"runtime.memory_gib must be > 0, got {self.memory_gib}")
-
-    def resolved_devices(self) -> tuple[str, ...]:
-        """The devices to use.
-
-        Raises:
-            ConfigError: one of them is not there, they are of several kinds, or there are none.
-        """
-        if self.devices is None:
-            return tuple(f"cuda:{number}" for number in range(torch.cuda.device_count())) or ("cpu",)
-        for name in self.devices:
-            try:
-                torch.empty(1, device=name)
-            except Exception as error:  # each backend has its own for a device that is not there
-                reason = str(error).partition("\n")[0]
-                raise ConfigError(f"runtime.devices: {name!r} cannot be used ({reason}): use cpu") from error
-        if len({torch.device(name).type for name in self.devices}) != 1:
-            raise ConfigError(f"runtime.devices must be of one kind, at least one, got {','.join(self.devices)!r}")
-        return tuple(self.devices)
-
-    def resolved_workers(self) -> int:
-        """The number of processes to use."""
-        if self.workers is not None:
-            return self.workers
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return min(_MAX_WORKERS, cores // _THREADS_PER_WORKER)
 
 
 @dataclass

@@ -16,14 +16,16 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
+from cribo.console import Progress
 from cribo.data import LabelledImages
 from cribo.data.randomness import keyed_generator
-from cribo.evaluation.features import PatchEncoder, PatchFeatures, Preparation, Progress, View, extract
+from cribo.evaluation.features import PatchFeatures, Preparation, View, extract
 from cribo.evaluation.memory import Machine, PatchMemory
-from cribo.evaluation.patches import majority_label, resize_labels
 from cribo.evaluation.protocols import DenseNNSettings
 from cribo.evaluation.results import iou
-from cribo.evaluation.search import Neighbours, available_memory
+from cribo.retrieval.encoders import PatchEncoder
+from cribo.retrieval.patches import majority_label, resize_labels
+from cribo.retrieval.search import Neighbours, available_memory
 
 _LABEL_MAP_BYTES = 2**30  # of label maps that are kept for the next memory; others are read again
 _MEMORY_DRAW = 0x6D656D  # keeps the draws of images apart from others of the same seed

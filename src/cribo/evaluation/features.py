@@ -2,7 +2,7 @@
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -15,8 +15,11 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from cribo.console import Progress
 from cribo.data import LabelledImages, UnreadableImage
-from cribo.evaluation.patches import (
+from cribo.files import write_json, write_whole
+from cribo.retrieval.encoders import PatchEncoder
+from cribo.retrieval.patches import (
     Interpolation,
     augment_image,
     augment_labels,
@@ -25,14 +28,9 @@ from cribo.evaluation.patches import (
     resize_image,
     resize_labels,
 )
-from cribo.evaluation.search import available_memory
-from cribo.files import write_json, write_whole
-from cribo.method import normalise
-from cribo.models import Backbone
+from cribo.retrieval.search import available_memory
 
 Precision = Literal["float32", "float16"]
-Progress = Callable[[str, int, int], None]
-"""Told (what is being done, how much of it is done, how much there is)."""
 
 _DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
 # Raised when the same backbone and image would give other features than before.
@@ -40,49 +38,6 @@ _CACHE_VERSION = 1
 _ABOUT = "about.json"
 _PROBE_VIEWS = 32  # to be encoded, after which it is clear how much room all of them need
 _PENDING_BATCHES = 8  # images of many sizes that may wait for others of their size
-
-
-@dataclass(frozen=True)
-class PatchEncoder:
-    """What turns images into one feature per patch.
-
-    Attributes:
-        encode: gives (B, N, D) features of (B, 3, H, W) images in 0-1, N patches row by row.
-        patch_size: pixels; H and W are multiples of it.
-        identity: what tells this encoder from all others, for the cache on disk; None keeps it out of the cache.
-    """
-
-    encode: Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "b n d"]]
-    patch_size: int
-    identity: str | None = None
-
-
-def backbone_encoder(backbone: Backbone, *, layers: int = 1) -> PatchEncoder:
-    """Patch features of a backbone, in evaluation mode, whatever mode it is left in.
-
-    Args:
-        backbone: on the device where it shall run.
-        layers: how many of its last blocks give features, concatenated (`Backbone.encode`).
-    """
-
-    def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n d"]:
-        training = backbone.training
-        backbone.eval()
-        try:
-            return backbone.encode(normalise(images, mean=backbone.mean, std=backbone.std), layers).tokens
-        finally:
-            backbone.train(training)
-
-    return PatchEncoder(encode, backbone.patch_size, f"{backbone.fingerprint()}-{layers}")
-
-
-def mean_colour_encoder(patch_size: int) -> PatchEncoder:
-    """The baseline: the mean colour of each patch, in the normalised RGB that networks see."""
-
-    def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n 3"]:
-        return F.avg_pool2d(normalise(images), patch_size).flatten(2).mT
-
-    return PatchEncoder(encode, patch_size, f"mean-colour-{patch_size}")
 
 
 class View(NamedTuple):

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from cribo.data.randomness import keyed_generator
 from cribo.evaluation.features import FeatureCache, PatchFeatures, SelectedKeys, View
-from cribo.evaluation.patches import labels_in_memory, rarest_patches
 from cribo.evaluation.protocols import DenseNNSettings, PatchLabels
-from cribo.evaluation.search import (
+from cribo.retrieval.patches import labels_in_memory, rarest_patches
+from cribo.retrieval.search import (
     ApproximateIndex,
     Neighbours,
     SearchPlan,

@@ -1,7 +1,6 @@
 """The pictures of an evaluation: its figures as curves, its confusion, its predictions beside image and labels."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -19,6 +18,7 @@ from matplotlib.ticker import PercentFormatter
 from torch import Tensor
 
 from cribo.data.segmentation import Colour
+from cribo.drawing import STRIPES, house_style, paint_classes, stripes, write_figure
 from cribo.evaluation.results import (
     EvaluationResult,
     iou,
@@ -27,7 +27,6 @@ from cribo.evaluation.results import (
     varied_title,
     varied_value,
 )
-from cribo.files import write_whole
 
 RIGHT: Colour = (0, 158, 115)
 """The colour of pixels that are predicted right."""
@@ -36,9 +35,7 @@ WRONG: Colour = (213, 94, 0)
 """The colour of pixels that are predicted wrong; told apart from `RIGHT` by the colour-blind, too."""
 
 _NO_CLASS = "no class"
-_LIGHT, _DARK = 215, 165  # of the stripes where there is no class
 _TINT = 0.6  # of right and wrong over the image
-_DPI = 120
 _NUMBERED_CLASSES = 24  # up to which the cells of a confusion hold their numbers
 _LISTED_CLASSES = 60  # up to which they keep the order of the class list
 _PANEL_WIDTH, _PANEL_HEIGHT = 3.0, 3.2  # inch, as the following
@@ -46,11 +43,6 @@ _TITLE, _HEADING, _LEGEND_LINE = 0.36, 0.22, 0.21
 _ROWS_PER_PICTURE = 8
 
 _Arguments = ParamSpec("_Arguments")
-
-
-def house_style() -> AbstractContextManager[None]:
-    """What all figures are drawn in."""
-    return mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9})
 
 
 def _styled(draw: Callable[_Arguments, Figure]) -> Callable[_Arguments, Figure]:
@@ -133,12 +125,6 @@ def write_pictures(
         name = "predictions" if number == 1 else f"predictions-{number}"
         figures[name] = draw_predictions(panels[start : start + _ROWS_PER_PICTURE], result.classes, palette)
     return [write_figure(folder / f"{name}.png", figure) for name, figure in figures.items()]
-
-
-def write_figure(path: Path, figure: Figure) -> Path:
-    """Write a figure as PNG, whole or not at all, and return its path."""
-    write_whole(path, lambda part: figure.savefig(part, dpi=_DPI, format="png"))
-    return path
 
 
 # ---------------------------------------------------------------------- curves
@@ -402,32 +388,14 @@ def _draw_panel(figure: SubFigure, panel: Panel, classes: int, palette: Sequence
         axes.set_axis_off()
 
 
-def paint_classes(
-    labels: UInt8[Tensor, "h w"], palette: Sequence[Colour], ignore_index: int
-) -> UInt8[np.ndarray, "h w 3"]:
-    """The colour of each pixel's class; stripes where there is none."""
-    colours = torch.zeros(256, 3, dtype=torch.uint8)
-    colours[: len(palette)] = torch.tensor(list(palette), dtype=torch.uint8)
-    painted = colours[labels.long()]
-    unlabelled = labels == ignore_index
-    painted[unlabelled] = _stripes(labels.shape)[unlabelled]
-    return painted.numpy()
-
-
 def paint_right_and_wrong(panel: Panel) -> UInt8[np.ndarray, "h w 3"]:
     """`RIGHT` or `WRONG` over the image in grey; stripes where there is no label."""
     grey = panel.image.float().mean(dim=0)[..., None]
     right = (panel.prediction == panel.labels)[..., None]
     colour = torch.where(right, torch.tensor(RIGHT), torch.tensor(WRONG))
     painted = ((1 - _TINT) * grey + _TINT * colour).round().to(torch.uint8)
-    painted[~panel.counts] = _stripes(panel.labels.shape)[~panel.counts]
+    painted[~panel.counts] = stripes(panel.labels.shape)[~panel.counts]
     return painted.numpy()
-
-
-def _stripes(size: Sequence[int]) -> UInt8[Tensor, "h w 3"]:
-    width = max(2, size[1] // 60)
-    diagonal = (torch.arange(size[0])[:, None] + torch.arange(size[1])) // width % 2
-    return torch.where(diagonal == 0, _LIGHT, _DARK).to(torch.uint8)[..., None].expand(-1, -1, 3)
 
 
 def _legend_handles(panels: Sequence[Panel], classes: Sequence[str], palette: Sequence[Colour]) -> list[Patch]:
@@ -442,7 +410,9 @@ def _legend_handles(panels: Sequence[Panel], classes: Sequence[str], palette: Se
         for place in drawn.nonzero()[:, 0].tolist()
     ]
     if unlabelled:
-        handles.append(Patch(facecolor=str(_LIGHT / 255), edgecolor=str(_DARK / 255), hatch="////", label=_NO_CLASS))
+        handles.append(
+            Patch(facecolor=str(STRIPES[0] / 255), edgecolor=str(STRIPES[1] / 255), hatch="////", label=_NO_CLASS)
+        )
     return [*handles, Patch(facecolor=_rgb(RIGHT), label="right"), Patch(facecolor=_rgb(WRONG), label="wrong")]
 
 

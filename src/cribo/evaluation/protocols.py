@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cribo.evaluation.features import Precision
-from cribo.evaluation.patches import Interpolation, Unlabelled
+from cribo.retrieval.patches import Interpolation, Unlabelled
 
 Protocol = Literal["paper", "hummingbird"]
 Vote = Literal["majority", "similarity", "attention"]

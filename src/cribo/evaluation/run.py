@@ -14,22 +14,21 @@ from cribo.arguments import ConfigError
 from cribo.console import Phases
 from cribo.data import LabelledImages, LabelledSubset, default_splits, open_segmentation
 from cribo.data.scenes import Scenes
-from cribo.evaluation.config import BackboneConfig, DataConfig, DenseNNConfig, RuntimeConfig
+from cribo.devices import resolve_devices, resolve_workers
+from cribo.evaluation.config import DataConfig, DenseNNConfig, RuntimeConfig
 from cribo.evaluation.dense_nn import DenseRetrieval, RatioScore, dense_nn
-from cribo.evaluation.features import FeatureCache, PatchEncoder, backbone_encoder, mean_colour_encoder
+from cribo.evaluation.features import FeatureCache
 from cribo.evaluation.memory import Machine
 from cribo.evaluation.pictures import Panel, write_pictures
 from cribo.evaluation.protocols import protocol_settings
 from cribo.evaluation.results import RESULTS, EvaluationResult, versions
 from cribo.files import claim_folder, holds_results, make_numbered_folder
-from cribo.models import load_backbone
+from cribo.retrieval.encoders import PatchEncoder, open_encoder
 
 log = logging.getLogger("cribo")
 
 _OUT = Path("evaluations")
 _CLAIM = {"marker": RESULTS, "advice": "choose another --out, or replace it with --overwrite"}
-_MEAN_COLOUR = "mean-colour"
-_MEAN_COLOUR_PATCH = 16
 _SCENES = "scenes"
 _SCENE_COUNTS = 400, 100  # memory, queries
 _FIRST_SCENE = 1_000_000  # nobody trains on that many
@@ -69,7 +68,7 @@ def evaluate_dense_nn(
     console = console or Console(quiet=True)
     started = time.perf_counter()
     memory, memory_split, queries, query_split = open_splits(config.data)
-    devices = config.runtime.resolved_devices()
+    devices = resolve_devices(config.runtime.devices)
     encoder, about_backbone = open_encoder(config.backbone, devices[0])
     choices = {
         field.name: getattr(config, field.name)
@@ -118,59 +117,6 @@ def evaluate_dense_nn(
     return result, folder
 
 
-def open_encoder(config: BackboneConfig, device: str) -> tuple[PatchEncoder, dict[str, Any]]:
-    """Load a backbone and say what it is.
-
-    Raises:
-        what `load_backbone` raises.
-    """
-    if config.source == _MEAN_COLOUR:
-        encoder = mean_colour_encoder(_MEAN_COLOUR_PATCH)
-        about = {"source": config.source, "name": config.source, "architecture": config.source, "embed_dim": 3}
-        return encoder, {**about, "patch_size": _MEAN_COLOUR_PATCH}
-    backbone = load_backbone(
-        config.source,
-        name=config.architecture,
-        args=None if config.heads is None else {"num_heads": config.heads},
-        pretrained=config.pretrained,
-        network=config.network,
-        trust=config.trust,
-        seed=config.seed,
-    )
-    if not 1 <= config.layers <= backbone.depth:
-        raise ConfigError(f"layers must be 1 to {backbone.depth}, the blocks of {backbone.name}, got {config.layers}")
-    backbone = backbone.eval().to(device)
-    about = {
-        **dataclasses.asdict(config),
-        "name": backbone_name(config),
-        "architecture": backbone.name,
-        "args": backbone.args,
-        "embed_dim": backbone.embed_dim,
-        "patch_size": backbone.patch_size,
-        "parameters": sum(parameter.numel() for parameter in backbone.parameters()),
-        "fingerprint": backbone.fingerprint(),
-    }
-    if backbone.loaded is not None:
-        about["format"], about["notes"] = backbone.loaded.format, list(backbone.loaded.notes)
-    return backbone_encoder(backbone, layers=config.layers), about
-
-
-def backbone_name(config: BackboneConfig) -> str:
-    """A short name for tables and folders: the run's, the file's, or timm's, with `random` for random weights.
-
-    Example:
-        >>> backbone_name(BackboneConfig("runs/camvid/backbone.safetensors"))
-        'camvid'
-        >>> backbone_name(BackboneConfig("vit_small_patch16_224", pretrained=False))
-        'vit_small_patch16_224-random'
-    """
-    path = Path(config.source)
-    if path.name == "backbone.safetensors":
-        path = path.absolute().parent
-    name = path.stem if path.is_file() else path.name
-    return name if config.pretrained else f"{name}-random"
-
-
 def open_splits(config: DataConfig) -> tuple[LabelledImages, str, LabelledImages, str]:
     """Open the memory's images and the queries, each followed by the name of its split.
 
@@ -203,7 +149,7 @@ def _machine(config: RuntimeConfig, devices: tuple[str, ...], encoder: PatchEnco
     cache = None
     if config.cache != "none":
         cache = FeatureCache(Path(config.cache), encoder, {name: about[name] for name in ("source", "architecture")})
-    return Machine(devices, config.batch_size, config.resolved_workers(), config.memory_gib, cache)
+    return Machine(devices, config.batch_size, resolve_workers(config.workers), config.memory_gib, cache)
 
 
 def _claim(out: Path | None, name: str, *, overwrite: bool) -> tuple[Path, bool]:

@@ -8,7 +8,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from cribo.evaluation.pictures import house_style, write_figure
+from cribo.drawing import house_style, write_figure
 from cribo.files import write_json
 from cribo.pretraining.profiling import PARTS, Profile, Row, Spread, StepProfile
 

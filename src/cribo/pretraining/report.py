@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from cribo.data.pairs import ViewPairDataset, ViewPairs, collate
 from cribo.data.randomness import keyed_generator
-from cribo.evaluation.pictures import house_style, write_figure
+from cribo.drawing import hide_ticks, house_style, paint_regions, region_colour, write_figure
 from cribo.method import NO_MATCH, MemoryBank, normalise
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import REPORT
@@ -216,14 +215,14 @@ def draw_clusters(sample: ObjectSample) -> Figure:
     panels = figure.subplots(4, pairs, squeeze=False)
     for image in range(pairs):
         kept = sample.objects.clusters[sample.objects.rows == image].tolist()
-        colours = {cluster: _colour(number, len(kept)) for number, cluster in enumerate(kept)}
+        colours = {cluster: region_colour(number, len(kept)) for number, cluster in enumerate(kept)}
         for view in (0, 1):
             picture = sample.view(image, view)
             panels[2 * view, image].imshow(picture)
-            panels[2 * view + 1, image].imshow(_paint(picture, sample.label_map(image, view), colours, tint=0.5))
+            panels[2 * view + 1, image].imshow(paint_regions(picture, sample.label_map(image, view), colours, tint=0.5))
     for row, label in enumerate(("view 1", "its clusters", "view 2", "its clusters")):
         panels[row, 0].set_ylabel(label)
-    _hide_ticks(panels)
+    hide_ticks(panels)
     return figure
 
 
@@ -249,10 +248,10 @@ def draw_matches(sample: ObjectSample, config: PretrainConfig) -> Figure:
         clusters = objects.clusters[asked[own]].tolist()
         sizes = torch.tensor([int((labels == cluster).sum()) for cluster in clusters])
         shown = sizes.argsort(descending=True)[:_NEIGHBOURS].tolist()
-        colours = {clusters[place]: _colour(number, len(shown)) for number, place in enumerate(shown)}
+        colours = {clusters[place]: region_colour(number, len(shown)) for number, place in enumerate(shown)}
         view = sample.view(image, 0)
         panels[image, 0].imshow(view)
-        panels[image, 1].imshow(_paint(view, labels, colours, tint=0.5))
+        panels[image, 1].imshow(paint_regions(view, labels, colours, tint=0.5))
         for axes, place in zip(panels[image, 2:], shown, strict=False):
             query = int(own[place])
             slot = int(matches.nearest[0, query])
@@ -262,7 +261,7 @@ def draw_matches(sample: ObjectSample, config: PretrainConfig) -> Figure:
             other = int(objects.rows[found])
             colour = colours[clusters[place]]
             axes.imshow(
-                _paint(
+                paint_regions(
                     sample.view(other, 0), sample.label_map(other, 0), {int(objects.clusters[found]): colour}, tint=0.15
                 )
             )
@@ -273,40 +272,8 @@ def draw_matches(sample: ObjectSample, config: PretrainConfig) -> Figure:
     panels[0, 0].set_title("query")
     panels[0, 1].set_title("its largest objects")
     panels[0, 2].set_title("their neighbours", loc="left")
-    _hide_ticks(panels)
+    hide_ticks(panels)
     return figure
-
-
-def _hide_ticks(panels: np.ndarray) -> None:
-    for axes in panels.flat:
-        axes.set_xticks([])
-        axes.set_yticks([])
-        if not axes.images:
-            axes.set_axis_off()
-        elif not any(spine.get_linewidth() == 2 for spine in axes.spines.values()):
-            for spine in axes.spines.values():
-                spine.set_visible(False)
-
-
-def _paint(
-    picture: np.ndarray, labels: Int[Tensor, "h w"], colours: dict[int, tuple[float, float, float]], *, tint: float
-) -> np.ndarray:
-    """Tint and outline the clusters that have a colour; fade the rest to grey."""
-    numbers = labels.numpy()
-    grey = picture.mean(axis=2, keepdims=True).repeat(3, axis=2)
-    painted = 0.4 * grey + 0.35
-    for cluster, colour in colours.items():
-        inside = numbers == cluster
-        painted[inside] = (1 - tint) * picture[inside] + tint * np.asarray(colour)
-        padded = np.pad(inside, 1)
-        deep = padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:]
-        painted[inside & ~deep] = colour
-    return np.clip(painted, 0, 1)
-
-
-def _colour(number: int, of: int) -> tuple[float, float, float]:
-    red, green, blue, _ = mpl.colormaps["gist_rainbow"](number / max(of, 1))
-    return red, green, blue
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:

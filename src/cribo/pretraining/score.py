@@ -13,19 +13,13 @@ from torch import nn
 
 from cribo.data import DataError, LabelledImages, UnreadableImage, open_segmentation
 from cribo.data.scenes import Scenes
-from cribo.evaluation import (
-    DenseNNSettings,
-    Machine,
-    PatchEncoder,
-    backbone_encoder,
-    dense_nn,
-    mean_colour_encoder,
-)
+from cribo.evaluation import DenseNNSettings, Machine, dense_nn
 from cribo.method import normalise
 from cribo.models import Backbone
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.monitoring import Metrics
+from cribo.retrieval import PatchEncoder, backbone_encoder, mean_colour_encoder
 
 log = logging.getLogger("cribo")
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cribo.evaluation import search
-from cribo.evaluation.search import (
+from cribo.method import products
+from cribo.retrieval import search
+from cribo.retrieval.search import (
     ApproximateIndex,
     Neighbours,
     SearchPlan,
@@ -21,7 +22,6 @@ from cribo.evaluation.search import (
     plan_search,
     recall,
 )
-from cribo.method import products
 
 GIB = 2**30
 
@@ -328,7 +328,7 @@ def test_the_limit_of_a_control_group_counts(tmp_path: Path, version: int) -> No
 MEMORY = """
 import json, sys, torch
 from pathlib import Path
-from cribo.evaluation.search import TensorKeys, nearest, plan_search
+from cribo.retrieval.search import TensorKeys, nearest, plan_search
 queries, keys, dim, k, budget = map(int, sys.argv[1:])
 torch.set_num_threads(2)
 

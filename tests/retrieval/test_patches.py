@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 import torch
 
-from cribo.evaluation.patches import (
+from cribo.retrieval.patches import (
     augment_image,
     augment_labels,
     class_counts,

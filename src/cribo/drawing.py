@@ -1,0 +1,84 @@
+"""What all pictures share: the house style, colours of regions and classes, and how figures are written."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import torch
+from jaxtyping import Int, UInt8
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from cribo.data.segmentation import Colour
+from cribo.files import write_whole
+
+STRIPES = (215, 165)
+"""The two greys of the stripes where there is no class."""
+
+_DPI = 120
+
+
+def house_style() -> AbstractContextManager[None]:
+    """What all figures are drawn in."""
+    return mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9})
+
+
+def write_figure(path: Path, figure: Figure) -> Path:
+    """Write a figure as PNG, whole or not at all, and return its path."""
+    write_whole(path, lambda part: figure.savefig(part, dpi=_DPI, format="png"))
+    return path
+
+
+def hide_ticks(panels: np.ndarray) -> None:
+    """Axes as frames of pictures: without ticks, and without a border that was not drawn on purpose (2 wide)."""
+    for axes in panels.flat:
+        axes.set_xticks([])
+        axes.set_yticks([])
+        if not axes.images:
+            axes.set_axis_off()
+        elif not any(spine.get_linewidth() == 2 for spine in axes.spines.values()):
+            for spine in axes.spines.values():
+                spine.set_visible(False)
+
+
+def paint_regions(
+    picture: np.ndarray, labels: Int[Tensor, "h w"], colours: dict[int, tuple[float, float, float]], *, tint: float
+) -> np.ndarray:
+    """Tint and outline the clusters that have a colour; fade the rest to grey."""
+    numbers = labels.numpy()
+    grey = picture.mean(axis=2, keepdims=True).repeat(3, axis=2)
+    painted = 0.4 * grey + 0.35
+    for cluster, colour in colours.items():
+        inside = numbers == cluster
+        painted[inside] = (1 - tint) * picture[inside] + tint * np.asarray(colour)
+        padded = np.pad(inside, 1)
+        deep = padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:]
+        painted[inside & ~deep] = colour
+    return np.clip(painted, 0, 1)
+
+
+def region_colour(number: int, of: int) -> tuple[float, float, float]:
+    """The colour (RGB in 0-1) of one of several regions, told apart from the others as well as may be."""
+    red, green, blue, _ = mpl.colormaps["gist_rainbow"](number / max(of, 1))
+    return red, green, blue
+
+
+def paint_classes(
+    labels: UInt8[Tensor, "h w"], palette: Sequence[Colour], ignore_index: int
+) -> UInt8[np.ndarray, "h w 3"]:
+    """The colour of each pixel's class; stripes where there is none."""
+    colours = torch.zeros(256, 3, dtype=torch.uint8)
+    colours[: len(palette)] = torch.tensor(list(palette), dtype=torch.uint8)
+    painted = colours[labels.long()]
+    unlabelled = labels == ignore_index
+    painted[unlabelled] = stripes(labels.shape)[unlabelled]
+    return painted.numpy()
+
+
+def stripes(size: Sequence[int]) -> UInt8[Tensor, "h w 3"]:
+    """What is drawn in a map of (height, width) where there is no class."""
+    width = max(2, size[1] // 60)
+    diagonal = (torch.arange(size[0])[:, None] + torch.arange(size[1])) // width % 2
+    return torch.where(diagonal == 0, *STRIPES).to(torch.uint8)[..., None].expand(-1, -1, 3)

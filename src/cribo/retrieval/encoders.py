@@ -1,0 +1,151 @@
+"""What turns images into one feature per patch, and whose features they are."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from cribo.arguments import ConfigError
+from cribo.method import normalise
+from cribo.models import Backbone, load_backbone
+
+_MEAN_COLOUR = "mean-colour"
+_MEAN_COLOUR_PATCH = 16
+
+
+@dataclass(frozen=True)
+class PatchEncoder:
+    """What turns images into one feature per patch.
+
+    Attributes:
+        encode: gives (B, N, D) features of (B, 3, H, W) images in 0-1, N patches row by row.
+        patch_size: pixels; H and W are multiples of it.
+        identity: what tells this encoder from all others, for the cache on disk; None keeps it out of the cache.
+    """
+
+    encode: Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "b n d"]]
+    patch_size: int
+    identity: str | None = None
+
+
+def backbone_encoder(backbone: Backbone, *, layers: int = 1) -> PatchEncoder:
+    """Patch features of a backbone, in evaluation mode, whatever mode it is left in.
+
+    Args:
+        backbone: on the device where it shall run.
+        layers: how many of its last blocks give features, concatenated (`Backbone.encode`).
+    """
+
+    def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n d"]:
+        training = backbone.training
+        backbone.eval()
+        try:
+            return backbone.encode(normalise(images, mean=backbone.mean, std=backbone.std), layers).tokens
+        finally:
+            backbone.train(training)
+
+    return PatchEncoder(encode, backbone.patch_size, f"{backbone.fingerprint()}-{layers}")
+
+
+def mean_colour_encoder(patch_size: int) -> PatchEncoder:
+    """The baseline: the mean colour of each patch, in the normalised RGB that networks see."""
+
+    def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n 3"]:
+        return F.avg_pool2d(normalise(images), patch_size).flatten(2).mT
+
+    return PatchEncoder(encode, patch_size, f"mean-colour-{patch_size}")
+
+
+@dataclass
+class BackboneConfig:
+    """Whose features are evaluated.
+
+    Attributes:
+        source: a run folder or backbone.safetensors of ours; a timm name (vit_small_patch16_224.dino); a
+            checkpoint of another project (CrOC, DINO, iBOT, MAE, MoCo v3, DINOv2, TimeT, SlotCon, ...); or
+            mean-colour, the baseline that knows the mean colour of a patch of 16 pixels.
+        pretrained: of a timm name, load its weights, from timm's cache or the network; false for random ones.
+        network: of a checkpoint that holds two, the teacher (momentum network) or the student.
+        architecture: timm's name of a checkpoint's network, where its weights do not show it (any but ViT,
+            DINOv3 and ResNet).
+        heads: attention heads, where a checkpoint does not say and they do not have 64 channels each.
+        trust: run the code that a checkpoint of Python objects holds. Only for files whose maker you trust.
+        layers: how many of the last blocks give features, concatenated.
+        seed: of random weights.
+    """
+
+    source: str
+    pretrained: bool = True
+    network: Literal["teacher", "student"] = "teacher"
+    architecture: str | None = None
+    heads: int | None = None
+    trust: bool = False
+    layers: int = 1
+    seed: int = 0
+
+
+def open_backbone(config: BackboneConfig) -> Backbone:
+    """Load a backbone, on the host; its layers are not looked at.
+
+    Raises:
+        what `load_backbone` raises.
+    """
+    return load_backbone(
+        config.source,
+        name=config.architecture,
+        args=None if config.heads is None else {"num_heads": config.heads},
+        pretrained=config.pretrained,
+        network=config.network,
+        trust=config.trust,
+        seed=config.seed,
+    )
+
+
+def open_encoder(config: BackboneConfig, device: str) -> tuple[PatchEncoder, dict[str, Any]]:
+    """Load a backbone and say what it is.
+
+    Raises:
+        what `load_backbone` raises.
+    """
+    if config.source == _MEAN_COLOUR:
+        encoder = mean_colour_encoder(_MEAN_COLOUR_PATCH)
+        about = {"source": config.source, "name": config.source, "architecture": config.source, "embed_dim": 3}
+        return encoder, {**about, "patch_size": _MEAN_COLOUR_PATCH}
+    backbone = open_backbone(config)
+    if not 1 <= config.layers <= backbone.depth:
+        raise ConfigError(f"layers must be 1 to {backbone.depth}, the blocks of {backbone.name}, got {config.layers}")
+    backbone = backbone.eval().to(device)
+    about = {
+        **dataclasses.asdict(config),
+        "name": backbone_name(config),
+        "architecture": backbone.name,
+        "args": backbone.args,
+        "embed_dim": backbone.embed_dim,
+        "patch_size": backbone.patch_size,
+        "parameters": sum(parameter.numel() for parameter in backbone.parameters()),
+        "fingerprint": backbone.fingerprint(),
+    }
+    if backbone.loaded is not None:
+        about["format"], about["notes"] = backbone.loaded.format, list(backbone.loaded.notes)
+    return backbone_encoder(backbone, layers=config.layers), about
+
+
+def backbone_name(config: BackboneConfig) -> str:
+    """A short name for tables and folders: the run's, the file's, or timm's, with `random` for random weights.
+
+    Example:
+        >>> backbone_name(BackboneConfig("runs/camvid/backbone.safetensors"))
+        'camvid'
+        >>> backbone_name(BackboneConfig("vit_small_patch16_224", pretrained=False))
+        'vit_small_patch16_224-random'
+    """
+    path = Path(config.source)
+    if path.name == "backbone.safetensors":
+        path = path.absolute().parent
+    name = path.stem if path.is_file() else path.name
+    return name if config.pretrained else f"{name}-random"
