@@ -1,5 +1,6 @@
 """The command line as a user meets it."""
 
+import importlib
 import json
 import re
 from collections.abc import Callable
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 import cribo
-from cribo import cli
 from cribo.cli import main
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def test_an_interrupt_at_any_time_ends_with_status_130(monkeypatch: pytest.Monke
     def interrupted(words: list[str]) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cribo.cli._evaluate", interrupted)
+    monkeypatch.setattr("cribo.cli.evaluate.main", interrupted)
     assert main(["evaluate", "dense-nn"]) == 130
 
 
@@ -235,5 +235,5 @@ def test_the_advice_for_too_little_memory_names_options_that_there_are(
     with pytest.raises(SystemExit):
         main([*words, "--help"])
     known = capsys.readouterr().out
-    for option in re.findall(r"--[\w.]+", cli._LESS_MEMORY[command]):
+    for option in re.findall(r"--[\w.]+", importlib.import_module(f"cribo.cli.{command}").LESS_MEMORY):
         assert f"{option} " in known

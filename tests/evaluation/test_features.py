@@ -236,6 +236,7 @@ def test_damaged_files_are_made_again(folder: Path, tmp_path: Path, damage) -> N
 
 
 def _fill(folder: Path, cache: Path, barrier) -> None:
+    torch.set_num_threads(1)  # a forked process cannot use the threads of OpenMP that its parent has begun
     barrier.wait()
     run(folder, Counting(), cache, batch_size=1)
 

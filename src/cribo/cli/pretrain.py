@@ -1,0 +1,134 @@
+"""`cribo pretrain`: learn dense representations from unlabelled images."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from cribo.cli.running import guarded, print_places
+from cribo.console import duration, log_to
+from cribo.processes import is_first_process
+
+if TYPE_CHECKING:
+    from cribo.pretraining.run import Run
+
+HELP = """\
+Learn dense representations from unlabelled images.
+
+With no options: a few minutes on made-up scenes, to see that everything works. On your own images:
+
+  cribo pretrain --config adapt --data.root IMAGES         continue pretrained weights
+  cribo pretrain --config coco_vits16 --data.root COCO     from scratch, as published
+
+IMAGES is a folder, nested or not, a text file that lists images, or a folder or URL of
+tar shards, such as `cribo shard` writes. Every value below
+can be put in a YAML file, too; the defaults shown hold where the preset says nothing,
+and --print_config shows what would run.
+"""
+
+LESS_MEMORY = "raise --optim.micro_batches, or set --backbone.checkpointing selective"
+
+
+def main(words: list[str]) -> int:
+    """Run the command."""
+    return guarded("cribo pretrain", _pretrain, words, less_memory=LESS_MEMORY)
+
+
+def _pretrain(words: list[str]) -> None:
+    # Imported here, so that `cribo --help` does not wait for torch, nor a wrong word for Lightning.
+    from cribo.pretraining.presets import (
+        ConfigParser,
+        add_config_arguments,
+        config_from,
+        config_name,
+        with_preset,
+    )
+
+    # The processes of further devices run this command too, and have nothing to add to what the first one says.
+    console = Console(soft_wrap=True, quiet=not is_first_process())
+    log_to(console)
+    parser = ConfigParser(
+        prog="cribo pretrain",
+        description=HELP,
+        usage="cribo pretrain [options]",
+        short={"--on_nonfinite": "--runtime.on_nonfinite"},
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of run folders")
+    parser.add_argument("--name", type=str, help="of this run; the preset's, numbered, by default")
+    parser.add_argument(
+        "--minutes", type=float, help="about how long to train here: sets optim.epochs by a short timing"
+    )
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="latest",
+        metavar="RUN",
+        help="continue the run in this folder from its last checkpoint (without a folder: the latest run); "
+        "only runtime.* and where and how images are read can be changed",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a run of the same --name")
+    parser.add_argument(
+        "--continue",
+        action="store_true",
+        help="go on with the run of this --name if there is one: for a scheduler that starts the same command again",
+    )
+    add_config_arguments(parser)
+    parsed = parser.parse_args(with_preset(words))
+    if parsed.resume is not None:
+        for option in ("name", "minutes", "config", "overwrite", "continue"):
+            if parsed[option]:
+                raise ValueError(f"--{option} does not go with --resume: the run knows its own")
+        from cribo.pretraining.run import latest_run, overrides_in, resume
+
+        folder = latest_run(parsed.out) if parsed.resume == "latest" else Path(parsed.resume)
+        run = resume(folder, overrides=overrides_in(parser.written_out(words)), console=console)
+    else:
+        config = config_from(parsed)
+        from cribo.pretraining.run import pretrain
+
+        run = pretrain(
+            config,
+            out=parsed.out,
+            name=parsed.name,
+            default_name=config_name(parsed.config[-1]),
+            minutes=parsed.minutes,
+            overwrite=parsed.overwrite,
+            continue_run=parsed["continue"],
+            console=console,
+        )
+    _print_summary(run, console)
+
+
+def _print_summary(run: "Run", console: Console) -> None:
+    summary = run.summary
+    if "dense_nn" in summary:
+        score = summary["dense_nn"]
+        table = Table(title="Dense nearest-neighbour retrieval on held-out images")
+        table.add_column("features")
+        table.add_column("mIoU", justify="right")
+        for label, key in (
+            ("mean colour of the patch", "mean_color"),
+            ("this network before training", "before"),
+            ("this network after training", "after"),
+        ):
+            said = "not known" if score[key] is None else f"{100 * score[key]:.1f} %"
+            table.add_row(label, said, style="bold" if key == "after" else None)
+        console.print(table)
+    console.print(
+        f"{summary['steps']} steps in {duration(summary['seconds'])}, "
+        f"{summary['images_per_second']:.0f} images/s, "
+        f"peak memory {summary['peak_rss_bytes'] / 2**30:.1f} GiB, "
+        f"bootstrapping ratio {summary['bootstrapping_ratio']:.0%}",
+        highlight=False,
+    )
+    print_places(
+        console,
+        {
+            "backbone": run.folder / "backbone.safetensors",
+            "pictures": run.folder / "report",
+            "numbers": run.folder / "summary.json",
+            "metrics": run.folder / "metrics.csv",
+            "to repeat it": f"cribo pretrain --config {run.folder / 'config.yaml'}",
+        },
+    )

@@ -1,0 +1,84 @@
+"""What commands share: how one is chosen, guarded and ended, and how a backbone is named."""
+
+import difflib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from cribo.errors import Stopped
+from cribo.processes import is_first_process
+
+# How a command's parser lets a `BackboneConfig` be said shortly.
+BACKBONE_SHORT = {
+    "--backbone": "--backbone.source",
+    "--pretrained": "--backbone.pretrained",
+    "--trust": "--backbone.trust",
+    "--layers": "--backbone.layers",
+}
+BACKBONE_SWITCHES = ("--backbone.trust",)
+
+
+def dispatch(
+    words: list[str], name: str, kind: str, usage: str, commands: Mapping[str, Callable[[list[str]], int]]
+) -> int:
+    """Run what the first word says with the others."""
+    if not words or words[0] in ("-h", "--help"):
+        print(usage, end="")
+        return 0 if words else 2
+    word, *rest = words
+    if word not in commands:
+        print(f"{name}: unknown {kind} {word!r}{_nearest(word, commands)}", file=sys.stderr)
+        return 2
+    return commands[word](rest)
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f": did you mean {near[0]}?" if near else f": there are {', '.join(known)}"
+
+
+def guarded(name: str, command: Callable[[list[str]], None], words: list[str], *, less_memory: str) -> int:
+    """Run a command; what a user can mend becomes one line.
+
+    Args:
+        name: of the command, for messages.
+        command: what runs.
+        words: its arguments.
+        less_memory: what to do where a device has too little memory.
+
+    Returns:
+        the exit status.
+    """
+    try:
+        command(words)
+    except Stopped as error:
+        # A process beside the first ends in peace: whoever started it may take any other end for a crash.
+        return 0 if error.everywhere and not is_first_process() else _failed(name, error, error.status)
+    except (ValueError, FileNotFoundError, ConnectionError, ImportError) as error:  # to mend before any work
+        return _failed(name, error, 2)
+    except OSError as error:  # no room for what is written, say
+        return _failed(name, error, 1)
+    except Exception as error:
+        if not _out_of_memory(error):
+            raise
+        reason = str(error).partition(". ")[0]
+        return _failed(name, f"{reason}: {less_memory}", 1)
+    return 0
+
+
+def _failed(name: str, error: object, status: int) -> int:
+    print(f"{name}: {error}", file=sys.stderr)
+    return status
+
+
+def _out_of_memory(error: Exception) -> bool:
+    torch = sys.modules.get("torch")  # an error of one that was never imported cannot be
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+
+
+def print_places(console: Console, places: Mapping[str, Path | str]) -> None:
+    """Say where results are, a line for each."""
+    for label, place in places.items():
+        console.print(f"  {label:<13}{place}", highlight=False)
