@@ -1,4 +1,4 @@
-"""Retrieval on dense features: images on the grid of patches, who encodes them, and their nearest neighbours."""
+"""Retrieval on dense features: images on the grid of patches, their encoders, nearest neighbours and colours."""
 
 from cribo.retrieval.encoders import (
     BackboneConfig,
@@ -9,11 +9,13 @@ from cribo.retrieval.encoders import (
     open_backbone,
     open_encoder,
 )
+from cribo.retrieval.pca import PCAColours, pca_colours
 from cribo.retrieval.search import Neighbours, nearest
 
 __all__ = [
     "BackboneConfig",
     "Neighbours",
+    "PCAColours",
     "PatchEncoder",
     "backbone_encoder",
     "backbone_name",
@@ -21,4 +23,5 @@ __all__ = [
     "nearest",
     "open_backbone",
     "open_encoder",
+    "pca_colours",
 ]
