@@ -1,10 +1,16 @@
 """What tests of several folders share."""
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+# Processes of `-n` share the cores: threads of all of them on each core would only wait for one another. torch
+# reads this when it is imported.
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
 
 import jaxtyping
 import pytest
