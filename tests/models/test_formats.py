@@ -521,10 +521,10 @@ def test_torchvision_resnets(tmp_path: Path, name: str):
     backbone = load_backbone(tmp_path / "weights.pth").eval()
     assert backbone.loaded is not None
     assert backbone.loaded.dropped == {"head": ("fc.weight", "fc.bias")}
-    maps = nn.Sequential(*list(source.children())[:-2])(images(64))
-    torch.testing.assert_close(
-        backbone.encode(images(64)).tokens, maps.flatten(2).transpose(1, 2), rtol=1e-4, atol=1e-4
-    )
+    tokens = nn.Sequential(*list(source.children())[:-2])(images(64)).flatten(2).mT
+    # Other threads add in another order: rounding is as large as the largest terms make it.
+    scale = float(tokens.detach().abs().max())
+    torch.testing.assert_close(backbone.encode(images(64)).tokens, tokens, rtol=0, atol=1e-4 * scale)
 
 
 # ---------------------------------------------------------------------------------- other names, from independent code

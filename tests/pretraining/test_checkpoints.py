@@ -147,6 +147,7 @@ def test_a_run_ends_though_its_last_step_cannot_be_saved(
 
 
 FILL = """
+import os
 import resource
 from pathlib import Path
 import lightning as L
@@ -169,7 +170,9 @@ class Fill(L.Callback):
 class Tell(L.Callback):
     def on_train_end(self, trainer, *_):
         (saves,) = [callback for callback in trainer.callbacks if hasattr(callback, "saved_step")]
-        print("process", trainer.global_rank, "from", saves.resume_from, "saved", saves.saved_step, flush=True)
+        # One writing: two processes share the stream, and pieces of their lines would mix.
+        said = f"process {trainer.global_rank} from {saves.resume_from} saved {saves.saved_step}"
+        os.write(1, said.encode() + bytes([10]))
 """
 
 
