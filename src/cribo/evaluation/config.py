@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 
 from cribo.arguments import ConfigError
 from cribo.evaluation.features import Precision
-from cribo.evaluation.protocols import PatchLabels, Protocol, ScoreLevel, Search, Vote
+from cribo.evaluation.protocols import Protocol, ScoreLevel, Search
 from cribo.retrieval.encoders import BackboneConfig
 from cribo.retrieval.patches import Interpolation, Unlabelled
+from cribo.retrieval.voting import PatchLabels, Vote
 
 
 @dataclass

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from cribo.data.randomness import keyed_generator
 from cribo.evaluation.features import FeatureCache, PatchFeatures, SelectedKeys, View
-from cribo.evaluation.protocols import DenseNNSettings, PatchLabels
+from cribo.evaluation.protocols import DenseNNSettings
 from cribo.retrieval.patches import labels_in_memory, rarest_patches
 from cribo.retrieval.search import (
     ApproximateIndex,
@@ -20,11 +20,10 @@ from cribo.retrieval.search import (
     plan_search,
     recall,
 )
+from cribo.retrieval.voting import LabelShares, Voters, label_shares
 
 _PATCH_DRAW = 0x706174  # keeps the draws of patches apart from others of the same seed
-_VOTE_BLOCK = 4096
 _RECALL_QUERIES = 1000
-_LEAST_SIMILARITY = 1e-6  # so that a query of which all neighbours point away is labelled by all alike
 
 
 @dataclass
@@ -56,8 +55,6 @@ class Machine:
 class PatchMemory:
     """The patches that may vote: their features as keys of a search, and their labels.
 
-    Most patches hold one or two classes of many, so the labels are kept as lists of (class, share), end to end.
-
     Args:
         known: features and classes of the views.
         views: those in this memory.
@@ -86,7 +83,7 @@ class PatchMemory:
         self.columns = num_classes + (settings.unlabelled == "class")
         limit = max(1, settings.memory_patches // len(views)) if settings.memory_patches else None
         rows: dict[View, Tensor] = {}
-        lengths, classes, shares = [], [], []
+        labels: list[LabelShares] = []
         for view in views:
             counts, kept = labels_in_memory(known.counts[view].dense(), settings.unlabelled)
             counts = counts[kept]
@@ -95,17 +92,11 @@ class PatchMemory:
                 chosen = rarest_patches(counts, limit, keyed_generator(*key))
                 counts, kept = counts[chosen], kept[chosen]
             rows[view] = kept.int()  # half the room of what torch counts with
-            patches, present, share = _shares(counts, settings.patch_labels)
-            lengths.append(patches.bincount(minlength=len(counts)))
-            classes.append(present.to(torch.int16))
-            shares.append(share)
+            labels.append(label_shares(counts, settings.patch_labels))
             if progress is not None:
                 progress()
         self.keys = SelectedKeys(known, rows)
-        self._device = device
-        ends = torch.cat(lengths).cumsum(dim=0)
-        self._starts = torch.cat((ends.new_zeros(1), ends)).to(device)
-        self._classes, self._shares = torch.cat(classes).to(device), torch.cat(shares).to(device)
+        self._voters = Voters(labels, self.columns, device)
         self._index: ApproximateIndex | None = None
 
     def search(
@@ -149,32 +140,4 @@ class PatchMemory:
 
     def vote(self, neighbours: Neighbours, settings: DenseNNSettings) -> Float[Tensor, "q p"]:
         """The share of the vote that each class gets, in blocks of queries."""
-        blocks = zip(neighbours.similarity.split(_VOTE_BLOCK), neighbours.rows.split(_VOTE_BLOCK), strict=True)
-        return torch.cat([self._vote(near.to(self._device), rows.to(self._device), settings) for near, rows in blocks])
-
-    def _vote(
-        self, similarity: Float[Tensor, "q k"], rows: Int[Tensor, "q k"], settings: DenseNNSettings
-    ) -> Float[Tensor, "q p"]:
-        if settings.vote == "attention":
-            weights = (similarity / settings.temperature).softmax(dim=1)
-        elif settings.vote == "similarity":
-            weights = similarity.clamp(min=_LEAST_SIMILARITY)
-        else:
-            weights = torch.ones_like(similarity)  # whole numbers, so that equal votes are equal
-        start, length = self._starts[rows], self._starts[rows + 1] - self._starts[rows]
-        votes = weights.new_zeros(len(rows), self.columns)
-        for step in range(int(length.max())):
-            place = (start + step).clamp(max=len(self._classes) - 1)
-            share = self._shares[place] * (step < length)
-            votes.scatter_add_(1, self._classes[place].long(), weights * share)
-        return votes / weights.sum(dim=1, keepdim=True)
-
-
-def _shares(
-    counts: Int[Tensor, "n c"], patch_labels: PatchLabels
-) -> tuple[Int[Tensor, " s"], Int[Tensor, " s"], Float[Tensor, " s"]]:
-    """What each patch is labelled with, as lists of (patch, class, share), patch by patch."""
-    if patch_labels == "hard":
-        return torch.arange(len(counts)), counts.argmax(dim=1), torch.ones(len(counts))
-    patches, classes = counts.nonzero(as_tuple=True)
-    return patches, classes, counts[patches, classes] / counts.sum(dim=1)[patches]
+        return self._voters.vote(neighbours, settings.vote, settings.temperature)

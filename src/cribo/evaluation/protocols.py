@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 from cribo.evaluation.features import Precision
 from cribo.retrieval.patches import Interpolation, Unlabelled
+from cribo.retrieval.voting import PatchLabels, Vote
 
 Protocol = Literal["paper", "hummingbird"]
-Vote = Literal["majority", "similarity", "attention"]
-PatchLabels = Literal["hard", "soft"]
 ScoreLevel = Literal["patch", "pixel", "resized"]
 Search = Literal["exact", "faiss"]
 
