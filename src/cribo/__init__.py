@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cribo.models import load_backbone
     from cribo.pretraining import load_config, pretrain, resume
+    from cribo.segmentation import SegmentationMemory
 
 __version__ = version("cribo-ssl")
-__all__ = ["__version__", "load_backbone", "load_config", "pretrain", "resume"]
+__all__ = ["SegmentationMemory", "__version__", "load_backbone", "load_config", "pretrain", "resume"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from cribo import pretraining
 
         return getattr(pretraining, name)
+    if name == "SegmentationMemory":
+        from cribo.segmentation import SegmentationMemory
+
+        return SegmentationMemory
     raise AttributeError(f"module 'cribo' has no attribute {name!r}")

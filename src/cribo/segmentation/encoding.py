@@ -1,0 +1,114 @@
+"""Images of any size into features on the grid of patches: as a whole, or in windows that overlap."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from cribo.retrieval.encoders import PatchEncoder
+from cribo.retrieval.patches import grid_size, resize_image
+from cribo.segmentation.settings import SegmentationSettings
+
+
+class GridEncoder:
+    """Encodes images into one feature of unit length per patch, in the order of the grid.
+
+    Args:
+        encoder: on `device`.
+        settings: how images are resized, and cut into windows.
+        device: where it is computed.
+        batch_size: images, or windows, encoded at once.
+
+    Raises:
+        ValueError: windows that do not fit the patches; a batch size below 1.
+    """
+
+    def __init__(
+        self, encoder: PatchEncoder, settings: SegmentationSettings, device: torch.device | str, batch_size: int
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be >= 1, got {batch_size}")
+        settings.check(encoder.patch_size)
+        self.encoder = encoder
+        self.settings = settings
+        self.device = torch.device(device)
+        self.batch_size = batch_size
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """The (height, width) in pixels at which an image is encoded, a whole number of patches."""
+        shorter = self.settings.size
+        factor = self.settings.enlarged if shorter is None else shorter / min(height, width)
+        return grid_size(round(height * factor), round(width * factor), self.encoder.patch_size)
+
+    @torch.no_grad()
+    def encode(self, images: Sequence[UInt8[Tensor, "3 h w"]]) -> list[Float[Tensor, "rows columns d"]]:
+        """Features of images of any sizes, on the device; those of one size are encoded together.
+
+        Raises:
+            ValueError: the encoder gives another number of features than there are patches.
+        """
+        sizes = [self.size(image.shape[1], image.shape[2]) for image in images]
+        found: dict[int, Tensor] = {}
+        for size in dict.fromkeys(sizes):
+            members = [number for number, own in enumerate(sizes) if own == size]
+            for start in range(0, len(members), self.batch_size):
+                part = members[start : start + self.batch_size]
+                pixels = torch.stack([resize_image(images[number], size, "bicubic") for number in part])
+                found.update(zip(part, self._of_one_size(pixels), strict=True))
+        return [found[number] for number in range(len(images))]
+
+    def _of_one_size(self, pixels: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b rows columns d"]:
+        patch = self.encoder.patch_size
+        rows, columns = pixels.shape[2] // patch, pixels.shape[3] // patch
+        windows = self.settings.steps(patch)
+        if windows is None or (rows <= windows[0] and columns <= windows[0]):
+            return self._unit_features(pixels)
+        side, step = windows
+        places = [(top, left) for top in starts(rows, side, step) for left in starts(columns, side, step)]
+        crops = [(image, top, left) for image in range(len(pixels)) for top, left in places]
+        height, width = min(side, rows), min(side, columns)
+        weight = _hann(height)[:, None, None] * _hann(width)[:, None]
+        weight = weight.to(self.device)
+        total = torch.zeros(0)
+        for start in range(0, len(crops), self.batch_size):
+            part = crops[start : start + self.batch_size]
+            cut = [
+                pixels[image, :, top * patch : (top + height) * patch, left * patch : (left + width) * patch]
+                for image, top, left in part
+            ]
+            features = self._unit_features(torch.stack(cut)) * weight
+            if not total.numel():
+                total = features.new_zeros(len(pixels), rows, columns, features.shape[-1])
+            for (image, top, left), own in zip(part, features, strict=True):
+                total[image, top : top + height, left : left + width] += own
+        return F.normalize(total, dim=-1)
+
+    def _unit_features(self, pixels: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b rows columns d"]:
+        patch = self.encoder.patch_size
+        grid = pixels.shape[2] // patch, pixels.shape[3] // patch
+        features = self.encoder.encode(pixels.to(self.device).float().div_(255)).float()
+        if features.shape[1] != grid[0] * grid[1]:
+            raise ValueError(f"the encoder gives {features.shape[1]} features of {grid[0] * grid[1]} patches")
+        return F.normalize(features, dim=-1).unflatten(1, grid)
+
+
+def starts(length: int, side: int, step: int) -> list[int]:
+    """Where windows begin that cover a length, the last one at its end; all in patches.
+
+    Example:
+        >>> starts(10, 4, 3), starts(11, 4, 3), starts(3, 4, 3)
+        ([0, 3, 6], [0, 3, 6, 7], [0])
+    """
+    return list(_starts(length, side, step))
+
+
+def _starts(length: int, side: int, step: int) -> Iterator[int]:
+    yield from range(0, length - side, step)
+    yield max(0, length - side)
+
+
+def _hann(length: int) -> Float[Tensor, " n"]:
+    """Weights that fall towards the border of a window, where a patch sees least of its surroundings; none is 0."""
+    return torch.hann_window(length + 2, periodic=False)[1:-1]

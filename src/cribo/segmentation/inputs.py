@@ -1,0 +1,95 @@
+"""Images and label maps as they may be given: files, Pillow images, arrays or tensors."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from PIL import Image
+from torch import Tensor
+
+from cribo.data.images import DataError
+from cribo.data.reading import open_header, read_image
+from cribo.data.segmentation import IGNORE_INDEX, Colour
+
+ImageLike = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
+"""A file; a Pillow image; a uint8 array (H, W, 3); or a uint8 tensor (3, H, W)."""
+
+LabelsLike = str | os.PathLike[str] | np.ndarray | Tensor
+"""A grey or palette PNG whose values are class indices; or an array or tensor (H, W) of integers."""
+
+
+class LabelMap(NamedTuple):
+    """The class of each pixel of an image.
+
+    Attributes:
+        labels: class, or 255 for none.
+        palette: the colours of a palette PNG; None of all else.
+    """
+
+    labels: UInt8[Tensor, "h w"]
+    palette: tuple[Colour, ...] | None = None
+
+
+def open_image(image: ImageLike) -> UInt8[Tensor, "3 h w"]:
+    """An image as RGB, on the host.
+
+    Raises:
+        UnreadableImage: a file that cannot be read as an image.
+        ValueError: an array of another shape or type.
+    """
+    if isinstance(image, str | os.PathLike):
+        return read_image(image)
+    if isinstance(image, Image.Image):
+        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+    if isinstance(image, np.ndarray):
+        if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
+            raise ValueError(f"an image must be a uint8 array (H, W, 3), got {image.dtype} {image.shape}")
+        return torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)
+    if image.ndim != 3 or image.shape[0] != 3 or image.dtype != torch.uint8:
+        raise ValueError(f"an image must be a uint8 tensor (3, H, W), got {image.dtype} {tuple(image.shape)}")
+    return image.detach().cpu()
+
+
+def open_labels(labels: LabelsLike) -> LabelMap:
+    """A label map, on the host.
+
+    Raises:
+        UnreadableImage: a file that cannot be read as an image.
+        DataError: a file in colours, or a value that is no class and not 255.
+        ValueError: an array of another shape or type.
+    """
+    if isinstance(labels, str | os.PathLike):
+        return _read_labels(Path(labels))
+    values = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else labels
+    if values.ndim != 2 or values.dtype.kind not in "iub":
+        raise ValueError(f"labels must be integers (H, W), got {values.dtype} {values.shape}")
+    return LabelMap(_as_bytes(values, "labels"))
+
+
+def _read_labels(path: Path) -> LabelMap:
+    with open_header(path) as image:
+        mode, values = image.mode, np.array(image)
+        colours = image.getpalette("RGB") if mode == "P" else None
+    if values.ndim != 2 or mode == "F":
+        raise DataError(
+            f"{path}: labels must be class indices in a grey or palette PNG, got colours (mode {mode}): "
+            "replace each colour by the index of its class"
+        )
+    palette = None
+    if colours is not None:
+        palette = tuple((colours[c], colours[c + 1], colours[c + 2]) for c in range(0, len(colours) - 2, 3))
+    return LabelMap(_as_bytes(values, str(path)), palette)
+
+
+def _as_bytes(values: np.ndarray, what: str) -> UInt8[Tensor, "h w"]:
+    if values.dtype != np.uint8:
+        wrong = values[(values < 0) | (values > IGNORE_INDEX)]
+        if wrong.size:
+            raise DataError(
+                f"{what}: labels must be classes 0 to {IGNORE_INDEX - 1}, or {IGNORE_INDEX} for no class, got "
+                f"{int(wrong[0])} at {wrong.size} of {values.size} pixels"
+            )
+    return torch.from_numpy(np.array(values, dtype=np.uint8))

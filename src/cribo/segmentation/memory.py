@@ -1,0 +1,463 @@
+"""Segmentation by example: patches of a few labelled images are the memory that labels new images."""
+
+import dataclasses
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from cribo.data.images import DataError
+from cribo.data.segmentation import IGNORE_INDEX, Colour, class_names, colour_map
+from cribo.devices import resolve_devices
+from cribo.models import Backbone
+from cribo.retrieval.encoders import BackboneConfig, PatchEncoder, backbone_encoder, open_encoder
+from cribo.retrieval.patches import class_counts, labels_in_memory, resize_labels
+from cribo.retrieval.search import TensorKeys, nearest
+from cribo.retrieval.voting import LabelShares, Voters, label_shares
+from cribo.segmentation.encoding import GridEncoder
+from cribo.segmentation.inputs import ImageLike, LabelMap, LabelsLike, open_image, open_labels
+from cribo.segmentation.pixels import label_pixels
+from cribo.segmentation.settings import SegmentationSettings
+from cribo.segmentation.storage import Stored, StoredExample, read_memory, write_memory
+
+log = logging.getLogger("cribo")
+
+_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
+
+
+class Example(NamedTuple):
+    """An image with the class of each of its pixels.
+
+    Attributes:
+        image: as `open_image` takes it.
+        labels: as `open_labels` takes them; 255 for no class.
+        name: of the example, in messages and in the file of the memory.
+    """
+
+    image: ImageLike
+    labels: LabelsLike
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Segmentation:
+    """The labels of one image, at its own size.
+
+    Attributes:
+        labels: class of each pixel.
+        confidence: the share of the vote that this class has there, 0 to 1.
+        shares: of the pixels, by the name of each class that occurs, the largest first.
+    """
+
+    labels: UInt8[Tensor, "h w"]
+    confidence: Float[Tensor, "h w"]
+    shares: Mapping[str, float]
+
+
+@dataclass
+class _Known:
+    """An example in the memory: features and pixels of the classes of its patches, those without any left out."""
+
+    about: StoredExample
+    features: Float[Tensor, "n d"]
+    pixels: Int[Tensor, "s 3"]
+    shares: LabelShares
+
+
+class SegmentationMemory:
+    """Labels the pixels of images as in a few labelled examples; nothing is trained.
+
+    Each patch of a new image is labelled by a vote of the patches of the examples that are most similar to it in
+    the features of the backbone (paper, section 4.1; "in-context" segmentation of Balazevic et al. 2023). Examples
+    may be added at any time. Several threads may use one memory.
+
+    Args:
+        backbone: a `Backbone`, which is used on the device where it is; what `load_backbone` takes, or
+            `mean-colour`; or any `PatchEncoder`.
+        classes: names of the classes, or a text file of them; when None they are numbered, up to the highest label.
+        palette: a colour for each class; those of the first example that is a palette PNG when None, or Pascal VOC's.
+        settings: how images are encoded, and how their patches are labelled.
+        device: where it is computed; by default the backbone's, or for a source, a GPU if there is one.
+        batch_size: images, or windows, encoded at once where they are of one size.
+
+    Raises:
+        what `load_backbone` raises; DataError for names of classes, ValueError for windows that do not fit.
+
+    Example:
+        >>> from cribo.models import build_backbone
+        >>> backbone = build_backbone("resnet10t", image_size=64)
+        >>> memory = SegmentationMemory(backbone, classes=["left", "right"])
+        >>> image = torch.zeros(3, 64, 64, dtype=torch.uint8)
+        >>> image[:, :, 32:] = 255
+        >>> memory.add(image, (torch.arange(64) >= 32).expand(64, 64))
+        True
+        >>> found = memory.segment(image)
+        >>> found.labels.shape, int(found.labels[20, 10]), int(found.labels[20, 60])
+        (torch.Size([64, 64]), 0, 1)
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone | PatchEncoder | str | os.PathLike[str],
+        *,
+        classes: Sequence[str] | str | os.PathLike[str] | None = None,
+        palette: Sequence[Colour] | None = None,
+        settings: SegmentationSettings | None = None,
+        device: torch.device | str | None = None,
+        batch_size: int = 8,
+    ) -> None:
+        self.settings = settings or SegmentationSettings()
+        encoder, self.source, device = _opened(backbone, self.settings.layers, device)
+        self.encoder = GridEncoder(encoder, self.settings, device, batch_size)
+        self._classes = None if classes is None else class_names(classes)
+        self._palette = None if palette is None else list(palette)
+        self._known: list[_Known] = []
+        self._ready: tuple[TensorKeys, Voters] | None = None
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        """How many examples there are."""
+        return len(self._known)
+
+    @property
+    def patches(self) -> int:
+        """How many patches may vote."""
+        return sum(len(known.features) for known in self._known)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the examples, in the order in which they were added."""
+        return [known.about.name for known in self._known]
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of the classes; label c is `classes[c]`."""
+        if self._classes is not None:
+            return self._classes
+        highest = max((int(known.pixels[:, 1].max()) for known in self._known), default=-1)
+        return [str(c) for c in range(highest + 1)]
+
+    @property
+    def palette(self) -> list[Colour]:
+        """A colour for each class."""
+        own = self._palette or []
+        return [*own, *default_palette(self.classes)[len(own) :]][: len(self.classes)]
+
+    @property
+    def absent(self) -> list[str]:
+        """Classes that no example holds, and that no pixel will therefore be labelled with."""
+        present = set().union(*(set(known.pixels[:, 1].tolist()) for known in self._known))
+        return [name for c, name in enumerate(self.classes) if c not in present]
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for memories that label alike: of one backbone, with the same examples, classes and settings."""
+        about = [self.encoder.encoder.identity, self._classes, sorted(dataclasses.asdict(self.settings).items())]
+        digest = hashlib.sha256(repr(about).encode())
+        for known in self._known:
+            digest.update(f"{known.about.image} {known.about.labels}".encode())
+        return digest.hexdigest()
+
+    # ------------------------------------------------------------------------------------------------ examples
+
+    def add(self, image: ImageLike, labels: LabelsLike, *, name: str | None = None) -> bool:
+        """Add an example.
+
+        One that is there already, pixel for pixel, is not added again. One with the same image and other labels
+        takes the place of the old one: its labels were corrected.
+
+        Args:
+            image: a file, a Pillow image, a uint8 array (H, W, 3) or a uint8 tensor (3, H, W).
+            labels: the class of each pixel, 255 for none: a grey or palette PNG, or integers (H, W).
+            name: for messages; the file's by default.
+
+        Returns:
+            whether the memory has changed.
+
+        Raises:
+            UnreadableImage: a file that cannot be read.
+            DataError: labels of another size than the image, without any class, or with a value that is no class;
+                a palette that gives other colours to the same classes than the examples before.
+        """
+        return self.extend([Example(image, labels, name)]) == 1
+
+    def extend(self, examples: Sequence[Example]) -> int:
+        """Add several examples, all or none, encoded together where their images are of one size.
+
+        Returns:
+            how many of them have changed the memory.
+
+        Raises:
+            as `add` does.
+        """
+        with self._lock:
+            palette = self._palette
+            fresh: dict[str, tuple[StoredExample, Tensor, Tensor]] = {}
+            for number, example in enumerate(examples):
+                name = example.name or _name_of(example.image, len(self) + number + 1)
+                image, labels = open_image(example.image), open_labels(example.labels)
+                self._check(name, image, labels.labels)
+                palette = _joined(palette, labels, name)
+                about = StoredExample(name, _content(image), _content(labels.labels))
+                if not any(about.is_same(known.about) for known in self._known):
+                    fresh[about.image] = (about, image, labels.labels)
+            features = self.encoder.encode([image for _, image, _ in fresh.values()])
+            known = [
+                self._labelled(about, labels, own)
+                for (about, _, labels), own in zip(fresh.values(), features, strict=True)
+            ]
+            self._palette = palette
+            for one in known:
+                self._put(one)
+            return len(known)
+
+    def _check(self, name: str, image: Tensor, labels: Tensor) -> None:
+        if labels.shape != image.shape[1:]:
+            raise DataError(
+                f"{name}: labels must have the size of their image, {image.shape[2]} x {image.shape[1]}, "
+                f"got {labels.shape[1]} x {labels.shape[0]}"
+            )
+        values = labels[labels != IGNORE_INDEX]
+        if not len(values):
+            raise DataError(f"{name}: every pixel is {IGNORE_INDEX} (no class): give a class to some of them")
+        if self._classes is not None and int(values.max()) >= len(self._classes):
+            raise DataError(
+                f"{name}: labels must be in 0..{len(self._classes) - 1} ({', '.join(self._classes)}) or "
+                f"{IGNORE_INDEX} (no class), got {int(values.max())}: correct them, or name more classes"
+            )
+
+    def _labelled(self, about: StoredExample, labels: Tensor, features: Tensor) -> _Known:
+        rows, columns, _ = features.shape
+        patch = self.encoder.encoder.patch_size
+        labels = resize_labels(labels, (rows * patch, columns * patch))
+        classes = int(labels[labels != IGNORE_INDEX].max()) + 1
+        counts, kept = labels_in_memory(class_counts(labels, patch, classes, IGNORE_INDEX), "outvote")
+        own = features.flatten(0, 1)[kept.to(features.device)].to("cpu", _DTYPES[self.settings.precision])
+        return self._of_counts(about, own, counts[kept])
+
+    def _of_counts(self, about: StoredExample, features: Tensor, counts: Int[Tensor, "n c"]) -> _Known:
+        patch, label = counts.nonzero(as_tuple=True)
+        pixels = torch.stack((patch, label, counts[patch, label]), dim=1).int()
+        return _Known(about, features, pixels, label_shares(counts, self.settings.patch_labels))
+
+    def _put(self, known: _Known) -> None:
+        same = [place for place, other in enumerate(self._known) if other.about.image == known.about.image]
+        if same:
+            log.info("%s is in the memory with other labels: these take their place", known.about.name)
+            self._known[same[0]] = known
+        else:
+            self._known.append(known)
+        self._ready = None
+
+    # ---------------------------------------------------------------------------------------------- new images
+
+    def segment(self, image: ImageLike) -> Segmentation:
+        """Label the pixels of an image.
+
+        Args:
+            image: a file, a Pillow image, a uint8 array (H, W, 3) or a uint8 tensor (3, H, W).
+
+        Raises:
+            UnreadableImage: a file that cannot be read.
+            DataError: the memory is empty.
+        """
+        return self.segment_all([image])[0]
+
+    def segment_all(self, images: Sequence[ImageLike]) -> list[Segmentation]:
+        """Label several images, encoded together where they are of one size, and searched for together.
+
+        Raises:
+            as `segment` does.
+        """
+        opened = [open_image(image) for image in images]
+        votes = self.vote(self.encode(opened))
+        return [self.label(own, image) for own, image in zip(votes, opened, strict=True)]
+
+    def encode(self, images: Sequence[UInt8[Tensor, "3 h w"]]) -> list[Float[Tensor, "rows columns d"]]:
+        """The first step of `segment`: one feature of unit length per patch."""
+        return self.encoder.encode(images)
+
+    @torch.no_grad()
+    def vote(self, features: Sequence[Float[Tensor, "rows columns d"]]) -> list[Float[Tensor, "rows columns c"]]:
+        """The second step of `segment`: the share of the vote that each class gets at each patch.
+
+        Where the memory has fewer patches than `neighbours`, all of them vote.
+
+        Raises:
+            DataError: the memory is empty.
+        """
+        keys, voters = self._searched()
+        queries = torch.cat([own.flatten(0, 1) for own in features]).to("cpu", keys.rows.dtype)
+        neighbours = min(self.settings.neighbours, len(keys))
+        found = nearest(queries, keys, neighbours, devices=(self.encoder.device,))
+        votes = voters.vote(found, self.settings.vote, self.settings.temperature)
+        lengths = [own.shape[0] * own.shape[1] for own in features]
+        return [part.unflatten(0, own.shape[:2]) for part, own in zip(votes.split(lengths), features, strict=True)]
+
+    def label(self, votes: Float[Tensor, "rows columns c"], image: UInt8[Tensor, "3 h w"]) -> Segmentation:
+        """The third step of `segment`: from votes at patches to labels of pixels."""
+        settings = self.settings
+        found = label_pixels(
+            votes,
+            image,
+            patch_size=self.encoder.encoder.patch_size,
+            refine=settings.refine,
+            reach=settings.reach,
+            contrast=settings.contrast,
+        )
+        counts = found.labels.flatten().bincount().tolist()
+        names, pixels = self.classes, found.labels.numel()
+        ranked = sorted(((count / pixels, -c) for c, count in enumerate(counts) if count), reverse=True)
+        return Segmentation(found.labels, found.confidence, {names[-c]: share for share, c in ranked})
+
+    def _searched(self) -> tuple[TensorKeys, Voters]:
+        """What is searched, and who votes; put together when it is first needed after a change."""
+        with self._lock:
+            if self._ready is None:
+                if not self._known:
+                    raise DataError("the memory is empty: add an image with labels first")
+                keys = torch.cat([known.features for known in self._known])
+                # Each example keeps a view, so that nothing is held twice.
+                for known, part in zip(self._known, keys.split([len(k.features) for k in self._known]), strict=True):
+                    known.features = part
+                voters = Voters([known.shares for known in self._known], len(self.classes), self.encoder.device)
+                if len(keys) < self.settings.neighbours:
+                    log.warning(
+                        "the memory has %d patches, fewer than the %d neighbours asked for: all of them vote",
+                        *(len(keys), self.settings.neighbours),
+                    )
+                self._ready = TensorKeys(keys), voters
+            return self._ready
+
+    # ----------------------------------------------------------------------------------------------- on disk
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the memory to one file, whole or not at all.
+
+        Raises:
+            ValueError: the encoder has no identity by which it could be known again.
+            OSError: it cannot be written.
+        """
+        identity = self.encoder.encoder.identity
+        if identity is None:
+            raise ValueError("a memory of an encoder without identity cannot be saved: give the encoder one")
+        with self._lock:
+            stored = Stored(
+                encoder=identity,
+                source=self.source,
+                classes=self._classes,
+                palette=self._palette,
+                settings=dataclasses.asdict(self.settings),
+                examples=[known.about for known in self._known],
+                features=[known.features for known in self._known],
+                pixels=[known.pixels for known in self._known],
+            )
+        write_memory(path, stored)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        backbone: Backbone | PatchEncoder | str | os.PathLike[str],
+        *,
+        changes: Mapping[str, Any] | None = None,
+        device: torch.device | str | None = None,
+        batch_size: int = 8,
+    ) -> "SegmentationMemory":
+        """Read a memory that `save` wrote.
+
+        Args:
+            path: the file.
+            backbone: the one that it was made with.
+            changes: settings, by name, in place of those that it was saved with; not those of the features.
+            device: as of a new memory.
+            batch_size: as of a new memory.
+
+        Raises:
+            DataError: no such file; it is damaged, or none of ours, or made with another backbone, whose name is
+                said.
+            ValueError: a change of a setting that the features depend on, or a value out of range.
+        """
+        stored = read_memory(path)
+        settings = SegmentationSettings(**stored.settings).changed(changes or {})
+        memory = cls(
+            backbone,
+            classes=stored.classes,
+            palette=stored.palette,
+            settings=settings,
+            device=device,
+            batch_size=batch_size,
+        )
+        identity = memory.encoder.encoder.identity
+        if identity != stored.encoder:
+            raise DataError(
+                f"{path} was made with the features of another backbone, {stored.source} ({stored.encoder[:12]}), "
+                f"this is {memory.source} ({str(identity)[:12]}): give that one, or make another memory"
+            )
+        for about, features, pixels in zip(stored.examples, stored.features, stored.pixels, strict=True):
+            counts = torch.zeros(len(features), int(pixels[:, 1].max()) + 1, dtype=torch.long)
+            counts[pixels[:, 0].long(), pixels[:, 1].long()] = pixels[:, 2].long()
+            memory._known.append(memory._of_counts(about, features, counts))
+        return memory
+
+
+def default_palette(classes: Sequence[str]) -> list[Colour]:
+    """Pascal VOC's colours, where black, the first of them, is the background's alone.
+
+    Example:
+        >>> default_palette(["background", "cell"]), default_palette(["sky", "road"])
+        ([(0, 0, 0), (128, 0, 0)], [(128, 0, 0), (0, 128, 0)])
+    """
+    if classes and classes[0].lower() == "background":
+        return colour_map(len(classes))
+    return colour_map(len(classes) + 1)[1:]
+
+
+def _opened(
+    backbone: Backbone | PatchEncoder | str | os.PathLike[str], layers: int, device: torch.device | str | None
+) -> tuple[PatchEncoder, str, torch.device]:
+    """The encoder, what to call its source, and the device."""
+    if isinstance(backbone, Backbone):
+        place = next(backbone.parameters()).device if device is None else torch.device(device)
+        if not 1 <= layers <= backbone.depth:
+            raise ValueError(f"layers must be 1 to {backbone.depth}, the blocks of {backbone.name}, got {layers}")
+        source = backbone.loaded.source if backbone.loaded else f"{backbone.name} with random weights"
+        return backbone_encoder(backbone.to(place), layers=layers), source, place
+    place = torch.device(resolve_devices(None if device is None else (str(device),), "device")[0])
+    if isinstance(backbone, PatchEncoder):
+        return backbone, f"an encoder named {backbone.identity}", place
+    config = BackboneConfig(os.fspath(backbone), layers=layers)
+    return open_encoder(config, str(place))[0], config.source, place
+
+
+def _name_of(image: ImageLike, number: int) -> str:
+    return os.path.basename(image) if isinstance(image, str | os.PathLike) else f"example {number}"  # noqa: PTH119
+
+
+def _content(values: UInt8[Tensor, "*shape"]) -> str:
+    return hashlib.sha256(f"{tuple(values.shape)}".encode() + values.contiguous().numpy().tobytes()).hexdigest()
+
+
+def _joined(palette: list[Colour] | None, labels: LabelMap, name: str) -> list[Colour] | None:
+    """The palette after another label map: the first that is seen, which the others may not contradict."""
+    if labels.palette is None:
+        return palette
+    if palette is None:
+        return list(labels.palette)
+    for value in labels.labels.unique().tolist():
+        if value == IGNORE_INDEX or value >= min(len(palette), len(labels.palette)):
+            continue
+        if labels.palette[value] != palette[value]:
+            raise DataError(
+                f"{name}: class {value} has the colour {labels.palette[value]} in its palette, and {palette[value]} "
+                "in the examples before: were they labelled with other lists of classes? If not, save all of them "
+                "with one palette, or as grey PNGs"
+            )
+    return palette

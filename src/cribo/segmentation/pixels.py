@@ -1,0 +1,143 @@
+"""From the votes of patches to the labels of pixels: upsampling, and edges that follow those of the image."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from cribo.retrieval.patches import resize_image
+from cribo.segmentation.settings import Refine
+
+_BUDGET = 2**28  # bytes of the maps, and of a filter's own, that are alive at once
+_GUIDED_BYTES, _GUIDED_CLASS_BYTES = 4 * 64, 4 * 32  # of a pixel: covariances of the image; of it with a class
+
+
+class PixelLabels(NamedTuple):
+    """What the pixels of an image are.
+
+    Attributes:
+        labels: class of each pixel.
+        confidence: the share of the vote, 0 to 1, that this class has there.
+    """
+
+    labels: UInt8[Tensor, "h w"]
+    confidence: Float[Tensor, "h w"]
+
+
+@torch.no_grad()
+def label_pixels(
+    votes: Float[Tensor, "rows columns c"],
+    image: UInt8[Tensor, "3 h w"],
+    *,
+    patch_size: int,
+    refine: Refine = "none",
+    reach: float = 1.0,
+    contrast: float = 0.1,
+) -> PixelLabels:
+    """Label each pixel by the votes of the patches around it; of equal ones the smaller class wins.
+
+    Votes are interpolated bilinearly. A refinement works at the size at which the image was encoded, or at its own
+    where that is smaller, so that its cost does not grow with detail that no patch has seen. Classes are taken a
+    few at a time, and a filter goes over the image in strips: memory is bounded whatever the number of classes.
+
+    Args:
+        votes: of each patch, 0 to 1; on the device where this shall be computed.
+        image: at its own size.
+        patch_size: pixels, at the size at which the image was encoded.
+        refine: the filter, or `none`.
+        reach: its radius, in patches.
+        contrast: difference in colour (0 to 1) from which on an edge counts as one.
+
+    Returns:
+        labels and confidence on the host, at the image's own size.
+    """
+    height, width = image.shape[1:]
+    present = (votes.amax(dim=(0, 1)) > 0).nonzero()[:, 0]  # the others win nowhere
+    best = torch.full((height, width), -1.0, device=votes.device)
+    labels = torch.zeros((height, width), dtype=torch.uint8, device=votes.device)
+    working = min(height, votes.shape[0] * patch_size), min(width, votes.shape[1] * patch_size)
+    sharpen = None
+    if refine != "none":
+        guide = resize_image(image, working, "bicubic").to(votes.device).float().div_(255)[None]
+        sharpen = _FILTERS[refine](guide, radius(reach, votes.shape[0], votes.shape[1], working), contrast)
+    for classes in present.split(max(1, _BUDGET // (8 * height * width))):
+        maps = votes[..., classes].permute(2, 0, 1)[None]
+        if sharpen is not None:
+            maps = sharpen(_resized(maps, working)).clamp_(0, 1)
+        values, winners = _resized(maps, (height, width))[0].max(dim=0)
+        better = values > best
+        best[better] = values[better]
+        labels[better] = classes[winners[better]].to(torch.uint8)
+    return PixelLabels(labels.cpu(), best.clamp_(0, 1).cpu())
+
+
+def radius(reach: float, rows: int, columns: int, size: tuple[int, int]) -> int:
+    """Pixels that a reach in patches is in an image of some (height, width); 1 at least, and within the image."""
+    pixels = max(1, round(reach * min(size[0] / rows, size[1] / columns)))
+    return min(pixels, min(size) - 1)
+
+
+def _resized(maps: Float[Tensor, "1 c h w"], size: tuple[int, int]) -> Float[Tensor, "1 c new_h new_w"]:
+    if maps.shape[2:] == size:
+        return maps
+    return F.interpolate(maps, size=size, mode="bilinear")
+
+
+def _guided(guide: Tensor, radius: int, contrast: float) -> Callable[[Tensor], Tensor]:
+    """Locally linear in the image's colours (He et al. 2013), fitted over squares of the radius."""
+    from kornia.filters import guided_blur
+
+    def sharpen(maps: Tensor) -> Tensor:
+        side = 2 * radius + 1
+        row_bytes = guide.shape[3] * (_GUIDED_BYTES + _GUIDED_CLASS_BYTES * maps.shape[1])
+        # Its output is a mean over squares of fits over squares.
+        return _in_strips(
+            lambda part, image: guided_blur(image, part, side, contrast**2, separable=True),
+            maps,
+            guide,
+            halo=2 * radius,
+            rows=_BUDGET // row_bytes,
+        )
+
+    return sharpen
+
+
+def _bilateral(guide: Tensor, radius: int, contrast: float) -> Callable[[Tensor], Tensor]:
+    """Means over pixels that are near in place and alike in colour."""
+    from kornia.filters import joint_bilateral_blur
+
+    def sharpen(maps: Tensor) -> Tensor:
+        side = 2 * radius + 1
+        row_bytes = guide.shape[3] * 4 * side**2 * (maps.shape[1] + guide.shape[1] + 2)
+        space = max(1.0, radius / 2)
+        return _in_strips(
+            lambda part, image: joint_bilateral_blur(part, image, side, contrast, (space, space)),
+            maps,
+            guide,
+            halo=radius,
+            rows=_BUDGET // row_bytes,
+        )
+
+    return sharpen
+
+
+_FILTERS = {"guided": _guided, "bilateral": _bilateral}
+
+
+def _in_strips(
+    blur: Callable[[Tensor, Tensor], Tensor], maps: Tensor, guide: Tensor, *, halo: int, rows: int
+) -> Float[Tensor, "1 c h w"]:
+    """A filter over strips of so many rows, each with what it sees of its neighbours; the same as over the whole."""
+    height = maps.shape[2]
+    # Strips that are lower than their halo would be computed more often than they are used.
+    rows = max(rows, halo, 1)
+    parts = []
+    for top in range(0, height, rows):
+        bottom = min(height, top + rows)
+        first, last = max(0, top - halo), min(height, bottom + halo)
+        blurred = blur(maps[:, :, first:last], guide[:, :, first:last])
+        parts.append(blurred[:, :, top - first : bottom - first])
+    return torch.cat(parts, dim=2)

@@ -1,0 +1,114 @@
+"""Every choice that a segmentation depends on, beside the backbone and the examples."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cribo.retrieval.voting import PatchLabels, Vote
+
+Refine = Literal["none", "guided", "bilateral"]
+Precision = Literal["float32", "float16"]
+
+OF_FEATURES = ("size", "scale", "window", "stride", "layers", "precision")
+"""The settings that the features in a memory depend on: they stay as they were when it was begun."""
+
+_SCALE = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentationSettings:
+    """How images are encoded, how patches vote, and how their votes become labels of pixels.
+
+    Args:
+        size: pixels of the shorter side at which images are encoded, rounded to patches; None for `scale`.
+        scale: by how much images are enlarged before they are encoded, where there is no `size`; 2 by default. A larger
+            image has more patches, and finer labels, at a cost that grows with its area.
+        window: encode images in square windows of so many pixels, after they were resized, and average the features
+            where windows overlap; None encodes each image as a whole. For images far larger than the backbone's own.
+        stride: pixels between windows; two thirds of the window by default.
+        layers: how many of the backbone's last blocks give features, concatenated.
+        precision: in which the features of the memory are kept; `float16` takes half the room.
+        neighbours: k, how many nearest patches vote.
+        vote: weight of a neighbour: `attention` (softmax of cosine / temperature), `similarity` (its cosine) or
+            `majority` (all alike).
+        temperature: of the attention; the smaller, the more the very nearest decide.
+        patch_labels: `soft`, the share of each class in a patch, or `hard`, the class of most of its pixels.
+        refine: have the edges of the image draw those of the labels: with a `guided` filter, a joint `bilateral`
+            filter, or `none`.
+        reach: radius of that filter, in patches.
+        contrast: difference in colour (0 to 1) from which on an edge counts as one.
+
+    Raises:
+        ValueError: a value out of range, or two that exclude each other.
+    """
+
+    size: int | None = None
+    scale: float | None = None
+    window: int | None = None
+    stride: int | None = None
+    layers: int = 1
+    precision: Precision = "float16"
+    neighbours: int = 30
+    vote: Vote = "attention"
+    temperature: float = 0.02
+    patch_labels: PatchLabels = "soft"
+    refine: Refine = "guided"
+    reach: float = 1.0
+    contrast: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("size", "window", "stride", "layers", "neighbours"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be >= 1, got {value}")
+        for name in ("scale", "temperature", "reach", "contrast"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ValueError(f"{name} must be > 0, got {value}")
+        if self.size is not None and self.scale is not None:
+            raise ValueError(f"size={self.size} and scale={self.scale} exclude each other: leave one of them out")
+        if self.stride is not None and (self.window is None or self.stride > self.window):
+            raise ValueError(
+                f"stride must be at most the window, got {self.stride} with a window of {self.window}: windows that "
+                "lie further apart leave gaps"
+            )
+
+    @property
+    def enlarged(self) -> float:
+        """The factor by which images are resized, where there is no size."""
+        return _SCALE if self.scale is None else self.scale
+
+    def check(self, patch_size: int) -> None:
+        """See whether windows fit a backbone's patches.
+
+        Raises:
+            ValueError: a window or stride that is no multiple of the patch size, or below it.
+        """
+        for name in ("window", "stride"):
+            value = getattr(self, name)
+            if value is not None and (value < patch_size or value % patch_size):
+                below, above = value // patch_size * patch_size, (value // patch_size + 1) * patch_size
+                raise ValueError(
+                    f"{name} must be a multiple of the backbone's patch size {patch_size}, got {value}: use "
+                    f"{f'{below} or {above}' if below else above}"
+                )
+
+    def steps(self, patch_size: int) -> tuple[int, int] | None:
+        """Side of a window and distance of windows in patches; None where there are no windows."""
+        if self.window is None:
+            return None
+        side = self.window // patch_size
+        return side, self.stride // patch_size if self.stride is not None else max(1, side * 2 // 3)
+
+    def changed(self, changes: Mapping[str, Any]) -> "SegmentationSettings":
+        """These settings with some others, for a memory that is there already.
+
+        Raises:
+            ValueError: a setting that the features in the memory depend on, or a value out of range.
+        """
+        for name in OF_FEATURES:
+            if name in changes and changes[name] != getattr(self, name):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)} in the memory and cannot be {changes[name]} for new images: "
+                    f"leave it out, or make another memory with it"
+                )
+        return dataclasses.replace(self, **changes)

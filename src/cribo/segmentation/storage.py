@@ -1,0 +1,144 @@
+"""The file of a memory: features and labels of its patches, and what they are of."""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors
+import safetensors.torch
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from cribo.data.images import DataError, require
+from cribo.data.segmentation import Colour
+from cribo.files import write_whole
+
+FORMAT = 1
+
+_KIND = "cribo segmentation memory"
+
+
+class StoredExample(NamedTuple):
+    """What is known of an example.
+
+    Attributes:
+        name: for people.
+        image, labels: hashes of their pixels.
+    """
+
+    name: str
+    image: str
+    labels: str
+
+    def is_same(self, other: "StoredExample") -> bool:
+        """Whether both are of the same pixels."""
+        return (self.image, self.labels) == (other.image, other.labels)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What is in the file.
+
+    Attributes:
+        encoder: identity of the encoder, by which it is known again.
+        source: where its weights came from, for people.
+        classes: names; None where they are numbered.
+        palette: colours; None where no example had any.
+        settings: of `SegmentationSettings`.
+        examples: what they are.
+        features: of the patches of each example.
+        pixels: of each example, (patch, class, number of pixels).
+    """
+
+    encoder: str
+    source: str
+    classes: list[str] | None
+    palette: list[Colour] | None
+    settings: dict[str, Any]
+    examples: Sequence[StoredExample]
+    features: Sequence[Float[Tensor, "n d"]]
+    pixels: Sequence[Int[Tensor, "s 3"]]
+
+
+def write_memory(path: str | os.PathLike[str], stored: Stored) -> None:
+    """Write a memory, whole or not at all.
+
+    Raises:
+        ValueError: a memory without examples.
+        OSError: it cannot be written.
+    """
+    path = Path(path)
+    if not stored.examples:
+        raise ValueError(f"an empty memory is not written to {path}: add an image with labels first")
+    tensors = {
+        "features": torch.cat(list(stored.features)),
+        "pixels": torch.cat(list(stored.pixels)),
+        "patches_of_example": torch.tensor([len(part) for part in stored.features]),
+        "pixels_of_example": torch.tensor([len(part) for part in stored.pixels]),
+    }
+    about = {
+        "format": FORMAT,
+        "sha256": _sha256(tensors),
+        "encoder": stored.encoder,
+        "source": stored.source,
+        "classes": stored.classes,
+        "palette": stored.palette,
+        "settings": stored.settings,
+        "examples": [example._asdict() for example in stored.examples],
+    }
+
+    def save(part: Path) -> None:
+        try:
+            safetensors.torch.save_file(tensors, part, metadata={_KIND: json.dumps(about)})
+        except safetensors.SafetensorError as error:
+            raise OSError(f"cannot write {path}: {error}") from error
+
+    write_whole(path, save)
+
+
+def read_memory(path: str | os.PathLike[str]) -> Stored:
+    """Read what `write_memory` wrote.
+
+    Raises:
+        MissingData: there is no such file.
+        DataError: it is damaged, none of ours, or of a newer version.
+    """
+    path = Path(path).expanduser()
+    require(path)
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        raise DataError(f"{path} is no memory, or is damaged ({error}): make it again") from error
+    if _KIND not in metadata:
+        held = ", ".join(sorted(tensors)[:4]) or "nothing"
+        raise DataError(f"{path} is no memory of `cribo segment`, but holds {held}: make one with --examples")
+    about = json.loads(metadata[_KIND])
+    if about["format"] > FORMAT:
+        raise DataError(f"{path} has the format {about['format']}, this version of cribo knows {FORMAT}: update it")
+    if _sha256(tensors) != about["sha256"]:
+        raise DataError(f"{path} is damaged: its content does not fit its checksum; copy it again, or make it again")
+    return Stored(
+        encoder=about["encoder"],
+        source=about["source"],
+        classes=about["classes"],
+        palette=None if about["palette"] is None else [(r, g, b) for r, g, b in about["palette"]],
+        settings=about["settings"],
+        examples=[StoredExample(**example) for example in about["examples"]],
+        features=tensors["features"].split(tensors["patches_of_example"].tolist()),
+        pixels=tensors["pixels"].split(tensors["pixels_of_example"].tolist()),
+    )
+
+
+def _sha256(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, values in sorted(tensors.items()):
+        digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
+        digest.update(values.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,57 @@
+"""Images whose features can be known exactly, and files of them."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from cribo.retrieval import PatchEncoder
+from cribo.segmentation import SegmentationSettings
+
+PATCH = 4
+EXACT = SegmentationSettings(scale=1.0, neighbours=3, refine="none")
+
+
+def _one_hot_of_red(images: torch.Tensor) -> torch.Tensor:
+    red = F.avg_pool2d(images[:, :1] * 255, PATCH).flatten(2)[:, 0]
+    return F.one_hot((red / 20).round().long().clamp(max=15), 16).float()
+
+
+PERFECT = PatchEncoder(_one_hot_of_red, PATCH, "one-hot")
+"""The class itself, as the mean red of a patch tells it."""
+
+
+def blocks(*rows: list[int]) -> torch.Tensor:
+    """A label map of one class per patch."""
+    return torch.tensor(rows, dtype=torch.uint8).repeat_interleave(PATCH, 0).repeat_interleave(PATCH, 1)
+
+
+def image_of(labels: torch.Tensor, blue: int = 200) -> torch.Tensor:
+    """The image (3, H, W) whose red is the class of each pixel times 20."""
+    red = torch.where(labels == 255, 140, labels.long() * 20).to(torch.uint8)
+    return torch.stack((red, torch.full_like(red, 3), torch.full_like(red, blue)))
+
+
+def save_example(
+    folder: Path, name: str, labels: torch.Tensor, *, palette: list[int] | None = None, label_name: str | None = None
+) -> None:
+    """Write an image, losslessly, and its label map beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_image(folder / f"{name}.bmp", labels)
+    save_labels(folder / f"{label_name or name}.png", labels, palette)
+
+
+def save_image(path: Path, labels: torch.Tensor) -> None:
+    """Write the image of some labels."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(image_of(labels).permute(1, 2, 0).contiguous().numpy()).save(path)
+
+
+def save_labels(path: Path, labels: torch.Tensor, palette: list[int] | None = None) -> None:
+    """Write a label map, with the colours of a palette."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = Image.fromarray(labels.to(torch.uint8).numpy())
+    if palette is not None:
+        written.putpalette(palette)
+    written.save(path)

@@ -1,0 +1,303 @@
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+import cribo
+from cribo.data.images import DataError, MissingData
+from cribo.data.reading import UnreadableImage
+from cribo.models import Backbone, build_backbone
+from cribo.retrieval import PatchEncoder
+from cribo.segmentation import Example, SegmentationMemory, SegmentationSettings
+from cribo.segmentation.settings import Refine
+
+from .coded import EXACT, PERFECT, blocks, image_of, save_image, save_labels
+
+FIRST = blocks([0, 1, 2], [2, 2, 0])
+SECOND = blocks([3, 3, 3], [1, 255, 3])
+NEW = blocks([2, 3], [0, 1], [1, 1])
+
+
+def tiny(seed: int = 0) -> Backbone:
+    args = {"patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2}
+    return build_backbone("vit_tiny_patch16_224", args=args, image_size=32, seed=seed)
+
+
+def perfect(**settings) -> SegmentationMemory:
+    return SegmentationMemory(PERFECT, settings=dataclasses.replace(EXACT, **settings), device="cpu")
+
+
+def filled(**settings) -> SegmentationMemory:
+    memory = perfect(**settings)
+    memory.extend([Example(image_of(FIRST), FIRST), Example(image_of(SECOND), SECOND)])
+    return memory
+
+
+def test_a_new_image_takes_the_labels_of_its_nearest_patches() -> None:
+    found = filled(neighbours=1).segment(image_of(NEW))
+    # Between the middles of patches votes are interpolated; at the middles they are the patches' own.
+    middles = (slice(1, None, 4), slice(1, None, 4))
+    assert torch.equal(found.labels[middles], NEW[middles])
+    assert found.labels.dtype == torch.uint8
+    assert found.confidence.shape == NEW.shape
+    assert found.confidence.min() > 0.2
+    assert found.confidence.max() == 1
+    measured = {name: float((found.labels == int(name)).double().mean()) for name in found.shares}
+    assert found.shares == pytest.approx(measured)
+    assert list(found.shares) == sorted(found.shares, key=lambda name: -found.shares[name])
+
+
+def test_all_kinds_of_input_are_the_same_image(tmp_path: Path) -> None:
+    save_image(tmp_path / "a.png", FIRST)
+    save_labels(tmp_path / "l.png", FIRST)
+    array = image_of(FIRST).permute(1, 2, 0).numpy()
+    memory = perfect()
+    assert memory.add(tmp_path / "a.png", tmp_path / "l.png")
+    for image in (str(tmp_path / "a.png"), array, Image.fromarray(array), image_of(FIRST)):
+        for labels in (str(tmp_path / "l.png"), FIRST, FIRST.long(), FIRST.numpy(), FIRST.numpy().astype(np.int16)):
+            assert not memory.add(image, labels)
+    assert len(memory) == 1
+    assert memory.names == ["a.png"]
+
+
+def test_examples_may_be_added_later() -> None:
+    memory = perfect(neighbours=1)
+    memory.add(image_of(FIRST), FIRST)
+    assert memory.classes == ["0", "1", "2"]
+    assert "3" not in memory.segment(image_of(NEW)).shares
+    memory.add(image_of(SECOND), SECOND)
+    assert memory.classes == ["0", "1", "2", "3"]
+    assert memory.segment(image_of(NEW)).shares["3"] > 0.05
+
+
+def test_corrected_labels_take_the_place_of_the_old_ones() -> None:
+    memory = filled(neighbours=1)
+    before = memory.patches
+    corrected = torch.where(FIRST == 2, 3, FIRST)
+    assert memory.add(image_of(FIRST), corrected)
+    assert (len(memory), memory.patches) == (2, before)
+    assert "2" not in memory.segment(image_of(NEW)).shares
+
+
+def test_all_or_none_of_several_examples_are_added() -> None:
+    memory = perfect()
+    with pytest.raises(DataError, match="labels must have the size of their image, 12 x 8, got 8 x 12"):
+        memory.extend([Example(image_of(FIRST), FIRST), Example(image_of(SECOND), NEW)])
+    assert len(memory) == 0
+
+
+def test_patches_without_any_class_are_left_out() -> None:
+    memory = perfect()
+    labels = FIRST.clone()
+    labels[:4] = 255
+    labels[0, 0] = 1  # a single pixel of a stroke is enough
+    memory.add(image_of(FIRST), labels)
+    assert memory.patches == 4
+
+
+def test_soft_and_hard_labels_of_patches() -> None:
+    labels = torch.zeros(4, 4, dtype=torch.uint8)
+    labels[0] = 1
+    image = image_of(torch.zeros_like(labels))
+    for patch_labels, confidence in (("soft", 0.75), ("hard", 1.0)):
+        memory = perfect(patch_labels=patch_labels)
+        memory.add(image, labels)
+        found = memory.segment(image)
+        assert not found.labels.any()
+        assert float(found.confidence[0, 0]) == pytest.approx(confidence)
+
+
+def test_a_small_memory_votes_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
+    memory = perfect(neighbours=30)
+    memory.add(image_of(FIRST), FIRST)
+    logger = logging.getLogger("cribo")
+    logger.propagate = True
+    with caplog.at_level(logging.WARNING, "cribo"):
+        memory.segment(image_of(FIRST))
+        memory.segment(image_of(FIRST))
+    assert [record.getMessage() for record in caplog.records] == [
+        "the memory has 6 patches, fewer than the 30 neighbours asked for: all of them vote"
+    ]
+
+
+@pytest.mark.parametrize("refine", ["none", "guided", "bilateral"])
+def test_images_of_other_sizes_together_are_as_each_alone(refine: Refine) -> None:
+    memory = SegmentationMemory(tiny(), settings=SegmentationSettings(refine=refine, neighbours=5))
+    generator = torch.Generator().manual_seed(0)
+    images = [
+        torch.randint(0, 256, (3, *size), generator=generator, dtype=torch.uint8)
+        for size in ((40, 56), (31, 17), (40, 56), (3, 90))
+    ]
+    for image in images[:2]:
+        memory.add(image, torch.randint(0, 3, image.shape[1:], generator=generator))
+    for image, together in zip(images, memory.segment_all(images), strict=True):
+        alone = memory.segment(image)
+        assert together.labels.shape == image.shape[1:]
+        # Rounding may decide between two classes with as many votes.
+        assert (alone.labels != together.labels).float().mean() < 0.01
+        torch.testing.assert_close(alone.confidence, together.confidence, atol=1e-3, rtol=1e-3)
+        assert together.confidence.min() >= 0
+        assert together.confidence.max() <= 1
+
+
+def test_the_backbone_is_left_as_it_was() -> None:
+    backbone = tiny().train()
+    memory = SegmentationMemory(backbone, settings=EXACT)
+    image = torch.zeros(3, 32, 32, dtype=torch.uint8)
+    memory.add(image, image[0])
+    assert backbone.training
+
+
+# ----------------------------------------------------------------------------------------------- on disk
+
+
+def test_a_memory_that_is_read_labels_as_the_one_that_was_written(tmp_path: Path) -> None:
+    memory = SegmentationMemory(tiny(), classes=["a", "b", "c"], settings=SegmentationSettings(neighbours=4))
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randint(0, 256, (3, 40, 48), generator=generator, dtype=torch.uint8)
+    labels = torch.randint(0, 3, (40, 48), generator=generator)
+    labels[:10] = 255
+    memory.add(image, labels, name="one")
+    memory.save(tmp_path / "m.safetensors")
+    read = SegmentationMemory.load(tmp_path / "m.safetensors", tiny())
+    assert (read.classes, read.names, read.palette) == (["a", "b", "c"], ["one"], memory.palette)
+    assert (read.settings, read.fingerprint) == (memory.settings, memory.fingerprint)
+    assert not read.add(image, labels)
+    before, after = memory.segment(image), read.segment(image)
+    assert torch.equal(before.labels, after.labels)
+    assert torch.equal(before.confidence, after.confidence)
+
+
+def test_how_patches_vote_can_be_changed_when_a_memory_is_read(tmp_path: Path) -> None:
+    filled().save(tmp_path / "m")
+    read = SegmentationMemory.load(tmp_path / "m", PERFECT, changes={"neighbours": 1, "patch_labels": "hard"})
+    assert read.settings.neighbours == 1
+    assert read.fingerprint != filled().fingerprint
+    with pytest.raises(ValueError, match=r"scale is 1\.0 in the memory and cannot be 2\.0"):
+        SegmentationMemory.load(tmp_path / "m", PERFECT, changes={"scale": 2.0})
+
+
+def test_the_memory_of_another_backbone_is_refused_by_name(tmp_path: Path) -> None:
+    memory = SegmentationMemory(tiny())
+    memory.add(image_of(FIRST), FIRST)
+    memory.save(tmp_path / "m")
+    with pytest.raises(DataError, match=r"another backbone, vit_tiny_patch16_224 with random weights \([0-9a-f]{12}\)"):
+        SegmentationMemory.load(tmp_path / "m", tiny(seed=1))
+    with pytest.raises(DataError, match="another backbone"):
+        SegmentationMemory.load(tmp_path / "m", PERFECT)
+
+
+def test_damaged_memories_and_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    with pytest.raises(MissingData, match="there is no 'm'"):
+        SegmentationMemory.load(path, PERFECT)
+    filled().save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5])
+    with pytest.raises(DataError, match="is no memory, or is damaged"):
+        SegmentationMemory.load(path, PERFECT)
+    path.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
+    with pytest.raises(DataError, match="does not fit its checksum"):
+        SegmentationMemory.load(path, PERFECT)
+    save_file({"weight": torch.zeros(2)}, path)
+    with pytest.raises(DataError, match="no memory of `cribo segment`, but holds weight"):
+        SegmentationMemory.load(path, PERFECT)
+    about = {"format": 99, "sha256": ""}
+    save_file({"features": torch.zeros(2)}, path, metadata={"cribo segmentation memory": json.dumps(about)})
+    with pytest.raises(DataError, match="has the format 99, this version of cribo knows 1"):
+        SegmentationMemory.load(path, PERFECT)
+
+
+def test_a_memory_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m"
+    filled().save(path)
+    old = path.read_bytes()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        filled(neighbours=2).save(path)
+    assert path.read_bytes() == old
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_cannot_be_saved(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="an empty memory is not written"):
+        perfect().save(tmp_path / "m")
+    memory = SegmentationMemory(PatchEncoder(PERFECT.encode, PERFECT.patch_size), settings=EXACT)
+    memory.add(image_of(FIRST), FIRST)
+    with pytest.raises(ValueError, match="encoder without identity cannot be saved"):
+        memory.save(tmp_path / "m")
+
+
+# ----------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (blocks([0, 1], [1, 1]), "size of their image, 12 x 8, got 8 x 8"),
+        (torch.full((8, 12), 255), r"every pixel is 255 \(no class\)"),
+        (torch.full((8, 12), 2), r"labels must be in 0\.\.1 \(road, sky\) or 255 \(no class\), got 2"),
+        (torch.full((8, 12), 300), r"labels must be classes 0 to 254, .* got 300 at 96 of 96 pixels"),
+        (torch.full((8, 12), -1), "got -1 at 96 of 96 pixels"),
+    ],
+)
+def test_labels_that_cannot_be_used(labels: torch.Tensor, message: str) -> None:
+    memory = SegmentationMemory(PERFECT, classes=["road", "sky"], settings=EXACT)
+    with pytest.raises(DataError, match=message):
+        memory.add(image_of(FIRST), labels)
+    assert len(memory) == 0
+
+
+def test_images_that_cannot_be_used(tmp_path: Path) -> None:
+    memory = filled()
+    (tmp_path / "broken.jpg").write_bytes(b"no image")
+    with pytest.raises(UnreadableImage, match=r"broken\.jpg: not an image"):
+        memory.segment(tmp_path / "broken.jpg")
+    with pytest.raises(ValueError, match=r"uint8 array \(H, W, 3\), got float64"):
+        memory.segment(np.zeros((8, 8, 3)))
+    with pytest.raises(ValueError, match=r"uint8 tensor \(3, H, W\), got torch.uint8 \(8, 8, 3\)"):
+        memory.segment(torch.zeros(8, 8, 3, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"labels must be integers \(H, W\), got float32"):
+        memory.add(image_of(FIRST), FIRST.float())
+
+
+def test_an_empty_memory_labels_nothing() -> None:
+    with pytest.raises(DataError, match="the memory is empty"):
+        perfect().segment(image_of(FIRST))
+
+
+def test_the_colours_of_the_first_palette_are_kept_and_others_refused(tmp_path: Path) -> None:
+    palette = [1, 2, 3, 40, 50, 60, 7, 8, 9]
+    save_labels(tmp_path / "a.png", FIRST, palette)
+    memory = perfect()
+    memory.add(image_of(FIRST), tmp_path / "a.png")
+    assert memory.palette == [(1, 2, 3), (40, 50, 60), (7, 8, 9)]
+    save_labels(tmp_path / "grey.png", SECOND)
+    memory.add(image_of(SECOND), tmp_path / "grey.png")
+    assert memory.palette == [(1, 2, 3), (40, 50, 60), (7, 8, 9), (0, 0, 128)]
+    save_labels(tmp_path / "other.png", blocks([0, 2]), [1, 2, 3, 0, 0, 0, 9, 9, 9])
+    with pytest.raises(DataError, match=r"class 2 has the colour \(9, 9, 9\) in its palette, and \(7, 8, 9\)"):
+        memory.add(image_of(blocks([0, 2])), tmp_path / "other.png")
+    # Colours of classes that are not in the image contradict nobody.
+    save_labels(tmp_path / "part.png", blocks([0, 0]), [1, 2, 3, 0, 0, 0])
+    assert memory.add(image_of(blocks([0, 0])), tmp_path / "part.png")
+
+
+def test_classes_without_an_example_are_known() -> None:
+    memory = SegmentationMemory(PERFECT, classes=["a", "b", "c", "d", "e"], settings=EXACT)
+    memory.add(image_of(SECOND), SECOND)
+    assert memory.absent == ["a", "c", "e"]
+
+
+def test_it_is_in_the_package() -> None:
+    assert cribo.SegmentationMemory is SegmentationMemory
