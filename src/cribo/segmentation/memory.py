@@ -29,6 +29,8 @@ from cribo.segmentation.storage import Stored, StoredExample, read_memory, write
 
 log = logging.getLogger("cribo")
 
+BackboneLike = Backbone | PatchEncoder | BackboneConfig | str | os.PathLike[str]
+
 _DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
 
 
@@ -80,7 +82,7 @@ class SegmentationMemory:
 
     Args:
         backbone: a `Backbone`, which is used on the device where it is; what `load_backbone` takes, or
-            `mean-colour`; or any `PatchEncoder`.
+            `mean-colour`, as it is or in a `BackboneConfig`; or any `PatchEncoder`.
         classes: names of the classes, or a text file of them; when None they are numbered, up to the highest label.
         palette: a colour for each class; those of the first example that is a palette PNG when None, or Pascal VOC's.
         settings: how images are encoded, and how their patches are labelled.
@@ -105,7 +107,7 @@ class SegmentationMemory:
 
     def __init__(
         self,
-        backbone: Backbone | PatchEncoder | str | os.PathLike[str],
+        backbone: BackboneLike,
         *,
         classes: Sequence[str] | str | os.PathLike[str] | None = None,
         palette: Sequence[Colour] | None = None,
@@ -114,7 +116,7 @@ class SegmentationMemory:
         batch_size: int = 8,
     ) -> None:
         self.settings = settings or SegmentationSettings()
-        encoder, self.source, device = _opened(backbone, self.settings.layers, device)
+        encoder, self.backbone, device = _opened(backbone, self.settings.layers, device)
         self.encoder = GridEncoder(encoder, self.settings, device, batch_size)
         self._classes = None if classes is None else class_names(classes)
         self._palette = None if palette is None else list(palette)
@@ -351,7 +353,7 @@ class SegmentationMemory:
         with self._lock:
             stored = Stored(
                 encoder=identity,
-                source=self.source,
+                source=self.backbone["source"],
                 classes=self._classes,
                 palette=self._palette,
                 settings=dataclasses.asdict(self.settings),
@@ -365,7 +367,7 @@ class SegmentationMemory:
     def load(
         cls,
         path: str | os.PathLike[str],
-        backbone: Backbone | PatchEncoder | str | os.PathLike[str],
+        backbone: BackboneLike,
         *,
         changes: Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
@@ -399,7 +401,7 @@ class SegmentationMemory:
         if identity != stored.encoder:
             raise DataError(
                 f"{path} was made with the features of another backbone, {stored.source} ({stored.encoder[:12]}), "
-                f"this is {memory.source} ({str(identity)[:12]}): give that one, or make another memory"
+                f"this is {memory.backbone['source']} ({str(identity)[:12]}): give that one, or make another memory"
             )
         for about, features, pixels in zip(stored.examples, stored.features, stored.pixels, strict=True):
             counts = torch.zeros(len(features), int(pixels[:, 1].max()) + 1, dtype=torch.long)
@@ -421,20 +423,23 @@ def default_palette(classes: Sequence[str]) -> list[Colour]:
 
 
 def _opened(
-    backbone: Backbone | PatchEncoder | str | os.PathLike[str], layers: int, device: torch.device | str | None
-) -> tuple[PatchEncoder, str, torch.device]:
-    """The encoder, what to call its source, and the device."""
+    backbone: BackboneLike, layers: int, device: torch.device | str | None
+) -> tuple[PatchEncoder, dict[str, Any], torch.device]:
+    """The encoder, what is known of it, and the device."""
     if isinstance(backbone, Backbone):
         place = next(backbone.parameters()).device if device is None else torch.device(device)
         if not 1 <= layers <= backbone.depth:
             raise ValueError(f"layers must be 1 to {backbone.depth}, the blocks of {backbone.name}, got {layers}")
         source = backbone.loaded.source if backbone.loaded else f"{backbone.name} with random weights"
-        return backbone_encoder(backbone.to(place), layers=layers), source, place
+        encoder = backbone_encoder(backbone.to(place), layers=layers)
+        return encoder, {"source": source, "architecture": backbone.name}, place
     place = torch.device(resolve_devices(None if device is None else (str(device),), "device")[0])
     if isinstance(backbone, PatchEncoder):
-        return backbone, f"an encoder named {backbone.identity}", place
-    config = BackboneConfig(os.fspath(backbone), layers=layers)
-    return open_encoder(config, str(place))[0], config.source, place
+        return backbone, {"source": f"an encoder named {backbone.identity}"}, place
+    if not isinstance(backbone, BackboneConfig):
+        backbone = BackboneConfig(os.fspath(backbone))
+    encoder, about = open_encoder(dataclasses.replace(backbone, layers=layers), str(place))
+    return encoder, about, place
 
 
 def _name_of(image: ImageLike, number: int) -> str:

@@ -1,0 +1,84 @@
+"""`cribo segment`: label the pixels of many images by a few examples."""
+
+import shlex
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places
+from cribo.console import log_to
+
+HELP = """\
+Label the pixels of many images by a few labelled examples. Nothing is trained: each patch of a new image takes its
+label from the most similar patches of the examples.
+
+  cribo segment --backbone runs/mine --examples EXAMPLES --images FRAMES --out RESULT
+  cribo segment --backbone runs/mine --examples EXAMPLES --images FRAMES --out RESULT --memory mine.safetensors
+  cribo segment --backbone runs/mine --memory mine.safetensors --images 'MORE/**/*.jpg' --out RESULT2
+
+EXAMPLES holds a.jpg beside a.png (or a_labels.png), or images/a.jpg and labels/a.png, or images and one JSON file of
+COCO's format. RESULT gets label maps, overlays, confidences, summary.csv and contact.png. What was interrupted goes on
+with the same command and --resume. Classes mixed up? Add examples of them. Edges ragged? --refine. Large images?
+--size 512, or --window 448.
+"""
+
+LESS_MEMORY = "lower --batch_size or --size, or use --window"
+
+
+def main(words: list[str]) -> int:
+    """Run the command."""
+    return guarded("cribo segment", _segment, words, less_memory=LESS_MEMORY)
+
+
+def _segment(words: list[str]) -> None:
+    from cribo.arguments import Parser
+    from cribo.segmentation.config import SegmentConfig
+    from cribo.segmentation.run import OVERVIEW, SUMMARY, segment_images, speed
+
+    console = Console(soft_wrap=True)
+    log_to(console)
+    parser = Parser(
+        prog="cribo segment",
+        description=HELP,
+        usage="cribo segment --backbone SOURCE --examples DIR --images DIR --out DIR [options]",
+        short=BACKBONE_SHORT,
+        switches=BACKBONE_SWITCHES,
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for what is written; it must be new")
+    parser.add_argument("--resume", action="store_true", help="go on with what an interrupted command left in --out")
+    parser.add_argument("--overwrite", action="store_true", help="replace results that stand in --out")
+    parser.add_argument("--pictures", type=int, default=6, help="how many images contact.png shows")
+    parser.add_argument("--config", action="config", help="a YAML file with options, which the others override")
+    parser.add_class_arguments(SegmentConfig)
+    parsed = parser.parse_args(words)
+    made = parser.instantiate(parsed)
+    config = SegmentConfig(**{name: made[name] for name in SegmentConfig.__dataclass_fields__})
+    segmented = segment_images(
+        config,
+        out=parsed.out,
+        resume=parsed.resume,
+        overwrite=parsed.overwrite,
+        pictures=parsed.pictures,
+        command=shlex.join(["cribo", "segment", *words]),
+        console=console,
+    )
+    table = Table(title="Share of each class in all images")
+    table.add_column("class")
+    table.add_column("pixels", justify="right")
+    for name, share in segmented.shares.items():
+        table.add_row(name, f"{share:.1%}")
+    console.print(table)
+    console.print(speed(segmented), highlight=False)
+    if segmented.skipped:
+        console.print(f"{len(segmented.skipped)} could not be read: {', '.join(segmented.skipped)}", highlight=False)
+    print_places(
+        console,
+        {
+            "labels": segmented.folder / "labels",
+            "overlays": segmented.folder / "overlays",
+            "confidence": segmented.folder / "confidence",
+            "numbers": segmented.folder / SUMMARY,
+            "overview": segmented.folder / OVERVIEW,
+        },
+    )

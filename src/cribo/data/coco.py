@@ -1,0 +1,187 @@
+"""Annotations of COCO's format as a class for each pixel."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, UInt8
+from torch import Tensor
+
+from cribo.data.images import DataError, ImageFiles, MissingData, require
+from cribo.data.reading import MAX_PIXELS, image_size
+from cribo.data.segmentation import IGNORE_INDEX, Colour, class_names, colour_map
+
+BACKGROUND = "background"
+"""The class of pixels that lie in no object; it comes first."""
+
+_KEYS = ("images", "annotations", "categories")
+_POLYGON = 6  # numbers of the smallest one, a triangle
+
+
+class CocoLabels:
+    """Images whose objects a file of COCO's format outlines, as `LabelledImages`.
+
+    Class 0 is the background, then the categories come in the order of their ids, which need not be without gaps.
+    Where objects overlap, the smaller one lies on top. Crowds, which outline a region with uncounted objects in it,
+    have no class (255) where no object lies on them.
+
+    Args:
+        annotations: the JSON file; `segmentation` holds polygons or run lengths, compressed or not.
+        images: folder in which its `file_name`s lie; by default, the file's own folder or `images` below it.
+        max_pixels: images with more of them are refused.
+
+    Raises:
+        MissingData: the file, or an image that it names, is not there.
+        DataError: no such JSON, names that occur twice, or annotations of images or categories that it does not list.
+    """
+
+    ignore_index: int = IGNORE_INDEX
+
+    def __init__(
+        self,
+        annotations: str | os.PathLike[str],
+        images: str | os.PathLike[str] | None = None,
+        *,
+        max_pixels: int = MAX_PIXELS,
+    ) -> None:
+        self._file = Path(annotations).expanduser()
+        content = _read(self._file)
+        categories = sorted(content["categories"], key=lambda category: category["id"])
+        self._label = {category["id"]: number for number, category in enumerate(categories, start=1)}
+        self._classes = class_names([BACKGROUND, *(str(category["name"]) for category in categories)])
+        self._entries = list(content["images"])
+        if not self._entries:
+            raise DataError(f"{self._file} lists no image")
+        self._objects: dict[Any, list[Mapping[str, Any]]] = {entry["id"]: [] for entry in self._entries}
+        for annotation in content["annotations"]:
+            self._take(annotation)
+        names = [str(entry["file_name"]) for entry in self._entries]
+        self._images = ImageFiles(self._folder(names, images), names, max_pixels=max_pixels)
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of the classes; label c is `classes[c]`."""
+        return self._classes
+
+    @property
+    def palette(self) -> list[Colour]:
+        """The colour of each class in pictures."""
+        return colour_map(len(self._classes))
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def name(self, index: int) -> str:
+        """The image's name in the file."""
+        return self._images.name(index)
+
+    def image_path(self, index: int) -> str:
+        """Where the image's file is."""
+        return self._images.path(index)
+
+    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
+        """One image, RGB, upright. Raises UnreadableImage (see `read_image`)."""
+        return self._images.load(index)
+
+    def labels(self, index: int) -> UInt8[Tensor, "h w"]:
+        """The class of each pixel, 0 for background, 255 for crowds.
+
+        Raises:
+            UnreadableImage: the image's file is broken.
+            DataError: it is not of the size that the file says, or an outline cannot be used.
+        """
+        entry = self._entries[index]
+        height, width = image_size(self.image_path(index))
+        if (entry.get("height", height), entry.get("width", width)) != (height, width):
+            raise DataError(
+                f"{self._file}: {self.name(index)} must have the size of its file, {width} x {height}, "
+                f"got {entry.get('width')} x {entry.get('height')}"
+            )
+        labels = np.zeros((height, width), dtype=np.uint8)
+        outlined = [(annotation, self._mask(annotation, height, width)) for annotation in self._objects[entry["id"]]]
+        # Crowds first, then from the largest object to the smallest.
+        outlined.sort(key=lambda pair: (not pair[0].get("iscrowd"), -int(pair[1].sum())))
+        for annotation, mask in outlined:
+            labels[mask] = IGNORE_INDEX if annotation.get("iscrowd") else self._label[annotation["category_id"]]
+        return torch.from_numpy(labels)
+
+    def _take(self, annotation: Mapping[str, Any]) -> None:
+        if annotation["image_id"] not in self._objects:
+            raise DataError(
+                f"{self._file}: {_named(annotation)} is of image {annotation['image_id']}, which is not listed"
+            )
+        if annotation["category_id"] not in self._label:
+            raise DataError(
+                f"{self._file}: {_named(annotation)} is of category {annotation['category_id']}, which is not listed; "
+                f"there are {', '.join(map(str, self._label))}"
+            )
+        if not annotation.get("segmentation"):
+            raise DataError(
+                f"{self._file}: {_named(annotation)} has no segmentation: boxes alone do not tell the class of a "
+                "pixel; polygons or run lengths are needed"
+            )
+        self._objects[annotation["image_id"]].append(annotation)
+
+    def _folder(self, names: list[str], given: str | os.PathLike[str] | None) -> Path:
+        folders = [Path(given)] if given is not None else [self._file.parent, self._file.parent / "images"]
+        folder = next((folder for folder in folders if (folder / names[0]).is_file()), folders[0])
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise MissingData(
+                f"{len(missing)} of the {len(names)} images of {self._file} are not in "
+                f"{' or '.join(map(str, folders))}, the first is {missing[0]!r}"
+            )
+        return folder
+
+    def _mask(self, annotation: Mapping[str, Any], height: int, width: int) -> Bool[np.ndarray, "h w"]:
+        from faster_coco_eval.core import mask as coco
+
+        outline = annotation["segmentation"]
+        try:
+            if isinstance(outline, list):
+                if any(len(polygon) < _POLYGON or len(polygon) % 2 for polygon in outline):
+                    raise ValueError("a polygon needs three corners at least, x and y of each")
+                parts: Any = coco.frPyObjects(outline, height, width)
+                encoded: Any = coco.merge(parts)
+            elif tuple(outline["size"]) != (height, width):
+                raise ValueError(f"its run lengths are of {outline['size']} (height, width), not {[height, width]}")
+            else:
+                compressed = isinstance(outline["counts"], str | bytes)
+                encoded = outline if compressed else coco.frPyObjects(outline, height, width)
+            return coco.decode(encoded).astype(bool).reshape(height, width)
+        except (ValueError, RuntimeError, TypeError, KeyError) as error:
+            raise DataError(f"{self._file}: the outline of {_named(annotation)} cannot be used: {error}") from error
+
+
+def is_coco(path: Path) -> bool:
+    """Whether a JSON file is of COCO's format."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and all(isinstance(content.get(key), list) for key in _KEYS)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    require(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is no JSON file ({error})") from error
+    if not isinstance(content, dict) or not all(isinstance(content.get(key), list) for key in _KEYS):
+        raise DataError(f"{path} is not of COCO's format: it must hold the lists {', '.join(_KEYS)}")
+    needed = {"images": ("id", "file_name"), "annotations": ("image_id", "category_id"), "categories": ("id", "name")}
+    for key, fields in needed.items():
+        for number, entry in enumerate(content[key]):
+            missing = [field for field in fields if not isinstance(entry, dict) or field not in entry]
+            if missing:
+                raise DataError(f"{path}: number {number} of its {key} lacks {', '.join(missing)}")
+    return content
+
+
+def _named(annotation: Mapping[str, Any]) -> str:
+    return f"annotation {annotation.get('id', 'without id')}"

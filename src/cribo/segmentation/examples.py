@@ -1,0 +1,180 @@
+"""The examples in a folder: images beside their label maps, in two folders, or with a file of COCO's format."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cribo.data.coco import CocoLabels, is_coco
+from cribo.data.images import EXTENSIONS, DataError, list_files, open_images, require
+from cribo.data.segmentation import Colour, LabelledFolder, by_stem, class_names
+from cribo.segmentation.memory import Example
+
+CLASSES_FILE = "classes.txt"
+
+_MARK = "_labels"  # what tells a label map from an image of the same name
+_LAYOUTS = (
+    "a.jpg beside a.png or a_labels.png; images/a.jpg and labels/a.png; or images and one JSON file of COCO's format"
+)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Images with labels, none of which has been read yet.
+
+    Attributes:
+        names: of the images.
+        classes: names of the classes; None where nothing says them.
+        palette: colours of the classes; None to take those of the label maps.
+        example: gives one of them.
+    """
+
+    names: Sequence[str]
+    classes: list[str] | None
+    palette: list[Colour] | None
+    example: Callable[[int], Example]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def find_examples(
+    source: str | Path, *, labels: str | Path | None = None, classes: str | Path | None = None
+) -> Examples:
+    """The examples in a folder, in any of three layouts, or with their labels elsewhere.
+
+    Args:
+        source: the folder; with `labels`, whatever `open_images` opens.
+        labels: folder of label maps, `a/b.png` for the image `a/b.jpg`; or a file of COCO's format.
+        classes: text file with the names of the classes; `classes.txt` beside the examples by default.
+
+    Raises:
+        DataError: no examples there, an image without labels or labels without image, several annotation files; or
+            names of classes for annotations that have their own.
+    """
+    folder = Path(source).expanduser()
+    require(folder)
+    if labels is not None:
+        labels = Path(labels).expanduser()
+        require(labels)
+        if labels.is_file():
+            return _of_coco(CocoLabels(labels, folder), classes)
+        return _of_folders(folder, labels, classes)
+    if not folder.is_dir():
+        raise DataError(f"{folder} is a file: name the folder of its label maps with --labels, or give a folder")
+    annotations = [path for path in sorted(folder.glob("*.json")) if is_coco(path)]
+    if len(annotations) > 1:
+        names = ", ".join(path.name for path in annotations)
+        raise DataError(f"{folder} holds several files of annotations ({names}): choose one with --labels")
+    if annotations:
+        return _of_coco(CocoLabels(annotations[0]), classes)
+    if (folder / "images").is_dir() and (folder / "labels").is_dir():
+        return _of_folders(folder / "images", folder / "labels", classes or _class_file(folder))
+    return _side_by_side(folder, classes or _class_file(folder))
+
+
+def _class_file(folder: Path) -> Path | None:
+    path = folder / CLASSES_FILE
+    return path if path.is_file() else None
+
+
+def _of_coco(coco: CocoLabels, classes: str | Path | None) -> Examples:
+    if classes is not None:
+        raise DataError(f"--classes {classes} does not go with annotations of COCO's format, which name their own")
+
+    def example(index: int) -> Example:
+        return Example(coco.image_path(index), coco.labels(index), coco.name(index))
+
+    return Examples([coco.name(index) for index in range(len(coco))], coco.classes, coco.palette, example)
+
+
+def _of_folders(images: Path, labels: Path, classes: str | Path | None) -> Examples:
+    names = None if classes is None else class_names(classes)
+    found = LabelledFolder(images, labels, names)
+    stems = by_stem((found.name(index) for index in range(len(found))), EXTENSIONS)
+    for stem in by_stem(list_files(labels, [".png"]), [".png"]):
+        if images.is_dir() and stem not in stems:
+            raise DataError(f"the labels {labels / stem}.png have no image: there is no {stem} in {images}")
+
+    def example(index: int) -> Example:
+        return Example(found.image_path(index), found.label_path(index), found.name(index))
+
+    return Examples([found.name(index) for index in range(len(found))], names, None, example)
+
+
+def _side_by_side(folder: Path, classes: str | Path | None) -> Examples:
+    files = list(list_files(folder, EXTENSIONS))
+    if not files:
+        open_images(folder)  # says what is there instead
+    maps = by_stem((name for name in files if name.lower().endswith(f"{_MARK}.png")), [f"{_MARK}.png"])
+    others = [name for name in files if name not in maps.values()]
+    pictures = [name for name in others if not name.lower().endswith(".png")]
+    plain = by_stem((name for name in others if name.lower().endswith(".png")), [".png"])
+    images = by_stem(pictures, EXTENSIONS)
+    for stem, name in plain.items():
+        if stem in images:
+            if stem in maps:
+                raise DataError(f"{images[stem]} has two label maps in {folder}, {name} and {maps[stem]}: remove one")
+            maps[stem] = name
+        else:
+            images[stem] = name
+    for stem, name in images.items():
+        if stem not in maps:
+            raise DataError(
+                f"the image {name} has no labels: there is neither {stem}.png nor {stem}{_MARK}.png in {folder}; "
+                f"examples are {_LAYOUTS}"
+            )
+    for stem, name in maps.items():
+        if stem not in images:
+            raise DataError(f"the labels {name} have no image: there is no {stem} in {folder}")
+    stems = sorted(images)
+
+    def example(index: int) -> Example:
+        stem = stems[index]
+        return Example(folder / images[stem], folder / maps[stem], images[stem])
+
+    names = None if classes is None else class_names(classes)
+    return Examples([images[stem] for stem in stems], names, None, example)
+
+
+def open_targets(source: str, *, apart_from: Path | None = None) -> tuple[Path, list[str]]:
+    """The images that are to be labelled: a folder, a glob, a text file that lists them, or one image.
+
+    Args:
+        source: `frames`, `frames/**/*.jpg`, `list.txt` or `frame.jpg`.
+        apart_from: a folder that is left out if it lies among them, such as that of earlier results.
+
+    Returns:
+        a folder, and the paths of the images below it, in order.
+
+    Raises:
+        DataError: there are none, or two that would share their results' names.
+    """
+    path = Path(source).expanduser()
+    if path.is_file() and path.suffix.lower() in EXTENSIONS:
+        folder, names = path.parent, [path.name]
+    elif not path.exists() and any(sign in source for sign in "*?["):
+        folder, names = _of_glob(path)
+        if not names:
+            raise DataError(f"no image matches {source}: looked for {' '.join(EXTENSIONS)} below {folder.absolute()}")
+    else:
+        found = open_images(path)
+        folder, names = Path(found.folder), [found.name(index) for index in range(len(found))]
+    if apart_from is not None:
+        own = apart_from.absolute()
+        names = [name for name in names if own not in (folder / name).absolute().parents]
+        if not names:
+            raise DataError(f"all images of {source} lie in {apart_from}, where results are written")
+    outside = next((name for name in names if Path(name).is_absolute() or ".." in Path(name).parts), None)
+    if outside is not None:
+        raise DataError(f"{source} lists {outside}, which leaves no place for its results: list paths below {folder}")
+    by_stem(names, EXTENSIONS)
+    return folder, names
+
+
+def _of_glob(pattern: Path) -> tuple[Path, list[str]]:
+    """The folder above the first part with a sign of a pattern, and the images below it that match."""
+    first = next(number for number, part in enumerate(pattern.parts) if any(sign in part for sign in "*?["))
+    folder = Path(*pattern.parts[:first])
+    rest = str(Path(*pattern.parts[first:]))
+    found = sorted(path for path in folder.glob(rest) if path.suffix.lower() in EXTENSIONS and path.is_file())
+    return folder, [path.relative_to(folder).as_posix() for path in found]

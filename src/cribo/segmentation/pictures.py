@@ -1,0 +1,90 @@
+"""What a segmentation looks like: labels over the image, and an overview of several with their legend."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from torch import Tensor
+
+from cribo.data.segmentation import IGNORE_INDEX, Colour
+from cribo.drawing import hide_ticks, house_style, paint_classes
+
+_TINT = 0.55  # of a class over the image
+_BORDER = 0.35  # to which the colours are darkened where classes meet
+_ROW_HEIGHT, _LEGEND_LINE, _HEADING = 2.1, 0.22, 0.35  # inch
+_COLUMNS = 6  # of the legend
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One image and what its pixels are.
+
+    Attributes:
+        name: of the image.
+        image: RGB.
+        labels: class of each pixel.
+        confidence: 0 to 1.
+    """
+
+    name: str
+    image: UInt8[Tensor, "3 h w"]
+    labels: UInt8[Tensor, "h w"]
+    confidence: Float[Tensor, "h w"]
+
+
+def overlay(
+    image: UInt8[Tensor, "3 h w"], labels: UInt8[Tensor, "h w"], palette: Sequence[Colour]
+) -> UInt8[np.ndarray, "h w 3"]:
+    """An image tinted with the colour of each pixel's class, with a dark line where classes meet.
+
+    The background, a class 0 that is black in the palette, is left as it is.
+    """
+    picture = image.permute(1, 2, 0).numpy().astype(np.float32)
+    colours = paint_classes(labels, palette, IGNORE_INDEX)
+    tint = np.full((*labels.shape, 1), _TINT, dtype=np.float32)
+    if palette and tuple(palette[0]) == (0, 0, 0):
+        tint[labels.numpy() == 0] = 0
+    painted = (1 - tint) * picture + tint * colours
+    painted[_borders(labels).numpy()] *= _BORDER
+    return painted.round().clip(0, 255).astype(np.uint8)
+
+
+def _borders(labels: UInt8[Tensor, "h w"]) -> Tensor:
+    """The pixels whose right or lower neighbour is of another class."""
+    found = torch.zeros(labels.shape, dtype=torch.bool)
+    found[:, :-1] |= labels[:, :-1] != labels[:, 1:]
+    found[:-1] |= labels[:-1] != labels[1:]
+    return found
+
+
+def draw_overview(panels: Sequence[Panel], classes: Sequence[str], palette: Sequence[Colour]) -> Figure:
+    """Images beside their labels and the confidence of these, with a legend of the classes that occur."""
+    present = sorted(set().union(*(set(panel.labels.unique().tolist()) for panel in panels)) - {IGNORE_INDEX})
+    lines = -(-len(present) // _COLUMNS)
+    height = _HEADING + _ROW_HEIGHT * len(panels) + _LEGEND_LINE * (lines + 1)
+    with house_style():
+        figure = Figure(figsize=(8.6, height), layout="constrained")
+        axes = figure.subplots(len(panels), 3, squeeze=False)
+        for row, panel in zip(axes, panels, strict=True):
+            row[0].imshow(panel.image.permute(1, 2, 0).numpy())
+            row[1].imshow(overlay(panel.image, panel.labels, palette), interpolation="nearest")
+            row[2].imshow(panel.confidence.numpy(), cmap="magma", vmin=0, vmax=1)
+            row[0].set_title(_shortened(panel.name), fontsize=8, loc="left")
+        axes[0][1].set_title("labels", fontsize=9)
+        axes[0][2].set_title("confidence", fontsize=9)
+        hide_ticks(axes)
+        figure.colorbar(axes[0][2].images[0], ax=list(axes[:, 2]), shrink=min(1.0, 1.6 / len(panels)), aspect=14)
+        handles = [
+            Patch(facecolor=tuple(part / 255 for part in palette[c]), edgecolor="0.3", label=classes[c])
+            for c in present
+        ]
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(_COLUMNS, len(handles)), frameon=False)
+    return figure
+
+
+def _shortened(name: str, most: int = 44) -> str:
+    return name if len(name) <= most else f"…{name[1 - most :]}"

@@ -1,0 +1,529 @@
+"""`cribo segment` from beginning to end: examples, memory, images, and what is written of them."""
+
+import csv
+import dataclasses
+import hashlib
+import io
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from PIL import Image
+from rich.console import Console
+from torch import Tensor
+
+from cribo.console import Phases, duration
+from cribo.data.images import DataError, require
+from cribo.data.reading import UnreadableImage, open_header, read_image
+from cribo.devices import resolve_devices, resolve_workers
+from cribo.drawing import write_figure
+from cribo.errors import Stopped
+from cribo.evaluation.results import versions
+from cribo.files import FolderError, claim_folder, holds_results, remove_parts, write_json, write_text, write_whole
+from cribo.segmentation.config import SegmentConfig
+from cribo.segmentation.examples import Examples, find_examples, open_targets
+from cribo.segmentation.memory import Segmentation, SegmentationMemory
+from cribo.segmentation.pictures import Panel, draw_overview, overlay
+from cribo.segmentation.settings import SegmentationSettings
+
+log = logging.getLogger("cribo")
+
+ABOUT = "about.json"
+"""The file by which a folder of results is known."""
+
+SUMMARY, OVERVIEW = "summary.csv", "contact.png"
+
+_DONE = "segmented.jsonl"  # a line for each image whose files are complete
+_CLAIM = {
+    "marker": ABOUT,
+    "advice": "choose another --out, go on with it with --resume, or replace it with --overwrite",
+}
+_JPEG_QUALITY = 90
+_OVERVIEW_SIDE = 480  # pixels of an image in the overview, at most
+
+
+class NothingSegmented(Stopped):
+    """None of the images could be read."""
+
+
+@dataclass(frozen=True)
+class Segmented:
+    """What became of the images.
+
+    Attributes:
+        folder: with the results.
+        images: how many are labelled there.
+        reused: how many of them were, before.
+        skipped: what could not be read, and why.
+        seconds: that the others took.
+        shares: of each class in the pixels of all images.
+    """
+
+    folder: Path
+    images: int
+    reused: int
+    skipped: dict[str, str]
+    seconds: float
+    shares: dict[str, float]
+
+    @property
+    def per_second(self) -> float:
+        """Images per second, of those that were labelled now."""
+        return (self.images - self.reused) / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What `summary.csv` says of an image, and by what its results are known to be of it."""
+
+    name: str
+    content: str
+    size: tuple[int, int]
+    pixels: dict[str, int]
+    confidence: float
+
+
+def segment_images(
+    config: SegmentConfig,
+    *,
+    out: Path,
+    resume: bool = False,
+    overwrite: bool = False,
+    pictures: int = 6,
+    command: str = "",
+    console: Console | None = None,
+) -> Segmented:
+    """Label many images by a few examples, and write label maps, overlays, confidences and a summary.
+
+    Args:
+        config: what is asked for.
+        out: the folder.
+        resume: go on with what stands in `out`, if it was made with the same memory and settings.
+        overwrite: replace what stands in `out`.
+        pictures: how many images the overview shows; 0 for none.
+        command: by which it can be repeated, for the record.
+        console: shows how far it is.
+
+    Raises:
+        ValueError: backbone, examples, memory, settings or folder cannot be used; said before anything is written.
+        FileNotFoundError: a file of the backbone, the examples or the images is not there.
+        ConnectionError: timm's weights cannot be fetched.
+        NothingSegmented: none of the images can be read.
+        OSError: results cannot be written.
+    """
+    console = console or Console(quiet=True)
+    if pictures < 0:
+        raise ValueError(f"pictures must be >= 0, got {pictures}")
+    if resume and overwrite:
+        raise ValueError("--resume goes on with results and --overwrite replaces them: choose one")
+    settings = SegmentationSettings(**config.chosen)
+    folder, names = open_targets(config.images, apart_from=out)
+    examples = None
+    if config.examples is not None:
+        examples = find_examples(config.examples, labels=config.labels, classes=config.classes)
+    goes_on = resume and holds_results(out, marker=ABOUT, overwrite=True, advice="")
+    replaces = not goes_on and holds_results(out, overwrite=overwrite, **_CLAIM)
+    with ExitStack() as stack:
+        progress = stack.enter_context(Phases(console))
+        memory = _open_memory(config, settings, examples)
+        if examples is not None:
+            _add_examples(memory, examples, config, progress)
+        _say_memory(memory, console)
+        writer = _Results(out, memory, config, command)
+        if goes_on:
+            writer.check_same()
+        else:
+            claim_folder(out, overwrite=replaces, **_CLAIM)
+        return _segment_all(memory, folder, names, writer, config, progress, pictures, console)
+
+
+# -------------------------------------------------------------------------------------------------------- memory
+
+
+def _open_memory(
+    config: SegmentConfig, settings: SegmentationSettings, examples: Examples | None
+) -> SegmentationMemory:
+    """The memory in the file, or a new one; nothing is added yet."""
+    device = resolve_devices(None if config.device is None else (config.device,), "device")[0]
+    path = None if config.memory is None else Path(config.memory).expanduser()
+    if path is not None and not path.is_file():
+        if examples is None:
+            require(path)
+        if not path.parent.is_dir():
+            raise FolderError(f"there is no folder {path.parent} for --memory {path.name}: make it, or choose another")
+        if path.is_dir():
+            raise FolderError(f"--memory {path} is a folder: name a file")
+    if path is None or not path.exists():
+        assert examples is not None  # `SegmentConfig` asks for one of them
+        return SegmentationMemory(
+            config.backbone,
+            classes=examples.classes,
+            palette=examples.palette,
+            settings=settings,
+            device=device,
+            batch_size=config.batch_size,
+        )
+    memory = SegmentationMemory.load(
+        path, config.backbone, changes=config.chosen, device=device, batch_size=config.batch_size
+    )
+    if examples is not None and examples.classes is not None and examples.classes != memory.classes:
+        raise DataError(
+            f"the classes of the examples in {config.examples} are {', '.join(examples.classes)}; those of the memory "
+            f"{path} are {', '.join(memory.classes)}: label both by one list, or make another memory"
+        )
+    return memory
+
+
+def _add_examples(memory: SegmentationMemory, examples: Examples, config: SegmentConfig, progress: Phases) -> None:
+    """Add what is not in the memory yet, and write its file if there is one."""
+    changed = 0
+    for start in range(0, len(examples), config.batch_size):
+        part = range(start, min(len(examples), start + config.batch_size))
+        changed += memory.extend([examples.example(number) for number in part])
+        progress("examples", part[-1] + 1, len(examples))
+    if changed < len(examples):
+        log.info("%d of the %d examples are in the memory already", len(examples) - changed, len(examples))
+    if config.memory is not None and changed:
+        memory.save(Path(config.memory).expanduser())
+
+
+def _say_memory(memory: SegmentationMemory, console: Console) -> None:
+    console.print(
+        f"memory: {len(memory)} examples, {memory.patches} patches, {len(memory.classes)} classes", highlight=False
+    )
+    present = len(memory.classes) - len(memory.absent)
+    if memory.absent:
+        log.warning("no example of %s: no pixel will be labelled so", ", ".join(memory.absent))
+    if present == 1:
+        log.warning(
+            "the examples hold one class only, so all pixels will be of it. In a mask of 0 and 255 the latter means "
+            "no class: write 1 for what it shows"
+        )
+
+
+# -------------------------------------------------------------------------------------------------------- images
+
+
+def _segment_all(
+    memory: SegmentationMemory,
+    folder: Path,
+    names: Sequence[str],
+    writer: "_Results",
+    config: SegmentConfig,
+    progress: Phases,
+    pictures: int,
+    console: Console,
+) -> Segmented:
+    """Label all images that are not labelled yet, and sum up."""
+    done = writer.done()
+    writer.begin(len(names))
+    records: dict[str, _Record] = {}
+    skipped: dict[str, str] = {}
+    begun = time.perf_counter()
+    reused = 0
+    workers = max(1, resolve_workers(config.workers))
+    with ThreadPoolExecutor(workers) as readers, ThreadPoolExecutor(workers) as writers:
+        try:
+            images = _read_ahead(readers, folder, names, done, 2 * (workers + config.batch_size))
+            for batch in _batches(images, config.batch_size):
+                fresh: list[_Read] = []
+                for read in batch:
+                    if read.record is not None:
+                        records[read.name] = read.record
+                        reused += 1
+                    elif read.image is None:
+                        skipped[read.name] = read.reason
+                        log.warning("skipped %s: %s", read.name, read.reason)
+                    else:
+                        fresh.append(read)
+                for read, record in zip(fresh, _label(memory, fresh, writer, writers), strict=True):
+                    records[read.name] = record
+                progress("images", len(records) + len(skipped), len(names))
+        except BaseException:
+            if records:
+                console.print(
+                    f"{len(records)} of {len(names)} images are done in {writer.folder}: the same command with "
+                    "--resume goes on",
+                    highlight=False,
+                )
+            readers.shutdown(cancel_futures=True)
+            raise
+    seconds = time.perf_counter() - begun
+    summed = [records[name] for name in names if name in records]
+    writer.sum_up(summed, names, skipped, seconds, reused)
+    if not summed:
+        raise NothingSegmented(f"none of the {len(names)} images could be read; {SUMMARY} in {writer.folder} says why")
+    if pictures:
+        writer.draw_overview(folder, [record.name for record in _spread(summed, pictures)])
+    return Segmented(writer.folder, len(summed), reused, skipped, seconds, writer.shares(summed))
+
+
+@dataclass(frozen=True)
+class _Read:
+    """An image that was read, or the record of what was made of it before, or why it cannot be read."""
+
+    name: str
+    content: str = ""
+    image: Tensor | None = None
+    record: _Record | None = None
+    reason: str = ""
+
+
+def _read(folder: Path, name: str, done: dict[str, _Record]) -> _Read:
+    path = folder / name
+    try:
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        if name in done and done[name].content == content:
+            return _Read(name, record=done[name])
+        return _Read(name, content, read_image(path))
+    except UnreadableImage as error:
+        return _Read(name, reason=error.reason)
+    except OSError as error:
+        return _Read(name, reason=error.strerror or str(error))
+
+
+def _read_ahead(
+    readers: ThreadPoolExecutor, folder: Path, names: Sequence[str], done: dict[str, _Record], ahead: int
+) -> Iterator[_Read]:
+    """Images in order, some of which are read while others are labelled."""
+    waiting: list[Future[_Read]] = []
+    for name in names:
+        waiting.append(readers.submit(_read, folder, name, done))
+        if len(waiting) > ahead:
+            yield waiting.pop(0).result()
+    for future in waiting:
+        yield future.result()
+
+
+def _batches(images: Iterator[_Read], size: int) -> Iterator[list[_Read]]:
+    batch: list[_Read] = []
+    for image in images:
+        batch.append(image)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _label(
+    memory: SegmentationMemory, batch: Sequence[_Read], writer: "_Results", writers: ThreadPoolExecutor
+) -> list[_Record]:
+    """Label a batch and write its files; each image is noted when its own are complete."""
+    images = [read.image for read in batch if read.image is not None]
+    if not images:
+        return []
+    found = memory.segment_all(images)
+    futures = [
+        writers.submit(writer.write, read, image, own) for read, image, own in zip(batch, images, found, strict=True)
+    ]
+    records = [future.result() for future in futures]
+    writer.note(records)
+    return records
+
+
+def _spread(records: Sequence[_Record], number: int) -> list[_Record]:
+    number = min(number, len(records))
+    return [records[place * len(records) // number] for place in range(number)]
+
+
+# ------------------------------------------------------------------------------------------------------- results
+
+
+class _Results:
+    """The folder of results.
+
+    Args:
+        folder: that is claimed for them.
+        memory: by which images are labelled.
+        config: of the command.
+        command: by which it can be repeated.
+    """
+
+    def __init__(self, folder: Path, memory: SegmentationMemory, config: SegmentConfig, command: str) -> None:
+        self.folder = folder
+        self.classes, self.palette = memory.classes, memory.palette
+        self._about: dict[str, Any] = {
+            "format": 1,
+            "command": command,
+            "finished": False,
+            "memory": {
+                "fingerprint": memory.fingerprint,
+                "file": config.memory,
+                "examples": memory.names,
+                "patches": memory.patches,
+            },
+            "backbone": memory.backbone,
+            "settings": dataclasses.asdict(memory.settings),
+            "classes": self.classes,
+            "palette": [list(colour) for colour in self.palette],
+            "confidence": "255 times the share of the vote, 0 to 1, that the pixel's class has there",
+            "versions": versions(str(memory.encoder.device)),
+        }
+
+    def check_same(self) -> None:
+        """See whether what stands in the folder was made with the same memory and settings.
+
+        Raises:
+            FolderError: it was not; the differences are named.
+        """
+        try:
+            old = json.loads((self.folder / ABOUT).read_text(encoding="utf-8"))
+            differences = self._differences(old)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FolderError(f"{self.folder / ABOUT} is damaged: choose another --out, or --overwrite it") from error
+        if differences:
+            raise FolderError(
+                f"{self.folder} was made otherwise and cannot be gone on with: {'; '.join(differences)}. Choose "
+                "another --out, or replace it with --overwrite"
+            )
+
+    def _differences(self, old: dict[str, Any]) -> list[str]:
+        if old["memory"]["fingerprint"] == self._about["memory"]["fingerprint"]:
+            return []
+        found = [
+            f"{name} was {old['settings'].get(name)}, is {value}"
+            for name, value in self._about["settings"].items()
+            if old["settings"].get(name) != value
+        ]
+        if old["backbone"] != self._about["backbone"]:
+            found.append(f"the backbone was {old['backbone']['source']}, is {self._about['backbone']['source']}")
+        if old["classes"] != self._about["classes"]:
+            found.append(f"the classes were {', '.join(old['classes'])}, are {', '.join(self.classes)}")
+        before, now = old["memory"]["examples"], self._about["memory"]["examples"]
+        if before != now or not found:
+            found.append(f"there were {len(before)} examples, are {len(now)}, not all of them the same")
+        return found
+
+    def begin(self, images: int) -> None:
+        """Write down what is going to be done.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        for part in ("labels", "overlays", "confidence"):
+            (self.folder / part).mkdir(exist_ok=True)
+        write_json(self.folder / ABOUT, {**self._about, "images": {"found": images}})
+
+    def done(self) -> dict[str, _Record]:
+        """The images whose files are complete, by name."""
+        path = self.folder / _DONE
+        records: dict[str, _Record] = {}
+        if not path.is_file():
+            return records
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                values = json.loads(line)
+                record = _Record(**{**values, "size": tuple(values["size"])})
+            except (ValueError, TypeError, KeyError):  # the last line of a process that was killed
+                continue
+            if all(target.is_file() for target in self._targets(record.name)):
+                records[record.name] = record
+        return records
+
+    def _targets(self, name: str) -> tuple[Path, Path, Path]:
+        """Where label map, overlay and confidence of an image go."""
+        stem = Path(name).with_suffix("")
+        return (
+            self.folder / "labels" / f"{stem}.png",
+            self.folder / "overlays" / f"{stem}.jpg",
+            self.folder / "confidence" / f"{stem}.png",
+        )
+
+    def write(self, read: _Read, image: UInt8[Tensor, "3 h w"], found: Segmentation) -> _Record:
+        """Write the files of an image, each whole or not at all."""
+        labels, painted, confidence = self._targets(read.name)
+        for path in (labels, painted, confidence):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        indices = Image.fromarray(found.labels.numpy())
+        indices.putpalette([part for colour in self.palette for part in colour])
+        _save(indices, labels, "PNG")
+        _save(Image.fromarray(overlay(image, found.labels, self.palette)), painted, "JPEG", quality=_JPEG_QUALITY)
+        grey = (found.confidence * 255).round().to(torch.uint8)
+        _save(Image.fromarray(grey.numpy()), confidence, "PNG")
+        counts = found.labels.flatten().bincount().tolist()
+        pixels = {self.classes[c]: count for c, count in enumerate(counts) if count}
+        size = (found.labels.shape[0], found.labels.shape[1])
+        return _Record(read.name, read.content, size, pixels, float(found.confidence.mean()))
+
+    def note(self, records: Sequence[_Record]) -> None:
+        """Note images whose files are complete."""
+        with (self.folder / _DONE).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(dataclasses.asdict(record)) + "\n" for record in records)
+
+    def shares(self, records: Sequence[_Record]) -> dict[str, float]:
+        """The share of each class in the pixels of all images, the largest first."""
+        pixels = {name: sum(record.pixels.get(name, 0) for record in records) for name in self.classes}
+        total = max(1, sum(pixels.values()))
+        return {name: count / total for name, count in sorted(pixels.items(), key=lambda pair: -pair[1])}
+
+    def sum_up(
+        self,
+        records: Sequence[_Record],
+        names: Sequence[str],
+        skipped: dict[str, str],
+        seconds: float,
+        reused: int,
+    ) -> None:
+        """Write the summary, and what has been done."""
+        by_name = {record.name: record for record in records}
+        text = io.StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        table.writerow(["image", "width", "height", "confidence", *self.classes, "error"])
+        for name in names:
+            record = by_name.get(name)
+            if record is None:
+                table.writerow([name, "", "", "", *("" for _ in self.classes), skipped[name]])
+                continue
+            height, width = record.size
+            shares = [f"{record.pixels.get(c, 0) / (height * width):.6f}" for c in self.classes]
+            table.writerow([name, width, height, f"{record.confidence:.4f}", *shares, ""])
+        write_text(self.folder / SUMMARY, text.getvalue())
+        fresh = len(records) - reused
+        about = {
+            **self._about,
+            "finished": True,
+            "images": {"found": len(names), "segmented": fresh, "reused": reused, "skipped": len(skipped)},
+            "seconds": round(seconds, 3),
+            "seconds_per_image": round(seconds / fresh, 4) if fresh else None,
+        }
+        write_json(self.folder / ABOUT, about)
+        for path in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
+            remove_parts(path)
+
+    def draw_overview(self, images: Path, names: Sequence[str]) -> None:
+        """Draw some images from what is written of them."""
+        panels = []
+        for name in names:
+            labels, _, confidence = self._targets(name)
+            image = read_image(images / name)
+            step = max(1, -(-max(image.shape[1:]) // _OVERVIEW_SIDE))
+            grey = _read_grey(confidence)[::step, ::step].float() / 255
+            panels.append(Panel(name, image[:, ::step, ::step], _read_grey(labels)[::step, ::step], grey))
+        write_figure(self.folder / OVERVIEW, draw_overview(panels, self.classes, self.palette))
+
+
+def _read_grey(path: Path) -> UInt8[Tensor, "h w"]:
+    with open_header(path) as image:
+        return torch.from_numpy(np.array(image))
+
+
+def _save(image: Image.Image, path: Path, kind: str, **options: Any) -> None:
+    write_whole(path, lambda part: image.save(part, format=kind, **options))
+
+
+def speed(segmented: Segmented) -> str:
+    """A line for people on how long it took."""
+    fresh = segmented.images - segmented.reused
+    before = f", {segmented.reused} were there already" if segmented.reused else ""
+    return f"{fresh} images in {duration(segmented.seconds)}, {segmented.per_second:.1f} images/s{before}"
