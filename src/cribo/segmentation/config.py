@@ -25,8 +25,9 @@ class SegmentConfig:
         classes: text file with the name of each class; classes.txt beside the examples when not given.
         memory: file that keeps the memory of the examples. Without --examples it is used as it is; with them, those
             that are not in it yet are added.
-        size: pixels of the shorter side at which images are encoded. [see scale]
-        scale: enlarge images so many times before they are encoded, for finer labels, in place of size. [2]
+        size: pixels of the shorter side at which images are encoded: larger is finer, and slower. [twice the image's
+            own, 1024 at most]
+        scale: enlarge images so many times before they are encoded, in place of size; 1 for their own size.
         window: encode images in square windows of so many pixels, where they are far larger than those that the
             backbone was trained on. [images as a whole]
         stride: pixels between windows. [two thirds of the window]

@@ -38,8 +38,7 @@ class GridEncoder:
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         """The (height, width) in pixels at which an image is encoded, a whole number of patches."""
-        shorter = self.settings.size
-        factor = self.settings.enlarged if shorter is None else shorter / min(height, width)
+        factor = self.settings.factor(height, width)
         return grid_size(round(height * factor), round(width * factor), self.encoder.patch_size)
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from cribo.data.images import DataError
-from cribo.data.segmentation import IGNORE_INDEX, Colour, class_names, colour_map
+from cribo.data.segmentation import IGNORE_INDEX, Colour, class_names
 from cribo.devices import resolve_devices
 from cribo.models import Backbone
 from cribo.retrieval.encoders import BackboneConfig, PatchEncoder, backbone_encoder, open_encoder
@@ -23,6 +23,7 @@ from cribo.retrieval.search import TensorKeys, nearest
 from cribo.retrieval.voting import LabelShares, Voters, label_shares
 from cribo.segmentation.encoding import GridEncoder
 from cribo.segmentation.inputs import ImageLike, LabelMap, LabelsLike, open_image, open_labels
+from cribo.segmentation.palette import default_palette
 from cribo.segmentation.pixels import label_pixels
 from cribo.segmentation.settings import SegmentationSettings
 from cribo.segmentation.storage import Stored, StoredExample, read_memory, write_memory
@@ -84,7 +85,7 @@ class SegmentationMemory:
         backbone: a `Backbone`, which is used on the device where it is; what `load_backbone` takes, or
             `mean-colour`, as it is or in a `BackboneConfig`; or any `PatchEncoder`.
         classes: names of the classes, or a text file of them; when None they are numbered, up to the highest label.
-        palette: a colour for each class; those of the first example that is a palette PNG when None, or Pascal VOC's.
+        palette: a colour for each class; those of the first example that is a palette PNG when None, or our own.
         settings: how images are encoded, and how their patches are labelled.
         device: where it is computed; by default the backbone's, or for a source, a GPU if there is one.
         batch_size: images, or windows, encoded at once where they are of one size.
@@ -408,18 +409,6 @@ class SegmentationMemory:
             counts[pixels[:, 0].long(), pixels[:, 1].long()] = pixels[:, 2].long()
             memory._known.append(memory._of_counts(about, features, counts))
         return memory
-
-
-def default_palette(classes: Sequence[str]) -> list[Colour]:
-    """Pascal VOC's colours, where black, the first of them, is the background's alone.
-
-    Example:
-        >>> default_palette(["background", "cell"]), default_palette(["sky", "road"])
-        ([(0, 0, 0), (128, 0, 0)], [(128, 0, 0), (0, 128, 0)])
-    """
-    if classes and classes[0].lower() == "background":
-        return colour_map(len(classes))
-    return colour_map(len(classes) + 1)[1:]
 
 
 def _opened(

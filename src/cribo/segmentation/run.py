@@ -186,6 +186,7 @@ def _open_memory(
 def _add_examples(memory: SegmentationMemory, examples: Examples, config: SegmentConfig, progress: Phases) -> None:
     """Add what is not in the memory yet, and write its file if there is one."""
     changed = 0
+    progress("examples", 0, len(examples))
     for start in range(0, len(examples), config.batch_size):
         part = range(start, min(len(examples), start + config.batch_size))
         changed += memory.extend([examples.example(number) for number in part])
@@ -230,6 +231,7 @@ def _segment_all(
     skipped: dict[str, str] = {}
     begun = time.perf_counter()
     reused = 0
+    progress("images", 0, len(names))
     workers = max(1, resolve_workers(config.workers))
     with ThreadPoolExecutor(workers) as readers, ThreadPoolExecutor(workers) as writers:
         try:

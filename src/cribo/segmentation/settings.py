@@ -13,7 +13,8 @@ Precision = Literal["float32", "float16"]
 OF_FEATURES = ("size", "scale", "window", "stride", "layers", "precision")
 """The settings that the features in a memory depend on: they stay as they were when it was begun."""
 
-_SCALE = 2.0
+_ENLARGED = 2.0
+_LARGEST = 1024  # pixels of a shorter side, above which whole images are beyond what most backbones can take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +22,10 @@ class SegmentationSettings:
     """How images are encoded, how patches vote, and how their votes become labels of pixels.
 
     Args:
-        size: pixels of the shorter side at which images are encoded, rounded to patches; None for `scale`.
-        scale: by how much images are enlarged before they are encoded, where there is no `size`; 2 by default. A larger
-            image has more patches, and finer labels, at a cost that grows with its area.
+        size: pixels of the shorter side at which images are encoded, rounded to patches.
+        scale: by how much images are enlarged before they are encoded, in place of a size. A larger image has more
+            patches, and finer labels, at a cost that grows with its area. Without either, images are enlarged 2
+            times, to a shorter side of 1024 pixels at most; larger ones are reduced to that.
         window: encode images in square windows of so many pixels, after they were resized, and average the features
             where windows overlap; None encodes each image as a whole. For images far larger than the backbone's own.
         stride: pixels between windows; two thirds of the window by default.
@@ -72,10 +74,14 @@ class SegmentationSettings:
                 "lie further apart leave gaps"
             )
 
-    @property
-    def enlarged(self) -> float:
-        """The factor by which images are resized, where there is no size."""
-        return _SCALE if self.scale is None else self.scale
+    def factor(self, height: int, width: int) -> float:
+        """By how much an image is resized before it is encoded."""
+        shorter = min(height, width)
+        if self.size is not None:
+            return self.size / shorter
+        if self.scale is not None:
+            return self.scale
+        return min(_ENLARGED, _LARGEST / shorter)
 
     def check(self, patch_size: int) -> None:
         """See whether windows fit a backbone's patches.

@@ -1,0 +1,154 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cribo.data.images import DataError, MissingData
+from cribo.segmentation.examples import find_examples, open_targets
+
+from .coded import blocks, save_example, save_image, save_labels
+
+LABELS = blocks([0, 1])
+OUTLINE = {"image_id": 1, "category_id": 3, "segmentation": [[0, 0, 4, 0, 4, 4, 0, 4]]}
+COCO = {
+    "images": [{"id": 1, "file_name": "a.bmp", "height": 4, "width": 8}],
+    "annotations": [OUTLINE],
+    "categories": [{"id": 3, "name": "cell"}],
+}
+
+
+@pytest.mark.parametrize("ending", ["", "_labels"])
+def test_side_by_side(tmp_path: Path, ending: str) -> None:
+    for name in ("b", "deep/a"):
+        save_example(tmp_path / Path(name).parent, Path(name).name, LABELS, label_name=f"{Path(name).name}{ending}")
+    (tmp_path / "classes.txt").write_text("road\nsky\n")
+    found = find_examples(tmp_path)
+    assert (list(found.names), found.classes) == (["b.bmp", "deep/a.bmp"], ["road", "sky"])
+    assert found.example(1) == (tmp_path / "deep/a.bmp", tmp_path / f"deep/a{ending}.png", "deep/a.bmp")
+
+
+def test_png_images_beside_their_labels(tmp_path: Path) -> None:
+    save_image(tmp_path / "a.png", LABELS)
+    save_labels(tmp_path / "a_labels.png", LABELS)
+    found = find_examples(tmp_path)
+    assert found.example(0) == (tmp_path / "a.png", tmp_path / "a_labels.png", "a.png")
+    assert found.classes is None
+
+
+def test_images_and_labels_in_two_folders(tmp_path: Path) -> None:
+    save_image(tmp_path / "images" / "x" / "a.bmp", LABELS)
+    save_labels(tmp_path / "labels" / "x" / "a.png", LABELS)
+    (tmp_path / "classes.txt").write_text("road\nsky\n")
+    (tmp_path / "mine.txt").write_text("grass\nwater\n")
+    found = find_examples(tmp_path)
+    assert (list(found.names), found.classes) == (["x/a.bmp"], ["road", "sky"])
+    assert found.example(0)[:2] == (str(tmp_path / "images/x/a.bmp"), str(tmp_path / "labels/x/a.png"))
+    elsewhere = find_examples(tmp_path / "images", labels=tmp_path / "labels", classes=tmp_path / "mine.txt")
+    assert (elsewhere.example(0), elsewhere.classes) == (found.example(0), ["grass", "water"])
+
+
+def test_annotations_of_cocos_format(tmp_path: Path) -> None:
+    save_image(tmp_path / "a.bmp", LABELS)
+    (tmp_path / "a.json").write_text(json.dumps(COCO))
+    (tmp_path / "other.json").write_text("{}")
+    for found in (find_examples(tmp_path), find_examples(tmp_path, labels=tmp_path / "a.json")):
+        assert found.classes == ["background", "cell"]
+        labels = found.example(0).labels
+        assert isinstance(labels, torch.Tensor)
+        assert torch.equal(labels, blocks([1, 0]))
+    (tmp_path / "names.txt").write_text("x\ny")
+    with pytest.raises(DataError, match="does not go with annotations of COCO's format"):
+        find_examples(tmp_path, classes=tmp_path / "names.txt")
+    (tmp_path / "b.json").write_text(json.dumps(COCO))
+    with pytest.raises(DataError, match=r"several files of annotations \(a\.json, b\.json\): choose one with --labels"):
+        find_examples(tmp_path)
+
+
+def test_an_image_without_labels(tmp_path: Path) -> None:
+    save_example(tmp_path, "a", LABELS)
+    save_image(tmp_path / "b.bmp", LABELS)
+    with pytest.raises(DataError, match=r"the image b\.bmp has no labels: there is neither b\.png nor b_labels\.png"):
+        find_examples(tmp_path)
+    save_image(tmp_path / "two" / "images" / "b.bmp", LABELS)
+    (tmp_path / "two" / "labels").mkdir()
+    with pytest.raises(MissingData, match=r"the image b\.bmp has no labels"):
+        find_examples(tmp_path / "two")
+
+
+def test_labels_without_an_image(tmp_path: Path) -> None:
+    save_example(tmp_path / "one", "a", LABELS)
+    save_labels(tmp_path / "one" / "b_labels.png", LABELS)
+    with pytest.raises(DataError, match=r"the labels b_labels\.png have no image"):
+        find_examples(tmp_path / "one")
+    save_image(tmp_path / "two" / "images" / "a.bmp", LABELS)
+    for name in ("a", "b"):
+        save_labels(tmp_path / "two" / "labels" / f"{name}.png", LABELS)
+    with pytest.raises(DataError, match=r"the labels .*b\.png have no image"):
+        find_examples(tmp_path / "two")
+
+
+def test_an_image_with_two_label_maps(tmp_path: Path) -> None:
+    save_example(tmp_path, "a", LABELS)
+    save_labels(tmp_path / "a_labels.png", LABELS)
+    with pytest.raises(DataError, match=r"a\.bmp has two label maps in .*, a\.png and a_labels\.png: remove one"):
+        find_examples(tmp_path)
+
+
+def test_folders_without_examples(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no images in"):
+        find_examples(tmp_path)
+    with pytest.raises(MissingData, match="there is no 'nothing'"):
+        find_examples(tmp_path / "nothing")
+    (tmp_path / "file.txt").write_text("")
+    with pytest.raises(DataError, match="is a file: name the folder of its label maps with --labels"):
+        find_examples(tmp_path / "file.txt")
+
+
+# ------------------------------------------------------------------------------------------- what is to be labelled
+
+
+@pytest.fixture
+def frames(tmp_path: Path) -> Path:
+    for name in ("1.bmp", "a/2.bmp", "a/b/3.png", "note.txt"):
+        save_image(tmp_path / "frames" / Path(name).with_suffix(".bmp"), LABELS)
+    (tmp_path / "frames" / "note.bmp").unlink()
+    (tmp_path / "frames" / "note.txt").write_text("1.bmp\na/2.bmp\n")
+    return tmp_path / "frames"
+
+
+@pytest.mark.parametrize(
+    ("source", "folder", "names"),
+    [
+        ("frames", "frames", ["1.bmp", "a/2.bmp", "a/b/3.bmp"]),
+        ("frames/**/*.bmp", "frames", ["1.bmp", "a/2.bmp", "a/b/3.bmp"]),
+        ("frames/a/*", "frames/a", ["2.bmp"]),
+        ("frames/?/b/[1-3].bmp", "frames", ["a/b/3.bmp"]),
+        ("frames/note.txt", "frames", ["1.bmp", "a/2.bmp"]),
+        ("frames/a/2.bmp", "frames/a", ["2.bmp"]),
+    ],
+)
+def test_images_by_folder_glob_list_and_name(frames: Path, source: str, folder: str, names: list[str]) -> None:
+    assert open_targets(str(frames.parent / source)) == (frames.parent / folder, names)
+
+
+def test_earlier_results_are_no_images(frames: Path) -> None:
+    assert open_targets(str(frames), apart_from=frames / "a") == (frames, ["1.bmp"])
+    with pytest.raises(DataError, match=r"all images of .* lie in .*frames, where results are written"):
+        open_targets(str(frames), apart_from=frames)
+
+
+def test_images_that_are_not_there(frames: Path) -> None:
+    with pytest.raises(DataError, match=r"no image matches .*\*\.jpg: looked for \.jpg"):
+        open_targets(str(frames / "*.jpg"))
+    with pytest.raises(MissingData, match="did you mean 'frames'"):
+        open_targets(str(frames.parent / "frame"))
+
+
+def test_images_whose_results_would_have_no_place(frames: Path) -> None:
+    (frames / "a" / "list.txt").write_text("../1.bmp\n")
+    with pytest.raises(DataError, match=r"lists \.\./1\.bmp, which leaves no place for its results"):
+        open_targets(str(frames / "a" / "list.txt"))
+    save_image(frames / "1.png", LABELS)
+    with pytest.raises(DataError, match=r"1\.bmp and 1\.png share the labels 1\.png: rename one"):
+        open_targets(str(frames))

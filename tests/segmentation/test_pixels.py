@@ -1,0 +1,72 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cribo.segmentation.pixels as pixels
+from cribo.segmentation.pixels import label_pixels, radius
+from cribo.segmentation.settings import Refine
+
+
+def random_image(height: int, width: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    small = torch.rand(1, 3, 4, 5, generator=generator)
+    return (F.interpolate(small, size=(height, width), mode="bilinear")[0] * 255).to(torch.uint8)
+
+
+def random_votes(rows: int, columns: int, classes: int, seed: int = 0) -> torch.Tensor:
+    return (torch.randn(rows, columns, classes, generator=torch.Generator().manual_seed(seed)) * 2).softmax(dim=-1)
+
+
+def test_votes_are_interpolated_between_the_middles_of_patches() -> None:
+    votes = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
+    found = label_pixels(votes, random_image(4, 8), patch_size=4)
+    assert found.labels.tolist() == [[0, 0, 0, 0, 1, 1, 1, 1]] * 4
+    torch.testing.assert_close(found.confidence[0], torch.tensor([1, 1, 0.875, 0.625, 0.625, 0.875, 1, 1]))
+
+
+def test_equal_votes_are_for_the_smaller_class() -> None:
+    found = label_pixels(torch.full((2, 2, 5), 0.2), random_image(8, 8), patch_size=4)
+    assert not found.labels.any()
+
+
+@pytest.mark.parametrize("refine", ["none", "guided", "bilateral"])
+@pytest.mark.parametrize("size", [(40, 56), (61, 33), (100, 120)])
+def test_little_memory_gives_the_same(monkeypatch: pytest.MonkeyPatch, refine: Refine, size: tuple[int, int]) -> None:
+    """Classes in many blocks and strips of a few rows, against all at once."""
+    votes, image = random_votes(5, 7, 9), random_image(*size)
+    votes[..., 4] = 0
+    whole = label_pixels(votes, image, patch_size=8, refine=refine, reach=0.6)
+    monkeypatch.setattr(pixels, "_BUDGET", 1000)
+    parts = label_pixels(votes, image, patch_size=8, refine=refine, reach=0.6)
+    torch.testing.assert_close(parts.confidence, whole.confidence, atol=1e-4, rtol=1e-4)
+    assert (parts.labels != whole.labels).float().mean() < 0.002
+    assert not (whole.labels == 4).any()
+
+
+@pytest.mark.parametrize("refine", ["guided", "bilateral"])
+def test_refined_labels_follow_the_edge_of_the_image(refine: Refine) -> None:
+    """An edge of the image that lies inside a patch, where votes alone put the border at the patch's side."""
+    image = torch.zeros(3, 32, 32, dtype=torch.uint8)
+    image[:, :, 19:] = 255
+    votes = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.4], [0.0, 1.0]]).expand(4, 4, 2)
+    truth = (torch.arange(32) >= 19).expand(32, 32)
+    plain = label_pixels(votes, image, patch_size=8)
+    refined = label_pixels(votes, image, patch_size=8, refine=refine)
+    assert (plain.labels.bool() != truth).float().mean() > 0.04
+    assert (refined.labels.bool() != truth).float().mean() < 0.005
+
+
+@pytest.mark.parametrize("refine", ["guided", "bilateral"])
+def test_an_image_without_edges_is_labelled_as_without_a_filter(refine: Refine) -> None:
+    image = torch.full((3, 64, 64), 90, dtype=torch.uint8)
+    votes = random_votes(2, 2, 2).round()
+    plain = label_pixels(votes, image, patch_size=32)
+    refined = label_pixels(votes, image, patch_size=32, refine=refine, reach=0.2)
+    assert (plain.labels != refined.labels).float().mean() < 0.03
+
+
+def test_the_radius_stays_within_the_image() -> None:
+    assert radius(1.0, 10, 20, (160, 320)) == 16
+    assert radius(1.0, 20, 40, (160, 320)) == 8
+    assert radius(0.01, 10, 20, (160, 320)) == 1
+    assert radius(9.0, 1, 1, (6, 16)) == 5
