@@ -32,7 +32,7 @@ class SegmentConfig:
             backbone was trained on. [images as a whole]
         stride: pixels between windows. [two thirds of the window]
         precision: in which the memory keeps features: float16 takes half the room. [float16]
-        neighbours: k, how many nearest patches vote. [30]
+        neighbours: k, how many nearest patches vote: more of them favour frequent classes. [5]
         vote: weight of a neighbour: attention (softmax of cosine / temperature), similarity (its cosine) or majority
             (all alike). [attention]
         temperature: of the attention: the smaller, the more the very nearest decide. [0.02]

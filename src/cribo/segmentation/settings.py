@@ -51,7 +51,7 @@ class SegmentationSettings:
     stride: int | None = None
     layers: int = 1
     precision: Precision = "float16"
-    neighbours: int = 30
+    neighbours: int = 5
     vote: Vote = "attention"
     temperature: float = 0.02
     patch_labels: PatchLabels = "soft"

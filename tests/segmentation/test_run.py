@@ -1,0 +1,308 @@
+import csv
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import cribo.segmentation.run as run
+from cribo.arguments import ConfigError
+from cribo.cli import main
+from cribo.data.images import DataError, MissingData
+from cribo.files import FolderError
+from cribo.models import build_backbone
+from cribo.models.weights import save_backbone
+from cribo.retrieval import BackboneConfig
+from cribo.segmentation.config import SegmentConfig
+from cribo.segmentation.run import NothingSegmented, Segmented, segment_images
+
+from .coded import blocks, save_image, save_labels
+
+PATCH = 16  # of the mean-colour encoder
+FIRST, SECOND = blocks([0, 1, 2], [2, 2, 0]), blocks([3, 3, 3], [1, 255, 3])
+PALETTE = [10, 20, 30, 200, 0, 0, 0, 200, 0, 0, 0, 200]
+
+
+def enlarged(labels: torch.Tensor) -> torch.Tensor:
+    """One class per patch of the mean-colour encoder."""
+    return labels.repeat_interleave(4, 0).repeat_interleave(4, 1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, labels in (("a", FIRST), ("b", SECOND)):
+        save_image(tmp_path / "examples" / f"{name}.bmp", enlarged(labels))
+        save_labels(tmp_path / "examples" / f"{name}_labels.png", enlarged(labels), PALETTE)
+    (tmp_path / "examples" / "classes.txt").write_text("road\nsky\ncar\ntree\n")
+    for name, labels in (("1", FIRST), ("sub/2", SECOND), ("sub/3", FIRST)):
+        save_image(tmp_path / "images" / f"{name}.bmp", enlarged(labels))
+    return tmp_path
+
+
+def config(folder: Path, **changes) -> SegmentConfig:
+    values = {
+        "backbone": BackboneConfig("mean-colour"),
+        "images": str(folder / "images"),
+        "examples": str(folder / "examples"),
+        "scale": 1.0,
+        "neighbours": 1,
+        "refine": "none",
+        "workers": 1,
+        "device": "cpu",
+        **changes,
+    }
+    return SegmentConfig(**values)
+
+
+def segment(folder: Path, *, out: str = "out", pictures: int = 0, resume: bool = False, **changes) -> Segmented:
+    return segment_images(config(folder, **changes), out=folder / out, pictures=pictures, resume=resume)
+
+
+def summary(out: Path) -> list[dict[str, str]]:
+    with (out / "summary.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def files(out: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+
+
+def test_what_is_written(folder: Path) -> None:
+    done = segment(folder, pictures=2)
+    out = folder / "out"
+    assert (done.images, done.reused, done.skipped) == (3, 0, {})
+    middles = (slice(8, None, 16), slice(8, None, 16))
+    with Image.open(out / "labels" / "1.png") as labels:
+        assert labels.mode == "P"
+        assert (labels.getpalette() or [])[:12] == PALETTE
+        np.testing.assert_array_equal(np.array(labels)[middles], enlarged(FIRST)[middles])
+    with Image.open(out / "labels" / "sub" / "2.png") as labels:
+        pixels = np.array(labels)
+    with Image.open(out / "confidence" / "sub" / "2.png") as confidence:
+        assert (confidence.mode, confidence.size) == ("L", (48, 32))
+        measured = np.array(confidence).mean() / 255
+    with Image.open(out / "overlays" / "sub" / "3.jpg") as overlay:
+        assert overlay.size == (48, 32)
+    with Image.open(out / "contact.png") as overview:
+        assert overview.width > 600
+    rows = summary(out)
+    assert [row["image"] for row in rows] == ["1.bmp", "sub/2.bmp", "sub/3.bmp"]
+    assert float(rows[1]["tree"]) == pytest.approx((pixels == 3).mean(), abs=1e-6)
+    assert sum(float(rows[1][name]) for name in ("road", "sky", "car", "tree")) == pytest.approx(1, abs=1e-5)
+    assert float(rows[1]["confidence"]) == pytest.approx(measured, abs=0.003)
+    about = json.loads((out / "about.json").read_text())
+    assert about["finished"]
+    assert about["classes"] == ["road", "sky", "car", "tree"]
+    assert about["memory"]["examples"] == ["a.bmp", "b.bmp"]
+    assert about["settings"]["neighbours"] == 1
+    assert about["images"] == {"found": 3, "segmented": 3, "reused": 0, "skipped": 0}
+    assert not list(out.rglob("*.part"))
+
+
+def test_a_memory_is_written_used_and_added_to(folder: Path) -> None:
+    memory = folder / "m.safetensors"
+    save_image(folder / "more" / "c.bmp", enlarged(blocks([0, 0])))
+    save_labels(folder / "more" / "c_labels.png", enlarged(blocks([1, 1])), PALETTE)
+    segment(folder, memory=str(memory))
+    first = memory.read_bytes()
+    segment(folder, out="again", memory=str(memory), examples=None)
+    for kind in ("labels", "confidence"):
+        assert files(folder / "again" / kind) == files(folder / "out" / kind)
+    segment(folder, out="same", memory=str(memory))
+    assert memory.read_bytes() == first
+    segment(folder, out="more_of_it", memory=str(memory), examples=str(folder / "more"))
+    about = json.loads((folder / "more_of_it" / "about.json").read_text())
+    assert about["memory"]["examples"] == ["a.bmp", "b.bmp", "c.bmp"]
+    assert memory.read_bytes() != first
+
+
+def test_an_interrupted_command_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    segment(folder, out="whole")
+    written = []
+    write = run._Results.write
+
+    def interrupted(self, read, *rest):
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(read.name)
+        return write(self, read, *rest)
+
+    monkeypatch.setattr(run._Results, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        segment(folder, batch_size=1)
+    assert not json.loads((folder / "out" / "about.json").read_text())["finished"]
+    assert not (folder / "out" / "summary.csv").exists()
+    with pytest.raises(FolderError, match=r"out exists already: .* go on with it with --resume"):
+        segment(folder)
+    (folder / "out" / "labels" / "1.png").unlink()  # as if it had been lost: it is made again
+    with (folder / "out" / "segmented.jsonl").open("a") as file:
+        file.write('{"name": "sub/3.bmp", "con')  # what a kill leaves of a line
+    written.clear()
+    monkeypatch.setattr(
+        run._Results, "write", lambda self, read, *rest: (written.append(read.name), write(self, read, *rest))[1]
+    )
+    done = segment(folder, resume=True)
+    assert written == ["1.bmp", "sub/3.bmp"]
+    assert (done.images, done.reused) == (3, 1)
+    whole, after = files(folder / "whole"), files(folder / "out")
+    assert whole.keys() == after.keys()
+    assert all(whole[name] == after[name] for name in whole if name not in ("about.json", "segmented.jsonl"))
+
+
+def test_images_that_changed_or_were_added_are_labelled_when_it_goes_on(folder: Path) -> None:
+    segment(folder)
+    save_image(folder / "images" / "1.bmp", enlarged(SECOND))
+    save_image(folder / "images" / "new.bmp", enlarged(SECOND))
+    done = segment(folder, resume=True)
+    assert (done.images, done.reused) == (4, 2)
+    rows = {row["image"]: row for row in summary(folder / "out")}
+    assert rows["1.bmp"]["tree"] == rows["new.bmp"]["tree"] == rows["sub/2.bmp"]["tree"]
+    assert segment(folder, resume=True).reused == 4
+
+
+def test_other_settings_or_examples_do_not_go_on(folder: Path) -> None:
+    segment(folder)
+    before = files(folder / "out")
+    with pytest.raises(FolderError, match=r"was made otherwise .*: neighbours was 1, is 2"):
+        segment(folder, resume=True, neighbours=2)
+    save_labels(folder / "examples" / "b_labels.png", enlarged(FIRST), PALETTE)
+    with pytest.raises(FolderError, match="there were 2 examples, are 2, not all of them the same"):
+        segment(folder, resume=True)
+    assert files(folder / "out") == before
+    (folder / "other").mkdir()
+    (folder / "other" / "mine.txt").write_text("mine")
+    with pytest.raises(FolderError, match=r"holds no about\.json, so it is nothing of ours"):
+        segment(folder, resume=True, out="other")
+
+
+def test_unreadable_images_are_skipped_and_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "images" / "broken.jpg").write_bytes(b"nothing")
+    logging.getLogger("cribo").propagate = True
+    with caplog.at_level(logging.WARNING, "cribo"):
+        done = segment(folder)
+    assert (done.images, list(done.skipped)) == (3, ["broken.jpg"])
+    assert any("skipped broken.jpg: not an image" in record.getMessage() for record in caplog.records)
+    row = next(row for row in summary(folder / "out") if row["image"] == "broken.jpg")
+    assert row["error"].startswith("not an image")
+    assert row["road"] == ""
+
+
+def test_only_unreadable_images(folder: Path) -> None:
+    (folder / "bad").mkdir()
+    for name in ("x.jpg", "y.jpg"):
+        (folder / "bad" / name).write_bytes(b"nothing")
+    with pytest.raises(NothingSegmented, match="none of the 2 images could be read") as raised:
+        segment(folder, images=str(folder / "bad"))
+    assert raised.value.status == 1
+    assert len(summary(folder / "out")) == 2
+
+
+def test_what_is_refused_leaves_nothing_behind(folder: Path) -> None:
+    refused: list[tuple[dict, type[Exception], str]] = [
+        ({"window": 8}, ValueError, "window must be a multiple of the backbone's patch size 16, got 8: use 16"),
+        ({"neighbours": 0}, ValueError, "neighbours must be >= 1, got 0"),
+        ({"images": str(folder / "*.gif")}, DataError, "no image matches"),
+        ({"examples": str(folder / "nothing")}, MissingData, "no 'nothing'"),
+        ({"memory": str(folder / "x" / "m")}, FolderError, "no folder .*x for --memory m"),
+        ({"memory": str(folder / "m"), "examples": None}, MissingData, "no 'm'"),
+        ({"device": "cuda:99"}, ConfigError, "device: 'cuda:99' cannot be used"),
+    ]
+    before = sorted(folder.rglob("*"))
+    for changes, error, message in refused:
+        with pytest.raises(error, match=message):
+            segment(folder, **changes)
+        assert sorted(folder.rglob("*")) == before
+    with pytest.raises(ConfigError, match=r"give --examples, .* or --memory"):
+        config(folder, examples=None)
+    with pytest.raises(ConfigError, match="--labels goes with --examples"):
+        config(folder, examples=None, memory="m", labels="l")
+
+
+def test_examples_that_contradict_each_other_are_refused(folder: Path) -> None:
+    save_labels(folder / "examples" / "b_labels.png", torch.full((32, 48), 4, dtype=torch.uint8), [*PALETTE, 9, 9, 9])
+    with pytest.raises(DataError, match=r"b\.bmp: labels must be in 0\.\.3 \(road, sky, car, tree\) .* got 4"):
+        segment(folder)
+    save_labels(folder / "examples" / "b_labels.png", enlarged(SECOND), [*PALETTE[:9], 9, 9, 9])
+    save_labels(folder / "examples" / "a_labels.png", enlarged(FIRST).clamp(min=1) + 1, PALETTE)
+    with pytest.raises(
+        DataError, match=r"b\.bmp: class 3 has the colour \(9, 9, 9\) in its palette, and \(0, 0, 200\)"
+    ):
+        segment(folder)
+    assert not (folder / "out").exists()
+
+
+def test_classes_other_than_those_of_the_memory_are_refused(folder: Path) -> None:
+    memory = str(folder / "m.safetensors")
+    segment(folder, memory=memory)
+    (folder / "examples" / "classes.txt").write_text("road\nsky\ntree\ncar\n")
+    with pytest.raises(DataError, match=r"are road, sky, tree, car; those of the memory .* are road, sky, car, tree"):
+        segment(folder, out="again", memory=memory)
+
+
+def test_masks_of_0_and_255_are_explained(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "examples" / "classes.txt").unlink()
+    for name, labels in (("a", FIRST), ("b", SECOND)):
+        mask = torch.where(labels == 3, 0, 255)
+        mask[0, 0] = 0
+        save_labels(folder / "examples" / f"{name}_labels.png", enlarged(mask.to(torch.uint8)))
+    logging.getLogger("cribo").propagate = True
+    with caplog.at_level(logging.WARNING, "cribo"):
+        segment(folder)
+    assert "write 1 for what it shows" in caplog.text
+
+
+def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = {"patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2}
+    backbone = save_backbone(build_backbone("vit_tiny_patch16_224", args=args, image_size=32), folder / "mine").parent
+    words = ["segment", "--backbone", str(backbone), "--images", str(folder / "images" / "**" / "*.bmp")]
+    words += ["--device", "cpu", "--workers", "1", "--pictures", "0"]
+    memory = ["--memory", str(folder / "m.safetensors")]
+    status = main([*words, *memory, "--examples", str(folder / "examples"), "--out", str(folder / "out")])
+    said = capsys.readouterr()
+    assert (status, said.err) == (0, "")
+    for part in ("memory: 2 examples", "Share of each class", "3 images in", "images/s", "summary.csv"):
+        assert part in said.out
+    again = [*words, *memory, "--out", str(folder / "again"), "--window", "32", "--vote", "majority"]
+    assert main(again) == 2
+    assert "window is None in the memory and cannot be 32" in capsys.readouterr().err
+    other = save_backbone(build_backbone("vit_tiny_patch16_224", args=args, image_size=32, seed=1), folder / "other")
+    words[2] = str(other)
+    assert main([*words, *memory, "--out", str(folder / "again")]) == 2
+    assert f"made with the features of another backbone, {backbone}" in capsys.readouterr().err
+    assert not (folder / "again").exists()
+
+
+def test_street_scenes(camvid: Path, tmp_path: Path) -> None:
+    """Colours alone tell sky and road from most else: far better than chance, from four examples."""
+    done = segment(
+        tmp_path,
+        examples=str(_listed(camvid / "images" / "train", 92, tmp_path / "train")),
+        labels=str(camvid / "labels" / "train"),
+        classes=str(camvid / "classes.txt"),
+        images=str(_listed(camvid / "images" / "val", 30, tmp_path / "val")),
+        neighbours=10,
+        refine="guided",
+    )
+    assert done.images == 4
+    right = []
+    for row in summary(tmp_path / "out"):
+        name = Path(row["image"]).stem
+        with (
+            Image.open(tmp_path / "out" / "labels" / f"{name}.png") as labels,
+            Image.open(camvid / "labels" / "val" / f"{name}.png") as truth,
+        ):
+            right.append((np.array(labels) == np.array(truth))[np.array(truth) != 255].mean())
+    assert np.mean(right) > 0.35
+
+
+def _listed(folder: Path, step: int, place: Path) -> Path:
+    """A list of some images, and links to them beside it."""
+    place.mkdir(parents=True)
+    chosen = sorted(folder.iterdir())[::step]
+    for image in chosen:
+        (place / image.name).symlink_to(image)
+    (place / "list.txt").write_text("".join(f"{image.name}\n" for image in chosen))
+    return place / "list.txt"
