@@ -23,6 +23,7 @@ BENCHMARKS = {
     "growth": "a step against batch, objects, bank, patches and processes",
     "startup": "what a user waits for",
     "search": "exact search of dense retrieval against faiss",
+    "segmentation": "segmentation by a few examples: what an image costs, part by part",
 }
 WITHOUT_DEVICE = ("startup",)
 

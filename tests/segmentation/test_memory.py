@@ -284,7 +284,7 @@ def test_the_colours_of_the_first_palette_are_kept_and_others_refused(tmp_path: 
     assert memory.palette == [(1, 2, 3), (40, 50, 60), (7, 8, 9)]
     save_labels(tmp_path / "grey.png", SECOND)
     memory.add(image_of(SECOND), tmp_path / "grey.png")
-    assert memory.palette == [(1, 2, 3), (40, 50, 60), (7, 8, 9), (0, 0, 128)]
+    assert memory.palette == [(1, 2, 3), (40, 50, 60), (7, 8, 9), (214, 39, 40)]
     save_labels(tmp_path / "other.png", blocks([0, 2]), [1, 2, 3, 0, 0, 0, 9, 9, 9])
     with pytest.raises(DataError, match=r"class 2 has the colour \(9, 9, 9\) in its palette, and \(7, 8, 9\)"):
         memory.add(image_of(blocks([0, 2])), tmp_path / "other.png")

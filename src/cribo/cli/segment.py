@@ -19,8 +19,8 @@ label from the most similar patches of the examples.
 
 EXAMPLES holds a.jpg beside a.png (or a_labels.png), or images/a.jpg and labels/a.png, or images and one JSON file of
 COCO's format. RESULT gets label maps, overlays, confidences, summary.csv and contact.png. What was interrupted goes on
-with the same command and --resume. Classes mixed up? Add examples of them. Edges ragged? --refine. Large images?
---size 512, or --window 448.
+with the same command and --resume. Classes mixed up? Add examples of them. Small things lost, in large images?
+--scale 1 --window 448. Too slow? --scale 1, or --size 384.
 """
 
 LESS_MEMORY = "lower --batch_size or --size, or use --window"
