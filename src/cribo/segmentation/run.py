@@ -527,5 +527,7 @@ def _save(image: Image.Image, path: Path, kind: str, **options: Any) -> None:
 def speed(segmented: Segmented) -> str:
     """A line for people on how long it took."""
     fresh = segmented.images - segmented.reused
+    if not fresh:
+        return f"all {segmented.images} images were there already"
     before = f", {segmented.reused} were there already" if segmented.reused else ""
     return f"{fresh} images in {duration(segmented.seconds)}, {segmented.per_second:.1f} images/s{before}"
