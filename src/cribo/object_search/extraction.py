@@ -1,0 +1,359 @@
+"""The objects of one image: clusters of its patches, each with a vector, a mask, a box and an area.
+
+Paper section 3.2.1, for one view in place of two: the tokens of one image are clustered jointly by what they hold
+and where they lie, and an object is represented by the mean of its tokens.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, get_args
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from faster_coco_eval.core import mask as coco_mask
+from jaxtyping import Bool, Float, Int, UInt8
+from torch import Tensor
+
+from cribo.arguments import ConfigError
+from cribo.data.randomness import keyed_generator
+from cribo.method import cluster_tokens, draw_initial_tokens
+from cribo.method.clustering import Marginals
+from cribo.retrieval.encoders import PatchEncoder
+from cribo.retrieval.patches import grid_size, resize_image
+
+_INITIAL_TOKENS = 0x6F626A  # keeps its draws apart from others that are keyed by the same number
+_MOST_PATCHES = 4096  # of an image: clustering compares each with each
+_PATCHES_AT_ONCE = 16_384  # that are encoded together
+
+Box = tuple[int, int, int, int]
+"""x0, y0, x1, y1 in pixels of the image; x1 and y1 lie outside."""
+
+
+@dataclass(frozen=True)
+class ObjectSettings:
+    """What counts as an object; a database holds objects of one kind.
+
+    Attributes:
+        num_objects: K, the clusters of an image at most. More of them find smaller things, and cut large ones.
+        marginals: adaptive lets the number and the sizes of the objects follow the image; uniform makes K of about
+            one size.
+        position_weight: weight of nearness in the image against likeness. 0 joins what looks alike wherever it is.
+        size: the shorter side at which an image is encoded, in pixels: larger finds smaller things and takes longer.
+            null for each image's own size. Sides are rounded to the patch size, and shrunk where there would be more
+            than 4096 patches.
+        min_share: objects that cover less of the image are left out.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    num_objects: int = 16
+    marginals: Marginals = "adaptive"
+    position_weight: float = 1.0
+    size: int | None = 480
+    min_share: float = 0.005
+
+    def __post_init__(self) -> None:
+        if self.num_objects < 1:
+            raise ConfigError(f"num_objects must be >= 1, got {self.num_objects}")
+        if self.marginals not in get_args(Marginals):
+            raise ConfigError(f"marginals must be one of {', '.join(get_args(Marginals))}, got {self.marginals!r}")
+        if not 0 <= self.position_weight < float("inf"):
+            raise ConfigError(f"position_weight must be >= 0, got {self.position_weight}")
+        if self.size is not None and self.size < 1:
+            raise ConfigError(f"size must be >= 1 pixel, or null for the image's own, got {self.size}")
+        if not 0 <= self.min_share < 1:
+            raise ConfigError(f"min_share must be >= 0 and < 1, got {self.min_share}")
+
+
+@dataclass(frozen=True)
+class GridMask:
+    """The patches of an object, run-length encoded as in COCO, and the size of their image.
+
+    Kept on the grid of patches, where a mask takes some tens of bytes; a pixel belongs to the patch that its centre
+    lies in.
+
+    Attributes:
+        grid: patches down and across.
+        counts: COCO's compressed run lengths over the grid.
+        image: (height, width) of the image in pixels.
+    """
+
+    grid: tuple[int, int]
+    counts: bytes
+    image: tuple[int, int]
+
+    def patches(self) -> Bool[np.ndarray, "gh gw"]:
+        """Which patches belong to the object."""
+        return coco_mask.decode({"size": list(self.grid), "counts": self.counts}).astype(bool)
+
+    def pixels(self) -> Bool[np.ndarray, "h w"]:
+        """Which pixels belong to the object."""
+        rows, columns = (patch_of_pixel(pixels, patches) for pixels, patches in zip(self.image, self.grid, strict=True))
+        return self.patches()[np.ix_(rows, columns)]
+
+    def contains(self, x: int, y: int) -> bool:
+        """Whether a pixel belongs to the object."""
+        row = (2 * y + 1) * self.grid[0] // (2 * self.image[0])
+        column = (2 * x + 1) * self.grid[1] // (2 * self.image[1])
+        return bool(self.patches()[row, column])
+
+    def coco(self) -> dict[str, object]:
+        """The mask in pixels as COCO's files hold it: `size` and compressed `counts`, a text."""
+        encoded = coco_mask.encode(np.asfortranarray(self.pixels(), dtype=np.uint8))
+        return {"size": list(self.image), "counts": encoded["counts"].decode("ascii")}
+
+
+@dataclass(frozen=True, eq=False)
+class ImageObject:
+    """One object of an image.
+
+    Attributes:
+        number: among the objects of its image, from 0, the largest first.
+        vector: (D,) float32 of unit length, the mean of its tokens.
+        mask: where it is.
+        box: what encloses the mask.
+        area: pixels of the mask.
+        share: of the image's area.
+    """
+
+    number: int
+    vector: Float[np.ndarray, " d"]
+    mask: GridMask
+    box: Box
+    area: int
+
+    @property
+    def share(self) -> float:
+        """How much of the image it covers."""
+        return self.area / (self.mask.image[0] * self.mask.image[1])
+
+
+@dataclass(frozen=True, eq=False)
+class ImageObjects:
+    """The objects of one image, and what its other regions need to be searched for.
+
+    Attributes:
+        height: of the image, in pixels.
+        width: of the image, in pixels.
+        objects: the largest first.
+        tokens: (N, D) patch features as the backbone gives them, row by row.
+        grid: patches down and across.
+    """
+
+    height: int
+    width: int
+    objects: tuple[ImageObject, ...]
+    tokens: Float[Tensor, "n d"]
+    grid: tuple[int, int]
+
+    def box_vector(self, box: Box) -> Float[np.ndarray, " d"]:
+        """(D,) of unit length: the mean of the tokens, each weighted by how much of its patch lies in a box."""
+        down = _overlap(box[1], box[3], self.height, self.grid[0])
+        across = _overlap(box[0], box[2], self.width, self.grid[1])
+        weight = (down[:, None] * across).flatten()
+        return F.normalize(weight @ self.tokens.double(), dim=0).float().numpy()
+
+
+class PreparedImage(NamedTuple):
+    """An image as it is encoded.
+
+    Attributes:
+        pixels: uint8, at the size at which it is encoded.
+        height: of the image as it was, in pixels.
+        width: of the image as it was, in pixels.
+        key: of its draws: a hash of its pixels.
+    """
+
+    pixels: UInt8[Tensor, "3 h w"]
+    height: int
+    width: int
+    key: int
+
+
+def prepare_image(image: UInt8[Tensor, "3 h w"], patch_size: int, settings: ObjectSettings) -> PreparedImage:
+    """Resize an image for its objects; needs no backbone, so that threads can do it ahead."""
+    height, width = image.shape[1:]
+    pixels = resize_image(image, encoded_size(height, width, patch_size, settings.size), "bicubic").contiguous()
+    digest = hashlib.sha256(f"{tuple(pixels.shape)}".encode() + pixels.numpy().tobytes()).digest()
+    return PreparedImage(pixels, height, width, int.from_bytes(digest[:8], "little"))
+
+
+def encoded_size(height: int, width: int, patch_size: int, size: int | None) -> tuple[int, int]:
+    """The (height, width) in pixels at which an image is encoded: multiples of the patch size.
+
+    Example:
+        >>> encoded_size(3000, 4000, 16, 480), encoded_size(360, 480, 16, None), encoded_size(9000, 9000, 16, None)
+        ((480, 640), (352, 480), (1024, 1024))
+    """
+    scale = 1.0 if size is None else size / min(height, width)
+    most = _MOST_PATCHES * patch_size**2
+    scale = min(scale, (most / (height * width)) ** 0.5)
+    rows, columns = (side // patch_size for side in grid_size(round(scale * height), round(scale * width), patch_size))
+    # A long strip is one patch wide, however far it is shrunk.
+    return min(rows, _MOST_PATCHES // columns or 1) * patch_size, min(columns, _MOST_PATCHES) * patch_size
+
+
+def extract_objects(
+    encoder: PatchEncoder,
+    images: Sequence[UInt8[Tensor, "3 h w"]],
+    settings: ObjectSettings | None = None,
+    *,
+    device: torch.device | str = "cpu",
+) -> list[ImageObjects]:
+    """Find the objects of images, each on its own: the same image always has the same objects.
+
+    Args:
+        encoder: on `device`.
+        images: RGB, of any sizes.
+        settings: what counts as an object.
+        device: where it is computed.
+
+    Raises:
+        ValueError: the encoder gives another number of features than there are patches, or values not finite.
+
+    Example:
+        >>> from cribo.retrieval import mean_colour_encoder
+        >>> image = torch.zeros(3, 64, 64, dtype=torch.uint8)
+        >>> image[:, :, 40:] = 200
+        >>> settings = ObjectSettings(num_objects=2, size=None)
+        >>> [found] = extract_objects(mean_colour_encoder(8), [image], settings)
+        >>> [(each.box, each.area) for each in found.objects]
+        [((0, 0, 40, 64), 2560), ((40, 0, 64, 64), 1536)]
+    """
+    settings = settings or ObjectSettings()
+    prepared = [prepare_image(image, encoder.patch_size, settings) for image in images]
+    return extract_prepared(encoder, prepared, settings, device=device)
+
+
+@torch.no_grad()
+def extract_prepared(
+    encoder: PatchEncoder,
+    prepared: Sequence[PreparedImage],
+    settings: ObjectSettings,
+    *,
+    device: torch.device | str = "cpu",
+) -> list[ImageObjects]:
+    """`extract_objects` of images that `prepare_image` has prepared; those of one size are encoded together."""
+    by_size: dict[tuple[int, ...], list[int]] = {}
+    for place, image in enumerate(prepared):
+        by_size.setdefault(tuple(image.pixels.shape), []).append(place)
+    found: dict[int, ImageObjects] = {}
+    for (_, height, width), places in by_size.items():
+        grid = (height // encoder.patch_size, width // encoder.patch_size)
+        at_once = max(1, _PATCHES_AT_ONCE // (grid[0] * grid[1]))
+        for start in range(0, len(places), at_once):
+            part = places[start : start + at_once]
+            batch = [prepared[place] for place in part]
+            found.update(zip(part, _extract_batch(encoder, batch, grid, settings, device), strict=True))
+    return [found[place] for place in range(len(prepared))]
+
+
+def _extract_batch(
+    encoder: PatchEncoder,
+    batch: list[PreparedImage],
+    grid: tuple[int, int],
+    settings: ObjectSettings,
+    device: torch.device | str,
+) -> list[ImageObjects]:
+    """The objects of images of one size."""
+    pixels = torch.stack([image.pixels for image in batch]).to(device).float().div_(255)
+    tokens = encoder.encode(pixels).float()
+    patches = grid[0] * grid[1]
+    if tokens.shape[1] != patches:
+        raise ValueError(f"the encoder gives {tokens.shape[1]} features of {patches} patches")
+    if not tokens.isfinite().all():
+        raise ValueError("the encoder gives values that are not finite: its weights, or its precision, are of no use")
+    num_objects = min(settings.num_objects, patches)
+    initial = [
+        draw_initial_tokens(patches, num_objects, generator=keyed_generator(_INITIAL_TOKENS, image.key))
+        for image in batch
+    ]
+    centres = torch.stack([_patch_centres(image, grid) for image in batch])
+    labels = cluster_tokens(
+        tokens,
+        centres.to(device),
+        num_objects=num_objects,
+        position_weight=settings.position_weight,
+        marginals=settings.marginals,
+        initial_tokens=torch.stack(initial).to(device),
+    )
+    vectors = _mean_tokens(tokens, labels, num_objects).cpu().numpy()
+    return [
+        ImageObjects(image.height, image.width, _objects(image, own.numpy(), mine, grid, settings), kept, grid)
+        for image, own, mine, kept in zip(batch, labels.cpu(), vectors, tokens.cpu(), strict=True)
+    ]
+
+
+def _patch_centres(image: PreparedImage, grid: tuple[int, int]) -> Float[Tensor, "n 2"]:
+    """(x, y) of the centre of each patch in pixels of the image as it was."""
+    x = (torch.arange(grid[1]) + 0.5) * (image.width / grid[1])
+    y = (torch.arange(grid[0]) + 0.5) * (image.height / grid[0])
+    return torch.stack((x.repeat(grid[0]), y.repeat_interleave(grid[1])), dim=1)
+
+
+def _mean_tokens(
+    tokens: Float[Tensor, "b n d"], labels: Int[Tensor, "b n"], num_objects: int
+) -> Float[Tensor, "b k d"]:
+    """The direction of the mean of each cluster's tokens, which is that of their sum."""
+    sums = tokens.new_zeros(len(tokens), num_objects, tokens.shape[2])
+    sums.scatter_add_(1, labels[..., None].expand_as(tokens), tokens)
+    return F.normalize(sums, dim=-1)
+
+
+def _objects(
+    image: PreparedImage,
+    labels: Int[np.ndarray, " n"],
+    vectors: Float[np.ndarray, "k d"],
+    grid: tuple[int, int],
+    settings: ObjectSettings,
+) -> tuple[ImageObject, ...]:
+    """The clusters that are large enough, the largest first."""
+    size = (image.height, image.width)
+    rows, columns = (np.bincount(patch_of_pixel(*sides), minlength=sides[1]) for sides in zip(size, grid, strict=True))
+    pixels = (rows[:, None] * columns).flatten()
+    areas = np.bincount(labels, weights=pixels, minlength=len(vectors)).astype(np.int64)
+    order = np.argsort(-areas, kind="stable")
+    large = [k for k in order if areas[k] > 0 and areas[k] >= settings.min_share * image.height * image.width]
+    masks = np.asfortranarray((labels[:, None] == np.array(large, dtype=np.int64)).reshape(*grid, -1), dtype=np.uint8)
+    return tuple(
+        ImageObject(
+            number,
+            vectors[k].copy(),  # a row of the batch would keep all of it alive
+            GridMask(grid, encoded["counts"], size),
+            _box(masks[..., number], rows, columns),
+            int(areas[k]),
+        )
+        for number, (k, encoded) in enumerate(zip(large, coco_mask.encode(masks) if large else [], strict=True))
+    )
+
+
+def _box(mask: UInt8[np.ndarray, "gh gw"], rows: Int[np.ndarray, " gh"], columns: Int[np.ndarray, " gw"]) -> Box:
+    """What encloses a mask whose rows and columns have so many pixels each."""
+    x0, x1 = _extent((mask.any(axis=0) & (columns > 0)), columns)
+    y0, y1 = _extent((mask.any(axis=1) & (rows > 0)), rows)
+    return x0, y0, x1, y1
+
+
+def _extent(present: Bool[np.ndarray, " g"], pixels: Int[np.ndarray, " g"]) -> tuple[int, int]:
+    places = np.flatnonzero(present)
+    ends = np.cumsum(pixels)
+    return int(ends[places[0]] - pixels[places[0]]), int(ends[places[-1]])
+
+
+def patch_of_pixel(pixels: int, patches: int) -> Int[np.ndarray, " pixels"]:
+    """The row (or column) of the grid that the centre of each row (or column) of pixels lies in.
+
+    Example:
+        >>> patch_of_pixel(5, 2).tolist()
+        [0, 0, 1, 1, 1]
+    """
+    return (2 * np.arange(pixels) + 1) * patches // (2 * pixels)
+
+
+def _overlap(start: float, end: float, pixels: int, patches: int) -> Float[Tensor, " patches"]:
+    """How much of each row (or column) of patches lies between two places, in pixels."""
+    edges = torch.arange(patches + 1, dtype=torch.double) * (pixels / patches)
+    return (edges[1:].clamp(max=end) - edges[:-1].clamp(min=start)).clamp(min=0)

@@ -1,0 +1,325 @@
+"""A folder of images into a database of objects: what is new or changed since the last time, and nothing else."""
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from filelock import FileLock, Timeout
+
+from cribo.console import Progress
+from cribo.data.images import ImageFiles
+from cribo.data.reading import EncodedImage, UnreadableImage, read_image
+from cribo.files import FolderError
+from cribo.object_search.database import IndexedImage, ObjectDatabase, is_remote, new_entry
+from cribo.object_search.extraction import ImageObject, ObjectSettings, PreparedImage, extract_prepared, prepare_image
+from cribo.retrieval.encoders import PatchEncoder
+
+LOCK = ".index.lock"
+
+_COMMIT_IMAGES = 256  # written at once: each writing makes a file, and lists of all files
+_COMMIT_SECONDS = 30.0
+_READ_AHEAD = 4  # images for each of a batch
+
+
+@dataclass
+class IndexSummary:
+    """What an indexing has done.
+
+    Attributes:
+        new: images that were not there before.
+        changed: images that were there with other content.
+        unchanged: images whose objects were there.
+        removed: images that are gone from the folder, and now from the database.
+        unreadable: (path, reason) of files that were found to be no image; they are not tried again until they change.
+        unread: (path, reason) of files that could not be read this time.
+        objects: of the images that were read.
+        seconds: from the first image to the last commit.
+    """
+
+    new: int = 0
+    changed: int = 0
+    unchanged: int = 0
+    removed: int = 0
+    unreadable: list[tuple[str, str]] = field(default_factory=list)
+    unread: list[tuple[str, str]] = field(default_factory=list)
+    objects: int = 0
+    seconds: float = 0.0
+
+    @property
+    def images_per_second(self) -> float:
+        """Images that were read and put into the database, per second."""
+        return (self.new + self.changed) / self.seconds if self.seconds else 0.0
+
+
+@contextmanager
+def index_lock(uri: str) -> Iterator[None]:
+    """Hold a database for one writer; object storage has no locks, there it is up to the user.
+
+    Raises:
+        FolderError: another process is writing to it, or the folder cannot be written to.
+    """
+    if is_remote(uri):
+        with nullcontext():
+            yield
+        return
+    folder = Path(uri)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # The lock is the system's: it ends with its process, however that comes about.
+        lock = FileLock(folder / LOCK)
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise FolderError(
+            f"{folder} is being written by another cribo index: wait for its end or stop it, or use another --db"
+        ) from error
+    except OSError as error:
+        raise FolderError(f"cannot write to {folder}: {error.strerror or error}; use another --db") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def index_images(
+    database: ObjectDatabase,
+    encoder: PatchEncoder,
+    files: ImageFiles,
+    *,
+    prune: bool = True,
+    device: torch.device | str = "cpu",
+    batch_size: int = 16,
+    threads: int = 2,
+    progress: Progress | None = None,
+) -> IndexSummary:
+    """Bring a database up to date with a folder of images.
+
+    It may be stopped at any moment: what has been written stays, and the next indexing goes on from there. Whoever
+    calls holds `index_lock`.
+
+    Args:
+        database: to write to.
+        encoder: that it was built with, on `device`.
+        files: all images that shall be in it.
+        prune: remove images that are not among the files any more.
+        device: where objects are computed.
+        batch_size: images of one size that are encoded at once.
+        threads: that read and decode images.
+        progress: is told how far it is.
+
+    Raises:
+        ConfigError: another encoder than the database was built with.
+        OSError: the database cannot be written, or its disk is full.
+    """
+    database.require_encoder(encoder, "the one given")
+    summary = IndexSummary()
+    if database.num_rows or database.count_images():
+        database.mend()
+    work, gone = _compare(database, files, summary, progress)
+    if prune and gone:
+        database.drop_images(gone)
+        summary.removed = len(gone)
+    started = time.perf_counter()
+    writer = _Writer(database, summary)
+    indexer = _Indexer(encoder, database.info.settings, writer, device, batch_size)
+    for done, read in enumerate(_read_all(files, work, encoder, database.info.settings, threads, batch_size), 1):
+        indexer.take(read)
+        if progress is not None:
+            progress("objects", done, len(work))
+    indexer.finish()
+    if work or gone:
+        database.tidy(alone=not is_remote(database.uri))
+    summary.seconds = time.perf_counter() - started
+    return summary
+
+
+class _Work(NamedTuple):
+    """A file to look into, and what is known of it."""
+
+    path: str
+    size_bytes: int
+    mtime_ns: int
+    before: IndexedImage | None
+
+
+def _compare(
+    database: ObjectDatabase, files: ImageFiles, summary: IndexSummary, progress: Progress | None
+) -> tuple[list[_Work], list[IndexedImage]]:
+    """Files whose size or time is not as it was, and images whose files are gone."""
+    before = {image.path: image for image in database.images()}
+    work: list[_Work] = []
+    for index in range(len(files)):
+        path = files.name(index)
+        known = before.pop(path, None)
+        try:
+            path.encode()
+            status = Path(files.path(index)).stat()
+        except UnicodeEncodeError:
+            summary.unread.append((path, "its name is not valid UTF-8: rename it"))
+            continue
+        except OSError as error:
+            summary.unread.append((path, error.strerror or str(error)))
+            continue
+        if known is not None and (known.size_bytes, known.mtime_ns) == (status.st_size, status.st_mtime_ns):
+            summary.unchanged += not known.error
+            if known.error:
+                summary.unreadable.append((path, known.error))
+        else:
+            work.append(_Work(path, status.st_size, status.st_mtime_ns, known))
+        if progress is not None:
+            progress("files compared", index + 1, len(files))
+    return work, list(before.values())
+
+
+class _Read(NamedTuple):
+    """A file that has been read: an image, or what is wrong with it."""
+
+    work: _Work
+    sha256: str
+    prepared: PreparedImage | None = None
+    error: str = ""
+    passing: bool = False
+    """Whether the error says nothing of the file's content."""
+
+
+def _read_all(
+    files: ImageFiles,
+    work: Sequence[_Work],
+    encoder: PatchEncoder,
+    settings: ObjectSettings,
+    threads: int,
+    batch_size: int,
+) -> Iterator[_Read]:
+    """Read files ahead, in order."""
+
+    def read(one: _Work) -> _Read:
+        return _read(Path(files.folder) / one.path, one, files.max_pixels, encoder.patch_size, settings)
+
+    # Threads: what decodes and resizes lets others run, and LanceDB does not survive a fork.
+    pool = ThreadPoolExecutor(threads)
+    try:
+        waiting: deque[Future[_Read]] = deque()
+        for one in work:
+            waiting.append(pool.submit(read, one))
+            if len(waiting) >= _READ_AHEAD * batch_size:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _read(path: Path, work: _Work, max_pixels: int, patch_size: int, settings: ObjectSettings) -> _Read:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        return _Read(work, "", error=error.strerror or str(error), passing=True)
+    sha256 = hashlib.sha256(content).hexdigest()
+    if work.before is not None and work.before.sha256 == sha256:
+        return _Read(work, sha256)
+    try:
+        image = read_image(EncodedImage(work.path, content), max_pixels=max_pixels)
+    except UnreadableImage as error:
+        return _Read(work, sha256, error=error.reason)
+    return _Read(work, sha256, prepared=prepare_image(image, patch_size, settings))
+
+
+class _Indexer:
+    """Collects images of one size into batches and finds their objects."""
+
+    def __init__(
+        self,
+        encoder: PatchEncoder,
+        settings: ObjectSettings,
+        writer: "_Writer",
+        device: torch.device | str,
+        batch_size: int,
+    ) -> None:
+        self.encoder = encoder
+        self.settings = settings
+        self.writer = writer
+        self.device = device
+        self.batch_size = batch_size
+        self._waiting: dict[tuple[int, ...], list[_Read]] = {}
+        self._count = 0
+
+    def take(self, read: _Read) -> None:
+        """Take one file in; objects are found when a batch is full, or too many images wait for others."""
+        if read.prepared is None:
+            self.writer.take(read, 0, 0, ())
+            return
+        waiting = self._waiting.setdefault(tuple(read.prepared.pixels.shape), [])
+        waiting.append(read)
+        self._count += 1
+        if len(waiting) == self.batch_size:
+            self._extract(tuple(read.prepared.pixels.shape))
+        elif self._count >= _READ_AHEAD * self.batch_size:
+            self._extract(max(self._waiting, key=lambda size: len(self._waiting[size])))
+
+    def finish(self) -> None:
+        """Find the objects of all that wait, and write them."""
+        for size in list(self._waiting):
+            self._extract(size)
+        self.writer.commit()
+
+    def _extract(self, size: tuple[int, ...]) -> None:
+        batch = self._waiting.pop(size)
+        self._count -= len(batch)
+        prepared = [read.prepared for read in batch if read.prepared is not None]
+        found = extract_prepared(self.encoder, prepared, self.settings, device=self.device)
+        for read, objects in zip(batch, found, strict=True):
+            self.writer.take(read, objects.height, objects.width, objects.objects)
+
+
+class _Writer:
+    """Collects what was found and writes it now and then."""
+
+    def __init__(self, database: ObjectDatabase, summary: IndexSummary) -> None:
+        self.database = database
+        self.summary = summary
+        self._images: list[tuple[IndexedImage, Sequence[ImageObject]]] = []
+        self._touched: list[IndexedImage] = []
+        self._replaced: list[int] = []
+        self._written = time.perf_counter()
+
+    def take(self, read: _Read, height: int, width: int, objects: Sequence[ImageObject]) -> None:
+        """Take in an image with its objects, or what is wrong with it."""
+        work, summary = read.work, self.summary
+        if read.passing:
+            summary.unread.append((work.path, read.error))
+            return
+        if work.before is not None and read.sha256 == work.before.sha256:
+            self._touched.append(work.before._replace(size_bytes=work.size_bytes, mtime_ns=work.mtime_ns))
+            summary.unchanged += not work.before.error
+            if work.before.error:
+                summary.unreadable.append((work.path, work.before.error))
+        else:
+            file = (work.path, new_entry(), work.size_bytes, work.mtime_ns, read.sha256)
+            self._images.append((IndexedImage(*file, height, width, len(objects), read.error), objects))
+            summary.objects += len(objects)
+            if read.error:
+                summary.unreadable.append((work.path, read.error))
+            elif work.before is None:
+                summary.new += 1
+            else:
+                summary.changed += 1
+            if work.before is not None:
+                self._replaced.append(work.before.entry)
+        many = len(self._images) + len(self._touched) >= _COMMIT_IMAGES
+        if many or time.perf_counter() - self._written >= _COMMIT_SECONDS:
+            self.commit()
+
+    def commit(self) -> None:
+        """Write what has been collected."""
+        if self._images:
+            self.database.put(self._images, replaced=self._replaced)
+        if self._touched:
+            self.database.put_rows(self._touched)
+        self._images, self._touched, self._replaced = [], [], []
+        self._written = time.perf_counter()

@@ -1,0 +1,233 @@
+import dataclasses
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cribo.arguments import ConfigError
+from cribo.data import DataError
+from cribo.object_search import DatabaseError, GridMask, ImageObject, IndexedImage, ObjectDatabase, ObjectSettings
+from cribo.object_search.database import new_entry
+from cribo.retrieval import PatchEncoder, mean_colour_encoder
+
+from .conftest import info_of
+
+DIM = 3
+
+
+def an_image(path: str, objects: int, entry: int | None = None) -> IndexedImage:
+    return IndexedImage(path, new_entry() if entry is None else entry, 10, 20, "ab", 32, 48, objects, "")
+
+
+def objects_of(vectors: np.ndarray) -> list[ImageObject]:
+    mask = GridMask((2, 3), b"06", (32, 48))
+    vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    return [ImageObject(n, vector, mask, (0, 0, 48, 32), 1536) for n, vector in enumerate(vectors.astype(np.float32))]
+
+
+@pytest.fixture
+def database(tmp_path: Path, encoder: PatchEncoder) -> ObjectDatabase:
+    return ObjectDatabase.create(tmp_path / "some.db", info_of(encoder, tmp_path))
+
+
+def filled(database: ObjectDatabase, images: int = 20, objects: int = 5) -> np.ndarray:
+    """Objects in random directions; (images, objects, D), of unit length."""
+    vectors = np.random.default_rng(0).standard_normal((images, objects, DIM))
+    vectors /= np.linalg.norm(vectors, axis=2, keepdims=True)
+    database.put([(an_image(f"{n}.png", objects), objects_of(own)) for n, own in enumerate(vectors)], replaced=())
+    return vectors
+
+
+def test_what_was_put_in_is_found_again(database: ObjectDatabase) -> None:
+    vectors = filled(database)
+    again = ObjectDatabase.open(database.uri)
+    assert len(again) == 100
+    assert again.count_images() == 20
+    assert [image.path for image in again.images()] == sorted(f"{n}.png" for n in range(20))
+    found = again.objects_of("7.png")
+    assert [each.number for each in found] == list(range(5))
+    np.testing.assert_allclose([each.vector for each in found], vectors[7], atol=1e-6)
+    assert found[2].mask == GridMask((2, 3), b"06", (32, 48))
+    assert (found[2].box, found[2].area, found[2].share) == ((0, 0, 48, 32), 1536, 1.0)
+    assert again.info == database.info
+    assert again.objects_of("no.png") == []
+
+
+def test_the_nearest_are_those_of_greatest_cosine(database: ObjectDatabase) -> None:
+    vectors = filled(database)
+    queries = np.random.default_rng(1).standard_normal((3, DIM)) * [[1], [100], [0.01]]
+    flat = vectors.reshape(-1, DIM)
+    similarity = (queries / np.linalg.norm(queries, axis=1, keepdims=True)) @ flat.T
+    for several, expected in zip(database.search(queries, 7), similarity, strict=True):
+        best = np.argsort(-expected)[:7]
+        assert [(each.image, each.object.number) for each in several] == [(f"{n // 5}.png", n % 5) for n in best]
+        np.testing.assert_allclose([each.similarity for each in several], expected[best], atol=1e-6)
+
+
+def test_the_objects_of_one_image_can_be_left_out(database: ObjectDatabase) -> None:
+    vectors = filled(database)
+    [found] = database.search(vectors[3, :1], 100, exclude_image="3.png")
+    assert len(found) == 95
+    assert "3.png" not in {each.image for each in found}
+    [found] = database.search(vectors[3, :1], 3, exclude_image="no.png")
+    assert (found[0].image, found[0].object.number) == ("3.png", 0)
+
+
+def test_asking_for_more_than_there_is_gives_all(database: ObjectDatabase) -> None:
+    vectors = filled(database, images=2)
+    assert len(database.search(vectors[0, :1], 1000)[0]) == 10
+
+
+def test_objects_without_the_row_of_their_image_are_nowhere(database: ObjectDatabase) -> None:
+    vectors = filled(database)
+    query = vectors[4, :1]
+    # As a writer leaves it that is killed after the objects: of a new image, and of a new state of an old one.
+    copies = objects_of(np.repeat(query, 5, axis=0))
+    row = database.image("4.png")
+    assert row is not None
+    database.put([(an_image("new.png", 5), copies), (an_image("4.png", 5), copies)], replaced=())
+    database.put_rows([row])
+    database._images.delete("path = 'new.png'")
+    [found] = database.search(query, 12)
+    assert len({(each.image, each.object.number) for each in found}) == 12
+    assert found[0].similarity == pytest.approx(1)
+    assert found[1].similarity < 1 - 1e-6
+    assert len(database) == 100
+    assert database.num_rows == 110
+    assert database.mend() == []
+    assert database.num_rows == 100
+    assert len(database.objects_of("4.png")) == 5
+
+
+def test_images_whose_objects_are_not_all_there_are_dropped_to_be_indexed_again(database: ObjectDatabase) -> None:
+    filled(database)
+    row = database.image("4.png")
+    assert row is not None
+    database._objects.delete(f"entry = {row.entry} AND number = 2")
+    assert database.mend() == ["4.png"]
+    assert database.image("4.png") is None
+    assert (len(database), database.num_rows) == (95, 95)
+
+
+def test_readers_see_what_was_written_since(database: ObjectDatabase) -> None:
+    reader = ObjectDatabase.open(database.uri)
+    vectors = filled(database)
+    assert len(reader) == 100
+    assert reader.search(vectors[0, :1], 1)[0][0].image == "0.png"
+    row = database.image("0.png")
+    assert row is not None
+    database.drop_images([row])
+    database.tidy(alone=True)
+    assert reader.search(vectors[0, :1], 1)[0][0].image != "0.png"
+
+
+def test_an_image_name_may_hold_quotes(database: ObjectDatabase) -> None:
+    vectors = np.eye(3)
+    database.put([(an_image('it\'s "mine".png', 3), objects_of(vectors))], replaced=())
+    assert len(database.objects_of('it\'s "mine".png')) == 3
+    assert database.images_at(['it\'s "mine".png', "no.png"]).keys() == {'it\'s "mine".png'}
+
+
+def test_objects_that_were_added_after_the_index_are_found(database: ObjectDatabase) -> None:
+    vectors = filled(database, images=300)
+    database.build_index()
+    assert database.has_index()
+    late = np.array([[[0.3, -0.5, 0.81]]]) / np.linalg.norm([0.3, -0.5, 0.81])
+    database.put([(an_image("late.png", 1), objects_of(late[0]))], replaced=())
+    [found] = database.search(late[0], 3)
+    assert (found[0].image, len(found)) == ("late.png", 3)
+    database.tidy(alone=True)
+    [found] = database.search(late[0], 3)
+    assert found[0].image == "late.png"
+    exact = database.search(vectors[5, :1], 5, exact=True)[0]
+    assert (exact[0].image, exact[0].object.number) == ("5.png", 0)
+
+
+def test_an_empty_database_says_how_to_fill_it(database: ObjectDatabase) -> None:
+    with pytest.raises(DatabaseError, match="holds no objects: index images with cribo index"):
+        database.search(np.ones((1, DIM)), 3)
+
+
+@pytest.mark.parametrize(
+    ("vectors", "k", "said"),
+    [
+        (np.ones((1, DIM)), 0, "k must be >= 1, got 0"),
+        (np.ones((1, 4)), 1, r"shape \(Q, 3\), got \(1, 4\)"),
+        (np.zeros((1, DIM)), 1, "length above 0"),
+        (np.full((1, DIM), np.nan), 1, "finite"),
+    ],
+)
+def test_queries_that_cannot_be_asked(database: ObjectDatabase, vectors: np.ndarray, k: int, said: str) -> None:
+    filled(database, images=1)
+    with pytest.raises(ValueError, match=said):
+        database.search(vectors, k)
+
+
+def test_another_backbone_is_refused_with_the_name_of_the_one_it_was_built_with(database: ObjectDatabase) -> None:
+    database.require_encoder(mean_colour_encoder(8), "mean-colour")
+    with pytest.raises(ConfigError, match=r"was built with the backbone mean-colour .* not with another"):
+        database.require_encoder(mean_colour_encoder(16), "another")
+
+
+def test_other_settings_are_refused_with_those_it_was_built_with(database: ObjectDatabase) -> None:
+    settings = dataclasses.replace(database.info.settings, num_objects=7, size=32)
+    with pytest.raises(ConfigError, match=r"num_objects 4 \(asked for: 7\), size None \(asked for: 32\)"):
+        database.require_settings(settings)
+    database.require_settings(ObjectSettings(num_objects=4, size=None))
+
+
+def test_places_that_hold_no_database(tmp_path: Path, encoder: PatchEncoder) -> None:
+    with pytest.raises(DataError, match=r"there is no 'some\.db'"):
+        ObjectDatabase.open(tmp_path / "some.db")
+    assert not (tmp_path / "some.db").exists()
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "mine.png").touch()
+    with pytest.raises(DatabaseError, match="holds no database of objects: make one with cribo index"):
+        ObjectDatabase.open(tmp_path / "photos")
+    with pytest.raises(DatabaseError, match=r"holds 'mine.png', so it is nothing of ours"):
+        ObjectDatabase.create(tmp_path / "photos", info_of(encoder, tmp_path))
+    assert [path.name for path in (tmp_path / "photos").iterdir()] == ["mine.png"]
+
+
+def test_tables_of_others_are_left_alone(tmp_path: Path, encoder: PatchEncoder) -> None:
+    import lancedb
+
+    connection = lancedb.connect(tmp_path / "theirs")
+    connection.create_table("objects", [{"name": "chair"}])
+    with pytest.raises(DatabaseError, match="'objects' that is nothing of ours"):
+        ObjectDatabase.create(tmp_path / "theirs", info_of(encoder, tmp_path))
+    assert connection.open_table("objects").count_rows() == 1
+    connection = lancedb.connect(tmp_path / "other")
+    connection.create_table("about", [{"name": "chair"}])
+    with pytest.raises(DatabaseError, match="'about' that is nothing of ours"):
+        ObjectDatabase.open(tmp_path / "other")
+
+
+def test_a_database_that_was_half_made_is_made_anew(tmp_path: Path, encoder: PatchEncoder) -> None:
+    database = ObjectDatabase.create(tmp_path / "some.db", info_of(encoder, tmp_path))
+    with pytest.raises(DatabaseError, match="holds a database already"):
+        ObjectDatabase.create(tmp_path / "some.db", info_of(encoder, tmp_path))
+    import lancedb
+
+    lancedb.connect(database.uri).drop_table("about")
+    with pytest.raises(DatabaseError, match="no database"):
+        ObjectDatabase.open(database.uri)
+    ObjectDatabase.create(tmp_path / "some.db", info_of(encoder, tmp_path))
+    assert len(ObjectDatabase.open(database.uri)) == 0
+
+
+def test_a_later_format_is_refused(database: ObjectDatabase) -> None:
+    import lancedb
+
+    connection = lancedb.connect(database.uri)
+    text = connection.open_table("about").to_arrow()["json"][0].as_py().replace('"format": 1', '"format": 2')
+    connection.create_table("about", [{"json": text}], mode="overwrite")
+    with pytest.raises(DatabaseError, match="has the format 2, this version of cribo reads 1"):
+        ObjectDatabase.open(database.uri)
+
+
+def test_without_lancedb_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lancedb", None)
+    with pytest.raises(ImportError, match=r'object search needs LanceDB: pip install "cribo-ssl\[search\]"'):
+        ObjectDatabase.open(tmp_path)

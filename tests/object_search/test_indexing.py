@@ -1,0 +1,174 @@
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from cribo.files import FolderError
+from cribo.object_search import IndexSummary, ObjectDatabase, index_lock
+from cribo.retrieval import mean_colour_encoder
+
+from .conftest import bring_up_to_date, held, write_picture
+
+Index = Callable[..., tuple[ObjectDatabase, IndexSummary]]
+
+
+def counts(summary: IndexSummary) -> tuple[int, int, int, int]:
+    return summary.new, summary.changed, summary.unchanged, summary.removed
+
+
+def test_what_is_unchanged_is_left_alone(index: Index) -> None:
+    database, summary = index()
+    assert counts(summary) == (6, 0, 0, 0)
+    assert summary.objects == len(database) == database.num_rows > 6
+    before = database.images()
+    database, summary = index()
+    assert counts(summary) == (0, 0, 6, 0)
+    assert database.images() == before
+
+
+def test_new_changed_and_deleted_images(index: Index, pictures: Path) -> None:
+    database, _ = index()
+    before = {image.path: image for image in database.images()}
+    write_picture(pictures / "c" / "6.png", 6)
+    write_picture(pictures / "a" / "0.png", 9)
+    (pictures / "b" / "3.png").unlink()
+    database, summary = index()
+    assert counts(summary) == (1, 1, 4, 1)
+    after = {image.path: image for image in database.images()}
+    assert after.keys() == {"a/0.png", "a/1.png", "a/2.png", "b/4.png", "b/5.png", "c/6.png"}
+    assert [path for path in after if before.get(path) == after[path]] == ["a/1.png", "a/2.png", "b/4.png", "b/5.png"]
+    assert database.num_rows == len(database) == sum(image.objects for image in after.values())
+
+
+def test_deleted_images_can_be_kept(index: Index, pictures: Path) -> None:
+    index()
+    (pictures / "b" / "3.png").unlink()
+    database, summary = index(prune=False)
+    assert counts(summary) == (0, 0, 5, 0)
+    assert len(database.objects_of("b/3.png")) > 0
+
+
+def test_a_file_that_was_only_touched_keeps_its_objects(index: Index, pictures: Path) -> None:
+    database, _ = index()
+    before = database.image("a/1.png")
+    os.utime(pictures / "a" / "1.png", ns=(1, 1))
+    database, summary = index()
+    assert counts(summary) == (0, 0, 6, 0)
+    after = database.image("a/1.png")
+    assert before is not None
+    assert after == before._replace(mtime_ns=1)
+    assert len(database.objects_of("a/1.png")) == before.objects
+
+
+def test_unreadable_files_are_noted_and_not_tried_again_until_they_change(index: Index, pictures: Path) -> None:
+    (pictures / "a" / "broken.png").write_bytes(b"no picture")
+    database, summary = index()
+    assert [path for path, _ in summary.unreadable] == ["a/broken.png"]
+    row = database.image("a/broken.png")
+    assert row is not None
+    assert "not an image" in row.error
+    assert (row.objects, database.objects_of("a/broken.png")) == (0, [])
+    database, summary = index()
+    assert [path for path, _ in summary.unreadable] == ["a/broken.png"]
+    assert database.image("a/broken.png") == row
+    write_picture(pictures / "a" / "broken.png", 4)
+    database, summary = index()
+    assert (counts(summary), summary.unreadable) == ((0, 1, 6, 0), [])
+    assert len(database.objects_of("a/broken.png")) > 0
+
+
+def test_files_that_cannot_be_read_now_are_tried_again(index: Index, pictures: Path) -> None:
+    (pictures / "a" / "link.png").symlink_to(pictures / "later.png")
+    _, summary = index()
+    assert summary.unread == []  # a link to nothing is no file
+    bad = os.fsencode(pictures / "a") + b"/\xff.png"
+    with open(bad, "wb") as file:  # noqa: PTH123 - a name that is no text
+        file.write((pictures / "a" / "0.png").read_bytes())
+    _, summary = index()
+    assert [reason for _, reason in summary.unread] == ["its name is not valid UTF-8: rename it"]
+    assert counts(summary) == (0, 0, 6, 0)
+
+
+def test_images_of_several_sizes_and_shapes(index: Index, pictures: Path) -> None:
+    for number, size in enumerate([(40, 200), (200, 40), (8, 8), (65, 97)]):
+        write_picture(pictures / "odd" / f"{number}.png", number)
+        with Image.open(pictures / "odd" / f"{number}.png") as image:
+            image.resize(size[::-1]).save(pictures / "odd" / f"{number}.png")
+    database, _ = index()
+    for path, size in (("odd/0.png", (40, 200)), ("odd/2.png", (8, 8)), ("odd/3.png", (65, 97))):
+        row = database.image(path)
+        assert row is not None
+        assert (row.height, row.width) == size
+        assert {each.mask.image for each in database.objects_of(path)} == {size}
+
+
+MOMENTS = ("put_rows", "drop_objects", "tidy", "drop_images")
+
+KILLED = """
+import os, signal, sys
+from cribo.data import open_images
+from cribo.object_search import ObjectDatabase, index_images, index_lock
+from cribo.retrieval import mean_colour_encoder
+
+def end(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+# LanceDB is imported after the fork only: its threads would not be there in the child.
+for folder, moment in zip(sys.argv[1::2], sys.argv[2::2]):
+    child = os.fork()
+    if child == 0:
+        with index_lock(folder + "/objects.db"):
+            database = ObjectDatabase.open(folder + "/objects.db")
+            setattr(database, moment, end)
+            index_images(database, mean_colour_encoder(8), open_images(folder + "/pictures"))
+        os._exit(3)
+    print(moment, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_kill_at_any_moment_leaves_what_goes_on_to_the_same_end(index: Index, pictures: Path, tmp_path: Path) -> None:
+    """Processes are killed as they are about to do their first writing of each kind."""
+    index()
+    write_picture(pictures / "c" / "6.png", 6)
+    write_picture(pictures / "a" / "0.png", 9)
+    (pictures / "b" / "3.png").unlink()
+    folders = {moment: tmp_path / moment for moment in MOMENTS}
+    for folder in folders.values():
+        shutil.copytree(pictures.parent / "objects.db", folder / "objects.db")
+        shutil.copytree(pictures, folder / "pictures")
+    words = [str(word) for moment, folder in folders.items() for word in (folder, moment)]
+    ended = subprocess.run([sys.executable, "-c", KILLED, *words], check=False, capture_output=True, text=True)
+    assert ended.stdout.splitlines() == [f"{moment} {-signal.SIGKILL}" for moment in MOMENTS], ended.stderr
+    unharmed, _ = index()
+    for folder in folders.values():
+        database = ObjectDatabase.open(folder / "objects.db")
+        for image in database.images():  # whatever a reader sees now belongs together
+            assert len(database.objects_of(image.path)) == image.objects
+        database, _ = bring_up_to_date(folder, mean_colour_encoder(8))
+        assert held(database) == held(unharmed)
+        assert database.num_rows == len(database)
+        _, summary = bring_up_to_date(folder, mean_colour_encoder(8))
+        assert counts(summary) == (0, 0, 6, 0)
+
+
+def test_two_indexers_at_once_are_refused(tmp_path: Path) -> None:
+    with (
+        index_lock(str(tmp_path / "objects.db")),
+        pytest.raises(FolderError, match="is being written by another cribo index: wait for its end"),
+        index_lock(str(tmp_path / "objects.db")),
+    ):
+        pass
+    with index_lock(str(tmp_path / "objects.db")):
+        pass
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FolderError, match="cannot write to"), index_lock(str(tmp_path / "file" / "db")):
+        pass
