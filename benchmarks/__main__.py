@@ -24,8 +24,9 @@ BENCHMARKS = {
     "startup": "what a user waits for",
     "search": "exact search of dense retrieval against faiss",
     "segmentation": "segmentation by a few examples: what an image costs, part by part",
+    "object_search": "indexing of images and search among their objects, LanceDB against faiss",
 }
-WITHOUT_DEVICE = ("startup",)
+WITHOUT_DEVICE = ("startup", "object_search")
 
 
 def main() -> int:

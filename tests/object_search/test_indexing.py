@@ -99,7 +99,7 @@ def test_images_of_several_sizes_and_shapes(index: Index, pictures: Path) -> Non
     for number, size in enumerate([(40, 200), (200, 40), (8, 8), (65, 97)]):
         write_picture(pictures / "odd" / f"{number}.png", number)
         with Image.open(pictures / "odd" / f"{number}.png") as image:
-            image.resize(size[::-1]).save(pictures / "odd" / f"{number}.png")
+            image.resize((size[1], size[0])).save(pictures / "odd" / f"{number}.png")
     database, _ = index()
     for path, size in (("odd/0.png", (40, 200)), ("odd/2.png", (8, 8)), ("odd/3.png", (65, 97))):
         row = database.image(path)

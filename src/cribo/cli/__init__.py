@@ -14,13 +14,15 @@ commands:
   profile     what a training step of a configuration costs on this machine, part by part
   evaluate    measure what a backbone has learned, on labelled images
   segment     label the pixels of many images by a few labelled examples, without training
+  index       find the objects of a folder of images and keep them in a database
+  search      find the objects most like one, across the database
   shard       pack images into few large files, to train from a network or from object storage
 
 `cribo pretrain` with no options trains on made-up scenes, a few minutes on a laptop.
 `cribo <command> --help` lists its options; `cribo --version` says which version this is.
 """
 
-COMMANDS = ("pretrain", "profile", "evaluate", "segment", "shard")
+COMMANDS = ("pretrain", "profile", "evaluate", "segment", "index", "search", "shard")
 """Each in a file of its name, whose `main` runs it."""
 
 

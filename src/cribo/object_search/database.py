@@ -13,10 +13,11 @@ import os
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Float, Int64
@@ -49,7 +50,8 @@ class DatabaseInfo:
         config: of the backbone, to open it again (`BackboneConfig`).
         dim: D, of an object's vector.
         settings: what counts as an object.
-        root: the folder of the images, absolute.
+        root: the folder of the images, absolute; their paths are relative to it.
+        images: what was indexed: that folder, or a text file in it that lists images.
     """
 
     identity: str
@@ -58,6 +60,7 @@ class DatabaseInfo:
     dim: int
     settings: ObjectSettings
     root: str
+    images: str = ""
 
     @property
     def backbone_name(self) -> str:
@@ -160,8 +163,6 @@ class ObjectDatabase:
             DatabaseError: there is something else, or a database already.
             ImportError: LanceDB is not installed.
         """
-        import pyarrow as pa
-
         place = as_uri(uri)
         connection = _connect(place)
         there = _tables(connection)
@@ -174,8 +175,7 @@ class ObjectDatabase:
             if name in there and connection.open_table(name).count_rows():
                 raise DatabaseError(f"{place} holds a table {name!r} that is nothing of ours: use another --db")
             connection.create_table(name, schema=schema, mode="overwrite" if name in there else "create")
-        text = json.dumps({"format": _FORMAT, **dataclasses.asdict(info)})
-        connection.create_table(_ABOUT, pa.table({"json": [text]}))
+        _write_info(connection, info, mode="create")
         return cls(place, connection, info, Path(info.root))
 
     def require_encoder(self, encoder: PatchEncoder, name: str) -> None:
@@ -334,27 +334,43 @@ class ObjectDatabase:
         """
         objects = [(image, found) for image, several in images for found in several]
         if objects:
-            self._objects.add(_objects_table(objects, self.info.dim))
+            with self._writing():
+                self._objects.add(_objects_table(objects, self.info.dim))
         self.put_rows([image for image, _ in images])
         self.drop_objects(replaced)
 
     def put_rows(self, images: Sequence[IndexedImage]) -> None:
         """Write rows of images, whose objects are there, over those of the same path."""
         merge = self._images.merge_insert("path").when_matched_update_all().when_not_matched_insert_all()
-        merge.execute(_images_table(images))
+        with self._writing():
+            merge.execute(_images_table(images))
 
     def drop_images(self, images: Sequence[IndexedImage]) -> None:
         """Remove images and their objects."""
         for start in range(0, len(images), _NAMES_AT_ONCE):
             part = images[start : start + _NAMES_AT_ONCE]
-            self._images.delete(f"path IN ({', '.join(_quoted(image.path) for image in part)})")
+            with self._writing():
+                self._images.delete(f"path IN ({', '.join(_quoted(image.path) for image in part)})")
         self.drop_objects([image.entry for image in images])
 
     def drop_objects(self, entries: Sequence[int]) -> None:
         """Remove the objects of some entries, which no row of an image names."""
         for start in range(0, len(entries), _NAMES_AT_ONCE):
             part = entries[start : start + _NAMES_AT_ONCE]
-            self._objects.delete(f"entry IN ({', '.join(map(str, part))})")
+            with self._writing():
+                self._objects.delete(f"entry IN ({', '.join(map(str, part))})")
+
+    def move(self, root: str, images: str) -> None:
+        """Note that the folder of the images is elsewhere now.
+
+        Args:
+            root: the folder, absolute.
+            images: it, or a text file in it that lists images.
+        """
+        self.info = dataclasses.replace(self.info, root=root, images=images)
+        self.root = Path(root)
+        with self._writing():
+            _write_info(_connect(self.uri), self.info, mode="overwrite")
 
     def mend(self) -> list[str]:
         """After a writer that was killed: remove objects without an image, and images without all of their objects.
@@ -378,7 +394,7 @@ class ObjectDatabase:
             alone: no other process writes, so that what a killed one has left can go.
         """
         for table in (self._objects, self._images):
-            with warnings.catch_warnings():
+            with self._writing(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # it warns of what `alone` says
                 table.optimize(cleanup_older_than=timedelta(0) if alone else _OLD_VERSIONS, delete_unverified=alone)
 
@@ -391,9 +407,19 @@ class ObjectDatabase:
         from lancedb.index import IvfFlat
 
         config = IvfFlat(distance_type="cosine", target_partition_size=_PARTITION)
-        self._objects.create_index("vector", config=config, name=_INDEX, replace=True)
+        with self._writing():
+            self._objects.create_index("vector", config=config, name=_INDEX, replace=True)
 
     # ------------------------------------------------------------------ inside
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """What LanceDB says of a full disk or a lost connection, as the error that it is."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = _first_line(error)
+            raise OSError(f"cannot write to {self.uri}: {reason}; what was written before is kept") from error
 
     def _read(self, ask: Callable[[], T]) -> T:
         """What a question gives; asked again where a writer has removed the version that it was reading."""
@@ -461,6 +487,19 @@ def new_entry() -> int:
     return secrets.randbits(62)
 
 
+def holds_database(uri: str | os.PathLike[str]) -> bool:
+    """Whether there is a database of objects at a place, of whatever format.
+
+    Raises:
+        ImportError: LanceDB is not installed.
+    """
+    place = as_uri(uri)
+    if not is_remote(place) and not Path(place).is_dir():
+        _lancedb()
+        return False
+    return _ABOUT in _tables(_connect(place))
+
+
 def is_remote(uri: str) -> bool:
     """Whether a place is a URL of object storage."""
     return "://" in uri
@@ -482,11 +521,21 @@ def _lancedb() -> Any:
 
 def _connect(place: str) -> Any:
     # Every question looks for what others have committed since.
-    return _lancedb().connect(place, read_consistency_interval=timedelta(0))
+    try:
+        return _lancedb().connect(place, read_consistency_interval=timedelta(0))
+    except (RuntimeError, ValueError, OSError) as error:
+        raise DatabaseError(f"{place} cannot be opened: {_first_line(error)}") from error
 
 
 def _tables(connection: Any) -> set[str]:
-    return set(connection.list_tables(limit=1000).tables)
+    try:
+        return set(connection.list_tables(limit=1000).tables)
+    except (RuntimeError, OSError) as error:  # of object storage: no such bucket, no answer, no right to look
+        raise ConnectionError(f"{connection.uri} cannot be read: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _require_empty(folder: Path, tables: set[str]) -> None:
@@ -512,6 +561,13 @@ def _read_info(place: str, connection: Any) -> DatabaseInfo:
         return DatabaseInfo(**{**values, "settings": ObjectSettings(**content["settings"])})
     except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
         raise DatabaseError(f"{place} holds a table {_ABOUT!r} that is nothing of ours: use another --db") from error
+
+
+def _write_info(connection: Any, info: DatabaseInfo, *, mode: Literal["create", "overwrite"]) -> None:
+    import pyarrow as pa
+
+    text = json.dumps({"format": _FORMAT, **dataclasses.asdict(info)})
+    connection.create_table(_ABOUT, pa.table({"json": [text]}), mode=mode)
 
 
 def _short(identity: str | None) -> str:

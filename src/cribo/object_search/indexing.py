@@ -323,3 +323,30 @@ class _Writer:
             self.database.put_rows(self._touched)
         self._images, self._touched, self._replaced = [], [], []
         self._written = time.perf_counter()
+
+
+def index_vectors(database: ObjectDatabase, *, least: int = 100_000, queries: int = 100, k: int = 10) -> float | None:
+    """Make the vector index of a database that is large enough to want one, and measure what it finds.
+
+    Args:
+        database: whose objects; what was added since its index was made is in it after `tidy`.
+        least: objects below which every search compares with all of them, in some tens of milliseconds.
+        queries: objects that are searched for, by the index and exactly.
+        k: neighbours of each.
+
+    Returns:
+        the mean share of the exact neighbours that a search by the index finds; None without an index. A neighbour as
+        similar as the last exact one, to rounding, counts as found.
+    """
+    if database.num_rows < least:
+        return None
+    if not database.has_index():
+        database.build_index()
+    vectors = database.sample_vectors(queries)
+    # One beyond k, for each finds itself.
+    approximate, exact = (database.search(vectors, k + 1, exact=each) for each in (False, True))
+    shares = [
+        sum(one.similarity >= several[-1].similarity - 1e-6 for one in found) / len(several)
+        for found, several in zip(approximate, exact, strict=True)
+    ]
+    return sum(shares) / len(shares)

@@ -1,0 +1,343 @@
+"""Object search: how fast images are indexed, how fast and how right a search is, and whether it finds the same class.
+
+    uv run python -m benchmarks.object_search --camvid ../shared/data/camvid --backbone runs/camvid
+    uv run python -m benchmarks.object_search --small       # each part, in a minute
+    uv run python -m benchmarks.object_search --only latency
+
+`indexing` puts images into a database and says where the time goes. `latency` searches among made-up objects,
+clustered as real ones are: LanceDB comparing with every object, LanceDB by its index, and two that hold all vectors in
+memory, faiss's flat index and our own exact search. `quality` takes each object of CamVid's validation images, labelled
+by the class of most of its pixels, and asks how many of its five nearest training objects are of the same class: for a
+trained backbone, for the same network with random weights, and for the mean colour.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import faiss
+import numpy as np
+import torch
+from benchmarks.measuring import MIB, peak_memory
+from jaxtyping import Float, Int
+from rich.console import Console
+from rich.table import Table
+
+from cribo.data import LabelledImages, open_images, open_segmentation
+from cribo.data.reading import read_image
+from cribo.models import build_backbone, load_backbone
+from cribo.object_search import DatabaseInfo, IndexedImage, ObjectDatabase, ObjectSettings, index_images, index_lock
+from cribo.object_search.extraction import extract_objects, extract_prepared, prepare_image
+from cribo.retrieval import BackboneConfig, PatchEncoder, backbone_encoder, mean_colour_encoder, nearest
+from cribo.retrieval.search import TensorKeys
+
+DIM = 384
+PER_IMAGE = 16
+K = 10
+QUALITY_K = 5
+SIZES = (100_000, 1_000_000)
+SMALL_SIZES = (2_000,)
+NO_CLASS = 255
+
+
+# ------------------------------------------------------------------ indexing
+
+
+def indexing(encoder: PatchEncoder, folder: Path | None, number: int) -> Table:
+    """Images per second of an indexing, and the parts of it one by one, with one thread that reads."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = folder or made_up_images(Path(place) / "images", number)
+        files = open_images(folder)
+        settings = ObjectSettings()
+        database_place = str(Path(place) / "objects.db")
+        with index_lock(database_place):
+            database = ObjectDatabase.create(database_place, info(encoder, settings, folder))
+            summary = index_images(database, encoder, files)
+            again = timed(lambda: index_images(database, encoder, files))
+        parts = parts_of(encoder, [files.path(index) for index in range(min(len(files), number))], settings)
+        table = Table(title=f"indexing {len(files)} images, {torch.get_num_threads()} threads")
+        table.add_column("what")
+        table.add_column("value", justify="right")
+        table.add_row("images/s, all together", f"{summary.images_per_second:.1f}")
+        for name, seconds in parts.items():
+            table.add_row(f"ms per image: {name}", f"{1000 * seconds:.1f}")
+        table.add_row("objects per image", f"{summary.objects / len(files):.1f}")
+        table.add_row("bytes on disk per object", f"{(database.size_bytes() or 0) / max(1, len(database)):.0f}")
+        table.add_row("nothing new: seconds", f"{again:.2f}")
+        return table
+
+
+def parts_of(encoder: PatchEncoder, paths: Sequence[str], settings: ObjectSettings) -> dict[str, float]:
+    """Seconds per image of each part, alone."""
+    begun = time.perf_counter()
+    images = [read_image(path) for path in paths]
+    read = time.perf_counter()
+    prepared = [prepare_image(image, encoder.patch_size, settings) for image in images]
+    resized = time.perf_counter()
+    for image in prepared:
+        encoder.encode(image.pixels[None].float().div_(255))
+    encoded = time.perf_counter()
+    extract_prepared(encoder, prepared, settings)
+    ended = time.perf_counter()
+    network = encoded - resized
+    seconds = {
+        "read and decode": read - begun,
+        "resize": resized - read,
+        "network": network,
+        "clustering and masks": max(0.0, ended - encoded - network),
+    }
+    return {name: value / len(paths) for name, value in seconds.items()}
+
+
+def made_up_images(folder: Path, number: int) -> Path:
+    """The program's own scenes as files."""
+    from torchvision.io import write_png
+
+    from cribo.data.scenes import Scenes
+
+    folder.mkdir(parents=True)
+    scenes = Scenes(number, size=256)
+    for index in range(number):
+        write_png(scenes.load(index), str(folder / f"{index}.png"))
+    return folder
+
+
+def info(encoder: PatchEncoder, settings: ObjectSettings, folder: Path, dim: int | None = None) -> DatabaseInfo:
+    """Of a database that is made for a measurement."""
+    width = dim or encoder.encode(torch.zeros(1, 3, 2 * encoder.patch_size, 2 * encoder.patch_size)).shape[2]
+    config = dataclasses.asdict(BackboneConfig("benchmark"))
+    return DatabaseInfo(encoder.identity or "benchmark", {"name": "benchmark"}, config, width, settings, str(folder))
+
+
+# ------------------------------------------------------------------ latency
+
+
+class Measured(NamedTuple):
+    """Milliseconds of one query, and the share of the true neighbours that it finds."""
+
+    median: float
+    late: float
+    recall: float
+    mib: float
+
+
+def clustered(number: int, seed: int) -> Float[np.ndarray, "n d"]:
+    """Unit vectors around some thousand centres, of which some are far more common than others."""
+    centres = np.random.default_rng(0).standard_normal((5000, DIM), dtype=np.float32)
+    generator = np.random.default_rng(seed)
+    found = np.empty((number, DIM), dtype=np.float32)
+    for start in range(0, number, 50_000):
+        part = found[start : start + 50_000]
+        chosen = (5000 * generator.random(len(part)) ** 2).astype(np.int64)
+        part[:] = centres[chosen] + 0.8 * generator.standard_normal(part.shape, dtype=np.float32)
+        part /= np.linalg.norm(part, axis=1, keepdims=True)
+    return found
+
+
+def latency(sizes: Sequence[int], queries: int) -> Table:
+    """A row for each number of objects and way of searching."""
+    table = Table(title=f"one query, {K} nearest of D = {DIM}, {torch.get_num_threads()} threads")
+    columns = ("objects", "search", "median", "95 %", "recall@10", "memory of its own", "build", "on disk")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "search" else "right")
+    for size in sizes:
+        vectors, asked = clustered(size, 1), clustered(queries, 2)
+        truth = nearest(torch.from_numpy(asked), TensorKeys(torch.from_numpy(vectors)), K)
+        worst = truth.similarity[:, -1].numpy()
+        with tempfile.TemporaryDirectory() as place:
+            database, written = filled(Path(place) / "objects.db", vectors)
+            plain = database.size_bytes() or 0
+
+            by_all, by_index = (partial(in_database, database, exact) for exact in (True, False))
+            add(table, size, "LanceDB, every object", measure(by_all, asked, worst), written, plain)
+            built = timed(database.build_index)
+            # The index holds vectors of its own.
+            own = (database.size_bytes() or 0) - plain
+            add(table, size, "LanceDB, index", measure(by_index, asked, worst), built, own)
+        in_memory = partial(by_ours, TensorKeys(torch.from_numpy(vectors)))
+        add(table, size, "cribo.retrieval, exact", measure(in_memory, asked, worst), None, None)
+        flat = faiss.IndexFlatIP(DIM)
+        faiss.omp_set_num_threads(torch.get_num_threads())
+        flat.add(vectors)
+        add(table, size, "faiss, flat", measure(partial(by_faiss, flat), asked, worst), None, None)
+        table.add_section()
+    return table
+
+
+def in_database(database: ObjectDatabase, exact: bool, query: Float[np.ndarray, " d"]) -> list[float]:
+    """Similarities of the nearest."""
+    return [each.similarity for each in database.search(query[None], K, exact=exact)[0]]
+
+
+def by_ours(keys: TensorKeys, query: Float[np.ndarray, " d"]) -> list[float]:
+    """Similarities of the nearest."""
+    return nearest(torch.from_numpy(query[None]), keys, K).similarity[0].tolist()
+
+
+def by_faiss(index: Any, query: Float[np.ndarray, " d"]) -> list[float]:
+    """Similarities of the nearest."""
+    return index.search(query[None], K)[0][0].tolist()
+
+
+def filled(place: Path, vectors: Float[np.ndarray, "n d"]) -> tuple[ObjectDatabase, float]:
+    """A database of made-up objects, and the seconds that writing them took."""
+    import pyarrow as pa
+
+    encoder = mean_colour_encoder(16)
+    place.mkdir()
+    database = ObjectDatabase.create(place, info(encoder, ObjectSettings(), place, DIM))
+    begun = time.perf_counter()
+    schema = database._objects.schema
+    for start in range(0, len(vectors), 50_000):
+        part = vectors[start : start + 50_000]
+        rows = np.arange(start, start + len(part))
+        columns: dict[str, Any] = {name: np.full(len(part), 30) for name in schema.names}
+        columns["entry"] = rows // PER_IMAGE
+        columns["image"] = [f"folder/{row // PER_IMAGE:08d}.jpg" for row in rows]
+        columns["number"] = rows % PER_IMAGE
+        columns["vector"] = pa.FixedSizeListArray.from_arrays(pa.array(part.ravel()), DIM)
+        columns["mask"] = [bytes(60)] * len(part)
+        database._objects.add(pa.table(columns, schema=schema))
+    images = range(-(-len(vectors) // PER_IMAGE))
+    sha256 = "0" * 64
+    for start in range(0, len(images), 50_000):
+        several = images[start : start + 50_000]
+        path = "folder/{:08d}.jpg"
+        database.put_rows([IndexedImage(path.format(n), n, 1, 1, sha256, 360, 480, PER_IMAGE, "") for n in several])
+    database.tidy(alone=True)
+    return database, time.perf_counter() - begun
+
+
+def measure(
+    search: Callable[[np.ndarray], Sequence[float]], queries: Float[np.ndarray, "q d"], worst: Float[np.ndarray, " q"]
+) -> Measured:
+    """One query after the other, after a first few that warm it up."""
+    peak = peak_memory(lambda: [search(query) for query in queries[:3]], "cpu")
+    seconds, hits = [], []
+    for query, least in zip(queries, worst, strict=True):
+        begun = time.perf_counter()
+        found = search(query)
+        seconds.append(time.perf_counter() - begun)
+        hits.append(sum(similarity >= least - 1e-5 for similarity in found) / K)
+    late = float(np.percentile(seconds, 95))
+    return Measured(1000 * statistics.median(seconds), 1000 * late, statistics.mean(hits), peak / MIB)
+
+
+def add(table: Table, size: int, name: str, measured: Measured, build: float | None, disk: int | None) -> None:
+    """One row of the table."""
+    table.add_row(
+        f"{size:,}",
+        name,
+        f"{measured.median:.1f} ms",
+        f"{measured.late:.1f} ms",
+        f"{measured.recall:.1%}",
+        f"{measured.mib:.0f} MiB",
+        "" if build is None else f"{build:.1f} s",
+        "" if disk is None else f"{disk / 1e6:.0f} MB",
+    )
+
+
+# ------------------------------------------------------------------ quality
+
+
+class Labelled(NamedTuple):
+    """Objects with the class of most of their labelled pixels, and the share of those that have it."""
+
+    vectors: Float[np.ndarray, "n d"]
+    classes: Int[np.ndarray, " n"]
+    purity: Float[np.ndarray, " n"]
+
+
+def labelled_objects(encoder: PatchEncoder, images: LabelledImages, every: int, settings: ObjectSettings) -> Labelled:
+    """The objects of every so many-th image; those of which more than half has no class are left out."""
+    vectors, classes, purity = [], [], []
+    for index in range(0, len(images), every):
+        labels = images.labels(index).numpy()
+        for each in extract_objects(encoder, [images.load(index)], settings)[0].objects:
+            own = labels[each.mask.pixels()]
+            counts = np.bincount(own[own != NO_CLASS], minlength=len(images.classes))
+            if 2 * counts.sum() >= len(own):
+                vectors.append(each.vector)
+                classes.append(int(counts.argmax()))
+                purity.append(counts.max() / counts.sum())
+    return Labelled(np.stack(vectors), np.array(classes), np.array(purity))
+
+
+def quality(encoders: dict[str, PatchEncoder], camvid: Path, every: int) -> Table:
+    """A row for each encoder: precision at five, over objects and as the mean of the classes."""
+    train, val = (open_segmentation("camvid", camvid, split) for split in ("train", "val"))
+    table = Table(title=f"class of the {QUALITY_K} nearest training objects, CamVid")
+    columns = ("features", "objects", "queries", f"precision@{QUALITY_K}", "mean of classes", "by chance", "purity")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "features" else "right")
+    for name, encoder in encoders.items():
+        keys, queries = (labelled_objects(encoder, images, every, ObjectSettings()) for images in (train, val))
+        found = nearest(torch.from_numpy(queries.vectors), TensorKeys(torch.from_numpy(keys.vectors)), QUALITY_K)
+        right = (keys.classes[found.rows.numpy()] == queries.classes[:, None]).mean(axis=1)
+        classes = [right[queries.classes == each].mean() for each in np.unique(queries.classes)]
+        frequency = np.bincount(keys.classes, minlength=len(train.classes)) / len(keys.classes)
+        table.add_row(
+            *(name, f"{len(keys.classes):,}", f"{len(queries.classes):,}", f"{right.mean():.1%}"),
+            *(f"{np.mean(classes):.1%}", f"{frequency[queries.classes].mean():.1%}", f"{queries.purity.mean():.1%}"),
+        )
+    return table
+
+
+# ------------------------------------------------------------------ all of it
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
+
+
+def encoders_of(source: str | None) -> dict[str, PatchEncoder]:
+    """A trained backbone, the same network untrained, and the mean colour; without a source, small networks."""
+    if source is None:
+        args = {"depth": 2, "embed_dim": 64, "num_heads": 2}
+        untrained = build_backbone("vit_tiny_patch16_224", args=args, image_size=224).eval()
+        return {"untrained": backbone_encoder(untrained), "mean colour": mean_colour_encoder(16)}
+    trained = load_backbone(source).eval()
+    untrained = build_backbone(trained.name, args=trained.args, image_size=trained.image_size, seed=0).eval()
+    return {
+        "trained": backbone_encoder(trained),
+        "untrained": backbone_encoder(untrained),
+        "mean colour": mean_colour_encoder(trained.patch_size),
+    }
+
+
+def main() -> None:
+    """Measure, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--camvid", type=Path, default=Path("../shared/data/camvid"), help="the labelled images")
+    parser.add_argument("--backbone", help="a trained backbone, such as runs/camvid")
+    parser.add_argument("--only", choices=("indexing", "latency", "quality"))
+    parser.add_argument("--small", action="store_true", help="a try of everything, not to be believed")
+    parser.add_argument("--every", type=int, default=1, help="of quality: take every so many-th image only")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="of latency: numbers of objects")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    arguments = parser.parse_args()
+    console = Console(width=140)
+    encoders = encoders_of(arguments.backbone)
+    images = arguments.camvid / "images" / "train"
+    torch.set_num_threads(arguments.threads)
+    if arguments.only in (None, "indexing"):
+        folder = images if images.is_dir() and not arguments.small else None
+        console.print(indexing(next(iter(encoders.values())), folder, 12 if arguments.small else 50))
+    if arguments.only in (None, "quality") and images.is_dir():
+        console.print(quality(encoders, arguments.camvid, 40 if arguments.small else arguments.every))
+    if arguments.only in (None, "latency"):
+        sizes = SMALL_SIZES if arguments.small else tuple(arguments.sizes)
+        console.print(latency(sizes, 20 if arguments.small else 50))
+
+
+if __name__ == "__main__":
+    main()

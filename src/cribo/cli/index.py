@@ -1,0 +1,75 @@
+"""`cribo index`: the objects of a collection of images, into a database."""
+
+from rich.console import Console
+
+from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places
+from cribo.console import duration, log_to
+
+HELP = """\
+Find the objects of every image of a folder and keep them in a database (LanceDB), to search among them.
+
+  cribo index --backbone runs/camvid --images PHOTOGRAPHS --db photographs.db
+  cribo index --db photographs.db                       again, after images were added, changed or deleted
+  cribo index --backbone vit_small_patch16_224.dino --images PHOTOGRAPHS --db s3://bucket/photographs
+
+Objects are clusters of an image's patches: nothing is labelled, nothing is trained. Only what is new or changed is
+computed; it can be stopped at any moment and started again. Then: cribo search --db photographs.db --image ONE.jpg
+"""
+
+LESS_MEMORY = "lower --batch_size, or --size"
+_LISTED = 5
+
+
+def main(words: list[str]) -> int:
+    """Run the command."""
+    return guarded("cribo index", _index, words, less_memory=LESS_MEMORY)
+
+
+def _index(words: list[str]) -> None:
+    from cribo.arguments import Parser
+    from cribo.object_search.config import IndexConfig
+    from cribo.object_search.run import index_collection
+    from cribo.retrieval.encoders import BackboneConfig
+
+    console = Console(soft_wrap=True)
+    log_to(console)
+    parser = Parser(
+        prog="cribo index",
+        description=HELP,
+        usage="cribo index --backbone SOURCE --images DIR --db DIR_OR_URL [options]",
+        short=BACKBONE_SHORT,
+        switches=(*BACKBONE_SWITCHES, "--moved"),
+    )
+    parser.add_class_arguments(IndexConfig, skip={"backbone"})
+    parser.add_class_arguments(BackboneConfig, "backbone", skip={"source"})
+    parser.add_argument(
+        "--backbone.source",
+        type=str,
+        help="a run folder or backbone.safetensors of ours; a timm name; a checkpoint of another project; or "
+        "mean-colour. Not needed where --db is there already",
+    )
+    parsed = parser.parse_args(words)
+    values = {name: parsed[name] for name in IndexConfig.__dataclass_fields__ if name != "backbone"}
+    backbone = None if parsed.backbone.source is None else BackboneConfig(**vars(parsed.backbone))
+    summary, database, recall = index_collection(IndexConfig(**values, backbone=backbone), console=console)
+    for title, files in (("no image", summary.unreadable), ("not read this time", summary.unread)):
+        for path, reason in files[:_LISTED]:
+            console.print(f"  {title}: {path}: {reason}", highlight=False, markup=False)
+        if len(files) > _LISTED:
+            console.print(f"  {title}: {len(files) - _LISTED} more", highlight=False)
+    speed = f", {summary.images_per_second:.1f} images/s" if summary.images_per_second else ""
+    console.print(
+        f"{summary.new} new images, {summary.changed} changed, {summary.unchanged} unchanged, "
+        f"{summary.removed} removed, {len(summary.unreadable)} that are no image; {duration(summary.seconds)}{speed}",
+        highlight=False,
+    )
+    size = database.size_bytes()
+    console.print(
+        f"{len(database)} objects of {database.count_images()} images"
+        + ("" if size is None else f", {size / 1e6:.1f} MB")
+        + ("" if recall is None else f"; the vector index finds {recall:.1%} of the 10 nearest"),
+        highlight=False,
+    )
+    print_places(
+        console, {"database": database.uri, "to search": f"cribo search --db {database.uri} --image IMAGE --point x,y"}
+    )

@@ -1,0 +1,82 @@
+"""`cribo search`: the objects most like one, across a collection."""
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from cribo.cli.running import guarded, print_places
+from cribo.console import log_to
+
+if TYPE_CHECKING:
+    from cribo.object_search.run import SearchResult
+
+HELP = """\
+Find the objects most like one, in the database that `cribo index` has made.
+
+  cribo search --db photographs.db --image ONE.jpg --point 320,200     the object at that pixel
+  cribo search --db photographs.db --image ONE.jpg --box 40,60,200,180 what is inside the box
+  cribo search --db photographs.db --image ONE.jpg --object 3          its fourth-largest object
+  cribo search --db photographs.db --image ONE.jpg                     each of its objects
+
+ONE.jpg may be any image. For one that is indexed, and has not changed, no backbone is needed, except for a box.
+--out gets results.json (boxes, masks as in COCO, similarities) and sheet.png, a contact sheet.
+"""
+
+LESS_MEMORY = "use --device cpu"
+
+
+def main(words: list[str]) -> int:
+    """Run the command."""
+    return guarded("cribo search", _search, words, less_memory=LESS_MEMORY)
+
+
+def _search(words: list[str]) -> None:
+    from cribo.arguments import Parser
+    from cribo.object_search.config import SearchConfig
+    from cribo.object_search.run import RESULTS, SHEET, search_objects
+
+    console = Console(soft_wrap=True)
+    log_to(console)
+    parser = Parser(
+        prog="cribo search",
+        description=HELP,
+        usage="cribo search --db DB --image IMAGE [--point x,y | --box x0,y0,x1,y1 | --object NUMBER] [options]",
+        switches=("--include_own", "--exact", "--trust"),
+        lists=("--point", "--box"),
+    )
+    parser.add_class_arguments(SearchConfig)
+    parser.add_argument("--out", type=Path, help="folder for results; searches/<image>, numbered, by default")
+    parser.add_argument("--overwrite", action="store_true", help="replace results that stand in --out")
+    parsed = parser.parse_args(words)
+    config = SearchConfig(**{name: parsed[name] for name in SearchConfig.__dataclass_fields__})
+    command = shlex.join(["cribo", "search", *words])
+    result = search_objects(config, out=parsed.out, overwrite=parsed.overwrite, command=command)
+    console.print(_table(result))
+    gone = sorted(path for path, state in result.states.items() if state)
+    if gone:
+        console.print(
+            f"{len(gone)} of the images changed or vanished since they were indexed, {gone[0]} among them: "
+            f"bring the database up to date with cribo index --db {config.db}",
+            highlight=False,
+        )
+    print_places(console, {"picture": result.folder / SHEET, "numbers": result.folder / RESULTS})
+
+
+def _table(result: "SearchResult") -> Table:
+    """A row for each object that was found; of several queries, one row each with the nearest."""
+    query, found, states, _ = result
+    table = Table(title=f"Objects most like those of {query.path.name}")
+    several = len(found) > 1
+    for name in (*(("query",) if several else ()), "rank", "similarity", "image", "object", "box", "image now"):
+        table.add_column(name, justify="right" if name in ("rank", "similarity", "object") else "left")
+    for region, nearest in zip(query.regions, found, strict=True):
+        for rank, one in enumerate(nearest[: 3 if several else None], start=1):
+            cells = (f"{one.similarity:.3f}", one.image, str(one.object.number), ",".join(map(str, one.object.box)))
+            first = ((region.name if rank == 1 else "",) if several else ()) + (str(rank),)
+            table.add_row(*first, *cells, states.get(one.image) or "as indexed", end_section=rank == len(nearest))
+    if several:
+        table.caption = "the first 3 of each; all of them in results.json"
+    return table

@@ -1,0 +1,108 @@
+"""What an indexing and a search can be asked for, typed: the command line and Python share it."""
+
+from dataclasses import dataclass
+
+from cribo.arguments import ConfigError
+from cribo.method.clustering import Marginals
+from cribo.object_search.extraction import ObjectSettings
+from cribo.retrieval.encoders import BackboneConfig
+
+
+@dataclass
+class IndexConfig:
+    """A folder of images into a database of objects.
+
+    What a database was built with need not be said again: backbone, images and settings that are not given are its
+    own.
+
+    Attributes:
+        db: the database: a folder, or a URL such as s3://bucket/name.
+        images: a folder of images of any depth, or a text file that lists them.
+        backbone: whose features.
+        num_objects: K, the objects of an image at most. More find smaller things, and cut large ones. [16]
+        marginals: adaptive lets the number and sizes of objects follow the image; uniform makes K of about one size.
+            [adaptive]
+        position_weight: weight of nearness against likeness; 0 joins what looks alike wherever it is. [1.0]
+        size: shorter side at which an image is encoded, in pixels: larger finds smaller things and takes longer; 0
+            for each image's own. [480]
+        min_share: objects that cover less of the image are left out. [0.005]
+        prune: remove images that are gone from the folder; false keeps them.
+        moved: the folder was moved since it was indexed; --images says where it is now.
+        max_pixels: larger images are unreadable.
+        device: such as cuda:0 or cpu; the first GPU, or the CPU where there is none, when not given.
+        batch_size: images of one size that are encoded at once. Lower it if the device runs out of memory.
+        threads: that read and decode; as many as there are cores, and 16 at most, when not given.
+    """
+
+    db: str
+    images: str | None = None
+    backbone: BackboneConfig | None = None
+    num_objects: int | None = None
+    marginals: Marginals | None = None
+    position_weight: float | None = None
+    size: int | None = None
+    min_share: float | None = None
+    prune: bool = True
+    moved: bool = False
+    max_pixels: int | None = None
+    device: str | None = None
+    batch_size: int = 16
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "threads"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name} must be >= 1, got {value}")
+        if self.moved and self.images is None:
+            raise ConfigError("--moved wants --images: where the folder is now")
+
+    def settings(self, default: ObjectSettings) -> ObjectSettings:
+        """What counts as an object: what was given, and `default` where nothing was.
+
+        Raises:
+            ConfigError: a value out of range.
+        """
+        names = ("num_objects", "marginals", "position_weight", "min_share")
+        values = {
+            name: getattr(default, name) if getattr(self, name) is None else getattr(self, name) for name in names
+        }
+        if self.size is not None and self.size < 0:
+            raise ConfigError(f"size must be >= 1 pixel, or 0 for the image's own, got {self.size}")
+        return ObjectSettings(**values, size=default.size if self.size is None else self.size or None)
+
+
+@dataclass
+class SearchConfig:
+    """A search for the objects most like one.
+
+    Attributes:
+        db: the database: a folder, or a URL.
+        image: the image that is searched with: a file, or the path of an indexed one below the indexed folder.
+        point: x,y of a pixel: searches for the object that it lies in.
+        box: x0,y0,x1,y1 in pixels: searches for what is inside.
+        object: number of an object, as tables and pictures say it.
+        k: how many are found for each.
+        include_own: find objects of the same image, too.
+        exact: compare with every object although there is an index.
+        images: where the indexed folder is now, if it was moved.
+        backbone: where the backbone is now, if it was moved since the images were indexed. It must be the same one.
+        trust: run the code that a checkpoint of Python objects holds. Only for files whose maker you trust.
+        device: such as cuda:0 or cpu; the first GPU, or the CPU where there is none, when not given.
+    """
+
+    db: str
+    image: str
+    point: tuple[int, int] | None = None
+    box: tuple[int, int, int, int] | None = None
+    object: int | None = None
+    k: int = 10
+    include_own: bool = False
+    exact: bool = False
+    images: str | None = None
+    backbone: str | None = None
+    trust: bool = False
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ConfigError(f"k must be >= 1, got {self.k}")

@@ -1,0 +1,110 @@
+"""The contact sheet of a search: what was searched for, and what is like it."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from cribo.data.reading import UnreadableImage, read_reduced
+from cribo.drawing import hide_ticks, house_style, paint_regions, write_figure
+from cribo.object_search.database import FoundObject
+from cribo.object_search.queries import Query
+from cribo.retrieval.patches import resize_image
+
+_QUERY_COLOUR, _FOUND_COLOUR = (0.9, 0.35, 0.0), (0.0, 0.62, 0.45)
+_TINT = 0.3
+_SHOWN = 300  # pixels of the shorter side of an image on the sheet
+_COLUMNS = 5
+_MOST_ROWS = 16
+_NAME = 26  # letters of an image's name
+
+
+def write_sheet(
+    path: Path, query: Query, found: Sequence[Sequence[FoundObject]], states: dict[str, str], root: Path
+) -> Path:
+    """Draw the query at the left and the nearest objects beside it, and write it as a PNG.
+
+    One region has its nearest in rows of five; several have a row each, with their first five.
+
+    Args:
+        path: of the picture.
+        query: what was searched for.
+        found: for each of its regions, the most similar first.
+        states: of the images that were found: `changed`, `missing`, or nothing.
+        root: of their paths.
+    """
+    rows = max(1, math.ceil(len(found[0]) / _COLUMNS)) if len(found) == 1 else min(len(found), _MOST_ROWS)
+    height, width = query.pixels.shape[1:]
+    panel = 2.3 * min(max(height / width, 0.5), 1.5) + 0.42
+    with house_style():
+        figure = Figure(figsize=(2.3 * (_COLUMNS + 1), panel * rows + 0.1), layout="constrained")
+        panels = figure.subplots(rows, _COLUMNS + 1, squeeze=False)
+        for row, axes in enumerate(panels[:, 0]):
+            if row < len(query.regions):
+                _draw_query(axes, query, row)
+        for number, several in enumerate(found[:rows]):
+            cells = panels[:, 1:].flat if len(found) == 1 else panels[number, 1:]
+            for axes, one in zip(cells, several, strict=False):
+                _draw_found(axes, one, states.get(one.image, ""), root)
+        hide_ticks(panels)
+        return write_figure(path, figure)
+
+
+def _draw_query(axes: Axes, query: Query, number: int) -> None:
+    region = query.regions[number]
+    mask = region.pixels(*query.pixels.shape[1:])
+    pixels = _small(query.pixels)
+    small = torch.nn.functional.interpolate(torch.from_numpy(mask)[None, None].float(), pixels.shape[1:])[0, 0]
+    axes.imshow(_painted(pixels, small.numpy() > 0, _QUERY_COLOUR))
+    axes.set_title(f"{region.name}\n{_short(query.path.name)}", fontsize=8, color=_QUERY_COLOUR, fontweight="bold")
+
+
+def _draw_found(axes: Axes, found: FoundObject, state: str, root: Path) -> None:
+    title = f"{found.similarity:.2f}, object {found.object.number}\n{_short(found.image)}"
+    pixels = None if state == "missing" else _load(root / found.image)
+    if pixels is None:
+        axes.imshow(np.full((3, 4, 3), 0.9), aspect="auto")
+        note = "is gone since indexing" if state == "missing" else "cannot be read any more"
+        axes.text(0.5, 0.5, note, transform=axes.transAxes, ha="center", va="center", fontsize=8)
+    elif state == "changed":
+        # Where the object was in the image as it was says nothing about the image as it is.
+        axes.imshow(0.4 * pixels.permute(1, 2, 0).numpy() / 255 + 0.5)
+        axes.text(0.5, 0.5, "changed since indexing", transform=axes.transAxes, ha="center", va="center", fontsize=8)
+    else:
+        mask = dataclasses.replace(found.object.mask, image=(pixels.shape[1], pixels.shape[2])).pixels()
+        axes.imshow(_painted(pixels, mask, _FOUND_COLOUR))
+    axes.set_title(title, fontsize=8)
+
+
+def _painted(pixels: Tensor, mask: np.ndarray, colour: tuple[float, float, float]) -> np.ndarray:
+    picture = pixels.permute(1, 2, 0).numpy() / 255
+    return paint_regions(picture, torch.from_numpy(mask.astype(np.int64)), {1: colour}, tint=_TINT)
+
+
+def _load(path: Path) -> Tensor | None:
+    """An image at the size of the sheet; None if it cannot be read."""
+
+    def reduction(height: int, width: int) -> int:
+        return max((each for each in (8, 4, 2, 1) if min(height, width) >= each * _SHOWN), default=1)
+
+    try:
+        return _small(read_reduced(path, reduction)[0])
+    except UnreadableImage:
+        return None
+
+
+def _small(pixels: Tensor) -> Tensor:
+    scale = _SHOWN / min(pixels.shape[1:])
+    if scale >= 1:
+        return pixels
+    return resize_image(pixels, (round(scale * pixels.shape[1]), round(scale * pixels.shape[2])), "bilinear")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _NAME else f"…{name[1 - _NAME :]}"

@@ -1,0 +1,250 @@
+"""Object search from beginning to end: images into a database, and a query into results and a picture."""
+
+import dataclasses
+import logging
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+
+from cribo.arguments import ConfigError
+from cribo.console import Phases
+from cribo.data import ImageFiles, open_images
+from cribo.data.reading import MAX_PIXELS
+from cribo.devices import resolve_devices
+from cribo.files import claim_folder, make_numbered_folder, write_json
+from cribo.object_search.config import IndexConfig, SearchConfig
+from cribo.object_search.database import (
+    DatabaseError,
+    DatabaseInfo,
+    FoundObject,
+    ObjectDatabase,
+    as_uri,
+    holds_database,
+)
+from cribo.object_search.extraction import ObjectSettings
+from cribo.object_search.indexing import IndexSummary, index_images, index_lock, index_vectors
+from cribo.object_search.pictures import write_sheet
+from cribo.object_search.queries import Place, Query, make_query
+from cribo.retrieval.encoders import BackboneConfig, PatchEncoder, open_encoder
+
+log = logging.getLogger("cribo")
+
+RESULTS, SHEET = "results.json", "sheet.png"
+_OUT = Path("searches")
+_MOST_THREADS = 16
+
+
+class Indexed(NamedTuple):
+    """What an indexing has come to.
+
+    Attributes:
+        summary: what it has done.
+        database: as it is now.
+        recall: of the vector index, at ten neighbours; None without an index.
+    """
+
+    summary: IndexSummary
+    database: ObjectDatabase
+    recall: float | None
+
+
+def index_collection(config: IndexConfig, *, console: Console | None = None) -> Indexed:
+    """Bring a database of objects up to date with a folder of images; it is made where there is none.
+
+    It may be stopped at any moment, and goes on from there when it is started again.
+
+    Raises:
+        ValueError: backbone, images, settings or place cannot be used; said before anything is computed.
+        FileNotFoundError: the images or a file of the backbone are not there.
+        ConnectionError: timm's weights, or the object storage, cannot be reached.
+        ImportError: LanceDB is not installed.
+        OSError: the database cannot be written.
+    """
+    console = console or Console(quiet=True)
+    place = as_uri(config.db)
+    known = ObjectDatabase.open(place).info if holds_database(place) else None
+    files, source = _open_files(config, known)
+    settings = config.settings(ObjectSettings() if known is None else known.settings)
+    backbone = config.backbone or _known_backbone(known)
+    if known is not None:
+        _require_root(known, files, place, moved=config.moved)
+    device = resolve_devices(None if config.device is None else (config.device,), "device")[0]
+    encoder, about = open_encoder(backbone, device)
+    with index_lock(place), Phases(console) as progress:
+        if known is None:
+            info = _info(encoder, about, backbone, settings, files, source)
+            database = ObjectDatabase.create(place, info)
+        else:
+            database = ObjectDatabase.open(place)
+            database.require_encoder(encoder, about["name"])
+            database.require_settings(settings)
+            if _root(files) != known.root:
+                database.move(_root(files), source)
+        summary = index_images(
+            database,
+            encoder,
+            files,
+            prune=config.prune,
+            device=device,
+            batch_size=config.batch_size,
+            threads=config.threads or min(os.cpu_count() or 1, _MOST_THREADS),
+            progress=progress,
+        )
+        return Indexed(summary, database, index_vectors(database))
+
+
+def _open_files(config: IndexConfig, known: DatabaseInfo | None) -> tuple[ImageFiles, str]:
+    """The images, and where they are said to be."""
+    source = config.images or (None if known is None else known.images or known.root)
+    if source is None:
+        raise ConfigError(f"--images must be given: {config.db} is a new database, and wants a folder of images")
+    files = open_images(source, max_pixels=config.max_pixels or MAX_PIXELS)
+    return files, str(Path(source).expanduser().absolute())
+
+
+def _known_backbone(known: DatabaseInfo | None) -> BackboneConfig:
+    if known is None:
+        raise ConfigError("--backbone must be given: a new database wants to know whose features it shall hold")
+    # Whether to trust a file is for whoever runs this to say, not for the database.
+    return BackboneConfig(**{**known.config, "trust": False})
+
+
+def _require_root(known: DatabaseInfo, files: ImageFiles, place: str, *, moved: bool) -> None:
+    root = _root(files)
+    if root != known.root and not moved:
+        raise ConfigError(
+            f"{place} is a database of the images in {known.root}, not in {root}: say --moved if they were moved "
+            "there, or use another --db for other images"
+        )
+
+
+def _root(files: ImageFiles) -> str:
+    return str(Path(files.folder).absolute())
+
+
+def _info(
+    encoder: PatchEncoder,
+    about: dict[str, Any],
+    backbone: BackboneConfig,
+    settings: ObjectSettings,
+    files: ImageFiles,
+    source: str,
+) -> DatabaseInfo:
+    assert encoder.identity is not None  # those of `open_encoder` have one
+    config = dataclasses.asdict(backbone)
+    if Path(backbone.source).expanduser().exists():  # a search may be started elsewhere
+        config["source"] = str(Path(backbone.source).expanduser().absolute())
+    dim = about["embed_dim"] * backbone.layers
+    return DatabaseInfo(encoder.identity, about, config, dim, settings, _root(files), source)
+
+
+# ------------------------------------------------------------------ searching
+
+
+class SearchResult(NamedTuple):
+    """What a search has come to.
+
+    Attributes:
+        query: what was searched for.
+        found: for each of its regions, the nearest objects.
+        states: of the images that were found: `changed`, `missing`, or nothing.
+        folder: of results.json and the contact sheet.
+    """
+
+    query: Query
+    found: list[list[FoundObject]]
+    states: dict[str, str]
+    folder: Path
+
+
+def search_objects(
+    config: SearchConfig, *, out: Path | None = None, overwrite: bool = False, command: str = ""
+) -> SearchResult:
+    """Find the objects most like those of an image, and write them down with a contact sheet.
+
+    Args:
+        config: what is asked for.
+        out: the folder; `searches/<image>`, numbered, when not given.
+        overwrite: replace results that stand in `out`.
+        command: by which it can be repeated, for the record.
+
+    Raises:
+        ValueError: database, backbone, image or place in it cannot be used.
+        FileNotFoundError: one of them is not there.
+        UnreadableImage: the image cannot be read.
+        ImportError: LanceDB is not installed.
+    """
+    place = Place(config.point, config.box, config.object)
+    database = ObjectDatabase.open(config.db, images=config.images)
+    if not len(database):
+        raise DatabaseError(f"{database.uri} holds no objects: index images with cribo index --db {database.uri}")
+    query = make_query(database, config.image, place, lambda: _open_known(config, database))
+    vectors = torch.tensor([region.vector.tolist() for region in query.regions]).numpy()
+    own = None if config.include_own else query.indexed
+    found = database.search(vectors, config.k, exclude_image=own, exact=config.exact)
+    rows = database.images_at([one.image for several in found for one in several])
+    states = {path: database.is_changed(row) for path, row in rows.items()}
+    if out is None:
+        folder = make_numbered_folder(_OUT, query.path.stem)
+    else:
+        folder = out
+        claim_folder(folder, marker=RESULTS, overwrite=overwrite, advice="choose another --out, or use --overwrite")
+    write_sheet(folder / SHEET, query, found, states, database.root)
+    write_json(folder / RESULTS, _record(config, database, query, found, states, command))
+    return SearchResult(query, found, states, folder)
+
+
+def _open_known(config: SearchConfig, database: ObjectDatabase) -> tuple[PatchEncoder, str]:
+    """The backbone that the database was built with, and its device."""
+    device = resolve_devices(None if config.device is None else (config.device,), "device")[0]
+    backbone = dataclasses.replace(_known_backbone(database.info), trust=config.trust)
+    if config.backbone is not None:
+        backbone = dataclasses.replace(backbone, source=config.backbone)
+    encoder, about = open_encoder(backbone, device)
+    database.require_encoder(encoder, about["name"])
+    return encoder, device
+
+
+def _record(
+    config: SearchConfig,
+    database: ObjectDatabase,
+    query: Query,
+    found: list[list[FoundObject]],
+    states: dict[str, str],
+    command: str,
+) -> dict[str, Any]:
+    """What results.json holds."""
+    results = [
+        {
+            "query": region.name,
+            "box": list(region.box),
+            "found": [
+                {
+                    "rank": rank,
+                    "similarity": one.similarity,
+                    "image": one.image,
+                    "object": one.object.number,
+                    "box": list(one.object.box),
+                    "area": one.object.area,
+                    "share": one.object.share,
+                    "mask": one.object.mask.coco(),
+                    "image_state": states.get(one.image) or "as indexed",
+                }
+                for rank, one in enumerate(several, start=1)
+            ],
+        }
+        for region, several in zip(query.regions, found, strict=True)
+    ]
+    return {
+        "database": database.uri,
+        "images": str(database.root),
+        "backbone": database.info.backbone_name,
+        "settings": dataclasses.asdict(database.info.settings),
+        "image": str(query.path),
+        "k": config.k,
+        "results": results,
+        "command": command,
+    }
