@@ -66,17 +66,21 @@ def _search(words: list[str]) -> None:
 
 
 def _table(result: "SearchResult") -> Table:
-    """A row for each object that was found; of several queries, one row each with the nearest."""
+    """A row for each object that was found; of several queries, a row each with the nearest."""
     query, found, states, _ = result
-    table = Table(title=f"Objects most like those of {query.path.name}")
     several = len(found) > 1
-    for name in (*(("query",) if several else ()), "rank", "similarity", "image", "object", "box", "image now"):
-        table.add_column(name, justify="right" if name in ("rank", "similarity", "object") else "left")
-    for region, nearest in zip(query.regions, found, strict=True):
-        for rank, one in enumerate(nearest[: 3 if several else None], start=1):
-            cells = (f"{one.similarity:.3f}", one.image, str(one.object.number), ",".join(map(str, one.object.box)))
-            first = ((region.name if rank == 1 else "",) if several else ()) + (str(rank),)
-            table.add_row(*first, *cells, states.get(one.image) or "as indexed", end_section=rank == len(nearest))
+    table = Table(title=f"Most like {'each object' if several else query.regions[0].name} of {query.path.name}")
+    for name in ("query" if several else "rank", "similarity", "image", "object", "box"):
+        table.add_column(name, justify="left" if name in ("query", "image", "box") else "right", overflow="fold")
+    if any(states.values()):
+        table.add_column("image now")
+    for number, nearest in enumerate(found):
+        for rank, one in enumerate(nearest[: 1 if several else None], start=1):
+            table.add_row(
+                query.regions[number].name if several else str(rank),
+                *(f"{one.similarity:.3f}", one.image, str(one.object.number), ",".join(map(str, one.object.box))),
+                *((states.get(one.image) or "as indexed",) if any(states.values()) else ()),
+            )
     if several:
-        table.caption = "the first 3 of each; all of them in results.json"
+        table.caption = "the nearest of each; the others are in the picture and in results.json"
     return table

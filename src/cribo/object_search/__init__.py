@@ -8,7 +8,7 @@ from cribo.object_search.extraction import (
     ObjectSettings,
     extract_objects,
 )
-from cribo.object_search.indexing import IndexSummary, index_images, index_lock
+from cribo.object_search.indexing import IndexSummary, index_images, index_lock, index_vectors
 
 __all__ = [
     "DatabaseError",
@@ -24,4 +24,5 @@ __all__ = [
     "extract_objects",
     "index_images",
     "index_lock",
+    "index_vectors",
 ]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +18,10 @@ from cribo.object_search.queries import Query
 from cribo.retrieval.patches import resize_image
 
 _QUERY_COLOUR, _FOUND_COLOUR = (0.9, 0.35, 0.0), (0.0, 0.62, 0.45)
-_TINT = 0.3
+_TINT = 0.2
 _SHOWN = 300  # pixels of the shorter side of an image on the sheet
 _COLUMNS = 5
+_PANEL, _HEADING = 2.3, 0.42  # inch
 _MOST_ROWS = 16
 _NAME = 26  # letters of an image's name
 
@@ -39,21 +40,35 @@ def write_sheet(
         states: of the images that were found: `changed`, `missing`, or nothing.
         root: of their paths.
     """
-    rows = max(1, math.ceil(len(found[0]) / _COLUMNS)) if len(found) == 1 else min(len(found), _MOST_ROWS)
-    height, width = query.pixels.shape[1:]
-    panel = 2.3 * min(max(height / width, 0.5), 1.5) + 0.42
     with house_style():
-        figure = Figure(figsize=(2.3 * (_COLUMNS + 1), panel * rows + 0.1), layout="constrained")
-        panels = figure.subplots(rows, _COLUMNS + 1, squeeze=False)
-        for row, axes in enumerate(panels[:, 0]):
-            if row < len(query.regions):
-                _draw_query(axes, query, row)
-        for number, several in enumerate(found[:rows]):
-            cells = panels[:, 1:].flat if len(found) == 1 else panels[number, 1:]
-            for axes, one in zip(cells, several, strict=False):
-                _draw_found(axes, one, states.get(one.image, ""), root)
-        hide_ticks(panels)
+        figure, queries, cells = _panels(query, len(found), len(found[0]))
+        for number, axes in enumerate(queries):
+            _draw_query(axes, query, number)
+        for axes, one in _placed(cells, found, len(queries)):
+            _draw_found(axes, one, states.get(one.image, ""), root)
+        hide_ticks(np.array([*queries, *cells]))
         return write_figure(path, figure)
+
+
+def _panels(query: Query, regions: int, nearest: int) -> tuple[Figure, list[Axes], list[Axes]]:
+    """A figure, the frames of the queries at its left, and those of what was found, row by row."""
+    height, width = query.pixels.shape[1:]
+    rows = max(1, math.ceil(nearest / _COLUMNS)) if regions == 1 else min(regions, _MOST_ROWS)
+    # Of one query, the picture is as large as two rows and two columns of the others.
+    side = 2 if regions == 1 and rows > 1 else 1
+    panel = _PANEL * min(max(height / width, 0.5), 1.5) + _HEADING
+    figure = Figure(figsize=(_PANEL * (_COLUMNS + side), panel * rows + 0.1), layout="constrained")
+    grid = figure.add_gridspec(rows, _COLUMNS + side)
+    queries = [figure.add_subplot(grid[row : row + side, :side]) for row in range(1 if regions == 1 else rows)]
+    cells = [figure.add_subplot(grid[row, side + column]) for row in range(rows) for column in range(_COLUMNS)]
+    return figure, queries, cells
+
+
+def _placed(cells: list[Axes], found: Sequence[Sequence[FoundObject]], rows: int) -> Iterator[tuple[Axes, FoundObject]]:
+    """Where each of the nearest is drawn; those without a place are left out."""
+    room = len(cells) // rows
+    for number, several in enumerate(found[:rows]):
+        yield from zip(cells[number * room : (number + 1) * room], several, strict=False)
 
 
 def _draw_query(axes: Axes, query: Query, number: int) -> None:
@@ -62,11 +77,12 @@ def _draw_query(axes: Axes, query: Query, number: int) -> None:
     pixels = _small(query.pixels)
     small = torch.nn.functional.interpolate(torch.from_numpy(mask)[None, None].float(), pixels.shape[1:])[0, 0]
     axes.imshow(_painted(pixels, small.numpy() > 0, _QUERY_COLOUR))
+    axes.set_anchor("N")  # beside the first row of what was found
     axes.set_title(f"{region.name}\n{_short(query.path.name)}", fontsize=8, color=_QUERY_COLOUR, fontweight="bold")
 
 
 def _draw_found(axes: Axes, found: FoundObject, state: str, root: Path) -> None:
-    title = f"{found.similarity:.2f}, object {found.object.number}\n{_short(found.image)}"
+    title = f"{found.similarity:.3f}, object {found.object.number}\n{_short(found.image)}"
     pixels = None if state == "missing" else _load(root / found.image)
     if pixels is None:
         axes.imshow(np.full((3, 4, 3), 0.9), aspect="auto")

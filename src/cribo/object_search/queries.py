@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
 from cribo.arguments import ConfigError
-from cribo.data.images import require
+from cribo.data.images import DataError, require
 from cribo.data.reading import read_image
 from cribo.object_search.database import DatabaseError, IndexedImage, ObjectDatabase
 from cribo.object_search.extraction import Box, ImageObject, extract_objects
@@ -136,7 +136,7 @@ def _locate(database: ObjectDatabase, image: str) -> tuple[Path, IndexedImage | 
     row = database.image(image)
     if row is None:
         require(path)
-        raise ConfigError(f"{path} is no file: give an image")
+        raise DataError(f"{path} is no file: give an image")
     require(database.root / row.path)
     return database.root / row.path, row
 

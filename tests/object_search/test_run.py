@@ -1,0 +1,215 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from faster_coco_eval.core import mask as coco_mask
+from PIL import Image
+
+from cribo.cli import main
+from cribo.data.reading import read_image
+from cribo.models import build_backbone
+from cribo.models.weights import save_backbone
+from cribo.object_search import ObjectDatabase, index_vectors
+
+from .conftest import write_picture
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def cribo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in the folder of the test, and gives what it said; where it fails, its error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*words: object, status: int = 0) -> str:
+        ended = main([str(word) for word in words])
+        said = capsys.readouterr()
+        assert ended == status, said.err
+        return said.err if status else said.out
+
+    return run
+
+
+@pytest.fixture
+def backbone(tmp_path: Path) -> Path:
+    args = {"patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2}
+    return save_backbone(build_backbone("vit_tiny_patch16_224", args=args, image_size=32), tmp_path / "backbone")
+
+
+@pytest.fixture
+def indexed(cribo: Run, pictures: Path, backbone: Path) -> Path:
+    said = cribo(
+        *("index", "--backbone", backbone, "--images", pictures, "--db", "objects.db"),
+        *("--num_objects", 4, "--size", 0, "--min_share", 0, "--device", "cpu", "--threads", 2),
+    )
+    assert "6 new images, 0 changed, 0 unchanged, 0 removed" in said
+    return pictures.parent / "objects.db"
+
+
+def results(folder: Path) -> list[dict]:
+    return json.loads((folder / "results.json").read_text())["results"]
+
+
+def test_index_and_search(cribo: Run, indexed: Path, pictures: Path, tmp_path: Path) -> None:
+    query = pictures / "a" / "1.png"
+    said = cribo("search", "--db", indexed, "--image", query, "--point", "20,20", "--k", 4, "--out", "found")
+    [result] = results(tmp_path / "found")
+    assert result["query"] in said
+    assert len(result["found"]) == 4
+    assert "a/1.png" not in {each["image"] for each in result["found"]}
+    similarities = [each["similarity"] for each in result["found"]]
+    assert similarities == sorted(similarities, reverse=True)
+    for each in result["found"]:
+        mask = coco_mask.decode(each["mask"])
+        assert mask.shape == (64, 96)
+        assert each["area"] == mask.sum()
+        assert each["image_state"] == "as indexed"
+        assert each["image"] in said
+    sheet = read_image(tmp_path / "found" / "sheet.png")
+    assert len(np.unique(sheet.flatten(1).numpy(), axis=1).T) > 100
+
+
+def test_the_own_image_is_found_where_it_is_asked_for(cribo: Run, indexed: Path, tmp_path: Path) -> None:
+    cribo("search", "--db", indexed, "--image", "a/1.png", "--object", 0, "--include_own", "--out", "found")
+    [result] = results(tmp_path / "found")
+    assert (result["found"][0]["image"], result["found"][0]["object"]) == ("a/1.png", 0)
+    assert result["found"][0]["similarity"] == pytest.approx(1, abs=1e-5)
+
+
+def test_every_object_has_a_row(cribo: Run, indexed: Path, tmp_path: Path) -> None:
+    said = cribo("search", "--db", indexed, "--image", "b/4.png", "--k", 2)
+    found = results(tmp_path / "searches" / "4")
+    assert len(found) == len(ObjectDatabase.open(indexed).objects_of("b/4.png")) > 1
+    assert all(result["query"] in said for result in found)
+
+
+def test_what_is_known_need_not_be_said_again(cribo: Run, indexed: Path, pictures: Path) -> None:
+    write_picture(pictures / "c" / "6.png", 7)
+    (pictures / "a" / "broken.png").write_bytes(b"")
+    said = cribo("index", "--db", indexed)
+    assert "1 new images, 0 changed, 6 unchanged, 0 removed, 1 that are no image" in said
+    assert "a/broken.png: the file is empty" in said
+
+
+def test_images_that_changed_or_vanished_are_told(cribo: Run, indexed: Path, pictures: Path, tmp_path: Path) -> None:
+    for path in (pictures / "b").iterdir():
+        path.unlink()
+    write_picture(pictures / "a" / "0.png", 3, (20, 30))
+    (pictures / "a" / "2.png").write_bytes(b"no picture")
+    said = cribo("search", "--db", indexed, "--image", "a/1.png", "--object", 0, "--k", 30, "--out", "found")
+    states = {each["image"]: each["image_state"] for each in results(tmp_path / "found")[0]["found"]}
+    gone = dict.fromkeys(("b/3.png", "b/4.png", "b/5.png"), "missing")
+    assert states == {"a/0.png": "changed", "a/2.png": "changed", **gone}
+    assert "5 of the images changed or vanished since they were indexed" in said
+    assert (tmp_path / "found" / "sheet.png").stat().st_size > 0
+
+
+def test_another_backbone_is_refused(cribo: Run, indexed: Path, pictures: Path) -> None:
+    said = cribo("index", "--backbone", "mean-colour", "--images", pictures, "--db", indexed, status=2)
+    assert "was built with the backbone backbone (" in said
+    assert "not with mean-colour" in said
+    words = ("search", "--db", indexed, "--image", "a/1.png", "--box", "0,0,8,8", "--backbone", "mean-colour")
+    assert "was built with the backbone backbone (" in cribo(*words, status=2)
+
+
+def test_a_backbone_that_was_moved_is_found_again(cribo: Run, indexed: Path, backbone: Path, tmp_path: Path) -> None:
+    moved = backbone.parent.rename(tmp_path / "elsewhere") if backbone.is_file() else backbone.rename(tmp_path / "else")
+    words = ("search", "--db", indexed, "--image", "a/1.png", "--box", "0,0,32,32")
+    assert "backbone" in cribo(*words, status=2)
+    cribo(*words, "--backbone", moved, "--out", "found")
+    cribo("search", "--db", indexed, "--image", "a/1.png", "--point", "3,3", "--out", "point")  # needs none
+
+
+def test_other_settings_are_refused(cribo: Run, indexed: Path) -> None:
+    said = cribo("index", "--db", indexed, "--num_objects", 9, status=2)
+    assert "num_objects 4 (asked for: 9)" in said
+
+
+def test_images_that_were_moved(cribo: Run, indexed: Path, pictures: Path, tmp_path: Path) -> None:
+    moved = pictures.rename(tmp_path / "archive")
+    said = cribo("index", "--db", indexed, "--images", moved, status=2)
+    assert "say --moved if they were moved there" in said
+    cribo("search", "--db", indexed, "--images", moved, "--image", "a/1.png", "--object", 0, "--out", "found")
+    assert "0 new images, 0 changed, 6 unchanged" in cribo("index", "--db", indexed, "--images", moved, "--moved")
+    assert ObjectDatabase.open(indexed).root == moved
+    assert "6 unchanged" in cribo("index", "--db", indexed)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("index", "--db", "new.db"), "--images must be given"),
+        (("index", "--db", "new.db", "--images", "pictures"), "--backbone must be given"),
+        (("index", "--db", "new.db", "--images", "nowhere", "--backbone", "mean-colour"), "there is no 'nowhere'"),
+        (
+            ("index", "--db", "new.db", "--images", "pictures", "--backbone", "mean-colour", "--num_objects", "0"),
+            "num_objects must be >= 1, got 0",
+        ),
+        (("index", "--db", "pictures", "--images", "pictures", "--backbone", "mean-colour"), "nothing of ours"),
+        (("search", "--db", "pictures", "--image", "x.png"), "holds no database of objects"),
+        (("search", "--db", "nowhere", "--image", "x.png"), "there is no 'nowhere'"),
+        (("search", "--db", "nowhere", "--image", "x.png", "--k", "0"), "k must be >= 1, got 0"),
+        (("search", "--db", "nowhere", "--image", "x.png", "--point", "1,1", "--object", "1"), "give one of --point"),
+        (("search", "--db", "nowhere", "--image", "x.png", "--pint", "1,1"), "did you mean point?"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_made(
+    cribo: Run, pictures: Path, tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    before = sorted(path for path in tmp_path.rglob("*"))
+    assert said in cribo(*words, status=2)
+    assert [path for path in sorted(tmp_path.rglob("*")) if path.name != ".index.lock"] == before
+
+
+def test_an_empty_database_is_told(cribo: Run, tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "broken.png").write_bytes(b"no picture")
+    cribo("index", "--backbone", "mean-colour", "--images", "photos", "--db", "objects.db")
+    write_picture(tmp_path / "query.png", 0)
+    said = cribo("search", "--db", "objects.db", "--image", "query.png", status=2)
+    assert "holds no objects: index images with cribo index" in said
+
+
+def test_results_are_not_overwritten_unasked(cribo: Run, indexed: Path) -> None:
+    words = ("search", "--db", indexed, "--image", "a/1.png", "--object", 0, "--out", "found")
+    cribo(*words)
+    assert "exists already" in cribo(*words, status=2)
+    cribo(*words, "--overwrite")
+
+
+def test_a_large_database_gets_an_index_whose_recall_is_measured(indexed: Path) -> None:
+    database = ObjectDatabase.open(indexed)
+    assert index_vectors(database) is None
+    assert not database.has_index()
+    assert index_vectors(database, least=1, queries=8, k=3) == pytest.approx(1)
+    assert database.has_index()
+    vector = database.objects_of("a/1.png")[0].vector
+    assert database.search(vector[None], 1)[0][0].image == "a/1.png"
+
+
+def test_the_same_class_is_found_on_camvid(camvid: Path, tmp_path: Path, cribo: Run) -> None:
+    """The nearest object by colour alone, in other images, has the same class more often than any object has."""
+    folder = tmp_path / "some"
+    folder.mkdir()
+    for path in sorted((camvid / "images" / "val").iterdir())[::9]:
+        (folder / path.name).symlink_to(path)
+    cribo("index", "--backbone", "mean-colour", "--images", folder, "--db", "camvid.db")
+    database = ObjectDatabase.open("camvid.db")
+    classes: dict[tuple[str, int], int] = {}
+    nearest: dict[tuple[str, int], tuple[str, int]] = {}
+    for image in database.images():
+        with Image.open((camvid / "labels" / "val" / image.path).with_suffix(".png")) as file:
+            labels = np.array(file)
+        objects = database.objects_of(image.path)
+        vectors = np.stack([each.vector for each in objects])
+        for each, [found] in zip(objects, database.search(vectors, 1, exclude_image=image.path), strict=True):
+            own = (image.path, each.number)
+            classes[own] = int(np.bincount(labels[each.mask.pixels()], minlength=256)[:255].argmax())
+            nearest[own] = (found.image, found.object.number)
+    right = np.mean([classes[own] == classes[other] for own, other in nearest.items()])
+    frequency = np.bincount(list(classes.values())) / len(classes)
+    assert len(classes) > 60
+    assert right > 2 * (frequency**2).sum()
