@@ -8,7 +8,8 @@
 clustered as real ones are: LanceDB comparing with every object, LanceDB by its index, and two that hold all vectors in
 memory, faiss's flat index and our own exact search. `quality` takes each object of CamVid's validation images, labelled
 by the class of most of its pixels, and asks how many of its five nearest training objects are of the same class: for a
-trained backbone, for the same network with random weights, and for the mean colour.
+trained backbone, for the same network with random weights, and for the mean colour, each with the objects that it finds
+and with those of the trained one. CamVid's images are frames of a few drives: some of them are much alike.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from cribo.data import LabelledImages, open_images, open_segmentation
 from cribo.data.reading import read_image
 from cribo.models import build_backbone, load_backbone
 from cribo.object_search import DatabaseInfo, IndexedImage, ObjectDatabase, ObjectSettings, index_images, index_lock
-from cribo.object_search.extraction import extract_objects, extract_prepared, prepare_image
+from cribo.object_search.extraction import ImageObject, extract_objects, extract_prepared, prepare_image
 from cribo.retrieval import BackboneConfig, PatchEncoder, backbone_encoder, mean_colour_encoder, nearest
 from cribo.retrieval.search import TensorKeys
 
@@ -119,7 +120,7 @@ def info(encoder: PatchEncoder, settings: ObjectSettings, folder: Path, dim: int
 
 
 class Measured(NamedTuple):
-    """Milliseconds of one query, and the share of the true neighbours that it finds."""
+    """Milliseconds of one query, the share of the true neighbours that it finds, and the memory that it takes."""
 
     median: float
     late: float
@@ -143,7 +144,7 @@ def clustered(number: int, seed: int) -> Float[np.ndarray, "n d"]:
 def latency(sizes: Sequence[int], queries: int) -> Table:
     """A row for each number of objects and way of searching."""
     table = Table(title=f"one query, {K} nearest of D = {DIM}, {torch.get_num_threads()} threads")
-    columns = ("objects", "search", "median", "95 %", "recall@10", "memory of its own", "build", "on disk")
+    columns = ("objects", "search", "median", "95 %", "recall@10", "memory", "build", "on disk")
     for column in columns:
         table.add_column(column, justify="left" if column == "search" else "right")
     for size in sizes:
@@ -160,12 +161,13 @@ def latency(sizes: Sequence[int], queries: int) -> Table:
             # The index holds vectors of its own.
             own = (database.size_bytes() or 0) - plain
             add(table, size, "LanceDB, index", measure(by_index, asked, worst), built, own)
+        held = vectors.nbytes / MIB
         in_memory = partial(by_ours, TensorKeys(torch.from_numpy(vectors)))
-        add(table, size, "cribo.retrieval, exact", measure(in_memory, asked, worst), None, None)
+        add(table, size, "cribo.retrieval, exact", measure(in_memory, asked, worst, held), None, None)
         flat = faiss.IndexFlatIP(DIM)
         faiss.omp_set_num_threads(torch.get_num_threads())
         flat.add(vectors)
-        add(table, size, "faiss, flat", measure(partial(by_faiss, flat), asked, worst), None, None)
+        add(table, size, "faiss, flat", measure(partial(by_faiss, flat), asked, worst, held), None, None)
         table.add_section()
     return table
 
@@ -215,9 +217,12 @@ def filled(place: Path, vectors: Float[np.ndarray, "n d"]) -> tuple[ObjectDataba
 
 
 def measure(
-    search: Callable[[np.ndarray], Sequence[float]], queries: Float[np.ndarray, "q d"], worst: Float[np.ndarray, " q"]
+    search: Callable[[np.ndarray], Sequence[float]],
+    queries: Float[np.ndarray, "q d"],
+    worst: Float[np.ndarray, " q"],
+    held: float = 0.0,
 ) -> Measured:
-    """One query after the other, after a first few that warm it up."""
+    """One query after the other; the peak of memory is that of the first few, beside what is held."""
     peak = peak_memory(lambda: [search(query) for query in queries[:3]], "cpu")
     seconds, hits = [], []
     for query, least in zip(queries, worst, strict=True):
@@ -226,7 +231,7 @@ def measure(
         seconds.append(time.perf_counter() - begun)
         hits.append(sum(similarity >= least - 1e-5 for similarity in found) / K)
     late = float(np.percentile(seconds, 95))
-    return Measured(1000 * statistics.median(seconds), 1000 * late, statistics.mean(hits), peak / MIB)
+    return Measured(1000 * statistics.median(seconds), 1000 * late, statistics.mean(hits), held + peak / MIB)
 
 
 def add(table: Table, size: int, name: str, measured: Measured, build: float | None, disk: int | None) -> None:
@@ -254,38 +259,73 @@ class Labelled(NamedTuple):
     purity: Float[np.ndarray, " n"]
 
 
-def labelled_objects(encoder: PatchEncoder, images: LabelledImages, every: int, settings: ObjectSettings) -> Labelled:
-    """The objects of every so many-th image; those of which more than half has no class are left out."""
-    vectors, classes, purity = [], [], []
+def labelled_objects(
+    encoders: dict[str, PatchEncoder], images: LabelledImages, every: int
+) -> tuple[dict[str, Labelled], dict[str, Labelled]]:
+    """The objects of every so many-th image that each encoder finds, and how each represents those of the first.
+
+    Objects of which more than half of the pixels has no class are left out.
+    """
+    own: dict[str, list[tuple[np.ndarray, int, float]]] = {name: [] for name in encoders}
+    common: dict[str, list[tuple[np.ndarray, int, float]]] = {name: [] for name in encoders}
     for index in range(0, len(images), every):
-        labels = images.labels(index).numpy()
-        for each in extract_objects(encoder, [images.load(index)], settings)[0].objects:
-            own = labels[each.mask.pixels()]
-            counts = np.bincount(own[own != NO_CLASS], minlength=len(images.classes))
-            if 2 * counts.sum() >= len(own):
-                vectors.append(each.vector)
-                classes.append(int(counts.argmax()))
-                purity.append(counts.max() / counts.sum())
-    return Labelled(np.stack(vectors), np.array(classes), np.array(purity))
+        labels, image = images.labels(index).numpy(), images.load(index)
+        found = {name: extract_objects(encoder, [image])[0] for name, encoder in encoders.items()}
+        regions = next(iter(found.values())).objects
+        for name, objects in found.items():
+            own[name] += [(each.vector, *majority(each, labels)) for each in objects.objects]
+            for each in regions:
+                vector = objects.tokens[torch.from_numpy(each.mask.patches().flatten())].mean(dim=0)
+                vector = torch.nn.functional.normalize(vector, dim=0).numpy()
+                common[name].append((vector, *majority(each, labels)))
+    return gathered(own), gathered(common)
+
+
+def majority(each: ImageObject, labels: Int[np.ndarray, "h w"]) -> tuple[int, float]:
+    """The class of most labelled pixels of an object, and their share; -1 where most pixels have no class."""
+    inside = labels[each.mask.pixels()]
+    counts = np.bincount(inside[inside != NO_CLASS], minlength=1)
+    if 2 * counts.sum() < len(inside):
+        return -1, 0.0
+    return int(counts.argmax()), float(counts.max() / counts.sum())
+
+
+def gathered(objects: dict[str, list[tuple[np.ndarray, int, float]]]) -> dict[str, Labelled]:
+    """Those that have a class, as arrays."""
+    result = {}
+    for name, several in objects.items():
+        vectors, classes, purity = zip(*(one for one in several if one[1] >= 0), strict=True)
+        result[name] = Labelled(np.stack(vectors), np.array(classes), np.array(purity))
+    return result
+
+
+def precision(keys: Labelled, queries: Labelled) -> tuple[float, float]:
+    """The share of the nearest keys that have a query's class: over all queries, and as the mean of the classes."""
+    found = nearest(torch.from_numpy(queries.vectors), TensorKeys(torch.from_numpy(keys.vectors)), QUALITY_K)
+    right = (keys.classes[found.rows.numpy()] == queries.classes[:, None]).mean(axis=1)
+    return float(right.mean()), float(np.mean([right[queries.classes == each].mean() for each in set(queries.classes)]))
 
 
 def quality(encoders: dict[str, PatchEncoder], camvid: Path, every: int) -> Table:
-    """A row for each encoder: precision at five, over objects and as the mean of the classes."""
+    """A row for each encoder: with its own objects, and with those of the first, which all represent."""
     train, val = (open_segmentation("camvid", camvid, split) for split in ("train", "val"))
-    table = Table(title=f"class of the {QUALITY_K} nearest training objects, CamVid")
-    columns = ("features", "objects", "queries", f"precision@{QUALITY_K}", "mean of classes", "by chance", "purity")
-    for column in columns:
+    (keys, same_keys), (queries, same) = (labelled_objects(encoders, images, every) for images in (train, val))
+    first = next(iter(encoders))
+    table = Table(title=f"share of the {QUALITY_K} nearest training objects that have the same class, CamVid")
+    columns = ("features", "objects", "queries", "precision", "mean of classes", "by chance", "purity")
+    common = (f"objects of {first}: precision", "mean of classes")
+    for column in (*columns, *common):
         table.add_column(column, justify="left" if column == "features" else "right")
-    for name, encoder in encoders.items():
-        keys, queries = (labelled_objects(encoder, images, every, ObjectSettings()) for images in (train, val))
-        found = nearest(torch.from_numpy(queries.vectors), TensorKeys(torch.from_numpy(keys.vectors)), QUALITY_K)
-        right = (keys.classes[found.rows.numpy()] == queries.classes[:, None]).mean(axis=1)
-        classes = [right[queries.classes == each].mean() for each in np.unique(queries.classes)]
-        frequency = np.bincount(keys.classes, minlength=len(train.classes)) / len(keys.classes)
-        table.add_row(
-            *(name, f"{len(keys.classes):,}", f"{len(queries.classes):,}", f"{right.mean():.1%}"),
-            *(f"{np.mean(classes):.1%}", f"{frequency[queries.classes].mean():.1%}", f"{queries.purity.mean():.1%}"),
+    for name in encoders:
+        frequency = np.bincount(keys[name].classes, minlength=256) / len(keys[name].classes)
+        shares = (
+            *precision(keys[name], queries[name]),
+            float(frequency[queries[name].classes].mean()),
+            float(queries[name].purity.mean()),
+            *precision(same_keys[name], same[name]),
         )
+        counts = (len(keys[name].classes), len(queries[name].classes))
+        table.add_row(name, *(f"{count:,}" for count in counts), *(f"{share:.1%}" for share in shares))
     return table
 
 

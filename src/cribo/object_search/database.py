@@ -10,7 +10,9 @@ reader, whenever the writing stopped.
 import dataclasses
 import json
 import os
+import re
 import secrets
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -418,7 +420,7 @@ class ObjectDatabase:
         try:
             yield
         except RuntimeError as error:
-            reason = _first_line(error)
+            reason = _reason(error)
             raise OSError(f"cannot write to {self.uri}: {reason}; what was written before is kept") from error
 
     def _read(self, ask: Callable[[], T]) -> T:
@@ -524,18 +526,20 @@ def _connect(place: str) -> Any:
     try:
         return _lancedb().connect(place, read_consistency_interval=timedelta(0))
     except (RuntimeError, ValueError, OSError) as error:
-        raise DatabaseError(f"{place} cannot be opened: {_first_line(error)}") from error
+        raise DatabaseError(f"{place} cannot be opened: {_reason(error)}: check the place, and your keys") from error
 
 
 def _tables(connection: Any) -> set[str]:
     try:
         return set(connection.list_tables(limit=1000).tables)
     except (RuntimeError, OSError) as error:  # of object storage: no such bucket, no answer, no right to look
-        raise ConnectionError(f"{connection.uri} cannot be read: {_first_line(error)}") from error
+        raise ConnectionError(f"{connection.uri} cannot be read: {_reason(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+def _reason(error: Exception) -> str:
+    """What a storage says is wrong, without the places in its code."""
+    said = re.search("<Message>(.*?)</Message>", str(error))
+    return said[1] if said else textwrap.shorten(str(error).partition("\n")[0], 200)
 
 
 def _require_empty(folder: Path, tables: set[str]) -> None:
