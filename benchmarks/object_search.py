@@ -15,6 +15,7 @@ and with those of the trained one. CamVid's images are frames of a few drives: s
 import argparse
 import dataclasses
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -235,7 +236,8 @@ def measure(
 
 
 def add(table: Table, size: int, name: str, measured: Measured, build: float | None, disk: int | None) -> None:
-    """One row of the table."""
+    """One row of the table, which is long in coming: said at once, too."""
+    print(f"{size:,} {name}: {measured}", file=sys.stderr, flush=True)
     table.add_row(
         f"{size:,}",
         name,
@@ -376,7 +378,7 @@ def main() -> None:
         console.print(quality(encoders, arguments.camvid, 40 if arguments.small else arguments.every))
     if arguments.only in (None, "latency"):
         sizes = SMALL_SIZES if arguments.small else tuple(arguments.sizes)
-        console.print(latency(sizes, 20 if arguments.small else 50))
+        console.print(latency(sizes, 20 if arguments.small else 40))
 
 
 if __name__ == "__main__":

@@ -107,6 +107,40 @@ def test_images_that_changed_or_vanished_are_told(cribo: Run, indexed: Path, pic
     assert (tmp_path / "found" / "sheet.png").stat().st_size > 0
 
 
+def test_names_that_look_like_markup_or_formulas(cribo: Run, indexed: Path, pictures: Path, tmp_path: Path) -> None:
+    name = r"[b] $\frac{$ it's [red].png"
+    write_picture(pictures / "a" / name, 1)
+    cribo("index", "--db", indexed)
+    said = cribo("search", "--db", indexed, "--image", pictures / "a" / "1.png", "--object", 0, "--k", 1, "--out", "x")
+    assert f"a/{name}" in said
+    said = cribo("search", "--db", indexed, "--image", f"a/{name}", "--object", 0, "--k", 1, "--out", "y")
+    assert name in said
+    assert results(tmp_path / "y")[0]["found"][0]["image"] == "a/1.png"
+
+
+def test_object_storage(cribo: Run, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    boto3, server = pytest.importorskip("boto3"), pytest.importorskip("moto.server")
+    storage = server.ThreadedMotoServer(port=0, verbose=False)
+    storage.start()
+    host, port = storage.get_host_and_port()
+    keys = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
+    for key, value in {**keys, "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ALLOW_HTTP": "true"}.items():
+        monkeypatch.setenv(key, value)
+    try:
+        boto3.client("s3").create_bucket(Bucket="bucket")
+        words = ("--backbone", "mean-colour", "--images", pictures, "--size", 0)
+        said = cribo("index", "--db", "s3://bucket/objects", *words)
+        assert "6 new images" in said
+        (pictures / "b" / "3.png").unlink()
+        assert "0 new images, 0 changed, 5 unchanged, 1 removed" in cribo("index", "--db", "s3://bucket/objects")
+        cribo("search", "--db", "s3://bucket/objects", "--image", "a/1.png", "--object", 0, "--out", "found")
+        assert "b/3.png" not in {each["image"] for each in results(tmp_path / "found")[0]["found"]}
+        said = cribo("search", "--db", "s3://nobody/objects", "--image", "a/1.png", status=2)
+        assert "s3://nobody/objects cannot be opened: The specified bucket does not exist" in said
+    finally:
+        storage.stop()
+
+
 def test_another_backbone_is_refused(cribo: Run, indexed: Path, pictures: Path) -> None:
     said = cribo("index", "--backbone", "mean-colour", "--images", pictures, "--db", indexed, status=2)
     assert "was built with the backbone backbone (" in said

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from cribo.cli.running import guarded, print_places
 from cribo.console import log_to
@@ -61,6 +62,7 @@ def _search(words: list[str]) -> None:
             f"{len(gone)} of the images changed or vanished since they were indexed, {gone[0]} among them: "
             f"bring the database up to date with cribo index --db {config.db}",
             highlight=False,
+            markup=False,
         )
     print_places(console, {"picture": result.folder / SHEET, "numbers": result.folder / RESULTS})
 
@@ -69,7 +71,8 @@ def _table(result: "SearchResult") -> Table:
     """A row for each object that was found; of several queries, a row each with the nearest."""
     query, found, states, _ = result
     several = len(found) > 1
-    table = Table(title=f"Most like {'each object' if several else query.regions[0].name} of {query.path.name}")
+    what = "each object" if several else query.regions[0].name
+    table = Table(title=Text(f"Most like {what} of {query.path.name}"))
     for name in ("query" if several else "rank", "similarity", "image", "object", "box"):
         table.add_column(name, justify="left" if name in ("query", "image", "box") else "right", overflow="fold")
     if any(states.values()):
@@ -78,7 +81,8 @@ def _table(result: "SearchResult") -> Table:
         for rank, one in enumerate(nearest[: 1 if several else None], start=1):
             table.add_row(
                 query.regions[number].name if several else str(rank),
-                *(f"{one.similarity:.3f}", one.image, str(one.object.number), ",".join(map(str, one.object.box))),
+                *(f"{one.similarity:.3f}", Text(one.image)),  # a name may look like markup
+                *(str(one.object.number), ",".join(map(str, one.object.box))),
                 *((states.get(one.image) or "as indexed",) if any(states.values()) else ()),
             )
     if several:

@@ -123,4 +123,5 @@ def _small(pixels: Tensor) -> Tensor:
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= _NAME else f"…{name[1 - _NAME :]}"
+    short = name if len(name) <= _NAME else f"…{name[1 - _NAME :]}"
+    return short.replace("$", r"\$")  # between two of them would be a formula
