@@ -170,8 +170,7 @@ class ObjectDatabase:
         there = _tables(connection)
         if _ABOUT in there:
             raise DatabaseError(f"{place} holds a database already: open it, or use another --db")
-        if not is_remote(place):
-            _require_empty(Path(place), there)
+        require_free(place)
         # What a making that was cut short has left is empty and made again.
         for name, schema in ((_OBJECTS, _objects_schema(info.dim)), (_IMAGES, _images_schema())):
             if name in there and connection.open_table(name).count_rows():
@@ -502,6 +501,25 @@ def holds_database(uri: str | os.PathLike[str]) -> bool:
     return _ABOUT in _tables(_connect(place))
 
 
+def require_free(uri: str | os.PathLike[str]) -> None:
+    """Refuse a folder that holds anything but what the making of a database may have left; URLs are not looked at.
+
+    Raises:
+        DatabaseError: it holds something else, or is a file.
+    """
+    place = as_uri(uri)
+    if is_remote(place) or not Path(place).exists():
+        return
+    if not Path(place).is_dir():
+        raise DatabaseError(f"{place} is a file, not a folder: use another --db")
+    ours = {f"{name}.lance" for name in (_OBJECTS, _IMAGES)}
+    others = [path.name for path in Path(place).iterdir() if path.name not in ours and not path.name.startswith(".")]
+    if others:
+        raise DatabaseError(
+            f"{place} holds {others[0]!r}, so it is nothing of ours and is left alone: use another --db"
+        )
+
+
 def is_remote(uri: str) -> bool:
     """Whether a place is a URL of object storage."""
     return "://" in uri
@@ -540,15 +558,6 @@ def _reason(error: Exception) -> str:
     """What a storage says is wrong, without the places in its code."""
     said = re.search("<Message>(.*?)</Message>", str(error))
     return said[1] if said else textwrap.shorten(str(error).partition("\n")[0], 200)
-
-
-def _require_empty(folder: Path, tables: set[str]) -> None:
-    ours = {f"{name}.lance" for name in tables & {_OBJECTS, _IMAGES}}
-    others = [path.name for path in folder.iterdir() if path.name not in ours and not path.name.startswith(".")]
-    if others:
-        raise DatabaseError(
-            f"{folder} holds {others[0]!r}, so it is nothing of ours and is left alone: use another --db"
-        )
 
 
 def _read_info(place: str, connection: Any) -> DatabaseInfo:

@@ -23,6 +23,7 @@ from cribo.object_search.database import (
     ObjectDatabase,
     as_uri,
     holds_database,
+    require_free,
 )
 from cribo.object_search.extraction import ObjectSettings
 from cribo.object_search.indexing import IndexSummary, index_images, index_lock, index_vectors
@@ -69,7 +70,9 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
     files, source = _open_files(config, known)
     settings = config.settings(ObjectSettings() if known is None else known.settings)
     backbone = config.backbone or _known_backbone(known)
-    if known is not None:
+    if known is None:
+        require_free(place)
+    else:
         _require_root(known, files, place, moved=config.moved)
     device = resolve_devices(None if config.device is None else (config.device,), "device")[0]
     encoder, about = open_encoder(backbone, device)
