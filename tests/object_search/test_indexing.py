@@ -132,6 +132,7 @@ for folder, moment in zip(sys.argv[1::2], sys.argv[2::2]):
 """
 
 
+@pytest.mark.slow  # each of the killed processes imports LanceDB
 def test_a_kill_at_any_moment_leaves_what_goes_on_to_the_same_end(index: Index, pictures: Path, tmp_path: Path) -> None:
     """Processes are killed as they are about to do their first writing of each kind."""
     index()
