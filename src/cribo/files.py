@@ -147,6 +147,42 @@ def write_beside(path: Path, write: Callable[[Path], object]) -> Path:
     return temporary
 
 
+def write_folder_whole(folder: Path, write: Callable[[Path], object], *, replaces: bool = False) -> None:
+    """Write a folder so that readers see the old one or the new one, whatever happens on the way.
+
+    Args:
+        folder: where it shall stand.
+        write: writes its files, into the temporary folder beside it that it is given.
+        replaces: whether one that holds something is replaced, once the new one is complete.
+
+    Raises:
+        FolderError: the folder holds something and `replaces` is not set.
+        OSError: writing failed; what stood there is untouched and the temporary folder is gone.
+    """
+    part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.part")
+    aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.part")
+    try:
+        part.mkdir(parents=True)
+        write(part)
+        for path in sorted(part.rglob("*")):
+            sync(path)
+        sync(part)
+        if folder.exists():
+            if not replaces and any(folder.iterdir()):
+                raise FolderError(f"{folder} exists already")
+            folder.rename(aside)
+        try:
+            part.rename(folder)
+        except BaseException:
+            if aside.exists():
+                aside.rename(folder)
+            raise
+        sync(folder.parent)
+    finally:
+        for leftover in (part, aside):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
 def is_part(name: str) -> bool:
     """Whether a file of this name is what `write_beside` has begun."""
     return _PART.fullmatch(name) is not None

@@ -99,6 +99,7 @@ class Backbone(nn.Module):
         name: timm's name of the architecture.
         arguments: the keyword arguments with which `timm.create_model(name, ...)` builds the same network.
         image_size: the size (pixels) for which the position embedding is stored.
+        takes_any_size: whether images of other sizes can be encoded.
         embed_dim: D, channels of a token.
         patch_size: pixels per token along each side; the output stride of a convolutional network.
         depth: blocks whose tokens can be asked for (`layers` of `encode`); 1 for a feature map.
@@ -122,12 +123,12 @@ class Backbone(nn.Module):
         self._own_eps = {key: norm.eps for key, norm in model.named_modules() if isinstance(norm, nn.LayerNorm)}
         self.loaded: LoadedWeights | None = None
         self._is_transformer = isinstance(model, VisionTransformer | Eva)
-        self._takes_any_size = "img_size" not in arguments or _has_argument(model, "dynamic_img_size")
+        self.takes_any_size = "img_size" not in arguments or _has_argument(model, "dynamic_img_size")
         if self._is_transformer:
             self.patch_size = _transformer_patch_size(model, name)
             self.depth = len(self.model.blocks)
         else:
-            self.patch_size = _map_stride(model, name, _PROBE_SIZE if self._takes_any_size else image_size)
+            self.patch_size = _map_stride(model, name, _PROBE_SIZE if self.takes_any_size else image_size)
             # Convolutions over channels-last maps are half as fast again on CPUs, and faster on GPUs in 16 bits.
             model.to(memory_format=torch.channels_last)
             self.depth = 1
@@ -301,7 +302,7 @@ class Backbone(nn.Module):
             raise ValueError(f"images must be (B, 3, H, W), got {tuple(images.shape)}")
         height, width = images.shape[2], images.shape[3]
         _check_divisible((height, width), self.patch_size)
-        if not self._takes_any_size and (height, width) != (self.image_size, self.image_size):
+        if not self.takes_any_size and (height, width) != (self.image_size, self.image_size):
             raise ValueError(
                 f"{self.name} was built for {self.image_size}x{self.image_size} images and takes no other, "
                 f"got {height}x{width}: build it with that image_size, or choose a vision transformer or a "
@@ -329,7 +330,7 @@ class Backbone(nn.Module):
         """Encode one small image to learn D and which parameters have no part in the result."""
         model = self.model
         size = self.image_size
-        if self._takes_any_size:
+        if self.takes_any_size:
             size = self.patch_size * (1 if self._is_transformer else 2)
         was_training = model.training
         model.eval()  # a batch norm must neither see one image nor remember it

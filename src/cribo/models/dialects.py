@@ -80,7 +80,7 @@ def _substitute(state: State, *rules: tuple[str, str | Callable[[re.Match[str]],
     return renamed
 
 
-def _fold(state: State, token: str, positions: int) -> State:
+def fold_positions(state: State, token: str, positions: int) -> State:
     """Make `token` timm's registers, and add the first `positions` position embeddings to [CLS] and registers."""
     state = dict(state)
     position = state.pop("pos_embed")
@@ -93,7 +93,7 @@ def _fold(state: State, token: str, positions: int) -> State:
 
 def _from_vit(state: State) -> State:
     state = _substitute(state, (r"^(blocks\.\d+)\.gamma_([12])$", r"\1.ls\2.gamma"))
-    return _fold(state, "dist_token", 2) if "dist_token" in state else state
+    return fold_positions(state, "dist_token", 2) if "dist_token" in state else state
 
 
 def _from_dinov2(state: State) -> State:
@@ -103,7 +103,7 @@ def _from_dinov2(state: State) -> State:
         (r"\.mlp\.w12\.", ".mlp.fc1."),
         (r"\.mlp\.w3\.", ".mlp.fc2."),
     )
-    return _fold(state, "register_tokens", 1) if "register_tokens" in state else state
+    return fold_positions(state, "register_tokens", 1) if "register_tokens" in state else state
 
 
 def _from_dinov3(state: State) -> State:
@@ -167,7 +167,7 @@ def _from_huggingface(state: State) -> State:
     for kind in ("weight", "bias"):
         state = _join(state, f".attn.{{}}.{kind}", "qkv", f".attn.qkv.{kind}")
         state = _join(state, f".mlp.{{}}.{kind}", ("gate_proj", "up_proj"), f".mlp.fc1.{kind}")
-    return _fold(state, "register_tokens", 1) if "register_tokens" in state else state
+    return fold_positions(state, "register_tokens", 1) if "register_tokens" in state else state
 
 
 def _from_huggingface_dinov3(state: State) -> State:

@@ -1,0 +1,216 @@
+"""A backbone as one graph that needs neither timm nor this package: torch.export's, and ONNX's made of it.
+
+Batch, height and width are free: a vision transformer's position embedding is resized in the graph, as timm does it.
+The graph takes RGB images in 0-1 and normalises them itself.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from timm.layers import RotaryEmbeddingDinoV3
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from cribo.export.target import Encode, Exporter, MissingExtra, Options, Written
+from cribo.method import normalise
+from cribo.models import Backbone
+from cribo.models.weights import describe
+
+_TORCH_FILE, _ONNX_FILE = "backbone.pt2", "backbone.onnx"
+_TRACED, _LEAST, _MOST = (5, 7), 2, 4096  # patches down and across: of the example, and of any image
+
+_LOAD_TORCH = """\
+import torch
+encode = torch.export.load("{{folder}}/{file}").module()
+tokens, global_token = encode(torch.rand(1, 3, {size}, {size}))  # RGB in 0-1"""
+_LOAD_ONNX = """\
+import numpy, onnxruntime
+session = onnxruntime.InferenceSession("{{folder}}/{file}")
+images = numpy.random.rand(1, 3, {size}, {size}).astype("float32")  # RGB in 0-1
+tokens, global_token = session.run(["tokens", "global_token"], {{{{"images": images}}}})"""
+
+_METADATA = "cribo"
+_EXTERNAL_BYTES = 1_800_000_000  # a file of ONNX itself must stay below 2 GiB
+
+
+class _Graph(nn.Module):
+    """(B, 3, H, W) RGB images in 0-1 to tokens and global token."""
+
+    def __init__(self, backbone: Backbone, layers: int) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.layers = layers
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.backbone.encode(
+            normalise(images, mean=self.backbone.mean, std=self.backbone.std), self.layers
+        )
+        return features.tokens, features.global_token
+
+
+@torch.no_grad()
+def trace(backbone: Backbone, layers: int) -> ExportedProgram:
+    """The graph of a backbone on the host, for any batch and, where the network takes it, any size.
+
+    Raises:
+        ValueError: its Python cannot be traced.
+    """
+    patch = backbone.patch_size
+    free: dict[int, Any] = {0: Dim("batch", min=1)}
+    size = (backbone.image_size, backbone.image_size)
+    if backbone.takes_any_size:
+        rows, columns = (Dim(name, min=_LEAST, max=_MOST) for name in ("rows", "columns"))
+        free |= {2: patch * rows, 3: patch * columns}
+        size = (_TRACED[0] * patch, _TRACED[1] * patch)
+    try:
+        with _free_rotation(backbone.model):
+            graph = _Graph(backbone, layers).eval()
+            return torch.export.export(graph, (torch.rand(2, 3, *size),), dynamic_shapes={"images": free})
+    except Exception as error:  # tracing has no error of its own
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{backbone.name} cannot be traced ({type(error).__name__}: {reason}): use --to timm or --to transformers"
+        ) from error
+
+
+@contextlib.contextmanager
+def _free_rotation(model: Any) -> Iterator[None]:
+    """While it lasts, DINOv3's rotary embedding is computed by the graph: timm's would fix the traced size in it."""
+    rope = getattr(model, "rope", None)
+    is_plain = isinstance(rope, RotaryEmbeddingDinoV3) and (rope.normalize_coords, rope.grid_indexing) == (
+        "separate",
+        "ij",
+    )
+    if is_plain:
+        rope._create_embed = partial(_rotation, rope)
+    try:
+        yield
+    finally:
+        if is_plain:
+            del rope._create_embed
+
+
+def _rotation(rope: Any, feat_shape: Sequence[int], no_aug: bool = False) -> Float[Tensor, "n d"]:
+    """Sine and cosine of the angles at the centres of the patches, which lie in -1..1 along each side."""
+    axes = [2 * (torch.arange(size).float() + 0.5 + rope.grid_offset) / size - 1 for size in feat_shape]
+    centres = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, 1)
+    return torch.cat(rope._get_pos_embed_from_coords(centres), dim=-1)
+
+
+# ---------------------------------------------------------------------------------------------------- torch.export
+
+
+def write_torch(backbone: Backbone, folder: Path, options: Options) -> Written:
+    """Write what `torch.export.load` loads."""
+    program = trace(backbone, options.layers)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="No complete tensor found")  # of weights that lie in pieces
+        torch.export.save(program, folder / _TORCH_FILE, extra_files={f"{_METADATA}.json": _about(backbone, options)})
+    return Written(_LOAD_TORCH.format(file=_TORCH_FILE, size=backbone.image_size), _notes(backbone))
+
+
+def load_torch(folder: Path) -> Encode:
+    """What PyTorch makes of the file."""
+    module = torch.export.load(folder / _TORCH_FILE).module()
+
+    @torch.no_grad()
+    def encode(images: Float[Tensor, "b 3 h w"]) -> tuple[Tensor, Tensor]:
+        return module(images)
+
+    return encode
+
+
+# ------------------------------------------------------------------------------------------------------------ ONNX
+
+
+def write_onnx(backbone: Backbone, folder: Path, options: Options) -> Written:
+    """Write an ONNX file with inputs and outputs under their names, and what feeds it in its metadata."""
+    try:
+        import onnx
+        import onnxruntime  # noqa: F401 (the check after writing needs it)
+        import onnxscript  # noqa: F401 (PyTorch's exporter needs it)
+    except ImportError as error:
+        raise MissingExtra("onnx", error) from error
+    program = trace(backbone, options.layers)
+    with _quiet("torch.onnx", "onnxscript"):
+        exported = torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=options.opset,
+            input_names=["images"],
+            output_names=["tokens", "global_token"],
+            verbose=False,
+        )
+    assert exported is not None
+    model: Any = exported.model_proto
+    del model.graph.value_info[:]  # they name sizes as the tracer did
+    free = ("height", "width") if backbone.takes_any_size else (None, None)
+    _name_sizes(model.graph.input[0], ("batch", None, *free))
+    _name_sizes(model.graph.output[0], ("batch", "patches" if backbone.takes_any_size else None, None))
+    _name_sizes(model.graph.output[1], ("batch", None))
+    onnx.helper.set_model_props(model, json.loads(_about(backbone, options)))
+    path = folder / _ONNX_FILE
+    onnx.save_model(model, path, save_as_external_data=model.ByteSize() > _EXTERNAL_BYTES)
+    onnx.checker.check_model(path)
+    return Written(_LOAD_ONNX.format(file=_ONNX_FILE, size=backbone.image_size), _notes(backbone))
+
+
+def load_onnx(folder: Path) -> Encode:
+    """What onnxruntime makes of the file, on the host."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(folder / _ONNX_FILE, providers=["CPUExecutionProvider"])
+
+    def encode(images: Float[Tensor, "b 3 h w"]) -> tuple[Tensor, Tensor]:
+        tokens, global_token = session.run(["tokens", "global_token"], {"images": images.numpy()})
+        return torch.from_numpy(tokens), torch.from_numpy(global_token)
+
+    return encode
+
+
+def _name_sizes(value: Any, names: Sequence[str | None]) -> None:
+    for size, name in zip(value.type.tensor_type.shape.dim, names, strict=True):
+        if name is not None:
+            size.dim_param = name
+
+
+@contextlib.contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Exporters speak to their developers."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _about(backbone: Backbone, options: Options) -> str:
+    """What a user of the file alone should find in it, as JSON of texts."""
+    told = {**describe(backbone), "layers": options.layers, "images": "RGB in 0-1, normalised in the graph"}
+    return json.dumps({key: value if isinstance(value, str) else json.dumps(value) for key, value in told.items()})
+
+
+def _notes(backbone: Backbone) -> tuple[str, ...]:
+    if not backbone.takes_any_size:
+        return (f"{backbone.name} takes images of {backbone.image_size}x{backbone.image_size} only; the batch is free",)
+    patch = backbone.patch_size
+    return (f"images are RGB in 0-1, sides are multiples of {patch}, {_LEAST * patch} pixels at least",)
+
+
+TORCH_EXPORT = Exporter(write_torch, load_torch, lambda backbone, options: None)
+ONNX = Exporter(write_onnx, load_onnx, lambda backbone, options: None)

@@ -1,0 +1,262 @@
+"""Write a backbone for another library, load it back with that library, and keep it only if the features agree."""
+
+import copy
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from cribo.data.randomness import keyed_generator
+from cribo.errors import Stopped
+from cribo.export.target import Encode, Exporter, Options, Written
+from cribo.files import holds_results, write_folder_whole, write_json
+from cribo.method import normalise
+from cribo.models import Backbone
+
+Target = Literal["timm", "transformers", "onnx", "torch-export"]
+TARGETS: tuple[Target, ...] = get_args(Target)
+
+MARKER = "export.json"
+"""What is said of an export, in its folder; by it an export is known."""
+
+TOLERANCE = 1e-4
+"""Of the largest absolute difference of features, relative to the largest feature."""
+
+_EXPORTERS: Mapping[Target, tuple[str, str]] = {
+    "timm": ("timm_folder", "TIMM"),
+    "transformers": ("transformers_folder", "TRANSFORMERS"),
+    "onnx": ("graph", "ONNX"),
+    "torch-export": ("graph", "TORCH_EXPORT"),
+}
+_LIBRARIES = ("cribo-ssl", "torch", "timm", "transformers", "onnx", "onnxruntime", "onnxscript")
+_OPSETS = range(18, 24)  # resizing with antialiasing begins with the first
+_IMAGES = 0x6578706F7274  # keeps the draws of the check apart from others
+
+
+class DifferentFeatures(Stopped):
+    """What was written gives other features than the backbone, or cannot be loaded; it has been removed."""
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export has become.
+
+    Attributes:
+        target: whose format it is.
+        folder: where it stands.
+        files: its files, with their sizes in bytes.
+        difference: the largest absolute difference of a feature after loading it back, relative to the largest
+            feature.
+        checked: (batch, height, width) of the images at which features were compared.
+        how_to_load: lines of Python that load it.
+        notes: what a user should know.
+    """
+
+    target: Target
+    folder: Path
+    files: Mapping[str, int]
+    difference: float
+    checked: tuple[tuple[int, int, int], ...]
+    how_to_load: str
+    notes: tuple[str, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files."""
+        return sum(self.files.values())
+
+
+def export_backbone(
+    backbone: Backbone,
+    to: Target,
+    out: str | Path,
+    *,
+    overwrite: bool = False,
+    layers: int = 1,
+    opset: int = 20,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> ExportReport:
+    """Write a backbone for another library, and check it: its features, loaded back, differ by 1e-4 at most.
+
+    The folder appears when it is complete and checked. It is written in float32, whatever the backbone has.
+
+    Args:
+        backbone: on any device; it is not changed.
+        to: `timm`: a folder for `timm.create_model("local-dir:...", pretrained=True)`.
+            `transformers`: a folder for `AutoModel.from_pretrained`.
+            `onnx`: `backbone.onnx`, RGB `images` in 0-1 to `tokens` (B, N, D) and `global_token` (B, D); batch, height
+            and width are free.
+            `torch-export`: `backbone.pt2`, the same for `torch.export.load`, without timm or this package.
+        out: the folder to write.
+        overwrite: replace an export that stands there.
+        layers: how many of the last blocks give tokens, concatenated; of `onnx` and `torch-export` only.
+        opset: of ONNX, 18 or more.
+        progress: told (what is being done, how much of it is done, how much there is).
+
+    Raises:
+        ValueError: an unknown target, a network that it cannot hold (with the targets that can), options that do not
+            go together, weights that are not finite, or a folder that is there.
+        ImportError: the target's library is not installed.
+        DifferentFeatures: the check failed; nothing stays.
+        OSError: writing failed; nothing stays.
+
+    Example:
+        >>> from cribo.models import build_backbone
+        >>> small = build_backbone("resnet18", args={"channels": (8, 8, 8, 8)})
+        >>> report = export_backbone(small, "timm", getfixture("tmp_path") / "small")
+        >>> sorted(report.files), report.difference < 1e-4
+        (['config.json', 'export.json', 'model.safetensors'], True)
+    """
+    out = Path(out)
+    options = Options(layers=layers, opset=opset)
+    exporter = _exporter(to)
+    _check(backbone, to, options)
+    replaces = holds_results(
+        out, marker=MARKER, overwrite=overwrite, advice="choose another --out, or give --overwrite"
+    )
+    plain = _plain(backbone)
+    reports: list[ExportReport] = []
+
+    def write(folder: Path) -> None:
+        progress("writing", 0, 1)
+        written = exporter.write(plain, folder, options)
+        progress("writing", 1, 1)
+        try:
+            difference, checked = compare_features(plain, lambda: exporter.load(folder), layers, progress)
+        except DifferentFeatures as error:
+            raise DifferentFeatures(f"{to}: {error}; what was written has been removed{_others(plain, to)}") from error
+        report = ExportReport(
+            to, out, {}, difference, checked, written.how_to_load.format(folder=out.as_posix()), written.notes
+        )
+        write_json(folder / MARKER, _describe(report, plain, options))
+        files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+        reports.append(ExportReport(**{**report.__dict__, "files": files}))
+
+    write_folder_whole(out, write, replaces=replaces)
+    return reports[0]
+
+
+@torch.no_grad()
+def compare_features(
+    backbone: Backbone, load: Callable[[], Encode], layers: int, progress: Callable[[str, int, int], None]
+) -> tuple[float, tuple[tuple[int, int, int], ...]]:
+    """The largest difference between a backbone's features and those of what was loaded back, and at which sizes.
+
+    Raises:
+        DifferentFeatures: it cannot be loaded, gives something of another shape, or differs by more than 1e-4.
+    """
+    sizes = _sizes(backbone)
+    largest = 0.0
+    try:
+        encode = load()
+    except Exception as error:  # each library has its own for a file that it cannot read
+        raise DifferentFeatures(f"it cannot be loaded back ({type(error).__name__}: {_first_line(error)})") from error
+    for number, (batch, height, width) in enumerate(sizes):
+        progress("comparing", number, len(sizes))
+        images = torch.rand(batch, 3, height, width, generator=keyed_generator(_IMAGES, number))
+        expected = backbone.encode(normalise(images, mean=backbone.mean, std=backbone.std), layers)
+        at = f"images of {batch}x3x{height}x{width}"
+        try:
+            tokens, global_token = encode(images)
+        except Exception as error:
+            raise DifferentFeatures(f"it fails on {at} ({type(error).__name__}: {_first_line(error)})") from error
+        for name, own, other in (
+            ("tokens", expected.tokens, tokens),
+            ("global_token", expected.global_token, global_token),
+        ):
+            difference = _difference(own, other, f"{name} of {at}")
+            if not difference <= TOLERANCE:  # NaN is no agreement
+                raise DifferentFeatures(
+                    f"{name} of {at} differ by {difference:.1e} of the largest, and {TOLERANCE:.0e} is allowed"
+                )
+            largest = max(largest, difference)
+    progress("comparing", len(sizes), len(sizes))
+    return largest, sizes
+
+
+def _difference(own: Tensor, other: Tensor, what: str) -> float:
+    if own.shape != other.shape:
+        raise DifferentFeatures(f"{what} are {tuple(other.shape)} instead of {tuple(own.shape)}")
+    return float((own - other).abs().max() / own.abs().max().clamp(min=torch.finfo(torch.float32).tiny))
+
+
+def _sizes(backbone: Backbone) -> tuple[tuple[int, int, int], ...]:
+    """Batches and sizes to compare at: the network's own, and where it takes them a wide and a tall one."""
+    own, patch = backbone.image_size, backbone.patch_size
+    if not backbone.takes_any_size:
+        return (1, own, own), (2, own, own)
+    return (1, own, own), (2, 4 * patch, 6 * patch), (3, 7 * patch, 3 * patch)
+
+
+def _exporter(to: str) -> Exporter:
+    if to not in TARGETS:
+        raise ValueError(f"a backbone is exported to one of {', '.join(TARGETS)}, got {to!r}")
+    module, name = _EXPORTERS[to]
+    return getattr(import_module(f"cribo.export.{module}"), name)
+
+
+def _check(backbone: Backbone, to: Target, options: Options) -> None:
+    if not 1 <= options.layers <= backbone.depth:
+        raise ValueError(
+            f"layers must be 1 to {backbone.depth}, the blocks of {backbone.name}, got {options.layers}"
+        )
+    if options.layers > 1 and to in ("timm", "transformers"):
+        raise ValueError(
+            f"layers={options.layers} is for onnx and torch-export: {to} gives tokens of the last block, and those of "
+            "other blocks by its own options"
+        )
+    if options.opset not in _OPSETS:
+        raise ValueError(f"opset must be {_OPSETS[0]} to {_OPSETS[-1]}, got {options.opset}")
+    if reason := _exporter(to).refusal(backbone, options):
+        raise ValueError(f"{to} cannot hold this network: {reason}{_others(backbone, to)}")
+    for key, value in backbone.model.state_dict().items():
+        if not value.isfinite().all():
+            raise ValueError(f"the weights are damaged: {key} is not finite; nothing was written")
+
+
+def _others(backbone: Backbone, to: Target) -> str:
+    """The targets that can hold a backbone besides one, as the end of a message."""
+    able = [name for name in TARGETS if name != to and _exporter(name).refusal(backbone, Options()) is None]
+    return f"; use --to {' or '.join(able)}" if able else ""
+
+
+def _plain(backbone: Backbone) -> Backbone:
+    """A copy to read from: on the host, in float32, in evaluation mode."""
+    plain = copy.deepcopy(backbone).cpu().float().eval().requires_grad_(False)
+    plain.set_checkpointing("none")
+    return plain
+
+
+def _describe(report: ExportReport, backbone: Backbone, options: Options) -> dict[str, Any]:
+    from cribo.models.weights import describe
+
+    versions = {}
+    for library in _LIBRARIES:
+        try:
+            versions[library] = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "target": report.target,
+        "backbone": describe(backbone),
+        "fingerprint": backbone.fingerprint(),
+        "source": None if backbone.loaded is None else backbone.loaded.source,
+        "options": asdict(options),
+        "difference": report.difference,
+        "checked": [list(size) for size in report.checked],
+        "how_to_load": report.how_to_load.splitlines(),
+        "notes": list(report.notes),
+        "versions": versions,
+    }
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+__all__ = ["DifferentFeatures", "ExportReport", "Target", "Written", "export_backbone"]

@@ -1,0 +1,176 @@
+"""A folder that `AutoModel.from_pretrained` of transformers loads.
+
+Vision transformers become `Dinov2WithRegistersModel`, with no registers and layer scales of 1 where the network has
+none: of transformers' vision transformers it is the one that resizes its position embedding as timm does (bicubic,
+antialiased), so that features are the same on images of every size; `ViTModel` and `Dinov2Model` resize without
+antialiasing. DINOv3 becomes `DINOv3ViTModel`. All others are held by `TimmWrapperModel`, which reads timm's own folder.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from timm.layers.activations import GELUTanh
+from timm.models import Eva, VisionTransformer
+from torch import Tensor, nn
+
+from cribo.export import timm_folder
+from cribo.export.target import Encode, Exporter, MissingExtra, Options, Written
+from cribo.files import write_json
+from cribo.method import normalise
+from cribo.models import Backbone
+from cribo.models.dialects import DIALECTS, State, fold_positions
+from cribo.models.inverse import write_as
+
+_LOAD = """\
+from transformers import AutoImageProcessor, AutoModel
+model, processor = AutoModel.from_pretrained("{folder}"), AutoImageProcessor.from_pretrained("{folder}")
+"""
+_TOKENS = 'tokens = model(**processor(picture, return_tensors="pt")).last_hidden_state[:, {prefix}:]'
+_MAP = 'feature_map = model(**processor(picture, return_tensors="pt")).last_hidden_state'
+
+_IMAGES = "preprocessor_config.json"
+_POSITIONS = "embeddings.position_embeddings"
+_DIALECT = {dialect.name: dialect for dialect in DIALECTS}
+_BY_WRAPPER = "transformers holds it as TimmWrapperModel, which needs timm beside it"
+
+
+def write(backbone: Backbone, folder: Path, options: Options) -> Written:
+    """Write the network as one of transformers' own where one can hold it, else in timm's layout."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtra("transformers", error) from error
+    model = _native(backbone, transformers)
+    if model is None:
+        written = timm_folder.write(backbone, folder, options)
+        prefix = getattr(backbone.model, "num_prefix_tokens", None)
+        notes = (*written.notes, _BY_WRAPPER)
+    else:
+        model.save_pretrained(folder)
+        write_json(folder / _IMAGES, _describe_images(backbone))
+        prefix = 1 + getattr(model.config, "num_register_tokens", 0)
+        notes = (f"transformers holds it as {type(model).__name__}",)
+    return Written(_LOAD + (_MAP if prefix is None else _TOKENS.format(prefix=prefix)), notes)
+
+
+def load(folder: Path) -> Encode:
+    """What transformers makes of the folder, with the normalisation that its image processor finds there."""
+    from transformers import AutoImageProcessor, AutoModel
+
+    model: Any = AutoModel.from_pretrained(folder).eval()
+    processor: Any = AutoImageProcessor.from_pretrained(folder)
+    about = getattr(processor, "data_config", None) or {"mean": processor.image_mean, "std": processor.image_std}
+
+    @torch.no_grad()
+    def encode(images: Float[Tensor, "b 3 h w"]) -> tuple[Tensor, Tensor]:
+        output = model(normalise(images, mean=about["mean"], std=about["std"]))
+        if hasattr(model, "timm_model"):
+            return timm_folder.split(model.timm_model, output.last_hidden_state)
+        return output.last_hidden_state[:, 1 + model.config.num_register_tokens :], output.pooler_output
+
+    return encode
+
+
+def refusal(backbone: Backbone, options: Options) -> str | None:
+    """Networks whose tokens transformers would give without their last norm, or in another precision of it."""
+    has_late_norm = isinstance(getattr(backbone.model, "norm", None), nn.Identity) and backbone.model.fc_norm is not None
+    if has_late_norm:
+        return f"the last norm of {backbone.name} stands behind its pooling, where transformers does not apply it to tokens"
+    return None
+
+
+def _describe_images(backbone: Backbone) -> dict[str, Any]:
+    """What transformers' image processor does before the network."""
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"height": backbone.image_size, "width": backbone.image_size},
+        "resample": 3,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(backbone.mean),
+        "image_std": list(backbone.std),
+    }
+
+
+def _native(backbone: Backbone, transformers: Any) -> Any | None:
+    """The network as one of transformers' own; None where none has its parts."""
+    network = backbone.model
+    if not isinstance(network, VisionTransformer | Eva) or network.cls_token is None:
+        return None
+    activation = _activation(network.blocks[0].mlp)
+    if activation is None or network.embed_dim % network.blocks[0].attn.num_heads:
+        return None
+    common = {
+        "hidden_size": network.embed_dim,
+        "num_hidden_layers": len(network.blocks),
+        "num_attention_heads": network.blocks[0].attn.num_heads,
+        "layer_norm_eps": network.norm.eps,
+        "patch_size": backbone.patch_size,
+        "image_size": backbone.image_size,
+        "hidden_act": activation,
+    }
+    build = _as_dinov3 if isinstance(network, Eva) else _as_dinov2
+    try:
+        model, dialect, state = build(backbone, common, transformers)
+        own = {key: value for key, value in model.state_dict().items() if not key.endswith("mask_token")}
+        zero = (_POSITIONS,) if _POSITIONS in own else ()
+        tensors = write_as(_DIALECT[dialect], state, {key: value.shape for key, value in own.items()}, zero=zero)
+    except ValueError:  # it has parts that the other has not
+        return None
+    model.load_state_dict(tensors, strict=False)
+    with torch.no_grad():
+        model.embeddings.mask_token.zero_()
+    return model.eval()
+
+
+def _as_dinov2(backbone: Backbone, common: dict[str, Any], transformers: Any) -> tuple[Any, str, State]:
+    network, block = backbone.model, backbone.model.blocks[0]
+    state: State = {key: value for key, value in network.state_dict().items() if key not in backbone.unused_parameters}
+    registers = state.pop("reg_token", state["cls_token"][:, :0])
+    positions = state["pos_embed"].shape[1] - (backbone.image_size // backbone.patch_size) ** 2
+    state = fold_positions({**state, "register_tokens": registers}, "register_tokens", positions)
+    for number in range(len(network.blocks)):
+        for scale in ("ls1", "ls2"):
+            state.setdefault(f"blocks.{number}.{scale}.gamma", torch.ones(network.embed_dim))
+    is_gated = block.mlp.fc1.out_features == 2 * block.mlp.fc2.in_features
+    config = transformers.Dinov2WithRegistersConfig(
+        **common,
+        mlp_ratio=4 if is_gated else block.mlp.fc1.out_features // network.embed_dim,
+        use_swiglu_ffn=is_gated,
+        qkv_bias=block.attn.qkv.bias is not None,
+        num_register_tokens=registers.shape[1],
+    )
+    return transformers.Dinov2WithRegistersModel(config), "Hugging Face DINOv2", state
+
+
+def _as_dinov3(backbone: Backbone, common: dict[str, Any], transformers: Any) -> tuple[Any, str, State]:
+    network, block = backbone.model, backbone.model.blocks[0]
+    state: State = {key: value for key, value in network.state_dict().items() if key not in backbone.unused_parameters}
+    state.setdefault("reg_token", state["cls_token"][:, :0])
+    has_bias = "blocks.0.attn.q_bias" in state
+    config = transformers.DINOv3ViTConfig(
+        **common,
+        intermediate_size=block.mlp.fc2.in_features,
+        use_gated_mlp="blocks.0.mlp.fc1_g.weight" in state,
+        query_bias=has_bias,
+        key_bias=False,
+        value_bias=has_bias,
+        num_register_tokens=state["reg_token"].shape[1],
+    )
+    if not state["reg_token"].numel():
+        del state["reg_token"]  # as the dialect reads it
+    return transformers.DINOv3ViTModel(config), "Hugging Face DINOv3", state
+
+
+def _activation(mlp: Any) -> str | None:
+    """transformers' name of the activation of an MLP."""
+    names = {nn.GELU: "gelu", GELUTanh: "gelu_pytorch_tanh", nn.SiLU: "silu"}
+    return next((name for kind, name in names.items() if type(getattr(mlp, "act", None)) is kind), None)
+
+
+TRANSFORMERS = Exporter(write, load, refusal)
