@@ -163,8 +163,14 @@ def write_folder_whole(folder: Path, write: Callable[[Path], object], *, replace
     aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.part")
     try:
         part.mkdir(parents=True)
+        probe = part / ".mode"
+        probe.touch()
+        mode = probe.stat().st_mode
+        probe.unlink()
         write(part)
         for path in sorted(part.rglob("*")):
+            if path.is_file():
+                path.chmod(mode)  # some writers leave a file readable for its owner alone
             sync(path)
         sync(part)
         if folder.exists():

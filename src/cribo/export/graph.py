@@ -7,7 +7,6 @@ The graph takes RGB images in 0-1 and normalises them itself.
 import contextlib
 import json
 import logging
-import math
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -16,8 +15,10 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from timm.layers import RotaryEmbeddingDinoV3
+from timm.layers import padding
+from timm.layers.pos_embed_sincos import RotaryEmbeddingDinoV3
 from torch import Tensor, nn
+from torch._export.serde.serialize import SerializeError
 from torch.export import Dim, ExportedProgram
 
 from cribo.export.target import Encode, Exporter, MissingExtra, Options, Written
@@ -51,9 +52,7 @@ class _Graph(nn.Module):
         self.layers = layers
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        features = self.backbone.encode(
-            normalise(images, mean=self.backbone.mean, std=self.backbone.std), self.layers
-        )
+        features = self.backbone.encode(normalise(images, mean=self.backbone.mean, std=self.backbone.std), self.layers)
         return features.tokens, features.global_token
 
 
@@ -72,7 +71,7 @@ def trace(backbone: Backbone, layers: int) -> ExportedProgram:
         free |= {2: patch * rows, 3: patch * columns}
         size = (_TRACED[0] * patch, _TRACED[1] * patch)
     try:
-        with _free_rotation(backbone.model):
+        with _free_sizes(backbone.model):
             graph = _Graph(backbone, layers).eval()
             return torch.export.export(graph, (torch.rand(2, 3, *size),), dynamic_shapes={"images": free})
     except Exception as error:  # tracing has no error of its own
@@ -83,20 +82,27 @@ def trace(backbone: Backbone, layers: int) -> ExportedProgram:
 
 
 @contextlib.contextmanager
-def _free_rotation(model: Any) -> Iterator[None]:
-    """While it lasts, DINOv3's rotary embedding is computed by the graph: timm's would fix the traced size in it."""
-    rope = getattr(model, "rope", None)
-    is_plain = isinstance(rope, RotaryEmbeddingDinoV3) and (rope.normalize_coords, rope.grid_indexing) == (
-        "separate",
-        "ij",
-    )
-    if is_plain:
-        rope._create_embed = partial(_rotation, rope)
+def _free_sizes(model: Any) -> Iterator[None]:
+    """While it lasts, what timm computes of an image's size in Python is computed in a way that graphs can hold.
+
+    timm divides sizes as floating-point numbers, which would fix the traced size in the graph (DINOv3's rotary
+    embedding), or leave a node that is not stored (padding to the same size).
+    """
+    rope, same_padding = getattr(model, "rope", None), padding.get_same_padding
+    plain = isinstance(rope, RotaryEmbeddingDinoV3) and (rope.normalize_coords, rope.grid_indexing)
+    padding.get_same_padding = _same_padding
+    if plain == ("separate", "ij"):
+        vars(rope)["_create_embed"] = partial(_rotation, rope)
     try:
         yield
     finally:
-        if is_plain:
-            del rope._create_embed
+        padding.get_same_padding = same_padding
+        if plain:
+            vars(rope).pop("_create_embed", None)
+
+
+def _same_padding(x: int, kernel_size: int, stride: int, dilation: int) -> int:
+    return torch.sym_max((-(-x // stride) - 1) * stride + (kernel_size - 1) * dilation + 1 - x, 0)
 
 
 def _rotation(rope: Any, feat_shape: Sequence[int], no_aug: bool = False) -> Float[Tensor, "n d"]:
@@ -112,9 +118,14 @@ def _rotation(rope: Any, feat_shape: Sequence[int], no_aug: bool = False) -> Flo
 def write_torch(backbone: Backbone, folder: Path, options: Options) -> Written:
     """Write what `torch.export.load` loads."""
     program = trace(backbone, options.layers)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="No complete tensor found")  # of weights that lie in pieces
-        torch.export.save(program, folder / _TORCH_FILE, extra_files={f"{_METADATA}.json": _about(backbone, options)})
+    about = {f"{_METADATA}.json": _about(backbone, options)}
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="No complete tensor found")  # of weights that lie in pieces
+            torch.export.save(program, folder / _TORCH_FILE, extra_files=about)
+    except SerializeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"PyTorch cannot store the graph of {backbone.name} ({reason}): use --to onnx") from error
     return Written(_LOAD_TORCH.format(file=_TORCH_FILE, size=backbone.image_size), _notes(backbone))
 
 

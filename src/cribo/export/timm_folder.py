@@ -7,7 +7,7 @@ import safetensors.torch
 import timm
 import torch
 from jaxtyping import Float
-from timm.data import resolve_data_config
+from timm.data.config import resolve_data_config
 from torch import Tensor, nn
 
 from cribo.export.target import Encode, Exporter, Options, Written
@@ -69,7 +69,7 @@ def load(folder: Path) -> Encode:
     @torch.no_grad()
     def encode(images: Float[Tensor, "b 3 h w"]) -> tuple[Tensor, Tensor]:
         features = model.forward_features(normalise(images, mean=about["mean"], std=about["std"]))
-        if _has_late_norm(model):
+        if has_late_norm(model):
             features = model.fc_norm(features)
         return split(model, features)
 
@@ -87,9 +87,10 @@ def split(model: Any, features: Tensor) -> tuple[Float[Tensor, "b n d"], Float[T
     return tokens, features[:, 0] if has_global else tokens.mean(dim=1)
 
 
-def _has_late_norm(model: Any) -> bool:
-    """Networks made for average pooling keep their last norm behind the pooling, where `forward_features` ends before."""
-    return isinstance(getattr(model, "norm", None), nn.Identity) and hasattr(model, "fc_norm")
+def has_late_norm(model: Any) -> bool:
+    """Networks made for average pooling may keep their last norm behind it, where `forward_features` has ended."""
+    late = getattr(model, "fc_norm", None)
+    return isinstance(getattr(model, "norm", None), nn.Identity) and not isinstance(late, (nn.Identity, type(None)))
 
 
 def _notes(backbone: Backbone) -> tuple[str, ...]:
@@ -99,8 +100,10 @@ def _notes(backbone: Backbone) -> tuple[str, ...]:
             f"timm's file has no place for the epsilon of these weights' layer norms, {backbone.norm_eps:g}, and takes "
             "its own: the difference below is with timm's"
         )
-    if _has_late_norm(backbone.model):
-        notes.append("the last norm stands behind the pooling: model.fc_norm(tokens) gives the tokens that were compared")
+    if has_late_norm(backbone.model):
+        notes.append(
+            "the last norm stands behind the pooling: model.fc_norm(tokens) gives the tokens that were compared"
+        )
     return tuple(notes)
 
 

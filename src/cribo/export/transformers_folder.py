@@ -6,6 +6,8 @@ antialiased), so that features are the same on images of every size; `ViTModel` 
 antialiasing. DINOv3 becomes `DINOv3ViTModel`. All others are held by `TimmWrapperModel`, which reads timm's own folder.
 """
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ from cribo.models.inverse import write_as
 
 _LOAD = """\
 from transformers import AutoImageProcessor, AutoModel
-model, processor = AutoModel.from_pretrained("{folder}"), AutoImageProcessor.from_pretrained("{folder}")
+model = AutoModel.from_pretrained("{folder}")
+processor = AutoImageProcessor.from_pretrained("{folder}")
 """
 _TOKENS = 'tokens = model(**processor(picture, return_tensors="pt")).last_hidden_state[:, {prefix}:]'
 _MAP = 'feature_map = model(**processor(picture, return_tensors="pt")).last_hidden_state'
@@ -42,13 +45,15 @@ def write(backbone: Backbone, folder: Path, options: Options) -> Written:
         import transformers
     except ImportError as error:
         raise MissingExtra("transformers", error) from error
-    model = _native(backbone, transformers)
+    with _quiet():
+        model = _native(backbone, transformers)
+        if model is not None:
+            model.save_pretrained(folder)
     if model is None:
         written = timm_folder.write(backbone, folder, options)
         prefix = getattr(backbone.model, "num_prefix_tokens", None)
         notes = (*written.notes, _BY_WRAPPER)
     else:
-        model.save_pretrained(folder)
         write_json(folder / _IMAGES, _describe_images(backbone))
         prefix = 1 + getattr(model.config, "num_register_tokens", 0)
         notes = (f"transformers holds it as {type(model).__name__}",)
@@ -59,8 +64,9 @@ def load(folder: Path) -> Encode:
     """What transformers makes of the folder, with the normalisation that its image processor finds there."""
     from transformers import AutoImageProcessor, AutoModel
 
-    model: Any = AutoModel.from_pretrained(folder).eval()
-    processor: Any = AutoImageProcessor.from_pretrained(folder)
+    with _quiet():
+        model: Any = AutoModel.from_pretrained(folder).eval()
+        processor: Any = AutoImageProcessor.from_pretrained(folder)
     about = getattr(processor, "data_config", None) or {"mean": processor.image_mean, "std": processor.image_std}
 
     @torch.no_grad()
@@ -74,10 +80,9 @@ def load(folder: Path) -> Encode:
 
 
 def refusal(backbone: Backbone, options: Options) -> str | None:
-    """Networks whose tokens transformers would give without their last norm, or in another precision of it."""
-    has_late_norm = isinstance(getattr(backbone.model, "norm", None), nn.Identity) and backbone.model.fc_norm is not None
-    if has_late_norm:
-        return f"the last norm of {backbone.name} stands behind its pooling, where transformers does not apply it to tokens"
+    """Networks whose tokens transformers would give without their last norm."""
+    if timm_folder.has_late_norm(backbone.model):
+        return f"the last norm of {backbone.name} stands behind its pooling, where it does not reach the tokens"
     return None
 
 
@@ -99,8 +104,8 @@ def _describe_images(backbone: Backbone) -> dict[str, Any]:
 
 def _native(backbone: Backbone, transformers: Any) -> Any | None:
     """The network as one of transformers' own; None where none has its parts."""
-    network = backbone.model
-    if not isinstance(network, VisionTransformer | Eva) or network.cls_token is None:
+    network: Any = backbone.model
+    if not isinstance(backbone.model, VisionTransformer | Eva) or network.cls_token is None:
         return None
     activation = _activation(network.blocks[0].mlp)
     if activation is None or network.embed_dim % network.blocks[0].attn.num_heads:
@@ -167,8 +172,24 @@ def _as_dinov3(backbone: Backbone, common: dict[str, Any], transformers: Any) ->
     return transformers.DINOv3ViTModel(config), "Hugging Face DINOv3", state
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Transformers draws bars of its own, and warns of what is on purpose."""
+    from transformers.utils import logging
+
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
+
+
 def _activation(mlp: Any) -> str | None:
-    """transformers' name of the activation of an MLP."""
+    """Transformers' name of the activation of an MLP."""
     names = {nn.GELU: "gelu", GELUTanh: "gelu_pytorch_tanh", nn.SiLU: "silu"}
     return next((name for kind, name in names.items() if type(getattr(mlp, "act", None)) is kind), None)
 

@@ -60,8 +60,8 @@ def write_as(
             target = own[keys[owner]]
             if target.numel() != rows.shape[1] * math.prod(_rows(target.shape)):
                 raise ValueError(
-                    f"no network of {dialect.name} has these weights: {keys[owner]} is {tuple(target.shape)} for rows of "
-                    f"{rows.shape[1]}"
+                    f"no network of {dialect.name} has these weights: {keys[owner]} is {tuple(target.shape)}, for "
+                    f"rows of {rows.shape[1]}"
                 )
             target.view(-1, rows.shape[1])[flat[mine] - starts[owner]] = rows[mine]
     return own

@@ -89,8 +89,12 @@ class BackboneConfig:
     seed: int = 0
 
 
-def open_backbone(config: BackboneConfig) -> Backbone:
+def open_backbone(config: BackboneConfig, *, image_size: int | None = None) -> Backbone:
     """Load a backbone, on the host; its layers are not looked at.
+
+    Args:
+        config: whose it is.
+        image_size: pixels; the size to which the position embedding is resized. None: the size it has.
 
     Raises:
         what `load_backbone` raises.
@@ -100,6 +104,7 @@ def open_backbone(config: BackboneConfig) -> Backbone:
         name=config.architecture,
         args=None if config.heads is None else {"num_heads": config.heads},
         pretrained=config.pretrained,
+        image_size=image_size,
         network=config.network,
         trust=config.trust,
         seed=config.seed,

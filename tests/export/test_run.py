@@ -1,0 +1,233 @@
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import safetensors.torch
+import timm
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModel
+
+from cribo import load_backbone
+from cribo.export import DifferentFeatures, export_backbone
+from cribo.export.run import compare_features
+from cribo.export.timm_folder import load as load_timm
+from cribo.files import FolderError
+from cribo.method import normalise
+from cribo.models import Backbone, build_backbone
+
+Network = Callable[[str], Backbone]
+
+
+def expected(backbone: Backbone, images: torch.Tensor, layers: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.no_grad():
+        features = backbone.encode(normalise(images, mean=backbone.mean, std=backbone.std), layers)
+    return features.tokens, features.global_token
+
+
+def odd_images(backbone: Backbone, seed: int = 0) -> list[torch.Tensor]:
+    """Batches of sizes at which nothing was checked while exporting."""
+    generator, patch = torch.Generator().manual_seed(seed), backbone.patch_size
+    sizes = ((1, 2 * patch, 9 * patch), (4, 5 * patch, 5 * patch), (2, 3 * patch, 2 * patch))
+    return [torch.rand(batch, 3, height, width, generator=generator) for batch, height, width in sizes]
+
+
+def assert_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, atol=1e-4 * float(wanted.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["vit", "registers", "dinov3", "resnet", "mean"])
+def test_timm_builds_the_network_from_the_folder_alone(kind: str, network: Network, tmp_path: Path) -> None:
+    backbone = network(kind)
+    report = export_backbone(backbone, "timm", tmp_path / "out")
+    assert report.difference < 1e-5
+    assert len({size[1:] for size in report.checked}) == len({size[0] for size in report.checked}) == 3
+    model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    config = timm.data.resolve_data_config({}, model=model)
+    assert (config["mean"], config["std"]) == (backbone.mean, backbone.std)
+    assert config["input_size"] == (3, backbone.image_size, backbone.image_size)
+    for key, value in backbone.model.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value), key
+    assert load_backbone(tmp_path / "out").fingerprint() == backbone.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("kind", "holder"),
+    [
+        ("vit", "Dinov2WithRegistersModel"),
+        ("registers", "Dinov2WithRegistersModel"),
+        ("gated", "Dinov2WithRegistersModel"),
+        ("dinov3", "DINOv3ViTModel"),
+        ("resnet", "TimmWrapperModel"),
+    ],
+)
+def test_transformers_gives_the_same_features_at_every_size(
+    kind: str, holder: str, network: Network, tmp_path: Path
+) -> None:
+    backbone = network(kind)
+    report = export_backbone(backbone, "transformers", tmp_path / "out")
+    model = AutoModel.from_pretrained(tmp_path / "out").eval()
+    assert type(model).__name__ == holder
+    assert any(holder in note for note in report.notes)
+    for images in odd_images(backbone):
+        tokens, global_token = expected(backbone, images)
+        with torch.no_grad():
+            output = model(normalise(images, mean=backbone.mean, std=backbone.std))
+        assert_near(output.pooler_output, global_token)
+        if kind != "resnet":
+            assert_near(output.last_hidden_state[:, -tokens.shape[1] :], tokens)
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
+    grey = processor(Image.new("RGB", (30, 40), (128, 128, 128)), return_tensors="pt")["pixel_values"]
+    mean, std = torch.tensor(backbone.mean), torch.tensor(backbone.std)
+    torch.testing.assert_close(grey.mean(dim=(0, 2, 3)), (128 / 255 - mean) / std, atol=1e-4, rtol=0)
+    assert grey.shape[-2:] == (backbone.image_size, backbone.image_size)
+
+
+def test_what_transformers_holds_is_read_again_as_the_same_features(network: Network, tmp_path: Path) -> None:
+    backbone = network("registers")
+    export_backbone(backbone, "transformers", tmp_path / "out")
+    again = load_backbone(tmp_path / "out").eval()
+    assert (again.mean, again.std) == (backbone.mean, backbone.std)
+    for images in odd_images(backbone):
+        assert_near(expected(again, images)[0], expected(backbone, images)[0])
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("vit", 2), ("dinov3", 1), ("resnet", 1)])
+def test_onnx_takes_any_batch_height_and_width(kind: str, layers: int, network: Network, tmp_path: Path) -> None:
+    backbone = network(kind)
+    report = export_backbone(backbone, "onnx", tmp_path / "out", layers=layers)
+    assert report.difference < 1e-4
+    session = onnxruntime.InferenceSession(tmp_path / "out" / "backbone.onnx")
+    for images in odd_images(backbone):
+        tokens, global_token = session.run(["tokens", "global_token"], {"images": images.numpy()})
+        wanted = expected(backbone, images, layers)
+        assert_near(torch.from_numpy(tokens), wanted[0])
+        assert_near(torch.from_numpy(global_token), wanted[1])
+    model = onnx.load(tmp_path / "out" / "backbone.onnx")
+    about = {entry.key: entry.value for entry in model.metadata_props}
+    assert json.loads(about["mean"]) == list(backbone.mean)
+    assert json.loads(about["patch_size"]) == backbone.patch_size
+    sizes = [size.dim_param or size.dim_value for size in model.graph.input[0].type.tensor_type.shape.dim]
+    assert sizes == ["batch", 3, "height", "width"]
+
+
+_WITHOUT_US = """
+import sys
+sys.modules["timm"] = sys.modules["cribo"] = None  # what is None cannot be imported
+import torch
+encode = torch.export.load(sys.argv[1] + "/out/backbone.pt2").module()
+torch.save([encode(images) for images in torch.load(sys.argv[1] + "/images.pt")], sys.argv[1] + "/features.pt")
+"""
+
+
+def test_torch_export_needs_pytorch_alone(network: Network, tmp_path: Path) -> None:
+    backbone = network("resnet")
+    export_backbone(backbone, "torch-export", tmp_path / "out")
+    torch.save(odd_images(backbone), tmp_path / "images.pt")
+    subprocess.run([sys.executable, "-c", _WITHOUT_US, str(tmp_path)], check=True)
+    for images, found in zip(odd_images(backbone), torch.load(tmp_path / "features.pt"), strict=True):
+        for one, wanted in zip(found, expected(backbone, images), strict=True):
+            assert_near(one, wanted)
+
+
+@pytest.mark.parametrize(("target", "kind"), [("timm", "vit"), ("transformers", "registers"), ("torch-export", "vit")])
+def test_the_lines_that_load_it_do(target: str, kind: str, network: Network, tmp_path: Path) -> None:
+    backbone = network(kind)
+    report = export_backbone(backbone, target, tmp_path / "out")  # pyright: ignore[reportArgumentType]
+    pixels = np.random.default_rng(0).integers(0, 256, (backbone.image_size, backbone.image_size, 3), dtype=np.uint8)
+    names = {"picture": Image.fromarray(pixels)}
+    with torch.no_grad():
+        exec(report.how_to_load, names)  # what the program prints
+    tokens: torch.Tensor = names["tokens"]  # pyright: ignore[reportAssignmentType]
+    if target == "torch-export":
+        assert tokens.shape == (1, (backbone.image_size // backbone.patch_size) ** 2, backbone.embed_dim)
+    else:
+        images = torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255
+        assert_near(tokens, expected(backbone, images)[0])
+
+
+def test_the_check_sees_a_file_that_is_damaged(network: Network, tmp_path: Path) -> None:
+    backbone, folder = network("vit"), tmp_path / "out"
+    export_backbone(backbone, "timm", folder)
+    silent = lambda what, done, total: None  # noqa: E731
+    assert compare_features(backbone, lambda: load_timm(folder), 1, silent)[0] < 1e-5
+    path = folder / "model.safetensors"
+    state = safetensors.torch.load_file(path)
+    state["blocks.1.mlp.fc2.bias"][3] += 0.01
+    safetensors.torch.save_file(state, path)
+    with pytest.raises(DifferentFeatures, match="tokens of images of 1x3x48x48 differ by"):
+        compare_features(backbone, lambda: load_timm(folder), 1, silent)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DifferentFeatures, match="cannot be loaded back"):
+        compare_features(backbone, lambda: load_timm(folder), 1, silent)
+
+
+def test_what_fails_its_check_leaves_nothing_and_takes_nothing_away(network: Network, tmp_path: Path) -> None:
+    backbone = network("vit")
+    export_backbone(backbone, "timm", tmp_path / "out")
+    before = (tmp_path / "out" / "export.json").read_text()
+    backbone.set_norm_eps(0.5)  # timm's file cannot say this
+    for folder, overwrite in ((tmp_path / "new", False), (tmp_path / "out", True)):
+        with pytest.raises(DifferentFeatures, match="has been removed; use --to transformers or onnx or torch-export"):
+            export_backbone(backbone, "timm", folder, overwrite=overwrite)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "export.json").read_text() == before
+    assert export_backbone(backbone, "transformers", tmp_path / "new").difference < 1e-5
+
+
+def test_nothing_is_overwritten_unless_asked(network: Network, tmp_path: Path) -> None:
+    first, other = network("vit"), network("resnet")
+    export_backbone(first, "timm", tmp_path / "out")
+    with pytest.raises(FolderError, match="exists already: choose another --out, or give --overwrite"):
+        export_backbone(other, "timm", tmp_path / "out")
+    export_backbone(other, "timm", tmp_path / "out", overwrite=True)
+    assert load_backbone(tmp_path / "out").fingerprint() == other.fingerprint()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    with pytest.raises(FolderError, match="nothing of ours"):
+        export_backbone(first, "timm", tmp_path / "mine", overwrite=True)
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
+
+
+def test_the_backbone_stays_as_it_was(network: Network, tmp_path: Path) -> None:
+    backbone = network("dinov3").half().train()
+    fingerprint = backbone.fingerprint()
+    report = export_backbone(backbone, "torch-export", tmp_path / "out")
+    assert report.difference < 1e-5
+    assert backbone.training
+    assert backbone.fingerprint() == fingerprint
+    assert next(backbone.parameters()).requires_grad
+
+
+def test_networks_of_one_size_are_held_for_that_size(tmp_path: Path) -> None:
+    args = {"depths": (1, 1), "num_heads": (1, 2), "embed_dim": 16, "window_size": 4}
+    backbone = build_backbone("swin_tiny_patch4_window7_224", args=args, image_size=32)
+    report = export_backbone(backbone, "torch-export", tmp_path / "out")
+    assert {size[1:] for size in report.checked} == {(32, 32)}
+    assert len({size[0] for size in report.checked}) == 2
+    assert any("32x32 only" in note for note in report.notes)
+
+
+def test_refusals_come_before_any_work_and_name_what_can_be_done(network: Network, tmp_path: Path) -> None:
+    backbone = network("vit")
+    with pytest.raises(ValueError, match="one of timm, transformers, onnx, torch-export, got 'caffe'"):
+        export_backbone(backbone, "caffe", tmp_path / "out")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="layers=2 is for onnx and torch-export"):
+        export_backbone(backbone, "timm", tmp_path / "out", layers=2)
+    with pytest.raises(ValueError, match="layers must be 1 to 2, the blocks of vit_tiny"):
+        export_backbone(backbone, "onnx", tmp_path / "out", layers=3)
+    with pytest.raises(ValueError, match="opset must be 18 to 23, got 11"):
+        export_backbone(backbone, "onnx", tmp_path / "out", opset=11)
+    with pytest.raises(ValueError, match=r"behind its pooling.*use --to timm or onnx or torch-export"):
+        export_backbone(network("mean"), "transformers", tmp_path / "out")
+    with torch.no_grad():
+        backbone.model.norm.weight[0] = torch.nan
+    with pytest.raises(ValueError, match=r"norm.weight is not finite"):
+        export_backbone(backbone, "timm", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
