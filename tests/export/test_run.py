@@ -50,8 +50,8 @@ def test_timm_builds_the_network_from_the_folder_alone(kind: str, network: Netwo
     assert len({size[1:] for size in report.checked}) == len({size[0] for size in report.checked}) == 3
     model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
     config = timm.data.resolve_data_config({}, model=model)
-    assert (config["mean"], config["std"]) == (backbone.mean, backbone.std)
-    assert config["input_size"] == (3, backbone.image_size, backbone.image_size)
+    assert (tuple(config["mean"]), tuple(config["std"])) == (backbone.mean, backbone.std)
+    assert tuple(config["input_size"]) == (3, backbone.image_size, backbone.image_size)
     for key, value in backbone.model.state_dict().items():
         assert torch.equal(model.state_dict()[key], value), key
     assert load_backbone(tmp_path / "out").fingerprint() == backbone.fingerprint()
@@ -208,10 +208,10 @@ def test_the_backbone_stays_as_it_was(network: Network, tmp_path: Path) -> None:
 def test_networks_of_one_size_are_held_for_that_size(tmp_path: Path) -> None:
     args = {"depths": (1, 1), "num_heads": (1, 2), "embed_dim": 16, "window_size": 4}
     backbone = build_backbone("swin_tiny_patch4_window7_224", args=args, image_size=32)
-    report = export_backbone(backbone, "torch-export", tmp_path / "out")
-    assert {size[1:] for size in report.checked} == {(32, 32)}
-    assert len({size[0] for size in report.checked}) == 2
-    assert any("32x32 only" in note for note in report.notes)
+    report = export_backbone(backbone, "timm", tmp_path / "out")
+    assert report.checked == ((1, 32, 32), (2, 32, 32))
+    with pytest.raises(ValueError, match="takes images of 32x32 only; use --to timm or transformers"):
+        export_backbone(backbone, "onnx", tmp_path / "graph")
 
 
 def test_refusals_come_before_any_work_and_name_what_can_be_done(network: Network, tmp_path: Path) -> None:

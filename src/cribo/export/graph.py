@@ -58,18 +58,15 @@ class _Graph(nn.Module):
 
 @torch.no_grad()
 def trace(backbone: Backbone, layers: int) -> ExportedProgram:
-    """The graph of a backbone on the host, for any batch and, where the network takes it, any size.
+    """The graph of a backbone on the host, for any batch and size.
 
     Raises:
         ValueError: its Python cannot be traced.
     """
     patch = backbone.patch_size
-    free: dict[int, Any] = {0: Dim("batch", min=1)}
-    size = (backbone.image_size, backbone.image_size)
-    if backbone.takes_any_size:
-        rows, columns = (Dim(name, min=_LEAST, max=_MOST) for name in ("rows", "columns"))
-        free |= {2: patch * rows, 3: patch * columns}
-        size = (_TRACED[0] * patch, _TRACED[1] * patch)
+    rows, columns = (Dim(name, min=_LEAST, max=_MOST) for name in ("rows", "columns"))
+    free: dict[int, Any] = {0: Dim("batch", min=1), 2: patch * rows, 3: patch * columns}
+    size = (_TRACED[0] * patch, _TRACED[1] * patch)
     try:
         with _free_sizes(backbone.model):
             graph = _Graph(backbone, layers).eval()
@@ -101,7 +98,7 @@ def _free_sizes(model: Any) -> Iterator[None]:
             vars(rope).pop("_create_embed", None)
 
 
-def _same_padding(x: int, kernel_size: int, stride: int, dilation: int) -> int:
+def _same_padding(x: int, kernel_size: int, stride: int, dilation: int) -> Any:
     return torch.sym_max((-(-x // stride) - 1) * stride + (kernel_size - 1) * dilation + 1 - x, 0)
 
 
@@ -164,9 +161,8 @@ def write_onnx(backbone: Backbone, folder: Path, options: Options) -> Written:
     assert exported is not None
     model: Any = exported.model_proto
     del model.graph.value_info[:]  # they name sizes as the tracer did
-    free = ("height", "width") if backbone.takes_any_size else (None, None)
-    _name_sizes(model.graph.input[0], ("batch", None, *free))
-    _name_sizes(model.graph.output[0], ("batch", "patches" if backbone.takes_any_size else None, None))
+    _name_sizes(model.graph.input[0], ("batch", None, "height", "width"))
+    _name_sizes(model.graph.output[0], ("batch", "patches", None))
     _name_sizes(model.graph.output[1], ("batch", None))
     onnx.helper.set_model_props(model, json.loads(_about(backbone, options)))
     path = folder / _ONNX_FILE
@@ -217,11 +213,16 @@ def _about(backbone: Backbone, options: Options) -> str:
 
 
 def _notes(backbone: Backbone) -> tuple[str, ...]:
-    if not backbone.takes_any_size:
-        return (f"{backbone.name} takes images of {backbone.image_size}x{backbone.image_size} only; the batch is free",)
     patch = backbone.patch_size
     return (f"images are RGB in 0-1, sides are multiples of {patch}, {_LEAST * patch} pixels at least",)
 
 
-TORCH_EXPORT = Exporter(write_torch, load_torch, lambda backbone, options: None)
-ONNX = Exporter(write_onnx, load_onnx, lambda backbone, options: None)
+def _refusal(backbone: Backbone, options: Options) -> str | None:
+    """Networks of one size (Swin) cut maps into windows in Python, which ends in a graph for one batch, or in none."""
+    if not backbone.takes_any_size:
+        return f"{backbone.name} takes images of {backbone.image_size}x{backbone.image_size} only"
+    return None
+
+
+TORCH_EXPORT = Exporter(write_torch, load_torch, _refusal)
+ONNX = Exporter(write_onnx, load_onnx, _refusal)

@@ -7,7 +7,7 @@ from cribo.files import FolderError, claim_folder, is_part, make_numbered_folder
 from cribo.pretraining.lock import LOCK, run_lock
 
 CONFIG, SUMMARY, METRICS, SKIPPED = "config.yaml", "summary.json", "metrics.csv", "skipped.csv"
-CHECKPOINTS, REPORT = "checkpoints", "report"
+CHECKPOINTS, REPORT, CLUSTERS = "checkpoints", "report", "clusters.npz"
 
 
 _NO_ROOM = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # Windows knows no quotas

@@ -23,6 +23,7 @@ from cribo.arguments import ConfigError
 from cribo.files import FolderError, remove_parts, write_json, write_text
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.pretraining.checkpoints import Checkpoints, checkpoint_files, resume_point
+from cribo.pretraining.cluster_record import ClusterRecord
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import CONFIG, SUMMARY, claim_run_folder, is_barely_begun
 from cribo.pretraining.footprint import peak_rss_bytes
@@ -326,6 +327,7 @@ class _Training:
         nonfinite = NonFiniteSteps(config.runtime.on_nonfinite, checkpoints, every_steps=config.runtime.log_every)
         callbacks: list[Callback] = [nonfinite, metrics, faults, watch]
         callbacks += [score] if score is not None else []
+        callbacks += [ClusterRecord(folder, session.dataset, config, metrics)] if config.needs_objects else []
         callbacks += [RunProgress(metrics, self.console), *self.callbacks]
         advice = f"continue with --resume {folder}"
 

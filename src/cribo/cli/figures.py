@@ -1,0 +1,87 @@
+"""`cribo figures`: the figures of a paper from a run."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from cribo.cli.running import guarded, print_places
+from cribo.console import Phases, log_to
+
+HELP = """\
+The figures of a paper from a run: vector text in embedded fonts, 300 dpi, sized for a page of two columns, no titles.
+
+  cribo figures --run runs/camvid
+  cribo figures --run runs/camvid --images 'holiday/*.jpg' --only features
+  cribo figures --run runs/a --label "K = 12" --run runs/b --label "K = 64" --only bootstrapping --out compared
+
+  matches        objects of query views and, in the same colour, the nearest object of another image
+  clusters       the same view pairs' clusters at epochs from the first to the last
+  bootstrapping  bootstrapping ratio over the epochs; a curve for each --run
+  features       images beside their dense features in colours (principal components)
+  losses, schedules
+
+Captions for them are written beside them.
+"""
+
+LESS_MEMORY = "lower --size or --count"
+
+
+def main(words: list[str]) -> int:
+    """Run the command."""
+    return guarded("cribo figures", _figures, words, less_memory=LESS_MEMORY)
+
+
+def _figures(words: list[str]) -> None:
+    from cribo.arguments import ConfigError, Parser
+    from cribo.devices import resolve_devices
+    from cribo.figures.run import FIGURES, FORMATS, Wanted, write_figures
+
+    console = Console(soft_wrap=True)
+    log_to(console)
+    parser = Parser(prog="cribo figures", description=HELP, usage="cribo figures --run RUN [options]")
+    parser.add_argument("--run", action="append", type=str, required=True, help="a run folder; several are compared")
+    parser.add_argument("--label", action="append", type=str, help="what a run is called, in the order of --run")
+    parser.add_argument("--out", type=Path, help="folder to write; RUN/figures by default")
+    parser.add_argument("--overwrite", action="store_true", help="replace figures that stand in --out")
+    parser.add_argument("--only", type=str, default=",".join(FIGURES), help="which figures")
+    parser.add_argument("--format", type=str, default=",".join(FORMATS), help="pdf to print, png to look at")
+    parser.add_argument("--objects", type=int, default=12, help="K, clusters of a view pair in the matching figure")
+    parser.add_argument("--queries", type=int, default=3, help="images that ask in the matching figure")
+    parser.add_argument("--images", type=str, help="files whose features are coloured, such as 'photos/*.jpg', quoted")
+    parser.add_argument("--count", type=int, default=6, help="of how many images the features are coloured")
+    parser.add_argument(
+        "--size", type=int, default=480, help="pixels of these images' shorter side, at most; higher shows finer parts"
+    )
+    parser.add_argument("--root", type=str, help="where the images of the run are now, if they have moved")
+    parser.add_argument("--device", type=str, help="where the network runs; a GPU where there is one")
+    parsed = parser.parse_args(words)
+    runs = [Path(run) for run in parsed.run]
+    labels: list[str] = parsed.label or [run.name for run in runs]
+    if len(labels) != len(runs) or len(set(labels)) != len(labels):
+        raise ConfigError(
+            f"every --run needs a --label of its own, got {len(runs)} runs and {', '.join(labels)}: give one after each"
+        )
+    wanted = Wanted(
+        only=tuple(parsed.only.split(",")),
+        formats=tuple(parsed.format.split(",")),
+        objects=parsed.objects,
+        queries=parsed.queries,
+        images=parsed.images,
+        count=parsed.count,
+        size=parsed.size,
+        root=parsed.root,
+    )
+    device = resolve_devices([parsed.device] if parsed.device else None, "--device")[0]
+    with Phases(console) as progress:
+        written = write_figures(
+            dict(zip(labels, runs, strict=True)),
+            parsed.out or runs[0] / "figures",
+            wanted,
+            overwrite=parsed.overwrite,
+            device=device,
+            progress=progress,
+        )
+    for name, why in written.left_out.items():
+        console.print(f"left out {name}: {why}", highlight=False)
+    places: dict[str, Path | str] = {name: written.folder / f"{name}.{wanted.formats[0]}" for name in written.captions}
+    print_places(console, {**places, "captions": written.folder / "captions.md"})

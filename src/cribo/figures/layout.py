@@ -1,0 +1,127 @@
+"""How pictures are laid out on a page; what is in them is painted where it is known."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float, Int
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.gridspec import GridSpec, SubplotSpec
+from torch import Tensor
+
+from cribo.drawing import frame, hide_ticks, paint_regions, region_colour
+from cribo.pretraining.cluster_record import ClusterHistory
+from cribo.pretraining.sampling import Colour, ObjectSample, enlarge_labels, match_objects, paint_match, paint_query
+
+TEXT_WIDTH, COLUMN_WIDTH = 6.9, 3.3
+"""Inches of a page of two columns, and of one of them."""
+
+_MATCH_COLUMNS = 6
+_GAP = {"wspace": 0.04, "hspace": 0.04, "left": 0.01, "right": 0.99, "top": 0.99, "bottom": 0.01}
+
+
+def lay_out_matches(sample: ObjectSample, *, queries: int, objects: int) -> Figure:
+    """Query views, their objects, and beside them each object's nearest one in other images, in its colour.
+
+    As the paper's matching figures. A match that is not cycle-consistent, and so would not be used, has a dashed frame.
+
+    Args:
+        sample: its first `queries` images ask the others.
+        queries: blocks of the figure.
+        objects: neighbours of each, the largest objects first.
+    """
+    rows = 2 * math.ceil(objects / (2 * _MATCH_COLUMNS))
+    columns = rows * 2 + _MATCH_COLUMNS
+    cell = TEXT_WIDTH / columns
+    figure = Figure(figsize=(TEXT_WIDTH, cell * rows * queries))
+    grid = GridSpec(rows * queries, columns, figure=figure, **_GAP)
+    for query, matches in enumerate(match_objects(sample, queries, objects=objects)):
+        top = rows * query
+        for place, picture in enumerate((sample.view(query, 0), paint_query(sample, query, matches))):
+            _picture(figure, grid[top : top + rows, rows * place : rows * (place + 1)], picture)
+        for number, match in enumerate(matches):
+            row, column = divmod(number, _MATCH_COLUMNS)
+            axes = _picture(figure, grid[top + row, 2 * rows + column], paint_match(sample, match))
+            frame(axes, match.colour, width=1.2)
+            for spine in axes.spines.values():
+                spine.set_linestyle("-" if match.consistent else (0, (2, 1.5)))
+    return figure
+
+
+def lay_out_clusters(history: ClusterHistory, *, pairs: int) -> Figure:
+    """View pairs in rows, and in columns their clusters at several epochs; a colour is followed through the epochs.
+
+    Grey is seen in one view only, and so is no object.
+    """
+    pairs = min(pairs, len(history.views))
+    columns = 1 + len(history.epochs)
+    cell = TEXT_WIDTH / columns
+    figure = Figure(figsize=(TEXT_WIDTH, cell * 2 * pairs + 0.2))
+    top = 1 - 0.2 / figure.get_figheight()
+    panels = figure.subplots(2 * pairs, columns, squeeze=False, gridspec_kw={**_GAP, "top": top})
+    height, width = history.views.shape[-2:]
+    for pair in range(pairs):
+        colours = followed_colours(history.labels[:, pair])
+        for view in (0, 1):
+            row = panels[2 * pair + view]
+            picture = history.views[pair, view].permute(1, 2, 0).numpy() / 255
+            row[0].imshow(picture)
+            for time, axes in enumerate(row[1:]):
+                labels = enlarge_labels(history.labels[time, pair, view], history.grid, (height, width))
+                axes.imshow(paint_regions(picture, labels, colours[time], tint=0.5))
+    panels[0, 0].set_title("views", pad=3)
+    for axes, epoch in zip(panels[0, 1:], history.epochs, strict=True):
+        axes.set_title(f"epoch {epoch}", pad=3)
+    hide_ticks(panels)
+    return figure
+
+
+def followed_colours(labels: Int[Tensor, "e 2 n"]) -> list[dict[int, Colour]]:
+    """The colours of one pair's objects at each epoch; the object that covers most of an earlier one has its colour.
+
+    The numbers of clusters mean nothing, so that colours are handed on by the patches that two epochs share, the
+    greatest share first, from the last epoch back to the first.
+    """
+    kept = [sorted(set(first.tolist()) & set(second.tolist())) for first, second in labels]
+    number = max(1, max(map(len, kept), default=0))
+    numbers: list[dict[int, int]] = [{cluster: place for place, cluster in enumerate(kept[-1])}]
+    for time in range(len(kept) - 2, -1, -1):
+        later, flat, after = numbers[0], labels[time].flatten(), labels[time + 1].flatten()
+        shared = [
+            (int(((flat == cluster) & (after == other)).sum()), cluster, other)
+            for cluster in kept[time]
+            for other in later
+        ]
+        given: dict[int, int] = {}
+        for count, cluster, other in sorted(shared, key=lambda entry: (-entry[0], *entry[1:])):
+            if count and cluster not in given and later[other] not in given.values():
+                given[cluster] = later[other]
+        free = iter([place for place in range(number) if place not in given.values()])
+        numbers.insert(0, {cluster: given[cluster] if cluster in given else next(free) for cluster in kept[time]})
+    return [{cluster: region_colour(place, number) for cluster, place in given.items()} for given in numbers]
+
+
+def lay_out_features(
+    pictures: Sequence[Float[np.ndarray, "h w 3"]], colours: Sequence[Float[np.ndarray, "h w 3"]], *, columns: int = 6
+) -> Figure:
+    """Images, and below each its features in colours."""
+    columns = min(columns, len(pictures))
+    blocks = math.ceil(len(pictures) / columns)
+    cell = TEXT_WIDTH / columns
+    tallest = max(picture.shape[0] / picture.shape[1] for picture in pictures)
+    figure = Figure(figsize=(TEXT_WIDTH, cell * tallest * 2 * blocks))
+    panels = figure.subplots(2 * blocks, columns, squeeze=False, gridspec_kw=_GAP)
+    for number, (picture, painted) in enumerate(zip(pictures, colours, strict=True)):
+        block, column = divmod(number, columns)
+        panels[2 * block, column].imshow(picture)
+        panels[2 * block + 1, column].imshow(painted)
+    hide_ticks(panels)
+    return figure
+
+
+def _picture(figure: Figure, place: SubplotSpec, picture: np.ndarray) -> Axes:
+    axes = figure.add_subplot(place)
+    axes.imshow(picture)
+    hide_ticks(np.array([axes]))
+    return axes
