@@ -80,5 +80,6 @@ def _out_of_memory(error: Exception) -> bool:
 
 def print_places(console: Console, places: Mapping[str, Path | str]) -> None:
     """Say where results are, a line for each."""
+    width = max(13, *(len(label) + 1 for label in places))
     for label, place in places.items():
-        console.print(f"  {label:<13}{place}", highlight=False)
+        console.print(f"  {label:<{width}}{place}", highlight=False)

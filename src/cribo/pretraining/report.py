@@ -84,7 +84,9 @@ def draw_losses(rows: Sequence[dict[str, float]]) -> Figure:
 
 
 def draw_bootstrapping(runs: Mapping[str, Sequence[dict[str, float]]]) -> Figure:
-    """Mean bootstrapping ratio of each epoch (the paper's figure), a curve for each run.
+    """Mean bootstrapping ratio of each epoch, a curve for each run: the share of objects with a valid match.
+
+    The paper's figure.
 
     Args:
         runs: rows of the runs' `metrics.csv`, by what they are called; a single run is not named in the figure.
@@ -100,7 +102,7 @@ def draw_bootstrapping(runs: Mapping[str, Sequence[dict[str, float]]]) -> Figure
         marker = "o" if len(numbers) < 40 else None
         ratios = [100 * np.mean(epochs[n]) for n in numbers]
         axes.plot(numbers, ratios, marker=marker, markersize=3, label=name if len(runs) > 1 else None)
-    axes.set(xlabel="epoch", ylabel="objects with a valid match [%]")
+    axes.set(xlabel="epoch", ylabel="bootstrapping ratio [%]")
     _from_zero(axes)
     _legend(axes)
     return figure

@@ -1,0 +1,118 @@
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from cribo.cli import main
+from cribo.data import DataError
+from cribo.figures import write_figures
+from cribo.figures.run import FIGURES, Wanted
+from cribo.files import FolderError
+from cribo.pretraining import PretrainConfig, pretrain
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images")
+    for number in range(12):
+        Image.effect_noise((48, 40), 20.0 * number).convert("RGB").save(folder / f"{number}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tiny: Callable[..., PretrainConfig], images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny({"data.root": str(images), "optim.epochs": 2, "losses.cross_image_from_epoch": 0})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cribo.pretraining.run.write_report", lambda *args, **kwargs: [])
+        return pretrain(config, out=tmp_path_factory.mktemp("out"), name="run").folder
+
+
+@pytest.fixture(scope="module")
+def written(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("written") / "figures"
+    result = write_figures({"run": run}, out, Wanted(objects=4, queries=2, count=3))
+    assert not result.left_out
+    return out
+
+
+def test_every_figure_is_written_for_print(written: Path) -> None:
+    for name in FIGURES:
+        pdf = (written / f"{name}.pdf").read_bytes()
+        assert pdf.startswith(b"%PDF")
+        assert b"/Type3" not in pdf  # fonts of bitmaps or outlines, which publishers refuse
+        with Image.open(written / f"{name}.png") as picture:
+            assert picture.info["dpi"][0] == pytest.approx(300, abs=0.1)
+            assert picture.size[0] in (round(300 * 6.9), round(300 * 3.3))
+    assert b"/FontFile2" in (written / "losses.pdf").read_bytes()
+    captions = (written / "captions.md").read_text()
+    assert all(f"**{name}**: " in captions for name in FIGURES)
+    assert "K = 4;" in captions
+
+
+def test_the_same_figures_again_are_the_same_files(run: Path, written: Path, tmp_path: Path) -> None:
+    wanted = Wanted(only=("matches", "clusters", "features"), objects=4, queries=2, count=3)
+    write_figures({"run": run}, tmp_path / "again", wanted)
+    for name in ("matches.pdf", "clusters.pdf", "features.png"):
+        assert (tmp_path / "again" / name).read_bytes() == (written / name).read_bytes()
+
+
+def test_an_older_run_is_drawn_without_its_clusters(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "old")
+    (tmp_path / "old" / "clusters.npz").unlink()
+    result = write_figures(
+        {"old": tmp_path / "old"}, tmp_path / "out", Wanted(only=("clusters", "losses"), formats=("png",))
+    )
+    assert "holds no clusters.npz" in result.left_out["clusters"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["captions.md", "figures.json", "losses.png"]
+
+
+def test_images_that_have_moved_are_asked_for_before_any_work(run: Path, images: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace(str(images), "/gone/images"))
+    with pytest.raises(
+        DataError, match=r"/gone/images.*say by --root where they are now, or draw without them, by --images"
+    ):
+        write_figures({"run": tmp_path / "run"}, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    small = {"objects": 4, "queries": 1, "count": 2, "formats": ("png",)}
+    write_figures({"run": tmp_path / "run"}, tmp_path / "out", Wanted(only=("matches",), root=str(images), **small))
+    files = Wanted(only=("features",), images=str(images / "1*.png"), **small)
+    write_figures({"run": tmp_path / "run"}, tmp_path / "features", files)
+    assert (tmp_path / "features" / "features.png").is_file()
+
+
+def test_the_command_compares_runs(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["figures", "--run", str(run), "--label", "one", "--run", str(run), "--label", "two"]
+    words += ["--only", "bootstrapping", "--format", "pdf", "--out", str(tmp_path / "out")]
+    assert main(words) == 0
+    assert "bootstrapping.pdf" in capsys.readouterr().out
+    assert list(json.loads((tmp_path / "out" / "figures.json").read_text())["runs"]) == ["one", "two"]
+    assert main(words) == 2
+    assert "exists already: choose another --out, or give --overwrite" in capsys.readouterr().err
+    assert main([*words[:3], "--run", str(run), "--out", str(tmp_path / "more")]) == 2
+    assert "needs a --label of its own" in capsys.readouterr().err
+
+
+def test_refusals_say_what_can_be_given(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for wanted, message in (
+        (Wanted(only=("maches",)), "only must be of matches, clusters, .* got maches"),  # pyright: ignore[reportArgumentType]
+        (Wanted(formats=("gif",)), "format must be of pdf, png, got gif"),
+        (Wanted(objects=1), "objects must be >= 2, got 1"),
+        (Wanted(objects=99), "objects must be at most 32, the patches of both views"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write_figures({"run": run}, out, wanted)
+    with pytest.raises(FileNotFoundError, match="no file is like --images"):
+        write_figures({"run": run}, out, Wanted(images="/nowhere/*.jpg"))
+    with pytest.raises(FileNotFoundError, match=r"is no run: it holds no config.yaml"):
+        write_figures({"x": tmp_path}, out)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("")
+    with pytest.raises(FolderError, match="nothing of ours"):
+        write_figures({"run": run}, out, overwrite=True)
+    assert [path.name for path in out.iterdir()] == ["thesis.tex"]

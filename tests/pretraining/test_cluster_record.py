@@ -1,0 +1,102 @@
+"""What a run records of its clusters, and that it only looks on."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from cribo.data.pairs import ViewPairDataset
+from cribo.models import load_backbone
+from cribo.pretraining import PretrainConfig
+from cribo.pretraining.cluster_record import ClusterHistory, read_clusters, recorded_epochs
+from cribo.pretraining.sampling import cluster_pairs, sample_pairs
+from cribo.pretraining.session import open_source
+
+Tiny = Callable[..., PretrainConfig]
+Train = Callable[..., Any]
+
+
+class StopAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            raise RuntimeError("stopped")
+
+
+def assert_same(one: ClusterHistory, other: ClusterHistory) -> None:
+    assert (one.epochs, one.grid) == (other.epochs, other.grid)
+    assert torch.equal(one.views, other.views)
+    assert torch.equal(one.labels, other.labels)
+
+
+def test_epochs_are_closer_together_at_the_beginning_and_hold_both_ends() -> None:
+    for total in (1, 2, 7, 8, 20, 300, 5000):
+        epochs = recorded_epochs(total)
+        assert epochs == tuple(sorted(set(epochs)))
+        assert (epochs[0], epochs[-1]) == (0, total)
+        assert len(epochs) <= 8
+        steps = np.diff(epochs)
+        assert (np.diff(steps) >= -1).all(), epochs
+
+
+def test_the_last_record_is_what_the_finished_teacher_says(tiny: Tiny, train: Train) -> None:
+    config = tiny()
+    folder = train(config).run.folder
+    history = read_clusters(folder)
+    assert history.epochs == (0, 1, 2, 3)
+    assert history.labels.shape == (4, 6, 2, 16)
+    source = open_source(config)
+    dataset = ViewPairDataset(source, config.views, grid=(4, 4), num_objects=5, drop_path_sites=0, seed=config.seed)
+    pairs = sample_pairs(dataset, config, count=6)
+    assert torch.equal(pairs.views, history.views)
+    objects = cluster_pairs(load_backbone(folder), pairs, config)
+    assert torch.equal(objects.labels.long(), history.labels[-1])
+    assert not torch.equal(history.labels[0], history.labels[-1])
+
+
+def test_a_resumed_run_leaves_the_record_of_one_that_was_not_stopped(
+    tiny: Tiny, train: Train, resumed: Callable[..., Any]
+) -> None:
+    config = tiny({"runtime.checkpoint_every": 5})
+    whole = read_clusters(train(config, "whole").run.folder)
+    with pytest.raises(RuntimeError, match="stopped"):
+        train(config, "stopped", callbacks=[StopAt(10)])
+    assert_same(read_clusters(resumed("stopped").run.folder), whole)
+
+
+def test_a_damaged_record_ends_no_run_and_is_begun_again(
+    tiny: Tiny, train: Train, resumed: Callable[..., Any], tmp_path: Path
+) -> None:
+    with pytest.raises(RuntimeError, match="stopped"):
+        train(tiny({"runtime.checkpoint_every": 5}), callbacks=[StopAt(10)])
+    (tmp_path / "run" / "clusters.npz").write_bytes(b"half")
+    history = read_clusters(resumed().run.folder)
+    assert history.epochs == (3,)
+
+
+def test_a_run_without_objects_records_nothing(tiny: Tiny, train: Train) -> None:
+    config = tiny({"losses.cross_view": False, "losses.cross_image": False})
+    folder = train(config).run.folder
+    assert not (folder / "clusters.npz").exists()
+    with pytest.raises(FileNotFoundError, match=r"holds no clusters.npz: the run has no objects, or is older"):
+        read_clusters(folder)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    labels = torch.randint(0, 300, (1, 2, 2, 6))
+    views = torch.randint(0, 256, (2, 2, 3, 4, 6), dtype=torch.uint8)
+    history = ClusterHistory(views, (2, 3), (4,), labels).with_epoch(7, labels[0] + 1)
+    history.write(tmp_path / "clusters.npz")
+    assert_same(read_clusters(tmp_path), history)
+    again = history.with_epoch(7, labels[0])  # the same part of the run, done again
+    assert again.epochs == (4, 7)
+    assert torch.equal(again.labels[1], labels[0])
+    (tmp_path / "clusters.npz").write_bytes((tmp_path / "clusters.npz").read_bytes()[:300])
+    with pytest.raises(ValueError, match="is damaged"):
+        read_clusters(tmp_path)

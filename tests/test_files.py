@@ -1,0 +1,32 @@
+from pathlib import Path
+
+import pytest
+
+from cribo.files import FolderError, write_folder_whole
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        (folder / "inner").mkdir()
+        (folder / "inner" / "new").write_text("new")
+        (folder / "mine").touch(mode=0o600)
+
+    def fail(folder: Path) -> None:
+        write(folder)
+        raise OSError("no room")
+
+    with pytest.raises(OSError, match="no room"):
+        write_folder_whole(tmp_path / "out", fail)
+    assert not list(tmp_path.iterdir())
+    write_folder_whole(tmp_path / "out", write)
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "out" / "mine").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    (tmp_path / "plain").unlink()
+    with pytest.raises(FolderError, match="exists already"):
+        write_folder_whole(tmp_path / "out", lambda folder: (folder / "other").touch())
+    with pytest.raises(OSError, match="no room"):
+        write_folder_whole(tmp_path / "out", fail, replaces=True)
+    assert (tmp_path / "out" / "inner" / "new").read_text() == "new"
+    write_folder_whole(tmp_path / "out", lambda folder: (folder / "other").touch(), replaces=True)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["other"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
