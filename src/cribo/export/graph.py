@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from timm.layers import padding
 from timm.layers.pos_embed_sincos import RotaryEmbeddingDinoV3
+from timm.models import Eva, VisionTransformer
 from torch import Tensor, nn
 from torch._export.serde.serialize import SerializeError
 from torch.export import Dim, ExportedProgram
@@ -218,9 +219,12 @@ def _notes(backbone: Backbone) -> tuple[str, ...]:
 
 
 def _refusal(backbone: Backbone, options: Options) -> str | None:
-    """Networks of one size (Swin) cut maps into windows in Python, which ends in a graph for one batch, or in none."""
-    if not backbone.takes_any_size:
-        return f"{backbone.name} takes images of {backbone.image_size}x{backbone.image_size} only"
+    """Maps with attention in windows (Swin, MaxViT) are cut in Python, which ends in a graph for one size, or in none.
+
+    Of networks that give maps, it is these that timm builds for a size.
+    """
+    if "img_size" in backbone.arguments and not isinstance(backbone.model, VisionTransformer | Eva):
+        return f"{backbone.name} cuts its maps into windows, which a graph for any size cannot"
     return None
 
 
