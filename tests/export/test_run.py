@@ -15,12 +15,13 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModel
 
 from cribo import load_backbone
+from cribo.cli import main
 from cribo.export import DifferentFeatures, export_backbone
 from cribo.export.run import compare_features
 from cribo.export.timm_folder import load as load_timm
 from cribo.files import FolderError
 from cribo.method import normalise
-from cribo.models import Backbone, build_backbone
+from cribo.models import Backbone, build_backbone, save_backbone
 
 Network = Callable[[str], Backbone]
 
@@ -227,3 +228,23 @@ def test_refusals_come_before_any_work_and_name_what_can_be_done(network: Networ
     with pytest.raises(ValueError, match=r"norm.weight is not finite"):
         export_backbone(backbone, "timm", tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_command_says_where_how_near_and_how_to_load_it(
+    network: Network, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backbone = network("vit")
+    save_backbone(backbone, tmp_path / "run")
+    words = ["export", "--backbone", str(tmp_path / "run"), "--to", "timm", "--out", str(tmp_path / "out")]
+    assert main([*words, "--image_size", "80"]) == 0
+    said = capsys.readouterr().out
+    assert "features differ by" in said
+    assert f'timm.create_model("local-dir:{tmp_path.as_posix()}/out", pretrained=True).eval()' in said
+    assert load_backbone(tmp_path / "out").image_size == 80
+    assert main(words) == 2
+    assert "exists already" in capsys.readouterr().err
+    backbone.set_norm_eps(0.5)
+    save_backbone(backbone, tmp_path / "run")
+    assert main([*words, "--overwrite"]) == 1
+    assert "has been removed" in capsys.readouterr().err
+    assert load_backbone(tmp_path / "out").image_size == 80

@@ -1,6 +1,6 @@
 import torch
 
-from cribo.figures.layout import followed_colours, lay_out_clusters, lay_out_features
+from cribo.figures.layout import covered, followed_colours, lay_out_clusters, lay_out_features
 from cribo.pretraining.cluster_record import ClusterHistory
 
 
@@ -44,3 +44,8 @@ def test_images_of_features_wrap_and_stand_above_their_colours() -> None:
         assert (shown[place] == pictures[number]).all()
         assert (shown[place + 3] == painted[number]).all()
     assert shown[8] is None
+
+
+def test_pairs_are_ordered_by_what_both_views_have() -> None:
+    labels = torch.tensor([[[0, 0, 1], [2, 2, 2]], [[0, 0, 1], [0, 3, 3]], [[0, 1, 2], [2, 1, 0]]])
+    assert covered(labels).tolist() == [0, 3, 6]

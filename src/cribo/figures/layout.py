@@ -52,19 +52,20 @@ def lay_out_matches(sample: ObjectSample, *, queries: int, objects: int) -> Figu
 def lay_out_clusters(history: ClusterHistory, *, pairs: int) -> Figure:
     """View pairs in rows, and in columns their clusters at several epochs; a colour is followed through the epochs.
 
-    Grey is seen in one view only, and so is no object.
+    Grey is seen in one view only, and so is no object. Pairs whose objects cover the most come first.
     """
-    pairs = min(pairs, len(history.views))
+    most = covered(history.labels[-1]).argsort(descending=True, stable=True).tolist()[:pairs]
+    pairs = len(most)
     columns = 1 + len(history.epochs)
     cell = TEXT_WIDTH / columns
     figure = Figure(figsize=(TEXT_WIDTH, cell * 2 * pairs + 0.2))
     top = 1 - 0.2 / figure.get_figheight()
     panels = figure.subplots(2 * pairs, columns, squeeze=False, gridspec_kw={**_GAP, "top": top})
     height, width = history.views.shape[-2:]
-    for pair in range(pairs):
+    for place, pair in enumerate(most):
         colours = followed_colours(history.labels[:, pair])
         for view in (0, 1):
-            row = panels[2 * pair + view]
+            row = panels[2 * place + view]
             picture = history.views[pair, view].permute(1, 2, 0).numpy() / 255
             row[0].imshow(picture)
             for time, axes in enumerate(row[1:]):
@@ -75,6 +76,13 @@ def lay_out_clusters(history: ClusterHistory, *, pairs: int) -> Figure:
         axes.set_title(f"epoch {epoch}", pad=3)
     hide_ticks(panels)
     return figure
+
+
+def covered(labels: Int[Tensor, "p 2 n"]) -> Int[Tensor, " p"]:
+    """How many patches of each view pair are of a cluster that both views have."""
+    first, second = labels.unbind(dim=1)
+    same = first[:, :, None] == second[:, None]
+    return same.any(dim=2).sum(dim=1) + same.any(dim=1).sum(dim=1)
 
 
 def followed_colours(labels: Int[Tensor, "e 2 n"]) -> list[dict[int, Colour]]:
