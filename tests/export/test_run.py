@@ -12,6 +12,7 @@ import safetensors.torch
 import timm
 import torch
 from PIL import Image
+from timm.data.config import resolve_data_config
 from transformers import AutoImageProcessor, AutoModel
 
 from cribo import load_backbone
@@ -50,7 +51,7 @@ def test_timm_builds_the_network_from_the_folder_alone(kind: str, network: Netwo
     assert report.difference < 1e-5
     assert len({size[1:] for size in report.checked}) == len({size[0] for size in report.checked}) == 3
     model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
-    config = timm.data.resolve_data_config({}, model=model)
+    config = resolve_data_config({}, model=model)
     assert (tuple(config["mean"]), tuple(config["std"])) == (backbone.mean, backbone.std)
     assert tuple(config["input_size"]) == (3, backbone.image_size, backbone.image_size)
     for key, value in backbone.model.state_dict().items():
