@@ -3,7 +3,7 @@
 import copy
 import importlib.metadata
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from cribo.data.randomness import keyed_generator
 from cribo.errors import Stopped
-from cribo.export.target import Encode, Exporter, Options, Written
+from cribo.export.target import Encode, Exporter, Options
 from cribo.files import holds_results, write_folder_whole, write_json
 from cribo.method import normalise
-from cribo.models import Backbone
+from cribo.models import Backbone, describe
 
 Target = Literal["timm", "transformers", "onnx", "torch-export"]
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -135,7 +135,7 @@ def export_backbone(
         )
         write_json(folder / MARKER, _describe(report, plain, options))
         files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-        reports.append(ExportReport(**{**report.__dict__, "files": files}))
+        reports.append(replace(report, files=files))
 
     write_folder_whole(out, write, replaces=replaces)
     return reports[0]
@@ -231,8 +231,6 @@ def _plain(backbone: Backbone) -> Backbone:
 
 
 def _describe(report: ExportReport, backbone: Backbone, options: Options) -> dict[str, Any]:
-    from cribo.models.weights import describe
-
     versions = {}
     for library in _LIBRARIES:
         try:
@@ -255,6 +253,3 @@ def _describe(report: ExportReport, backbone: Backbone, options: Options) -> dic
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
-
-
-__all__ = ["DifferentFeatures", "ExportReport", "Target", "Written", "export_backbone"]
