@@ -1,0 +1,57 @@
+"""What the network makes of an image: its patches in the colours of their principal components, and how alike they are."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch.nn.functional as F
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from cribo.explorer.network import Dense
+from cribo.explorer.pictures import as_shown, box_of_patch, heat_picture, shown_size, with_box
+from cribo.retrieval import PCAColours
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """How alike the patches of an image are to one of them.
+
+    Attributes:
+        picture: the image under a heat map, with the patch framed.
+        row, column: of the patch.
+        sentence: what is to be seen.
+    """
+
+    picture: UInt8[np.ndarray, "h w 3"]
+    row: int
+    column: int
+    sentence: str
+
+
+def colour_picture(dense: Dense) -> UInt8[np.ndarray, "h w 3"]:
+    """The features of an image in the colours of their own three principal components, enlarged."""
+    size = shown_size(*dense.size)
+    colours = PCAColours([dense.tokens])(dense.tokens, size=size)
+    return (255 * colours).round().byte().numpy()
+
+
+def cosines(tokens: Float[Tensor, "h w d"], row: int, column: int) -> Float[Tensor, "h w"]:
+    """The cosine similarity of every patch to one of them."""
+    directions = F.normalize(tokens, dim=-1)
+    return directions @ directions[row, column]
+
+
+def likeness(image: UInt8[Tensor, "3 h w"], dense: Dense, row: int, column: int) -> Likeness:
+    """Compare all patches of an image with one; a place outside stands for the nearest patch."""
+    row, column = dense.clamped(row, column)
+    similarity = cosines(dense.tokens, row, column)
+    picture = as_shown(image)
+    low = float(similarity.min())
+    heat = heat_picture(picture, similarity, low=low, high=1.0)
+    height, width = dense.grid
+    sentence = (
+        f"Patch in row {row} of {height}, column {column} of {width} (counted from 0): cosine similarity from "
+        f"{low:.2f} (dark) to 1 (bright)."
+    )
+    box = box_of_patch(dense.grid, row, column, picture.shape[:2])
+    return Likeness(with_box(heat, box), row, column, sentence)

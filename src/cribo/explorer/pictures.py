@@ -1,0 +1,103 @@
+"""Pictures for the page, as bytes: sizes that a browser shows quickly, heat maps, boxes and outlines."""
+
+import matplotlib as mpl
+import numpy as np
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, UInt8
+from torch import Tensor
+from torchvision.transforms.v2 import functional as TF
+
+Colour = tuple[int, int, int]
+
+SHOWN = 768
+"""The longest side of a picture on the page, in pixels."""
+
+MARK: Colour = (255, 32, 96)
+"""What a visitor has chosen is marked in it."""
+
+
+def shown_size(height: int, width: int, longest: int = SHOWN) -> tuple[int, int]:
+    """The (height, width) at which an image is shown: `longest` at most, and four times enlarged at most.
+
+    Example:
+        >>> shown_size(1536, 3072), shown_size(32, 48)
+        ((384, 768), (128, 192))
+    """
+    scale = min(4.0, longest / max(height, width))
+    return max(1, round(scale * height)), max(1, round(scale * width))
+
+
+def as_shown(image: UInt8[Tensor, "3 h w"], longest: int = SHOWN) -> UInt8[np.ndarray, "new_h new_w 3"]:
+    """An image at the size at which it is shown."""
+    size = shown_size(image.shape[1], image.shape[2], longest)
+    return np.ascontiguousarray(TF.resize(image, list(size), antialias=True).permute(1, 2, 0).numpy())
+
+
+def heat_picture(
+    picture: UInt8[np.ndarray, "height width 3"], values: Float[Tensor, "h w"], *, low: float, high: float
+) -> UInt8[np.ndarray, "height width 3"]:
+    """One value per patch, laid over a picture: dark where it is low, bright where it is high.
+
+    Args:
+        picture: what lies below, dimmed.
+        values: of each patch.
+        low: the value that is darkest.
+        high: the value that is brightest.
+    """
+    height, width = picture.shape[:2]
+    smooth = F.interpolate(values[None, None].float(), size=(height, width), mode="bilinear", align_corners=False)[0, 0]
+    scaled = ((smooth - low) / max(high - low, 1e-6)).clamp(0, 1).numpy()
+    heat = mpl.colormaps["inferno"](scaled)[..., :3]
+    grey = picture.mean(axis=2, keepdims=True) / 255
+    return np.rint(255 * (0.75 * heat + 0.25 * grey)).clip(0, 255).astype(np.uint8)
+
+
+def box_of_patch(grid: tuple[int, int], row: int, column: int, size: tuple[int, int]) -> tuple[int, int, int, int]:
+    """(left, top, right, bottom) in pixels, of one patch of a picture of (height, width)."""
+    top, bottom = (round(edge * size[0] / grid[0]) for edge in (row, row + 1))
+    left, right = (round(edge * size[1] / grid[1]) for edge in (column, column + 1))
+    return left, top, max(right, left + 1), max(bottom, top + 1)
+
+
+def with_box(
+    picture: UInt8[np.ndarray, "h w 3"], box: tuple[int, int, int, int], colour: Colour = MARK
+) -> UInt8[np.ndarray, "h w 3"]:
+    """A copy of a picture with a frame around (left, top, right, bottom)."""
+    inside = np.zeros(picture.shape[:2], dtype=bool)
+    left, top, right, bottom = box
+    inside[top:bottom, left:right] = True
+    return with_outline(picture, inside, colour)
+
+
+def with_outline(
+    picture: UInt8[np.ndarray, "h w 3"], inside: Bool[np.ndarray, "h w"], colour: Colour = MARK, *, fade: float = 0.0
+) -> UInt8[np.ndarray, "h w 3"]:
+    """A copy of a picture with an outline around a region, dark and coloured, to be seen on any ground.
+
+    Args:
+        picture: to draw on.
+        inside: the pixels of the region.
+        colour: of the outline.
+        fade: share by which the pixels outside of the region go to grey.
+    """
+    painted = picture.astype(np.float32)
+    if fade:
+        grey = 0.5 * painted.mean(axis=2, keepdims=True) + 90
+        painted = np.where(inside[..., None], painted, (1 - fade) * painted + fade * grey)
+    width = max(1, min(picture.shape[:2]) // 120)
+    wide = _grown(inside, 2 * width) & ~inside
+    near = _grown(inside, width) & ~inside
+    edge = inside & _grown(~inside, 1)
+    painted[wide] = 20
+    painted[near | edge] = colour
+    return np.rint(painted).clip(0, 255).astype(np.uint8)
+
+
+def _grown(inside: Bool[np.ndarray, "h w"], pixels: int) -> Bool[np.ndarray, "h w"]:
+    """A region with all that lies within some pixels of it, to the sides and diagonally."""
+    grown = inside
+    for _ in range(pixels):
+        padded = np.pad(grown, 1)
+        rows = padded[:-2] | padded[1:-1] | padded[2:]
+        grown = rows[:, :-2] | rows[:, 1:-1] | rows[:, 2:]
+    return grown

@@ -1,0 +1,31 @@
+"""`cribo explore` from what was asked for to the end of the server."""
+
+from collections.abc import Callable
+
+from cribo.explorer.contents import Asked, open_contents
+from cribo.explorer.server import listening, require_gradio, serve, uploads_folder
+from cribo.explorer.uploads import Limits
+
+
+def explore(asked: Asked, *, host: str, port: int, limits: Limits, say: Callable[[str], None]) -> None:
+    """Open what was asked for and serve its page until Ctrl-C.
+
+    Args:
+        asked: what to look at.
+        host: name or number of this machine under which the page is served.
+        port: of the page; 0 for a free one.
+        limits: of what visitors send.
+        say: told the page's address, when it can be opened.
+
+    Raises:
+        ValueError: what was asked for cannot be opened, or the address cannot be used.
+        ImportError: Gradio is not installed.
+        KeyboardInterrupt: Ctrl-C, when the server has ended.
+    """
+    require_gradio()
+    with listening(host, port) as (listener, address), uploads_folder(limits) as uploads:
+        contents = open_contents(asked)
+        from cribo.explorer.page import build_page, look
+
+        page = build_page(contents, uploads)
+        serve(page, uploads, listener, host=host, look=look(), on_start=lambda: say(address))

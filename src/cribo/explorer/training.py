@@ -1,0 +1,142 @@
+"""A run as it goes: its curves and its figures, read anew from the run folder each time."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cribo.console import duration
+from cribo.pretraining.files import CONFIG, METRICS, SUMMARY
+
+CURVES = {
+    "Losses": {"loss_image": "image level", "loss_cross_view": "cross-view objects", "loss_cross_image": "cross-image"},
+    "Bootstrapping ratio": {"bootstrapping_ratio": "objects with a valid match"},
+    "Dense retrieval": {"dense_nn": "mIoU of the teacher"},
+}
+"""The curves that are always shown: title, columns of metrics.csv, and what they are called."""
+
+_PERCENT = ("bootstrapping_ratio", "dense_nn")
+_POINTS = 500  # of one curve; a screen shows no more
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of a curve."""
+
+    epoch: float
+    value: float
+    name: str
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run as it stands.
+
+    Attributes:
+        rows: of `metrics.csv`.
+        summary: of `summary.json`; None while the run goes on.
+        epochs: that the run is to take; None where its configuration cannot be read.
+    """
+
+    rows: Sequence[dict[str, float]]
+    summary: dict[str, Any] | None
+    epochs: int | None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has written its summary."""
+        return self.summary is not None
+
+    @property
+    def columns(self) -> list[str]:
+        """Of the rows, those that no curve of `CURVES` shows."""
+        shown = {"step", "epoch", "seconds", *(column for names in CURVES.values() for column in names)}
+        seen = {name for row in self.rows for name in row}
+        return sorted(seen - shown)
+
+    def curve(self, names: dict[str, str]) -> list[Point]:
+        """Points of columns of the metrics over the epochs, thinned out; shares are in percent.
+
+        Args:
+            names: what each column is called.
+        """
+        points = []
+        for column, name in names.items():
+            scale = 100.0 if column in _PERCENT else 1.0
+            found = [(row["epoch"], scale * row[column]) for row in self.rows if column in row]
+            if column == "loss_cross_image":  # it is 0 until it begins
+                found = [point for point in found if point[1]]
+            every = max(1, -(-len(found) // _POINTS))
+            kept = found[::every] if not found or found[-1] in found[::every] else [*found[::every], found[-1]]
+            points += [Point(epoch, value, name) for epoch, value in kept]
+        return points
+
+
+def read_run(folder: Path) -> RunState:
+    """Read what a run has written so far.
+
+    Raises:
+        ValueError: there is no run in the folder.
+    """
+    from cribo.pretraining.monitoring import read_metrics
+    from cribo.pretraining.presets import load_config
+
+    require_run(folder)
+    rows = read_metrics(folder / METRICS) if (folder / METRICS).is_file() else []
+    summary = None
+    if (folder / SUMMARY).is_file():
+        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    try:
+        epochs = load_config(folder / CONFIG).optim.epochs
+    except ValueError:  # of another version, say: the curves are worth showing all the same
+        epochs = None
+    return RunState(rows, summary, epochs)
+
+
+def require_run(folder: Path) -> None:
+    """Refuse a folder that holds no run.
+
+    Raises:
+        ValueError: it is not there, or holds neither configuration nor metrics.
+    """
+    from cribo.data.images import require
+
+    require(folder)
+    if not (folder / CONFIG).is_file():
+        raise ValueError(
+            f"{folder} holds no {CONFIG}, so there is no run in it: give the folder that `cribo pretrain` has printed"
+        )
+
+
+def summary_table(state: RunState) -> str:
+    """What there is to say of a run, as a table in Markdown."""
+    head, *lines = (f"| {name} | {value} |" for name, value in _summary(state))
+    return "\n".join([head, "|:--|--:|", *lines])
+
+
+def _summary(state: RunState) -> list[tuple[str, str]]:
+    if not state.rows:
+        return [("state", "begun, nothing measured yet")]
+    last = state.rows[-1]
+    trained = next((row for row in reversed(state.rows) if "loss" in row), {})
+    of = f" of {state.epochs}" if state.epochs else ""
+    said = [
+        ("state", "finished" if state.is_finished else "going on, or stopped"),
+        ("steps", f"{last['step']:.0f}"),
+        ("epochs", f"{last['epoch']:.1f}{of}"),
+        ("time", duration(last["seconds"])),
+    ]
+    if "images_per_second" in trained:
+        said.append(("images/s", f"{trained['images_per_second']:.0f}"))
+    for column, name in (("loss", "loss"), ("objects_per_image", "objects per image")):
+        if column in trained:
+            said.append((name, f"{trained[column]:.3g}"))
+    if "bootstrapping_ratio" in trained:
+        said.append(("bootstrapping ratio", f"{trained['bootstrapping_ratio']:.0%}"))
+    scores = [row["dense_nn"] for row in state.rows if "dense_nn" in row]
+    if scores:
+        said.append(("dense retrieval before, now", f"{100 * scores[0]:.1f} %, {100 * scores[-1]:.1f} % mIoU"))
+    for warning in (state.summary or {}).get("warnings", [])[:5]:
+        said.append((f"warning at step {warning['step']}", str(warning["text"]).replace("|", "/")))
+    return said
