@@ -19,12 +19,13 @@ commands:
   figures     the figures of a paper from a run: matches, clusters, bootstrapping ratio, features
   export      write a backbone for timm, transformers, ONNX or torch.export, checked after writing
   shard       pack images into few large files, to train from a network or from object storage
+  explore     open a page to look at what was learned
 
 `cribo pretrain` with no options trains on made-up scenes, a few minutes on a laptop.
 `cribo <command> --help` lists its options; `cribo --version` says which version this is.
 """
 
-COMMANDS = ("pretrain", "profile", "evaluate", "segment", "index", "search", "figures", "export", "shard")
+COMMANDS = ("pretrain", "profile", "evaluate", "segment", "index", "search", "explore", "figures", "export", "shard")
 """Each in a file of its name, whose `main` runs it."""
 
 

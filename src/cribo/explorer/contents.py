@@ -1,15 +1,25 @@
 """What a page is to show, opened and checked before the server starts."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from cribo.arguments import ConfigError
-from cribo.devices import resolve_devices
-from cribo.explorer.network import SharedEncoder
-from cribo.explorer.training import require_run
-from cribo.retrieval import BackboneConfig, open_encoder
+import torch
 
-BACKBONE = "backbone.safetensors"
+from cribo.arguments import ConfigError
+from cribo.console import Progress
+from cribo.data.images import ImageFiles, ImageSource, open_images
+from cribo.devices import resolve_devices
+from cribo.explorer.collection import Collection
+from cribo.explorer.network import SharedEncoder
+from cribo.explorer.objects import ObjectFinder
+from cribo.explorer.training import require_run
+from cribo.explorer.uploads import Limits
+from cribo.explorer.view_pairs import PairSample, run_config
+from cribo.object_search import DatabaseInfo, ObjectDatabase, ObjectSettings, index_images
+from cribo.retrieval import BackboneConfig, PatchEncoder, open_encoder
+
+_BACKBONE = "backbone.safetensors"
 
 
 @dataclass(frozen=True)
@@ -39,19 +49,29 @@ class Contents:
 
     Attributes:
         title: of the page.
+        notes: what is missing and why, in sentences.
         run: a run folder.
-        encoder: the network; None while a run has not left one.
-        missing: why there is no network; empty if there is one.
+        pairs: view pairs of the run.
+        encoder: the network.
+        finder: objects of a collection.
     """
 
     title: str
-    run: Path | None
-    encoder: SharedEncoder | None
-    missing: str = ""
+    notes: tuple[str, ...] = ()
+    run: Path | None = None
+    pairs: PairSample | None = None
+    encoder: SharedEncoder | None = None
+    finder: ObjectFinder | None = None
 
 
-def open_contents(asked: Asked) -> Contents:
+def open_contents(asked: Asked, limits: Limits, workspace: Path, progress: Progress) -> Contents:
     """Open everything that a page shows.
+
+    Args:
+        asked: what to show.
+        limits: of pictures.
+        workspace: an empty folder; it is needed as long as the page.
+        progress: told how far it is.
 
     Raises:
         ValueError: nothing was asked for, or something that is not there, is damaged, or does not go together.
@@ -62,21 +82,119 @@ def open_contents(asked: Asked) -> Contents:
         raise ConfigError(f"limit must be >= 1, got {asked.limit}")
     if asked.run is not None:
         require_run(asked.run)
-    [device] = resolve_devices(None if asked.device is None else [asked.device], "device")[:1]
+    device = resolve_devices(None if asked.device is None else [asked.device], "device")[0]
+    database = None if asked.db is None else ObjectDatabase.open(asked.db, images=asked.images)
+    of_run = None if asked.run is None else _network_of(asked.run)
     config = asked.backbone
-    if config is None and asked.run is not None and (asked.run / BACKBONE).is_file():
-        config = BackboneConfig(str(asked.run))
+    if config is None and database is not None:
+        config = BackboneConfig(**database.info.config)
+    if config is None and of_run is not None:
+        config = BackboneConfig(of_run)
+    title = _title(asked)
+    pairs = None if asked.run is None or of_run is None else PairSample(asked.run, of_run, asked.images, device)
     if config is None:
-        missing = (
-            f"The run has not left a network yet ({BACKBONE}): start the page again when it has ended, or give "
-            "another one by --backbone."
-        )
-        return Contents(_title(asked), asked.run, None, missing)
-    encoder, _ = open_encoder(config, device)
-    return Contents(_title(asked), asked.run, SharedEncoder(encoder, device))
+        note = "The run has not left a network yet: start the page again when it has written a checkpoint."
+        return Contents(title, (note,), asked.run)
+    plain, about = open_encoder(config, device)
+    encoder = SharedEncoder(plain, device)
+    notes: list[str] = []
+    if database is not None:
+        database.require_encoder(plain, str(about["name"]))
+    else:
+        place = _Workplace(workspace, asked, limits, progress)
+        database = place.build(encoder, config, about, notes)
+    finder = None
+    if database is not None:
+        finder = ObjectFinder(Collection(database, max_pixels=limits.pixels), encoder)
+    return Contents(title, tuple(notes), asked.run, pairs, encoder, finder)
+
+
+def _network_of(run: Path) -> str | None:
+    """What a run's network is loaded from: what it has left, or its last checkpoint."""
+    from cribo.pretraining.checkpoints import checkpoint_files
+
+    if (run / _BACKBONE).is_file():
+        return str(run)
+    newest = next(iter(checkpoint_files(run)), None)
+    return None if newest is None else str(newest)
 
 
 def _title(asked: Asked) -> str:
     source = None if asked.backbone is None else asked.backbone.source
     names = [str(Path(str(given)).name or given) for given in (asked.run, asked.db, source) if given is not None]
     return " · ".join(dict.fromkeys(names))
+
+
+@dataclass(frozen=True)
+class _Workplace:
+    """Where objects are found at the start, for there is no database."""
+
+    folder: Path
+    asked: Asked
+    limits: Limits
+    progress: Progress
+
+    def build(
+        self, encoder: SharedEncoder, config: BackboneConfig, about: dict[str, object], notes: list[str]
+    ) -> ObjectDatabase | None:
+        """A database of some images of the run, or of the folder given; None, and a note why, without images."""
+        try:
+            files, total = self._files()
+        except (ValueError, OSError) as error:
+            if self.asked.images is not None:
+                raise
+            notes.append(f"There is no collection to search: {error}. Start the page with --images DIR or --db DIR.")
+            return None
+        if files is None:
+            return None
+        notes.append(
+            f"Objects are those of {len(files)} of {total} images. For all of them: cribo index, then --db."
+        )
+        database = ObjectDatabase.create(
+            self.folder / "objects.db", _info(encoder.encoder, encoder.device, config, about, files.folder)
+        )
+        index_images(database, encoder.encoder, files, device=encoder.device, progress=self.progress)
+        return database
+
+    def _files(self) -> tuple[ImageFiles | None, int]:
+        """Some of the images, evenly spread, and how many there are."""
+        if self.asked.images is not None:
+            source: ImageSource = open_images(self.asked.images, max_pixels=self.limits.pixels)
+        elif self.asked.run is not None:
+            from cribo.pretraining.session import open_source
+
+            source = open_source(run_config(self.asked.run, None))
+        else:
+            return None, 0
+        chosen = range(0, len(source), -(-len(source) // self.asked.limit))
+        if isinstance(source, ImageFiles):
+            names = (source.name(number) for number in chosen)
+            return ImageFiles(source.folder, names, max_pixels=self.limits.pixels), len(source)
+        return self._written(source, chosen), len(source)
+
+    def _written(self, source: ImageSource, chosen: range) -> ImageFiles:
+        """Images that are no files, as files."""
+        from torchvision.io import write_png
+
+        folder = self.folder / "images"
+        folder.mkdir()
+        for done, number in enumerate(chosen, start=1):
+            write_png(source.load(number).contiguous(), str(folder / f"{number:07d}.png"))
+            self.progress("images", done, len(chosen))
+        return open_images(folder, max_pixels=self.limits.pixels)
+
+
+def _info(
+    encoder: PatchEncoder, device: str, config: BackboneConfig, about: dict[str, object], root: str
+) -> DatabaseInfo:
+    side = 4 * encoder.patch_size
+    with torch.no_grad():
+        dim = encoder.encode(torch.zeros(1, 3, side, side, device=device)).shape[-1]
+    return DatabaseInfo(
+        identity=str(encoder.identity),
+        backbone=about,
+        config=dataclasses.asdict(config),
+        dim=dim,
+        settings=ObjectSettings(),
+        root=str(Path(root).absolute()),
+    )

@@ -26,7 +26,7 @@ _READ = re.compile(
     r"/|/config/?|/theme\.css|/favicon\.ico|/manifest\.json|/robots\.txt|/(static|assets)/[\w./+@-]+"
     rf"|{_API}/(info|app_id|startup-events|upload_progress|queue/(data|status)|heartbeat/\w+|theme\.css)"
 )
-_UPLOAD, _BLOBS = f"{_API}/upload", f"{_API}/component_server"
+_UPLOAD = f"{_API}/upload"
 _WRITTEN = (f"{_API}/queue/join", f"{_API}/cancel", f"{_API}/reset", f"{_API}/startup-events")
 _JSON_BYTES = 2**20
 _FORM_BYTES = 2**16  # what a form adds around a file
@@ -118,7 +118,7 @@ class Guard:
             raise _Denied(HTTPStatus.NOT_FOUND, "There is no such page here.")
 
     def _require_small(self, path: str, length: str) -> None:
-        if path in (_UPLOAD, _BLOBS):
+        if path == _UPLOAD:
             limit = self.uploads.limits.bytes + _FORM_BYTES
         elif path in _WRITTEN:
             limit = _JSON_BYTES

@@ -1,13 +1,18 @@
 """`cribo explore` from what was asked for to the end of the server."""
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
+from cribo.console import Progress
 from cribo.explorer.contents import Asked, open_contents
 from cribo.explorer.server import listening, require_gradio, serve, uploads_folder
 from cribo.explorer.uploads import Limits
 
 
-def explore(asked: Asked, *, host: str, port: int, limits: Limits, say: Callable[[str], None]) -> None:
+def explore(
+    asked: Asked, *, host: str, port: int, limits: Limits, progress: Progress, say: Callable[[str], None]
+) -> None:
     """Open what was asked for and serve its page until Ctrl-C.
 
     Args:
@@ -15,6 +20,7 @@ def explore(asked: Asked, *, host: str, port: int, limits: Limits, say: Callable
         host: name or number of this machine under which the page is served.
         port: of the page; 0 for a free one.
         limits: of what visitors send.
+        progress: told how far the opening is.
         say: told the page's address, when it can be opened.
 
     Raises:
@@ -23,8 +29,12 @@ def explore(asked: Asked, *, host: str, port: int, limits: Limits, say: Callable
         KeyboardInterrupt: Ctrl-C, when the server has ended.
     """
     require_gradio()
-    with listening(host, port) as (listener, address), uploads_folder(limits) as uploads:
-        contents = open_contents(asked)
+    with (
+        listening(host, port) as (listener, address),
+        tempfile.TemporaryDirectory(prefix="cribo-objects-", ignore_cleanup_errors=True) as workspace,
+        uploads_folder(limits) as uploads,
+    ):
+        contents = open_contents(asked, limits, Path(workspace), progress)
         from cribo.explorer.page import build_page, look
 
         page = build_page(contents, uploads)

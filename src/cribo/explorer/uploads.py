@@ -68,15 +68,37 @@ class Uploads:
         except (OSError, ValueError):  # a loop of links, a zero byte
             return False
 
-    def read(self, sent: dict[str, Any] | None, *, what: str = "picture") -> UInt8[Tensor, "3 h w"]:
-        """Read what an image field of the page has sent.
+    def read(self, sent: Any, *, what: str = "picture") -> UInt8[Tensor, "3 h w"]:
+        """Read the picture that a field of the page has sent.
+
+        Args:
+            sent: as `content` takes it.
+            what: it is called in messages.
+
+        Raises:
+            Refused: there is none, it is gone, too large, or no image.
+        """
+        content = self.content(sent, what=what)
+        try:
+            return read_image(EncodedImage(what, content), max_pixels=self.limits.pixels)
+        except UnreadableImage as error:
+            if "max_pixels" in error.reason:
+                pixels = error.reason.partition(" pixels")[0]
+                raise Refused(
+                    f"The {what} has {pixels} pixels and {self.limits.megapixels:g} megapixels are allowed: make it "
+                    "smaller, or start the page with a larger --max_megapixels."
+                ) from error
+            raise Refused(f"The {what} cannot be used: {error.reason}.") from error
+
+    def content(self, sent: Any, *, what: str = "picture") -> bytes:
+        """The bytes of a file that a field of the page has sent.
 
         Args:
             sent: the field's content, as the browser sent it: its `path` below the folder is all that counts.
             what: it is called in messages.
 
         Raises:
-            Refused: there is none, it is gone, too large, or no image.
+            Refused: there is none, it is gone, or too large.
         """
         path = sent.get("path") if isinstance(sent, dict) else None
         if not isinstance(path, str) or not path:
@@ -92,21 +114,4 @@ class Uploads:
                 f"The {what} has {size / 1e6:.1f} MB and {self.limits.megabytes:g} MB are allowed: make it smaller, or "
                 "start the page with a larger --max_megabytes."
             )
-        return self.decode(file.read_bytes(), what=what)
-
-    def decode(self, content: bytes, *, what: str = "picture") -> UInt8[Tensor, "3 h w"]:
-        """Decode the bytes of an image file.
-
-        Raises:
-            Refused: too many pixels, or no image.
-        """
-        try:
-            return read_image(EncodedImage(what, content), max_pixels=self.limits.pixels)
-        except UnreadableImage as error:
-            if "max_pixels" in error.reason:
-                pixels = error.reason.partition(" pixels")[0]
-                raise Refused(
-                    f"The {what} has {pixels} pixels and {self.limits.megapixels:g} megapixels are allowed: make it "
-                    "smaller, or start the page with a larger --max_megapixels."
-                ) from error
-            raise Refused(f"The {what} cannot be used: {error.reason}.") from error
+        return file.read_bytes()

@@ -1,0 +1,177 @@
+"""An object of an image, and the objects of other images that are most like it: the paper's matching figures."""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, UInt8
+from torch import Tensor
+
+from cribo.explorer.collection import Collection, Match
+from cribo.explorer.network import SharedEncoder
+from cribo.explorer.pictures import SHOWN, as_shown, with_outline
+from cribo.explorer.uploads import Refused
+from cribo.object_search import GridMask, ImageObject, extract_objects
+from cribo.object_search.extraction import patch_of_pixel
+
+PAGE = 24
+"""Images of one page of the collection."""
+
+_THUMBNAIL = 192
+_MATCH = 320
+_FOUND_IMAGES = 64  # pictures of visitors whose objects are kept
+
+Captioned = tuple[UInt8[np.ndarray, "h w 3"], str]
+
+
+@dataclass(frozen=True, eq=False)
+class Query:
+    """An image that something is looked for in.
+
+    Attributes:
+        image: as it is shown.
+        objects: of it, the largest first.
+        number: in the collection; None for a visitor's picture.
+        name: what it is called.
+    """
+
+    image: UInt8[np.ndarray, "h w 3"]
+    objects: Sequence[ImageObject]
+    number: int | None
+    name: str
+
+    def object(self, number: int) -> ImageObject:
+        """An object by its number; the last one for greater numbers, the first for smaller ones.
+
+        Raises:
+            Refused: the image has no objects.
+        """
+        if not self.objects:
+            raise Refused(f"No object was found in {self.name}.")
+        return self.objects[min(max(number, 0), len(self.objects) - 1)]
+
+    def object_at(self, x: float, y: float) -> int:
+        """The number of the object at a point of the picture as it is shown.
+
+        Raises:
+            Refused: there is none.
+        """
+        height, width = self.image.shape[:2]
+        for each in self.objects:
+            if _mask(each.mask, (height, width))[_within(y, height), _within(x, width)]:
+                return each.number
+        raise Refused("What lies there is too small to be an object: click on something larger.")
+
+
+class ObjectFinder:
+    """Objects of the collection's images and of visitors' pictures, and what is like them.
+
+    Args:
+        collection: that is searched.
+        encoder: with which it was indexed.
+    """
+
+    def __init__(self, collection: Collection, encoder: SharedEncoder) -> None:
+        self.collection = collection
+        self.encoder = encoder
+        self._lock = threading.Lock()
+        self._found: OrderedDict[bytes, Sequence[ImageObject]] = OrderedDict()
+
+    @property
+    def pages(self) -> int:
+        """Of thumbnails."""
+        return -(-len(self.collection) // PAGE)
+
+    def thumbnails(self, page: int) -> list[Captioned]:
+        """The images of a page; grey where one cannot be shown."""
+        first = PAGE * min(max(page, 0), self.pages - 1)
+        return [self._thumbnail(number) for number in range(first, min(first + PAGE, len(self.collection)))]
+
+    def _thumbnail(self, number: int) -> Captioned:
+        caption = f"{number}: {self.collection.name(number)}"
+        try:
+            return as_shown(self.collection.load(number, _THUMBNAIL), _THUMBNAIL), caption
+        except Refused:
+            return _blank(self.collection.image(number).height, self.collection.image(number).width), caption
+
+    def of_collection(self, number: int) -> Query:
+        """Look for something in an image of the collection.
+
+        Raises:
+            Refused: no such image, or it cannot be shown.
+        """
+        image = as_shown(self.collection.load(number, SHOWN))
+        return Query(image, self.collection.objects(number), number, self.collection.name(number))
+
+    def of_picture(self, image: UInt8[Tensor, "3 h w"]) -> Query:
+        """Look for something in a visitor's picture."""
+        key = hashlib.sha256(str(tuple(image.shape)).encode() + image.contiguous().numpy().tobytes()).digest()
+        with self._lock:
+            objects = self._found.get(key)
+        if objects is None:
+            settings = self.collection.database.info.settings
+            [found] = extract_objects(self.encoder.encoder, [image], settings, device=self.encoder.device)
+            objects = found.objects
+        with self._lock:
+            self._found[key] = objects
+            self._found.move_to_end(key)
+            while len(self._found) > _FOUND_IMAGES:
+                self._found.popitem(last=False)
+        return Query(as_shown(image), objects, None, "your picture")
+
+    def matches(self, query: Query, number: int, count: int) -> tuple[list[Captioned], Sequence[Match]]:
+        """The objects that are most like one of a query's, drawn in their images.
+
+        Args:
+            query: the image.
+            number: of its object.
+            count: how many.
+        """
+        found = self.collection.nearest(query.object(number).vector, count, without=query.number)
+        return [self._drawn(rank, match) for rank, match in enumerate(found, start=1)], found
+
+    def _drawn(self, rank: int, match: Match) -> Captioned:
+        caption = f"{rank}. {match.similarity:.2f} {match.name}"
+        number = self.collection.number(match.name)
+        try:
+            if number is None:
+                raise Refused("It was indexed after the page was started.")
+            picture = as_shown(self.collection.load(number, _MATCH), _MATCH)
+        except Refused as error:
+            return _blank(*match.object.mask.image), f"{caption} - {error}"
+        return with_outline(picture, _mask(match.object.mask, picture.shape[:2]), fade=0.6), caption
+
+
+def query_picture(query: Query, number: int) -> UInt8[np.ndarray, "h w 3"]:
+    """A query's image with the outline of one of its objects; the rest is faded."""
+    inside = _mask(query.object(number).mask, query.image.shape[:2])
+    return with_outline(query.image, inside, fade=0.6)
+
+
+def query_sentence(query: Query, number: int, found: Sequence[Match]) -> str:
+    """What is to be seen, in words."""
+    chosen = query.object(number)
+    what = (
+        f"Object {chosen.number} of {len(query.objects)} in {query.name} (counted from 0, the largest first), "
+        f"{chosen.share:.0%} of the image."
+    )
+    if not found:
+        return f"{what} Nothing like it: the collection has no other image."
+    return f"{what} The nearest object is in {found[0].name}, cosine similarity {found[0].similarity:.2f}."
+
+
+def _mask(mask: GridMask, size: tuple[int, ...]) -> Bool[np.ndarray, "h w"]:
+    """A mask at the size at which its image is shown."""
+    rows, columns = (patch_of_pixel(pixels, patches) for pixels, patches in zip(size, mask.grid, strict=True))
+    return mask.patches()[np.ix_(rows, columns)]
+
+
+def _within(place: float, pixels: int) -> int:
+    return min(max(int(place), 0), pixels - 1)
+
+
+def _blank(height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
+    return np.full((_THUMBNAIL, max(1, round(_THUMBNAIL * width / max(height, 1))), 3), 128, dtype=np.uint8)

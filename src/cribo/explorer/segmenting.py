@@ -1,0 +1,184 @@
+"""Segmentation from examples that visitors paint: each visitor has a memory of patches, bounded in size and number."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms.v2 import functional as TF
+
+from cribo.data.reading import EncodedImage, UnreadableImage, open_header
+from cribo.explorer.network import SharedEncoder
+from cribo.explorer.pictures import Colour, as_shown
+from cribo.explorer.uploads import Refused
+from cribo.segmentation import SegmentationMemory, SegmentationSettings
+
+BRUSHES: dict[str, Colour] = {
+    "red": (230, 25, 75),
+    "green": (60, 180, 75),
+    "blue": (0, 130, 200),
+    "yellow": (255, 225, 25),
+    "magenta": (240, 50, 230),
+    "cyan": (70, 240, 240),
+}
+"""The colours that can be painted with: each is a class."""
+
+_LONGEST = 768  # pixels of an example's longer side
+_PATCHES = 45  # along the shorter side
+_MOST_EXAMPLES = 12
+_MOST_PATCHES = 30_000
+_MOST_VISITORS = 32
+_NO_CLASS = 255
+
+
+@dataclass(frozen=True)
+class Segmented:
+    """A picture with its labels.
+
+    Attributes:
+        overlay: the picture, tinted in the colours of its classes.
+        confidence: bright where the vote is clear.
+        sentence: the share of each class.
+    """
+
+    overlay: UInt8[np.ndarray, "h w 3"]
+    confidence: UInt8[np.ndarray, "h w 3"]
+    sentence: str
+
+
+class Visitors:
+    """The memories of the visitors who painted lately; that of whoever painted longest ago goes first.
+
+    Args:
+        encoder: of all.
+    """
+
+    def __init__(self, encoder: SharedEncoder) -> None:
+        self.encoder = encoder
+        self._lock = threading.Lock()
+        self._memories: OrderedDict[str, SegmentationMemory] = OrderedDict()
+
+    def __len__(self) -> int:
+        """How many memories there are."""
+        return len(self._memories)
+
+    def memory(self, visitor: str) -> SegmentationMemory:
+        """The memory of a visitor; an empty one for whoever is new."""
+        with self._lock:
+            memory = self._memories.get(visitor)
+            if memory is None:
+                memory = self._memories[visitor] = self._empty()
+            self._memories.move_to_end(visitor)
+            while len(self._memories) > _MOST_VISITORS:
+                self._memories.popitem(last=False)
+            return memory
+
+    def forget(self, visitor: str) -> None:
+        """Have a visitor begin anew."""
+        with self._lock:
+            self._memories.pop(visitor, None)
+
+    def _empty(self) -> SegmentationMemory:
+        return SegmentationMemory(
+            self.encoder.encoder,
+            classes=list(BRUSHES),
+            palette=list(BRUSHES.values()),
+            settings=SegmentationSettings(size=_PATCHES * self.encoder.encoder.patch_size),
+            device=self.encoder.device,
+            batch_size=1,
+        )
+
+
+def example_of(
+    image: UInt8[Tensor, "3 h w"], layer: bytes, *, max_pixels: int
+) -> tuple[UInt8[Tensor, "3 new_h new_w"], UInt8[Tensor, "new_h new_w"]]:
+    """A painted picture as an example: the picture and the class of each of its pixels, both made smaller.
+
+    A pixel is of the class of the nearest brush, and of none where nothing was painted.
+
+    Args:
+        image: what was painted on.
+        layer: what was painted, an image file with transparency.
+        max_pixels: larger layers are not decoded.
+
+    Raises:
+        Refused: nothing was painted, or the layer is no image, or of another size than the picture.
+    """
+    size = _bounded(image.shape[1], image.shape[2])
+    try:
+        with open_header(EncodedImage("painting", layer), max_pixels=max_pixels) as opened:
+            painted_size = opened.size[1], opened.size[0]
+            small = opened.convert("RGBA").resize((size[1], size[0]), Image.Resampling.NEAREST)
+    except UnreadableImage as error:
+        raise Refused(f"The painting cannot be used: {error.reason}.") from error
+    if painted_size != tuple(image.shape[1:]):
+        raise Refused(
+            f"The painting has {painted_size[1]} x {painted_size[0]} pixels and its picture {image.shape[2]} x "
+            f"{image.shape[1]}: put the picture into the field again and paint anew."
+        )
+    painted = torch.from_numpy(np.array(small))
+    brushes = torch.tensor(list(BRUSHES.values()))
+    distances = (painted[..., None, :3].int() - brushes).abs().sum(dim=-1)
+    labels = torch.where(painted[..., 3] >= 128, distances.argmin(dim=-1), _NO_CLASS).to(torch.uint8)
+    if not (labels != _NO_CLASS).any():
+        raise Refused("Nothing is painted yet: choose a colour, and paint over some of each thing.")
+    return TF.resize(image, list(size), antialias=True), labels
+
+
+def add_example(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"], labels: UInt8[Tensor, "h w"]) -> None:
+    """Put an example into a memory.
+
+    Raises:
+        Refused: the memory is full.
+    """
+    if len(memory) >= _MOST_EXAMPLES or memory.patches >= _MOST_PATCHES:
+        raise Refused(f"There are {len(memory)} examples already, as many as are kept: begin anew to add others.")
+    memory.add(image, labels)
+
+
+def memory_sentence(memory: SegmentationMemory) -> str:
+    """What a memory holds, in words."""
+    if not len(memory):
+        return "No examples yet."
+    present = [name for name in memory.classes if name not in memory.absent]
+    said = f"{len(memory)} example{'s' * (len(memory) > 1)}, {memory.patches} patches: {', '.join(present)}."
+    return said if len(present) > 1 else f"{said} Paint another class too: with one, everything is of it."
+
+
+def segment(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"], names: Sequence[str]) -> Segmented:
+    """Label a picture as in the examples.
+
+    Args:
+        memory: of the examples.
+        image: to label.
+        names: what the visitor calls the classes, in the order of the brushes; colours where one is empty.
+
+    Raises:
+        Refused: there are no examples.
+    """
+    if not len(memory):
+        raise Refused("There are no examples yet: paint one and add it first.")
+    small = TF.resize(image, list(_bounded(image.shape[1], image.shape[2])), antialias=True)
+    found = memory.segment(small)
+    picture = as_shown(small)
+    size = picture.shape[:2]
+    nearest = TF.InterpolationMode.NEAREST_EXACT
+    labels = TF.resize(found.labels[None], list(size), interpolation=nearest)[0].numpy()
+    colours = np.array(list(BRUSHES.values()), dtype=np.float32)[labels]
+    overlay = np.rint(0.45 * picture + 0.55 * colours).astype(np.uint8)
+    clear = np.array(
+        Image.fromarray((255 * found.confidence.clamp(0, 1)).byte().numpy()).resize((size[1], size[0]))
+    )
+    said = {brush: name.strip() for brush, name in zip(BRUSHES, names, strict=False) if name.strip()}
+    shares = ", ".join(f"{said.get(name, name)} {share:.0%}" for name, share in found.shares.items())
+    return Segmented(overlay, clear[..., None].repeat(3, axis=2), f"{shares}.")
+
+
+def _bounded(height: int, width: int) -> tuple[int, int]:
+    scale = min(1.0, _LONGEST / max(height, width))
+    return max(1, round(scale * height)), max(1, round(scale * width))

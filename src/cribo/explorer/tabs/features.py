@@ -1,0 +1,68 @@
+"""The tab of dense features: any picture in the colours of its principal components, and how alike its patches are."""
+
+from collections.abc import Callable
+from typing import Any
+
+import gradio as gr
+
+from cribo.explorer.features import colour_picture, likeness
+from cribo.explorer.network import SharedEncoder
+from cribo.explorer.tabs.fields import ASKING, HIDDEN, clicked_point, sent_picture, sentence, shown_picture, whole
+from cribo.explorer.uploads import Uploads
+
+_ADVICE = "Drop a picture on the field, or choose a file. Nothing is kept: pictures go when the page ends."
+
+
+def features_tab(encoder: SharedEncoder, uploads: Uploads) -> None:
+    """A field for a picture, its colours, and a heat map for a patch that is clicked or chosen by number."""
+
+    @sentence
+    def alike(sent: Any, row: Any, column: Any) -> tuple[Any, ...]:
+        image = uploads.read(sent)
+        found = likeness(image, encoder.encode(image), whole(row), whole(column))
+        return found.row, found.column, found.picture, found.sentence
+
+    @sentence
+    def dropped(sent: Any) -> tuple[Any, ...]:
+        if sent is None:
+            return None, 0, 0, None, _ADVICE
+        dense = encoder.encode(uploads.read(sent))
+        rows, columns = dense.grid
+        return colour_picture(dense), *alike(sent, rows // 2, columns // 2)
+
+    @sentence
+    def clicked(sent: Any, event: gr.SelectData) -> tuple[Any, ...]:
+        return alike(sent, *encoder.encode(uploads.read(sent)).patch_at(*clicked_point(event)))
+
+    def stepped(down: int, right: int) -> Callable[..., tuple[Any, ...]]:
+        @sentence
+        def step(sent: Any, row: Any, column: Any) -> tuple[Any, ...]:
+            return alike(sent, whole(row) + down, whole(column) + right)
+
+        return step
+
+    with gr.Row(equal_height=False):
+        with gr.Column(min_width=280):
+            picture = sent_picture(
+                f"Your picture ({uploads.limits}): click on a patch of it", "The picture that you have sent"
+            )
+        with gr.Column(min_width=280):
+            colours = shown_picture(
+                "Its features: three principal components as red, green and blue", "Principal components as colours"
+            )
+    with gr.Row(equal_height=False):
+        with gr.Column(min_width=280):
+            said = gr.Markdown(_ADVICE, elem_id="features-said")
+            with gr.Row():
+                row = gr.Number(0, label="Row of the patch", precision=0, minimum=0, min_width=110)
+                column = gr.Number(0, label="Column of the patch", precision=0, minimum=0, min_width=110)
+            with gr.Row():
+                arrows = [gr.Button(name, min_width=60, size="sm") for name in ("← left", "↑ up", "↓ down", "right →")]
+        with gr.Column(min_width=280):
+            heat = shown_picture("How alike all patches are to the chosen one", "Heat map of the similarity")
+    asked, place = [picture, row, column], [row, column, heat, said]
+    picture.change(dropped, picture, [colours, *place], api_name="features", **ASKING)
+    picture.select(clicked, picture, place, **HIDDEN)
+    gr.on([row.submit, row.blur, column.submit, column.blur], alike, asked, place, api_name="likeness", **ASKING)
+    for arrow, (down, right) in zip(arrows, ((0, -1), (-1, 0), (1, 0), (0, 1)), strict=True):
+        arrow.click(stepped(down, right), asked, place, **HIDDEN)

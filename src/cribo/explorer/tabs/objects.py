@@ -1,0 +1,116 @@
+"""The tab of objects: one of an image's, and the nearest ones of other images."""
+
+from typing import Any
+
+import gradio as gr
+
+from cribo.explorer.objects import PAGE, ObjectFinder, Query, query_picture, query_sentence
+from cribo.explorer.tabs.fields import ASKING, HIDDEN, clicked_point, sent_picture, sentence, shown_picture, whole
+from cribo.explorer.uploads import Refused, Uploads
+
+_MATCHES = 12  # the paper's figures show as many
+_MOST_MATCHES = 48
+
+
+def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
+    """The collection's images in pages, the one that was chosen, and what is like its object."""
+    last = len(finder.collection) - 1
+
+    def query(sent: Any, number: Any) -> Query:
+        return finder.of_collection(whole(number)) if sent is None else finder.of_picture(uploads.read(sent))
+
+    def answer(asked: Query, chosen: Any, count: Any) -> tuple[Any, ...]:
+        place = asked.object(whole(chosen)).number
+        drawn, found = finder.matches(asked, place, min(max(whole(count), 1), _MOST_MATCHES))
+        return place, query_picture(asked, place), query_sentence(asked, place, found), drawn
+
+    @sentence
+    def ask(sent: Any, number: Any, chosen: Any, count: Any) -> tuple[Any, ...]:
+        return answer(query(sent, number), chosen, count)
+
+    @sentence
+    def anew(sent: Any, number: Any, count: Any) -> tuple[Any, ...]:
+        return answer(query(sent, number), 0, count)
+
+    @sentence
+    def clicked(sent: Any, number: Any, count: Any, event: gr.SelectData) -> tuple[Any, ...]:
+        asked = query(sent, number)
+        return answer(asked, asked.object_at(*clicked_point(event)), count)
+
+    def moved(by: int) -> Any:
+        return sentence(lambda sent, number, chosen, count: ask(sent, number, whole(chosen) + by, count))
+
+    @sentence
+    def turned(page: Any) -> tuple[Any, ...]:
+        place = min(max(whole(page), 0), finder.pages - 1)
+        return place, finder.thumbnails(place)
+
+    @sentence
+    def picked(page: Any, event: gr.SelectData) -> tuple[Any, ...]:
+        if not isinstance(event.index, int):
+            raise Refused("No image was chosen: click again.")
+        return None, whole(page) * PAGE + event.index
+
+    with gr.Row(equal_height=False):
+        with gr.Column(scale=2, min_width=280):
+            picture = shown_picture(
+                "The image: click on an object of it", "The image with the outline of the chosen object"
+            )
+        with gr.Column(scale=1, min_width=280):
+            said = gr.Markdown("Objects are looked for when this tab is opened.", elem_id="objects-said")
+            with gr.Row():
+                number = gr.Number(
+                    0, label=f"Image (0 to {last})", precision=0, minimum=0, maximum=last, min_width=110
+                )
+                chosen = gr.Number(0, label="Object (0 is the largest)", precision=0, minimum=0, min_width=110)
+            with gr.Row():
+                smaller = gr.Button("← larger object", min_width=110, size="sm")
+                larger = gr.Button("smaller object →", min_width=110, size="sm")
+            count = gr.Slider(1, _MOST_MATCHES, _MATCHES, step=1, label="How many nearest objects")
+            with gr.Accordion("Ask with a picture of your own", open=False):
+                sent = sent_picture(f"Your picture ({uploads.limits})", "The picture that you have sent")
+    gr.Markdown("The nearest objects in other images, with their cosine similarity", elem_classes="caption")
+    nearest = gr.Gallery(
+        label="Nearest objects",
+        show_label=False,
+        height="auto",
+        interactive=False,
+        object_fit="contain",
+        format="png",
+        buttons=["fullscreen"],
+        elem_id="nearest",
+        elem_classes="tiles",
+    )
+    gr.Markdown("The collection: choose an image", elem_classes="caption")
+    thumbnails = gr.Gallery(
+        label="The collection",
+        show_label=False,
+        height="auto",
+        allow_preview=False,
+        interactive=False,
+        object_fit="contain",
+        format="jpeg",
+        buttons=[],
+        elem_id="collection",
+        elem_classes="tiles",
+    )
+    with gr.Row():
+        page = gr.Number(0, label=f"Page (0 to {finder.pages - 1})", precision=0, minimum=0, min_width=110)
+        before = gr.Button("← page before", min_width=110)
+        after = gr.Button("next page →", min_width=110)
+
+    asked, shown = [sent, number, chosen, count], [chosen, picture, said, nearest]
+    first = [sent, number, count]
+    opened = tab.select(turned, page, [page, thumbnails], **HIDDEN)
+    opened.then(ask, asked, shown, **HIDDEN)
+    gr.on([page.submit, page.blur], turned, page, [page, thumbnails], api_name="page", **ASKING)
+    before.click(sentence(lambda place: turned(whole(place) - 1)), page, [page, thumbnails], **HIDDEN)
+    after.click(sentence(lambda place: turned(whole(place) + 1)), page, [page, thumbnails], **HIDDEN)
+    thumbnails.select(picked, page, [sent, number], **HIDDEN).success(anew, first, shown, **HIDDEN)
+    number.submit(anew, first, shown, **HIDDEN)
+    number.blur(ask, asked, shown, **HIDDEN)
+    gr.on([sent.upload, sent.clear], anew, first, shown, **HIDDEN)
+    gr.on([chosen.submit, chosen.blur, count.release], ask, asked, shown, api_name="nearest", **ASKING)
+    picture.select(clicked, first, shown, **HIDDEN)
+    smaller.click(moved(-1), asked, shown, **HIDDEN)
+    larger.click(moved(1), asked, shown, **HIDDEN)

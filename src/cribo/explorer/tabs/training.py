@@ -1,0 +1,56 @@
+"""The tab of a run's curves and figures, read again while the run goes on."""
+
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import pandas as pd
+
+from cribo.explorer.tabs.fields import sentence
+from cribo.explorer.training import CURVES, Point, RunState, read_run, summary_table
+
+_REFRESH_SECONDS = 10
+_AXES: dict[str, Any] = {"x": "epoch", "y": "value", "y_title": " ", "tooltip": "all", "buttons": []}
+
+
+def training_tab(run: Path) -> None:
+    """Curves beside a table, and a further curve of the visitor's choice."""
+
+    @sentence
+    def read(column: str | None) -> tuple[Any, ...]:
+        state = read_run(run)
+        chosen = column if column in state.columns else next(iter(state.columns), None)
+        column_of = gr.Dropdown(choices=state.columns, value=chosen)
+        return *_frames(state, chosen), column_of, summary_table(state), gr.Timer(active=not state.is_finished)
+
+    state = read_run(run)
+    chosen = next(iter(state.columns), None)
+    losses, ratio, score, column = _frames(state, chosen)
+    with gr.Row(equal_height=False):
+        with gr.Column(scale=2, min_width=280):
+            curves = [
+                gr.LinePlot(losses, label="Losses [nats]", color="curve", color_title=" ", **_AXES),
+                gr.LinePlot(ratio, label="Bootstrapping ratio: objects with a valid match [%]", **_AXES),
+                gr.LinePlot(score, label="Dense retrieval: mIoU of the teacher [%]", **_AXES),
+            ]
+        with gr.Column(scale=1, min_width=280):
+            table = gr.Markdown(summary_table(state))
+            again = gr.Button("Read the run again", variant="primary")
+            choice = gr.Dropdown(state.columns, value=chosen, label="Another column of metrics.csv")
+            further = gr.LinePlot(column, label="That column", **_AXES)
+    timer = gr.Timer(_REFRESH_SECONDS, active=not state.is_finished)
+    shown = [*curves, further, choice, table, timer]
+    again.click(read, choice, shown, api_name="training")
+    timer.tick(read, choice, shown, show_progress="hidden", api_visibility="private")
+    choice.input(read, choice, shown, show_progress="hidden", api_visibility="private")
+
+
+def _frames(state: RunState, column: str | None) -> list[pd.DataFrame]:
+    """The points of the curves that are always shown, and those of one more column."""
+    further = {} if column is None else {column: column}
+    return [_frame(state.curve(names)) for names in (*CURVES.values(), further)]
+
+
+def _frame(points: list[Point]) -> pd.DataFrame:
+    rows = [(point.epoch, point.value, point.name) for point in points]
+    return pd.DataFrame(rows, columns=pd.Index(["epoch", "value", "curve"]))

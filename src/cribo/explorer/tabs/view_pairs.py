@@ -1,0 +1,38 @@
+"""The tab of view pairs and their clusters."""
+
+from typing import Any
+
+import gradio as gr
+
+from cribo.explorer.tabs.fields import ASKING, HIDDEN, sentence, shown_picture, whole
+from cribo.explorer.view_pairs import PairSample
+
+
+def view_pairs_tab(tab: gr.Tab, pairs: PairSample) -> None:
+    """Two views over their clusters, and buttons for the pair before and the next one."""
+
+    @sentence
+    def show(number: Any) -> tuple[Any, ...]:
+        place, picture = pairs.picture(whole(number))
+        return place, picture.sentence, *picture.views, *picture.clusters
+
+    def moved(by: int) -> Any:
+        return sentence(lambda number: show(whole(number) + by))
+
+    said = gr.Markdown("Views are drawn and clustered when this tab is opened for the first time.")
+    with gr.Row():
+        number = gr.Number(0, label="Pair", precision=0, minimum=0, min_width=110)
+        before = gr.Button("← pair before", min_width=110)
+        after = gr.Button("next pair →", min_width=110)
+    with gr.Row(equal_height=False):
+        with gr.Column(min_width=280):
+            views = [shown_picture("View 1", "View 1 of the pair")]
+            clusters = [shown_picture("Its clusters", "Clusters of view 1")]
+        with gr.Column(min_width=280):
+            views.append(shown_picture("View 2", "View 2 of the pair"))
+            clusters.append(shown_picture("Its clusters", "Clusters of view 2"))
+    shown = [number, said, *views, *clusters]
+    tab.select(show, number, shown, **HIDDEN)
+    gr.on([number.submit, number.blur], show, number, shown, api_name="view_pair", **ASKING)
+    before.click(moved(-1), number, shown, **HIDDEN)
+    after.click(moved(1), number, shown, **HIDDEN)
