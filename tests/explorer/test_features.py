@@ -1,0 +1,40 @@
+import numpy as np
+import torch
+
+from cribo.explorer.features import colour_picture, cosines, likeness
+from cribo.explorer.network import Dense
+
+
+def two_halves() -> Dense:
+    """Features that are one thing on the left and another on the right."""
+    tokens = torch.zeros(4, 6, 3)
+    tokens[:, :3, 0] = 2.0
+    tokens[:, 3:, 1] = 0.5
+    return Dense(tokens, (64, 96))
+
+
+def test_likeness_is_the_cosine_whatever_the_length() -> None:
+    similarity = cosines(two_halves().tokens, 1, 4)
+    assert similarity[:, 3:].eq(1).all()
+    assert similarity[:, :3].eq(0).all()
+
+
+def test_the_chosen_patch_is_framed_and_its_like_is_bright() -> None:
+    image = torch.full((3, 64, 96), 100, dtype=torch.uint8)
+    found = likeness(image, two_halves(), 99, -3)
+    assert (found.row, found.column) == (3, 0)
+    assert found.sentence.startswith("Patch in row 3 of 4, column 0 of 6")
+    scale = found.picture.shape[0] / 64
+    assert found.picture.shape[:2] == (64 * scale, 96 * scale)
+    bright, dark = found.picture[10, 10].mean(), found.picture[10, -10].mean()
+    assert bright > dark + 100
+    framed = (found.picture == (255, 32, 96)).all(axis=2)
+    rows, columns = framed.nonzero()
+    assert rows.min() >= 40 * scale
+    assert columns.max() <= 24 * scale
+
+
+def test_colours_tell_two_things_apart() -> None:
+    picture = colour_picture(two_halves()).astype(int)
+    assert np.abs(picture[5, 5] - picture[5, -5]).max() > 200
+    assert np.abs(picture[5, 5] - picture[-5, 5]).max() == 0

@@ -1,0 +1,75 @@
+import threading
+
+import pytest
+import torch
+
+from cribo.explorer.network import Dense, SharedEncoder
+from cribo.retrieval import PatchEncoder
+
+
+class Counting:
+    """An encoder that gives the mean of each patch, and notes how many use it at once."""
+
+    def __init__(self) -> None:
+        self.inside = self.most = self.calls = 0
+
+    def encoder(self) -> PatchEncoder:
+        def encode(images: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+            threading.Event().wait(0.005)
+            self.inside -= 1
+            return torch.nn.functional.avg_pool2d(images, 8).flatten(2).mT
+
+        return PatchEncoder(encode, 8, "means")
+
+
+def image(value: int, side: int = 32) -> torch.Tensor:
+    return torch.full((3, side, side), value, dtype=torch.uint8)
+
+
+def test_twenty_at_once_use_the_network_in_turn_and_get_their_own() -> None:
+    counting = Counting()
+    shared = SharedEncoder(counting.encoder(), "cpu")
+    found: dict[int, float] = {}
+
+    def ask(value: int) -> None:
+        found[value] = float(shared.encode(image(value)).tokens.mean())
+
+    threads = [threading.Thread(target=ask, args=(10 * n,)) for n in range(20)]
+    threads += [threading.Thread(target=lambda: shared.encoder.encode(torch.zeros(1, 3, 8, 8))) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counting.most == 1
+    assert found == pytest.approx({10 * n: 10 * n / 255 for n in range(20)}, abs=1e-6)
+
+
+def test_what_was_asked_lately_is_kept_within_bounds() -> None:
+    counting = Counting()
+    shared = SharedEncoder(counting.encoder(), "cpu", cache_bytes=3 * 4 * 4 * 3 * 4)
+    for value in (1, 2, 3, 1, 2, 3):
+        shared.encode(image(value))
+    assert counting.calls == 3
+    for value in range(4, 30):
+        shared.encode(image(value))
+    assert shared.kept_bytes <= shared.cache_bytes
+    shared.encode(image(1))
+    assert counting.calls == 3 + 26 + 1
+
+
+def test_large_images_are_encoded_at_a_size_that_the_network_can_bear() -> None:
+    shared = SharedEncoder(Counting().encoder(), "cpu", max_patches=50)
+    dense = shared.encode(torch.zeros(3, 400, 100, dtype=torch.uint8))
+    assert dense.grid[0] * dense.grid[1] <= 60
+    assert dense.grid[0] == 4 * dense.grid[1] or abs(dense.grid[0] - 4 * dense.grid[1]) <= 2
+    assert dense.size == (400, 100)
+
+
+def test_points_are_in_patches() -> None:
+    dense = Dense(torch.zeros(4, 6, 2), (80, 60))
+    assert dense.patch_at(0, 0) == (0, 0)
+    assert dense.patch_at(59.9, 20) == (1, 5)
+    assert dense.patch_at(-5, 1000) == (3, 0)

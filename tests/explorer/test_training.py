@@ -1,0 +1,59 @@
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cribo.explorer.training import CURVES, Point, read_run, require_run, summary_table
+from tests.explorer.conftest import write_metrics
+
+
+@pytest.fixture
+def run(run_folder: Path, tmp_path: Path) -> Path:
+    """A run that goes on, to be changed."""
+    return shutil.copytree(run_folder, tmp_path / "run")
+
+
+def test_a_run_is_read_anew_as_it_goes_on(run: Path) -> None:
+    before = read_run(run)
+    write_metrics(run, epochs=4)
+    after = read_run(run)
+    assert (len(before.rows), len(after.rows)) == (4, 5)
+    assert not after.is_finished
+    (run / "summary.json").write_text('{"warnings": [{"step": 8, "text": "loss | rises"}]}')
+    table = summary_table(read_run(run))
+    assert "| state | finished |" in table
+    assert "| epochs | 4.0 of 3 |" in table
+    assert "| dense retrieval before, now | 10.0 %, 50.0 % mIoU |" in table
+    assert "| warning at step 8 | loss / rises |" in table
+
+
+def test_curves_are_of_their_column_in_percent_where_it_is_a_share(run: Path) -> None:
+    state = read_run(run)
+    assert state.curve(CURVES["Bootstrapping ratio"])[-1] == Point(3, pytest.approx(30), "objects with a valid match")
+    assert [point.value for point in state.curve({"dense_nn": "x"})] == pytest.approx([10, 20, 30, 40])
+    # A loss is 0 until it begins.
+    assert [point.epoch for point in state.curve({"loss_cross_image": "x"})] == [2, 3]
+    assert state.columns == ["loss"]
+
+
+def test_long_curves_are_thinned_out_and_keep_their_ends(run: Path) -> None:
+    write_metrics(run, epochs=7321)
+    points = read_run(run).curve({"loss": "loss"})
+    assert len(points) <= 501
+    assert (points[0].epoch, points[-1].epoch) == (1, 7321)
+
+
+def test_a_row_that_is_being_written_is_left_out(run: Path) -> None:
+    with (run / "metrics.csv").open("a") as file:
+        file.write("16,4,2")
+    assert len(read_run(run).rows) == 4
+    (run / "metrics.csv").unlink()
+    assert summary_table(read_run(run)).startswith("| state | begun, nothing measured yet |")
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no config.yaml, so there is no run in it"):
+        require_run(tmp_path)
+    (tmp_path / "streets").mkdir()
+    with pytest.raises(FileNotFoundError, match="did you mean 'streets'"):
+        require_run(tmp_path / "street")
