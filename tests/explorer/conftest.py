@@ -1,5 +1,6 @@
 """A page that is served as users serve it, of a collection whose nearest objects are known, and a browser."""
 
+import io
 import json
 import os
 import signal
@@ -30,8 +31,8 @@ _SWITCHES = [
 
 
 def draw_square(colour: tuple[int, int, int], corner: tuple[int, int]) -> Image.Image:
-    """A square of 48 pixels on grey ground of 96: 3 x 3 of 6 x 6 patches."""
-    pixels = np.full((96, 96, 3), 128, dtype=np.uint8)
+    """A square of 48 pixels on black ground of 96: 3 x 3 of 6 x 6 patches."""
+    pixels = np.zeros((96, 96, 3), dtype=np.uint8)
     pixels[corner[0] : corner[0] + 48, corner[1] : corner[1] + 48] = colour
     return Image.fromarray(pixels)
 
@@ -58,7 +59,7 @@ def database(squares: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     config = BackboneConfig("mean-colour")
     encoder, about = open_encoder(config, "cpu")
-    settings = ObjectSettings(num_objects=2, position_weight=0.0, size=96)
+    settings = ObjectSettings(num_objects=4, marginals="uniform", position_weight=0.0, size=96)
     info = DatabaseInfo(str(encoder.identity), about, dataclasses.asdict(config), 3, settings, str(squares))
     place = tmp_path_factory.mktemp("databases") / "squares.db"
     index_images(ObjectDatabase.create(place, info), encoder, open_images(squares))
@@ -84,7 +85,9 @@ def run_folder(tiny: "Callable[..., PretrainConfig]", tmp_path_factory: pytest.T
 def write_metrics(folder: Path, *, epochs: int) -> None:
     """The metrics of a run after so many epochs of four steps."""
     rows = ["step,epoch,seconds,loss,loss_image,loss_cross_image,bootstrapping_ratio,dense_nn", "0,0,1,,,,,0.1"]
-    rows += [f"{4 * n},{n},{60 * n},{9 - n},{5 - n},{0 if n == 1 else 3},{0.1 * n},{0.1 + 0.1 * n}" for n in _to(epochs)]
+    rows += [
+        f"{4 * n},{n},{60 * n},{9 - n},{5 - n},{0 if n == 1 else 3},{0.1 * n},{0.1 + 0.1 * n}" for n in _to(epochs)
+    ]
     (folder / "metrics.csv").write_text("\n".join(rows) + "\n")
 
 
@@ -135,7 +138,15 @@ def served(database: Path, run_folder: Path, tmp_path_factory: pytest.TempPathFa
     pytest.importorskip("gradio")
     folder = tmp_path_factory.mktemp("served")
     served = serve(
-        folder / "log.txt", "--run", str(run_folder), "--db", str(database), "--max_megabytes", "1", "--max_megapixels", "1"
+        folder / "log.txt",
+        "--run",
+        str(run_folder),
+        "--db",
+        str(database),
+        "--max_megabytes",
+        "1",
+        "--max_megapixels",
+        "1",
     )
     try:
         yield served
@@ -185,7 +196,8 @@ class Visitor:
 
     def picture(self, shown: dict[str, Any]) -> Image.Image:
         """A picture that the page shows."""
-        return Image.open(self.client.get("/gradio_api/file=" + shown["path"])).convert("RGB")
+        content = self.client.get("/gradio_api/file=" + shown["path"]).content
+        return Image.open(io.BytesIO(content)).convert("RGB")
 
 
 class Refusal(Exception):
@@ -194,8 +206,6 @@ class Refusal(Exception):
 
 def encoded(image: Image.Image) -> bytes:
     """The bytes of a PNG."""
-    import io
-
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()

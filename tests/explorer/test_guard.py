@@ -8,10 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.explorer.conftest import SECRET
 
 from cribo.explorer.guard import Guard
 from cribo.explorer.uploads import Limits, Uploads
-from tests.explorer.conftest import SECRET
 
 HOME = "http://127.0.0.1:7860"
 
@@ -43,7 +43,7 @@ def ask(uploads: Uploads) -> Callable[..., httpx.Response]:
 
     def call(method: str, path: str, **options: Any) -> httpx.Response:
         async def request() -> httpx.Response:
-            transport = httpx.ASGITransport(app=guard)  # pyright: ignore[reportArgumentType]
+            transport = httpx.ASGITransport(app=guard)
             async with httpx.AsyncClient(transport=transport, base_url=HOME) as client:
                 return await client.request(method, path, **options)
 
@@ -104,9 +104,7 @@ def test_no_file_outside_of_the_folder_is_served(
         ("OPTIONS", "/gradio_api/queue/join"),
     ],
 )
-def test_what_the_page_does_not_need_is_not_there(
-    ask: Callable[..., httpx.Response], method: str, path: str
-) -> None:
+def test_what_the_page_does_not_need_is_not_there(ask: Callable[..., httpx.Response], method: str, path: str) -> None:
     assert ask(method, path, content=b"{}" if method == "POST" else None).status_code in (403, 404, 405)
 
 
@@ -127,7 +125,12 @@ def test_questions_name_files_of_the_folder_only(ask: Callable[..., httpx.Respon
     passed = question(f"{uploads.folder}/picture.png")
     assert passed.status_code == 200
     assert json.loads(passed.content)["fn_index"] == 0
-    for path in ("/etc/passwd", "http://127.0.0.1:9/x.png", f"{uploads.folder}/link.png", f"{uploads.folder}/../secret.txt"):
+    for path in (
+        "/etc/passwd",
+        "http://127.0.0.1:9/x.png",
+        f"{uploads.folder}/link.png",
+        f"{uploads.folder}/../secret.txt",
+    ):
         assert question(path).status_code == 403, path
     assert ask("POST", "/gradio_api/queue/join", content=b"[" * 100_000).status_code == 400
     assert ask("POST", "/gradio_api/queue/join", content=b"no json").status_code == 400

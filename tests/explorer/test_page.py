@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("playwright.sync_api")
-from playwright.sync_api import expect
-
+from playwright.sync_api import Locator, expect
 from tests.explorer.conftest import COLOURS, Watched, draw_square
 
 SENT = "The picture that you have sent"
@@ -19,9 +18,18 @@ def red(tmp_path: Path) -> str:
     return str(tmp_path / "red.png")
 
 
+def click_inside(picture: Locator, x: float, y: float) -> None:
+    """Click on a place of a square picture, in shares of its sides; it lies in the middle of its field."""
+    place = picture.bounding_box()
+    assert place is not None
+    side = min(place["width"], place["height"])
+    left, top = (place["width"] - side) / 2, (place["height"] - side) / 2
+    picture.click(position={"x": left + x * side, "y": top + y * side})
+
+
 def test_curves_and_view_pairs_are_shown(watched: Watched) -> None:
     page = watched.page
-    expect(page.get_by_role("cell", name="going on, or stopped").or_(page.get_by_text("going on, or stopped"))).to_be_visible()
+    expect(page.get_by_text("going on, or stopped")).to_be_visible()
     expect(page.locator(".vega-embed, canvas.marks, svg.marks").first).to_be_visible()
     watched.open("View pairs")
     expect(page.get_by_text("Pair 0 of")).to_be_visible()
@@ -37,11 +45,7 @@ def test_a_patch_of_a_picture_is_clicked_and_moved_by_keys(watched: Watched, red
     expect(page.get_by_role("img", name="Principal components as colours")).to_be_visible()
     expect(page.get_by_role("img", name="Heat map of the similarity")).to_be_visible()
     picture = page.get_by_role("img", name=SENT).and_(page.locator(":visible"))
-    place = picture.bounding_box()
-    assert place is not None
-    side = min(place["width"], place["height"])  # the picture is square and lies in the middle of its field
-    left, top = (place["width"] - side) / 2, (place["height"] - side) / 2
-    picture.click(position={"x": left + 0.9 * side, "y": top + 0.1 * side})
+    click_inside(picture, 0.9, 0.1)
     expect(page.get_by_text("Patch in row 2 of 24, column 21 of 24")).to_be_visible()
     page.get_by_role("button", name="down").focus()
     page.keyboard.press("Enter")
@@ -55,17 +59,14 @@ def test_an_object_finds_its_like(watched: Watched, red: str) -> None:
     page.locator("#collection button", has_text="2: 0-red").click()
     expect(page.locator("#objects-said")).to_contain_text("Object 0 of 2 in 0-red.png")
     picture = page.get_by_role("img", name="The image with the outline of the chosen object")
-    place = picture.bounding_box()
-    assert place is not None
-    side = min(place["width"], place["height"])
-    picture.click(position={"x": (place["width"] - side) / 2 + 0.2 * side, "y": (place["height"] - side) / 2 + 0.2 * side})
+    click_inside(picture, 0.2, 0.2)
     expect(page.locator("#objects-said")).to_contain_text("Object 1 of 2 in 0-red.png")
     expect(page.locator("#objects-said")).to_contain_text("nearest object is in 1-red.png, cosine similarity 1.00")
     expect(page.locator("#nearest")).to_contain_text("1. 1.00 1-red.png")
     page.get_by_text("Ask with a picture of your own").click()
     page.locator("[role=tabpanel]:visible input[type=file]").first.set_input_files(red)
     expect(page.locator("#objects-said")).to_contain_text("in your picture")
-    page.get_by_role("button", name="smaller object").click()
+    click_inside(picture, 0.42, 0.42)
     expect(page.locator("#objects-said")).to_contain_text("-red.png, cosine similarity 1.00")
 
 
@@ -77,7 +78,7 @@ def test_painted_classes_segment_another_picture(watched: Watched, red: str, tmp
     page.locator("[role=tabpanel]:visible input[type=file]").first.set_input_files(red)
     canvas = page.locator("canvas:visible").first
     expect(page.get_by_label("Brush").or_(page.locator("[title*=rush]")).first).to_be_visible()
-    page.wait_for_timeout(700)  # the canvas takes the picture's size when it is drawn, and tells nobody
+    page.wait_for_timeout(1000)  # the canvas takes the picture's size when it is drawn, and tells nobody
     place = canvas.bounding_box()
     assert place is not None
     middle = place["x"] + place["width"] / 2, place["y"] + place["height"] / 2
@@ -103,7 +104,7 @@ def test_what_is_too_large_or_no_picture_is_refused_in_a_sentence(watched: Watch
     (tmp_path / "heavy.png").write_bytes(b"0" * 1_500_000)
     page.get_by_role("button", name="Remove Image").or_(page.get_by_label("Clear")).first.click()
     page.locator("[role=tabpanel]:visible input[type=file]").first.set_input_files(tmp_path / "heavy.png")
-    expect(page.get_by_text("File size exceeds the maximum allowed size").first).to_be_visible()
+    expect(page.get_by_text("exceed the maximum allowed size").first).to_be_visible()
     watched.errors.clear()  # the browser writes down that a request was refused
 
 
@@ -134,6 +135,7 @@ def test_every_tab_fits_a_phone(watched: Watched, scheme: str) -> None:
     page.emulate_media(color_scheme=scheme)  # pyright: ignore[reportArgumentType]
     page.set_viewport_size({"width": 360, "height": 740})
     page.reload()
+    page.get_by_role("tab", name="Training").first.wait_for()
     for tab in ("Training", "View pairs", "Objects", "Features", "Segment"):
         button = page.get_by_role("tab", name=tab, exact=True).and_(page.locator(":visible"))
         if not button.count():

@@ -1,6 +1,5 @@
 """The images of a database of objects, by number: names from a browser are never paths."""
 
-import os
 from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -89,9 +88,9 @@ class Collection:
             Refused: it is gone, has changed since it was indexed, leads out of the folder, or cannot be read.
         """
         image = self.image(number)
-        root = os.path.realpath(self.database.root)
-        path = os.path.realpath(os.path.join(root, image.path))
-        if not path.startswith(os.path.join(root, "")):
+        root = self.database.root.resolve()
+        path = (root / image.path).resolve()
+        if not path.is_relative_to(root):
             raise Refused(f"{image.path} leads out of the folder of the collection, and is not shown.")
         if trouble := self.database.is_changed(image):
             said = "is not in its folder any more" if trouble == "missing" else "has changed since it was indexed"

@@ -147,9 +147,7 @@ class _Workplace:
             return None
         if files is None:
             return None
-        notes.append(
-            f"Objects are those of {len(files)} of {total} images. For all of them: cribo index, then --db."
-        )
+        notes.append(f"Objects are those of {len(files)} of {total} images. For all of them: cribo index, then --db.")
         database = ObjectDatabase.create(
             self.folder / "objects.db", _info(encoder.encoder, encoder.device, config, about, files.folder)
         )
@@ -174,12 +172,12 @@ class _Workplace:
 
     def _written(self, source: ImageSource, chosen: range) -> ImageFiles:
         """Images that are no files, as files."""
-        from torchvision.io import write_png
+        from torchvision.transforms.v2.functional import to_pil_image
 
         folder = self.folder / "images"
         folder.mkdir()
         for done, number in enumerate(chosen, start=1):
-            write_png(source.load(number).contiguous(), str(folder / f"{number:07d}.png"))
+            to_pil_image(source.load(number)).save(folder / f"{number:07d}.png")
             self.progress("images", done, len(chosen))
         return open_images(folder, max_pixels=self.limits.pixels)
 

@@ -1,4 +1,4 @@
-"""What the network makes of an image: its patches in the colours of their principal components, and how alike they are."""
+"""What the network makes of an image: the colours of its patches, and how alike they are."""
 
 from dataclasses import dataclass
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import gradio as gr
+from gradio import themes
 
 from cribo.explorer.contents import Contents
 from cribo.explorer.tabs.features import features_tab
@@ -36,7 +37,7 @@ _STYLE = """
 
 def look() -> dict[str, Any]:
     """Theme and style of the page; fonts are the system's own, for nothing is fetched."""
-    theme = gr.themes.Default(primary_hue="indigo", font=list(_FONTS), font_mono=list(_MONOSPACE))
+    theme = themes.Default(primary_hue="indigo", font=list(_FONTS), font_mono=list(_MONOSPACE))
     return {"theme": theme, "css": _STYLE}
 
 

@@ -171,9 +171,7 @@ def segment(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"], names: Se
     labels = TF.resize(found.labels[None], list(size), interpolation=nearest)[0].numpy()
     colours = np.array(list(BRUSHES.values()), dtype=np.float32)[labels]
     overlay = np.rint(0.45 * picture + 0.55 * colours).astype(np.uint8)
-    clear = np.array(
-        Image.fromarray((255 * found.confidence.clamp(0, 1)).byte().numpy()).resize((size[1], size[0]))
-    )
+    clear = np.array(Image.fromarray((255 * found.confidence.clamp(0, 1)).byte().numpy()).resize((size[1], size[0])))
     said = {brush: name.strip() for brush, name in zip(BRUSHES, names, strict=False) if name.strip()}
     shares = ", ".join(f"{said.get(name, name)} {share:.0%}" for name, share in found.shares.items())
     return Segmented(overlay, clear[..., None].repeat(3, axis=2), f"{shares}.")

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import gradio
 
 _FOLDER_BYTES = 2 * 2**30
-_KEPT_SECONDS = 3600  # of pictures that were sent or shown
 _WAITING = 128  # requests; others are told to come back
 _SECONDS_TO_END = 2
 _ANYWHERE = ("0.0.0.0", "::")
@@ -60,7 +59,7 @@ def listening(host: str, port: int) -> Iterator[tuple[socket.socket, str]]:
 
 @contextmanager
 def uploads_folder(limits: Limits) -> Iterator[Uploads]:
-    """A folder of this server's own for what visitors send, removed at the end; to be made before Gradio is imported."""
+    """A folder of this server's own for what visitors send, removed at the end; for before Gradio is imported."""
     with tempfile.TemporaryDirectory(prefix="cribo-explore-", ignore_cleanup_errors=True) as folder:
         # Read when Gradio is imported.
         os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_ENABLED": "False"}

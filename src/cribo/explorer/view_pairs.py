@@ -122,15 +122,15 @@ def _draw(sample: ObjectSample, number: int) -> PairPicture:
         views.append(_enlarged(picture))
         clusters.append(_enlarged(painted))
     sentence = (
-        f"Pair {number} of {len(sample.pairs)} (counted from 0): {len(kept)} objects are seen in both views. One colour "
-        "is one object; grey is seen in one view only."
+        f"Pair {number} of {len(sample.pairs)} (counted from 0): {len(kept)} objects are seen in both views. One "
+        "colour is one object; grey is seen in one view only."
     )
     return PairPicture((views[0], views[1]), (clusters[0], clusters[1]), sentence)
 
 
 def _enlarged(picture: np.ndarray) -> UInt8[np.ndarray, "h w 3"]:
     """A picture (H, W, 3) in 0-1 at the size at which it is shown, with sharp pixels."""
-    height, width = shown_size(*picture.shape[:2], _LONGEST)
+    height, width = shown_size(picture.shape[0], picture.shape[1], _LONGEST)
     rows = np.arange(height) * picture.shape[0] // height
     columns = np.arange(width) * picture.shape[1] // width
     return np.rint(255 * picture[rows][:, columns]).astype(np.uint8)

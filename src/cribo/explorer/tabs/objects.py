@@ -59,9 +59,7 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
         with gr.Column(scale=1, min_width=280):
             said = gr.Markdown("Objects are looked for when this tab is opened.", elem_id="objects-said")
             with gr.Row():
-                number = gr.Number(
-                    0, label=f"Image (0 to {last})", precision=0, minimum=0, maximum=last, min_width=110
-                )
+                number = gr.Number(0, label=f"Image (0 to {last})", precision=0, minimum=0, maximum=last, min_width=110)
                 chosen = gr.Number(0, label="Object (0 is the largest)", precision=0, minimum=0, min_width=110)
             with gr.Row():
                 smaller = gr.Button("← larger object", min_width=110, size="sm")

@@ -11,8 +11,8 @@ from cribo.explorer.uploads import Refused, Uploads
 
 _LONGEST_NAME = 40
 _ADVICE = (
-    "1. Put a picture into the field and paint over some of each thing, a colour for each class. What is not painted has "
-    "no class.\n2. Add it as an example; do the same with others, if you like.\n3. Send a picture to be segmented."
+    "1. Put a picture into the field and paint over some of each thing, a colour for each class. What is not painted "
+    "has no class.\n2. Add it as an example; do the same with others, if you like.\n3. Send a picture to be segmented."
 )
 
 
@@ -54,7 +54,10 @@ def segmenting_tab(encoder: SharedEncoder, uploads: Uploads) -> None:
             editor = _editor(uploads)
         with gr.Column(scale=1, min_width=280):
             with gr.Accordion("Names of the colours", open=False):
-                names = [gr.Textbox(label=colour, placeholder=colour, max_length=_LONGEST_NAME, lines=1) for colour in BRUSHES]
+                names = [
+                    gr.Textbox(label=colour, placeholder=colour, max_length=_LONGEST_NAME, lines=1)
+                    for colour in BRUSHES
+                ]
             examples = gr.Markdown("No examples yet.", elem_id="examples-said")
             added = gr.Button("Add as an example", variant="primary")
             cleared = gr.Button("Begin anew")

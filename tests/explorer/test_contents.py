@@ -1,0 +1,77 @@
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cribo.explorer.contents import Asked, Contents, open_contents
+from cribo.explorer.uploads import Limits, Refused
+from cribo.explorer.view_pairs import PairSample
+from cribo.retrieval import BackboneConfig
+
+
+def opened(asked: Asked, workspace: Path) -> Contents:
+    workspace.mkdir()
+    return open_contents(asked, Limits(), workspace, lambda what, done, total: None)
+
+
+def test_a_run_without_a_database_gets_the_objects_of_some_of_its_images(run_folder: Path, tmp_path: Path) -> None:
+    contents = opened(Asked(run=run_folder, limit=5, device="cpu"), tmp_path / "work")
+    assert contents.finder is not None
+    assert len(contents.finder.collection) == 5
+    assert contents.notes == ("Objects are those of 5 of 36 images. For all of them: cribo index, then --db.",)
+    query = contents.finder.of_collection(0)
+    _, found = contents.finder.matches(query, 0, 4)
+    assert query.name not in {match.name for match in found}
+    assert contents.title == "streets"
+
+
+def test_a_backbone_and_a_folder_are_enough(squares: Path, tmp_path: Path) -> None:
+    asked = Asked(backbone=BackboneConfig("mean-colour"), images=squares, limit=4, device="cpu")
+    contents = opened(asked, tmp_path / "work")
+    assert contents.finder is not None
+    names = [contents.finder.collection.name(number) for number in range(4)]
+    assert names == ["0-blue.png", "0-red.png", "1-blue.png", "1-red.png"]
+    alone = opened(Asked(backbone=BackboneConfig("mean-colour"), device="cpu"), tmp_path / "alone")
+    assert (alone.finder, alone.run, alone.notes) == (None, None, ())
+    assert alone.encoder is not None
+
+
+def test_a_run_that_has_no_network_yet_shows_its_curves(run_folder: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(run_folder, tmp_path / "run")
+    for name in ("backbone.safetensors", "backbone.json"):
+        (run / name).unlink()
+    contents = opened(Asked(run=run, device="cpu"), tmp_path / "work")
+    assert (contents.run, contents.encoder, contents.pairs, contents.finder) == (run, None, None, None)
+    assert "has not left a network yet" in contents.notes[0]
+
+
+def test_images_that_are_gone_are_missed_in_words(run_folder: Path, tmp_path: Path, squares: Path) -> None:
+    run = shutil.copytree(run_folder, tmp_path / "run")
+    config = (run / "config.yaml").read_text().replace("root: scenes", f"root: {tmp_path}/gone")
+    (run / "config.yaml").write_text(config)
+    contents = opened(Asked(run=run, device="cpu"), tmp_path / "work")
+    assert contents.finder is None
+    assert "There is no collection to search" in contents.notes[0]
+    assert "Start the page with --images DIR or --db DIR" in contents.notes[0]
+    assert contents.pairs is not None
+    with pytest.raises(Refused, match=r"images of this run cannot be read .*start the page with --images DIR"):
+        contents.pairs.picture(0)
+    elsewhere = PairSample(run, str(run), squares, "cpu")
+    assert elsewhere.picture(-1)[0] == 7
+
+
+def test_pairs_are_views_of_one_image_with_common_colours(run_folder: Path) -> None:
+    pairs = PairSample(run_folder, str(run_folder), None, "cpu")
+    number, picture = pairs.picture(25)
+    assert number == 1
+    assert picture.sentence.startswith("Pair 1 of 24")
+    for view, clusters in zip(picture.views, picture.clusters, strict=True):
+        assert view.shape == clusters.shape == (128, 128, 3)
+        assert not np.array_equal(view, clusters)
+    # An outline has the pure colour of its cluster: what one view has of them, the other has too.
+    first, second = ({tuple(pixel) for pixel in clusters.reshape(-1, 3)} for clusters in picture.clusters)
+    pure = {colour for colour in first if max(colour) == 255 and min(colour) == 0}
+    assert pure
+    assert pure <= second
+    assert np.array_equal(pairs.picture(1)[1].views[0], picture.views[0])

@@ -1,0 +1,178 @@
+"""The page's server over HTTP, as it is started by the command."""
+
+import re
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tests.explorer.conftest import COLOURS, SECRET, Refusal, Served, Visitor, draw_square
+
+from cribo.cli import main
+
+
+def test_no_path_leads_out_of_what_was_sent(served: Served, visitor: Visitor, tmp_path: Path, squares: Path) -> None:
+    (tmp_path / "secret.png").write_text(SECRET)
+    sent = visitor.send(draw_square(COLOURS["red"], (0, 0)))
+    folder = str(Path(sent["path"]).parents[1])
+    up = "/".join([".."] * 12)
+    places = [
+        f"{tmp_path}/secret.png",
+        f"{folder}/{up}{tmp_path}/secret.png",
+        f"{folder}/{up.replace('..', '%2e%2e')}{tmp_path}/secret.png",
+        f"{folder}/{up.replace('/', '%2f')}%2f{str(tmp_path).replace('/', '%2f')}%2fsecret.png",
+        f"{squares}/0-red.png",
+        str(served.log),
+        "/etc/passwd",
+        "..%5c..%5csecret.png",
+    ]
+    routes = (
+        "/gradio_api/file=",
+        "/file=",
+        "/gradio_api/file/",
+        "/file/",
+        "/static/",
+        "/assets/",
+        "/gradio_api/proxy=",
+    )
+    for route in routes:
+        for place in places:
+            answer = visitor.client.get(route + place)
+            assert answer.status_code in (403, 404), (route, place)
+            assert SECRET not in answer.text
+            assert "root:" not in answer.text
+    assert visitor.client.get("/gradio_api/file=" + sent["path"]).status_code == 200
+    for place in places[:1]:
+        question = {"data": [{**sent, "path": place}], "fn_index": visitor.functions["features"], "session_hash": "x"}
+        assert visitor.client.post("/gradio_api/queue/join", json=question).status_code == 403
+
+
+def test_a_file_called_like_a_path_lands_in_the_folder(visitor: Visitor) -> None:
+    sent = visitor.send(draw_square(COLOURS["red"], (0, 0)), "../../../../tmp/evil.png")
+    assert "cribo-explore-" in Path(sent["path"]).parts[-3]
+    assert visitor.ask("features", sent)[1:3] == [3, 3]
+
+
+def test_twenty_at_once_each_get_their_own_answer(served: Served) -> None:
+    places = [(16 * (n % 4), 16 * (n // 8)) for n in range(20)]
+    names = [list(COLOURS)[n % 4] for n in range(20)]
+
+    def visit(number: int) -> tuple[str, str]:
+        visitor = Visitor(served.address, f"parallel{number}")
+        sent = visitor.send(draw_square(COLOURS[names[number]], places[number]))
+        said = visitor.ask("nearest", sent, 0, 1, 1)[2]
+        row = places[number][0] // 16
+        likeness = visitor.ask("likeness", sent, row, places[number][1] // 16)
+        return said, likeness[3]
+
+    with ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(visit, range(20)))
+    for number, (said, alike) in enumerate(answers):
+        assert f"-{names[number]}.png, cosine similarity 1.00" in said
+        assert f"Patch in row {places[number][0] // 16} of 6, column {places[number][1] // 16} of 6" in alike
+
+
+def test_what_is_shown_is_what_was_asked_for(visitor: Visitor) -> None:
+    number, picture, said, nearest = visitor.ask("nearest", None, 2, 1, 3)
+    assert number == 1
+    assert said.startswith("Object 1 of 2 in 0-red.png")
+    shown = visitor.picture(picture)
+    assert shown.getpixel((60, 60)) == COLOURS["red"]
+    first = visitor.picture(nearest[0]["image"])
+    assert nearest[0]["caption"] == "1. 1.00 1-red.png"
+    assert first.getpixel((first.width // 2, int(first.height * 0.75))) == COLOURS["red"]
+    thumbnails = visitor.ask("page", 99)[1]
+    assert [each["caption"] for each in thumbnails][:3] == ["0: 0-blue.png", "1: 0-green.png", "2: 0-red.png"]
+
+
+@pytest.mark.parametrize(
+    ("what", "data", "said"),
+    [
+        ("nearest", (None, 99, 0, 3), "The collection has images 0 to 7, and no image 99."),
+        ("nearest", (None, "../../etc/passwd", 0, 3), "This is no number"),
+        ("nearest", ({"path": "", "url": "http://127.0.0.1:9/"}, 0, 0, 3), "There is no picture yet"),
+        ("likeness", (None, 0, 0), "There is no picture yet"),
+        ("add_example", (None,), "There is no picture to paint on yet"),
+    ],
+)
+def test_errors_are_sentences(visitor: Visitor, what: str, data: tuple[object, ...], said: str) -> None:
+    with pytest.raises(Refusal, match=re.escape(said)):
+        visitor.ask(what, *data)
+
+
+def test_examples_are_each_visitors_own(served: Served, visitor: Visitor) -> None:
+    from PIL import Image
+
+    from cribo.explorer.segmenting import BRUSHES
+
+    picture = draw_square(COLOURS["red"], (0, 0))
+    layer = Image.new("RGBA", (96, 96))
+    layer.paste((*BRUSHES["green"], 255), (8, 8, 40, 40))
+    layer.paste((*BRUSHES["blue"], 255), (60, 60, 90, 90))
+    painting = {"background": visitor.send(picture), "layers": [visitor.send(layer, "layer.png")], "composite": None}
+    assert visitor.ask("add_example", painting)[0].startswith("1 example, ")
+    new = visitor.send(draw_square(COLOURS["red"], (48, 32)))
+    names = ["", "square", *[""] * (len(BRUSHES) - 2)]
+    overlay, _, said = visitor.ask("segment", new, *names)
+    assert re.fullmatch(r"blue 7\d%, square 2\d%\.", said)
+    colour = visitor.picture(overlay).getpixel((200, 280))
+    assert isinstance(colour, tuple)
+    assert colour[1] > colour[2]
+    other = Visitor(served.address, "another")
+    with pytest.raises(Refusal, match="There are no examples yet"):
+        other.ask("segment", other.send(picture), *names)
+    assert visitor.ask("begin_anew") == ["No examples yet."]
+
+
+def test_headers_keep_browsers_at_home(visitor: Visitor) -> None:
+    headers = visitor.client.get("/").headers
+    assert "default-src 'self'" in headers["content-security-policy"]
+    assert "http" not in headers["content-security-policy"]
+    assert headers["referrer-policy"] == "no-referrer"
+    assert visitor.client.get("/", headers={"host": "rebound.example"}).status_code == 403
+    assert visitor.client.get("/config").json().get("analytics_enabled") is False
+
+
+# ------------------------------------------------------------------ what is refused before the server starts
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command that must be refused; gives what it says."""
+
+    def call(*words: str) -> str:
+        assert main(["explore", "--port", "0", "--device", "cpu", *words]) == 2
+        said = capsys.readouterr()
+        assert "Open" not in said.out
+        return said.err
+
+    return call
+
+
+def test_there_must_be_something_to_look_at(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "nothing to look at: give --run DIR, --db DIR or --backbone SOURCE" in refused()
+    assert "holds no config.yaml, so there is no run in it" in refused("--run", str(tmp_path))
+    assert "there is no 'street'" in refused("--run", str(tmp_path / "street"))
+    assert "holds no database of objects" in refused("--db", str(tmp_path))
+    assert "no images in" in refused("--backbone", "mean-colour", "--images", str(tmp_path))
+    assert "limit must be >= 1, got 0" in refused("--backbone", "mean-colour", "--limit", "0")
+    assert "max_megabytes must be > 0, got 0" in refused("--backbone", "mean-colour", "--max_megabytes", "0")
+
+
+def test_a_database_of_another_backbone_is_refused(
+    refused: Callable[..., str], database: Path, run_folder: Path
+) -> None:
+    assert "was built with the backbone mean-colour" in refused("--db", str(database), "--backbone", str(run_folder))
+
+
+def test_an_address_that_cannot_be_used_is_named_with_the_way_out(refused: Callable[..., str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        said = refused("--backbone", "mean-colour", "--port", port)
+        assert f"cannot listen on 127.0.0.1:{port} (Address already in use): use another --port, or --port 0" in said
+    assert "port must be 0 to 65535, got 70000" in refused("--backbone", "mean-colour", "--port", "70000")
+    assert "is not known here" in refused("--backbone", "mean-colour", "--host", "no.such.host.invalid")
+    assert "cannot listen on 192.0.2.1" in refused("--backbone", "mean-colour", "--host", "192.0.2.1")
