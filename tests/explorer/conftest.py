@@ -106,20 +106,27 @@ class Served:
     def stop(self) -> int:
         """Send Ctrl-C, as a terminal does, and give the exit status."""
         self.process.send_signal(signal.SIGINT)
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=60)
 
 
-def serve(log: Path, *words: str) -> Served:
-    """Start `cribo explore` with a free port, and wait for its address."""
+def serve(log: Path, *words: str, temporary: Path | None = None) -> Served:
+    """Start `cribo explore` with a free port, and wait for its address.
+
+    Args:
+        log: where its output goes.
+        *words: of the command.
+        temporary: the folder of its temporary files.
+    """
+    place = {} if temporary is None else {"TMPDIR": str(temporary)}
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "cribo", "explore", *words, "--port", "0", "--device", "cpu"],
             stdout=file,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **place},
         )
-    for _ in range(1200):
+    for _ in range(2400):
         said = log.read_text()
         if "Open http" in said:
             return Served(said.split("Open ")[1].split(" ")[0], process, log)

@@ -1,13 +1,14 @@
 """The page's server over HTTP, as it is started by the command."""
 
 import re
+import signal
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.explorer.conftest import COLOURS, SECRET, Refusal, Served, Visitor, draw_square
+from tests.explorer.conftest import COLOURS, SECRET, Refusal, Served, Visitor, draw_square, serve
 
 from cribo.cli import main
 
@@ -176,3 +177,14 @@ def test_an_address_that_cannot_be_used_is_named_with_the_way_out(refused: Calla
     assert "port must be 0 to 65535, got 70000" in refused("--backbone", "mean-colour", "--port", "70000")
     assert "is not known here" in refused("--backbone", "mean-colour", "--host", "no.such.host.invalid")
     assert "cannot listen on 192.0.2.1" in refused("--backbone", "mean-colour", "--host", "192.0.2.1")
+
+
+def test_a_service_manager_ends_it_in_peace_too_and_nothing_is_left(tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    served = serve(tmp_path / "log.txt", "--backbone", "mean-colour", temporary=temporary)
+    assert len(list(temporary.glob("cribo-*"))) == 2
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(timeout=60) == 143
+    assert "Traceback" not in served.log.read_text()
+    assert not list(temporary.glob("cribo-*"))

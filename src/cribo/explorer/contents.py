@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,9 +16,11 @@ from cribo.explorer.network import SharedEncoder
 from cribo.explorer.objects import ObjectFinder
 from cribo.explorer.training import require_run
 from cribo.explorer.uploads import Limits
-from cribo.explorer.view_pairs import PairSample, run_config
 from cribo.object_search import DatabaseInfo, ObjectDatabase, ObjectSettings, index_images
 from cribo.retrieval import BackboneConfig, PatchEncoder, open_encoder
+
+if TYPE_CHECKING:
+    from cribo.explorer.view_pairs import PairSample
 
 _BACKBONE = "backbone.safetensors"
 
@@ -59,7 +62,7 @@ class Contents:
     title: str
     notes: tuple[str, ...] = ()
     run: Path | None = None
-    pairs: PairSample | None = None
+    pairs: "PairSample | None" = None
     encoder: SharedEncoder | None = None
     finder: ObjectFinder | None = None
 
@@ -91,7 +94,11 @@ def open_contents(asked: Asked, limits: Limits, workspace: Path, progress: Progr
     if config is None and of_run is not None:
         config = BackboneConfig(of_run)
     title = _title(asked)
-    pairs = None if asked.run is None or of_run is None else PairSample(asked.run, of_run, asked.images, device)
+    pairs = None
+    if asked.run is not None and of_run is not None:
+        from cribo.explorer.view_pairs import PairSample  # it brings Lightning, which a database can do without
+
+        pairs = PairSample(asked.run, of_run, asked.images, device)
     if config is None:
         note = "The run has not left a network yet: start the page again when it has written a checkpoint."
         return Contents(title, (note,), asked.run)
@@ -159,6 +166,7 @@ class _Workplace:
         if self.asked.images is not None:
             source: ImageSource = open_images(self.asked.images, max_pixels=self.limits.pixels)
         elif self.asked.run is not None:
+            from cribo.explorer.view_pairs import run_config
             from cribo.pretraining.session import open_source
 
             source = open_source(run_config(self.asked.run, None))

@@ -27,7 +27,9 @@ _STYLE = """
 .prose table, .prose th, .prose td { border-color: var(--border-color-primary) !important; }
 .tiles .grid-wrap { max-height: none !important; height: auto !important; min-height: 120px; }
 .tiles .grid-container { grid-template-columns: repeat(auto-fill, minmax(var(--tile), 1fr)) !important; }
-.tiles .thumbnail-lg { aspect-ratio: auto; }
+.tiles .thumbnail-lg { display: flex; flex-direction: column; height: auto; aspect-ratio: auto; }
+.tiles .thumbnail-lg > img { height: auto; aspect-ratio: 4 / 3; }
+.tiles .caption-label { position: static; max-width: 100%; border: 0; font-size: 12px; }
 #nearest { --tile: 135px; }
 #collection { --tile: 100px; }
 .shown img { width: 100%; max-height: 560px; object-fit: contain; }

@@ -1,7 +1,11 @@
 """`cribo explore` from what was asked for to the end of the server."""
 
+import signal
+import sys
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cribo.console import Progress
@@ -30,6 +34,7 @@ def explore(
     """
     require_gradio()
     with (
+        _tidy_end(),
         listening(host, port) as (listener, address),
         tempfile.TemporaryDirectory(prefix="cribo-objects-", ignore_cleanup_errors=True) as workspace,
         uploads_folder(limits) as uploads,
@@ -39,3 +44,16 @@ def explore(
 
         page = build_page(contents, uploads)
         serve(page, uploads, listener, host=host, look=look(), on_start=lambda: say(address))
+
+
+@contextmanager
+def _tidy_end() -> Iterator[None]:
+    """Have SIGTERM end the process as an exit does, which removes what was made for the page."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

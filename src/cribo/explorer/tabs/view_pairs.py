@@ -1,14 +1,16 @@
 """The tab of view pairs and their clusters."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
 from cribo.explorer.tabs.fields import ASKING, HIDDEN, sentence, shown_picture, whole
-from cribo.explorer.view_pairs import PairSample
+
+if TYPE_CHECKING:
+    from cribo.explorer.view_pairs import PairSample
 
 
-def view_pairs_tab(tab: gr.Tab, pairs: PairSample) -> None:
+def view_pairs_tab(tab: gr.Tab, pairs: "PairSample") -> None:
     """Two views over their clusters, and buttons for the pair before and the next one."""
 
     @sentence
