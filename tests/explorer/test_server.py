@@ -179,6 +179,7 @@ def test_an_address_that_cannot_be_used_is_named_with_the_way_out(refused: Calla
     assert "cannot listen on 192.0.2.1" in refused("--backbone", "mean-colour", "--host", "192.0.2.1")
 
 
+@pytest.mark.slow
 def test_a_service_manager_ends_it_in_peace_too_and_nothing_is_left(tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
