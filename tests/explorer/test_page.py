@@ -8,6 +8,8 @@ pytest.importorskip("playwright.sync_api")
 from playwright.sync_api import Locator, expect
 from tests.explorer.conftest import COLOURS, Watched, draw_square
 
+expect.set_options(timeout=30_000)  # other tests may have the cores
+
 SENT = "The picture that you have sent"
 
 
