@@ -1,6 +1,5 @@
 """Pairs of views of a run's images and their joint-space clusters, as a training step sees them."""
 
-import dataclasses
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,16 +7,14 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
-from cribo.data.pairs import ViewPairDataset
 from cribo.drawing import paint_regions, region_colour
 from cribo.explorer.pictures import shown_size
 from cribo.explorer.uploads import Refused
 from cribo.models import load_backbone
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import CONFIG
-from cribo.pretraining.network import Network
 from cribo.pretraining.presets import load_config
-from cribo.pretraining.report import ObjectSample, sample_objects
+from cribo.pretraining.sampling import ObjectSample, open_pairs, sample_objects
 from cribo.pretraining.session import open_source
 
 PAIRS = 24
@@ -85,18 +82,7 @@ class PairSample:
                 f"The images of this run cannot be read ({error}): start the page with --images DIR."
             ) from error
         backbone = load_backbone(self._source).to(self._device)
-        side = config.views.size // backbone.patch_size
-        dataset = ViewPairDataset(
-            source,
-            config.views,
-            grid=(side, side),
-            num_objects=config.objects.num_objects,
-            drop_path_sites=backbone.num_drop_path_sites,
-            seed=config.seed,
-        )
-        # Clusters are those of the backbone: the head is as small as there is one.
-        head = dataclasses.replace(config.head, hidden_dim=1, bottleneck_dim=1, prototypes=1)
-        return sample_objects(Network(backbone, head, seed=0).eval(), dataset, config, count=PAIRS, batch_size=8)
+        return sample_objects(backbone, open_pairs(source, backbone, config), config, count=PAIRS)
 
 
 def run_config(run: Path, images: Path | None) -> PretrainConfig:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from cribo.arguments import ConfigError
 from cribo.data import DataError, ImageSource
-from cribo.data.pairs import ViewPairDataset
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import read_image
 from cribo.drawing import paper_style, write_figure
@@ -27,7 +26,7 @@ from cribo.pretraining.cluster_record import read_clusters
 from cribo.pretraining.files import CONFIG, METRICS
 from cribo.pretraining.monitoring import read_metrics
 from cribo.pretraining.report import draw_bootstrapping, draw_losses, draw_schedules
-from cribo.pretraining.sampling import sample_objects
+from cribo.pretraining.sampling import open_pairs, sample_objects
 from cribo.pretraining.schedules import Schedules
 from cribo.pretraining.session import open_source
 from cribo.retrieval import PCAColours, backbone_encoder
@@ -214,14 +213,7 @@ class _Drawer:
         side = config.views.size // self.backbone.patch_size
         if self.wanted.objects > 2 * side * side:
             raise ConfigError(f"objects must be at most {2 * side * side}, the patches of both views of this run")
-        dataset = ViewPairDataset(
-            self._source,
-            config.views,
-            grid=(side, side),
-            num_objects=config.objects.num_objects,
-            drop_path_sites=0,
-            seed=config.seed,
-        )
+        dataset = open_pairs(self._source, self.backbone, config)
         sample = sample_objects(self.backbone, dataset, config, count=_GALLERY)
         queries = min(self.wanted.queries, len(sample.pairs) // 2)
         if not queries:

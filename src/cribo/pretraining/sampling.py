@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
+from cribo.data.images import ImageSource
 from cribo.data.pairs import ViewPairDataset, ViewPairs, collate
 from cribo.data.randomness import keyed_generator
 from cribo.drawing import paint_regions, region_colour
@@ -47,6 +48,19 @@ class ObjectSample:
         """The cluster of every pixel of one view."""
         height, width = self.pairs.views.shape[-2:]
         return enlarge_labels(self.objects.labels[image, view], self.grid, (height, width))
+
+
+def open_pairs(source: ImageSource, backbone: Backbone, config: PretrainConfig) -> ViewPairDataset:
+    """The view pairs of images, as a run of this configuration sees them."""
+    side = config.views.size // backbone.patch_size
+    return ViewPairDataset(
+        source,
+        config.views,
+        grid=(side, side),
+        num_objects=config.objects.num_objects,
+        drop_path_sites=0,  # nothing is trained
+        seed=config.seed,
+    )
 
 
 def sample_pairs(dataset: ViewPairDataset, config: PretrainConfig, *, count: int) -> ViewPairs:
