@@ -30,11 +30,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from cribo.allocator import keep_freed_memory
 from cribo.models import Backbone, build_backbone
 from cribo.models.backbone import CompileMode
 from cribo.models.checkpointing import Checkpointing
 from cribo.models.linear import Linear
-from cribo.pretraining.allocator import keep_freed_memory
 from cribo.pretraining.ceiling import model_flops, product_ceiling
 
 # FLOPs of each measurement, in passes of the network.

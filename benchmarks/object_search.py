@@ -31,6 +31,7 @@ from jaxtyping import Float, Int
 from rich.console import Console
 from rich.table import Table
 
+from cribo.allocator import keep_freed_memory
 from cribo.data import LabelledImages, open_images, open_segmentation
 from cribo.data.reading import read_image
 from cribo.models import build_backbone, load_backbone
@@ -371,6 +372,7 @@ def main() -> None:
     encoders = encoders_of(arguments.backbone)
     images = arguments.camvid / "images" / "train"
     torch.set_num_threads(arguments.threads)
+    keep_freed_memory()  # as `cribo index` does
     if arguments.only in (None, "indexing"):
         folder = images if images.is_dir() and not arguments.small else None
         console.print(indexing(next(iter(encoders.values())), folder, 12 if arguments.small else 50))

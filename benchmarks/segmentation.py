@@ -19,6 +19,7 @@ import torch
 from benchmarks.measuring import timed
 from torch import Tensor
 
+from cribo.allocator import keep_freed_memory
 from cribo.data import LabelledImages, LabelledSubset, open_segmentation
 from cribo.data.randomness import keyed_generator
 from cribo.evaluation.results import iou
@@ -136,6 +137,8 @@ def main() -> None:
     parser.add_argument("--refine", choices=("guided", "bilateral"), default="guided")
     parser.add_argument("--only", choices=("quality", "cost"))
     arguments = parser.parse_args()
+    if arguments.device == "cpu":
+        keep_freed_memory()  # as `cribo segment` does
     settings = SegmentationSettings(scale=arguments.scale, refine=arguments.refine)
     trained = load_backbone(arguments.backbone) if arguments.backbone else None
     network = trained or build_backbone("vit_small_patch16_224").eval()

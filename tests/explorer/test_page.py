@@ -1,5 +1,6 @@
 """The page as a person meets it, in a real browser."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,8 @@ def test_a_patch_of_a_picture_is_clicked_and_moved_by_keys(watched: Watched, red
     page.get_by_role("button", name="down").focus()
     page.keyboard.press("Enter")
     expect(page.get_by_text("Patch in row 3 of 24, column 21 of 24")).to_be_visible()
+    click_inside(picture, 0.42, 0.42)  # on the square
+    expect(page.locator("#nearest-to-patch")).to_contain_text(re.compile(r"1\. 1\.00 \d-red\.png"))
 
 
 def test_an_object_finds_its_like(watched: Watched, red: str) -> None:

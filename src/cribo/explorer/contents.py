@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cribo.allocator import keep_freed_memory
 from cribo.arguments import ConfigError
 from cribo.console import Progress
 from cribo.data.images import ImageFiles, ImageSource, open_images
@@ -86,6 +87,8 @@ def open_contents(asked: Asked, limits: Limits, workspace: Path, progress: Progr
     if asked.run is not None:
         require_run(asked.run)
     device = resolve_devices(None if asked.device is None else [asked.device], "device")[0]
+    if device == "cpu":
+        keep_freed_memory()
     database = None if asked.db is None else ObjectDatabase.open(asked.db, images=asked.images)
     of_run = None if asked.run is None else _network_of(asked.run)
     config = asked.backbone

@@ -19,12 +19,14 @@ class Likeness:
     Attributes:
         picture: the image under a heat map, with the patch framed.
         row, column: of the patch.
+        vector: its features.
         sentence: what is to be seen.
     """
 
     picture: UInt8[np.ndarray, "h w 3"]
     row: int
     column: int
+    vector: Float[np.ndarray, " d"]
     sentence: str
 
 
@@ -54,4 +56,4 @@ def likeness(image: UInt8[Tensor, "3 h w"], dense: Dense, row: int, column: int)
         f"{low:.2f} (dark) to 1 (bright)."
     )
     box = box_of_patch(dense.grid, row, column, picture.shape[:2])
-    return Likeness(with_box(heat, box), row, column, sentence)
+    return Likeness(with_box(heat, box), row, column, dense.tokens[row, column].numpy(), sentence)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, UInt8
+from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
 from cribo.explorer.collection import Collection, Match
@@ -130,7 +130,19 @@ class ObjectFinder:
             number: of its object.
             count: how many.
         """
-        found = self.collection.nearest(query.object(number).vector, count, without=query.number)
+        return self.like(query.object(number).vector, count, without=query.number)
+
+    def like(
+        self, vector: Float[np.ndarray, " d"], count: int, *, without: int | None = None
+    ) -> tuple[list[Captioned], Sequence[Match]]:
+        """The objects that are most like a vector, drawn in their images.
+
+        Args:
+            vector: of an object or of a patch.
+            count: how many.
+            without: an image whose objects are left out.
+        """
+        found = self.collection.nearest(vector, count, without=without)
         return [self._drawn(rank, match) for rank, match in enumerate(found, start=1)], found
 
     def _drawn(self, rank: int, match: Match) -> Captioned:

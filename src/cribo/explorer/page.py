@@ -30,7 +30,7 @@ _STYLE = """
 .tiles .thumbnail-lg { display: flex; flex-direction: column; height: auto; aspect-ratio: auto; }
 .tiles .thumbnail-lg > img { height: auto; aspect-ratio: 4 / 3; }
 .tiles .caption-label { position: static; max-width: 100%; border: 0; font-size: 12px; }
-#nearest { --tile: 135px; }
+#nearest, #nearest-to-patch { --tile: 135px; }
 #collection { --tile: 100px; }
 .shown img { width: 100%; max-height: 560px; object-fit: contain; }
 @media (max-width: 640px) { .gradio-container main.fillable { padding: 8px !important; } }
@@ -68,7 +68,7 @@ def build_page(contents: Contents, uploads: Uploads) -> gr.Blocks:
                     objects_tab(tab, contents.finder, uploads)
             if contents.encoder is not None:
                 with gr.Tab("Features"):
-                    features_tab(contents.encoder, uploads)
+                    features_tab(contents.encoder, uploads, contents.finder)
                 with gr.Tab("Segment"):
                     segmenting_tab(contents.encoder, uploads)
     return page

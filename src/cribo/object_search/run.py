@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 
+from cribo.allocator import keep_freed_memory
 from cribo.arguments import ConfigError
 from cribo.console import Phases
 from cribo.data import ImageFiles, open_images
@@ -75,6 +76,8 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
     else:
         _require_root(known, files, place, moved=config.moved)
     device = resolve_devices(None if config.device is None else (config.device,), "device")[0]
+    if device == "cpu":
+        keep_freed_memory()
     encoder, about = open_encoder(backbone, device)
     with index_lock(place), Phases(console) as progress:
         if known is None:

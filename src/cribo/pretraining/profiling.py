@@ -20,10 +20,10 @@ from jaxtyping import Float, Int
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from cribo.allocator import give_freed_memory_back
 from cribo.arguments import ConfigError
 from cribo.data.pairs import ViewPairs
 from cribo.method import NO_MATCH, Matches, MemoryBank
-from cribo.pretraining.allocator import give_freed_memory_back
 from cribo.pretraining.ceiling import model_flops, product_ceiling
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.footprint import held_bytes, peak_bytes, reset_peak

@@ -21,6 +21,7 @@ from timm.layers.norm_act import convert_sync_batchnorm
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from cribo.allocator import keep_freed_memory
 from cribo.arguments import ConfigError
 from cribo.data import ImageSource, UnreadableImage, open_collection
 from cribo.data.cache import CachedImages
@@ -28,7 +29,6 @@ from cribo.data.loading import PairLoader
 from cribo.data.pairs import StepBatchSampler, ViewPairDataset
 from cribo.data.scenes import Scenes
 from cribo.method.products import multiplies_bfloat16
-from cribo.pretraining.allocator import keep_freed_memory
 from cribo.pretraining.checkpoints import WholeFileCheckpointIO
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule

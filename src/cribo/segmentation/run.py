@@ -21,6 +21,7 @@ from PIL import Image
 from rich.console import Console
 from torch import Tensor
 
+from cribo.allocator import keep_freed_memory
 from cribo.console import Phases, duration
 from cribo.data.images import DataError, require
 from cribo.data.reading import UnreadableImage, open_header, read_image
@@ -154,6 +155,8 @@ def _open_memory(
 ) -> SegmentationMemory:
     """The memory in the file, or a new one; nothing is added yet."""
     device = resolve_devices(None if config.device is None else (config.device,), "device")[0]
+    if device == "cpu":
+        keep_freed_memory()
     path = None if config.memory is None else Path(config.memory).expanduser()
     if path is not None and not path.is_file():
         if examples is None:

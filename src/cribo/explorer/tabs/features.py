@@ -7,25 +7,44 @@ import gradio as gr
 
 from cribo.explorer.features import colour_picture, likeness
 from cribo.explorer.network import SharedEncoder
-from cribo.explorer.tabs.fields import ASKING, HIDDEN, clicked_point, sent_picture, sentence, shown_picture, whole
+from cribo.explorer.objects import ObjectFinder
+from cribo.explorer.tabs.fields import (
+    ASKING,
+    HIDDEN,
+    clicked_point,
+    found_objects,
+    sent_picture,
+    sentence,
+    shown_picture,
+    whole,
+)
 from cribo.explorer.uploads import Uploads
 
 _ADVICE = "Drop a picture on the field, or choose a file. Nothing is kept: pictures go when the page ends."
 
 
-def features_tab(encoder: SharedEncoder, uploads: Uploads) -> None:
-    """A field for a picture, its colours, and a heat map for a patch that is clicked or chosen by number."""
+_MATCHES = 6
+
+
+def features_tab(encoder: SharedEncoder, uploads: Uploads, finder: ObjectFinder | None) -> None:
+    """A field for a picture, its colours, and what is like a patch that is clicked or chosen by number.
+
+    Likeness is shown as a heat map of the picture itself and, where there is a collection, by its nearest objects.
+    """
+
+    def others(vector: Any) -> tuple[Any, ...]:
+        return () if finder is None else (finder.like(vector, _MATCHES)[0],)
 
     @sentence
     def alike(sent: Any, row: Any, column: Any) -> tuple[Any, ...]:
         image = uploads.read(sent)
         found = likeness(image, encoder.encode(image), whole(row), whole(column))
-        return found.row, found.column, found.picture, found.sentence
+        return found.row, found.column, found.picture, found.sentence, *others(found.vector)
 
     @sentence
     def dropped(sent: Any) -> tuple[Any, ...]:
         if sent is None:
-            return None, 0, 0, None, _ADVICE
+            return None, 0, 0, None, _ADVICE, *(() if finder is None else ([],))
         dense = encoder.encode(uploads.read(sent))
         rows, columns = dense.grid
         return colour_picture(dense), *alike(sent, rows // 2, columns // 2)
@@ -60,7 +79,11 @@ def features_tab(encoder: SharedEncoder, uploads: Uploads) -> None:
                 arrows = [gr.Button(name, min_width=60, size="sm") for name in ("← left", "↑ up", "↓ down", "right →")]
         with gr.Column(min_width=280):
             heat = shown_picture("How alike all patches are to the chosen one", "Heat map of the similarity")
-    asked, place = [picture, row, column], [row, column, heat, said]
+    asked: list[Any] = [picture, row, column]
+    place: list[Any] = [row, column, heat, said]
+    if finder is not None:
+        gr.Markdown("The nearest objects of the collection to this patch", elem_classes="caption")
+        place.append(found_objects("nearest-to-patch"))
     picture.change(dropped, picture, [colours, *place], api_name="features", **ASKING)
     picture.select(clicked, picture, place, **HIDDEN)
     gr.on([row.submit, row.blur, column.submit, column.blur], alike, asked, place, api_name="likeness", **ASKING)

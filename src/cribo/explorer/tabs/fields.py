@@ -76,6 +76,21 @@ def shown_picture(caption: str, alt: str) -> gr.Image:
     )
 
 
+def found_objects(elem_id: str) -> gr.Gallery:
+    """A gallery of objects that were found."""
+    return gr.Gallery(
+        label="Nearest objects",
+        show_label=False,
+        height="auto",
+        interactive=False,
+        object_fit="contain",
+        format="png",
+        buttons=["fullscreen"],
+        elem_id=elem_id,
+        elem_classes="tiles",
+    )
+
+
 def whole(value: Any) -> int:
     """The whole number in a field; 0 in an empty one.
 

@@ -5,7 +5,16 @@ from typing import Any
 import gradio as gr
 
 from cribo.explorer.objects import PAGE, ObjectFinder, Query, query_picture, query_sentence
-from cribo.explorer.tabs.fields import ASKING, HIDDEN, clicked_point, sent_picture, sentence, shown_picture, whole
+from cribo.explorer.tabs.fields import (
+    ASKING,
+    HIDDEN,
+    clicked_point,
+    found_objects,
+    sent_picture,
+    sentence,
+    shown_picture,
+    whole,
+)
 from cribo.explorer.uploads import Refused, Uploads
 
 _MATCHES = 12  # the paper's figures show as many
@@ -68,17 +77,7 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
             with gr.Accordion("Ask with a picture of your own", open=False):
                 sent = sent_picture(f"Your picture ({uploads.limits})", "The picture that you have sent")
     gr.Markdown("The nearest objects in other images, with their cosine similarity", elem_classes="caption")
-    nearest = gr.Gallery(
-        label="Nearest objects",
-        show_label=False,
-        height="auto",
-        interactive=False,
-        object_fit="contain",
-        format="png",
-        buttons=["fullscreen"],
-        elem_id="nearest",
-        elem_classes="tiles",
-    )
+    nearest = found_objects("nearest")
     gr.Markdown("The collection: choose an image", elem_classes="caption")
     thumbnails = gr.Gallery(
         label="The collection",

@@ -1,4 +1,4 @@
-"""Memory for CPU training: keep what was freed, instead of asking the system again at every step."""
+"""Memory on CPUs: keep what was freed, instead of asking the system again at every step or image."""
 
 import ctypes
 import sys
@@ -12,7 +12,8 @@ def keep_freed_memory() -> bool:
     """Tell glibc to serve large arrays from its own heap and not to give memory back between steps.
 
     A training step allocates the same large arrays again and again; by default each is a fresh mapping whose
-    pages the kernel has to clear. That is a tenth of a step of a small network, and a third of a larger one's.
+    pages the kernel has to clear. That is a tenth of a step of a small network, a third of a larger one's, and up to
+    half of the time that the objects or the labels of an image take.
 
     Returns:
         whether it was done; there is nothing to do where the C library is another one.
