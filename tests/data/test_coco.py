@@ -22,7 +22,7 @@ def annotation(segmentation: Any, category: int = 7, **more: Any) -> dict[str, A
 def write(folder: Path, annotations: list[dict[str, Any]], name: str = "a.json", **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (12, 10), "blue").save(folder / "one.png")
-    content = {
+    content: dict[str, Any] = {
         "images": [{"id": 5, "file_name": "one.png", "height": 10, "width": 12}],
         "annotations": annotations,
         "categories": CATEGORIES,
@@ -141,3 +141,25 @@ def test_what_is_of_cocos_format(tmp_path: Path) -> None:
         (tmp_path / "b.json").write_text(text)
         assert not is_coco(tmp_path / "b.json")
     assert not is_coco(tmp_path / "missing.json")
+
+
+def test_what_is_called_background_is_the_background(tmp_path: Path) -> None:
+    categories = [{"id": 1, "name": "Background"}, {"id": 2, "name": "cell"}]
+    path = write(tmp_path, [annotation([SQUARE], 2)], categories=categories)
+    assert CocoLabels(path).classes == ["background", "cell"]
+    assert torch.equal(CocoLabels(path).labels(0), torch.from_numpy(square()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"categories": [*CATEGORIES, {"id": 7, "name": "other"}]}, "id 7 stands twice in its categories"),
+        ({"categories": [*CATEGORIES, {"id": "8", "name": "other"}]}, "must be all numbers or all texts, got '8'"),
+        ({"images": [{"id": 5, "file_name": "one.png"}, {"id": 5, "file_name": "one.png"}]}, "id 5 stands twice"),
+        ({"images": [{"id": None, "file_name": "one.png"}]}, "got None"),
+        ({"annotations": [{**annotation([SQUARE]), "image_id": [5]}]}, r"image_id of annotation 1 .* got \[5\]"),
+    ],
+)
+def test_ids_that_do_not_tell_apart(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        CocoLabels(write(tmp_path, [], **changes))

@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import shutil
 import signal
@@ -9,11 +10,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from cribo.data import ImageFiles
 from cribo.files import FolderError
-from cribo.object_search import IndexSummary, ObjectDatabase, index_lock
-from cribo.retrieval import mean_colour_encoder
+from cribo.object_search import IndexSummary, ObjectDatabase, index_images, index_lock
+from cribo.object_search.database import DatabaseError, holds_database, require_free
+from cribo.retrieval import PatchEncoder, mean_colour_encoder
 
-from .conftest import bring_up_to_date, held, write_picture
+from .conftest import bring_up_to_date, held, info_of, write_picture
 
 Index = Callable[..., tuple[ObjectDatabase, IndexSummary]]
 
@@ -173,3 +176,47 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FolderError, match="cannot write to"), index_lock(str(tmp_path / "file" / "db")):
         pass
+
+
+def test_an_image_that_a_list_names_twice_is_there_once(pictures: Path, encoder: PatchEncoder) -> None:
+    names = [path.relative_to(pictures).as_posix() for path in sorted(pictures.rglob("*.png"))]
+    database = ObjectDatabase.create(pictures.parent / "twice.db", info_of(encoder, pictures))
+    files = ImageFiles(pictures, [*names, names[0]])
+    assert counts(index_images(database, encoder, files)) == (len(names), 0, 0, 0)
+    summary = index_images(database, encoder, files)
+    assert counts(summary) == (0, 0, len(names), 0)
+    assert database.count_images() == len(names)
+
+
+def test_an_image_beyond_a_limit_is_tried_again(pictures: Path, encoder: PatchEncoder) -> None:
+    names = [path.relative_to(pictures).as_posix() for path in sorted(pictures.rglob("*.png"))]
+    database = ObjectDatabase.create(pictures.parent / "limit.db", info_of(encoder, pictures))
+    summary = index_images(database, encoder, ImageFiles(pictures, names, max_pixels=100))
+    assert (summary.new, len(summary.unread)) == (0, len(names))
+    assert index_images(database, encoder, ImageFiles(pictures, names)).new == len(names)
+
+
+@pytest.mark.parametrize("table", ["about", "images", "objects"])
+def test_a_database_whose_making_was_cut_short_is_made_anew(pictures: Path, encoder: PatchEncoder, table: str) -> None:
+    place = pictures.parent / "short.db"
+    ObjectDatabase.create(place, info_of(encoder, pictures))
+    if table != "about":
+        shutil.rmtree(place / "about.lance")
+    shutil.rmtree(place / f"{table}.lance" / "_versions")
+    assert not holds_database(place)
+    require_free(place)
+    assert len(ObjectDatabase.create(place, info_of(encoder, pictures))) == 0
+
+
+def test_a_damaged_database_is_told(index: Index) -> None:
+    database, _ = index()
+    for path in (Path(database.uri) / "objects.lance" / "data").iterdir():
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DatabaseError, match="cannot be read"):
+        ObjectDatabase.open(database.uri).objects_of("a/0.png")
+
+
+def test_a_database_does_not_say_whom_to_trust(index: Index) -> None:
+    database, _ = index()
+    info = dataclasses.replace(database.info, config={"source": "evil.pth", "trust": True})
+    assert not info.backbone_config.trust

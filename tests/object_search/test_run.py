@@ -165,7 +165,7 @@ def test_other_settings_are_refused(cribo: Run, indexed: Path) -> None:
 def test_images_that_were_moved(cribo: Run, indexed: Path, pictures: Path, tmp_path: Path) -> None:
     moved = pictures.rename(tmp_path / "archive")
     said = cribo("index", "--db", indexed, "--images", moved, status=2)
-    assert "say --moved if they were moved there" in said
+    assert "say --moved if these are the same images elsewhere" in said
     cribo("search", "--db", indexed, "--images", moved, "--image", "a/1.png", "--object", 0, "--out", "found")
     assert "0 new images, 0 changed, 6 unchanged" in cribo("index", "--db", indexed, "--images", moved, "--moved")
     assert ObjectDatabase.open(indexed).root == moved

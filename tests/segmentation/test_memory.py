@@ -101,6 +101,14 @@ def test_patches_without_any_class_are_left_out() -> None:
     assert memory.patches == 4
 
 
+def test_a_thin_stroke_in_a_large_image_is_not_lost() -> None:
+    memory = perfect(size=16)
+    labels = torch.full((160, 160), 255)
+    labels[3, 20:140] = 1
+    memory.add(torch.zeros(3, 160, 160, dtype=torch.uint8), labels)
+    assert memory.patches == 4
+
+
 def test_soft_and_hard_labels_of_patches() -> None:
     labels = torch.zeros(4, 4, dtype=torch.uint8)
     labels[0] = 1
@@ -291,6 +299,15 @@ def test_the_colours_of_the_first_palette_are_kept_and_others_refused(tmp_path: 
     # Colours of classes that are not in the image contradict nobody.
     save_labels(tmp_path / "part.png", blocks([0, 0]), [1, 2, 3, 0, 0, 0])
     assert memory.add(image_of(blocks([0, 0])), tmp_path / "part.png")
+
+
+def test_a_longer_palette_adds_its_colours(tmp_path: Path) -> None:
+    memory = perfect()
+    save_labels(tmp_path / "short.png", blocks([0, 0]), [1, 2, 3])
+    memory.add(image_of(blocks([0, 0])), tmp_path / "short.png")
+    save_labels(tmp_path / "long.png", blocks([0, 1]), [1, 2, 3, 4, 5, 6])
+    memory.add(image_of(blocks([0, 1])), tmp_path / "long.png")
+    assert memory.palette == [(1, 2, 3), (4, 5, 6)]
 
 
 def test_classes_without_an_example_are_known() -> None:

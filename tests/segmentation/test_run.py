@@ -178,6 +178,25 @@ def test_other_settings_or_examples_do_not_go_on(folder: Path) -> None:
         segment(folder, resume=True, out="other")
 
 
+def test_a_refused_command_leaves_the_memory_alone(folder: Path) -> None:
+    memory = folder / "memory.safetensors"
+    segment(folder, memory=str(memory))
+    before = memory.read_bytes()
+    save_labels(folder / "examples" / "b_labels.png", enlarged(FIRST), PALETTE)
+    with pytest.raises(FolderError, match="was made otherwise"):
+        segment(folder, memory=str(memory), resume=True)
+    assert memory.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["examples", "labels", "classes", "memory"])
+def test_what_is_read_may_not_lie_where_results_are_replaced(folder: Path, name: str) -> None:
+    segment(folder)
+    before = files(folder / "out")
+    with pytest.raises(FolderError, match=f"--{name} .* lies in --out"):
+        segment_images(config(folder, **{name: str(folder / "out" / "labels")}), out=folder / "out", overwrite=True)
+    assert files(folder / "out") == before
+
+
 def test_unreadable_images_are_skipped_and_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "images" / "broken.jpg").write_bytes(b"nothing")
     logging.getLogger("cribo").propagate = True

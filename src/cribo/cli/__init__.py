@@ -15,11 +15,11 @@ commands:
   evaluate    measure what a backbone has learned, on labelled images
   segment     label the pixels of many images by a few labelled examples, without training
   index       find the objects of a folder of images and keep them in a database
-  search      find the objects most like one, across the database
-  figures     the figures of a paper from a run: matches, clusters, bootstrapping ratio, features
+  search      find the objects in such a database that are most like one
+  explore     open a page to look at a run and at a collection's objects
+  figures     draw the figures of a paper from a run: matches, clusters, bootstrapping ratio, features
   export      write a backbone for timm, transformers, ONNX or torch.export, checked after writing
   shard       pack images into few large files, to train from a network or from object storage
-  explore     open a page to look at what was learned
 
 `cribo pretrain` with no options trains on made-up scenes, a few minutes on a laptop.
 `cribo <command> --help` lists its options; `cribo --version` says which version this is.

@@ -54,7 +54,8 @@ def _index(words: list[str]) -> None:
     summary, database, recall = index_collection(IndexConfig(**values, backbone=backbone), console=console)
     for title, files in (("no image", summary.unreadable), ("not read this time", summary.unread)):
         for path, reason in files[:_LISTED]:
-            console.print(f"  {title}: {path}: {reason}", highlight=False, markup=False)
+            name = path.encode("utf-8", "backslashreplace").decode()  # it may be no text
+            console.print(f"  {title}: {name}: {reason}", highlight=False, markup=False)
         if len(files) > _LISTED:
             console.print(f"  {title}: {len(files) - _LISTED} more", highlight=False)
     speed = f", {summary.images_per_second:.1f} images/s" if summary.images_per_second else ""

@@ -79,6 +79,6 @@ def _segment(words: list[str]) -> None:
             "overlays": segmented.folder / "overlays",
             "confidence": segmented.folder / "confidence",
             "numbers": segmented.folder / SUMMARY,
-            "overview": segmented.folder / OVERVIEW,
+            **({"overview": segmented.folder / OVERVIEW} if parsed.pictures else {}),
         },
     )

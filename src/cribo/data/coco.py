@@ -51,8 +51,11 @@ class CocoLabels:
         self._file = Path(annotations).expanduser()
         content = _read(self._file)
         categories = sorted(content["categories"], key=lambda category: category["id"])
-        self._label = {category["id"]: number for number, category in enumerate(categories, start=1)}
-        self._classes = class_names([BACKGROUND, *(str(category["name"]) for category in categories)])
+        # What a file calls background is that of all others.
+        things = [category for category in categories if str(category["name"]).lower() != BACKGROUND]
+        self._label = {category["id"]: 0 for category in categories}
+        self._label |= {category["id"]: number for number, category in enumerate(things, start=1)}
+        self._classes = class_names([BACKGROUND, *(str(category["name"]) for category in things)])
         self._entries = list(content["images"])
         if not self._entries:
             raise DataError(f"{self._file} lists no image")
@@ -180,7 +183,28 @@ def _read(path: Path) -> dict[str, Any]:
             missing = [field for field in fields if not isinstance(entry, dict) or field not in entry]
             if missing:
                 raise DataError(f"{path}: number {number} of its {key} lacks {', '.join(missing)}")
+    for key in ("images", "categories"):
+        _require_ids(path, key, [entry["id"] for entry in content[key]])
+    for annotation in content["annotations"]:
+        for field in ("image_id", "category_id"):
+            if not isinstance(annotation[field], int | str):
+                raise DataError(
+                    f"{path}: {field} of {_named(annotation)} must be a number or a text, got {annotation[field]!r}"
+                )
     return content
+
+
+def _require_ids(path: Path, key: str, ids: list[Any]) -> None:
+    if len({type(each) for each in ids}) > 1 or not all(isinstance(each, int | str) for each in ids):
+        wrong = next((each for each in ids if not isinstance(each, int | str)), ids[-1])
+        raise DataError(f"{path}: the ids of its {key} must be all numbers or all texts, got {wrong!r}")
+    seen: set[Any] = set()
+    for each in ids:
+        if each in seen:
+            raise DataError(
+                f"{path}: the id {each!r} stands twice in its {key}: give each its own, also when files are joined"
+            )
+        seen.add(each)
 
 
 def _named(annotation: Mapping[str, Any]) -> str:

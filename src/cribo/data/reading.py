@@ -60,6 +60,10 @@ class UnreadableImage(Stopped):
         return f"{self.path}: {self.reason}"
 
 
+class TooManyPixels(UnreadableImage):
+    """An image that is larger than allowed; what is wrong is not the file."""
+
+
 def passing_error(error: BaseException) -> int | None:
     """The `errno` of an error of reading that may be gone when it is tried again; None for all others.
 
@@ -168,7 +172,7 @@ def open_header(path: str | os.PathLike[str] | EncodedImage, *, max_pixels: int 
             with Image.open(file, formats=FORMATS) as image:
                 width, height = image.size
                 if width * height > max_pixels:
-                    raise UnreadableImage(
+                    raise TooManyPixels(
                         path,
                         f"{width} x {height} pixels are more than max_pixels = {max_pixels}: not decoded",
                     )

@@ -282,10 +282,8 @@ def extract(
 
     def encode(batch: list[_Prepared]) -> None:
         pixels = [torch.from_numpy(prepared.image) for prepared in batch if prepared.image is not None]
-        features = F.normalize(encoder.encode(torch.stack(pixels).to(device).float().div_(255)).float(), dim=-1)
+        features = F.normalize(encoder.grids(torch.stack(pixels), device), dim=-1).flatten(1, 2)
         for prepared, rows in zip(batch, features.to(_DTYPES[precision]).cpu(), strict=True):
-            if len(rows) != prepared.counts.patches:
-                raise ValueError(f"the encoder gives {len(rows)} features of {prepared.counts.patches} patches")
             found.dim = rows.shape[1]
             found.held[prepared.view] = _keep(rows, prepared.path, cache)
 

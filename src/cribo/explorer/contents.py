@@ -93,7 +93,7 @@ def open_contents(asked: Asked, limits: Limits, workspace: Path, progress: Progr
     of_run = None if asked.run is None else _network_of(asked.run)
     config = asked.backbone
     if config is None and database is not None:
-        config = BackboneConfig(**database.info.config)
+        config = database.info.backbone_config
     if config is None and of_run is not None:
         config = BackboneConfig(of_run)
     title = _title(asked)

@@ -101,6 +101,5 @@ class SharedEncoder:
         height, width = image.shape[1:]
         scale = min(1.0, (self.max_patches * patch**2 / (height * width)) ** 0.5)
         size = grid_size(round(scale * height), round(scale * width), patch)
-        pixels = resize_image(image, size, "bicubic")[None].to(self.device).float() / 255
-        tokens = self.encoder.encode(pixels)[0].float().cpu()
-        return Dense(tokens.unflatten(0, (size[0] // patch, size[1] // patch)).clone(), (height, width))
+        tokens = self.encoder.grids(resize_image(image, size, "bicubic")[None], self.device)[0]
+        return Dense(tokens.cpu().clone(), (height, width))

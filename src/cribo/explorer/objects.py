@@ -15,7 +15,7 @@ from cribo.explorer.network import SharedEncoder
 from cribo.explorer.pictures import SHOWN, as_shown, with_outline
 from cribo.explorer.uploads import Refused
 from cribo.object_search import GridMask, ImageObject, extract_objects
-from cribo.object_search.extraction import patch_of_pixel
+from cribo.retrieval.patches import patch_of_pixel
 
 PAGE = 24
 """Images of one page of the collection."""

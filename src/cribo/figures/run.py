@@ -263,12 +263,11 @@ class _Drawer:
     def _features(self) -> tuple[Figure, str]:
         images = [self._reduced(image) for image in self._images()]
         encoder = backbone_encoder(self.backbone)
-        grids, patch = [], self.backbone.patch_size
+        grids = []
         own = None if self.backbone.takes_any_size else (self.backbone.image_size, self.backbone.image_size)
         for image in images:
-            height, width = grid_size(image.shape[1], image.shape[2], patch, own)
-            resized = resize_image(image, (height, width), "bicubic")[None].to(self.device).float() / 255
-            grids.append(encoder.encode(resized)[0].unflatten(0, (height // patch, width // patch)).cpu())
+            size = grid_size(image.shape[1], image.shape[2], self.backbone.patch_size, own)
+            grids.append(encoder.grids(resize_image(image, size, "bicubic")[None], self.device)[0].cpu())
         colours = PCAColours(grids)
         painted = [colours(grid, (image.shape[1], image.shape[2])) for grid, image in zip(grids, images, strict=True)]
         pictures = [image.permute(1, 2, 0).numpy() / 255 for image in images]

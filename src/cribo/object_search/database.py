@@ -27,7 +27,7 @@ from jaxtyping import Float, Int64
 from cribo.arguments import ConfigError
 from cribo.data.images import DataError, require
 from cribo.object_search.extraction import GridMask, ImageObject, ObjectSettings
-from cribo.retrieval.encoders import PatchEncoder
+from cribo.retrieval.encoders import BackboneConfig, PatchEncoder
 
 _FORMAT = 1
 _ABOUT, _IMAGES, _OBJECTS = "about", "images", "objects"
@@ -68,6 +68,14 @@ class DatabaseInfo:
     def backbone_name(self) -> str:
         """What to call the backbone."""
         return str(self.backbone["name"])
+
+    @property
+    def backbone_config(self) -> BackboneConfig:
+        """The backbone, to be opened again without running code of its file.
+
+        Whether to trust a file is for whoever runs this to say, not for a database, which may be somebody else's.
+        """
+        return BackboneConfig(**{**self.config, "trust": False})
 
 
 class IndexedImage(NamedTuple):
@@ -150,7 +158,7 @@ class ObjectDatabase:
         if not is_remote(place):
             require(Path(place))
         connection = _connect(place)
-        if _ABOUT not in _tables(connection):
+        if not _is_made(connection, _ABOUT):
             raise DatabaseError(
                 f"{place} holds no database of objects: make one with cribo index --images DIR --db {place}"
             )
@@ -167,15 +175,18 @@ class ObjectDatabase:
         """
         place = as_uri(uri)
         connection = _connect(place)
-        there = _tables(connection)
-        if _ABOUT in there:
+        if _is_made(connection, _ABOUT):
             raise DatabaseError(f"{place} holds a database already: open it, or use another --db")
         require_free(place)
         # What a making that was cut short has left is empty and made again.
-        for name, schema in ((_OBJECTS, _objects_schema(info.dim)), (_IMAGES, _images_schema())):
-            if name in there and connection.open_table(name).count_rows():
+        tables = ((_OBJECTS, _objects_schema(info.dim)), (_IMAGES, _images_schema()))
+        for name, _ in tables:
+            if _is_made(connection, name) and connection.open_table(name).count_rows():
                 raise DatabaseError(f"{place} holds a table {name!r} that is nothing of ours: use another --db")
-            connection.create_table(name, schema=schema, mode="overwrite" if name in there else "create")
+        for name in _tables(connection) & {_OBJECTS, _IMAGES, _ABOUT}:
+            connection.drop_table(name)
+        for name, schema in tables:
+            connection.create_table(name, schema=schema)
         _write_info(connection, info, mode="create")
         return cls(place, connection, info, Path(info.root))
 
@@ -427,9 +438,15 @@ class ObjectDatabase:
         try:
             return ask()
         except (RuntimeError, OSError):
-            self._objects.checkout_latest()
-            self._images.checkout_latest()
-            return ask()
+            try:
+                self._objects.checkout_latest()
+                self._images.checkout_latest()
+                return ask()
+            except (RuntimeError, OSError) as error:
+                raise DatabaseError(
+                    f"{self.uri} cannot be read: {_reason(error)}; try again, or build it anew with cribo index "
+                    "--db ELSEWHERE"
+                ) from error
 
     def _checked(self, vectors: Float[np.ndarray, "q d"], k: int) -> Float[np.ndarray, "q d"]:
         vectors = np.asarray(vectors, dtype=np.float32)
@@ -498,7 +515,7 @@ def holds_database(uri: str | os.PathLike[str]) -> bool:
     if not is_remote(place) and not Path(place).is_dir():
         _lancedb()
         return False
-    return _ABOUT in _tables(_connect(place))
+    return _is_made(_connect(place), _ABOUT)
 
 
 def require_free(uri: str | os.PathLike[str]) -> None:
@@ -512,7 +529,7 @@ def require_free(uri: str | os.PathLike[str]) -> None:
         return
     if not Path(place).is_dir():
         raise DatabaseError(f"{place} is a file, not a folder: use another --db")
-    ours = {f"{name}.lance" for name in (_OBJECTS, _IMAGES)}
+    ours = {f"{name}.lance" for name in (_OBJECTS, _IMAGES, _ABOUT)}
     others = [path.name for path in Path(place).iterdir() if path.name not in ours and not path.name.startswith(".")]
     if others:
         raise DatabaseError(
@@ -552,6 +569,17 @@ def _tables(connection: Any) -> set[str]:
         return set(connection.list_tables(limit=1000).tables)
     except (RuntimeError, OSError) as error:  # of object storage: no such bucket, no answer, no right to look
         raise ConnectionError(f"{connection.uri} cannot be read: {_reason(error)}") from error
+
+
+def _is_made(connection: Any, name: str) -> bool:
+    """Whether a table is there whole: it is listed as soon as its folder is."""
+    if name not in _tables(connection):
+        return False
+    try:
+        connection.open_table(name)
+    except (ValueError, FileNotFoundError):  # what LanceDB says of a table without any version
+        return False
+    return True
 
 
 def _reason(error: Exception) -> str:

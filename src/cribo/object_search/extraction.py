@@ -21,7 +21,7 @@ from cribo.data.randomness import keyed_generator
 from cribo.method import cluster_tokens, draw_initial_tokens
 from cribo.method.clustering import Marginals
 from cribo.retrieval.encoders import PatchEncoder
-from cribo.retrieval.patches import grid_size, resize_image
+from cribo.retrieval.patches import grid_size, patch_of_pixel, resize_image
 
 _INITIAL_TOKENS = 0x6F626A  # keeps its draws apart from others that are keyed by the same number
 _MOST_PATCHES = 4096  # of an image: clustering compares each with each
@@ -259,11 +259,8 @@ def _extract_batch(
     device: torch.device | str,
 ) -> list[ImageObjects]:
     """The objects of images of one size."""
-    pixels = torch.stack([image.pixels for image in batch]).to(device).float().div_(255)
-    tokens = encoder.encode(pixels).float()
+    tokens = encoder.grids(torch.stack([image.pixels for image in batch]), device).flatten(1, 2)
     patches = grid[0] * grid[1]
-    if tokens.shape[1] != patches:
-        raise ValueError(f"the encoder gives {tokens.shape[1]} features of {patches} patches")
     if not tokens.isfinite().all():
         raise ValueError("the encoder gives values that are not finite: its weights, or its precision, are of no use")
     num_objects = min(settings.num_objects, patches)
@@ -341,16 +338,6 @@ def _extent(present: Bool[np.ndarray, " g"], pixels: Int[np.ndarray, " g"]) -> t
     places = np.flatnonzero(present)
     ends = np.cumsum(pixels)
     return int(ends[places[0]] - pixels[places[0]]), int(ends[places[-1]])
-
-
-def patch_of_pixel(pixels: int, patches: int) -> Int[np.ndarray, " pixels"]:
-    """The row (or column) of the grid that the centre of each row (or column) of pixels lies in.
-
-    Example:
-        >>> patch_of_pixel(5, 2).tolist()
-        [0, 0, 1, 1, 1]
-    """
-    return (2 * np.arange(pixels) + 1) * patches // (2 * pixels)
 
 
 def _overlap(start: float, end: float, pixels: int, patches: int) -> Float[Tensor, " patches"]:

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from cribo.console import Progress
 from cribo.data.images import ImageFiles
-from cribo.data.reading import EncodedImage, UnreadableImage, read_image
+from cribo.data.reading import EncodedImage, TooManyPixels, UnreadableImage, read_image
 from cribo.files import FolderError
 from cribo.object_search.database import IndexedImage, ObjectDatabase, is_remote, new_entry
 from cribo.object_search.extraction import ImageObject, ObjectSettings, PreparedImage, extract_prepared, prepare_image
@@ -154,8 +154,12 @@ def _compare(
     """Files whose size or time is not as it was, and images whose files are gone."""
     before = {image.path: image for image in database.images()}
     work: list[_Work] = []
+    seen: set[str] = set()
     for index in range(len(files)):
         path = files.name(index)
+        if path in seen:  # a list may name an image twice
+            continue
+        seen.add(path)
         known = before.pop(path, None)
         try:
             path.encode()
@@ -225,6 +229,8 @@ def _read(path: Path, work: _Work, max_pixels: int, patch_size: int, settings: O
         return _Read(work, sha256)
     try:
         image = read_image(EncodedImage(work.path, content), max_pixels=max_pixels)
+    except TooManyPixels as error:  # the limit's doing, which may be raised
+        return _Read(work, sha256, error=error.reason, passing=True)
     except UnreadableImage as error:
         return _Read(work, sha256, error=error.reason)
     return _Read(work, sha256, prepared=prepare_image(image, patch_size, settings))

@@ -53,7 +53,7 @@ def write_sheet(
 def _panels(query: Query, regions: int, nearest: int) -> tuple[Figure, list[Axes], list[Axes]]:
     """A figure, the frames of the queries at its left, and those of what was found, row by row."""
     height, width = query.pixels.shape[1:]
-    rows = max(1, math.ceil(nearest / _COLUMNS)) if regions == 1 else min(regions, _MOST_ROWS)
+    rows = min(max(1, math.ceil(nearest / _COLUMNS)) if regions == 1 else regions, _MOST_ROWS)
     # Of one query, the picture is as large as two rows and two columns of the others.
     side = 2 if regions == 1 and rows > 1 else 1
     panel = _PANEL * min(max(height / width, 0.5), 1.5) + _HEADING

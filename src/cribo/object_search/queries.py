@@ -1,6 +1,7 @@
 """What is searched for: an object of an image, or a box in it, as a vector and a region to show."""
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,17 +129,24 @@ def _locate(database: ObjectDatabase, image: str) -> tuple[Path, IndexedImage | 
     """The file, and the row of the database about it."""
     path = Path(image).expanduser()
     if path.is_file():
-        try:
-            below = path.resolve().relative_to(database.root.resolve()).as_posix()
-        except ValueError:
-            return path, None
-        return path, database.image(below)
+        rows = (database.image(name) for name in _names(path, database.root))
+        return path, next((row for row in rows if row is not None), None)
     row = database.image(image)
     if row is None:
         require(path)
         raise DataError(f"{path} is no file: give an image")
     require(database.root / row.path)
     return database.root / row.path, row
+
+
+def _names(path: Path, root: Path) -> list[str]:
+    """What a file may be called in a database: below its folder, or from a list by its whole path; links as given."""
+    whole = Path(os.path.abspath(path))  # noqa: PTH100 (links are followed below)
+    names = [whole.as_posix()]
+    for place, folder in ((whole, Path(os.path.abspath(root))), (path.resolve(), root.resolve())):  # noqa: PTH100
+        if place.is_relative_to(folder):
+            names.append(place.relative_to(folder).as_posix())
+    return list(dict.fromkeys(reversed(names)))
 
 
 def _check_place(place: Place, height: int, width: int) -> None:

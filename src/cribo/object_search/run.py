@@ -74,7 +74,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
     if known is None:
         require_free(place)
     else:
-        _require_root(known, files, place, moved=config.moved)
+        _require_same_images(known, files, source, place, moved=config.moved)
     device = resolve_devices(None if config.device is None else (config.device,), "device")[0]
     if device == "cpu":
         keep_freed_memory()
@@ -87,7 +87,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
             database = ObjectDatabase.open(place)
             database.require_encoder(encoder, about["name"])
             database.require_settings(settings)
-            if _root(files) != known.root:
+            if (_root(files), source) != (known.root, known.images):
                 database.move(_root(files), source)
         summary = index_images(
             database,
@@ -108,27 +108,32 @@ def _open_files(config: IndexConfig, known: DatabaseInfo | None) -> tuple[ImageF
     if source is None:
         raise ConfigError(f"--images must be given: {config.db} is a new database, and wants a folder of images")
     files = open_images(source, max_pixels=config.max_pixels or MAX_PIXELS)
-    return files, str(Path(source).expanduser().absolute())
+    return files, _absolute(Path(source).expanduser())
 
 
 def _known_backbone(known: DatabaseInfo | None) -> BackboneConfig:
     if known is None:
         raise ConfigError("--backbone must be given: a new database wants to know whose features it shall hold")
-    # Whether to trust a file is for whoever runs this to say, not for the database.
-    return BackboneConfig(**{**known.config, "trust": False})
+    return known.backbone_config
 
 
-def _require_root(known: DatabaseInfo, files: ImageFiles, place: str, *, moved: bool) -> None:
-    root = _root(files)
-    if root != known.root and not moved:
+def _require_same_images(known: DatabaseInfo, files: ImageFiles, source: str, place: str, *, moved: bool) -> None:
+    """Refuse another collection: all that it does not hold would be removed from the database."""
+    before, now = (known.images or known.root, known.root), (source, _root(files))
+    if now != before and not moved:
         raise ConfigError(
-            f"{place} is a database of the images in {known.root}, not in {root}: say --moved if they were moved "
-            "there, or use another --db for other images"
+            f"{place} is a database of the images of {before[0]}, not of {source}: say --moved if these are the same "
+            "images elsewhere, or those that shall be in it from now on, or use another --db"
         )
 
 
 def _root(files: ImageFiles) -> str:
-    return str(Path(files.folder).absolute())
+    return _absolute(files.folder)
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    """A path from the root of the file system, without `..`, so that one place has one name."""
+    return os.path.abspath(path)  # noqa: PTH100 (Path.absolute keeps `..`)
 
 
 def _info(

@@ -3,6 +3,7 @@
 import logging
 import time
 import zipfile
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def read_clusters(folder: Path) -> ClusterHistory:
                 epochs=tuple(int(epoch) for epoch in content["epochs"]),
                 labels=torch.from_numpy(content["labels"].astype(np.int64)),
             )
-    except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except (KeyError, IndexError, ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} is damaged ({error}): remove it; it is only used for figures") from error
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from cribo.arguments import ConfigError
@@ -31,6 +32,24 @@ class PatchEncoder:
     encode: Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "b n d"]]
     patch_size: int
     identity: str | None = None
+
+    def grids(
+        self, pixels: UInt8[Tensor, "b 3 h w"], device: torch.device | str = "cpu"
+    ) -> Float[Tensor, "b rows columns d"]:
+        """Features in float32 of images as files hold them, on the grid of patches.
+
+        Args:
+            pixels: RGB; H and W are multiples of the patch size.
+            device: that of the encoder; the features stay there.
+
+        Raises:
+            ValueError: the encoder gives another number of features than there are patches.
+        """
+        grid = pixels.shape[2] // self.patch_size, pixels.shape[3] // self.patch_size
+        features = self.encode(pixels.to(device).float().div_(255)).float()
+        if features.shape[1] != grid[0] * grid[1]:
+            raise ValueError(f"the encoder gives {features.shape[1]} features of {grid[0] * grid[1]} patches")
+        return features.unflatten(1, grid)
 
 
 def backbone_encoder(backbone: Backbone, *, layers: int = 1) -> PatchEncoder:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
+import numpy as np
 import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
@@ -68,17 +69,51 @@ def class_counts(
         >>> class_counts(torch.tensor([[0, 0, 1, 1], [0, 1, 1, 255]]), 2, 2, 255).tolist()
         [[3, 1, 0], [0, 3, 1]]
     """
+    height, width = labels.shape
+    return grid_counts(labels, (height // patch_size, width // patch_size), num_classes, ignore_index)
+
+
+def grid_counts(
+    labels: Int[Tensor, "h w"], grid: tuple[int, int], num_classes: int, ignore_index: int
+) -> Int[Tensor, "n c_plus_1"]:
+    """`class_counts` of a map of any size, cut into a grid as evenly as whole pixels allow.
+
+    Args:
+        labels: (H, W).
+        grid: patches down and across, no more than H and W.
+        num_classes: C.
+        ignore_index: label of pixels without class.
+
+    Raises:
+        ValueError: a label that is no class.
+
+    Example:
+        >>> grid_counts(torch.tensor([[0, 0, 1], [0, 1, 255]]), (1, 2), 2, 255).tolist()
+        [[3, 1, 0], [0, 1, 1]]
+    """
     known = labels != ignore_index
     if (wrong := labels[known & (labels >= num_classes)]).numel():
         raise ValueError(f"labels must be in 0..{num_classes - 1} or {ignore_index} (ignored), got {int(wrong[0])}")
-    height, width = labels.shape
+    rows, across = (
+        torch.from_numpy(patch_of_pixel(side, patches)).to(labels.device)
+        for side, patches in zip(labels.shape, grid, strict=True)
+    )
     columns = num_classes + 1
     label = torch.where(known, labels.long(), num_classes)
-    row = torch.arange(height, device=labels.device) // patch_size * (width // patch_size)
-    patch = row[:, None] + torch.arange(width, device=labels.device) // patch_size
-    patches = (height // patch_size) * (width // patch_size)
+    patch = rows[:, None] * grid[1] + across
+    patches = grid[0] * grid[1]
     flat = (patch * columns + label).flatten()
     return torch.bincount(flat, minlength=patches * columns).view(patches, columns)
+
+
+def patch_of_pixel(pixels: int, patches: int) -> Int[np.ndarray, " pixels"]:
+    """The row (or column) of the grid that the centre of each row (or column) of pixels lies in.
+
+    Example:
+        >>> patch_of_pixel(5, 2).tolist()
+        [0, 0, 1, 1, 1]
+    """
+    return (2 * np.arange(pixels) + 1) * patches // (2 * pixels)
 
 
 def labels_in_memory(

@@ -85,12 +85,7 @@ class GridEncoder:
         return F.normalize(total, dim=-1)
 
     def _unit_features(self, pixels: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b rows columns d"]:
-        patch = self.encoder.patch_size
-        grid = pixels.shape[2] // patch, pixels.shape[3] // patch
-        features = self.encoder.encode(pixels.to(self.device).float().div_(255)).float()
-        if features.shape[1] != grid[0] * grid[1]:
-            raise ValueError(f"the encoder gives {features.shape[1]} features of {grid[0] * grid[1]} patches")
-        return F.normalize(features, dim=-1).unflatten(1, grid)
+        return F.normalize(self.encoder.grids(pixels, self.device), dim=-1)
 
 
 def starts(length: int, side: int, step: int) -> list[int]:

@@ -58,7 +58,7 @@ def find_examples(
         require(labels)
         if labels.is_file():
             return _of_coco(CocoLabels(labels, folder), classes)
-        return _of_folders(folder, labels, classes)
+        return _of_folders(folder, labels, classes or _class_file(folder) or _class_file(labels))
     if not folder.is_dir():
         raise DataError(f"{folder} is a file: name the folder of its label maps with --labels, or give a folder")
     annotations = [path for path in sorted(folder.glob("*.json")) if is_coco(path)]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from jaxtyping import UInt8
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from cribo.data.images import DataError
@@ -43,7 +43,7 @@ def open_image(image: ImageLike) -> UInt8[Tensor, "3 h w"]:
     if isinstance(image, str | os.PathLike):
         return read_image(image)
     if isinstance(image, Image.Image):
-        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+        return torch.from_numpy(np.array(ImageOps.exif_transpose(image).convert("RGB"))).permute(2, 0, 1)
     if isinstance(image, np.ndarray):
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
             raise ValueError(f"an image must be a uint8 array (H, W, 3), got {image.dtype} {image.shape}")

@@ -18,7 +18,7 @@ from cribo.data.segmentation import IGNORE_INDEX, Colour, class_names
 from cribo.devices import resolve_devices
 from cribo.models import Backbone
 from cribo.retrieval.encoders import BackboneConfig, PatchEncoder, backbone_encoder, open_encoder
-from cribo.retrieval.patches import class_counts, labels_in_memory, resize_labels
+from cribo.retrieval.patches import grid_counts, labels_in_memory, resize_labels
 from cribo.retrieval.search import TensorKeys, nearest
 from cribo.retrieval.voting import LabelShares, Voters, label_shares
 from cribo.segmentation.encoding import GridEncoder
@@ -239,9 +239,12 @@ class SegmentationMemory:
     def _labelled(self, about: StoredExample, labels: Tensor, features: Tensor) -> _Known:
         rows, columns, _ = features.shape
         patch = self.encoder.encoder.patch_size
-        labels = resize_labels(labels, (rows * patch, columns * patch))
+        if rows > labels.shape[0] or columns > labels.shape[1]:  # a pixel has several patches
+            labels = resize_labels(labels, (rows * patch, columns * patch))
         classes = int(labels[labels != IGNORE_INDEX].max()) + 1
-        counts, kept = labels_in_memory(class_counts(labels, patch, classes, IGNORE_INDEX), "outvote")
+        # As they are, and not as the image is encoded: a thin stroke would be lost on the way.
+        counts = grid_counts(labels, (rows, columns), classes, IGNORE_INDEX)
+        counts, kept = labels_in_memory(counts, "outvote")
         own = features.flatten(0, 1)[kept.to(features.device)].to("cpu", _DTYPES[self.settings.precision])
         return self._of_counts(about, own, counts[kept])
 
@@ -454,4 +457,4 @@ def _joined(palette: list[Colour] | None, labels: LabelMap, name: str) -> list[C
                 "in the examples before: were they labelled with other lists of classes? If not, save all of them "
                 "with one palette, or as grey PNGs"
             )
-    return palette
+    return [*palette, *labels.palette[len(palette) :]]

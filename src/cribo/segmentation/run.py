@@ -126,6 +126,7 @@ def segment_images(
         raise ValueError(f"pictures must be >= 0, got {pictures}")
     if resume and overwrite:
         raise ValueError("--resume goes on with results and --overwrite replaces them: choose one")
+    _require_apart(out, config)
     settings = SegmentationSettings(**config.chosen)
     folder, names = open_targets(config.images, apart_from=out)
     examples = None
@@ -136,15 +137,25 @@ def segment_images(
     with ExitStack() as stack:
         progress = stack.enter_context(Phases(console))
         memory = _open_memory(config, settings, examples)
-        if examples is not None:
-            _add_examples(memory, examples, config, progress)
+        has_new = examples is not None and _add_examples(memory, examples, config, progress)
         _say_memory(memory, console)
         writer = _Results(out, memory, config, command)
         if goes_on:
             writer.check_same()
         else:
             claim_folder(out, overwrite=replaces, **_CLAIM)
+        if config.memory is not None and has_new:  # after what may refuse: examples do not go out of it again
+            memory.save(Path(config.memory).expanduser())
         return _segment_all(memory, folder, names, writer, config, progress, pictures, console)
+
+
+def _require_apart(out: Path, config: SegmentConfig) -> None:
+    """Refuse to read from the folder that results are written to, which is emptied when they are replaced."""
+    inside = out.expanduser().resolve()
+    for name in ("examples", "labels", "classes", "memory"):
+        given = getattr(config, name)
+        if given is not None and Path(given).expanduser().resolve().is_relative_to(inside):
+            raise FolderError(f"--{name} {given} lies in --out {out}, which is replaced as a whole: keep it elsewhere")
 
 
 # -------------------------------------------------------------------------------------------------------- memory
@@ -186,8 +197,8 @@ def _open_memory(
     return memory
 
 
-def _add_examples(memory: SegmentationMemory, examples: Examples, config: SegmentConfig, progress: Phases) -> None:
-    """Add what is not in the memory yet, and write its file if there is one."""
+def _add_examples(memory: SegmentationMemory, examples: Examples, config: SegmentConfig, progress: Phases) -> bool:
+    """Add what is not in the memory yet, and say whether there was anything."""
     changed = 0
     progress("examples", 0, len(examples))
     for start in range(0, len(examples), config.batch_size):
@@ -196,8 +207,7 @@ def _add_examples(memory: SegmentationMemory, examples: Examples, config: Segmen
         progress("examples", part[-1] + 1, len(examples))
     if changed < len(examples):
         log.info("%d of the %d examples are in the memory already", len(examples) - changed, len(examples))
-    if config.memory is not None and changed:
-        memory.save(Path(config.memory).expanduser())
+    return changed > 0
 
 
 def _say_memory(memory: SegmentationMemory, console: Console) -> None:
@@ -433,8 +443,9 @@ class _Results:
             except (ValueError, TypeError, KeyError):  # the last line of a process that was killed
                 continue
             if all(target.is_file() for target in self._targets(record.name)):
-                records[record.name] = record
-        return records
+                # Two images may have had these files, one after the other: they are those of the last.
+                records[record.name.rpartition(".")[0]] = record
+        return {record.name: record for record in records.values()}
 
     def _targets(self, name: str) -> tuple[Path, Path, Path]:
         """Where label map, overlay and confidence of an image go."""
