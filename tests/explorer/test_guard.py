@@ -20,7 +20,8 @@ async def answer_everything(scope: Any, receive: Any, send: Any) -> None:
     """Serve any file that is asked for, and repeat any body."""
     path = scope["path"].partition("file=")[2]
     body = Path(path).read_bytes() if path else (await receive()).get("body", b"")
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"x-frame-options", b"ALLOW")]})
+    headers = [(b"x-frame-options", b"ALLOW"), (b"Access-Control-Allow-Origin", b"*")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
@@ -57,6 +58,7 @@ def test_files_of_the_folder_are_served(ask: Callable[..., httpx.Response], uplo
     assert answer.content == b"a picture"
     assert "default-src 'self'" in answer.headers["content-security-policy"]
     assert answer.headers.get_list("x-frame-options") == ["DENY"]
+    assert "access-control-allow-origin" not in answer.headers
 
 
 @pytest.mark.parametrize(
@@ -138,6 +140,49 @@ def test_questions_name_files_of_the_folder_only(ask: Callable[..., httpx.Respon
 
 def test_other_names_and_other_pages_are_refused(ask: Callable[..., httpx.Response]) -> None:
     assert ask("GET", "/", headers={"host": "localhost:99"}).status_code == 200
-    assert ask("GET", "/", headers={"host": "rebound.example:7860"}).status_code == 403
+    for number in ("192.0.2.7:7860", "192.0.2.7", "[2001:db8::7]:7860", "[::1]"):  # no name, so nobody's to lead astray
+        assert ask("GET", "/", headers={"host": number}).status_code == 200, number
+    for name in ("rebound.example:7860", "192.0.2.7.example", "[rebound.example]", ""):
+        answer = ask("GET", "/", headers={"host": name})
+        assert (answer.status_code, "open the page by its address" in answer.text) == (403, True), name
     elsewhere = {"sec-fetch-site": "cross-site"}
     assert ask("POST", "/gradio_api/queue/join", content=b"{}", headers=elsewhere).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "own"),
+    [
+        ("http://127.0.0.1:7860", "127.0.0.1:7860", True),
+        ("http://192.0.2.7", "192.0.2.7", True),
+        ("https://192.0.2.7", "192.0.2.7:443", True),  # a proxy that speaks https
+        ("http://LocalHost:7860", "localhost:7860", True),
+        ("http://[2001:db8::7]:7860", "[2001:db8::7]:7860", True),
+        ("http://evil.example", "192.0.2.7:7860", False),
+        ("http://evil.example:7860", "192.0.2.7:7860", False),
+        ("http://192.0.2.7", "192.0.2.7:7860", False),  # another server of the same machine
+        ("http://192.0.2.7:8888", "192.0.2.7:7860", False),
+        ("http://192.0.2.7:7860.evil.example", "192.0.2.7:7860", False),
+        ("chrome-extension://192.0.2.7:7860", "192.0.2.7:7860", False),
+        ("null", "192.0.2.7:7860", False),
+        ("", "192.0.2.7:7860", False),
+    ],
+)
+def test_only_the_page_itself_is_answered(
+    ask: Callable[..., httpx.Response], uploads: Uploads, origin: str, host: str, own: bool
+) -> None:
+    said = {"origin": origin, "host": host}  # and no Sec-Fetch-Site, as browsers do to http elsewhere
+    answers = [
+        ask("POST", "/gradio_api/upload", content=b"0", headers=said),
+        ask("POST", "/gradio_api/queue/join", content=b"{}", headers=said),
+        ask("GET", "/gradio_api/queue/data", headers=said),
+        ask("GET", f"/gradio_api/file={uploads.folder}/picture.png", headers=said),
+    ]
+    assert {answer.status_code for answer in answers} == {200 if own else 403}
+    preflight = ask("OPTIONS", "/gradio_api/queue/join", headers={**said, "access-control-request-method": "POST"})
+    assert preflight.status_code == (405 if own else 403)
+
+
+def test_a_link_from_a_page_that_does_not_say_its_name_opens_the_page(ask: Callable[..., httpx.Response]) -> None:
+    assert ask("GET", "/", headers={"origin": "null"}).status_code == 200
+    assert ask("GET", "/config", headers={"origin": "null"}).status_code == 403
+    assert ask("POST", "/", content=b"{}", headers={"origin": "null"}).status_code == 403

@@ -7,11 +7,12 @@ import torch
 from PIL import Image
 from tests.explorer.conftest import COLOURS, SECRET, draw_square
 
+from cribo.data.images import open_images
 from cribo.explorer.collection import Collection
 from cribo.explorer.network import SharedEncoder
 from cribo.explorer.objects import ObjectFinder, query_picture, query_sentence
 from cribo.explorer.uploads import Refused
-from cribo.object_search import ObjectDatabase
+from cribo.object_search import ObjectDatabase, index_images
 from cribo.retrieval import mean_colour_encoder
 
 
@@ -89,5 +90,20 @@ def test_what_has_changed_since_it_was_indexed_is_said(finder: ObjectFinder, ima
     (images / "0-blue.png").unlink()
     with pytest.raises(Refused, match=r"0-red.png has changed since it was indexed: bring the database up to date"):
         finder.of_collection(2)
+    with pytest.raises(Refused, match=r"0-blue.png is not in its folder any more"):
+        finder.of_collection(0)
+
+
+def test_what_is_indexed_anew_is_shown_again(database: Path, images: Path, tmp_path: Path) -> None:
+    own = shutil.copytree(database, tmp_path / "own.db")
+    collection = Collection(ObjectDatabase.open(own, images=images), max_pixels=10**6)
+    finder = ObjectFinder(collection, SharedEncoder(mean_colour_encoder(16), "cpu"))
+    draw_square(COLOURS["yellow"], (0, 0)).save(images / "0-red.png")
+    (images / "0-blue.png").unlink()
+    with pytest.raises(Refused, match=r"0-red.png has changed since it was indexed"):
+        finder.of_collection(2)
+    index_images(ObjectDatabase.open(own, images=images), mean_colour_encoder(16), open_images(images))
+    _, found = finder.matches(finder.of_collection(2), 1, 2)
+    assert {match.name for match in found} == {"0-yellow.png", "1-yellow.png"}
     with pytest.raises(Refused, match=r"0-blue.png is not in its folder any more"):
         finder.of_collection(0)

@@ -11,6 +11,7 @@ import pytest
 from tests.explorer.conftest import COLOURS, SECRET, Refusal, Served, Visitor, draw_square, serve
 
 from cribo.cli import main
+from cribo.explorer.server import names_of
 
 
 def test_no_path_leads_out_of_what_was_sent(served: Served, visitor: Visitor, tmp_path: Path, squares: Path) -> None:
@@ -133,6 +134,16 @@ def test_headers_keep_browsers_at_home(visitor: Visitor) -> None:
     assert headers["referrer-policy"] == "no-referrer"
     assert visitor.client.get("/", headers={"host": "rebound.example"}).status_code == 403
     assert visitor.client.get("/config").json().get("analytics_enabled") is False
+    own = visitor.client.get("/config", headers={"origin": str(visitor.client.base_url).rstrip("/")})
+    assert own.status_code == 200
+    assert not [name for name in own.headers if name.startswith("access-control-")]
+    assert visitor.client.get("/config", headers={"origin": "http://evil.example"}).status_code == 403
+
+
+def test_a_page_for_all_is_called_by_the_names_of_its_machine() -> None:
+    own = {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
+    assert names_of("0.0.0.0") == names_of("::") == own
+    assert names_of("Lab.example") == {"localhost", "lab.example"}
 
 
 # ------------------------------------------------------------------ what is refused before the server starts

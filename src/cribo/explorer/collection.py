@@ -28,7 +28,7 @@ class Match(NamedTuple):
 
 
 class Collection:
-    """Images with their objects, as they were when the page was started.
+    """Images with their objects: those that there were when the page was started.
 
     Args:
         database: of the objects.
@@ -92,7 +92,7 @@ class Collection:
         path = (root / image.path).resolve()
         if not path.is_relative_to(root):
             raise Refused(f"{image.path} leads out of the folder of the collection, and is not shown.")
-        if trouble := self.database.is_changed(image):
+        if trouble := self._trouble(number):
             said = "is not in its folder any more" if trouble == "missing" else "has changed since it was indexed"
             raise Refused(f"{image.path} {said}: bring the database up to date with cribo index.")
 
@@ -103,6 +103,15 @@ class Collection:
             return read_reduced(path, reduction, max_pixels=self.max_pixels)[0]
         except UnreadableImage as error:
             raise Refused(f"{image.path} cannot be read: {error.reason}.") from error
+
+    def _trouble(self, number: int) -> str:
+        """How an image's file differs from what was indexed, at the start or since: as `ObjectDatabase.is_changed`."""
+        trouble = self.database.is_changed(self._images[number])
+        if trouble and (row := self.database.image(self.name(number))) is not None:
+            trouble = self.database.is_changed(row)
+            if not trouble:
+                self._images[number] = row
+        return trouble
 
     def nearest(self, vector: Float[np.ndarray, " d"], count: int, *, without: int | None) -> Sequence[Match]:
         """The objects that are most like a vector.

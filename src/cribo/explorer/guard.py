@@ -4,6 +4,7 @@ The server's library has more routes than this page needs: proxies, reloading, o
 page needs are named here, and no other is answered.
 """
 
+import ipaddress
 import json
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from cribo.explorer.uploads import Uploads
 
@@ -72,13 +74,14 @@ class Guard:
         application: that gets what is let through.
         uploads: the folder of which alone files are served, and the limits of what is sent.
         folder_bytes: that the folder may hold; more is not taken.
-        hosts: names by which the server may be called, so that no page elsewhere can pretend to be it; None: any.
+        hosts: names by which the server may be called, besides numbers: whoever owns another name can let it lead here,
+            and a page of that name would be taken for this one.
     """
 
     application: Application
     uploads: Uploads
     folder_bytes: int
-    hosts: frozenset[str] | None
+    hosts: frozenset[str]
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -99,8 +102,16 @@ class Guard:
 
     def _require_allowed(self, method: str, path: str, headers: dict[str, str]) -> None:
         host = headers.get("host", "").lower()
-        if self.hosts is not None and re.sub(r":\d+$", "", host) not in self.hosts:
-            raise _Denied(HTTPStatus.FORBIDDEN, f"This server is not called {host!r}.")
+        name = re.sub(r":\d+$", "", host)
+        if name not in self.hosts and not _is_number(name):
+            raise _Denied(
+                HTTPStatus.FORBIDDEN,
+                f"This server is not called {host!r}: open the page by its address, as in http://127.0.0.1:7860.",
+            )
+        # Browsers say Sec-Fetch-Site to https and to their own machine only; Origin they say to all.
+        origin = headers.get("origin")
+        if origin is not None and not _is_own(origin, host) and not _opens_page(method, path, origin):
+            raise _Denied(HTTPStatus.FORBIDDEN, f"Nothing is answered to the pages of others, such as {origin!r}.")
         if method in ("GET", "HEAD"):
             self._require_readable(path)
         elif method == "POST":
@@ -166,6 +177,30 @@ class Guard:
                 self._require_own_files(part)
 
 
+def _is_number(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name[1:-1] if name.startswith("[") and name.endswith("]") else name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_own(origin: str, host: str) -> bool:
+    """Whether a page was loaded from the host and port that it asks; the scheme's own port may be left out."""
+    try:
+        page = urlsplit(origin.lower())
+        server = urlsplit(f"{page.scheme}://{host}")
+        default = {"http": 80, "https": 443}[page.scheme]
+        return (page.hostname, page.port or default) == (server.hostname, server.port or default)
+    except (KeyError, ValueError):
+        return False
+
+
+def _opens_page(method: str, path: str, origin: str) -> bool:
+    # Where browsers keep to themselves whence a link came: it does nothing, and other pages cannot read the answer.
+    return origin == "null" and method in ("GET", "HEAD") and path == "/"
+
+
 def _size_of(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
@@ -178,7 +213,12 @@ def _with_headers(send: Send) -> Send:
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
             own = {name for name, _ in _HEADERS}
-            kept = [(name, value) for name, value in message.get("headers", ()) if name.lower() not in own]
+            kept = [
+                (name, value)
+                for name, value in message.get("headers", ())
+                # The server's library lets pages of others read its answers.
+                if name.lower() not in own and not name.lower().startswith(b"access-control-")
+            ]
             message = {**message, "headers": [*kept, *_HEADERS]}
         await send(message)
 

@@ -122,11 +122,16 @@ def serve(
         blocked_paths=[],
         **look,  # pyright: ignore[reportArgumentType]
     )
-    hosts = None if host in _ANYWHERE else frozenset({host.lower(), "localhost", "127.0.0.1", "[::1]", f"[{host}]"})
-    guard = Guard(application, uploads, _FOLDER_BYTES, hosts)
+    guard = Guard(application, uploads, _FOLDER_BYTES, names_of(host))
     config = uvicorn.Config(
         guard, log_level="critical", timeout_graceful_shutdown=_SECONDS_TO_END, ws="none", server_header=False
     )
     server = uvicorn.Server(config)
     on_start()
     server.run(sockets=[listener])
+
+
+def names_of(host: str) -> frozenset[str]:
+    """Names by which the page of a host may be called, besides numbers."""
+    own = (socket.gethostname(), socket.getfqdn()) if host in _ANYWHERE else (host,)
+    return frozenset({"localhost", *(name.lower() for name in own)})
