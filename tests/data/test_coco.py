@@ -162,4 +162,4 @@ def test_what_is_called_background_is_the_background(tmp_path: Path) -> None:
 )
 def test_ids_that_do_not_tell_apart(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(DataError, match=said):
-        CocoLabels(write(tmp_path, [], **changes))
+        CocoLabels(write(tmp_path, changes.pop("annotations", []), **changes))

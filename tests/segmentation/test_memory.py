@@ -102,7 +102,7 @@ def test_patches_without_any_class_are_left_out() -> None:
 
 
 def test_a_thin_stroke_in_a_large_image_is_not_lost() -> None:
-    memory = perfect(size=16)
+    memory = perfect(size=16, scale=None)
     labels = torch.full((160, 160), 255)
     labels[3, 20:140] = 1
     memory.add(torch.zeros(3, 160, 160, dtype=torch.uint8), labels)
