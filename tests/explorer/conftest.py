@@ -125,6 +125,8 @@ def serve(log: Path, *words: str, temporary: Path | None = None) -> Served:
             stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **place},
+            # As from a terminal: what a shell has started in the background is deaf to Ctrl-C, and so are its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     for _ in range(2400):
         said = log.read_text()

@@ -148,8 +148,8 @@ def test_drop_path_reaches_the_student_only(tiny: Tiny, train: Train, monkeypatc
         train(config, callbacks=[networks])
     students = [noise for backbone, noise in calls if backbone is networks.student]
     teachers = [noise for backbone, noise in calls if backbone is networks.teacher]
-    assert len(students) == len(teachers) == 4
-    assert teachers == [None] * 4
+    assert len(students) == 4
+    assert teachers == [None] * (4 + 2)  # the record of clusters looks at the beginning and at the end
     sites = networks.student.num_drop_path_sites
     assert sites > 0
     noise = torch.cat([noise for noise in students if noise is not None])
