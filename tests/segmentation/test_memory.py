@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import logging
+import logging.handlers
 from pathlib import Path
 
 import numpy as np
@@ -121,15 +122,18 @@ def test_soft_and_hard_labels_of_patches() -> None:
         assert float(found.confidence[0, 0]) == pytest.approx(confidence)
 
 
-def test_a_small_memory_votes_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_small_memory_votes_as_a_whole_and_says_so_once() -> None:
     memory = perfect(neighbours=30)
     memory.add(image_of(FIRST), FIRST)
+    said = logging.handlers.BufferingHandler(100)
     logger = logging.getLogger("cribo")
-    logger.propagate = True
-    with caplog.at_level(logging.WARNING, "cribo"):
+    logger.addHandler(said)
+    try:
         memory.segment(image_of(FIRST))
         memory.segment(image_of(FIRST))
-    assert [record.getMessage() for record in caplog.records] == [
+    finally:
+        logger.removeHandler(said)
+    assert [record.getMessage() for record in said.buffer if record.levelno == logging.WARNING] == [
         "the memory has 6 patches, fewer than the 30 neighbours asked for: all of them vote"
     ]
 
