@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cribo.data.images import DataError, ImageFiles, MissingData, require
 from cribo.data.reading import MAX_PIXELS, image_size
-from cribo.data.segmentation import IGNORE_INDEX, Colour, class_names, colour_map
+from cribo.data.segmentation import IGNORE_INDEX, ClassedFiles, class_names, colour_map
 
 BACKGROUND = "background"
 """The class of pixels that lie in no object; it comes first."""
@@ -22,7 +22,7 @@ _KEYS = ("images", "annotations", "categories")
 _POLYGON = 6  # numbers of the smallest one, a triangle
 
 
-class CocoLabels:
+class CocoLabels(ClassedFiles):
     """Images whose objects a file of COCO's format outlines, as `LabelledImages`.
 
     Class 0 is the background, then the categories come in the order of their ids, which need not be without gaps.
@@ -39,8 +39,6 @@ class CocoLabels:
         DataError: no such JSON, names that occur twice, or annotations of images or categories that it does not list.
     """
 
-    ignore_index: int = IGNORE_INDEX
-
     def __init__(
         self,
         annotations: str | os.PathLike[str],
@@ -55,7 +53,7 @@ class CocoLabels:
         things = [category for category in categories if str(category["name"]).lower() != BACKGROUND]
         self._label = {category["id"]: 0 for category in categories}
         self._label |= {category["id"]: number for number, category in enumerate(things, start=1)}
-        self._classes = class_names([BACKGROUND, *(str(category["name"]) for category in things)])
+        classes = class_names([BACKGROUND, *(str(category["name"]) for category in things)])
         self._entries = list(content["images"])
         if not self._entries:
             raise DataError(f"{self._file} lists no image")
@@ -63,32 +61,8 @@ class CocoLabels:
         for annotation in content["annotations"]:
             self._take(annotation)
         names = [str(entry["file_name"]) for entry in self._entries]
-        self._images = ImageFiles(self._folder(names, images), names, max_pixels=max_pixels)
-
-    @property
-    def classes(self) -> list[str]:
-        """The names of the classes; label c is `classes[c]`."""
-        return self._classes
-
-    @property
-    def palette(self) -> list[Colour]:
-        """The colour of each class in pictures."""
-        return colour_map(len(self._classes))
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def name(self, index: int) -> str:
-        """The image's name in the file."""
-        return self._images.name(index)
-
-    def image_path(self, index: int) -> str:
-        """Where the image's file is."""
-        return self._images.path(index)
-
-    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
-        """One image, RGB, upright. Raises UnreadableImage (see `read_image`)."""
-        return self._images.load(index)
+        files = ImageFiles(self._folder(names, images), names, max_pixels=max_pixels)
+        super().__init__(files, classes, colour_map(len(classes)))
 
     def labels(self, index: int) -> UInt8[Tensor, "h w"]:
         """The class of each pixel, 0 for background, 255 for crowds.

@@ -112,37 +112,21 @@ def class_indices(count: int) -> LabelValues:
     return LabelValues(tuple(range(count)))
 
 
-class LabelledFiles:
-    """Image files, each with a file that holds its label map.
-
-    A label map is a grey or palette PNG. (Of a palette PNG the indices are read; its colours do not matter.)
+class ClassedFiles:
+    """Image files of some classes, whatever says which pixel is of which class.
 
     Args:
         images: the images.
-        label_folder: where the paths of the label maps start.
-        label_names: a path for each image.
         classes: names of the classes.
         palette: a colour for each class.
-        values: what the values in the label maps stand for.
     """
 
     ignore_index: int = IGNORE_INDEX
 
-    def __init__(
-        self,
-        images: ImageFiles,
-        label_folder: str | os.PathLike[str],
-        label_names: Iterable[str],
-        *,
-        classes: Sequence[str],
-        palette: Sequence[Colour],
-        values: LabelValues,
-    ) -> None:
+    def __init__(self, images: ImageFiles, classes: Sequence[str], palette: Sequence[Colour]) -> None:
         self._images = images
-        self._label_files = ImageFiles(label_folder, label_names, max_pixels=images.max_pixels)
         self._classes = list(classes)
         self._palette = list(palette)
-        self._values = values
 
     @property
     def classes(self) -> list[str]:
@@ -165,13 +149,42 @@ class LabelledFiles:
         """Where the image's file is."""
         return self._images.path(index)
 
-    def label_path(self, index: int) -> str:
-        """Where the file of the image's label map is."""
-        return self._label_files.path(index)
-
     def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
         """One image, RGB, upright. Raises UnreadableImage (see `read_image`)."""
         return self._images.load(index)
+
+
+class LabelledFiles(ClassedFiles):
+    """Image files, each with a file that holds its label map.
+
+    A label map is a grey or palette PNG. (Of a palette PNG the indices are read; its colours do not matter.)
+
+    Args:
+        images: the images.
+        label_folder: where the paths of the label maps start.
+        label_names: a path for each image.
+        classes: names of the classes.
+        palette: a colour for each class.
+        values: what the values in the label maps stand for.
+    """
+
+    def __init__(
+        self,
+        images: ImageFiles,
+        label_folder: str | os.PathLike[str],
+        label_names: Iterable[str],
+        *,
+        classes: Sequence[str],
+        palette: Sequence[Colour],
+        values: LabelValues,
+    ) -> None:
+        super().__init__(images, classes, palette)
+        self._label_files = ImageFiles(label_folder, label_names, max_pixels=images.max_pixels)
+        self._values = values
+
+    def label_path(self, index: int) -> str:
+        """Where the file of the image's label map is."""
+        return self._label_files.path(index)
 
     def labels(self, index: int) -> UInt8[Tensor, "h w"]:
         """The class of each pixel, 255 for none.
