@@ -35,6 +35,7 @@ CHANGES: dict[str, Any] = {
     "runtime.checkpoint_every": 3,
 }
 SECONDS_TO_CLEAR = 60
+WRITTEN_AT_THE_END = ("checkpoints", "backbone.safetensors", "report/losses.png", "report/bootstrapping_ratio.png")
 
 
 @dataclass
@@ -130,9 +131,9 @@ class Victim:
             os.kill(started.pid, signal.SIGCONT)
 
     def _report(self, started: Started) -> Iterator[None]:
-        while not self.trained:
+        reached = self.folder / self.draw.choice(WRITTEN_AT_THE_END)
+        while not (self.trained and reached.exists()):
             yield from _pause(0.002)
-        yield from _pause(self.draw.uniform(0, 1.5))
 
 
 def _pause(seconds: float) -> Iterator[None]:

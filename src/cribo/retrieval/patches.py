@@ -89,7 +89,7 @@ def grid_counts(
 
     Example:
         >>> grid_counts(torch.tensor([[0, 0, 1], [0, 1, 255]]), (1, 2), 2, 255).tolist()
-        [[3, 1, 0], [0, 1, 1]]
+        [[2, 0, 0], [1, 2, 1]]
     """
     known = labels != ignore_index
     if (wrong := labels[known & (labels >= num_classes)]).numel():
