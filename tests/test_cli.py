@@ -11,6 +11,7 @@ import pytest
 
 import cribo
 from cribo.cli import main
+from cribo.cli.evaluate import EVALUATIONS
 
 if TYPE_CHECKING:
     from cribo.pretraining import PretrainConfig
@@ -226,14 +227,13 @@ def test_an_interrupt_at_any_time_ends_with_status_130(monkeypatch: pytest.Monke
     assert main(["evaluate", "dense-nn"]) == 130
 
 
-@pytest.mark.parametrize(
-    ("words", "command"), [(["pretrain"], "pretrain"), (["profile"], "profile"), (["evaluate", "dense-nn"], "evaluate")]
-)
+@pytest.mark.parametrize("command", ["pretrain", "profile", *(f"evaluate {name}" for name in EVALUATIONS)])
 def test_the_advice_for_too_little_memory_names_options_that_there_are(
-    words: list[str], command: str, capsys: pytest.CaptureFixture[str]
+    command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        main([*words, "--help"])
+        main([*command.split(), "--help"])
     known = capsys.readouterr().out
-    for option in re.findall(r"--[\w.]+", importlib.import_module(f"cribo.cli.{command}").LESS_MEMORY):
+    module = importlib.import_module(f"cribo.cli.{command.replace(' ', '.').replace('-', '_')}")
+    for option in re.findall(r"--[\w.]+", module.LESS_MEMORY):
         assert f"{option} " in known

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 import cribo
 from cribo.data.scenes import Scenes
 from cribo.evaluation import Machine, dense_nn, protocol_settings
-from cribo.evaluation.protocols import Protocol
+from cribo.evaluation.dense_nn.protocols import Protocol
 from cribo.method import MemoryBank, SelfDistillation, cluster_tokens, match_objects, pool_objects, prototype_loss
 from cribo.method.views import ViewRecipe, apply_photometric, sample_photometric
 from cribo.models import build_backbone

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cribo.pretraining.checkpoints import checkpoint_files
+from cribo.training.checkpoints import checkpoint_files
 
 CLOCK = ("seconds", "images_per_second")
 

@@ -11,8 +11,8 @@ from tests.faults.commands import WITHOUT_PICTURES, Commands
 from torch import Tensor
 
 from cribo.pretraining import PretrainConfig
-from cribo.pretraining.checkpoints import checkpoint_files
 from cribo.pretraining.presets import dump_config
+from cribo.training.checkpoints import checkpoint_files
 
 pytestmark = pytest.mark.slow
 

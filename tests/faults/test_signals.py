@@ -10,8 +10,8 @@ from tests.faults.commands import Commands, seconds_to_the_end
 from tests.faults.runs import last_row
 
 from cribo.pretraining import PretrainConfig
-from cribo.pretraining.checkpoints import checkpoint_files
 from cribo.pretraining.presets import dump_config
+from cribo.training.checkpoints import checkpoint_files
 
 pytestmark = pytest.mark.slow
 

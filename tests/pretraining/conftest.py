@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from cribo.pretraining import PretrainConfig, Run, pretrain, resume
-from cribo.pretraining.checkpoints import last_checkpoint
+from cribo.training.checkpoints import last_checkpoint
 
 
 @dataclass

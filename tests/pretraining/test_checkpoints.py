@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from cribo.files import FolderError
 from cribo.pretraining import PretrainConfig, pretrain
-from cribo.pretraining.checkpoints import (
+from cribo.pretraining.presets import dump_config
+from cribo.sealing import SealingWriter, check_seal
+from cribo.training.checkpoints import (
     FORMAT,
     UnusableCheckpoint,
     WholeFileCheckpointIO,
@@ -24,8 +26,6 @@ from cribo.pretraining.checkpoints import (
     last_checkpoint,
     resume_point,
 )
-from cribo.pretraining.presets import dump_config
-from cribo.sealing import SealingWriter, check_seal
 
 Tiny = Callable[..., PretrainConfig]
 Train = Callable[..., Any]
@@ -457,7 +457,7 @@ import sys
 from pathlib import Path
 import lightning as L
 import torch
-from cribo.pretraining.checkpoints import Checkpoints, WholeFileCheckpointIO, checkpoint_files
+from cribo.training.checkpoints import Checkpoints, WholeFileCheckpointIO, checkpoint_files
 rank, folders = int(sys.argv[1]), [Path(name) for name in sys.argv[2:]]
 torch.distributed.init_process_group("gloo", init_method=f"file://{Path('meet').resolve()}", rank=rank, world_size=2)
 reader = WholeFileCheckpointIO()

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from cribo.files import FolderError, remove_parts, write_beside, write_text, write_whole
-from cribo.pretraining.files import claim_run_folder, is_disk_full
+from cribo.pretraining.files import claim_run_folder
+from cribo.training.checkpoints import is_disk_full
 
 
 def a_run(folder: Path) -> Path:

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from cribo.pretraining import PretrainConfig
-from cribo.pretraining.interruption import Interrupted, requeue
 from cribo.pretraining.presets import dump_config
+from cribo.training.interruption import Interrupted, requeue
 
 Tiny = Callable[..., PretrainConfig]
 Train = Callable[..., Any]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from cribo.models.backbone import Backbone
 from cribo.pretraining import NonFiniteLoss, PretrainConfig, PretrainingModule
-from cribo.pretraining.checkpoints import last_checkpoint
+from cribo.training.checkpoints import last_checkpoint
 
 Tiny = Callable[..., PretrainConfig]
 Train = Callable[..., Any]

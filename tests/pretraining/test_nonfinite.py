@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cribo.pretraining import NonFiniteLoss, PretrainConfig, PretrainingModule
-from cribo.pretraining.checkpoints import checkpoint_files
+from cribo.training.checkpoints import checkpoint_files
 
 Tiny = Callable[..., PretrainConfig]
 Train = Callable[..., Any]

@@ -1,13 +1,14 @@
-"""The field's evaluation protocols on labelled images, one file each, and one format for their results."""
+"""The field's evaluation protocols on labelled images, one folder each, and one format for their results."""
 
 from cribo.evaluation.compare import Comparison, compare
-from cribo.evaluation.config import DataConfig, DenseNNConfig, RuntimeConfig
-from cribo.evaluation.dense_nn import DenseRetrieval, RatioScore, dense_nn, draw_images
+from cribo.evaluation.data import DataConfig
+from cribo.evaluation.dense_nn.config import DenseNNConfig
+from cribo.evaluation.dense_nn.protocols import DenseNNSettings, protocol_settings
+from cribo.evaluation.dense_nn.retrieval import DenseRetrieval, RatioScore, dense_nn, draw_images
+from cribo.evaluation.dense_nn.run import evaluate_dense_nn
 from cribo.evaluation.features import FeatureCache
-from cribo.evaluation.memory import Machine
-from cribo.evaluation.protocols import DenseNNSettings, protocol_settings
+from cribo.evaluation.machine import Machine, RuntimeConfig
 from cribo.evaluation.results import EvaluationResult, read_result
-from cribo.evaluation.run import evaluate_dense_nn
 
 __all__ = [
     "Comparison",

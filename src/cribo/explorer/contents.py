@@ -121,7 +121,7 @@ def open_contents(asked: Asked, limits: Limits, workspace: Path, progress: Progr
 
 def _network_of(run: Path) -> str | None:
     """What a run's network is loaded from: what it has left, or its last checkpoint."""
-    from cribo.pretraining.checkpoints import checkpoint_files
+    from cribo.training.checkpoints import checkpoint_files
 
     if (run / _BACKBONE).is_file():
         return str(run)

@@ -1,16 +1,12 @@
 """The run folder: what is in it, and making it without harm to anything that is there."""
 
-import errno
 from pathlib import Path
 
 from cribo.files import FolderError, claim_folder, is_part, make_numbered_folder
-from cribo.pretraining.lock import LOCK, run_lock
+from cribo.training.lock import LOCK, run_lock
 
 CONFIG, SUMMARY, METRICS, SKIPPED = "config.yaml", "summary.json", "metrics.csv", "skipped.csv"
-CHECKPOINTS, REPORT, CLUSTERS = "checkpoints", "report", "clusters.npz"
-
-
-_NO_ROOM = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # Windows knows no quotas
+REPORT, CLUSTERS = "report", "clusters.npz"
 
 
 def claim_run_folder(out: Path, name: str | None, default_name: str, *, overwrite: bool) -> Path:
@@ -44,18 +40,3 @@ def is_barely_begun(folder: Path) -> bool:
     """Whether a start was killed, or is under way, before it has written the configuration."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     return bool(names) and all(name == LOCK or is_part(name) for name in names)
-
-
-def is_disk_full(error: BaseException) -> bool:
-    """Whether an error says that there is no room: no space, or a quota."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError):
-            return seen.errno in _NO_ROOM
-        # torch's writer hides the cause behind its own message.
-        if isinstance(seen, RuntimeError) and any(
-            sign in str(seen) for sign in ("file write failed", "unexpected pos", "No space left")
-        ):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False

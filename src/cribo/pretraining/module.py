@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ParallelStrategy
@@ -27,12 +26,13 @@ from cribo.pretraining.schedules import Schedules, StepValues
 from cribo.pretraining.sharding import ShardedStrategy
 from cribo.pretraining.shares import held, norms
 from cribo.pretraining.sums import RunningSums
+from cribo.training.module import ResumableModule
 
 # Rows that the collapse watch looks at: enough for a mean, few against the batch.
 _WATCHED_ROWS = 256
 
 
-class PretrainingModule(L.LightningModule):
+class PretrainingModule(ResumableModule):
     """Student and teacher, banks and centres, and what happens to them in one optimiser step.
 
     One call of `training_step` is one optimiser step, whatever the number of micro-batches: everything that is

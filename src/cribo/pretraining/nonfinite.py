@@ -8,9 +8,9 @@ import lightning as L
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 
-from cribo.pretraining.checkpoints import Checkpoints
 from cribo.pretraining.config import OnNonFinite
 from cribo.pretraining.module import NonFiniteLoss, PretrainingModule, not_finite
+from cribo.training.checkpoints import Checkpoints
 
 log = logging.getLogger("cribo")
 

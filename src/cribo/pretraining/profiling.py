@@ -29,7 +29,8 @@ from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.footprint import held_bytes, peak_bytes, reset_peak
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.objective import Matching
-from cribo.pretraining.session import Forever, Session, interruptible, quiet_lightning
+from cribo.pretraining.session import Forever, Session
+from cribo.training.lightning import interruptible, quiet_lightning
 
 Row = Literal["Input", "Forward pass", "Clustering", "NN retrieval", "Object projections", "Object losses", "Update"]
 

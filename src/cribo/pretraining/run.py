@@ -22,21 +22,22 @@ from rich.console import Console
 from cribo.arguments import ConfigError
 from cribo.files import FolderError, remove_parts, write_json, write_text
 from cribo.models import Backbone, load_backbone, save_backbone
-from cribo.pretraining.checkpoints import Checkpoints, checkpoint_files, resume_point
 from cribo.pretraining.cluster_record import ClusterRecord
 from cribo.pretraining.config import PretrainConfig
-from cribo.pretraining.files import CONFIG, SUMMARY, claim_run_folder, is_barely_begun
+from cribo.pretraining.files import CONFIG, REPORT, SUMMARY, claim_run_folder, is_barely_begun
 from cribo.pretraining.footprint import peak_rss_bytes
-from cribo.pretraining.interruption import Interrupted, Interruption
-from cribo.pretraining.lock import run_lock
 from cribo.pretraining.monitoring import LoadingFaults, Metrics, Watch
 from cribo.pretraining.nonfinite import NonFiniteSteps
 from cribo.pretraining.presets import DEFAULT_PRESET, config_name, differing, dump_config, load_config
 from cribo.pretraining.progress import RunProgress
 from cribo.pretraining.report import write_report
 from cribo.pretraining.score import RetrievalScore
-from cribo.pretraining.session import Forever, Session, interruptible, quiet_lightning
+from cribo.pretraining.session import Forever, Session
 from cribo.processes import LAUNCHER, end_with_launcher
+from cribo.training.checkpoints import Checkpoints, checkpoint_files, resume_point
+from cribo.training.interruption import Interrupted, Interruption
+from cribo.training.lightning import interruptible, quiet_lightning
+from cribo.training.lock import run_lock
 
 log = logging.getLogger("cribo")
 
@@ -253,6 +254,7 @@ class _Training:
         return self._go_on_from_last(folder)
 
     def _go_on_from_last(self, folder: Path) -> tuple[Path, Path | None]:
+        remove_parts(folder / REPORT)
         checkpoint = resume_point(folder)
         if checkpoint is None:
             log.warning("%s has no checkpoint yet: starting from the beginning", folder)

@@ -3,13 +3,9 @@
 import logging
 import math
 import os
-import signal
-import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -29,13 +25,14 @@ from cribo.data.loading import PairLoader
 from cribo.data.pairs import StepBatchSampler, ViewPairDataset
 from cribo.data.scenes import Scenes
 from cribo.method.products import multiplies_bfloat16
-from cribo.pretraining.checkpoints import WholeFileCheckpointIO
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.monitoring import Events
 from cribo.pretraining.nonfinite import LossScaling
 from cribo.pretraining.score import open_score_data
 from cribo.pretraining.sharding import ShardedStrategy
+from cribo.training.checkpoints import WholeFileCheckpointIO
+from cribo.training.lightning import agreed, ask_nobody_about_sigterm, quiet_lightning, require_launched
 
 # Composing a scene costs more than its crops; a worker keeps this much of them.
 _SCENE_CACHE_BYTES = 256 * 2**20
@@ -67,7 +64,7 @@ class Session:
 
     def __init__(self, config: PretrainConfig) -> None:
         self.config = config
-        _require_launched(config)
+        require_launched(config.runtime.devices, config.runtime.num_nodes)
         if self._accelerator() != "cpu" and config.runtime.precision == "64-true":
             raise ConfigError(
                 "runtime.precision 64-true is for comparing runs on a CPU: set runtime.accelerator cpu, or use 32-true"
@@ -158,8 +155,7 @@ class Session:
             default_root_dir=folder,
             benchmark=True,
         )
-        # Lightning would have every step wait for the device, to learn of a SIGTERM; `Interruption` does without.
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+        ask_nobody_about_sigterm(trainer)
         return trainer
 
     def agree(self, make: Callable[[], T]) -> T:
@@ -168,22 +164,7 @@ class Session:
         Raises:
             whatever `make` raises, on all of them.
         """
-        trainer = self._probe
-        environment = getattr(trainer.strategy, "cluster_environment", None)
-        if environment is None or not environment.creates_processes_externally:
-            return make()
-        trainer.strategy.setup_environment()
-        made: T | None = None
-        error: Exception | None = None
-        if trainer.is_global_zero:
-            try:
-                made = make()
-            except Exception as raised:
-                error = raised
-        made, error = trainer.strategy.broadcast((made, error))
-        if error is not None:
-            raise error
-        return cast(T, made)
+        return agreed(self._probe, make)
 
     def loader(self, trainer: L.Trainer) -> PairLoader:
         """The batches of a trainer's process, from its current step on; to be closed, for it has workers."""
@@ -266,24 +247,6 @@ def _require_shareable(config: PretrainConfig, devices: int) -> None:
         )
 
 
-def _require_launched(config: PretrainConfig) -> None:
-    """Refuse to share a run among another number of processes than were started; each would make a run of its own."""
-    runtime = config.runtime
-    started = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
-    if started is not None and str(runtime.devices).isdecimal() and int(runtime.devices) * runtime.num_nodes != started:
-        here = int(os.environ["LOCAL_WORLD_SIZE"])
-        raise ConfigError(
-            f"torchrun has started {started} processes, but runtime.devices x runtime.num_nodes is {runtime.devices} x "
-            f"{runtime.num_nodes}: give --runtime.devices {here} --runtime.num_nodes {started // here}"
-        )
-    launched = started is not None or "SLURM_NTASKS" in os.environ or "LOCAL_RANK" in os.environ
-    if runtime.num_nodes > 1 and not launched:
-        raise ConfigError(
-            f"runtime.num_nodes {runtime.num_nodes} needs a launcher that starts the processes of all nodes: run this "
-            "command by torchrun or srun (docs/reliability.md)"
-        )
-
-
 def _require_readable(source: ImageSource) -> None:
     """Refuse a collection whose first images all are broken, before any work."""
     first: UnreadableImage | None = None
@@ -330,49 +293,3 @@ class _SyncBatchNorm(LayerSync):
 
     def revert(self, model: Module) -> Module:
         return model
-
-
-@contextmanager
-def interruptible(trainer: L.Trainer, *, advice: str = "") -> Iterator[None]:
-    """Let Ctrl-C end the training as it ends anything else in Python.
-
-    Lightning makes it an exit of the whole program, deaf to further ones.
-    """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    except SystemExit as error:
-        if not trainer.interrupted:
-            raise
-        if in_main_thread:
-            signal.signal(signal.SIGINT, handler)
-        if advice:
-            log.warning("interrupted at step %d: %s", trainer.global_step, advice)
-        raise KeyboardInterrupt from error
-
-
-@contextmanager
-def quiet_lightning() -> Iterator[None]:
-    """Leave out what Lightning says about choices that were made on purpose."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            for text in (
-                ".*does not have many workers.*",
-                ".*GPU available but not used.*",
-                ".*tensorboardX.*",
-                ".*is smaller than the logging interval.*",
-                # The order of the data is a function of the step: StepBatchSampler.
-                ".*your dataloader is not resumable.*",
-                ".*torch.distributed.nn.functional.all_gather is deprecated.*",
-                ".*LeafSpec.*is deprecated.*",
-                ".*`broadcast_buffers` is deprecated.*",  # its successor is not in all versions of torch
-                ".*FSDP2-wrapped module .* returned a view tensor.*",  # nothing changes tokens in place
-            ):
-                warnings.filterwarnings("ignore", text)
-            yield
-    finally:
-        logger.setLevel(level)

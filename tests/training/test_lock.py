@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from cribo.files import FolderError
-from cribo.pretraining import lock
 from cribo.pretraining.files import claim_run_folder
-from cribo.pretraining.lock import LOCK, run_lock
+from cribo.training import lock
+from cribo.training.lock import LOCK, run_lock
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from cribo.pretraining.lock import run_lock
+from cribo.training.lock import run_lock
 with run_lock(Path(sys.argv[1])):
     {body}
 """
@@ -138,7 +138,7 @@ def test_many_at_once_hold_it_one_after_the_other(tmp_path: Path) -> None:
 import os, sys, time
 from pathlib import Path
 from cribo.files import FolderError
-from cribo.pretraining.lock import run_lock
+from cribo.training.lock import run_lock
 held, end = 0, time.monotonic() + 60
 while held < 50 and time.monotonic() < end:
     try:

@@ -1,5 +1,6 @@
 """Checkpoints: written whole or not at all, the last few kept, checked before use, never of a run gone wrong."""
 
+import errno
 import io
 import logging
 import os
@@ -9,7 +10,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from errno import EIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,16 +20,19 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from cribo.errors import Stopped
 from cribo.files import FolderError, remove_parts, sync, write_whole
-from cribo.pretraining.files import CHECKPOINTS, REPORT, is_disk_full
-from cribo.pretraining.module import PretrainingModule
 from cribo.sealing import Damaged, Seal, SealingWriter, check_seal, read_seal
+from cribo.training.module import ResumableModule
 
 log = logging.getLogger("cribo")
+
+CHECKPOINTS = "checkpoints"
+"""The folder of a run that holds them."""
 
 # Of what a checkpoint holds; to be raised when an older version could not go on from it.
 FORMAT = 2
 # Without these a run cannot go on.
 _CONTENT = ("state_dict", "optimizer_states", "loops", "callbacks", "global_step", "cribo")
+_NO_ROOM = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # Windows knows no quotas
 _NAME = re.compile(r"step=(\d+)\.ckpt")
 
 _T = TypeVar("_T")
@@ -67,7 +70,7 @@ def resume_point(folder: Path) -> Path | None:
     Raises:
         FolderError: there are checkpoints, and none is good; nothing was renamed.
     """
-    for written_to in (folder, folder / CHECKPOINTS, folder / REPORT):
+    for written_to in (folder, folder / CHECKPOINTS):
         remove_parts(written_to)
     good, refused = _last_good(folder)
     for path, reason in refused:
@@ -150,6 +153,21 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error says that there is no room: no space, or a quota."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError):
+            return seen.errno in _NO_ROOM
+        # torch's writer hides the cause behind its own message.
+        if isinstance(seen, RuntimeError) and any(
+            sign in str(seen) for sign in ("file write failed", "unexpected pos", "No space left")
+        ):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
 # ------------------------------------------------------------------------------------------------ writing
 
 
@@ -223,7 +241,7 @@ def _write(checkpoint: dict[str, Any], part: Path) -> None:
     try:
         check_seal(part)
     except Damaged as error:
-        raise OSError(EIO, f"what was read back is not what was written: {error}") from error
+        raise OSError(errno.EIO, f"what was read back is not what was written: {error}") from error
     _load(part, mmap=True)
 
 
@@ -337,7 +355,7 @@ class Checkpoints(L.Callback):
             return None
         _io(trainer).path = path
         strategy, module = trainer.strategy, trainer.lightning_module
-        assert isinstance(module, PretrainingModule)
+        assert isinstance(module, ResumableModule)
         content = strategy.load_checkpoint(path)
         strategy.load_model_state_dict(content)
         strategy.load_optimizer_state_dict(content)
@@ -355,7 +373,7 @@ class Checkpoints(L.Callback):
     def _save(self, trainer: L.Trainer) -> _Failure | None:
         """Save in all processes, or learn in all of them why it failed this time."""
         module = trainer.lightning_module
-        assert isinstance(module, PretrainingModule)
+        assert isinstance(module, ResumableModule)
         module.check_weights()
         path = self._path(trainer)
         with _io(trainer).failures_kept() as failures:

@@ -1,21 +1,20 @@
 """The memory of dense nearest-neighbour retrieval: labelled patches that are searched, and that vote."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from cribo.data.randomness import keyed_generator
-from cribo.evaluation.features import FeatureCache, PatchFeatures, SelectedKeys, View
-from cribo.evaluation.protocols import DenseNNSettings
+from cribo.evaluation.dense_nn.protocols import DenseNNSettings
+from cribo.evaluation.features import PatchFeatures, SelectedKeys, View
+from cribo.evaluation.machine import Machine
 from cribo.retrieval.patches import labels_in_memory, rarest_patches
 from cribo.retrieval.search import (
     ApproximateIndex,
     Neighbours,
     SearchPlan,
-    available_memory,
     nearest,
     plan_search,
     recall,
@@ -24,32 +23,6 @@ from cribo.retrieval.voting import LabelShares, Voters, label_shares
 
 _PATCH_DRAW = 0x706174  # keeps the draws of patches apart from others of the same seed
 _RECALL_QUERIES = 1000
-
-
-@dataclass
-class Machine:
-    """Where and how it is computed; the result does not depend on it beyond rounding.
-
-    Args:
-        devices: the first one encodes; the search is shared among all of them.
-        batch_size: images encoded at once, where they are of one size.
-        workers: processes that read images.
-        memory_gib: what the search may use on each device; by default, half of what is free.
-        cache: folder that keeps features, None to hold them in memory.
-    """
-
-    devices: tuple[str, ...] = ("cpu",)
-    batch_size: int = 16
-    workers: int = 0
-    memory_gib: float | None = None
-    cache: FeatureCache | None = None
-
-    @property
-    def budget(self) -> int:
-        """Bytes that a search may use on each device."""
-        if self.memory_gib is not None:
-            return int(self.memory_gib * 2**30)
-        return min(available_memory(device) for device in self.devices) // 2
 
 
 class PatchMemory:

@@ -19,9 +19,10 @@ from torch import Tensor
 from cribo.console import Progress
 from cribo.data import LabelledImages
 from cribo.data.randomness import keyed_generator
+from cribo.evaluation.dense_nn.memory import PatchMemory
+from cribo.evaluation.dense_nn.protocols import DenseNNSettings
 from cribo.evaluation.features import PatchFeatures, Preparation, View, extract
-from cribo.evaluation.memory import Machine, PatchMemory
-from cribo.evaluation.protocols import DenseNNSettings
+from cribo.evaluation.machine import Machine
 from cribo.evaluation.results import iou
 from cribo.retrieval.encoders import PatchEncoder
 from cribo.retrieval.patches import majority_label, resize_labels

@@ -1,25 +1,14 @@
-"""`cribo evaluate`: measure what a backbone has learned, on labelled images."""
+"""`cribo evaluate dense-nn`: dense nearest-neighbour retrieval."""
 
 import shlex
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, dispatch, guarded, print_places
+from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, print_places
 from cribo.console import log_to
 
-USAGE = """\
-usage: cribo evaluate <evaluation> [options]
-
-evaluations:
-  dense-nn    dense nearest-neighbour retrieval: label patches by their nearest labelled patches
-  compare     lay results side by side, with published ones where the setting is the same
-
-`cribo evaluate <evaluation> --help` lists its options.
-"""
-
-_DENSE_NN_HELP = """\
+HELP = """\
 Dense nearest-neighbour retrieval: every patch of a new image takes its label from the most similar patches of
 labelled images, nothing is trained, and the labels are scored (mIoU).
 
@@ -31,13 +20,6 @@ With --protocol hummingbird as in "Towards in-context scene understanding". Feat
 evaluation of the same backbone and images begins with the search. A first try: --data.limit 50 --ratios 1
 """
 
-_COMPARE_HELP = """\
-Lay results side by side: their settings where they differ, the classes that differ most, and the published
-figures of the paper where the setting is the same.
-
-  cribo evaluate compare evaluations/dense-nn-voc-mine evaluations/dense-nn-voc-dino
-"""
-
 _SHORT = {**BACKBONE_SHORT, "--data": "--data.name", "--cache": "--runtime.cache", "--devices": "--runtime.devices"}
 _SWITCHES = (*BACKBONE_SWITCHES, "--data.partial")
 _LISTS = ("--ratios", "--size", "--runtime.devices")
@@ -45,26 +27,18 @@ _LISTS = ("--ratios", "--size", "--runtime.devices")
 LESS_MEMORY = "lower --runtime.batch_size or --runtime.memory_gib"
 
 
-def main(words: list[str]) -> int:
-    """Run an evaluation."""
-    evaluations = {
-        name: partial(guarded, f"cribo evaluate {name}", run, less_memory=LESS_MEMORY)
-        for name, run in (("dense-nn", _dense_nn), ("compare", _compare))
-    }
-    return dispatch(words, "cribo evaluate", "evaluation", USAGE, evaluations)
-
-
-def _dense_nn(words: list[str]) -> None:
+def run(words: list[str]) -> None:
+    """Evaluate a backbone."""
     from cribo.arguments import Parser
-    from cribo.evaluation.config import DenseNNConfig
+    from cribo.evaluation.dense_nn.config import DenseNNConfig
+    from cribo.evaluation.dense_nn.run import evaluate_dense_nn
     from cribo.evaluation.results import result_tables
-    from cribo.evaluation.run import evaluate_dense_nn
 
     console = Console(soft_wrap=True)
     log_to(console)
     parser = Parser(
         prog="cribo evaluate dense-nn",
-        description=_DENSE_NN_HELP,
+        description=HELP,
         usage="cribo evaluate dense-nn --backbone SOURCE --data NAME --data.root DIR [options]",
         short=_SHORT,
         switches=_SWITCHES,
@@ -91,19 +65,3 @@ def _dense_nn(words: list[str]) -> None:
     for table in result_tables(result):
         console.print(table)
     print_places(console, {"numbers": folder / "results.json", "pictures": folder / "*.png"})
-
-
-def _compare(words: list[str]) -> None:
-    from cribo.arguments import Parser
-    from cribo.evaluation.compare import compare
-
-    parser = Parser(prog="cribo evaluate compare", description=_COMPARE_HELP)
-    parser.add_argument("results", nargs="+", type=Path, help="folders of evaluations, or their results.json")
-    parser.add_argument("--out", type=Path, help="folder for compare.md, compare.json and compare.png")
-    parsed = parser.parse_args(words)
-    comparison = compare(parsed.results)
-    console = Console(soft_wrap=True)
-    console.print(comparison.table())
-    if parsed.out is not None:
-        for path in comparison.write(parsed.out):
-            console.print(f"  {path}", highlight=False)

@@ -6,18 +6,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.evaluation.conftest import PERFECT, Coded, blocks, random_maps
 from torchmetrics.classification import MulticlassJaccardIndex
 
 from cribo.data import open_segmentation
 from cribo.data.scenes import Scenes
 from cribo.evaluation import DenseNNSettings, Machine, dense_nn, protocol_settings
-from cribo.evaluation.dense_nn import draw_images
+from cribo.evaluation.dense_nn.retrieval import draw_images
 from cribo.evaluation.features import Preparation, View
 from cribo.models import build_backbone
 from cribo.retrieval import PatchEncoder, backbone_encoder, mean_colour_encoder
 from cribo.retrieval.patches import class_counts
-
-from .conftest import PERFECT, Coded, blocks, random_maps
 
 CLASSES = ["a", "b", "c", "d"]
 
@@ -433,7 +432,7 @@ def test_label_maps_that_are_not_kept_are_read_again(monkeypatch: pytest.MonkeyP
     read = []
     labels = queries.labels
     monkeypatch.setattr(queries, "labels", lambda index: read.append(index) or labels(index))
-    module = importlib.import_module("cribo.evaluation.dense_nn")  # the function of this name hides it
+    module = importlib.import_module("cribo.evaluation.dense_nn.retrieval")
     monkeypatch.setattr(module, "_LABEL_MAP_BYTES", 2 * 20 * 24)
     again = dense_nn(PERFECT, memory, queries, chosen).scores
     assert [score.draws for score in again] == [score.draws for score in kept]

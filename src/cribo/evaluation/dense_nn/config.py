@@ -1,69 +1,14 @@
-"""What an evaluation can be asked for, typed: the command line and Python share it."""
+"""What dense nearest-neighbour retrieval can be asked for, typed: the command line and Python share it."""
 
 from dataclasses import dataclass, field
 
-from cribo.arguments import ConfigError
+from cribo.evaluation.data import DataConfig
+from cribo.evaluation.dense_nn.protocols import Protocol, ScoreLevel, Search
 from cribo.evaluation.features import Precision
-from cribo.evaluation.protocols import Protocol, ScoreLevel, Search
+from cribo.evaluation.machine import RuntimeConfig
 from cribo.retrieval.encoders import BackboneConfig
 from cribo.retrieval.patches import Interpolation, Unlabelled
 from cribo.retrieval.voting import PatchLabels, Vote
-
-
-@dataclass
-class DataConfig:
-    """Labelled images.
-
-    Attributes:
-        name: voc, pascal-context, pascal-context-60, coco-stuff, ade20k, cityscapes, camvid, or folder for
-            images/<split> and labels/<split> (PNG indices, 255 for none), with or without classes.txt; or scenes,
-            which the program makes itself.
-        root: the folder that the set was unpacked to.
-        memory: split whose patches are searched; the training images when not given (trainaug of voc, where it
-            is there).
-        queries: split that is labelled and scored; the validation images when not given.
-        partial: accept a set of which images are missing. Its figures cannot be compared with published ones.
-        limit: use so many images of each split only, evenly spread, to try things out.
-    """
-
-    name: str
-    root: str | None = None
-    memory: str | None = None
-    queries: str | None = None
-    partial: bool = False
-    limit: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ConfigError(f"data.limit must be >= 1, got {self.limit}")
-
-
-@dataclass
-class RuntimeConfig:
-    """Where and how it is computed; results do not depend on it beyond rounding.
-
-    Attributes:
-        devices: such as cuda:0,cuda:1 or cpu. The first one encodes, all share the search. All GPUs, or the CPU
-            where there is none, when not given.
-        batch_size: images encoded at once, where they are of one size. Lower it if the device runs out of memory.
-        workers: processes that read images; when not given, half of the cores.
-        memory_gib: what the search may use on each device; half of what is free when not given. Less of it means
-            reading the keys more often, with the same result.
-        cache: folder that keeps features for the next evaluation of this backbone; none to hold them in memory.
-    """
-
-    devices: tuple[str, ...] | None = None
-    batch_size: int = 16
-    workers: int | None = None
-    memory_gib: float | None = None
-    cache: str = "~/.cache/cribo/features"
-
-    def __post_init__(self) -> None:
-        for name, least in (("batch_size", 1), ("workers", 0)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ConfigError(f"runtime.{name} must be >= {least}, got {value}")
-        if self.memory_gib is not None and self.memory_gib <= 0:
-            raise ConfigError(f"runtime.memory_gib must be > 0, got {self.memory_gib}")
 
 
 @dataclass

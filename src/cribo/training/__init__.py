@@ -1,0 +1,1 @@
+"""What every training under Lightning needs: checkpoints, signals, locks, and processes that agree."""
