@@ -10,7 +10,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cribo.pretraining import PretrainConfig
-from cribo.pretraining.monitoring import COLUMNS, Events, read_metrics, signs_of_trouble
+from cribo.pretraining.monitoring import COLUMNS, read_metrics, signs_of_trouble
+from cribo.training.events import Events
 
 Tiny = Callable[..., PretrainConfig]
 Train = Callable[..., Any]

@@ -6,15 +6,14 @@ import logging
 import math
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 
 from cribo.data.loading import PairLoader
 from cribo.data.pairs import ViewPairs
@@ -23,6 +22,7 @@ from cribo.files import write_text
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import METRICS, SKIPPED
 from cribo.pretraining.module import PretrainingModule
+from cribo.training.events import going_on
 
 log = logging.getLogger("cribo")
 
@@ -154,12 +154,12 @@ class Metrics(L.Callback):
             **values,
         }
         self.rows.append(row)
-        with _going_on("the logs"):
+        with going_on("the logs"):
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=step)
         if not trainer.is_global_zero:
             return
-        with _going_on(self.path):
+        with going_on(self.path):
             self._write(row)
 
     def _write(self, row: dict[str, float]) -> None:
@@ -177,53 +177,6 @@ class Metrics(L.Callback):
         writer.writeheader()
         writer.writerows(_formatted(row) for row in self.rows)
         write_text(self.path, text.getvalue())
-
-
-class Events(TensorBoardLogger):
-    """TensorBoard's log, which begins another file some time after the one before could not be written to.
-
-    TensorBoard's writer gives up at the first error, and raises it again at whatever it is asked, the last time when
-    the run has ended.
-    """
-
-    _silent_until = 0.0
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log numbers.
-
-        Raises:
-            OSError: they cannot be written; nothing is for a while.
-        """
-        if time.monotonic() < self._silent_until:
-            return
-        try:
-            super().log_metrics(metrics, step)
-        except (OSError, ValueError) as error:
-            # Lightning takes any failure for numbers that it cannot log.
-            cause = error if isinstance(error, OSError) else error.__cause__
-            if not isinstance(cause, OSError):
-                raise
-            self._experiment = None
-            self._silent_until = time.monotonic() + _SECONDS_BETWEEN_TRIES
-            raise cause from None
-
-    def finalize(self, status: str) -> None:
-        """Write what is left, if it can be written."""
-        with _going_on(self.log_dir):
-            super().finalize(status)
-
-
-# Each try leaves an empty file while it fails.
-_SECONDS_BETWEEN_TRIES = 60.0
-
-
-@contextmanager
-def _going_on(what: object) -> Iterator[None]:
-    """Say what could not be written, and go on: training is worth more than its protocol."""
-    try:
-        yield
-    except OSError as error:
-        log.error("could not write to %s: %s; training goes on", what, error.strerror or error)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -329,7 +282,7 @@ class LoadingFaults(L.Callback):
             writer = csv.writer(text)
             writer.writerow(("image", "reason"))
             writer.writerows(sorted(self.reasons.items()))
-            with _going_on(self.path):
+            with going_on(self.path):
                 write_text(self.path, text.getvalue())
         if len(self.reasons) > self.max_share * self.num_images:
             raise TooManyUnreadable(

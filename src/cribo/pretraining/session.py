@@ -11,10 +11,8 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins import DoublePrecision, LayerSync
+from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
-from timm.layers.norm_act import convert_sync_batchnorm
-from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cribo.allocator import keep_freed_memory
@@ -27,12 +25,12 @@ from cribo.data.scenes import Scenes
 from cribo.method.products import multiplies_bfloat16
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule
-from cribo.pretraining.monitoring import Events
 from cribo.pretraining.nonfinite import LossScaling
 from cribo.pretraining.score import open_score_data
 from cribo.pretraining.sharding import ShardedStrategy
 from cribo.training.checkpoints import WholeFileCheckpointIO
-from cribo.training.lightning import agreed, ask_nobody_about_sigterm, quiet_lightning, require_launched
+from cribo.training.events import Events
+from cribo.training.lightning import SyncBatchNorm, agreed, ask_nobody_about_sigterm, quiet_lightning, require_launched
 
 # Composing a scene costs more than its crops; a worker keeps this much of them.
 _SCENE_CACHE_BYTES = 256 * 2**20
@@ -189,7 +187,7 @@ class Session:
     def _plugins(self) -> list[Any]:
         plugins: list[Any] = [WholeFileCheckpointIO(mapped=self.config.runtime.strategy == "fsdp")]
         if self._accelerator() == "gpu":
-            plugins.append(_SyncBatchNorm())
+            plugins.append(SyncBatchNorm())
         if self.config.runtime.precision == "64-true":
             plugins.append(_Double())
         if self.config.runtime.precision == "16-mixed":
@@ -283,13 +281,3 @@ class _Double(DoublePrecision):
 
     def convert_input(self, data: Any) -> Any:
         return data
-
-
-class _SyncBatchNorm(LayerSync):
-    """Batch norms over all GPUs; timm's conversion keeps the activations inside its own norms."""
-
-    def apply(self, model: Module) -> Module:
-        return convert_sync_batchnorm(model)
-
-    def revert(self, model: Module) -> Module:
-        return model

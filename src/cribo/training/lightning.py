@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from typing import TypeVar, cast
 
 import lightning as L
+from lightning.pytorch.plugins import LayerSync
+from timm.layers.norm_act import convert_sync_batchnorm
+from torch.nn import Module
 
 from cribo.arguments import ConfigError
 
@@ -108,6 +111,7 @@ def quiet_lightning() -> Iterator[None]:
                 ".*GPU available but not used.*",
                 ".*tensorboardX.*",
                 ".*is smaller than the logging interval.*",
+                ".*You defined a `validation_step` but have no `val_dataloader`.*",  # of its own, after the training
                 # The order of the data is a function of the step: StepBatchSampler.
                 ".*your dataloader is not resumable.*",
                 ".*torch.distributed.nn.functional.all_gather is deprecated.*",
@@ -119,3 +123,15 @@ def quiet_lightning() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+class SyncBatchNorm(LayerSync):
+    """Batch norms over all GPUs; timm's conversion keeps the activations inside its own norms."""
+
+    def apply(self, model: Module) -> Module:
+        """Convert."""
+        return convert_sync_batchnorm(model)
+
+    def revert(self, model: Module) -> Module:
+        """Leave them as they are: their state is the same."""
+        return model

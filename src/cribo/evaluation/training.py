@@ -1,0 +1,472 @@
+"""What the evaluations that train share: a folder that can be gone on with, and Lightning's trainer in it."""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from rich.console import Console
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from cribo.allocator import keep_freed_memory
+from cribo.arguments import ConfigError
+from cribo.data import UnreadableImage
+from cribo.data.randomness import keyed_generator
+from cribo.devices import resolve_workers
+from cribo.errors import Stopped
+from cribo.evaluation.folders import OUT
+from cribo.evaluation.results import RESULTS, EvaluationResult, flat, read_result, setting_value
+from cribo.files import FolderError, claim_folder, make_numbered_folder, remove_parts, write_json
+from cribo.processes import LAUNCHER, end_with_launcher, is_first_process
+from cribo.training.checkpoints import Checkpoints, WholeFileCheckpointIO, checkpoint_files, resume_point
+from cribo.training.events import Events, going_on
+from cribo.training.interruption import Interrupted, Interruption
+from cribo.training.lightning import (
+    SyncBatchNorm,
+    agreed,
+    ask_nobody_about_sigterm,
+    interruptible,
+    quiet_lightning,
+    require_launched,
+)
+from cribo.training.lock import run_lock
+from cribo.training.module import ResumableModule
+from cribo.training.progress import StepProgress
+
+log = logging.getLogger("cribo")
+
+Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
+
+SETTINGS = "evaluation.json"
+"""The file by which the folder of an evaluation that trains is known before it has results."""
+
+_CLAIMED = "CRIBO_EVALUATION"  # the folder, for processes that Lightning starts for further devices
+_KEPT_CHECKPOINTS = 2
+_ORDER = 0x6F7264  # keeps the draws of the order apart from others of the same seed
+_WORKER_DIED = "DataLoader worker (pid"
+
+
+@dataclass
+class TrainingRuntime:
+    """Where and how it is trained; results do not depend on it beyond rounding.
+
+    Attributes:
+        accelerator: of the Lightning Trainer: auto, cpu, gpu, ...
+        devices: how many of each machine, or auto for all GPUs (one process on a CPU).
+        num_nodes: how many machines.
+        precision: 32-true, or on GPUs bf16-mixed (16-mixed on old ones): about twice as fast for half the memory.
+        workers: processes that read images, of each device; when not given, half of the cores.
+        threads: of a CPU; torch's choice when not given.
+        log_every: steps between two points in TensorBoard.
+        checkpoint_every: steps between two checkpoints; one is also written at the end.
+        evaluate_every: steps between two scores on the way; 0 for one at the end only.
+    """
+
+    accelerator: str = "auto"
+    devices: int | str = "auto"
+    num_nodes: int = 1
+    precision: Precision = "32-true"
+    workers: int | None = None
+    threads: int | None = None
+    log_every: int = 50
+    checkpoint_every: int = 1000
+    evaluate_every: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("num_nodes", 1),
+            ("workers", 0),
+            ("threads", 1),
+            ("log_every", 1),
+            ("checkpoint_every", 1),
+            ("evaluate_every", 0),
+        ):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ConfigError(f"runtime.{name} must be >= {least}, got {value}")
+        if not (self.devices == "auto" or (str(self.devices).isdecimal() and int(self.devices) > 0)):
+            raise ConfigError(f"runtime.devices must be auto or a number >= 1, got {self.devices!r}")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it is trained on GPUs of NVIDIA or AMD."""
+        return self.accelerator in ("gpu", "cuda") or (self.accelerator == "auto" and torch.cuda.is_available())
+
+
+class TrainedModule(ResumableModule):
+    """What an evaluation trains, by Lightning's automatic optimisation.
+
+    All its random numbers are keyed, none come from global generators: a resumed training is then the same as one
+    that was not stopped. What `self.log` is given with `prog_bar=True` is shown beside the progress bar.
+    """
+
+
+class KeyStream(Sampler[list[tuple[int, int]]]):
+    """The keys (epoch, index) of each batch from a step on: one permutation of the data after the other.
+
+    Batches go over the ends of epochs, so that a set may be smaller than a batch. The place in the data is a function
+    of the step alone.
+
+    Args:
+        count: of the data.
+        batch_size: over all processes.
+        steps: of the whole training.
+        seed: of the orders.
+        position: tells the step that comes next.
+        rank, world_size: which part of each batch this process gets.
+
+    Raises:
+        ConfigError: a batch that the processes cannot share evenly.
+
+    Example:
+        >>> keys = KeyStream(3, 2, 3, seed=0, position=lambda: 0)
+        >>> [[epoch for epoch, _ in batch] for batch in keys], sorted(index for batch in keys for _, index in batch)
+        ([[0, 0], [0, 1], [1, 1]], [0, 0, 1, 1, 2, 2])
+    """
+
+    def __init__(
+        self,
+        count: int,
+        batch_size: int,
+        steps: int,
+        *,
+        seed: int,
+        position: Callable[[], int],
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if batch_size % world_size:
+            raise ConfigError(f"batch_size must be a multiple of the {world_size} devices, got {batch_size}")
+        self.count, self.batch_size, self.steps, self.seed = count, batch_size, steps, seed
+        self.position, self.rank, self.world_size = position, rank, world_size
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        order, known = [], -1
+        share = self.batch_size // self.world_size
+        for step in range(self.position(), self.steps):
+            keys = []
+            first = step * self.batch_size + self.rank * share
+            for place in range(first, first + share):
+                epoch, number = divmod(place, self.count)
+                if epoch != known:
+                    generator = keyed_generator(self.seed, _ORDER, epoch)
+                    order, known = torch.randperm(self.count, generator=generator).tolist(), epoch
+                keys.append((epoch, order[number]))
+            yield keys
+
+
+def fit(
+    module: TrainedModule,
+    *,
+    train: Dataset[Any],
+    validation: Dataset[Any],
+    batch_size: int,
+    steps: int,
+    seed: int,
+    folder: Path,
+    label: str,
+    runtime: TrainingRuntime,
+    console: Console,
+    collate: Callable[[list[Any]], Any] | None = None,
+    validation_batch_size: int = 1,
+    validation_collate: Callable[[list[Any]], Any] | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> L.Trainer:
+    """Train a module and score it, from the last checkpoint in the folder if there is one.
+
+    Args:
+        module: what is trained; its weights afterwards are those of the last step.
+        train: samples by (epoch, index).
+        validation: samples by index; each process is given its share, none twice.
+        batch_size: samples of a step, over all devices.
+        steps: optimiser steps.
+        seed: of the order of the data.
+        folder: for checkpoints and TensorBoard's log.
+        label: what the progress bar is called.
+        runtime: where and how.
+        console: shows progress.
+        collate: makes a batch of samples; torch's default when None.
+        validation_batch_size: samples of the validation at once, on each device.
+        validation_collate: makes a batch of them; torch's default when None.
+        callbacks: further ones.
+
+    Returns:
+        the trainer, after its validation.
+
+    Raises:
+        ConfigError: devices that are not there, or that cannot share a batch.
+        Interrupted: SIGTERM or SIGUSR1 came; a checkpoint was written. (Ctrl-C is a KeyboardInterrupt.)
+        Diverged: weights are not finite.
+        Stopped: a process that reads images was killed.
+        what reading a sample raises.
+    """
+    checkpoint = resume_point(folder) if is_first_process() else next(iter(checkpoint_files(folder)), None)
+    if checkpoint is not None:
+        log.info("%s: going on from %s", label, checkpoint)
+    checkpoints = Checkpoints(
+        folder, every_steps=runtime.checkpoint_every, keep=_KEPT_CHECKPOINTS, resume_from=checkpoint
+    )
+    progress = StepProgress(console, label, every_steps=min(runtime.log_every, 10))
+    advice = "go on with the same command and --resume"
+    interruption = Interruption(lambda trainer: checkpoints.on_train_end(trainer, module), advice=advice)
+    with quiet_lightning():
+        trainer = _trainer(runtime, folder, [progress, *callbacks, checkpoints, interruption], steps)
+        batches = _Batches(
+            train,
+            KeyStream(
+                len(cast(Any, train)),
+                batch_size,
+                steps,
+                seed=seed,
+                position=lambda: trainer.global_step,
+                rank=trainer.global_rank,
+                world_size=trainer.world_size,
+            ),
+            collate,
+            runtime,
+        )
+        scored = _Batches(
+            validation, _Share(len(cast(Any, validation)), validation_batch_size, trainer), validation_collate, runtime
+        )
+        try:
+            with interruptible(trainer, advice=advice):
+                trainer.fit(module, batches, scored if runtime.evaluate_every else None, ckpt_path=checkpoint)
+                trainer.validate(module, scored, verbose=False)
+        except Interrupted as error:
+            if error.signal.name != "SIGINT":
+                raise
+            log.warning("%s", error)
+            raise KeyboardInterrupt from error
+        except RuntimeError as error:
+            if _WORKER_DIED not in str(error):
+                raise
+            raise Stopped(
+                f"a process that reads images has ended ({error}): if the machine ran out of memory, lower "
+                f"--runtime.workers; {advice}"
+            ) from error
+    return trainer
+
+
+@contextmanager
+def evaluation_folder(
+    out: Path | None,
+    name: str,
+    settings: dict[str, Any],
+    *,
+    overwrite: bool,
+    resume: bool,
+    runtime: TrainingRuntime,
+) -> Iterator[Path]:
+    """The folder of an evaluation that trains: claimed and locked by its first process, the same for all.
+
+    Args:
+        out: the folder; `evaluations/<name>`, numbered, when None.
+        name: of a folder that nobody has named.
+        settings: what the evaluation's figures depend on, as JSON has it.
+        overwrite: replace an evaluation that stands in `out`.
+        resume: go on with it; with none there, begin one.
+        runtime: tells which processes there are.
+
+    Raises:
+        FolderError: it exists and neither is set, is in use, or holds an evaluation of other settings.
+        ConfigError: devices that are not there, or both are set.
+    """
+    if resume and (overwrite or out is None):
+        raise ConfigError("--resume does not go with --overwrite" if overwrite else "--resume needs --out, the folder")
+    end_with_launcher()
+    require_launched(runtime.devices, runtime.num_nodes)
+    settings = json.loads(json.dumps(settings))
+    claimed = os.environ.get(_CLAIMED)
+    if claimed is not None:  # this process is a further device of an evaluation that the first one has opened
+        yield Path(claimed)
+        return
+    with ExitStack() as held:
+        probe = _trainer(runtime, None, [], 1)
+        claim = partial(_claim, out, name, settings, held, overwrite=overwrite, resume=resume)
+        folder = Path(agreed(probe, lambda: str(claim())))
+        for variable, value in ((_CLAIMED, str(folder)), (LAUNCHER, str(os.getpid()))):
+            os.environ[variable] = value
+            held.callback(os.environ.pop, variable)
+        yield folder
+
+
+def finished_result(out: Path | None, *, resume: bool) -> EvaluationResult | None:
+    """The result of an evaluation that is to be gone on with and is finished; None if there is work left."""
+    if not resume or out is None or not (out / RESULTS).is_file():
+        return None
+    if is_first_process():
+        log.info("%s is finished already: nothing to resume", out)
+    return read_result(out)
+
+
+def _claim(
+    out: Path | None, name: str, settings: dict[str, Any], held: ExitStack, *, overwrite: bool, resume: bool
+) -> Path:
+    if out is None:
+        folder = make_numbered_folder(OUT, name)
+    elif resume and (out / SETTINGS).is_file():
+        held.enter_context(run_lock(out))
+        _require_same(out, settings)
+        remove_parts(out)
+        return out
+    else:
+        folder = out
+        if overwrite and (folder / SETTINGS).is_file():
+            with run_lock(folder):  # none that goes on is taken away
+                pass
+        advice = "choose another --out, go on with it by --resume, or replace it with --overwrite"
+        claim_folder(folder, marker=SETTINGS, overwrite=overwrite, advice=advice)
+    held.enter_context(run_lock(folder))
+    write_json(folder / SETTINGS, settings)
+    return folder
+
+
+def _require_same(folder: Path, settings: dict[str, Any]) -> None:
+    """Refuse to go on with an evaluation under settings that would make it another."""
+    try:
+        before = dict(flat(json.loads((folder / SETTINGS).read_text(encoding="utf-8"))))
+    except ValueError as error:
+        raise FolderError(f"{folder / SETTINGS} is damaged ({error}): begin again with --overwrite") from error
+    now = dict(flat(settings))
+    for setting in dict.fromkeys((*before, *now)):
+        if before.get(setting) != now.get(setting):
+            raise FolderError(
+                f"{folder} was begun with {setting} {setting_value(before.get(setting))}, not "
+                f"{setting_value(now.get(setting))}: leave it as it was, or choose another --out"
+            )
+
+
+# ----------------------------------------------------------------------------------------------- Lightning
+
+
+def _trainer(runtime: TrainingRuntime, folder: Path | None, callbacks: Sequence[Callback], steps: int) -> L.Trainer:
+    """A trainer that stops after `steps`; it logs to `folder`, if there is one."""
+    if not runtime.on_gpu:
+        keep_freed_memory()
+    if runtime.threads is not None:
+        torch.set_num_threads(runtime.threads)
+    plugins: list[Any] = [WholeFileCheckpointIO()]
+    several = runtime.devices not in (1, "1") or runtime.num_nodes > 1
+    if runtime.on_gpu and several:
+        plugins.append(SyncBatchNorm())
+    every = runtime.evaluate_every or None
+    try:
+        with quiet_lightning():
+            trainer = L.Trainer(
+                accelerator=runtime.accelerator,
+                devices=runtime.devices,
+                num_nodes=runtime.num_nodes,
+                strategy=DDPStrategy(broadcast_buffers=False) if several and _is_shared(runtime) else "auto",
+                precision=runtime.precision,
+                max_steps=steps,
+                max_epochs=-1,
+                callbacks=list(callbacks),
+                logger=_Events(folder, name="", version="tensorboard") if folder else False,
+                val_check_interval=every,
+                check_val_every_n_epoch=None if every else 1,
+                num_sanity_val_steps=0,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                enable_checkpointing=False,
+                use_distributed_sampler=False,
+                log_every_n_steps=runtime.log_every,
+                plugins=plugins,
+                default_root_dir=folder,
+            )
+    except MisconfigurationException as error:
+        raise ConfigError(f"runtime.accelerator {runtime.accelerator}: {error}") from error
+    ask_nobody_about_sigterm(trainer)
+    return trainer
+
+
+def _is_shared(runtime: TrainingRuntime) -> bool:
+    """Whether several processes train together."""
+    if runtime.num_nodes > 1 or runtime.devices != "auto":
+        return True
+    return runtime.on_gpu and torch.cuda.device_count() > 1
+
+
+class _Events(Events):
+    """TensorBoard's log; where it cannot be written, the training goes on."""
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        with going_on(self.log_dir):
+            super().log_metrics(metrics, step)
+
+
+class _Share(Sampler[list[int]]):
+    """The indices of a validation that fall to one process, in batches."""
+
+    def __init__(self, count: int, batch_size: int, trainer: L.Trainer) -> None:
+        self.indices = range(trainer.global_rank, count, trainer.world_size)
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self.indices) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(0, len(self.indices), self.batch_size):
+            yield list(self.indices[start : start + self.batch_size])
+
+
+class _Batches:
+    """Batches from worker processes; what reading a sample raises there is raised here, as it was."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        sampler: KeyStream | _Share,
+        collate: Callable[[list[Any]], Any] | None,
+        runtime: TrainingRuntime,
+    ) -> None:
+        workers = resolve_workers(runtime.workers)
+        self._loader: DataLoader[Any] = DataLoader(
+            _Told(dataset),
+            batch_sampler=sampler,
+            num_workers=workers,
+            collate_fn=_Collate(collate or torch.utils.data.default_collate),
+            pin_memory=runtime.on_gpu,
+            persistent_workers=False,
+        )
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            if isinstance(batch, Exception):
+                raise batch
+            yield batch
+
+
+class _Told(Dataset[Any]):
+    """A data set whose errors are samples: torch would make others of them on their way to the first process."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return self._dataset[key]
+        except (ValueError, OSError, UnreadableImage) as error:
+            return error
+
+
+class _Collate:
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return next((sample for sample in samples if isinstance(sample, Exception)), None) or self._collate(samples)

@@ -1,0 +1,295 @@
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from torchmetrics import SumMetric
+
+from cribo.arguments import ConfigError
+from cribo.data import UnreadableImage
+from cribo.data.randomness import keyed_generator
+from cribo.evaluation.training import KeyStream, TrainedModule, TrainingRuntime, evaluation_folder, fit
+from cribo.files import FolderError
+from cribo.training.checkpoints import checkpoint_files
+from cribo.training.interruption import Interrupted
+from cribo.training.lock import run_lock
+from cribo.training.module import Diverged
+
+STEPS = 12
+
+
+class Points(Dataset[Any]):
+    """Points on a plane, disturbed by a keyed draw."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, key: Any) -> tuple[Tensor, Tensor]:
+        epoch, index = key if isinstance(key, tuple) else (0, key)
+        x = torch.rand(3, generator=keyed_generator(7, epoch, index), dtype=torch.float64)
+        return x, x @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+
+
+class Regression(TrainedModule):
+    """A linear layer; its score is the sum of squared errors."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.lr = lr
+        self.layer = nn.Linear(3, 1, dtype=torch.float64)
+        nn.init.zeros_(self.layer.weight)
+        nn.init.zeros_(self.layer.bias)
+        self.error, self.seen = SumMetric(), SumMetric()
+        self.scores: list[tuple[int, float, int]] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.1, 1 - step / 400))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = (self.layer(x)[:, 0] - y).square().mean()
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.error.update((self.layer(x)[:, 0] - y).square().sum())
+        self.seen.update(len(x))
+
+    def on_validation_epoch_end(self) -> None:
+        self.scores.append((self.global_step, float(self.error.compute()), int(self.seen.compute())))
+        self.log("error", self.error.compute())
+        self.error.reset()
+        self.seen.reset()
+
+
+class Stop(L.Callback):
+    """Sends this process a signal after a step."""
+
+    def __init__(self, step: int, number: signal.Signals = signal.SIGTERM) -> None:
+        self.step, self.number = step, number
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+def run(folder: Path, module: Regression | None = None, **changes: Any) -> Regression:
+    module = module or Regression()
+    runtime = {"accelerator": "cpu", "workers": 0, "log_every": 4, **changes.pop("runtime", {})}
+    arguments: dict[str, Any] = {
+        "train": Points(),
+        "validation": Points(),
+        "batch_size": 4,
+        "steps": STEPS,
+        "seed": 0,
+        "label": "linear",
+        "console": Console(quiet=True),
+        **changes,
+    }
+    fit(module, folder=folder, runtime=TrainingRuntime(**runtime), **arguments)
+    return module
+
+
+def assert_same(module: Regression, other: Regression) -> None:
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+    assert module.scores[-1] == other.scores[-1]
+
+
+def test_it_learns_and_scores_every_sample_once(tmp_path: Path) -> None:
+    module = run(tmp_path, steps=300)
+    step, error, seen = module.scores[-1]
+    assert (step, seen) == (300, 5)
+    assert error < 0.01 * run(tmp_path / "short", steps=1).scores[-1][1]
+
+
+def test_the_stream_is_one_permutation_after_the_other() -> None:
+    keys = [key for batch in KeyStream(5, 4, 10, seed=3, position=lambda: 0) for key in batch]
+    for epoch in range(8):
+        indices = [index for known, index in keys if known == epoch]
+        assert sorted(indices) == [0, 1, 2, 3, 4]
+    assert [epoch for epoch, _ in keys] == sorted(epoch for epoch, _ in keys)
+    assert len({tuple(keys[5 * e + i][1] for i in range(5)) for e in range(8)}) > 1
+
+
+def test_processes_share_each_batch_and_resumption_begins_where_it_was() -> None:
+    whole = list(KeyStream(7, 6, 9, seed=1, position=lambda: 0))
+    parts = [list(KeyStream(7, 6, 9, seed=1, position=lambda: 0, rank=r, world_size=3)) for r in range(3)]
+    assert [a + b + c for a, b, c in zip(*parts, strict=True)] == whole
+    assert list(KeyStream(7, 6, 9, seed=1, position=lambda: 4)) == whole[4:]
+    with pytest.raises(ConfigError, match="batch_size must be a multiple of the 4 devices, got 6"):
+        KeyStream(7, 6, 9, seed=1, position=lambda: 0, world_size=4)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path, workers: int) -> None:
+    runtime = {"workers": workers}
+    whole = run(tmp_path / "whole", runtime=runtime)
+    with pytest.raises(Interrupted, match="after step 6"):
+        run(tmp_path / "stopped", callbacks=[Stop(5)], runtime=runtime)
+    assert [path.name for path in checkpoint_files(tmp_path / "stopped")] == ["step=00000006.ckpt"]
+    assert_same(run(tmp_path / "stopped", runtime=runtime), whole)
+
+
+def test_scores_on_the_way_come_at_the_same_steps_after_a_resumption(tmp_path: Path) -> None:
+    runtime = {"evaluate_every": 4, "checkpoint_every": 3}
+    whole = run(tmp_path / "whole", runtime=runtime)
+    assert [step for step, _, _ in whole.scores] == [4, 8, 12, 12]
+    with pytest.raises(Interrupted):
+        run(tmp_path / "stopped", callbacks=[Stop(5)], runtime=runtime)
+    resumed = run(tmp_path / "stopped", runtime=runtime)
+    assert resumed.scores == whole.scores[1:]
+
+
+def test_a_finished_training_is_scored_again_without_a_step(tmp_path: Path) -> None:
+    whole = run(tmp_path)
+    again = run(tmp_path)
+    assert_same(again, whole)
+
+
+def test_ctrl_c_is_an_interrupt_of_the_keyboard(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, callbacks=[Stop(2, signal.SIGINT)])
+    assert checkpoint_files(tmp_path)
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match=r"not finite after step 2: .* lower learning rate"):
+        run(tmp_path, Regression(lr=float("inf")), runtime={"checkpoint_every": 2})
+    assert not checkpoint_files(tmp_path)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_unreadable_sample_ends_it_with_its_own_error(tmp_path: Path, workers: int) -> None:
+    class Broken(Points):
+        def __getitem__(self, key: Any) -> tuple[Tensor, Tensor]:
+            if key[1] == 3:
+                raise UnreadableImage("a/b.jpg", "truncated")
+            return super().__getitem__(key)
+
+    with pytest.raises(UnreadableImage, match=r"a/b\.jpg.*truncated"):
+        run(tmp_path, train=Broken(), runtime={"workers": workers})
+
+
+def test_tensorboard_has_what_is_logged(tmp_path: Path) -> None:
+    module = run(tmp_path)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [3, 7, 11]
+    assert events.Scalars("error")[-1].value == pytest.approx(module.scores[-1][1])
+
+
+def test_a_line_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("cribo.training.progress._LINE_SECONDS", 0)
+    run(tmp_path, console=Console(soft_wrap=True))
+    assert re.search(r"linear step 12/12 ETA 0:00 loss [\d.]+", capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    program = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from tests.evaluation.test_training import Regression, TrainingRuntime, evaluation_folder, run
+runtime = {{"devices": 2, "accelerator": "cpu"}}
+choices = {{"overwrite": False, "resume": False, "runtime": TrainingRuntime(**runtime)}}
+with evaluation_folder(Path("two"), "two", {{}}, **choices) as folder:
+    for part in ("a", "b"):
+        module = run(folder / part, runtime=runtime)
+        print(module.global_rank, part, module.scores, module.layer.weight.tolist(), flush=True)
+"""
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    one = run(tmp_path / "one")
+    lines = [line for line in done.stdout.splitlines() if line[:1] in "01"]
+    assert sorted(line[:3] for line in lines) == ["0 a", "0 b", "1 a", "1 b"]
+    for line in lines:
+        numbers = [float(number) for number in re.findall(r"-?\d+\.[\de-]+", line)]
+        assert numbers == pytest.approx([one.scores[-1][1], *one.layer.weight[0].tolist()], rel=1e-6)
+        assert "(12, " in line
+        assert ", 5)" in line
+    assert checkpoint_files(tmp_path / "two" / "a")
+
+
+# ---------------------------------------------------------------------------- folders
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Callable[..., Any]:
+    def call(settings: dict[str, Any], *, overwrite: bool = False, resume: bool = False, out: str = "out") -> Any:
+        runtime = TrainingRuntime(accelerator="cpu")
+        return evaluation_folder(tmp_path / out, "x", settings, overwrite=overwrite, resume=resume, runtime=runtime)
+
+    return call
+
+
+def test_a_folder_is_gone_on_with_under_the_same_settings_only(opened: Callable[..., Any], tmp_path: Path) -> None:
+    with opened({"layers": 1, "data": {"name": "voc"}}, resume=True) as folder:  # with none there, one is begun
+        (folder / "work").touch()
+    with opened({"layers": 1, "data": {"name": "voc"}}, resume=True) as folder:
+        assert (folder / "work").exists()
+    with pytest.raises(FolderError, match=r"was begun with data\.name voc, not ade20k"):
+        opened({"layers": 1, "data": {"name": "ade20k"}}, resume=True).__enter__()
+    assert (tmp_path / "out" / "work").exists()
+
+
+def test_a_folder_is_replaced_on_demand_only(opened: Callable[..., Any], tmp_path: Path) -> None:
+    with opened({}) as folder:
+        (folder / "work").touch()
+    with pytest.raises(FolderError, match="--resume"):
+        opened({}).__enter__()
+    with opened({}, overwrite=True) as folder:
+        assert not (folder / "work").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    for choice in ("overwrite", "resume"):
+        with pytest.raises(FolderError):
+            opened({}, out="mine", **{choice: True}).__enter__()
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+def test_a_folder_in_use_is_refused(opened: Callable[..., Any]) -> None:
+    with opened({}) as folder:
+        pass
+    with run_lock(folder):
+        for choice in ("overwrite", "resume"):
+            with pytest.raises(FolderError, match="in use"):
+                opened({}, **{choice: True}).__enter__()
+
+
+def test_what_cannot_be_gone_on_with_is_said(tmp_path: Path) -> None:
+    runtime = TrainingRuntime(accelerator="cpu")
+    with pytest.raises(ConfigError, match="--resume needs --out"):
+        evaluation_folder(None, "x", {}, overwrite=False, resume=True, runtime=runtime).__enter__()
+    with pytest.raises(ConfigError, match=r"runtime\.accelerator gpu"):
+        evaluation_folder(
+            tmp_path / "out", "x", {}, overwrite=False, resume=False, runtime=TrainingRuntime(accelerator="gpu")
+        ).__enter__()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"devices": "two"}, "devices must be auto or a number"), ({"log_every": 0}, "log_every must be >= 1, got 0")],
+)
+def test_a_runtime_that_cannot_be_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        TrainingRuntime(**change)
