@@ -114,6 +114,7 @@ def quiet_lightning() -> Iterator[None]:
                 ".*You defined a `validation_step` but have no `val_dataloader`.*",  # of its own, after the training
                 # The order of the data is a function of the step: StepBatchSampler.
                 ".*your dataloader is not resumable.*",
+                ".*sync_dist=True.*",  # what is logged is of all processes already, or of one on purpose
                 ".*torch.distributed.nn.functional.all_gather is deprecated.*",
                 ".*LeafSpec.*is deprecated.*",
                 ".*`broadcast_buffers` is deprecated.*",  # its successor is not in all versions of torch
