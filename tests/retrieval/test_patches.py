@@ -11,6 +11,7 @@ from cribo.retrieval.patches import (
     labels_in_memory,
     majority_label,
     rarest_patches,
+    window_starts,
 )
 
 
@@ -29,6 +30,15 @@ def test_the_closest_multiple_of_the_patch_size(size: tuple[int, int], expected:
 
 def test_a_given_size_goes_before() -> None:
     assert grid_size(100, 200, 16, (32, 64)) == (32, 64)
+
+
+def test_windows_cover_all() -> None:
+    for length in range(1, 30):
+        for side in range(1, 8):
+            for step in range(1, side + 1):
+                covered = {place for start in window_starts(length, side, step) for place in range(start, start + side)}
+                assert covered >= set(range(length))
+                assert max(window_starts(length, side, step)) == max(0, length - side)
 
 
 def noisy_labels(height: int, width: int, seed: int = 0) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 
 from cribo.retrieval import PatchEncoder
 from cribo.segmentation import SegmentationSettings
-from cribo.segmentation.encoding import GridEncoder, starts
+from cribo.segmentation.encoding import GridEncoder
 
 PATCH = 4
 
@@ -79,15 +79,6 @@ def test_images_of_one_size_are_encoded_together_and_come_in_their_order() -> No
     assert batches == [(3, 3, 8, 12), (2, 3, 8, 12), (1, 3, 12, 8)]
     for image, own in zip(images, found, strict=True):
         torch.testing.assert_close(own, made.encode([image])[0])
-
-
-def test_windows_cover_all() -> None:
-    for length in range(1, 30):
-        for side in range(1, 8):
-            for step in range(1, side + 1):
-                covered = {place for start in starts(length, side, step) for place in range(start, start + side)}
-                assert covered >= set(range(length))
-                assert max(starts(length, side, step)) == max(0, length - side)
 
 
 def test_an_encoder_that_gives_too_few_features() -> None:

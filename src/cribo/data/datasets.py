@@ -41,6 +41,8 @@ class SegmentationSet:
         folders: where the root may lie below the folder that is given instead.
         memory_splits: what retrieval remembers: the first of these that is there.
         query_split: what retrieval labels.
+        scale: the sides, long and short, within which MMSegmentation's configurations resize its images; None
+            where they stay at their own size.
     """
 
     name: str
@@ -52,6 +54,7 @@ class SegmentationSet:
     folders: tuple[str, ...] = ()
     memory_splits: tuple[str, ...] = ("train",)
     query_split: str = "val"
+    scale: tuple[int, int] | None = None
 
     @cached_property
     def _published(self) -> dict[str, Any]:
@@ -158,6 +161,7 @@ _SETS = (
         class_list="voc",
         folders=("VOCdevkit/VOC2012", "VOC2012"),
         memory_splits=("trainaug", "train"),
+        scale=(2048, 512),
     ),
     SegmentationSet(
         name="pascal-context",
@@ -167,6 +171,7 @@ _SETS = (
         class_list="pascal_context",
         without=("background",),
         folders=("VOCdevkit/VOC2010", "VOC2010"),
+        scale=(520, 520),
     ),
     SegmentationSet(
         name="pascal-context-60",
@@ -175,6 +180,7 @@ _SETS = (
         layouts=(_PASCAL_CONTEXT,),
         class_list="pascal_context",
         folders=("VOCdevkit/VOC2010", "VOC2010"),
+        scale=(520, 520),
     ),
     SegmentationSet(
         name="coco-stuff",
@@ -183,6 +189,7 @@ _SETS = (
         layouts=(_COCO_STUFF,),
         class_list="coco_stuff",
         folders=("coco_stuff164k", "coco"),
+        scale=(2048, 512),
     ),
     SegmentationSet(
         name="ade20k",
@@ -191,6 +198,7 @@ _SETS = (
         layouts=(_ADE20K,),
         class_list="ade20k",
         folders=("ADEChallengeData2016", "ade/ADEChallengeData2016"),
+        scale=(2048, 512),
     ),
     SegmentationSet(
         name="cityscapes",
@@ -199,6 +207,7 @@ _SETS = (
         layouts=(_CITYSCAPES,),
         class_list="cityscapes",
         folders=("cityscapes",),
+        scale=(2048, 1024),
     ),
     SegmentationSet(
         name="camvid",

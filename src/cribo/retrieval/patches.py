@@ -39,6 +39,21 @@ def grid_size(height: int, width: int, patch_size: int, size: tuple[int, int] | 
     )
 
 
+def window_starts(length: int, side: int, step: int) -> list[int]:
+    """Where windows begin that cover a length, the last one flush with its end; all in pixels, or all in patches.
+
+    Args:
+        length: to be covered; a window takes all of it where it is no longer than the window.
+        side: of a window.
+        step: from one to the next.
+
+    Example:
+        >>> window_starts(10, 4, 3), window_starts(11, 4, 3), window_starts(3, 4, 3)
+        ([0, 3, 6], [0, 3, 6, 7], [0])
+    """
+    return [*range(0, length - side, step), max(0, length - side)]
+
+
 def resize_image(
     image: UInt8[Tensor, "3 h w"], size: tuple[int, int], interpolation: Interpolation
 ) -> UInt8[Tensor, "3 new_h new_w"]:

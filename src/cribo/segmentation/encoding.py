@@ -1,6 +1,6 @@
 """Images of any size into features on the grid of patches: as a whole, or in windows that overlap."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from cribo.retrieval.encoders import PatchEncoder
-from cribo.retrieval.patches import grid_size, resize_image
+from cribo.retrieval.patches import grid_size, resize_image, window_starts
 from cribo.segmentation.settings import SegmentationSettings
 
 
@@ -65,7 +65,7 @@ class GridEncoder:
         if windows is None or (rows <= windows[0] and columns <= windows[0]):
             return self._unit_features(pixels)
         side, step = windows
-        places = [(top, left) for top in starts(rows, side, step) for left in starts(columns, side, step)]
+        places = [(top, left) for top in window_starts(rows, side, step) for left in window_starts(columns, side, step)]
         crops = [(image, top, left) for image in range(len(pixels)) for top, left in places]
         height, width = min(side, rows), min(side, columns)
         weight = _hann(height)[:, None, None] * _hann(width)[:, None]
@@ -86,21 +86,6 @@ class GridEncoder:
 
     def _unit_features(self, pixels: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b rows columns d"]:
         return F.normalize(self.encoder.grids(pixels, self.device), dim=-1)
-
-
-def starts(length: int, side: int, step: int) -> list[int]:
-    """Where windows begin that cover a length, the last one at its end; all in patches.
-
-    Example:
-        >>> starts(10, 4, 3), starts(11, 4, 3), starts(3, 4, 3)
-        ([0, 3, 6], [0, 3, 6, 7], [0])
-    """
-    return list(_starts(length, side, step))
-
-
-def _starts(length: int, side: int, step: int) -> Iterator[int]:
-    yield from range(0, length - side, step)
-    yield max(0, length - side)
 
 
 def _hann(length: int) -> Float[Tensor, " n"]:

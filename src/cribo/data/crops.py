@@ -1,0 +1,234 @@
+"""Labelled images to train a segmentation on and to score it by, as MMSegmentation's configurations prepare them.
+
+The numbers are those of its dataset configurations (`configs/_base_/datasets`), which the paper keeps: images are
+resized within the scale of their set, crops are cut at half to twice that size, where no category takes more than
+three quarters of them, and flipped and distorted in colour at random. Every draw depends on its key alone.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as TF
+
+from cribo.data.randomness import keyed_generator
+from cribo.data.segmentation import LabelledImages
+
+Scale = tuple[int, int]
+"""The sides, long and short in any order, that a resized image has to fit into."""
+
+RATIOS = 0.5, 2.0
+CATEGORY_LIMIT = 0.75
+BRIGHTNESS = 32 / 255
+CONTRAST = 0.5, 1.5
+SATURATION = 0.5, 1.5
+HUE = 18  # steps of 2 degrees
+
+_CROP = 0x63726F70  # keeps its draws apart from others of the same seed
+_ATTEMPTS = 10
+_HUE_STEPS = 180
+
+
+class Crop(NamedTuple):
+    """A part of a labelled image, of the size of all crops.
+
+    Attributes:
+        pixels: RGB, 0 beyond the image.
+        labels: class of each pixel, `ignore_index` beyond the image.
+        extent: height and width of what lies in the image, from the top left corner.
+    """
+
+    pixels: UInt8[Tensor, "3 size size"]
+    labels: UInt8[Tensor, "size size"]
+    extent: Int[Tensor, "2"]
+
+
+class LabelledCrops(Dataset[Crop]):
+    """Random crops of labelled images; asked by (epoch, index), each key has its own crop.
+
+    An image is resized within its scale times a ratio of 0.5 to 2 (bilinear, not anti-aliased, as OpenCV does it;
+    labels take the nearest pixel's centre), cropped, flipped from left to right in one case of two, and distorted in
+    colour (`distort`). Of ten places the first is taken where at least two categories are, the largest of
+    which takes less than 0.75 of the labelled pixels; if there is none, an eleventh. What an image lacks in size is
+    filled at its right and bottom.
+
+    Args:
+        images: labelled images.
+        size: side of the crops in pixels.
+        scale: within which images are resized (`fitted_size`); None for their own size.
+        seed: of all draws.
+
+    Raises:
+        ValueError: a size below 1.
+        UnreadableImage, DataError: an image or label map that cannot be used.
+
+    Example:
+        >>> from cribo.data.scenes import Scenes
+        >>> crops = LabelledCrops(Scenes(2), 64, None, seed=0)
+        >>> crop = crops[0, 1]
+        >>> crop.pixels.shape, crop.labels.shape, bool((crop.pixels == crops[0, 1].pixels).all())
+        (torch.Size([3, 64, 64]), torch.Size([64, 64]), True)
+    """
+
+    def __init__(self, images: LabelledImages, size: int, scale: Scale | None, *, seed: int) -> None:
+        if size < 1:
+            raise ValueError(f"size must be >= 1, got {size}")
+        self.images = images
+        self.size = size
+        self.scale = scale
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, key: tuple[int, int]) -> Crop:
+        epoch, index = key
+        generator = keyed_generator(_CROP, self.seed, epoch, index)
+        ratio, flip = torch.rand(2, generator=generator).tolist()
+        places = torch.rand(_ATTEMPTS + 1, 2, generator=generator).tolist()
+        image, labels = self.images.load(index), self.images.labels(index)
+        size = fitted_size(image.shape[1], image.shape[2], self.scale, RATIOS[0] + ratio * (RATIOS[1] - RATIOS[0]))
+        labels = TF.resize(labels[None], list(size), interpolation=InterpolationMode.NEAREST_EXACT)[0]
+        top, left = self._place(labels, places)
+        window = slice(top, top + self.size), slice(left, left + self.size)
+        pixels, labels = resize(image, size)[:, *window], labels[window]
+        if flip < 0.5:
+            pixels, labels = pixels.flip(2), labels.flip(1)
+        pixels = distort(pixels, generator)
+        below, right = self.size - labels.shape[0], self.size - labels.shape[1]
+        return Crop(
+            F.pad(pixels, (0, right, 0, below)),
+            F.pad(labels, (0, right, 0, below), value=self.images.ignore_index),
+            torch.tensor(labels.shape),
+        )
+
+    def _place(self, labels: UInt8[Tensor, "h w"], places: list[list[float]]) -> tuple[int, int]:
+        """Row and column of the crop's corner."""
+        rows, columns = (max(0, side - self.size) + 1 for side in labels.shape)
+        top = left = 0
+        for down, across in places:
+            # A draw just below 1 may have been rounded up to it.
+            top, left = min(int(down * rows), rows - 1), min(int(across * columns), columns - 1)
+            if is_varied(labels[top : top + self.size, left : left + self.size], self.images.ignore_index):
+                break
+        return top, left
+
+
+class WholeImage(NamedTuple):
+    """An image as a network sees it, and labels at their own size.
+
+    Attributes:
+        pixels: RGB, resized within the scale of the set.
+        labels: class of each pixel of the image as it is on disk.
+    """
+
+    pixels: UInt8[Tensor, "3 h w"]
+    labels: UInt8[Tensor, "label_h label_w"]
+
+
+class WholeImages(Dataset[WholeImage]):
+    """Labelled images to score a segmentation by: the image is resized within the scale, its labels never.
+
+    Args:
+        images: labelled images.
+        scale: within which images are resized (`fitted_size`); None for their own size.
+    """
+
+    def __init__(self, images: LabelledImages, scale: Scale | None) -> None:
+        self.images = images
+        self.scale = scale
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> WholeImage:
+        image = self.images.load(index)
+        size = fitted_size(image.shape[1], image.shape[2], self.scale)
+        return WholeImage(resize(image, size), self.images.labels(index))
+
+
+def fitted_size(height: int, width: int, scale: Scale | None, ratio: float = 1.0) -> tuple[int, int]:
+    """The (height, width) of an image that is resized, its aspect kept, to fit into a scale times a ratio.
+
+    The long side is at most the scale's long one, the short side at most its short one, and one of them is equal.
+
+    Args:
+        height: of the image.
+        width: of the image.
+        scale: None for the image's own size.
+        ratio: by which the scale is multiplied, its sides rounded down.
+
+    Example:
+        >>> fitted_size(375, 500, (2048, 512)), fitted_size(375, 500, (520, 520)), fitted_size(375, 500, None, 2.0)
+        ((512, 683), (390, 520), (750, 1000))
+    """
+    factor = ratio
+    if scale is not None:
+        long, short = (int(side * ratio) for side in sorted(scale, reverse=True))
+        factor = min(long / max(height, width), short / min(height, width))
+    return max(1, int(height * factor + 0.5)), max(1, int(width * factor + 0.5))
+
+
+def resize(image: UInt8[Tensor, "3 h w"], size: tuple[int, int]) -> UInt8[Tensor, "3 new_h new_w"]:
+    """Resize an image as OpenCV does it: bilinear, not anti-aliased."""
+    return TF.resize(image, list(size), interpolation=InterpolationMode.BILINEAR, antialias=False)
+
+
+def is_varied(labels: UInt8[Tensor, "h w"], ignore_index: int) -> bool:
+    """Whether there are two categories at least, none of them with three quarters of the labelled pixels.
+
+    Example:
+        >>> is_varied(torch.tensor([[0, 0], [1, 255]], dtype=torch.uint8), 255)
+        True
+    """
+    counts = torch.bincount(labels.flatten(), minlength=ignore_index + 1)
+    counts[ignore_index] = 0
+    return bool((counts > 0).sum() > 1) and counts.max().item() < CATEGORY_LIMIT * counts.sum().item()
+
+
+def distort(image: UInt8[Tensor, "3 h w"], generator: torch.Generator) -> UInt8[Tensor, "3 h w"]:
+    """Distort colours: brightness, contrast, saturation and hue, each in one case of two.
+
+    Up to 32 (of 255) is added or taken away; contrast, a factor of 0.5 to 1.5 on all values, comes next or, as
+    often, last; saturation, a factor of 0.5 to 1.5, and hue, turned by up to 36 degrees, are those of HSV. Values
+    are cut off at 0 and 255 after each. They are rounded once, at the end (MMSegmentation rounds down after each).
+
+    Args:
+        image: RGB.
+        generator: of the nine numbers that are drawn.
+    """
+    chances = torch.rand(5, generator=generator).tolist()
+    amounts = torch.rand(3, generator=generator).tolist()
+    turn = int(torch.randint(-HUE, HUE, (), generator=generator)) / _HUE_STEPS
+    brighter, contrasted, contrast_first, saturated, turned = (chance < 0.5 for chance in chances)
+    if not (brighter or contrasted or saturated or turned):
+        return image
+    values = image.float() / 255
+    if brighter:
+        values = (values + BRIGHTNESS * (2 * amounts[0] - 1)).clamp_(0, 1)
+    factor = _between(CONTRAST, amounts[1])
+    if contrasted and contrast_first:
+        values = (values * factor).clamp_(0, 1)
+    if saturated:
+        values = _saturate(values, _between(SATURATION, amounts[2]))
+    if turned:
+        values = TF.adjust_hue(values, turn)
+    if contrasted and not contrast_first:
+        values = (values * factor).clamp_(0, 1)
+    return (values * 255).round_().to(torch.uint8)
+
+
+def _between(bounds: tuple[float, float], share: float) -> float:
+    return bounds[0] + share * (bounds[1] - bounds[0])
+
+
+def _saturate(values: Float[Tensor, "3 h w"], factor: float) -> Float[Tensor, "3 h w"]:
+    """Multiply the saturation of HSV, 1 at most; hue and value stay."""
+    highest, lowest = values.amax(dim=0), values.amin(dim=0)
+    saturation = (highest - lowest) / highest.clamp(min=1e-8)
+    # What a colour lacks of its highest channel is in proportion to its saturation.
+    return highest - (highest - values) * torch.minimum(torch.tensor(factor), 1 / saturation.clamp(min=1e-8))

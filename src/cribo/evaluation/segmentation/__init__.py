@@ -1,0 +1,1 @@
+"""Segmentation with trained heads: a linear one on frozen features."""

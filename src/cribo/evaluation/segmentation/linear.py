@@ -1,0 +1,106 @@
+"""Linear segmentation: one linear layer on frozen patch tokens (paper, section 4.2), for several learning rates."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from cribo.data.randomness import keyed_generator
+from cribo.evaluation.segmentation.inference import Inference
+from cribo.evaluation.segmentation.module import SegmentationModule
+from cribo.models import Backbone
+
+_HEAD = 0x6C696E65  # keeps its draws apart from others of the same seed
+_STD = 0.01
+
+
+class LinearSegmentation(SegmentationModule):
+    """Linear heads on the tokens of a frozen backbone, one for each learning rate, trained in one pass.
+
+    A head is MMSegmentation's `FCNHead` without convolutions: one linear layer of the tokens, its weights drawn with a
+    standard deviation of 0.01, the same ones for each rate, its bias 0. The heads see the same features of the same
+    crops, share no parameter, and Adam takes each number by itself: each is trained as it would be alone.
+
+    The backbone stays in evaluation mode and gets no gradient. Checkpoints do not hold it.
+
+    Args:
+        backbone: whose tokens are classified.
+        classes: C.
+        layers: how many of its last blocks give tokens, concatenated.
+        learning_rates: of each head, all different.
+        steps: of the whole training.
+        inference: how images are looked at for the score.
+        seed: of the heads' weights.
+
+    Example:
+        >>> from cribo.models import build_backbone
+        >>> backbone = build_backbone("resnet10t", image_size=64)
+        >>> module = LinearSegmentation(backbone, classes=5, learning_rates=(1e-3, 1e-4), steps=10)
+        >>> module.logits(torch.zeros(2, 3, 64, 96)).shape
+        torch.Size([2, 2, 5, 2, 3])
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        classes: int,
+        layers: int = 1,
+        learning_rates: Sequence[float],
+        steps: int,
+        inference: Inference | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            backbone.requires_grad_(False),
+            classes=classes,
+            heads=[f"{rate:g}" for rate in learning_rates],
+            steps=steps,
+            inference=inference or Inference(),
+        )
+        self.layers = layers
+        self.learning_rates = tuple(learning_rates)
+        self.heads = nn.ModuleList(linear_head(backbone.embed_dim * layers, classes, seed) for _ in learning_rates)
+        self.train(self.training)
+
+    def logits(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "heads b c rows columns"]:
+        """The logits of each class on the grid of patches, by each head."""
+        with torch.no_grad():
+            features = self.backbone.encode(images, self.layers)
+        return torch.stack([head(features.tokens).mT.unflatten(2, features.grid) for head in self.heads])
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """The heads, each with its learning rate."""
+        return [
+            {"params": list(head.parameters()), "lr": rate}
+            for head, rate in zip(self.heads, self.learning_rates, strict=True)
+        ]
+
+    def train(self, mode: bool = True) -> "LinearSegmentation":
+        """Set the mode of the heads; the backbone stays in evaluation mode."""
+        super().train(mode)
+        self.backbone.eval()
+        return self
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leave out the backbone, which does not change."""
+        super().on_save_checkpoint(checkpoint)
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name: value for name, value in state.items() if not name.startswith("backbone.")}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put in the backbone that is there."""
+        super().on_load_checkpoint(checkpoint)
+        own = {name: value for name, value in self.state_dict().items() if name.startswith("backbone.")}
+        checkpoint["state_dict"] = {**own, **checkpoint["state_dict"]}
+
+
+def linear_head(dim: int, classes: int, seed: int) -> nn.Linear:
+    """A linear layer as MMSegmentation begins it; the same one for the same seed."""
+    head = nn.Linear(dim, classes)
+    with torch.no_grad():
+        head.weight.normal_(std=_STD, generator=keyed_generator(_HEAD, seed))
+        head.bias.zero_()
+    return head
