@@ -51,6 +51,8 @@ def test_cross_entropy_is_that_of_the_pixels(monkeypatch: pytest.MonkeyPatch, bu
     assert torch.allclose(loss, expected)
     (2 * loss).backward()
     (2 * expected).backward()
+    assert logits.grad is not None
+    assert expected_logits.grad is not None
     assert torch.allclose(logits.grad, expected_logits.grad, atol=1e-7)
 
 

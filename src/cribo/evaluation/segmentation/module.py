@@ -51,7 +51,7 @@ class SegmentationModule(L.LightningModule):
         self.inference = inference
         self.head_names = tuple(heads)
         self.confusions: list[Int[Tensor, "c c"]] = []
-        self._scores = nn.ModuleList(
+        self._scores: Sequence[MulticlassConfusionMatrix] = nn.ModuleList(  # pyright: ignore[reportAttributeAccessIssue]
             MulticlassConfusionMatrix(classes, ignore_index=IGNORE_INDEX, validate_args=False) for _ in heads
         )
         self.divisor = backbone.patch_size if backbone.takes_any_size else backbone.image_size
@@ -104,7 +104,6 @@ class SegmentationModule(L.LightningModule):
         """Sum what all processes have counted."""
         self.confusions = []
         for score in self._scores:
-            assert isinstance(score, MulticlassConfusionMatrix)
             self.confusions.append(score.compute().cpu())
             score.reset()
         for name, miou in zip(self.head_names, self.mious(), strict=True):
@@ -151,12 +150,12 @@ def pixel_cross_entropy(logits: Float[Tensor, "b c rows columns"], labels: UInt8
         >>> pixel_cross_entropy(torch.zeros(1, 4, 2, 2), torch.tensor([[[0, 3], [1, 255]]], dtype=torch.uint8))
         tensor(1.0397)
     """
-    return _PixelCrossEntropy.apply(logits, labels)  # pyright: ignore[reportReturnType]
+    return _PixelCrossEntropy.apply(logits, labels)
 
 
 class _PixelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, logits: Tensor, labels: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: FunctionCtx, logits: Tensor, labels: Tensor) -> Tensor:
         gradient = torch.empty_like(logits, dtype=torch.float32)
         total = torch.zeros((), device=logits.device)
         # The logits, their logarithms and both gradients.
@@ -174,7 +173,7 @@ class _PixelCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * grad, None
 
