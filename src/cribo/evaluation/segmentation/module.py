@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, UInt8
@@ -15,6 +14,7 @@ from cribo.data.crops import Crop, WholeImage
 from cribo.data.segmentation import IGNORE_INDEX
 from cribo.evaluation.results import iou
 from cribo.evaluation.segmentation.inference import Inference, segment_image
+from cribo.evaluation.training import TrainedModule
 from cribo.method import normalise
 from cribo.models import Backbone
 
@@ -24,7 +24,7 @@ LAST_RATE = 0.1
 _BUDGET = 2**29  # bytes of upsampled logits, and what goes with them, that are alive at once
 
 
-class SegmentationModule(L.LightningModule):
+class SegmentationModule(TrainedModule):
     """Trains one or more segmentation heads at once, and scores them on whole images.
 
     A derived class says what the logits are (`logits`) and what is optimised (`parameter_groups`).
