@@ -15,7 +15,9 @@ from cribo.arguments import ConfigError
 from cribo.method import normalise
 from cribo.models import Backbone, load_backbone
 
-_MEAN_COLOUR = "mean-colour"
+MEAN_COLOUR = "mean-colour"
+"""The source that stands for the baseline without a network."""
+
 _MEAN_COLOUR_PATCH = 16
 
 
@@ -136,7 +138,7 @@ def open_encoder(config: BackboneConfig, device: str) -> tuple[PatchEncoder, dic
     Raises:
         what `load_backbone` raises.
     """
-    if config.source == _MEAN_COLOUR:
+    if config.source == MEAN_COLOUR:
         encoder = mean_colour_encoder(_MEAN_COLOUR_PATCH)
         about = {"source": config.source, "name": config.source, "architecture": config.source, "embed_dim": 3}
         return encoder, {**about, "patch_size": _MEAN_COLOUR_PATCH}

@@ -111,6 +111,7 @@ def quiet_lightning() -> Iterator[None]:
                 ".*GPU available but not used.*",
                 ".*tensorboardX.*",
                 ".*is smaller than the logging interval.*",
+                ".*in eval mode at the start of training.*",  # what is frozen
                 ".*You defined a `validation_step` but have no `val_dataloader`.*",  # of its own, after the training
                 # The order of the data is a function of the step: StepBatchSampler.
                 ".*your dataloader is not resumable.*",

@@ -72,9 +72,14 @@ def print_result(console: Console, result: Any, folder: Path, *, also: Mapping[s
         folder: that it was written to.
         also: further places.
     """
-    from cribo.evaluation.results import result_tables
+    from cribo.evaluation.results import metric_title, percent, result_tables, varied_title, varied_value
 
     for table in result_tables(result):
         console.print(table)
+    if len(result.results) > 1:
+        best = max(result.results, key=lambda row: row[result.headline])
+        where = f"{varied_title(result.varies)} {varied_value(result.varies, best[result.varies])}"
+        found = f"{metric_title(result.headline)} {percent(best[result.headline])} %"
+        console.print(f"  best         {found} at {where}", highlight=False)
     places = {"numbers": folder / "results.json", "pictures": folder / "*.png", "curves": folder / "tensorboard"}
     print_places(console, {**places, **(also or {})})

@@ -1,0 +1,83 @@
+"""What is decided where nothing is said, and what is refused."""
+
+from typing import Any
+
+import pytest
+
+from cribo.arguments import ConfigError
+from cribo.evaluation.data import TrainingDataConfig
+from cribo.evaluation.segmentation.config import LinearConfig, TrainingSettings
+from cribo.retrieval import BackboneConfig
+
+from .made import tiny_vit
+
+
+def settings(data: str = "voc", **values: Any) -> TrainingSettings:
+    config = LinearConfig(BackboneConfig("runs/x"), TrainingDataConfig(data, "DIR"), **values)
+    return TrainingSettings.of(config, tiny_vit())
+
+
+@pytest.mark.parametrize(
+    ("data", "iterations", "scale"),
+    [
+        ("voc", 80_000, (2048, 512)),
+        ("pascal-context", 80_000, (520, 520)),
+        ("coco-stuff", 160_000, (2048, 512)),
+        ("ade20k", 160_000, (2048, 512)),
+        ("cityscapes", 80_000, (2048, 1024)),
+        ("camvid", 80_000, None),
+        ("folder", 80_000, None),
+        ("scenes", 80_000, None),
+    ],
+)
+def test_the_papers_schedule(data: str, iterations: int, scale: tuple[int, int] | None) -> None:
+    made = settings(data)
+    assert (made.iterations, made.batch_size, made.crop, made.scale) == (iterations, 16, 512, scale)
+    assert made.learning_rates == (8e-4, 3e-4, 1e-4, 8e-5)
+    assert (made.inference.mode, made.inference.window, made.inference.stride) == ("whole", 512, 480)
+
+
+def test_the_short_schedule_is_short_for_every_set() -> None:
+    for data in ("ade20k", "camvid"):
+        made = settings(data, schedule="short")
+        assert made.iterations <= 1000
+        assert made.batch_size * made.crop**2 <= 8 * 256**2
+
+
+def test_what_is_said_counts() -> None:
+    made = settings("ade20k", schedule="short", iterations=7, batch_size=3, crop=64, inference="slide")
+    assert (made.iterations, made.batch_size, made.crop) == (7, 3, 64)
+    assert (made.inference.mode, made.inference.window, made.inference.stride) == ("slide", 64, 60)
+    assert made.used()["stride"] == 60
+    assert settings().used()["stride"] is None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"iterations": 0}, "iterations must be >= 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
+        ({"crop": 0}, "crop must be >= 1, got 0"),
+        ({"crop": 8}, "crop must be a multiple of the patch size of vit_tiny_patch16_224, 16, got 8: use 16$"),
+        ({"crop": 40}, "crop must be a multiple of .*, 16, got 40: use 32 or 48"),
+        ({"learning_rates": ()}, "learning_rates must hold at least one"),
+        ({"learning_rates": (1e-3, 0.0)}, "learning_rates must be > 0, got 0"),
+        ({"learning_rates": (-1e-3,)}, "learning_rates must be > 0, got -0.001"),
+        ({"learning_rates": (float("nan"),)}, "learning_rates must be > 0, got nan"),
+        ({"learning_rates": (1e-3, 1e-4, 1e-3)}, "learning_rates must be all different, got 0.001 2 times"),
+    ],
+)
+def test_what_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(**values)
+
+
+def test_a_network_of_one_size_is_slid_over_images() -> None:
+    backbone = tiny_vit()
+    backbone.takes_any_size = False
+    for values in ({"crop": 32}, {"crop": 64, "inference": "slide"}):
+        config = LinearConfig(BackboneConfig("x"), TrainingDataConfig("voc", "DIR"), **values)
+        with pytest.raises(ConfigError, match=r"pixels alone.*: give --crop 32 --inference slide"):
+            TrainingSettings.of(config, backbone)
+    config = LinearConfig(BackboneConfig("x"), TrainingDataConfig("voc", "DIR"), crop=32, inference="slide")
+    assert TrainingSettings.of(config, backbone).inference.window == 32

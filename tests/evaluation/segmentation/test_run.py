@@ -1,0 +1,226 @@
+"""Linear segmentation from beginning to end, on files that are made here."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from cribo.arguments import ConfigError
+from cribo.cli import main
+from cribo.data import DataError
+from cribo.evaluation import read_result
+from cribo.evaluation.data import TrainingDataConfig
+from cribo.evaluation.segmentation.config import LinearConfig
+from cribo.evaluation.segmentation.run import evaluate_linear
+from cribo.evaluation.training import TrainingRuntime
+from cribo.files import FolderError
+from cribo.models import save_backbone
+from cribo.retrieval import BackboneConfig
+
+from .made import Squares, tiny_vit
+
+CPU = {"accelerator": "cpu", "workers": 0, "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A set in the layout of `folder`, four images to train on and two to score, and a network beside it."""
+    root = tmp_path_factory.mktemp("squares")
+    for split, images in (("train", Squares(4)), ("val", Squares(2, seed=1))):
+        for kind in ("images", "labels"):
+            (root / kind / split).mkdir(parents=True)
+        for index in range(len(images)):
+            pixels = images.load(index).permute(1, 2, 0).numpy()
+            Image.fromarray(pixels).save(root / "images" / split / f"{index}.png")
+            Image.fromarray(images.labels(index).numpy()).save(root / "labels" / split / f"{index}.png")
+    (root / "classes.txt").write_text("\n".join(Squares().classes), encoding="utf-8")
+    save_backbone(tiny_vit(), root / "network")
+    return root
+
+
+def config(folder: Path, **changes: Any) -> LinearConfig:
+    made = LinearConfig(
+        BackboneConfig(str(folder / "network")),
+        TrainingDataConfig("folder", str(folder)),
+        iterations=12,
+        batch_size=4,
+        crop=64,
+        learning_rates=(0.1, 1e-4),
+        runtime=TrainingRuntime(**CPU),
+    )
+    return replace(made, **changes)
+
+
+def heads(out: Path) -> dict[str, torch.Tensor]:
+    (last,) = sorted(out.glob("checkpoints/*.ckpt"))[-1:]
+    return torch.load(last, weights_only=True)["state_dict"]
+
+
+def test_a_result_with_all_that_belongs_to_it(folder: Path, tmp_path: Path) -> None:
+    result, out = evaluate_linear(config(folder, iterations=60), out=tmp_path / "out", pictures=2)
+    assert out == tmp_path / "out"
+    assert read_result(out) == result
+    assert (result.evaluation, result.varies, result.metrics) == ("linear", "learning_rate", ["miou"])
+    assert [row["learning_rate"] for row in result.results] == [0.1, 1e-4]
+    good, bad = result.results
+    assert good["miou"] > 0.8 > bad["miou"]
+    assert good["pixel_accuracy"] > 0.9
+    assert list(good["per_class"]) == list(Squares().classes)
+    assert sum(map(sum, good["confusion"])) == 2 * 128 * 192
+    assert "confusion" not in bad
+    assert (result.data["train"], result.data["val"]) == ("train", "val")
+    assert (result.data["train_images"], result.data["val_images"]) == (4, 2)
+    assert result.settings["layers"] == 1
+    assert result.settings["iterations"] == 60
+    for name in ("confusion.png", "miou.png", "predictions.png"):
+        assert (out / name).is_file()
+    assert sorted(heads(out)) == [f"heads.{number}.{name}" for number in (0, 1) for name in ("bias", "weight")]
+
+
+def test_four_layers(folder: Path, tmp_path: Path) -> None:
+    made = config(folder, backbone=BackboneConfig(str(folder / "network"), layers=2), iterations=2)
+    result, out = evaluate_linear(made, out=tmp_path / "out", pictures=0)
+    assert result.settings["layers"] == 2
+    assert heads(out)["heads.0.weight"].shape == (4, 64)
+
+
+def test_windows(folder: Path, tmp_path: Path) -> None:
+    result, _ = evaluate_linear(config(folder, inference="slide", iterations=2), out=tmp_path / "out", pictures=0)
+    assert sum(map(sum, result.results[0].get("confusion") or result.results[1]["confusion"])) == 2 * 128 * 192
+    assert result.settings["stride"] == 60
+
+
+def test_bf16(folder: Path, tmp_path: Path) -> None:
+    runtime = TrainingRuntime(**CPU, precision="bf16-mixed")
+    result, _ = evaluate_linear(config(folder, iterations=60, runtime=runtime), out=tmp_path / "out", pictures=1)
+    assert result.results[0]["miou"] > 0.8
+
+
+def test_an_evaluation_that_was_killed_ends_as_if_it_had_not_been(folder: Path, tmp_path: Path) -> None:
+    runtime = TrainingRuntime(**CPU, checkpoint_every=5)
+    whole, out = evaluate_linear(config(folder, runtime=runtime), out=tmp_path / "whole", pictures=0)
+    stopped = tmp_path / "stopped"
+    words = ["evaluate", "linear", "--backbone", str(folder / "network"), "--data", "folder"]
+    words += ["--data.root", str(folder), "--iterations", "12", "--batch_size", "4", "--crop", "64"]
+    words += ["--learning_rates", "0.1,1e-4", "--accelerator", "cpu", "--runtime.workers", "0"]
+    words += ["--runtime.threads", "1", "--runtime.checkpoint_every", "5", "--pictures", "0"]
+    words += ["--out", str(stopped), "--resume"]
+    # Killed when it begins to write its eighth step's curves, without any chance to save.
+    killing = (
+        "import os, signal, sys\n"
+        "from cribo.evaluation.segmentation.linear import LinearSegmentation\n"
+        "step = LinearSegmentation.training_step\n"
+        "def killed(self, batch, batch_idx):\n"
+        "    if self.global_step == 7: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return step(self, batch, batch_idx)\n"
+        "LinearSegmentation.training_step = killed\n"
+        "from cribo.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", killing, *words], env=os.environ, capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [path.name for path in stopped.glob("checkpoints/*.ckpt")] == ["step=00000005.ckpt"]
+    assert main(words) == 0
+    for name, value in heads(stopped).items():
+        assert torch.equal(value, heads(out)[name])
+    assert read_result(stopped).results == whole.results
+    before = (stopped / "results.json").stat().st_mtime_ns
+    assert main(words) == 0  # finished: nothing is done again
+    assert (stopped / "results.json").stat().st_mtime_ns == before
+
+
+def test_other_settings_are_not_gone_on_with(folder: Path, tmp_path: Path) -> None:
+    evaluate_linear(config(folder, iterations=1), out=tmp_path / "out", pictures=0)
+    (tmp_path / "out" / "results.json").unlink()
+    with pytest.raises(FolderError, match=r"begun with settings\.iterations 1, not 2"):
+        evaluate_linear(config(folder, iterations=2), out=tmp_path / "out", resume=True, pictures=0)
+    with pytest.raises(FolderError, match="--overwrite"):
+        evaluate_linear(config(folder, iterations=1), out=tmp_path / "out", pictures=0)
+
+
+@pytest.mark.slow
+def test_two_processes_are_as_one(folder: Path, tmp_path: Path) -> None:
+    one, _ = evaluate_linear(config(folder), out=tmp_path / "one", pictures=1)
+    words = ["evaluate", "linear", "--backbone", str(folder / "network"), "--data", "folder"]
+    words += ["--data.root", str(folder), "--iterations", "12", "--batch_size", "4", "--crop", "64"]
+    words += ["--learning_rates", "0.1,1e-4", "--accelerator", "cpu", "--runtime.workers", "0"]
+    words += ["--runtime.threads", "1", "--devices", "2", "--pictures", "1", "--out", str(tmp_path / "two")]
+    done = subprocess.run([sys.executable, "-m", "cribo", *words], capture_output=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    for name, value in heads(tmp_path / "two").items():
+        assert torch.allclose(value, heads(tmp_path / "one")[name], atol=1e-4)
+    for row, other in zip(read_result(tmp_path / "two").results, one.results, strict=True):
+        assert row["miou"] == pytest.approx(other["miou"], abs=0.01)
+    counted = next(row["confusion"] for row in read_result(tmp_path / "two").results if "confusion" in row)
+    assert sum(map(sum, counted)) == 2 * 128 * 192  # each image once
+    assert (tmp_path / "two" / "predictions.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"backbone": BackboneConfig("mean-colour")}, ConfigError, "a baseline of dense-nn: give a network"),
+        ({"backbone": BackboneConfig("NETWORK", layers=4)}, ConfigError, "layers must be 1 to 2, the blocks of"),
+        ({"crop": 24}, ConfigError, "crop must be a multiple of the patch size"),
+        ({"data": TrainingDataConfig("folder", "ROOT", train="trian")}, DataError, "images/trian is not there"),
+        ({"data": TrainingDataConfig("camvid", "ROOT")}, DataError, "CamVid train"),
+        ({"data": TrainingDataConfig("voc")}, ConfigError, "data.root must be given"),
+        ({"data": TrainingDataConfig("vox", "ROOT")}, DataError, "there is no segmentation set 'vox'"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_a_folder_is_made(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    for part in changes.values():
+        if isinstance(part, BackboneConfig) and part.source == "NETWORK":
+            part.source = str(folder / "network")
+        if isinstance(part, TrainingDataConfig) and part.root == "ROOT":
+            part.root = str(folder)
+    with pytest.raises(error, match=message):
+        evaluate_linear(config(folder, **changes), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_labels_that_are_all_ignored(folder: Path, tmp_path: Path) -> None:
+    for kind in ("images", "labels"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "val").symlink_to(folder / kind / "val")
+    (tmp_path / "classes.txt").write_text("\n".join(Squares().classes), encoding="utf-8")
+    (tmp_path / "images" / "train").symlink_to(folder / "images" / "train")
+    (tmp_path / "labels" / "train").mkdir()
+    for index in range(4):
+        Image.new("L", (192, 128), 255).save(tmp_path / "labels" / "train" / f"{index}.png")
+    data = TrainingDataConfig("folder", str(tmp_path))
+    with pytest.raises(DataError, match="the labels of all 4 images of train are ignored"):
+        evaluate_linear(config(folder, data=data), out=tmp_path / "out")
+
+
+def test_a_feature_map_has_one_layer(folder: Path, tmp_path: Path) -> None:
+    backbone = BackboneConfig("resnet10t", pretrained=False, layers=4)
+    with pytest.raises(ConfigError, match="layers must be 1 to 1, the feature map of resnet10t, got 4"):
+        evaluate_linear(config(folder, backbone=backbone), out=tmp_path / "out")
+
+
+def test_the_command_prints_tables_and_places(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["evaluate", "linear", "--backbone", str(folder / "network"), "--data", "folder"]
+    words += ["--data.root", str(folder), "--schedule", "short", "--iterations", "2", "--crop", "32", "--limit", "1"]
+    words += ["--accelerator", "cpu", "--runtime.workers", "0", "--runtime.threads", "1", "--out", str(tmp_path / "o")]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "Linear segmentation on" in printed
+    assert "best         mIoU" in printed
+    content = json.loads((tmp_path / "o" / "results.json").read_text())
+    assert content["command"].startswith("cribo evaluate linear --backbone")
+    assert content["data"]["limit"] == 1
+    assert main(words) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert main(["evaluate", "linear", *words[2:], "--learning_rates", "[]"]) == 2
+    assert "learning_rates must hold at least one" in capsys.readouterr().err
