@@ -42,10 +42,14 @@ def test_the_short_schedule_is_short_for_every_set() -> None:
         made = settings(data, schedule="short")
         assert made.iterations <= 1000
         assert made.batch_size * made.crop**2 <= 8 * 256**2
+        assert min(made.learning_rates) > max(settings().learning_rates)
 
 
 def test_what_is_said_counts() -> None:
-    made = settings("ade20k", schedule="short", iterations=7, batch_size=3, crop=64, inference="slide")
+    made = settings(
+        "ade20k", schedule="short", iterations=7, batch_size=3, crop=64, inference="slide", learning_rates=(0.5,)
+    )
+    assert made.learning_rates == (0.5,)
     assert (made.iterations, made.batch_size, made.crop) == (7, 3, 64)
     assert (made.inference.mode, made.inference.window, made.inference.stride) == ("slide", 64, 60)
     assert made.used()["stride"] == 60

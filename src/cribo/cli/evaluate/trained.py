@@ -1,6 +1,7 @@
 """What the commands of evaluations that train have in common: their options, and what they print."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def parse(
     parsed = parser.parse_args(words)
     made = parser.instantiate(parsed)
     run = {option: parsed[option] for option in ("out", "overwrite", "resume", "pictures")}
-    return config(**{field: made[field] for field in config.__dataclass_fields__}), run
+    return config(**{field.name: made[field.name] for field in fields(config)}), run
 
 
 def print_result(console: Console, result: Any, folder: Path, *, also: Mapping[str, Path | str] | None = None) -> None:

@@ -1,7 +1,8 @@
 """What trained segmentations can be asked for, typed: the command line and Python share it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from cribo.arguments import ConfigError
 from cribo.data import SEGMENTATION_SETS
@@ -14,10 +15,10 @@ from cribo.retrieval.encoders import BackboneConfig
 
 Schedule = Literal["paper", "short"]
 
-_ITERATIONS = {"paper": 80_000, "short": 400}
+_ITERATIONS = {"paper": 80_000, "short": 300}
 _LONG = 160_000, ("coco-stuff", "ade20k")
 _BATCH_SIZE = {"paper": 16, "short": 8}
-_CROP = {"paper": 512, "short": 256}
+_CROP = {"paper": 512, "short": 224}  # whole patches of 8, 14 and 16 pixels
 _STRIDE = 480, 512  # of windows, as a share of their side
 
 
@@ -30,15 +31,18 @@ class SegmentationTrainingConfig:
         data: labelled images.
         schedule: paper (512-pixel crops, batches of 16, 80,000 iterations, 160,000 for COCO-Stuff and ADE20K) or
             short, for a small machine. It decides whatever of the next three is not given, in [brackets].
-        iterations: optimiser steps. [80000 or 160000, short: 400]
+        iterations: optimiser steps. [80000 or 160000, short: 300]
         batch_size: crops of a step, over all devices. [16, short: 8]
-        crop: side of the training crops, and of the windows of --inference slide, in pixels. [512, short: 256]
-        learning_rates: the best of them is what counts.
+        crop: side of the training crops, and of the windows of --inference slide, in pixels. [512, short: 224]
+        learning_rates: the best of them is what counts; the schedule's when not given.
         inference: how images are scored: whole, or slide, in windows of the crop's size whose logits are averaged
             where they overlap (stride 480 of 512).
         seed: of the crops and their order, and of what is drawn for the head.
         runtime: where and how it is trained.
     """
+
+    RATES: ClassVar[Mapping[Schedule, tuple[float, ...]]]
+    """The learning rates of each schedule."""
 
     backbone: BackboneConfig
     data: TrainingDataConfig
@@ -46,7 +50,7 @@ class SegmentationTrainingConfig:
     iterations: int | None = None
     batch_size: int | None = None
     crop: int | None = None
-    learning_rates: tuple[float, ...] = ()
+    learning_rates: tuple[float, ...] | None = None
     inference: InferenceMode = "whole"
     seed: int = 0
     runtime: TrainingRuntime = field(default_factory=TrainingRuntime)
@@ -56,6 +60,8 @@ class SegmentationTrainingConfig:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} must be >= 1, got {value}")
         rates = self.learning_rates
+        if rates is None:
+            return
         if not rates:
             raise ConfigError("learning_rates must hold at least one: give --learning_rates 8e-4,3e-4, say")
         if (wrong := next((rate for rate in rates if not 0 < rate < float("inf")), None)) is not None:
@@ -71,9 +77,17 @@ class SegmentationTrainingConfig:
 
 @dataclass
 class LinearConfig(SegmentationTrainingConfig):
-    """Linear segmentation: a linear head on frozen features, all learning rates in one pass."""
+    """Linear segmentation: a linear head on frozen features, all learning rates in one pass.
 
-    learning_rates: tuple[float, ...] = (8e-4, 3e-4, 1e-4, 8e-5)
+    Attributes:
+        learning_rates: all trained in one pass; the best one counts. [8e-4,3e-4,1e-4,8e-5, short: 3e-2,1e-2,3e-3,1e-3,
+            for so few iterations]
+    """
+
+    RATES: ClassVar[Mapping[Schedule, tuple[float, ...]]] = {
+        "paper": (8e-4, 3e-4, 1e-4, 8e-5),
+        "short": (3e-2, 1e-2, 3e-3, 1e-3),
+    }
 
 
 @dataclass(frozen=True)
@@ -106,7 +120,7 @@ class TrainingSettings:
             iterations=steps if config.iterations is None else config.iterations,
             batch_size=_BATCH_SIZE[config.schedule] if config.batch_size is None else config.batch_size,
             crop=crop,
-            learning_rates=config.learning_rates,
+            learning_rates=config.RATES[config.schedule] if config.learning_rates is None else config.learning_rates,
             scale=config.scale,
             inference=Inference(config.inference, window=crop, stride=max(1, crop * part // whole)),
             seed=config.seed,

@@ -62,7 +62,7 @@ def evaluate_linear(
             task.backbone,
             classes=len(task.train.classes),
             layers=config.backbone.layers,
-            learning_rates=config.learning_rates,
+            learning_rates=task.settings.learning_rates,
             steps=task.settings.iterations,
             inference=task.settings.inference,
             seed=config.seed,
@@ -83,7 +83,7 @@ def evaluate_linear(
         result = task.result(
             "linear",
             used,
-            dict(zip(config.learning_rates, module.confusions, strict=True)),
+            dict(zip(task.settings.learning_rates, module.confusions, strict=True)),
             seconds=time.perf_counter() - started,
             device=device,
             command=command,
