@@ -7,14 +7,15 @@ import pytest
 from cribo.arguments import ConfigError
 from cribo.evaluation.data import TrainingDataConfig
 from cribo.evaluation.segmentation.config import LinearConfig, TrainingSettings
+from cribo.models import Backbone
 from cribo.retrieval import BackboneConfig
 
 from .made import tiny_vit
 
 
-def settings(data: str = "voc", **values: Any) -> TrainingSettings:
+def settings(data: str = "voc", backbone: Backbone | None = None, **values: Any) -> TrainingSettings:
     config = LinearConfig(BackboneConfig("runs/x"), TrainingDataConfig(data, "DIR"), **values)
-    return TrainingSettings.of(config, tiny_vit())
+    return TrainingSettings.of(config, backbone or tiny_vit())
 
 
 @pytest.mark.parametrize(
@@ -80,8 +81,6 @@ def test_a_network_of_one_size_is_slid_over_images() -> None:
     backbone = tiny_vit()
     backbone.takes_any_size = False
     for values in ({"crop": 32}, {"crop": 64, "inference": "slide"}):
-        config = LinearConfig(BackboneConfig("x"), TrainingDataConfig("voc", "DIR"), **values)
         with pytest.raises(ConfigError, match=r"pixels alone.*: give --crop 32 --inference slide"):
-            TrainingSettings.of(config, backbone)
-    config = LinearConfig(BackboneConfig("x"), TrainingDataConfig("voc", "DIR"), crop=32, inference="slide")
-    assert TrainingSettings.of(config, backbone).inference.window == 32
+            settings("voc", backbone, **values)
+    assert settings("voc", backbone, crop=32, inference="slide").inference.window == 32
