@@ -4,6 +4,7 @@ import torch
 
 from cribo.models import build_backbone
 from cribo.retrieval import BackboneConfig, backbone_encoder, backbone_name, mean_colour_encoder
+from cribo.retrieval.encoders import mean_colour_backbone
 
 
 def test_the_backbone_encoder_evaluates_and_leaves_the_mode() -> None:
@@ -41,3 +42,9 @@ def test_names_of_backbones(tmp_path: Path) -> None:
     assert backbone_name(BackboneConfig("runs/camvid/backbone.safetensors")) == "camvid"
     assert backbone_name(BackboneConfig("vit_small_patch16_224.dino")) == "vit_small_patch16_224.dino"
     assert backbone_name(BackboneConfig("resnet50", pretrained=False)) == "resnet50-random"
+
+
+def test_the_mean_colour_as_a_network_is_the_encoder() -> None:
+    images = torch.rand(2, 3, 32, 48)
+    found = backbone_encoder(mean_colour_backbone()).encode(images)
+    assert torch.allclose(found, mean_colour_encoder(16).encode(images), atol=1e-6)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, UInt8
-from torch import Tensor
+from torch import Tensor, nn
 
 from cribo.arguments import ConfigError
 from cribo.method import normalise
@@ -80,6 +80,23 @@ def mean_colour_encoder(patch_size: int) -> PatchEncoder:
         return F.avg_pool2d(normalise(images), patch_size).flatten(2).mT
 
     return PatchEncoder(encode, patch_size, f"mean-colour-{patch_size}")
+
+
+class _MeanColour(nn.Module):
+    """A network that gives the mean colour of each patch."""
+
+    def __init__(self, patch_size: int) -> None:
+        super().__init__()
+        self.patch_size = patch_size
+        self.scale = nn.Parameter(torch.ones(()))  # a backbone takes its type and its device from its parameters
+
+    def forward_features(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b 3 rows columns"]:
+        return self.scale * F.avg_pool2d(images, self.patch_size)
+
+
+def mean_colour_backbone() -> Backbone:
+    """The baseline as a network, to put a head on: its tokens are those of `mean_colour_encoder`."""
+    return Backbone(_MeanColour(_MEAN_COLOUR_PATCH), MEAN_COLOUR, {}, _MEAN_COLOUR_PATCH)
 
 
 @dataclass

@@ -92,6 +92,13 @@ def test_four_layers(folder: Path, tmp_path: Path) -> None:
     assert heads(out)["heads.0.weight"].shape == (4, 64)
 
 
+def test_the_mean_colour_is_a_baseline(folder: Path, tmp_path: Path) -> None:
+    made = config(folder, backbone=BackboneConfig("mean-colour"), iterations=100)
+    result, _ = evaluate_linear(made, out=tmp_path / "out", pictures=0)
+    assert result.backbone["name"] == "mean-colour"
+    assert result.results[0]["miou"] > 0.8  # colours are all there is to tell squares by
+
+
 def test_windows(folder: Path, tmp_path: Path) -> None:
     result, _ = evaluate_linear(config(folder, inference="slide", iterations=2), out=tmp_path / "out", pictures=0)
     assert sum(map(sum, result.results[0].get("confusion") or result.results[1]["confusion"])) == 2 * 128 * 192
@@ -167,7 +174,6 @@ def test_two_processes_are_as_one(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"backbone": BackboneConfig("mean-colour")}, ConfigError, "a baseline of dense-nn: give a network"),
         ({"backbone": BackboneConfig("NETWORK", layers=4)}, ConfigError, "layers must be 1 to 2, the blocks of"),
         ({"crop": 24}, ConfigError, "crop must be a multiple of the patch size"),
         ({"data": TrainingDataConfig("folder", "ROOT", train="trian")}, DataError, "there is no .trian. in .*images"),

@@ -10,7 +10,6 @@ from jaxtyping import Int
 from rich.console import Console
 from torch import Tensor
 
-from cribo.arguments import ConfigError
 from cribo.console import Phases
 from cribo.data import DataError, LabelledImages
 from cribo.data.crops import LabelledCrops, WholeImages
@@ -20,7 +19,7 @@ from cribo.evaluation.results import EvaluationResult, iou, versions
 from cribo.evaluation.segmentation.config import SegmentationTrainingConfig, TrainingSettings
 from cribo.evaluation.segmentation.module import SegmentationModule
 from cribo.models import Backbone
-from cribo.retrieval.encoders import MEAN_COLOUR, about_backbone, open_backbone
+from cribo.retrieval.encoders import MEAN_COLOUR, about_backbone, mean_colour_backbone, open_backbone
 
 
 @dataclass(frozen=True)
@@ -54,12 +53,11 @@ class SegmentationTask:
         """
         if pictures < 0:
             raise ValueError(f"pictures must be >= 0, got {pictures}")
-        if config.backbone.source == MEAN_COLOUR:
-            raise ConfigError(f"backbone {MEAN_COLOUR} is a baseline of dense-nn: give a network to train a head on")
         train, train_split, val, val_split = open_training_splits(config.data)
         for images, split in ((train, train_split), (val, val_split)):
             _require_labels(images, split)
-        backbone = open_backbone(config.backbone)
+        is_baseline = config.backbone.source == MEAN_COLOUR
+        backbone = mean_colour_backbone() if is_baseline else open_backbone(config.backbone)
         about = about_backbone(config.backbone, backbone)
         settings = TrainingSettings.of(config, backbone)
         return cls(config, settings, backbone, about, train, train_split, val, val_split)
