@@ -47,8 +47,6 @@ def evaluate_linear(
     console = console or Console(quiet=True)
     started = time.perf_counter()
     task = SegmentationTask.open(config, pictures=pictures)
-    if out is not None and (done := finished_result(out, resume=resume)) is not None:
-        return done, out
     used = {**task.settings.used(), "layers": config.backbone.layers}
     with evaluation_folder(
         out,
@@ -58,6 +56,9 @@ def evaluate_linear(
         resume=resume,
         runtime=config.runtime,
     ) as folder:
+        # Asked for here, where its settings are known to be these.
+        if (done := finished_result(folder, resume=resume)) is not None:
+            return done, folder
         module = LinearSegmentation(
             task.backbone,
             classes=len(task.train.classes),
