@@ -55,7 +55,7 @@ class Features(NamedTuple):
     grid: tuple[int, int]
 
 
-class _DropPathNoise:
+class DropPathNoise:
     """The numbers that the drop path sites of one network share during one call of `encode`."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class KeyedDropPath(nn.Module):
     branches do not depend on the batch, the device or the worker in which it is processed.
     """
 
-    def __init__(self, rate: float, site: int, noise: _DropPathNoise) -> None:
+    def __init__(self, rate: float, site: int, noise: DropPathNoise) -> None:
         super().__init__()
         self.rate = rate
         self.site = site
@@ -133,8 +133,8 @@ class Backbone(nn.Module):
             model.to(memory_format=torch.channels_last)
             self.depth = 1
         _check_divisible((image_size,), self.patch_size)
-        self._noise = _DropPathNoise()
-        self.drop_path_rates = _replace_drop_path(model, self._noise)
+        self._noise = DropPathNoise()
+        self.drop_path_rates = replace_drop_path(model, self._noise)
         use_onednn(model)
         self.checkpointing: Checkpointing = "none"
         self._replays = False
@@ -453,7 +453,8 @@ def _initialise_embeddings(model: nn.Module) -> None:
             trunc_normal_(embedding, std=0.02)
 
 
-def _replace_drop_path(model: nn.Module, noise: _DropPathNoise) -> tuple[float, ...]:
+def replace_drop_path(model: nn.Module, noise: DropPathNoise) -> tuple[float, ...]:
+    """Put a `KeyedDropPath` in the place of each of timm's drop paths, and return their rates, by site."""
     rates: list[float] = []
     for parent in list(model.modules()):
         for child_name, child in list(parent.named_children()):

@@ -1,0 +1,144 @@
+"""Segmenter's decoder: classes are tokens, too, and a mask is how much each patch is like a class (Strudel 2021)."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from timm.layers.weight_init import trunc_normal_
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+
+from cribo.models.backbone import DropPathNoise, replace_drop_path
+from cribo.models.linear import use_onednn
+
+HEAD_WIDTH = 64
+"""Channels of an attention head, in vision transformers of all sizes."""
+
+_MLP_RATIO = 4
+_STD = 0.02
+
+
+class MaskTransformer(nn.Module):
+    """Masks of K classes from patch tokens (Segmenter, section 3.2).
+
+    The tokens are projected to the decoder's width, and K learnable class tokens join them in a few transformer
+    blocks. What comes out, patches and classes, goes through a projection each and is brought to length 1; a mask
+    is the cosine of every patch with its class, and a layer norm over the classes makes scores of them.
+
+    Linear layers and class tokens begin with a truncated normal of 0.02, biases with 0, and the two last projections
+    with a normal of D^-1/2, as in the original. (MMSegmentation begins them with 0.02, too, and queries, keys and
+    values with Xavier's rule.)
+
+    Args:
+        in_channels: of the patch tokens.
+        classes: K, at least 2: over a single one, the layer norm gives always 0.
+        width: D, channels inside; None: as many as the patch tokens have.
+        layers: transformer blocks.
+        heads: of their attention; None: of 64 channels each, or one where D is less.
+        drop_path: rate of the last block's residual branches; the rates rise linearly from 0.
+        seed: the weights at the beginning depend on nothing else.
+
+    Raises:
+        ValueError: a number out of range, or a width that does not divide into heads.
+
+    Example:
+        >>> decoder = MaskTransformer(192, classes=21)
+        >>> decoder(torch.zeros(2, 12, 192), (3, 4)).shape
+        torch.Size([2, 21, 3, 4])
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        classes: int,
+        *,
+        width: int | None = None,
+        layers: int = 2,
+        heads: int | None = None,
+        drop_path: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        width = in_channels if width is None else width
+        if classes < 2:
+            raise ValueError(f"Segmenter tells classes from one another and needs at least 2, got {classes}")
+        for name, value in (("width", width), ("layers", layers)):
+            if value < 1:
+                raise ValueError(f"decoder.{name} must be >= 1, got {value}")
+        if not 0.0 <= drop_path < 1.0:
+            raise ValueError(f"drop_path must be >= 0 and < 1, got {drop_path}")
+        self.classes = classes
+        self.width = width
+        self.heads = _heads(width, heads)
+        with torch.random.fork_rng(devices=[]):
+            # Not torch.manual_seed, which would reseed the GPU's generators as well.
+            torch.default_generator.manual_seed(seed)
+            self.project_tokens = nn.Linear(in_channels, width)
+            self.class_tokens = nn.Parameter(torch.empty(1, classes, width))
+            self.blocks = nn.ModuleList(
+                Block(width, self.heads, _MLP_RATIO, qkv_bias=True, drop_path=rate, norm_layer=nn.LayerNorm)
+                for rate in torch.linspace(0, drop_path, layers).tolist()
+            )
+            self.norm = nn.LayerNorm(width)
+            self.project_patches = nn.Linear(width, width, bias=False)
+            self.project_classes = nn.Linear(width, width, bias=False)
+            self.mask_norm = nn.LayerNorm(classes)
+            self._initialise()
+        self._noise = DropPathNoise()
+        self.drop_path_rates = replace_drop_path(self.blocks, self._noise)
+        use_onednn(self)
+
+    @property
+    def num_drop_path_sites(self) -> int:
+        """How many residual branches can be dropped: those whose rate is above 0."""
+        return len(self.drop_path_rates)
+
+    def forward(
+        self,
+        tokens: Float[Tensor, "b n c"],
+        grid: tuple[int, int],
+        *,
+        drop_path_noise: Float[Tensor, "b sites"] | None = None,
+    ) -> Float[Tensor, "b k h w"]:
+        """The scores of each class in each patch.
+
+        Args:
+            tokens: of the patches, row by row.
+            grid: (h, w), patches down and across, N = h * w.
+            drop_path_noise: (B, num_drop_path_sites) uniform numbers, as `Backbone.encode` takes them.
+        """
+        x = torch.cat((self.project_tokens(tokens), self.class_tokens.expand(len(tokens), -1, -1)), dim=1)
+        self._noise.value = drop_path_noise
+        try:
+            for block in self.blocks:
+                x = block(x)
+        finally:
+            self._noise.value = None
+        patches, classes = self.norm(x).split((tokens.shape[1], self.classes), dim=1)
+        patches = F.normalize(self.project_patches(patches), dim=-1)
+        classes = F.normalize(self.project_classes(classes), dim=-1)
+        return self.mask_norm(patches @ classes.mT).mT.unflatten(2, grid)
+
+    def _initialise(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                trunc_normal_(module.weight, std=_STD)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        trunc_normal_(self.class_tokens, std=_STD)
+        for projection in (self.project_patches, self.project_classes):
+            nn.init.normal_(projection.weight, std=self.width**-0.5)
+
+
+def _heads(width: int, heads: int | None) -> int:
+    if heads is None:
+        heads = max(1, width // HEAD_WIDTH)
+    if heads < 1:
+        raise ValueError(f"decoder.heads must be >= 1, got {heads}")
+    if width % heads:
+        below, above = width // heads * heads, (width // heads + 1) * heads
+        near = f"{below} or {above}" if below else f"{above}"
+        raise ValueError(
+            f"decoder.width {width} does not divide into {heads} heads: choose decoder.heads among its divisors, or "
+            f"decoder.width {near}"
+        )
+    return heads
