@@ -119,12 +119,11 @@ class MaskTransformer(nn.Module):
         return self.mask_norm(patches @ classes.mT).mT.unflatten(2, grid)
 
     def _initialise(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                trunc_normal_(module.weight, std=_STD)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-        trunc_normal_(self.class_tokens, std=_STD)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.ndim > 1:  # norms begin with 1
+                trunc_normal_(parameter, std=_STD)
         for projection in (self.project_patches, self.project_classes):
             nn.init.normal_(projection.weight, std=self.width**-0.5)
 
