@@ -1,11 +1,18 @@
-import json
+import copy
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from cribo.data.crops import LabelledCrops, WholeImages
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
-from cribo.evaluation.segmentation.segmenter import Segmenter, describe_segmenter, rebuild_segmenter
+from cribo.evaluation.segmentation.segmenter import NoisyCrops, Segmenter, SegmenterFinetuning
 from cribo.models import build_backbone
+
+from .made import Squares, score, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 
 TINY = {"depth": 2, "embed_dim": 32, "num_heads": 2, "patch_size": 8}
 
@@ -57,12 +64,56 @@ def test_gradients_of_both_parts_are_the_same_with_less_memory() -> None:
             torch.testing.assert_close(other[name], gradient)
 
 
-def test_a_description_builds_the_same_network() -> None:
-    segmenter = vit(classes=3)
-    segmenter.backbone.mean, segmenter.backbone.std = (0.5, 0.5, 0.5), (0.4, 0.4, 0.4)
-    segmenter.backbone.set_norm_eps(1e-3)
-    again = rebuild_segmenter(json.loads(json.dumps(describe_segmenter(segmenter))))
-    again.load_state_dict(segmenter.state_dict())
-    images = images_of(1, 40, 16)
-    assert torch.equal(again(images), segmenter(images))
-    assert (again.backbone.mean, again.backbone.std) == ((0.5, 0.5, 0.5), (0.4, 0.4, 0.4))
+def finetuning(*, drop_path: float = 0.0, rate: float = 1e-3, steps: int = 60) -> SegmenterFinetuning:
+    return SegmenterFinetuning(vit(drop_path=drop_path), learning_rate=rate, steps=steps)
+
+
+def crops(images: int = 4, *, size: int = 64, sites: int = 0) -> Any:
+    return NoisyCrops(LabelledCrops(Squares(images), size, None, seed=0), sites)
+
+
+def test_it_learns_the_images_it_is_trained_on() -> None:
+    module = finetuning(drop_path=0.1)
+    train(module, crops(sites=module.segmenter.num_drop_path_sites), steps=60, batch_size=4)
+    (miou,) = score(module, WholeImages(Squares(4), None))
+    assert module.confusions[0].diagonal().sum() / module.confusions[0].sum() > 0.95
+    assert miou > 0.9
+
+
+def test_every_parameter_that_is_read_is_trained_and_no_other() -> None:
+    backbone = build_backbone("vit_tiny_patch16_224", args={**TINY, "class_token": False, "global_pool": "avg"})
+    module = SegmenterFinetuning(Segmenter(backbone, MaskTransformer(32, 4)), learning_rate=1e-3, steps=2)
+    before = copy.deepcopy(dict(module.named_parameters()))
+    train(module, crops(), steps=2, batch_size=2)
+    unused = {f"backbone.model.{name}" for name in backbone.unused_parameters}
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, before[name]) == (name in unused), name
+
+
+def test_a_convolutional_networks_norms_go_with_the_images() -> None:
+    backbone = build_backbone("resnet10t", args={"channels": (8, 8, 8, 16), "output_stride": 16}, image_size=64)
+    module = SegmenterFinetuning(Segmenter(backbone, MaskTransformer(16, 4)), learning_rate=1e-3, steps=1)
+    train(module, crops(), steps=1, batch_size=2)
+    statistics = [value for name, value in backbone.state_dict().items() if name.endswith("num_batches_tracked")]
+    assert statistics
+    assert all(int(count) == 1 for count in statistics)
+
+
+def test_noise_is_the_keys_own() -> None:
+    first, again = crops(sites=3), crops(sites=3)
+    assert torch.equal(first[2, 1].drop_path_noise, again[2, 1].drop_path_noise)
+    assert len({tuple(first[key].drop_path_noise.tolist()) for key in ((0, 0), (0, 1), (1, 0))}) == 3
+    crop = LabelledCrops(Squares(4), 64, None, seed=0)[2, 1]
+    assert torch.equal(first[2, 1].pixels, crop.pixels)
+    assert torch.equal(first[2, 1].labels, crop.labels)
+
+
+def test_a_branch_is_dropped_while_training_and_never_for_the_score() -> None:
+    module = finetuning(drop_path=0.5)
+    batch = torch.utils.data.default_collate([crops(sites=4)[0, index] for index in range(2)])
+    all_kept, all_dropped = (batch._replace(drop_path_noise=torch.full((2, 4), value)) for value in (0.9, 0.1))
+    losses = [module.training_step(part, 0).item() for part in (all_kept, all_dropped)]
+    assert losses[0] != pytest.approx(losses[1], abs=1e-4)
+    images = images_of(1, 32, 32)
+    undropped = SegmenterFinetuning(vit(), learning_rate=1e-3, steps=1)
+    torch.testing.assert_close(module.logits(images), undropped.logits(images))

@@ -1,13 +1,20 @@
 """Segmenter: a backbone and a mask transformer, one network that is trained from end to end."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
+from cribo.data.crops import LabelledCrops
+from cribo.data.randomness import keyed_generator
+from cribo.evaluation.segmentation.inference import Inference
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
-from cribo.models import Backbone, build_backbone, describe
-from cribo.models.backbone import RESERVED_ARGS
+from cribo.evaluation.segmentation.module import SegmentationModule
+from cribo.models import Backbone
+
+_NOISE = 0x64726F70  # keeps its draws apart from others of the same seed
 
 
 class Segmenter(nn.Module):
@@ -18,7 +25,7 @@ class Segmenter(nn.Module):
         decoder: takes tokens of the backbone's width.
 
     Example:
-        >>> import torch
+        >>> from cribo.models import build_backbone
         >>> backbone = build_backbone("resnet18", args={"channels": (8, 8, 8, 16)})
         >>> segmenter = Segmenter(backbone, MaskTransformer(backbone.embed_dim, classes=5))
         >>> segmenter(torch.zeros(1, 3, 64, 96)).shape
@@ -53,28 +60,88 @@ class Segmenter(nn.Module):
         return self.decoder(features.tokens, features.grid, drop_path_noise=noise[1])
 
 
-def describe_segmenter(segmenter: Segmenter) -> dict[str, Any]:
-    """What builds the same network again, as JSON holds it: all but its weights."""
-    decoder = segmenter.decoder
-    return {
-        "backbone": describe(segmenter.backbone),
-        "decoder": {
-            "classes": decoder.classes,
-            "width": decoder.width,
-            "layers": len(decoder.blocks),
-            "heads": decoder.heads,
-        },
-    }
+class NoisyCrop(NamedTuple):
+    """A `Crop`, with the numbers that say which branches its image skips.
+
+    Attributes:
+        pixels: RGB, 0 beyond the image.
+        labels: class of each pixel, `ignore_index` beyond the image.
+        extent: height and width of what lies in the image, from the top left corner.
+        drop_path_noise: a uniform number for each site of drop path.
+    """
+
+    pixels: UInt8[Tensor, "3 size size"]
+    labels: UInt8[Tensor, "size size"]
+    extent: Int[Tensor, "2"]
+    drop_path_noise: Float[Tensor, " sites"]
 
 
-def rebuild_segmenter(about: dict[str, Any]) -> Segmenter:
-    """The network that `describe_segmenter` described, with random weights and without drop path."""
-    of_backbone = about["backbone"]
-    backbone = build_backbone(
-        of_backbone["name"],
-        args={name: value for name, value in of_backbone["args"].items() if name not in RESERVED_ARGS},
-        image_size=of_backbone["image_size"],
-    )
-    backbone.mean, backbone.std = tuple(of_backbone["mean"]), tuple(of_backbone["std"])
-    backbone.set_norm_eps(of_backbone["norm_eps"])
-    return Segmenter(backbone, MaskTransformer(backbone.embed_dim, **about["decoder"]))
+class NoisyCrops(Dataset[NoisyCrop]):
+    """Crops with noise for drop path, drawn for each key (epoch, index): neither workers nor devices have a say.
+
+    Args:
+        crops: the crops.
+        sites: of drop path, `Segmenter.num_drop_path_sites`.
+    """
+
+    def __init__(self, crops: LabelledCrops, sites: int) -> None:
+        self.crops = crops
+        self.sites = sites
+
+    def __len__(self) -> int:
+        return len(self.crops)
+
+    def __getitem__(self, key: tuple[int, int]) -> NoisyCrop:
+        noise = torch.rand(self.sites, generator=keyed_generator(_NOISE, self.crops.seed, *key))
+        return NoisyCrop(*self.crops[key], noise)
+
+
+class SegmenterFinetuning(SegmentationModule):
+    """Trains a segmenter, backbone and decoder alike, with one learning rate.
+
+    Batch norms see the statistics of their batches (of all GPUs together), as in MMSegmentation and in pretraining:
+    with frozen ones a network that was never trained could hardly begin. What `encode` does not read of a backbone
+    stays as it is.
+
+    Args:
+        segmenter: that is trained, in place.
+        learning_rate: at the beginning.
+        steps: of the whole training.
+        inference: how images are looked at for the score.
+    """
+
+    def __init__(
+        self, segmenter: Segmenter, *, learning_rate: float, steps: int, inference: Inference | None = None
+    ) -> None:
+        super().__init__(
+            segmenter.backbone,
+            classes=segmenter.decoder.classes,
+            heads=[f"{learning_rate:g}"],
+            steps=steps,
+            inference=inference or Inference(),
+        )
+        self.decoder = segmenter.decoder
+        self.learning_rate = learning_rate
+        self._noise: Tensor | None = None
+
+    @property
+    def segmenter(self) -> Segmenter:
+        """The network, as far as it is trained."""
+        return Segmenter(self.backbone, self.decoder)
+
+    def training_step(self, batch: NoisyCrop, batch_idx: int) -> Float[Tensor, ""]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The loss of a batch, some branches of its images being dropped."""
+        self._noise = batch.drop_path_noise if batch.drop_path_noise.shape[1] else None
+        try:
+            return super().training_step(batch, batch_idx)  # pyright: ignore[reportArgumentType]
+        finally:
+            self._noise = None
+
+    def logits(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "1 b c rows columns"]:
+        """The scores of each class on the grid of patches."""
+        return self.segmenter(images, drop_path_noise=self._noise)[None]
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """All that is trained, with one learning rate."""
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return [{"params": trained, "lr": self.learning_rate}]

@@ -1,0 +1,160 @@
+"""A trained segmenter for use: one file that holds its weights, its classes and how it looks at images."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from cribo.data.crops import Scale, fitted_size, resize
+from cribo.data.segmentation import Colour
+from cribo.evaluation.segmentation.inference import Inference, segment_image
+from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
+from cribo.evaluation.segmentation.segmenter import Segmenter
+from cribo.files import write_whole
+from cribo.method import normalise
+from cribo.models import build_backbone, describe
+from cribo.models.backbone import RESERVED_ARGS
+
+SEGMENTER_FILE = "segmenter.safetensors"
+"""What `cribo evaluate segmenter` leaves of its best learning rate."""
+
+_ENTRY = "cribo_segmenter"
+_FORMAT = 1
+
+
+class UnusableSegmenter(ValueError):
+    """A file that holds no segmenter that can be used, with what is wrong."""
+
+
+@dataclass(frozen=True)
+class TrainedSegmenter:
+    """A segmenter with all that is needed to label an image as it did when it was scored.
+
+    Attributes:
+        network: in evaluation mode.
+        classes: their names.
+        palette: the colour of each class in pictures.
+        scale: within which images are resized first; None for their own size.
+        inference: how they are looked at then.
+    """
+
+    network: Segmenter
+    classes: tuple[str, ...]
+    palette: tuple[Colour, ...]
+    scale: Scale | None
+    inference: Inference
+
+    @torch.no_grad()
+    def segment(self, image: UInt8[Tensor, "3 h w"]) -> UInt8[Tensor, "h w"]:
+        """The class of each pixel of an RGB image, on the network's device."""
+        backbone = self.network.backbone
+        device = next(backbone.parameters()).device
+        height, width = image.shape[1:]
+        pixels = resize(image, fitted_size(height, width, self.scale)).to(device)
+        return segment_image(
+            normalise(pixels.float().div_(255)[None], mean=backbone.mean, std=backbone.std)[0],
+            lambda images: self.network(images)[None],
+            (height, width),
+            self.inference,
+            divisor=backbone.patch_size if backbone.takes_any_size else backbone.image_size,
+        )[0]
+
+
+def save_segmenter(trained: TrainedSegmenter, path: str | os.PathLike[str]) -> None:
+    """Write a segmenter into one file, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    network, decoder = trained.network, trained.network.decoder
+    about = {
+        "format": _FORMAT,
+        "backbone": describe(network.backbone),
+        "decoder": {
+            "classes": decoder.classes,
+            "width": decoder.width,
+            "layers": len(decoder.blocks),
+            "heads": decoder.heads,
+        },
+        "classes": trained.classes,
+        "palette": trained.palette,
+        "scale": trained.scale,
+        "inference": dataclasses.asdict(trained.inference),
+    }
+    # Clones, because safetensors refuses tensors that share memory.
+    state = {name: value.detach().cpu().contiguous().clone() for name, value in network.state_dict().items()}
+
+    def write(part: Path) -> None:
+        try:
+            safetensors.torch.save_file(state, part, {_ENTRY: json.dumps(about)})
+        except safetensors.SafetensorError as error:
+            raise OSError(f"cannot write {path}: {error}") from error
+
+    write_whole(Path(path), write)
+
+
+def load_segmenter(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> TrainedSegmenter:
+    """Load a segmenter that an evaluation has left, for labelling other images.
+
+    Args:
+        path: the evaluation's folder, or its `segmenter.safetensors`.
+        device: where it shall run.
+
+    Raises:
+        FileNotFoundError: there is none.
+        UnusableSegmenter: the file is damaged, of something else, or of a newer version.
+
+    Example:
+        >>> from cribo.data.reading import read_image
+        >>> segmenter = load_segmenter("evaluations/segmenter-camvid-mine")  # doctest: +SKIP
+        >>> labels = segmenter.segment(read_image("street.jpg"))  # doctest: +SKIP
+        >>> segmenter.classes[labels[200, 300]]  # doctest: +SKIP
+        'road'
+    """
+    path = Path(path).expanduser()
+    file = path / SEGMENTER_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"no segmenter at {file}: give the folder that a finished `cribo evaluate segmenter` has written"
+        )
+    try:
+        with safetensors.safe_open(file, framework="pt") as content:
+            about = json.loads((content.metadata() or {}).get(_ENTRY, "null"))
+        state = safetensors.torch.load_file(file)
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        raise UnusableSegmenter(f"{file} cannot be read ({error}): copy it again") from error
+    if not isinstance(about, dict):
+        raise UnusableSegmenter(f"{file} holds no segmenter: give what `cribo evaluate segmenter` has written")
+    if about["format"] > _FORMAT:
+        raise UnusableSegmenter(
+            f"{file} has format {about['format']}, this version of cribo reads up to {_FORMAT}: update cribo"
+        )
+    network = _build(about["backbone"], about["decoder"])
+    network.load_state_dict(state)
+    return TrainedSegmenter(
+        network.eval().to(device),
+        classes=tuple(about["classes"]),
+        palette=tuple(tuple(colour) for colour in about["palette"]),
+        scale=None if about["scale"] is None else tuple(about["scale"]),
+        inference=Inference(**about["inference"]),
+    )
+
+
+def _build(of_backbone: Mapping[str, Any], of_decoder: Mapping[str, Any]) -> Segmenter:
+    backbone = build_backbone(
+        of_backbone["name"],
+        args={name: value for name, value in of_backbone["args"].items() if name not in RESERVED_ARGS},
+        image_size=of_backbone["image_size"],
+    )
+    backbone.mean, backbone.std = tuple(of_backbone["mean"]), tuple(of_backbone["std"])
+    backbone.set_norm_eps(of_backbone["norm_eps"])
+    return Segmenter(backbone, MaskTransformer(backbone.embed_dim, **of_decoder))

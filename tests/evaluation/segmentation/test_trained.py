@@ -1,0 +1,88 @@
+"""A trained segmenter for use: it labels as it did when it was scored, and a file that is none says so."""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import safetensors.torch
+import torch
+
+from cribo.data.crops import LabelledCrops, WholeImages
+from cribo.evaluation.segmentation.inference import Inference
+from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
+from cribo.evaluation.segmentation.segmenter import NoisyCrops, Segmenter, SegmenterFinetuning
+from cribo.evaluation.segmentation.trained import (
+    SEGMENTER_FILE,
+    TrainedSegmenter,
+    UnusableSegmenter,
+    load_segmenter,
+    save_segmenter,
+)
+from cribo.models import build_backbone
+
+from .made import Squares, tiny_vit, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:You are trying to `self.log")
+
+INFERENCE = Inference("slide", window=64, stride=48)
+SCALE = 96, 80
+
+
+def trained() -> TrainedSegmenter:
+    backbone = tiny_vit()
+    backbone.mean, backbone.std = (0.5, 0.4, 0.3), (0.4, 0.4, 0.2)
+    network = Segmenter(backbone, MaskTransformer(32, 4, layers=1))
+    images = Squares()
+    module = SegmenterFinetuning(network, learning_rate=1e-3, steps=20)
+    train(module, cast(Any, NoisyCrops(LabelledCrops(images, 64, None, seed=0), 0)), steps=20, batch_size=4)
+    return TrainedSegmenter(network.eval(), images.classes, tuple(images.palette), SCALE, INFERENCE)
+
+
+def test_it_labels_an_image_as_it_does_when_it_is_scored(tmp_path: Path) -> None:
+    segmenter = trained()
+    save_segmenter(segmenter, tmp_path / SEGMENTER_FILE)
+    module = SegmenterFinetuning(segmenter.network, learning_rate=1e-5, steps=1, inference=INFERENCE).eval()
+    images = Squares(3)
+    loaded = load_segmenter(tmp_path)
+    assert (loaded.classes, loaded.palette) == (images.classes, tuple(images.palette))
+    labels = []
+    for index in range(3):
+        pixels, truth = WholeImages(images, SCALE)[index]
+        labels.append(loaded.segment(images.load(index)))
+        assert torch.equal(labels[-1], module.segment(pixels, (truth.shape[0], truth.shape[1]))[0])
+        assert torch.equal(labels[-1], segmenter.segment(images.load(index)))
+    assert len(torch.stack(labels).unique()) > 1
+
+
+def test_a_layer_norms_epsilon_comes_along(tmp_path: Path) -> None:
+    backbone = build_backbone("vit_tiny_patch16_224", args={"depth": 1, "embed_dim": 32, "num_heads": 2})
+    backbone.set_norm_eps(0.5)
+    network = Segmenter(backbone, MaskTransformer(32, 3, width=64, heads=4)).eval()
+    save_segmenter(TrainedSegmenter(network, ("a", "b", "c"), (), None, Inference()), tmp_path / "mine.safetensors")
+    images = torch.randn(1, 3, 32, 48, generator=torch.Generator().manual_seed(0))
+    again = load_segmenter(tmp_path / "mine.safetensors").network
+    assert torch.equal(again(images), network(images))
+    assert again.decoder.heads == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"no tensors at all", "cannot be read .*: copy it again"),
+        (safetensors.torch.save({"a": torch.ones(1)}), "holds no segmenter: give what"),
+        (
+            safetensors.torch.save({"a": torch.ones(1)}, {"cribo_segmenter": json.dumps({"format": 2})}),
+            "has format 2, this version of cribo reads up to 1: update cribo",
+        ),
+    ],
+)
+def test_a_file_that_is_none_says_what_it_is(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / SEGMENTER_FILE).write_bytes(content)
+    with pytest.raises(UnusableSegmenter, match=message):
+        load_segmenter(tmp_path)
+
+
+def test_a_folder_without_one_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no segmenter at .*: give the folder that a finished"):
+        load_segmenter(tmp_path)
