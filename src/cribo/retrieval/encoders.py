@@ -127,12 +127,13 @@ class BackboneConfig:
     seed: int = 0
 
 
-def open_backbone(config: BackboneConfig, *, image_size: int | None = None) -> Backbone:
+def open_backbone(config: BackboneConfig, *, image_size: int | None = None, drop_path: float = 0.0) -> Backbone:
     """Load a backbone, on the host; its layers are not looked at.
 
     Args:
         config: whose it is.
         image_size: pixels; the size to which the position embedding is resized. None: the size it has.
+        drop_path: rate of the last residual branch, for who trains it.
 
     Raises:
         what `load_backbone` raises.
@@ -145,6 +146,7 @@ def open_backbone(config: BackboneConfig, *, image_size: int | None = None) -> B
         image_size=image_size,
         network=config.network,
         trust=config.trust,
+        drop_path=drop_path,
         seed=config.seed,
     )
 

@@ -11,6 +11,7 @@ from cribo.evaluation.data import TrainingDataConfig
 from cribo.evaluation.segmentation.inference import Inference, InferenceMode
 from cribo.evaluation.training import TrainingRuntime
 from cribo.models import Backbone
+from cribo.models.modes import Checkpointing
 from cribo.retrieval.encoders import BackboneConfig
 
 Schedule = Literal["paper", "short"]
@@ -88,6 +89,54 @@ class LinearConfig(SegmentationTrainingConfig):
         "paper": (8e-4, 3e-4, 1e-4, 8e-5),
         "short": (3e-2, 1e-2, 3e-3, 1e-3),
     }
+
+
+@dataclass
+class DecoderConfig:
+    """Segmenter's decoder, the mask transformer.
+
+    Attributes:
+        layers: transformer blocks.
+        width: channels; as many as the backbone's tokens have, when not given.
+        heads: of their attention; of 64 channels each, when not given.
+    """
+
+    layers: int = 2
+    width: int | None = None
+    heads: int | None = None
+
+
+@dataclass
+class SegmenterConfig(SegmentationTrainingConfig):
+    """Finetuning with Segmenter: backbone and decoder, from the same beginning for each learning rate.
+
+    Attributes:
+        learning_rates: each is trained by itself, one after the other; the best one counts. One of them takes a
+            quarter of the time.
+        inference: how images are scored: slide, in windows of the crop's size whose logits are averaged where they
+            overlap (stride 480 of 512), as MMSegmentation's Segmenter, or whole.
+        decoder: Segmenter's mask transformer.
+        drop_path: rate at which the last residual branches of backbone and decoder are dropped while training, those
+            before at rates that rise from 0. The paper is silent, 0.1 is MMSegmentation's; 0 for a network
+            without.
+        checkpointing: where the GPU's memory is short: selective or blocks compute what a vision transformer's
+            blocks hold for the backward pass a second time, with the same result.
+    """
+
+    learning_rates: tuple[float, ...] = (8e-5, 3e-5, 1e-5, 8e-6)
+    inference: InferenceMode = "slide"
+    decoder: DecoderConfig = field(default_factory=DecoderConfig)
+    drop_path: float = 0.1
+    checkpointing: Checkpointing = "none"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.drop_path < 1.0:
+            raise ConfigError(f"drop_path must be >= 0 and < 1, got {self.drop_path}")
+        if self.backbone.layers != 1:
+            raise ConfigError(
+                f"backbone.layers must be 1, got {self.backbone.layers}: Segmenter decodes the tokens of the last block"
+            )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,48 @@
+"""`cribo evaluate segmenter`: a backbone finetuned from end to end."""
+
+import shlex
+
+from rich.console import Console
+
+from cribo.console import log_to
+from cribo.processes import is_first_process
+
+HELP = """\
+Finetuning with Segmenter: the backbone is trained from end to end with a mask transformer on its tokens (two
+blocks, a learnable token for each class), and the labels of the validation images are scored (mIoU). Each
+learning rate is trained by itself from the same weights; the best one counts, and its network is kept for use.
+
+  cribo evaluate segmenter --backbone runs/coco --data voc --data.root VOCdevkit/VOC2012 \\
+      --runtime.precision bf16-mixed --out segmenter-voc --resume
+  cribo evaluate segmenter --backbone runs/camvid --data camvid --data.root CAMVID --schedule short
+  cribo evaluate segmenter --backbone vit_small_patch16_224.dino --data folder --data.root MINE \\
+      --iterations 20000 --learning_rates 3e-5
+
+The settings are the paper's, and mean work: of a ViT-S/16, 80,000 iterations of 16 crops of 512 pixels at four
+learning rates are 1.1e18 floating-point operations (ViT-B/16: 3.9e18), and 160,000 iterations twice that. That is
+hours to days on GPUs with --runtime.precision bf16-mixed and out of reach without one. To spend less: one learning
+rate only (a quarter); fewer --iterations; or --schedule short, which takes minutes for a small network on a laptop.
+Figures of other settings than the paper's can be compared among each other only. A first try: --schedule short
+--limit 20 --iterations 20 --learning_rates 8e-5
+
+Where the memory of a GPU is short: --checkpointing selective, more --devices, or a smaller --batch_size.
+"""
+
+LESS_MEMORY = "use --checkpointing selective (vision transformers), or lower --batch_size or --crop"
+
+
+def run(words: list[str]) -> None:
+    """Finetune and evaluate a backbone."""
+    from cribo.cli.evaluate.trained import parse, print_result
+    from cribo.evaluation.segmentation.config import SegmenterConfig
+    from cribo.evaluation.segmentation.finetuning import evaluate_segmenter
+    from cribo.evaluation.segmentation.trained import SEGMENTER_FILE
+
+    console = Console(soft_wrap=True)
+    log_to(console)
+    config, how = parse("segmenter", words, SegmenterConfig, HELP, lists=("--learning_rates",))
+    command = shlex.join(["cribo", "evaluate", "segmenter", *words])
+    result, folder = evaluate_segmenter(config, **how, command=command, console=console)
+    if is_first_process():
+        places = {"curves": folder / "lr=*" / "tensorboard", "network": folder / SEGMENTER_FILE}
+        print_result(console, result, folder, also=places)
