@@ -1,5 +1,6 @@
 """Finetuning with Segmenter from beginning to end: one training for each learning rate, and the best one for use."""
 
+import copy
 import json
 import logging
 import shutil
@@ -69,9 +70,11 @@ def evaluate_segmenter(
     """
     console = console or Console(quiet=True)
     task = SegmentationTask.open(config, pictures=pictures)
-    decoder = build_segmenter(config, task).decoder
+    segmenter = build_segmenter(config, task)
     if out is not None and (done := finished_result(out, resume=resume)) is not None:
         return done, out
+    _tell_of_batch_norms(config, segmenter)
+    decoder = segmenter.decoder
     used = {
         **task.settings.used(),
         "decoder": {"layers": len(decoder.blocks), "width": decoder.width, "heads": decoder.heads},
@@ -85,7 +88,9 @@ def evaluate_segmenter(
         resume=resume,
         runtime=config.runtime,
     ) as folder:
-        trainings = [_Training(config, task, rate, folder / f"lr={rate!r}") for rate in config.learning_rates]
+        trainings = [
+            _Training(config, task, segmenter, rate, folder / f"lr={rate!r}") for rate in config.learning_rates
+        ]
         for training in trainings:
             training.finish(console)
             if is_first_process():
@@ -130,15 +135,21 @@ class _Training:
     """The training of one learning rate, in a folder of its own.
 
     Attributes:
+        config: what was asked for.
+        task: data and settings.
+        beginning: the network before any training, which stays as it is.
         rate: the learning rate.
         folder: for its checkpoints, TensorBoard's log, score and network.
         confusion: labels against predictions, once it is finished.
         seconds: that it took, once it is finished; a training that was gone on with counts from there.
     """
 
-    def __init__(self, config: SegmenterConfig, task: SegmentationTask, rate: float, folder: Path) -> None:
+    def __init__(
+        self, config: SegmenterConfig, task: SegmentationTask, beginning: Segmenter, rate: float, folder: Path
+    ) -> None:
         self.config = config
         self.task = task
+        self.beginning = beginning
         self.rate = rate
         self.folder = folder
         self.confusion: Int[Tensor, "c c"] = torch.zeros(0, 0, dtype=torch.long)
@@ -177,8 +188,7 @@ class _Training:
     def _train(self, console: Console) -> None:
         started = time.perf_counter()
         settings = self.task.settings
-        segmenter = build_segmenter(self.config, self.task)
-        _tell_of_batch_norms(self.config, segmenter)
+        segmenter = copy.deepcopy(self.beginning)
         module = SegmenterFinetuning(
             segmenter, learning_rate=self.rate, steps=settings.iterations, inference=settings.inference
         )

@@ -1,0 +1,291 @@
+"""Finetuning with Segmenter from beginning to end, on files that are made here."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from cribo.arguments import ConfigError
+from cribo.cli import main
+from cribo.data import open_segmentation
+from cribo.evaluation import read_result
+from cribo.evaluation.data import TrainingDataConfig
+from cribo.evaluation.results import iou
+from cribo.evaluation.segmentation.config import DecoderConfig, SegmenterConfig
+from cribo.evaluation.segmentation.finetuning import build_segmenter, evaluate_segmenter
+from cribo.evaluation.segmentation.task import SegmentationTask
+from cribo.evaluation.segmentation.trained import load_segmenter
+from cribo.evaluation.training import TrainingRuntime
+from cribo.files import FolderError
+from cribo.models import build_backbone, save_backbone
+from cribo.retrieval import BackboneConfig
+
+from .made import Squares, tiny_vit
+
+CPU: dict[str, Any] = {"accelerator": "cpu", "workers": 0, "threads": 1}
+RATES = 1e-3, 1e-6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A set in the layout of `folder`, four images to train on and two to score, and a network beside it."""
+    root = tmp_path_factory.mktemp("squares")
+    for split, images in (("train", Squares(4)), ("val", Squares(2, seed=1))):
+        for kind in ("images", "labels"):
+            (root / kind / split).mkdir(parents=True)
+        for index in range(len(images)):
+            pixels = images.load(index).permute(1, 2, 0).numpy()
+            Image.fromarray(pixels).save(root / "images" / split / f"{index}.png")
+            Image.fromarray(images.labels(index).numpy()).save(root / "labels" / split / f"{index}.png")
+    (root / "classes.txt").write_text("\n".join(Squares().classes), encoding="utf-8")
+    save_backbone(tiny_vit(), root / "network")
+    return root
+
+
+def config(folder: Path, **changes: Any) -> SegmenterConfig:
+    made = SegmenterConfig(
+        BackboneConfig(str(folder / "network")),
+        TrainingDataConfig("folder", str(folder)),
+        iterations=6,
+        batch_size=4,
+        crop=64,
+        learning_rates=RATES,
+        drop_path=0.2,
+        runtime=TrainingRuntime(**CPU),
+    )
+    return replace(made, **changes)
+
+
+def words(folder: Path, out: Path, *more: str) -> list[str]:
+    """The command of `config`."""
+    return [
+        *("evaluate", "segmenter", "--backbone", str(folder / "network"), "--data", "folder"),
+        *("--data.root", str(folder), "--iterations", "6", "--batch_size", "4", "--crop", "64", "--drop_path", "0.2"),
+        *("--learning_rates", "1e-3,1e-6", "--accelerator", "cpu", "--runtime.workers", "0", "--pictures", "0"),
+        *("--runtime.threads", "1", "--runtime.checkpoint_every", "2", "--out", str(out), *more),
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An evaluation that nothing has stopped."""
+    made = config(folder, runtime=TrainingRuntime(**CPU, checkpoint_every=2))
+    return evaluate_segmenter(made, out=tmp_path_factory.mktemp("whole") / "out", pictures=0)[1]
+
+
+def assert_same(out: Path, other: Path) -> None:
+    """Two evaluations found the same, to the last bit."""
+    assert read_result(out).results == read_result(other).results
+    assert (out / "segmenter.safetensors").read_bytes() == (other / "segmenter.safetensors").read_bytes()
+
+
+# ------------------------------------------------------------------ a whole evaluation
+
+
+def test_it_leaves_results_pictures_and_the_best_network(folder: Path, tmp_path: Path) -> None:
+    made = config(folder, iterations=60, data=TrainingDataConfig("folder", str(folder), train="val"))
+    result, out = evaluate_segmenter(made, out=tmp_path / "out", pictures=2)
+    assert read_result(out) == result
+    assert (result.evaluation, result.varies, result.metrics) == ("segmenter", "learning_rate", ["miou"])
+    good, bad = result.results
+    assert (good["learning_rate"], bad["learning_rate"]) == RATES
+    assert good["miou"] > 0.9
+    assert good["pixel_accuracy"] > 0.95  # of the images that it was trained on
+    assert bad["miou"] < 0.5
+    assert result.settings["decoder"] == {"layers": 2, "width": 32, "heads": 1}
+    assert result.settings["drop_path"] == 0.2
+    assert result.settings["inference"] == "slide"
+    for name in ("confusion.png", "miou.png", "predictions.png"):
+        assert (out / name).is_file()
+    # The network that is left is the one that was scored.
+    segmenter, images = load_segmenter(out), open_segmentation("folder", folder, "val")
+    assert segmenter.classes == Squares().classes
+    confusion = torch.zeros(4, 4, dtype=torch.long)
+    for index in range(len(images)):
+        places = images.labels(index).long() * 4 + segmenter.segment(images.load(index)).long()
+        confusion += torch.bincount(places.flatten(), minlength=16).view(4, 4)
+    assert confusion.tolist() == good["confusion"]
+    assert float(iou(confusion).nanmean()) == good["miou"]
+
+
+def test_of_each_training_scores_and_curves_stay_and_what_is_large_goes(whole: Path) -> None:
+    assert sorted(path.name for path in whole.iterdir() if path.is_dir()) == ["lr=0.001", "lr=1e-06"]
+    assert [path.relative_to(whole) for path in whole.rglob("*.safetensors")] == [Path("segmenter.safetensors")]
+    assert not [*whole.rglob("*.ckpt")]
+    for rate in RATES:
+        assert json.loads((whole / f"lr={rate!r}" / "score.json").read_text())["learning_rate"] == rate
+        assert [*(whole / f"lr={rate!r}" / "tensorboard").glob("events.*")]
+
+
+def test_bf16(folder: Path, tmp_path: Path) -> None:
+    made = config(
+        folder,
+        iterations=60,
+        learning_rates=(1e-3,),
+        runtime=TrainingRuntime(**CPU, precision="bf16-mixed"),
+    )
+    result, _ = evaluate_segmenter(made, out=tmp_path / "out", pictures=1)
+    assert result.results[0]["miou"] > 0.7
+
+
+def test_a_convolutional_network_with_a_decoder_of_its_own_width(folder: Path, tmp_path: Path) -> None:
+    args = {"layers": (1, 1, 1, 1), "channels": (8, 8, 8, 16), "output_stride": 16}
+    save_backbone(build_backbone("resnet18", args=args, image_size=64), tmp_path / "network")
+    backbone = BackboneConfig(str(tmp_path / "network"))
+    made = config(folder, backbone=backbone, decoder=DecoderConfig(1, 24, 3), learning_rates=(1e-3,), iterations=2)
+    result, out = evaluate_segmenter(made, out=tmp_path / "out", pictures=0)
+    assert result.settings["decoder"] == {"layers": 1, "width": 24, "heads": 3}
+    assert load_segmenter(out).network.backbone.name == "resnet18"
+
+
+def test_less_memory_gives_the_same(folder: Path, whole: Path, tmp_path: Path) -> None:
+    made = config(folder, checkpointing="blocks")
+    _, out = evaluate_segmenter(made, out=tmp_path / "out", pictures=0)
+    ours, others = (load_file(path / "segmenter.safetensors") for path in (out, whole))
+    for name, value in ours.items():
+        torch.testing.assert_close(value, others[name])
+
+
+def test_positions_are_those_of_the_crops(folder: Path) -> None:
+    made = config(folder, crop=128)
+    network = build_segmenter(made, SegmentationTask.open(made, pictures=0))
+    assert network.backbone.model.pos_embed.shape[1] == 1 + 8 * 8
+    assert network.backbone.num_drop_path_sites == 2
+    assert network.decoder.drop_path_rates == pytest.approx((0.2, 0.2))
+
+
+# ------------------------------------------------------------------ stopped, and gone on with
+
+
+def stop_when(condition: str) -> str:
+    """A program that runs cribo and is killed before the training step in which a condition holds."""
+    return (
+        "import os, signal, sys\n"
+        "from cribo.evaluation.segmentation.segmenter import SegmenterFinetuning\n"
+        "step = SegmenterFinetuning.training_step\n"
+        "def killed(self, batch, batch_idx):\n"
+        f"    if {condition}: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return step(self, batch, batch_idx)\n"
+        "SegmenterFinetuning.training_step = killed\n"
+        "from cribo.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("condition", "left"),
+    [
+        ("self.global_step == 3", ["lr=0.001/checkpoints/step=00000002.ckpt"]),
+        ("self.learning_rate == 1e-6", ["lr=0.001/score.json", "lr=0.001/segmenter.safetensors"]),
+    ],
+)
+def test_one_that_was_killed_ends_as_if_it_had_not_been(
+    folder: Path, whole: Path, tmp_path: Path, condition: str, left: list[str]
+) -> None:
+    command = words(folder, tmp_path / "out", "--resume")
+    program = [sys.executable, "-c", stop_when(condition), *command]
+    done = subprocess.run(program, env=os.environ, capture_output=True, check=False, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    found = [path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").glob("lr=*/**/*")]
+    assert sorted(name for name in found if "tensorboard" not in name and name.count(".")) == left
+    assert main(command) == 0
+    assert_same(tmp_path / "out", whole)
+
+
+def test_what_is_finished_is_not_done_again(folder: Path, tmp_path: Path) -> None:
+    made = config(folder, iterations=2)
+    first, out = evaluate_segmenter(made, out=tmp_path / "out", pictures=0)
+    assert evaluate_segmenter(made, out=out, resume=True, pictures=0)[0] == first
+    scores = {path: path.stat().st_mtime_ns for path in out.glob("lr=*/score.json")}
+    # Killed after the last training: the best network stands there, the results do not.
+    (out / "results.json").unlink()
+    again, _ = evaluate_segmenter(made, out=out, resume=True, pictures=0)
+    assert again.results == first.results
+    assert again.seconds == first.seconds
+    assert {path: path.stat().st_mtime_ns for path in out.glob("lr=*/score.json")} == scores
+
+
+def test_a_score_that_is_damaged_is_named(folder: Path, tmp_path: Path) -> None:
+    made = config(folder, iterations=1, learning_rates=(1e-3,))
+    _, out = evaluate_segmenter(made, out=tmp_path / "out", pictures=0)
+    (out / "results.json").unlink()
+    (out / "lr=0.001" / "score.json").write_text("{")
+    with pytest.raises(FolderError, match=r"score\.json is damaged .*: remove .*lr=0\.001 to train it again"):
+        evaluate_segmenter(made, out=out, resume=True, pictures=0)
+
+
+@pytest.mark.slow
+def test_two_processes_are_as_one(folder: Path, whole: Path, tmp_path: Path) -> None:
+    command = words(folder, tmp_path / "out", "--devices", "2")
+    done = subprocess.run([sys.executable, "-m", "cribo", *command], capture_output=True, check=False, timeout=250)
+    assert done.returncode == 0, done.stderr
+    ours, others = (load_file(path / "segmenter.safetensors") for path in (tmp_path / "out", whole))
+    for name, value in ours.items():
+        torch.testing.assert_close(value, others[name], rtol=1e-3, atol=1e-4)
+    for row, other in zip(read_result(tmp_path / "out").results, read_result(whole).results, strict=True):
+        assert row["miou"] == pytest.approx(other["miou"], abs=0.01)
+    counted = next(row["confusion"] for row in read_result(tmp_path / "out").results if "confusion" in row)
+    assert sum(map(sum, counted)) == 2 * 128 * 192  # each image once
+    assert not [*(tmp_path / "out").rglob("*.ckpt")]
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decoder": DecoderConfig(heads=3)}, "decoder.width 32 does not divide into 3 heads"),
+        ({"decoder": DecoderConfig(width=200)}, "decoder.width 200 does not divide into 3 heads"),
+        ({"decoder": DecoderConfig(layers=0)}, "decoder.layers must be >= 1, got 0"),
+        ({"backbone": BackboneConfig("mean-colour")}, "a baseline of dense-nn: give a network"),
+        ({"backbone": BackboneConfig("vgg11", pretrained=False)}, "vgg11 has no drop path: use drop_path=0, got 0.2"),
+        (
+            {"backbone": BackboneConfig("resnet18", pretrained=False), "checkpointing": "blocks"},
+            "resnet18 has no transformer blocks to checkpoint, got 'blocks': use 'none'",
+        ),
+        ({"backbone": BackboneConfig("mixer_s32_224", pretrained=False)}, "mixer_s32_224 gives a 3-dimensional tensor"),
+        ({"crop": 24}, "crop must be a multiple of the patch size"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_a_folder_is_made(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluate_segmenter(config(folder, **changes), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"drop_path": 1.0}, "drop_path must be >= 0 and < 1, got 1"),
+        ({"backbone": BackboneConfig("x", layers=4)}, "layers must be 1, got 4: Segmenter decodes .* the last block"),
+        ({"learning_rates": ()}, "learning_rates must hold at least one"),
+    ],
+)
+def test_what_no_segmenter_has_is_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(folder, **changes)
+
+
+def test_the_command_prints_tables_and_places(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = words(folder, tmp_path / "out", "--iterations", "2", "--learning_rates", "1e-3", "--limit", "1")
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "Finetuning with Segmenter on" in printed
+    assert f"network      {tmp_path / 'out' / 'segmenter.safetensors'}" in printed.replace("\n", "")
+    content = read_result(tmp_path / "out")
+    assert content.command.startswith("cribo evaluate segmenter --backbone")
+    assert content.data["limit"] == 1
+    assert main(command) == 2
+    assert "--overwrite" in capsys.readouterr().err
