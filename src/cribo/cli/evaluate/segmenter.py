@@ -23,7 +23,7 @@ learning rates are 1.1e18 floating-point operations (ViT-B/16: 3.9e18), and 160,
 hours to days on GPUs with --runtime.precision bf16-mixed and out of reach without one. To spend less: one learning
 rate only (a quarter); fewer --iterations; or --schedule short, which takes minutes for a small network on a laptop.
 Figures of other settings than the paper's can be compared among each other only. A first try: --schedule short
---limit 20 --iterations 20 --learning_rates 8e-5
+--limit 20 --iterations 20 --learning_rates 1e-3
 
 Where the memory of a GPU is short: --checkpointing selective, more --devices, or a smaller --batch_size.
 """

@@ -88,9 +88,8 @@ def evaluate_segmenter(
         resume=resume,
         runtime=config.runtime,
     ) as folder:
-        trainings = [
-            _Training(config, task, segmenter, rate, folder / f"lr={rate!r}") for rate in config.learning_rates
-        ]
+        rates = task.settings.learning_rates
+        trainings = [_Training(config, task, segmenter, rate, folder / f"lr={rate!r}") for rate in rates]
         for training in trainings:
             training.finish(console)
             if is_first_process():
@@ -192,7 +191,7 @@ class _Training:
         module = SegmenterFinetuning(
             segmenter, learning_rate=self.rate, steps=settings.iterations, inference=settings.inference
         )
-        number = self.config.learning_rates.index(self.rate) + 1
+        number = settings.learning_rates.index(self.rate) + 1
         fit(
             module,
             train=NoisyCrops(self.task.crops, segmenter.num_drop_path_sites),
@@ -201,7 +200,7 @@ class _Training:
             steps=settings.iterations,
             seed=settings.seed,
             folder=self.folder,
-            label=f"learning rate {self.rate:g} ({number} of {len(self.config.learning_rates)})",
+            label=f"learning rate {self.rate:g} ({number} of {len(settings.learning_rates)})",
             runtime=self.config.runtime,
             console=console,
         )
