@@ -193,7 +193,7 @@ def test_one_that_was_killed_ends_as_if_it_had_not_been(
 ) -> None:
     command = words(folder, tmp_path / "out", "--resume")
     program = [sys.executable, "-c", stop_when(condition), *command]
-    done = subprocess.run(program, env=os.environ, capture_output=True, check=False, timeout=120)
+    done = subprocess.run(program, env=os.environ, capture_output=True, check=False, timeout=280)
     assert done.returncode == -signal.SIGKILL, done.stderr
     found = [path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").glob("lr=*/**/*")]
     assert sorted(name for name in found if "tensorboard" not in name and name.count(".")) == left
