@@ -5,7 +5,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -90,10 +90,10 @@ def evaluate_segmenter(
     ) as folder:
         rates = task.settings.learning_rates
         trainings = [_Training(config, task, segmenter, rate, folder / f"lr={rate!r}") for rate in rates]
-        for training in trainings:
+        for number, training in enumerate(trainings, start=1):
             training.finish(console)
             if is_first_process():
-                _keep_best(trainings)
+                _keep_best(trainings[:number])
         result = task.result(
             "segmenter",
             used,
@@ -221,15 +221,15 @@ class _Training:
         )
 
 
-def _best(trainings: Iterable[_Training]) -> _Training:
-    """The finished training with the highest mIoU, the first of equal ones."""
-    return max((training for training in trainings if training.is_finished), key=lambda training: training.miou)
+def _best(finished: Sequence[_Training]) -> _Training:
+    """The training with the highest mIoU, the first of equal ones."""
+    return max(finished, key=lambda training: training.miou)
 
 
-def _keep_best(trainings: list[_Training]) -> None:
-    """Remove the networks of finished trainings that are not the best one."""
-    best = _best(trainings)
-    for training in trainings:
+def _keep_best(finished: Sequence[_Training]) -> None:
+    """Remove the networks of the trainings that are not the best one."""
+    best = _best(finished)
+    for training in finished:
         if training is not best:
             (training.folder / SEGMENTER_FILE).unlink(missing_ok=True)
 
