@@ -256,7 +256,6 @@ def test_two_processes_are_as_one(folder: Path, whole: Path, tmp_path: Path) -> 
         ({"decoder": DecoderConfig(heads=3)}, "decoder.width 32 does not divide into 3 heads"),
         ({"decoder": DecoderConfig(width=200)}, "decoder.width 200 does not divide into 3 heads"),
         ({"decoder": DecoderConfig(layers=0)}, "decoder.layers must be >= 1, got 0"),
-        ({"backbone": BackboneConfig("mean-colour")}, "a baseline of dense-nn: give a network"),
         ({"backbone": BackboneConfig("vgg11", pretrained=False)}, "vgg11 has no drop path: use drop_path=0, got 0.2"),
         (
             {"backbone": BackboneConfig("resnet18", pretrained=False), "checkpointing": "blocks"},
@@ -279,6 +278,7 @@ def test_what_cannot_be_trained_is_refused_before_a_folder_is_made(
     [
         ({"drop_path": 1.0}, "drop_path must be >= 0 and < 1, got 1"),
         ({"backbone": BackboneConfig("x", layers=4)}, "layers must be 1, got 4: Segmenter decodes .* the last block"),
+        ({"backbone": BackboneConfig("mean-colour")}, "mean-colour has nothing that can be finetuned: give a network"),
         ({"learning_rates": ()}, "learning_rates must hold at least one"),
     ],
 )

@@ -12,7 +12,7 @@ from cribo.evaluation.segmentation.inference import Inference, InferenceMode
 from cribo.evaluation.training import TrainingRuntime
 from cribo.models import Backbone
 from cribo.models.modes import Checkpointing
-from cribo.retrieval.encoders import BackboneConfig
+from cribo.retrieval.encoders import MEAN_COLOUR, BackboneConfig
 
 Schedule = Literal["paper", "short"]
 
@@ -135,6 +135,8 @@ class SegmenterConfig(SegmentationTrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.backbone.source == MEAN_COLOUR:
+            raise ConfigError(f"backbone {MEAN_COLOUR} has nothing that can be finetuned: give a network")
         if not 0.0 <= self.drop_path < 1.0:
             raise ConfigError(f"drop_path must be >= 0 and < 1, got {self.drop_path}")
         if self.backbone.layers != 1:

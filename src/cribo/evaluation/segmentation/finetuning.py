@@ -71,8 +71,6 @@ def evaluate_segmenter(
     console = console or Console(quiet=True)
     task = SegmentationTask.open(config, pictures=pictures)
     segmenter = build_segmenter(config, task)
-    if out is not None and (done := finished_result(out, resume=resume)) is not None:
-        return done, out
     _tell_of_batch_norms(config, segmenter)
     decoder = segmenter.decoder
     used = {
@@ -88,6 +86,9 @@ def evaluate_segmenter(
         resume=resume,
         runtime=config.runtime,
     ) as folder:
+        # Asked for here, where its settings are known to be these.
+        if (done := finished_result(folder, resume=resume)) is not None:
+            return done, folder
         rates = task.settings.learning_rates
         trainings = [_Training(config, task, segmenter, rate, folder / f"lr={rate!r}") for rate in rates]
         for number, training in enumerate(trainings, start=1):
