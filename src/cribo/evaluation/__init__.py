@@ -1,12 +1,12 @@
 """The field's evaluation protocols on labelled images, one folder each, and one format for their results."""
 
+from cribo.evaluation.cache import FeatureCache
 from cribo.evaluation.compare import Comparison, compare
 from cribo.evaluation.data import DataConfig
 from cribo.evaluation.dense_nn.config import DenseNNConfig
 from cribo.evaluation.dense_nn.protocols import DenseNNSettings, protocol_settings
 from cribo.evaluation.dense_nn.retrieval import DenseRetrieval, RatioScore, dense_nn, draw_images
 from cribo.evaluation.dense_nn.run import evaluate_dense_nn
-from cribo.evaluation.features import FeatureCache
 from cribo.evaluation.machine import Machine, RuntimeConfig
 from cribo.evaluation.results import EvaluationResult, read_result
 
