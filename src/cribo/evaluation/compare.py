@@ -22,6 +22,7 @@ from cribo.evaluation.results import (
     NONE,
     EvaluationResult,
     ResultError,
+    class_metric_title,
     flat,
     metric_title,
     percent,
@@ -134,12 +135,12 @@ class Group:
         return ""
 
     def class_differences(self) -> tuple[Any, list[tuple[str, float, float]]]:
-        """Of two results, the classes whose IoU differs most.
+        """Of two results, the classes whose figures (IoU, say) differ most.
 
         Returns:
-            the value of the varied setting at which they are compared, the first one that both have, and (class, IoU
-            of the first result, IoU of the second) from the largest difference on; no class unless there are two
-            results with classes.
+            the value of the varied setting at which they are compared, the first one that both have, and (class,
+            figure of the first result, figure of the second) from the largest difference on; no class unless there
+            are two results with classes.
         """
         if len(self.entries) != 2:
             return None, []
@@ -276,7 +277,8 @@ def _group(entries: list[Entry]) -> Group:
 def _comparable(result: EvaluationResult) -> dict[str, Any]:
     """The settings that a figure depends on, beside backbone and varied setting."""
     settings = {f"settings.{name}": value for name, value in flat(result.settings)}
-    settings.pop(f"settings.{result.varies}s", None)
+    for name in (result.varies, f"{result.varies}s"):
+        settings.pop(f"settings.{name}", None)
     data = {f"data.{name}": value for name, value in flat(result.data)}
     if result.data["name"] != "folder":
         data.pop("data.root", None)  # where a known set lies does not matter
@@ -383,7 +385,7 @@ def _sections(group: Group) -> list[_Section]:
         at = "" if value is None else f", {varied_title(group.first.varies)} {varied_value(group.first.varies, value)}"
         sections.append(
             _Section(
-                f"Classes that differ most, IoU [%]{at}",
+                f"Classes that differ most, {class_metric_title(group.first.evaluation)} [%]{at}",
                 ["class", *(entry.name for entry in group.entries), "difference"],
                 [[[name, percent(a), percent(b), f"{100 * (b - a):+.1f}"] for name, a, b in classes]],
                 [],

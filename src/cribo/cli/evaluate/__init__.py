@@ -11,12 +11,13 @@ usage: cribo evaluate <evaluation> [options]
 evaluations:
   dense-nn    dense nearest-neighbour retrieval: label patches by their nearest labelled patches
   linear      linear segmentation: train one linear layer on the frozen features
+  image-nn    image-level nearest neighbours: classify images by their nearest training images
   compare     lay results side by side, with published ones where the setting is the same
 
 `cribo evaluate <evaluation> --help` lists its options.
 """
 
-EVALUATIONS = ("dense-nn", "linear", "compare")
+EVALUATIONS = ("dense-nn", "linear", "image-nn", "compare")
 """Each in a file of its name, whose `run` does it."""
 
 
