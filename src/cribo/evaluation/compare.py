@@ -177,8 +177,10 @@ class Comparison:
         heights = [_figure_height(group) for group in self.groups]
         figure = Figure(figsize=(9.5, sum(heights)), layout="constrained")
         with house_style():
-            panels = figure.subplots(len(self.groups), squeeze=False, height_ratios=heights)[:, 0]
-            for axes, group in zip(panels, self.groups, strict=True):
+            # Each by itself: names to the left of one group's bars would take room from another's curves.
+            parts = figure.subfigures(len(self.groups), squeeze=False, height_ratios=heights)[:, 0]
+            for part, group in zip(parts, self.groups, strict=True):
+                axes = part.subplots()
                 metric, varies = group.first.headline, group.first.varies
                 plot_curves(axes, _curves(group), metric=metric, varies=varies, values=group.values)
                 axes.set_title("\n".join((group.first.title, *textwrap.wrap(group.verdict, _TITLE_WIDTH))))
@@ -420,7 +422,10 @@ def _figures_section(group: Group) -> _Section:
 
 
 def _column_title(group: Group, value: Any, metric: str) -> str:
-    said = "best" if value is None else varied_value(group.first.varies, value)
+    if value is None:
+        best = any(len(entry.result.results) > 1 for entry in group.entries)
+        return f"{metric_title(metric)} [%]{', best' if best else ''}"
+    said = varied_value(group.first.varies, value)
     if len(group.values) == 1:
         return f"{metric_title(metric)} [%], {said}"
     return f"{said} {metric_title(metric)}" if len(group.first.metrics) > 1 else said
@@ -430,25 +435,41 @@ def _figure(row: Mapping[str, Any], metric: str) -> str:
     return percent(row.get(metric), row.get(f"{metric}_std"))
 
 
+def _sources(published: Sequence[PublishedFigures]) -> str:
+    """Papers with their tables."""
+    papers: dict[str, list[str]] = {}
+    for source in sorted({figures.source for figures in published}):
+        paper, _, number = source.rpartition(", Table ")
+        papers.setdefault(paper, []).append(number)
+    return "; ".join(
+        f"{paper}, Table{'s' if len(numbers) > 1 else ''} {_listed(numbers)}" for paper, numbers in papers.items()
+    )
+
+
 def _mark(figures: PublishedFigures) -> str:
     return ("†" if figures.row.reproduced else "") + ("*" if figures.row.taken_from else "")
 
 
 def _notes(group: Group) -> Iterator[str]:
     """What the figures are, and what they may be compared with."""
-    if len(group.values) > 1 and len(group.first.metrics) == 1:
-        yield f"{metric_title(group.first.headline)} in %, by {varied_title(group.first.varies)}."
+    if len(group.values) > 1:
+        figures = metric_title(group.first.headline) if len(group.first.metrics) == 1 else "Figures"
+        yield f"{figures} in %, by {varied_title(group.first.varies)}."
+    if best := [entry for entry in group.entries if None in entry.points and len(entry.result.results) > 1]:
+        said = (f"{entry.name} {setting_value(entry.points[None][group.first.varies])}" for entry in best)
+        yield f"Best {varied_title(group.first.varies)}: {', '.join(said)}."
     if group.verdict:
         yield group.verdict
     if group.published:
         comparable = [entry for entry in group.entries if entry.name not in group.apart]
         only = f" Comparable with {_listed([entry.name for entry in comparable])} only." if group.apart else ""
-        yield f"Published: {'; '.join(dict.fromkeys(figures.source for figures in group.published))}.{only}"
+        yield f"Published: {_sources(group.published)}.{only}"
+        yield from dict.fromkeys(figures.remark for figures in group.published if figures.remark)
         silent = dict.fromkeys(name for figures in group.published for name in figures.silent)
         chosen: dict[str, list[str]] = {}
         for entry in comparable if silent else ():
             settings = entry.result.settings
-            said = ", ".join(f"{name} {setting_value(settings.get(name, NONE))}" for name in silent)
+            said = ", ".join(f"{name.replace('_', ' ')} {setting_value(settings.get(name, NONE))}" for name in silent)
             chosen.setdefault(said, []).append(entry.name)
         for said, names in chosen.items():
             yield f"Where the paper is silent: {said} ({_listed(names)})."

@@ -46,6 +46,7 @@ _EVALUATIONS = {
     "image-nn": "Image nearest-neighbour classification",
 }
 _METRICS = {"miou": "mIoU", "ap": "AP", "ap50": "AP50", "ap75": "AP75", "top1": "top-1", "top5": "top-5"}
+_SETS = {"coco": "COCO", "imagenet": "ImageNet-1k"}
 _CLASS_METRICS = {"detection": "AP", "image-nn": "accuracy"}
 _VARIED = {"ratio": "memory share"}
 _NOT_SET = {"size": "each image's own"}
@@ -233,7 +234,7 @@ def data_title(data: Mapping[str, Any]) -> str:
     name = data["name"]
     if name == "folder" and data.get("root"):
         return Path(data["root"]).name or str(data["root"])
-    return SEGMENTATION_SETS[name].title if name in SEGMENTATION_SETS else name
+    return SEGMENTATION_SETS[name].title if name in SEGMENTATION_SETS else _SETS.get(name, name)
 
 
 def metric_title(metric: str) -> str:
