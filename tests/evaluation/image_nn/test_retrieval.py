@@ -230,8 +230,9 @@ def test_features_that_are_not_finite_are_said_with_their_image(tmp_path: Path) 
 def test_features_that_do_not_fit_are_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images, _ = drawn(tmp_path, 8, 0, [0, 1])
     monkeypatch.setattr("cribo.evaluation.cache.available_memory", lambda device: 95)  # 8 * 3 * 4 bytes are needed
-    with pytest.raises(ValueError, match="memory has .* free: keep them on disk"):
-        rows(images, colours := Colours())
+    colours = Colours()
+    with pytest.raises(ValueError, match=r"memory has .* free: keep them on disk"):
+        rows(images, colours)
     assert colours.batches == []
 
 

@@ -21,7 +21,7 @@ from cribo.evaluation.results import EvaluationResult
 
 _NEIGHBOURS = 7  # beside each image
 _ROWS_PER_PICTURE = 6
-_PANEL, _TITLE, _CAPTION = 1.45, 0.28, 0.4  # inch
+_PANEL, _TITLE, _CAPTION = 1.45, 0.3, 0.5  # inch
 _LETTERS = 20  # of a caption's line
 
 
