@@ -87,8 +87,8 @@ def a_result(
     return EvaluationResult(**{**values, **changes})
 
 
-def printed(comparison: Comparison) -> str:
-    console = Console(width=200)
+def printed(comparison: Comparison, width: int = 200) -> str:
+    console = Console(width=width, soft_wrap=True)
     with console.capture() as capture:
         console.print(comparison.table())
     return capture.get()
@@ -354,6 +354,13 @@ def test_the_best_learning_rate_is_what_counts_and_is_said() -> None:
     assert "These figures are NOT comparable: the results differ in inference." in text
 
 
+def test_names_can_be_read_in_a_narrow_terminal() -> None:
+    rows = rows_of(printed(compare([trained("detection", "somebody's backbone"), trained("detection", "mine")]), 80))
+    assert rows[0][0] == "somebody's"
+    assert rows[0][3:] == ["30.0"] * 4
+    assert [row[0] for row in rows].count("mine") == 1
+
+
 def test_all_figures_of_a_detector_stand_in_columns() -> None:
     text = printed(compare([trained("detection")]))
     assert "AP [%]" in text
@@ -363,14 +370,16 @@ def test_all_figures_of_a_detector_stand_in_columns() -> None:
     assert rows["CrIBo (published)", "COCO (300)"] == ["30.2", "48.4", "31.0", NONE]
 
 
-def test_image_level_neighbours_have_a_column_for_each_k_and_metric() -> None:
+def test_image_level_neighbours_have_a_table_for_each_metric() -> None:
     comparison = compare([trained("image-nn", "one"), trained("image-nn", "two")])
     text = printed(comparison)
-    rows = {row[0]: row[3:] for row in rows_of(text)}
-    assert rows["one"] == ["50.0", "60.0", "40.0", "70.0"]
-    assert rows["CrIBo, global loss only (published)"] == [NONE, NONE, "34.3", NONE]
-    assert "Figures in %, by neighbours." in text
-    assert "its figures stand at the k of DINO, 20" in text
+    top1, top5 = text.split("on ImageNet-1k, top-5")
+    rows = {row[0]: row[1:] for row in rows_of(top1)}
+    assert rows["one"] == ["ViT-S/16", NONE, "50.0", "40.0"]
+    assert rows["CrIBo, global loss only (published)"] == ["ViT-S/16", "COCO (300)", NONE, "34.3"]
+    assert rows_of(top5) == [["one", "ViT-S/16", "60.0", "70.0"], ["two", "ViT-S/16", "60.0", "70.0"]]
+    assert "Figures in %, by neighbours." in top5
+    assert "its figures stand at the k of DINO, 20" in top5
     (axes,) = comparison.figure().axes
     assert len((axes.get_legend() or pytest.fail("no legend")).get_texts()) == 5
 

@@ -1,5 +1,6 @@
 """Results side by side: where their settings differ, which classes do, and what is published of the same setting."""
 
+import dataclasses
 import os
 import textwrap
 from collections import Counter
@@ -43,6 +44,7 @@ _BY_CHANCE = frozenset({"settings.seed", "settings.draws", "settings.precision"}
 _OWN_DATA = frozenset({"data.memory_patches", "data.query_patches"})  # follow from the patch size
 _CLASSES = 10  # that differ most
 _TITLE_WIDTH = 90  # characters
+_LEAST_WIDTH = 14  # characters, of a column of names in a narrow terminal
 
 
 @dataclass(frozen=True)
@@ -109,11 +111,6 @@ class Group:
         if self.first.varies in _BEST_OF:
             return [None]
         return varied_values([entry.result for entry in self.entries])
-
-    @property
-    def columns(self) -> list[tuple[Any, str]]:
-        """The (value, metric) of each column of figures."""
-        return [(value, metric) for value in self.values for metric in self.first.metrics]
 
     @cached_property
     def differences(self) -> list[Difference]:
@@ -350,7 +347,14 @@ class _Section:
         table = Table()
         for place, name in enumerate(self.header):
             number = place >= self.numbers
-            table.add_column(Text(name), justify="right" if number else "left", overflow="fold", no_wrap=number)
+            longest = max((len(row[place]) for block in self.blocks for row in block), default=0)
+            # Figures stay on a line; where a terminal is narrow, headings break, and names as far as one can read them.
+            table.add_column(
+                Text(name),
+                justify="right" if number else "left",
+                overflow="fold",
+                min_width=longest if number else min(longest, _LEAST_WIDTH),
+            )
         for block in self.blocks:
             table.add_section()
             for row in block:
@@ -372,7 +376,7 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def _sections(group: Group) -> list[_Section]:
-    sections = [_figures_section(group)]
+    sections = _figures_sections(group)
     if group.differences:
         sections.append(
             _Section(
@@ -396,29 +400,47 @@ def _sections(group: Group) -> list[_Section]:
     return sections
 
 
-def _figures_section(group: Group) -> _Section:
-    about = ["backbone", "pretraining (epochs)"] if group.published else ["backbone"]
-    header = ["", *about, *(_column_title(group, value, metric) for value, metric in group.columns)]
-    own = [
+def _figures_sections(group: Group) -> list[_Section]:
+    """One table; of several metrics by several values, one for each metric."""
+    metrics, title = group.first.metrics, group.first.title
+    if len(group.values) == 1 or len(metrics) == 1:
+        columns = [(value, metric) for value in group.values for metric in metrics]
+        return [_figures_section(group, title, columns, list(_notes(group)))]
+    tables = [
+        _figures_section(group, f"{title}, {metric_title(metric)}", [(value, metric) for value in group.values], [])
+        for metric in metrics
+    ]
+    return [*tables[:-1], dataclasses.replace(tables[-1], notes=list(_notes(group)))]
+
+
+def _figures_section(group: Group, title: str, columns: Sequence[tuple[Any, str]], notes: list[str]) -> _Section:
+    published = [
+        figures
+        for figures in group.published
+        if any(metric in figures.points.get(value, {}) for value, metric in columns)
+    ]
+    about = ["backbone", "pretraining (epochs)"] if published else ["backbone"]
+    own_rows = [
         [
             entry.name,
             architecture_name(entry.result.backbone) or str(entry.result.backbone.get("architecture") or NONE),
-            *([NONE] if group.published else []),
-            *(_figure(entry.points.get(value, {}), metric) for value, metric in group.columns),
+            *([NONE] if published else []),
+            *(_figure(entry.points.get(value, {}), metric) for value, metric in columns),
         ]
         for entry in group.entries
     ]
-    published = [
+    published_rows = [
         [
             f"{figures.row.method}{_mark(figures)} (published)",
             figures.row.backbone,
             f"{figures.row.pretraining} ({figures.row.epochs})",
-            *(_figure(figures.points.get(value, {}), metric) for value, metric in group.columns),
+            *(_figure(figures.points.get(value, {}), metric) for value, metric in columns),
         ]
-        for figures in group.published
+        for figures in published
     ]
-    blocks = [block for block in (own, published) if block]
-    return _Section(group.first.title, header, blocks, list(_notes(group)), numbers=1 + len(about))
+    header = ["", *about, *(_column_title(group, value, metric) for value, metric in columns)]
+    blocks = [block for block in (own_rows, published_rows) if block]
+    return _Section(title, header, blocks, notes, numbers=1 + len(about))
 
 
 def _column_title(group: Group, value: Any, metric: str) -> str:
@@ -426,9 +448,7 @@ def _column_title(group: Group, value: Any, metric: str) -> str:
         best = any(len(entry.result.results) > 1 for entry in group.entries)
         return f"{metric_title(metric)} [%]{', best' if best else ''}"
     said = varied_value(group.first.varies, value)
-    if len(group.values) == 1:
-        return f"{metric_title(metric)} [%], {said}"
-    return f"{said} {metric_title(metric)}" if len(group.first.metrics) > 1 else said
+    return f"{metric_title(metric)} [%], {said}" if len(group.values) == 1 else said
 
 
 def _figure(row: Mapping[str, Any], metric: str) -> str:

@@ -46,9 +46,15 @@ _EVALUATIONS = {
     "image-nn": "Image nearest-neighbour classification",
 }
 _METRICS = {
-    **{"miou": "mIoU", "top1": "top-1", "top5": "top-5"},
-    **{"ap": "AP", "ap50": "AP50", "ap75": "AP75"},
-    **{"ap_small": "AP small", "ap_medium": "AP medium", "ap_large": "AP large"},
+    "miou": "mIoU",
+    "top1": "top-1",
+    "top5": "top-5",
+    "ap": "AP",
+    "ap50": "AP50",
+    "ap75": "AP75",
+    "ap_small": "AP small",
+    "ap_medium": "AP medium",
+    "ap_large": "AP large",
 }
 _SETS = {"coco": "COCO", "imagenet": "ImageNet-1k"}
 _CLASS_METRICS = {"detection": "AP", "image-nn": "accuracy"}
