@@ -200,6 +200,20 @@ def test_several_devices_and_workers_give_the_same(tmp_path: Path, monkeypatch: 
     assert torch.equal(one.scores[0].predicted, two.scores[0].predicted)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_classifies_as_the_host_does(tmp_path: Path) -> None:
+    train, _ = drawn(tmp_path / "train", 80, 0, [0, 1, 2, 3])
+    val, _ = drawn(tmp_path / "val", 40, 1, [0, 1, 2, 3])
+    host, gpu = (
+        image_nn([Colours().encoder()], train, val, settings(1, 20), machine=Machine(devices=(device,)))
+        for device in ("cpu", "cuda:0")
+    )
+    assert torch.allclose(host.nearest.similarity, gpu.nearest.similarity, atol=1e-3)
+    for one, other in zip(host.scores, gpu.scores, strict=True):
+        assert one.top(1) == pytest.approx(other.top(1), abs=0.05)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_broken_image_is_named(tmp_path: Path, workers: int) -> None:
     images, _ = drawn(tmp_path, 8, 0, [0, 1])
