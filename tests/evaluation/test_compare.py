@@ -87,8 +87,8 @@ def a_result(
     return EvaluationResult(**{**values, **changes})
 
 
-def printed(comparison: Comparison) -> str:
-    console = Console(width=200)
+def printed(comparison: Comparison, width: int = 200) -> str:
+    console = Console(width=width, soft_wrap=True)
     with console.capture() as capture:
         console.print(comparison.table())
     return capture.get()
@@ -113,6 +113,8 @@ def test_published_figures_of_the_same_setting_stand_beside() -> None:
         ("CrOC", "IN1K"),
         ("TimeT", "IN1K+YTVOS"),
         ("CrIBo", "IN1K"),
+        ("CrIBo, global loss only", "COCO"),
+        ("CrIBo, no cross-image loss", "COCO"),
     ]
     assert {f.row.backbone for f in figures} == {"ViT-S/16"}
 
@@ -189,6 +191,199 @@ def test_only_ratios_that_a_result_has_are_laid_beside() -> None:
     assert rows_of(printed(comparison))[1] == ["Hummingbird* (published)", "ViT-B/16", "IN1K (300)", "57.2"]
 
 
+# ------------------------------------------ published figures of other evaluations
+
+SEGMENTATION = {"schedule": "paper", "iterations": 80000, "batch_size": 16, "crop": 512, "optimiser": "adam", "seed": 0}
+LINEAR = {**SEGMENTATION, "learning_rates": [8e-4, 3e-4, 1e-4, 8e-5], "inference": "whole", "layers": 1}
+SEGMENTER = {
+    **SEGMENTATION,
+    "learning_rates": [8e-5, 3e-5, 1e-5, 8e-6],
+    "inference": "slide",
+    "drop_path": 0.1,
+    "decoder": {"layers": 2, "width": 384, "heads": 6},
+}
+DETECTION = {
+    "protocol": "paper",
+    "epochs": 150,
+    "batch_size": 32,
+    "learning_rate": 2.5e-5,
+    "size": 800,
+    "tokens": 100,
+    "final_learning_rate": 1e-7,
+    "weight_decay": 1e-4,
+    "clip": 0.1,
+    "seed": 0,
+    "precision": "32-true",
+}
+IMAGE_NN = {"neighbours": [10, 20], "temperature": 0.07, "resize": 256, "crop": 224, "leave_one_out": False}
+
+
+def trained(
+    evaluation: str = "linear",
+    name: str = "mine",
+    *,
+    settings: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+    backbone: dict[str, Any] | None = None,
+) -> EvaluationResult:
+    """A result of the paper's setting, but for what is given."""
+    used, about, metrics, varies, rows = {
+        "linear": (LINEAR, "voc", ["miou"], "learning_rate", {8e-4: [0.5], 3e-4: [0.6], 1e-4: [0.4], 8e-5: [0.3]}),
+        "segmenter": (SEGMENTER, "voc", ["miou"], "learning_rate", {8e-5: [0.7], 3e-5: [0.6]}),
+        "detection": (DETECTION, "coco", ["ap", "ap50", "ap75", "ap_small"], "learning_rate", {2.5e-5: [0.3] * 4}),
+        "image-nn": (IMAGE_NN, "imagenet", ["top1", "top5"], "neighbours", {10: [0.5, 0.6], 20: [0.4, 0.7]}),
+    }[evaluation]
+    images = {"voc": (10582, 1449), "coco": (118287, 5000), "imagenet": (1281167, 50000)}[about]
+    train = "trainaug" if about == "voc" else "train"
+    return EvaluationResult(
+        evaluation=evaluation,
+        settings={**used, **(settings or {})},
+        backbone={**(backbone or VIT_S), "name": name},
+        data={
+            "name": about,
+            "train": train,
+            "val": "val",
+            "train_images": images[0],
+            "val_images": images[1],
+            "partial": False,
+            "limit": None,
+            **(data or {}),
+        },
+        classes=["a", "b"],
+        metrics=metrics,
+        varies=varies,
+        results=[{varies: value, **dict(zip(metrics, row, strict=True))} for value, row in rows.items()],
+        seconds=1.0,
+        versions={},
+        command="",
+    )
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "more", "source", "rows", "figures"),
+    [
+        ("linear", {}, "Table 2", 8, {None: {"miou": 0.737}}),
+        ("linear", {"settings": {"layers": 4}}, "Table 7", 8, {None: {"miou": 0.752}}),
+        ("linear", {"settings": {"learning_rates": [8e-5, 1e-4, 3e-4, 8e-4]}}, "Table 2", 8, {None: {"miou": 0.737}}),
+        ("linear", {"backbone": {**VIT_S, "patch_size": 8}}, "Table 2", 1, {None: {"miou": 0.639}}),
+        ("segmenter", {}, "Table 3", 8, {None: {"miou": 0.823}}),
+        ("segmenter", {"backbone": VIT_B}, "Table 3", 3, {None: {"miou": 0.834}}),
+        ("detection", {}, "Table 5", 7, {None: {"ap": 0.302, "ap50": 0.484, "ap75": 0.310}}),
+        ("image-nn", {}, "Table 5", 3, {20: {"top1": 0.382}}),
+    ],
+)
+def test_results_of_the_papers_setting_have_its_rows_beside_them(
+    evaluation: str, more: dict[str, Any], source: str, rows: int, figures: dict[Any, dict[str, float]]
+) -> None:
+    found, obstacles = published_beside(trained(evaluation, **more))
+    assert not obstacles
+    assert len(found) == rows
+    last = [published for published in found if published.row.method == "CrIBo"][-1]
+    assert evaluation == "detection" or last.source.endswith(source)
+    by_source = {published.source: published for published in found if published.row.method == "CrIBo"}
+    (points,) = (published.points for name, published in by_source.items() if name.endswith(source))
+    assert points == {value: pytest.approx(row) for value, row in figures.items()}
+
+
+LONG = {"name": "ade20k", "train": "train", "train_images": 20210, "val_images": 2000}
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "more", "reasons"),
+    [
+        (
+            "linear",
+            {"settings": {"schedule": "short", "iterations": 400, "batch_size": 8, "crop": 256}},
+            [
+                "crop is 256, published with 512",
+                "batch size is 8, published with 16",
+                "iterations is 400, published with 80000",
+            ],
+        ),
+        ("linear", {"settings": {"layers": 2}}, ["layers is 2, published with 1 or 4"]),
+        (
+            "linear",
+            {"settings": {"learning_rates": [3e-4]}},
+            ["learning rates is 0.0003, published with 0.0008, 0.0003, 0.0001, 8e-05"],
+        ),
+        ("linear", {"data": LONG}, ["iterations is 80000, published with 160000"]),
+        (
+            "linear",
+            {"data": {"limit": 8, "train_images": 8}},
+            ["train images is 8, published with 10582", "limit is 8"],
+        ),
+        ("segmenter", {"settings": {"decoder": {"layers": 1}}}, ["decoder layers is 1, published with 2"]),
+        (
+            "detection",
+            {"settings": {"protocol": "short", "epochs": 40, "batch_size": 8, "learning_rate": 2e-4, "size": 256}},
+            ["epochs is 40, published with 150", "batch size is 8", "learning rate is 0.0002", "size is 256"],
+        ),
+        ("image-nn", {"settings": {"temperature": 0.1}}, ["temperature is 0.1, published with 0.07"]),
+        (
+            "image-nn",
+            {"data": {"partial": True, "train_images": 1000}},
+            ["train images is 1000, published with 1281167", "partial is yes, published with no"],
+        ),
+    ],
+)
+def test_results_of_another_setting_say_why_nothing_stands_beside_them(
+    evaluation: str, more: dict[str, Any], reasons: list[str]
+) -> None:
+    found, obstacles = published_beside(trained(evaluation, **more))
+    assert found == []
+    assert len(obstacles) == len(reasons)
+    for obstacle, reason in zip(obstacles, reasons, strict=True):
+        assert obstacle.startswith(reason)
+
+
+def test_sets_that_are_not_published_need_no_reason() -> None:
+    assert published_beside(trained("linear", data={"name": "camvid"})) == ([], [])
+    assert published_beside(trained("image-nn", data={"name": "folder"})) == ([], [])
+
+
+def test_the_best_learning_rate_is_what_counts_and_is_said() -> None:
+    comparison = compare([trained("linear", "one"), trained("linear", "two", settings={"inference": "slide"})])
+    text = printed(comparison)
+    rows = {row[0]: row for row in rows_of(text)}
+    assert rows["one"][-1] == rows["two"][-1] == "60.0"
+    assert rows["CrIBo (published)"][1:] == ["ViT-S/16", "IN1K (800)", "73.7"]
+    assert "mIoU [%], best" in text
+    assert "Best learning rate: one 0.0003, two 0.0003." in text
+    assert "Where the paper is silent: inference whole (one)" in text
+    assert "inference slide (two)" in text
+    assert "These figures are NOT comparable: the results differ in inference." in text
+
+
+def test_names_can_be_read_in_a_narrow_terminal() -> None:
+    rows = rows_of(printed(compare([trained("detection", "somebody's backbone"), trained("detection", "mine")]), 80))
+    assert rows[0][0] == "somebody's"
+    assert rows[0][3:] == ["30.0"] * 4
+    assert [row[0] for row in rows].count("mine") == 1
+
+
+def test_all_figures_of_a_detector_stand_in_columns() -> None:
+    text = printed(compare([trained("detection")]))
+    assert "AP [%]" in text
+    assert "best" not in text.lower()
+    rows = {(row[0], row[2]): row[3:] for row in rows_of(text)}
+    assert rows["mine", NONE] == ["30.0"] * 4
+    assert rows["CrIBo (published)", "COCO (300)"] == ["30.2", "48.4", "31.0", NONE]
+
+
+def test_image_level_neighbours_have_a_table_for_each_metric() -> None:
+    comparison = compare([trained("image-nn", "one"), trained("image-nn", "two")])
+    text = printed(comparison)
+    top1, top5 = text.split("on ImageNet-1k, top-5")
+    rows = {row[0]: row[1:] for row in rows_of(top1)}
+    assert rows["one"] == ["ViT-S/16", NONE, "50.0", "40.0"]
+    assert rows["CrIBo, global loss only (published)"] == ["ViT-S/16", "COCO (300)", NONE, "34.3"]
+    assert rows_of(top5) == [["one", "ViT-S/16", "60.0", "70.0"], ["two", "ViT-S/16", "60.0", "70.0"]]
+    assert "Figures in %, by neighbours." in top5
+    assert "its figures stand at the k of DINO, 20" in top5
+    (axes,) = comparison.figure().axes
+    assert len((axes.get_legend() or pytest.fail("no legend")).get_texts()) == 5
+
+
 # --------------------------------------------------------- results side by side
 
 
@@ -200,7 +395,7 @@ def test_results_stand_beside_each_other_and_published_ones() -> None:
     ]
     assert ["CrIBo (published)", "ViT-S/16", "COCO (300)", "44.0", "52.8", "58.1"] in rows_of(text)
     assert ["DINO† (published)", "ViT-S/16", "COCO (300)", "18.4", "25.5", "31.9"] in rows_of(text)
-    assert "CrIBo, ICLR 2024, arXiv:2310.07855, Table 1" in text
+    assert "CrIBo, ICLR 2024, arXiv:2310.07855, Tables 1 and 5" in text
     assert "NOT comparable" not in text
 
 
@@ -373,7 +568,7 @@ def test_the_figure_has_a_curve_for_each_result_and_published_row() -> None:
     labels = [text.get_text() for text in (voc.get_legend() or pytest.fail("no legend")).get_texts()]
     assert labels[0] == "one"
     assert "CrIBo ViT-S/16, COCO 300 ep. (published)" in labels
-    assert len(labels) == 9
+    assert len(labels) == 11
     assert "Pascal VOC 2012" in voc.get_title()
     assert "CamVid" in camvid.get_title()
 

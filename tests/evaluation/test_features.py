@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from PIL import Image
 
 from cribo.data import LabelledFolder, UnreadableImage
+from cribo.evaluation import cache as cache_module
 from cribo.evaluation import features as module
+from cribo.evaluation.cache import FeatureCache
 from cribo.evaluation.features import (
-    FeatureCache,
     PatchFeatures,
     Preparation,
     SelectedKeys,
@@ -136,7 +137,7 @@ def test_an_encoder_with_another_grid_is_refused(folder: Path) -> None:
 
 
 def test_features_that_do_not_fit_are_refused_early(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "available_memory", lambda device: 100)
+    monkeypatch.setattr(cache_module, "available_memory", lambda device: 100)
     monkeypatch.setattr(module, "_PROBE_VIEWS", 3)
     encode = Counting()
     with pytest.raises(ValueError, match=r"need about .* GiB, memory has .* GiB free: keep them on disk with --cache"):
@@ -333,7 +334,7 @@ def test_images_that_wait_hold_no_file_open(folder: Path) -> None:
 def test_what_is_in_the_cache_needs_no_room(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PROBE_VIEWS", 1)
     kept = run(folder, Counting(), tmp_path / "cache")
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
+    monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
     again = run(folder, Counting(0), tmp_path / "cache")
     assert same(kept, again)
     with pytest.raises(ValueError, match="GiB free: give a --cache with more room"):
@@ -345,7 +346,7 @@ def test_a_disk_that_becomes_full(folder: Path, tmp_path: Path, monkeypatch: pyt
         file.write(b"half of it")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(module.np, "save", full)
+    monkeypatch.setattr(cache_module.np, "save", full)
     with pytest.raises(ValueError, match=r"cannot keep features in .*No space left on device.*: make room"):
         run(folder, Counting(), tmp_path / "cache")
     assert [path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()] == ["about.json"]

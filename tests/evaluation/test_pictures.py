@@ -188,6 +188,14 @@ def test_the_confusion_shows_shares_of_the_labels() -> None:
     assert bars.get_title() == "mIoU 45.0 %"
 
 
+def test_of_whole_images_the_accuracy_of_each_class_counts() -> None:
+    confusion = torch.tensor([[3, 1, 0], [0, 0, 0], [1, 0, 7]])
+    _, bars, scale = draw_confusion(confusion, ["a", "b", "c"], metric="accuracy").axes
+    assert [text.get_text() for text in bars.texts] == ["75.0", "does not occur", "87.5"]
+    assert (bars.get_title(), bars.get_xlabel()) == ("mean 81.2 %", "accuracy [%]")
+    assert scale.get_ylabel() == "share of the label's images (grey: no labels)"
+
+
 def test_a_class_that_does_not_occur_has_no_iou() -> None:
     bars = draw_confusion(torch.tensor([[3, 0], [0, 0]]), ["a", "b"]).axes[1]
     assert [text.get_text() for text in bars.texts] == ["100.0", "does not occur"]

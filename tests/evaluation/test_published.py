@@ -14,16 +14,23 @@ ROWS = {
     "table:yolos": 4,
     "table:linear_segmentation_4tokens": 11,
 }
+# One table of three evaluations; the row of all losses stands in Table 1 already where it is of dense retrieval.
+ABLATION, ABLATION_ROWS = "tab:ablation_loss", {"dense-nn": 2, "detection": 3, "image-nn": 3}
 
 
-def table_of(label: str) -> PublishedTable:
-    (table,) = (table for table in published_tables() if table.label == label)
+def table_of(label: str, evaluation: str | None = None) -> PublishedTable:
+    (table,) = (
+        table for table in published_tables() if table.label == label and evaluation in (None, table.evaluation)
+    )
     return table
 
 
 def test_all_tables_are_there_and_whole() -> None:
-    assert {table.label: len(table.rows) for table in published_tables()} == ROWS
+    rows = {(table.label, table.evaluation): len(table.rows) for table in published_tables()}
+    whole = {(label, table_of(label).evaluation): count for label, count in ROWS.items()}
+    assert rows == whole | {(ABLATION, evaluation): count for evaluation, count in ABLATION_ROWS.items()}
     for table in published_tables():
+        assert set(table.schedules) <= set(table.data)
         assert {column["data"] for column in table.columns} == set(table.data)
         for row in table.rows:
             assert len(row.values) == len(table.columns)
@@ -98,6 +105,47 @@ def test_tables_say_what_the_paper_says(label: str) -> None:
         for row in table_of(label).rows
     ]
     assert known == printed
+
+
+@pytest.mark.skipif(not PAPER.is_file(), reason="needs the paper in ../shared/paper")
+def test_tables_have_the_numbers_of_the_paper() -> None:
+    """LaTeX counts captions of tables in the order of the text."""
+    environments = re.findall(r"\\begin\{table\*?\}.*?\\end\{table\*?\}", PAPER.read_text(encoding="utf-8"), re.DOTALL)
+    labels = [found[1] for text in environments if (found := re.search(r"\\label\{([^}]*)\}", text))]
+    assert len(labels) == len(environments)
+    for table in published_tables():
+        assert table.source == f"CrIBo, ICLR 2024, arXiv:2310.07855, Table {labels.index(table.label) + 1}"
+
+
+@pytest.mark.skipif(not PAPER.is_file(), reason="needs the paper in ../shared/paper")
+def test_the_ablation_of_the_losses_says_what_the_paper_says() -> None:
+    text = PAPER.read_text(encoding="utf-8")
+    place = text.index(rf"\label{{{ABLATION}}}")
+    lines = text[text.rindex(r"\begin{tabular}", 0, place) : place].splitlines()
+    printed = [
+        (line.count(r"\ck "), [float(value) for value in re.findall(r"\d+\.\d+", line)])
+        for line in lines
+        if r"\ck &" in line
+    ]
+    names = {1: "CrIBo, global loss only", 2: "CrIBo, no cross-image loss", 3: "CrIBo"}
+    # As the caption says.
+    known = {
+        evaluation: {
+            row.method: row.values
+            for row in table_of(ABLATION, evaluation).rows
+            if (row.backbone, row.pretraining, row.epochs) == ("ViT-S/16", "COCO", "300")
+        }
+        for evaluation in ABLATION_ROWS
+    }
+    assert len(printed) == 3
+    for losses, values in printed:
+        name = names[losses]
+        assert (known["detection"][name], known["image-nn"][name]) == (values[2:5], values[5:])
+        if losses < 3:
+            assert known["dense-nn"][name] == values[:2]
+    table = table_of("table:hummingbird")
+    (all_losses,) = (r for r in table.rows if (r.method, r.pretraining) == ("CrIBo", "COCO"))
+    assert [all_losses.values[-1], all_losses.values[3]] == printed[-1][1][:2]
 
 
 def _cells(line: str, names: dict[str, str]) -> list[str]:

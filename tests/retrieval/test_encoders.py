@@ -1,10 +1,18 @@
 from pathlib import Path
 
+import pytest
 import torch
 
-from cribo.models import build_backbone
+from cribo.arguments import ConfigError
+from cribo.method import normalise
+from cribo.models import build_backbone, save_backbone
 from cribo.retrieval import BackboneConfig, backbone_encoder, backbone_name, mean_colour_encoder
-from cribo.retrieval.encoders import mean_colour_backbone
+from cribo.retrieval.encoders import (
+    image_encoder,
+    mean_colour_backbone,
+    mean_colour_image_encoder,
+    open_image_encoders,
+)
 
 
 def test_the_backbone_encoder_evaluates_and_leaves_the_mode() -> None:
@@ -33,6 +41,42 @@ def test_the_mean_colour_encoder_knows_the_colour_and_nothing_else() -> None:
     encode = mean_colour_encoder(8).encode
     torch.testing.assert_close(encode(images), encode(shuffled))
     assert encode(images).shape == (1, 4, 3)
+
+
+def test_an_image_encoder_gives_the_global_token_and_leaves_the_mode() -> None:
+    backbone = build_backbone("vit_tiny_patch16_224", args={"depth": 2, "embed_dim": 32, "num_heads": 2}, image_size=32)
+    backbone.train()
+    pixels = torch.randint(0, 256, (2, 3, 32, 48), dtype=torch.uint8)
+    found = image_encoder(backbone).features(pixels)
+    assert backbone.training
+    assert torch.equal(found, backbone.eval().encode(normalise(pixels / 255)).global_token)
+    assert image_encoder(backbone).identity != backbone_encoder(backbone).identity
+
+
+def test_the_mean_colour_of_an_image_is_that_of_its_patches() -> None:
+    images = torch.rand(2, 3, 16, 32)
+    found = mean_colour_image_encoder(16).encode(images)
+    assert torch.allclose(found, normalise(images).mean(dim=(2, 3)), atol=1e-6)
+
+
+def test_each_device_has_its_own_copy_of_the_network(tmp_path: Path) -> None:
+    args = {"depth": 2, "embed_dim": 32, "num_heads": 2}
+    save_backbone(build_backbone("vit_tiny_patch16_224", args=args, image_size=32), tmp_path)
+    encoders, about = open_image_encoders(BackboneConfig(str(tmp_path)), ["cpu", "cpu"], image_size=32)
+    assert encoders[0].encode is not encoders[1].encode
+    assert encoders[0].identity == encoders[1].identity
+    images = torch.rand(1, 3, 32, 32)
+    assert torch.equal(encoders[0].encode(images), encoders[1].encode(images))
+    assert about["fingerprint"] in str(encoders[0].identity)
+
+
+def test_image_sizes_that_a_network_does_not_take_are_said(tmp_path: Path) -> None:
+    args = {"depth": 1, "embed_dim": 48, "num_heads": 2}
+    save_backbone(build_backbone("samvit_base_patch16", args=args, image_size=64), tmp_path)
+    with pytest.raises(ConfigError, match="takes images of 64 x 64 pixels only, got crop 80: give crop 64"):
+        open_image_encoders(BackboneConfig(str(tmp_path)), ["cpu"], image_size=80)
+    with pytest.raises(ConfigError, match=r"crop must be a multiple of 16, .* got 70: give 64"):
+        open_image_encoders(BackboneConfig(str(tmp_path)), ["cpu"], image_size=70)
 
 
 def test_names_of_backbones(tmp_path: Path) -> None:

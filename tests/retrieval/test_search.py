@@ -18,6 +18,7 @@ from cribo.retrieval.search import (
     SearchPlan,
     TensorKeys,
     available_memory,
+    in_blocks,
     nearest,
     plan_search,
     recall,
@@ -167,6 +168,14 @@ def test_all_the_best_in_one_run_and_the_rest_equal() -> None:
     keys[128:192, 0] = torch.arange(1.0, 65.0)
     found = nearest(torch.ones(2, 1), TensorKeys(keys), 70, plan=PLANS[0])
     assert found.rows[0].tolist() == [*range(191, 127, -1), *range(6)]
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [3], [5, 0, 1, 9, 2], [4, 4]])
+def test_parts_of_any_length_come_in_blocks(lengths: list[int]) -> None:
+    rows = torch.arange(2 * sum(lengths)).view(-1, 2)
+    blocks = list(in_blocks(rows.split(lengths), 4)) if lengths else list(in_blocks([], 4))
+    assert [len(block) for block in blocks[:-1]] == [4] * (len(blocks) - 1)
+    assert torch.equal(torch.cat([rows[:0], *blocks]), rows)
 
 
 def test_negative_similarities_and_zeros_of_both_signs() -> None:

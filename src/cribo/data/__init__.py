@@ -1,5 +1,11 @@
 """What can be trained on and evaluated on."""
 
+from cribo.data.classification import (
+    ClassificationSplits,
+    ClassifiedFiles,
+    open_class_folders,
+    open_classification,
+)
 from cribo.data.datasets import SEGMENTATION_SETS, SegmentationSet, default_splits, open_segmentation
 from cribo.data.images import DataError, ImageFiles, ImageSource, MissingData, open_images
 from cribo.data.reading import UnreadableImage, read_image
@@ -10,6 +16,8 @@ from cribo.data.storage import ShardError
 
 __all__ = [
     "SEGMENTATION_SETS",
+    "ClassificationSplits",
+    "ClassifiedFiles",
     "DataError",
     "ImageFiles",
     "ImageSource",
@@ -25,6 +33,8 @@ __all__ = [
     "WrittenShards",
     "colour_map",
     "default_splits",
+    "open_class_folders",
+    "open_classification",
     "open_collection",
     "open_images",
     "open_segmentation",

@@ -1,5 +1,6 @@
 """Results side by side: where their settings differ, which classes do, and what is published of the same setting."""
 
+import dataclasses
 import os
 import textwrap
 from collections import Counter
@@ -22,6 +23,7 @@ from cribo.evaluation.results import (
     NONE,
     EvaluationResult,
     ResultError,
+    class_metric_title,
     flat,
     metric_title,
     percent,
@@ -42,6 +44,7 @@ _BY_CHANCE = frozenset({"settings.seed", "settings.draws", "settings.precision"}
 _OWN_DATA = frozenset({"data.memory_patches", "data.query_patches"})  # follow from the patch size
 _CLASSES = 10  # that differ most
 _TITLE_WIDTH = 90  # characters
+_LEAST_WIDTH = 14  # characters, of a column of names in a narrow terminal
 
 
 @dataclass(frozen=True)
@@ -109,11 +112,6 @@ class Group:
             return [None]
         return varied_values([entry.result for entry in self.entries])
 
-    @property
-    def columns(self) -> list[tuple[Any, str]]:
-        """The (value, metric) of each column of figures."""
-        return [(value, metric) for value in self.values for metric in self.first.metrics]
-
     @cached_property
     def differences(self) -> list[Difference]:
         """The settings in which the results differ."""
@@ -134,12 +132,12 @@ class Group:
         return ""
 
     def class_differences(self) -> tuple[Any, list[tuple[str, float, float]]]:
-        """Of two results, the classes whose IoU differs most.
+        """Of two results, the classes whose figures (IoU, say) differ most.
 
         Returns:
-            the value of the varied setting at which they are compared, the first one that both have, and (class, IoU
-            of the first result, IoU of the second) from the largest difference on; no class unless there are two
-            results with classes.
+            the value of the varied setting at which they are compared, the first one that both have, and (class,
+            figure of the first result, figure of the second) from the largest difference on; no class unless there
+            are two results with classes.
         """
         if len(self.entries) != 2:
             return None, []
@@ -176,8 +174,10 @@ class Comparison:
         heights = [_figure_height(group) for group in self.groups]
         figure = Figure(figsize=(9.5, sum(heights)), layout="constrained")
         with house_style():
-            panels = figure.subplots(len(self.groups), squeeze=False, height_ratios=heights)[:, 0]
-            for axes, group in zip(panels, self.groups, strict=True):
+            # Each by itself: names to the left of one group's bars would take room from another's curves.
+            parts = figure.subfigures(len(self.groups), squeeze=False, height_ratios=heights)[:, 0]
+            for part, group in zip(parts, self.groups, strict=True):
+                axes = part.subplots()
                 metric, varies = group.first.headline, group.first.varies
                 plot_curves(axes, _curves(group), metric=metric, varies=varies, values=group.values)
                 axes.set_title("\n".join((group.first.title, *textwrap.wrap(group.verdict, _TITLE_WIDTH))))
@@ -276,7 +276,8 @@ def _group(entries: list[Entry]) -> Group:
 def _comparable(result: EvaluationResult) -> dict[str, Any]:
     """The settings that a figure depends on, beside backbone and varied setting."""
     settings = {f"settings.{name}": value for name, value in flat(result.settings)}
-    settings.pop(f"settings.{result.varies}s", None)
+    for name in (result.varies, f"{result.varies}s"):
+        settings.pop(f"settings.{name}", None)
     data = {f"data.{name}": value for name, value in flat(result.data)}
     if result.data["name"] != "folder":
         data.pop("data.root", None)  # where a known set lies does not matter
@@ -346,7 +347,14 @@ class _Section:
         table = Table()
         for place, name in enumerate(self.header):
             number = place >= self.numbers
-            table.add_column(Text(name), justify="right" if number else "left", overflow="fold", no_wrap=number)
+            longest = max((len(row[place]) for block in self.blocks for row in block), default=0)
+            # Figures stay on a line; where a terminal is narrow, headings break, and names as far as one can read them.
+            table.add_column(
+                Text(name),
+                justify="right" if number else "left",
+                overflow="fold",
+                min_width=longest if number else min(longest, _LEAST_WIDTH),
+            )
         for block in self.blocks:
             table.add_section()
             for row in block:
@@ -368,7 +376,7 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def _sections(group: Group) -> list[_Section]:
-    sections = [_figures_section(group)]
+    sections = _figures_sections(group)
     if group.differences:
         sections.append(
             _Section(
@@ -383,7 +391,7 @@ def _sections(group: Group) -> list[_Section]:
         at = "" if value is None else f", {varied_title(group.first.varies)} {varied_value(group.first.varies, value)}"
         sections.append(
             _Section(
-                f"Classes that differ most, IoU [%]{at}",
+                f"Classes that differ most, {class_metric_title(group.first.evaluation)} [%]{at}",
                 ["class", *(entry.name for entry in group.entries), "difference"],
                 [[[name, percent(a), percent(b), f"{100 * (b - a):+.1f}"] for name, a, b in classes]],
                 [],
@@ -392,40 +400,70 @@ def _sections(group: Group) -> list[_Section]:
     return sections
 
 
-def _figures_section(group: Group) -> _Section:
-    about = ["backbone", "pretraining (epochs)"] if group.published else ["backbone"]
-    header = ["", *about, *(_column_title(group, value, metric) for value, metric in group.columns)]
-    own = [
+def _figures_sections(group: Group) -> list[_Section]:
+    """One table; of several metrics by several values, one for each metric."""
+    metrics, title = group.first.metrics, group.first.title
+    if len(group.values) == 1 or len(metrics) == 1:
+        columns = [(value, metric) for value in group.values for metric in metrics]
+        return [_figures_section(group, title, columns, list(_notes(group)))]
+    tables = [
+        _figures_section(group, f"{title}, {metric_title(metric)}", [(value, metric) for value in group.values], [])
+        for metric in metrics
+    ]
+    return [*tables[:-1], dataclasses.replace(tables[-1], notes=list(_notes(group)))]
+
+
+def _figures_section(group: Group, title: str, columns: Sequence[tuple[Any, str]], notes: list[str]) -> _Section:
+    published = [
+        figures
+        for figures in group.published
+        if any(metric in figures.points.get(value, {}) for value, metric in columns)
+    ]
+    about = ["backbone", "pretraining (epochs)"] if published else ["backbone"]
+    own_rows = [
         [
             entry.name,
             architecture_name(entry.result.backbone) or str(entry.result.backbone.get("architecture") or NONE),
-            *([NONE] if group.published else []),
-            *(_figure(entry.points.get(value, {}), metric) for value, metric in group.columns),
+            *([NONE] if published else []),
+            *(_figure(entry.points.get(value, {}), metric) for value, metric in columns),
         ]
         for entry in group.entries
     ]
-    published = [
+    published_rows = [
         [
             f"{figures.row.method}{_mark(figures)} (published)",
             figures.row.backbone,
             f"{figures.row.pretraining} ({figures.row.epochs})",
-            *(_figure(figures.points.get(value, {}), metric) for value, metric in group.columns),
+            *(_figure(figures.points.get(value, {}), metric) for value, metric in columns),
         ]
-        for figures in group.published
+        for figures in published
     ]
-    blocks = [block for block in (own, published) if block]
-    return _Section(group.first.title, header, blocks, list(_notes(group)), numbers=1 + len(about))
+    header = ["", *about, *(_column_title(group, value, metric) for value, metric in columns)]
+    blocks = [block for block in (own_rows, published_rows) if block]
+    return _Section(title, header, blocks, notes, numbers=1 + len(about))
 
 
 def _column_title(group: Group, value: Any, metric: str) -> str:
-    said = "best" if value is None else varied_value(group.first.varies, value)
-    if len(group.values) == 1:
-        return f"{metric_title(metric)} [%], {said}"
-    return f"{said} {metric_title(metric)}" if len(group.first.metrics) > 1 else said
+    if value is None:
+        best = any(len(entry.result.results) > 1 for entry in group.entries)
+        return f"{metric_title(metric)} [%]{', best' if best else ''}"
+    said = varied_value(group.first.varies, value)
+    return f"{metric_title(metric)} [%], {said}" if len(group.values) == 1 else said
 
 
 def _figure(row: Mapping[str, Any], metric: str) -> str:
     return percent(row.get(metric), row.get(f"{metric}_std"))
+
+
+def _sources(published: Sequence[PublishedFigures]) -> str:
+    """Papers with their tables."""
+    papers: dict[str, list[str]] = {}
+    for source in sorted({figures.source for figures in published}):
+        paper, _, number = source.rpartition(", Table ")
+        papers.setdefault(paper, []).append(number)
+    return "; ".join(
+        f"{paper}, Table{'s' if len(numbers) > 1 else ''} {_listed(numbers)}" for paper, numbers in papers.items()
+    )
 
 
 def _mark(figures: PublishedFigures) -> str:
@@ -434,19 +472,24 @@ def _mark(figures: PublishedFigures) -> str:
 
 def _notes(group: Group) -> Iterator[str]:
     """What the figures are, and what they may be compared with."""
-    if len(group.values) > 1 and len(group.first.metrics) == 1:
-        yield f"{metric_title(group.first.headline)} in %, by {varied_title(group.first.varies)}."
+    if len(group.values) > 1:
+        figures = metric_title(group.first.headline) if len(group.first.metrics) == 1 else "Figures"
+        yield f"{figures} in %, by {varied_title(group.first.varies)}."
+    if best := [entry for entry in group.entries if None in entry.points and len(entry.result.results) > 1]:
+        said = (f"{entry.name} {setting_value(entry.points[None][group.first.varies])}" for entry in best)
+        yield f"Best {varied_title(group.first.varies)}: {', '.join(said)}."
     if group.verdict:
         yield group.verdict
     if group.published:
         comparable = [entry for entry in group.entries if entry.name not in group.apart]
         only = f" Comparable with {_listed([entry.name for entry in comparable])} only." if group.apart else ""
-        yield f"Published: {'; '.join(dict.fromkeys(figures.source for figures in group.published))}.{only}"
+        yield f"Published: {_sources(group.published)}.{only}"
+        yield from dict.fromkeys(figures.remark for figures in group.published if figures.remark)
         silent = dict.fromkeys(name for figures in group.published for name in figures.silent)
         chosen: dict[str, list[str]] = {}
         for entry in comparable if silent else ():
             settings = entry.result.settings
-            said = ", ".join(f"{name} {setting_value(settings.get(name, NONE))}" for name in silent)
+            said = ", ".join(f"{name.replace('_', ' ')} {setting_value(settings.get(name, NONE))}" for name in silent)
             chosen.setdefault(said, []).append(entry.name)
         for said, names in chosen.items():
             yield f"Where the paper is silent: {said} ({_listed(names)})."

@@ -1,14 +1,12 @@
-"""Features of all patches of many images, computed once and kept on disk by content."""
+"""Features of all patches of many images, computed once."""
 
 import hashlib
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-import timm
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, UInt8
@@ -17,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cribo.console import Progress
 from cribo.data import LabelledImages, UnreadableImage
-from cribo.files import write_json, write_whole
+from cribo.evaluation.cache import DTYPES, FeatureCache, Precision, require_room
 from cribo.retrieval.encoders import PatchEncoder
 from cribo.retrieval.patches import (
     Interpolation,
@@ -28,14 +26,8 @@ from cribo.retrieval.patches import (
     resize_image,
     resize_labels,
 )
-from cribo.retrieval.search import available_memory
+from cribo.retrieval.search import in_blocks
 
-Precision = Literal["float32", "float16"]
-
-_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
-# Raised when the same backbone and image would give other features than before.
-_CACHE_VERSION = 1
-_ABOUT = "about.json"
 _PROBE_VIEWS = 32  # to be encoded, after which it is clear how much room all of them need
 _PENDING_BATCHES = 8  # images of many sizes that may wait for others of their size
 
@@ -88,60 +80,6 @@ class Preparation:
         """What of it decides the pixels of a view, beside the image."""
         augmentation = "" if view.augmentation is None else f" {self.seed} {view.image} {view.augmentation}"
         return f"{self.patch_size} {self.size} {self.interpolation}{augmentation}"
-
-
-class FeatureCache:
-    """Features on disk, one file per image, under a name that tells encoder, image and preparation apart.
-
-    A file is there whole or not at all, and its name says what must be in it: two processes may fill one cache
-    at once, and one that was cut short goes on where it stopped. Nothing has to be cleared when weights, images
-    or sizes change: what is not asked for any more is only not read any more.
-
-    Args:
-        folder: made when the first features are written.
-        encoder: whose features.
-        about: what a person who finds the folder should know about it.
-
-    Raises:
-        ValueError: an encoder without identity.
-    """
-
-    def __init__(self, folder: Path, encoder: PatchEncoder, about: Mapping[str, object] | None = None) -> None:
-        if encoder.identity is None:
-            raise ValueError("an encoder without identity cannot be cached: give it one, or do without the cache")
-        # Another version of timm may compute a network differently.
-        identity = f"{_CACHE_VERSION} {timm.__version__} {encoder.identity}"
-        self.folder = folder.expanduser() / hashlib.sha256(identity.encode()).hexdigest()[:20]
-        self._about = {"encoder": encoder.identity, "timm": timm.__version__, **(about or {})}
-
-    def path(self, content: str, preparation: str, precision: Precision) -> Path:
-        """Where the features of an image stand, whose content has that hash."""
-        name = hashlib.sha256(f"{content} {preparation} {precision}".encode()).hexdigest()
-        return self.folder / name[:2] / f"{name[2:34]}.npy"
-
-    def read(self, path: Path) -> np.ndarray | None:
-        """The (N, D) features in a file, None if it is not there or damaged."""
-        try:
-            return np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError):  # shorter than its header says, or no array
-            return None
-
-    def write(self, path: Path, features: np.ndarray) -> None:
-        """Keep features.
-
-        Raises:
-            OSError: the folder cannot be written, or is full.
-        """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        about = self.folder / _ABOUT
-        if not about.exists():
-            write_json(about, self._about)
-
-        def save(part: Path) -> None:
-            with part.open("wb") as file:
-                np.save(file, features, allow_pickle=False)
-
-        write_whole(path, save)
 
 
 class SparseCounts(NamedTuple):
@@ -215,21 +153,11 @@ class SelectedKeys:
 
     def blocks(self, rows: int) -> Iterator[Float[Tensor, "m d"]]:
         """All keys in order, at most `rows` at once."""
-        parts: list[Tensor] = []
-        waiting = 0
-        for view, kept in self.rows.items():
-            features = self.source.features(view)
-            part = features if len(kept) == len(features) else features[kept]
-            while len(part):
-                taken = part[: rows - waiting]
-                parts.append(taken)
-                waiting += len(taken)
-                part = part[len(taken) :]
-                if waiting == rows:
-                    yield torch.cat(parts)
-                    parts, waiting = [], 0
-        if waiting:
-            yield torch.cat(parts)
+        return in_blocks(map(self._selected, self.rows), rows)
+
+    def _selected(self, view: View) -> Float[Tensor, "m d"]:
+        features, kept = self.source.features(view), self.rows[view]
+        return features if len(kept) == len(features) else features[kept]
 
 
 @torch.no_grad()
@@ -283,7 +211,7 @@ def extract(
     def encode(batch: list[_Prepared]) -> None:
         pixels = [torch.from_numpy(prepared.image) for prepared in batch if prepared.image is not None]
         features = F.normalize(encoder.grids(torch.stack(pixels), device), dim=-1).flatten(1, 2)
-        for prepared, rows in zip(batch, features.to(_DTYPES[precision]).cpu(), strict=True):
+        for prepared, rows in zip(batch, features.to(DTYPES[precision]).cpu(), strict=True):
             found.dim = rows.shape[1]
             found.held[prepared.view] = _keep(rows, prepared.path, cache)
 
@@ -299,7 +227,8 @@ def extract(
             for batch in batches.add(prepared):
                 encode(batch)
         if not checked and missing >= _PROBE_VIEWS and found.dim:
-            _require_room(found, (len(views) - len(found.held)) * missing / seen, cache, precision)
+            expected = (len(views) - len(found.held)) * missing / seen
+            require_room(_bytes_needed(found, expected, precision), cache)
             checked = True
         if progress is not None:
             progress(what, done, len(views))
@@ -414,28 +343,11 @@ def _keep(rows: Float[Tensor, "n d"], path: Path | None, cache: FeatureCache | N
     """Put features where they stay."""
     if cache is None or path is None:
         return rows.clone()  # a row of the batch would keep all of it alive
-    try:
-        cache.write(path, rows.numpy())
-    except OSError as error:
-        raise ValueError(
-            f"cannot keep features in {cache.folder} ({error.strerror or error}): make room, give another --cache, "
-            "or do without with --cache none"
-        ) from error
+    cache.write(path, rows.numpy())
     return path
 
 
-def _require_room(found: PatchFeatures, missing: float, cache: FeatureCache | None, precision: Precision) -> None:
-    """Refuse what will not fit, if so many more views have to be kept as large as those before."""
+def _bytes_needed(found: PatchFeatures, missing: float, precision: Precision) -> float:
+    """What so many more views will take, if they have as many patches as those before."""
     patches = [counts.patches for counts in found.counts.values()]
-    needed = sum(patches) / len(patches) * missing * found.dim * _DTYPES[precision].itemsize
-    if cache is None:
-        room, place = available_memory("cpu"), "memory"
-        advice = "keep them on disk with --cache FOLDER, or in half the room with --precision float16"
-    else:
-        folder = next(parent for parent in (cache.folder, *cache.folder.parents) if parent.exists())
-        room, place = shutil.disk_usage(folder).free, str(folder)
-        advice = "give a --cache with more room, or halve what is needed with --precision float16"
-    if needed > room:
-        raise ValueError(
-            f"the features need about {needed / 2**30:.1f} GiB, {place} has {room / 2**30:.1f} GiB free: {advice}"
-        )
+    return sum(patches) / len(patches) * missing * found.dim * DTYPES[precision].itemsize

@@ -6,8 +6,7 @@ from typing import Any
 
 from cribo.arguments import ConfigError
 from cribo.devices import resolve_workers
-from cribo.evaluation.features import FeatureCache
-from cribo.retrieval.encoders import PatchEncoder
+from cribo.evaluation.cache import Encoder, FeatureCache
 from cribo.retrieval.search import available_memory
 
 
@@ -65,9 +64,7 @@ class Machine:
         return min(available_memory(device) for device in self.devices) // 2
 
 
-def make_machine(
-    config: RuntimeConfig, devices: tuple[str, ...], encoder: PatchEncoder, about: dict[str, Any]
-) -> Machine:
+def make_machine(config: RuntimeConfig, devices: tuple[str, ...], encoder: Encoder, about: dict[str, Any]) -> Machine:
     """What a runtime configuration means for an encoder.
 
     Args:

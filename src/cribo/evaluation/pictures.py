@@ -21,6 +21,7 @@ from cribo.data.segmentation import Colour
 from cribo.drawing import STRIPES, house_style, paint_classes, stripes, write_figure
 from cribo.evaluation.results import (
     EvaluationResult,
+    class_metric_title,
     iou,
     metric_title,
     percent,
@@ -119,7 +120,10 @@ def write_pictures(
         if len(confused.get("draws") or ()) > 1:
             where += ", all draws together"
         figures["confusion"] = draw_confusion(
-            torch.tensor(confused["confusion"]), result.classes, title=f"{result.title}, {where}"
+            torch.tensor(confused["confusion"]),
+            result.classes,
+            title=f"{result.title}, {where}",
+            metric=class_metric_title(result.evaluation),
         )
     for number, start in enumerate(range(0, len(panels), _ROWS_PER_PICTURE), start=1):
         name = "predictions" if number == 1 else f"predictions-{number}"
@@ -233,8 +237,10 @@ def _curve_colour(number: int) -> tuple[float, ...]:
 
 
 @_styled
-def draw_confusion(confusion: Int[Tensor, "c p"], classes: Sequence[str], *, title: str = "Confusion") -> Figure:
-    """What each class is taken for, in shares of its labels, beside the IoU of each class.
+def draw_confusion(
+    confusion: Int[Tensor, "c p"], classes: Sequence[str], *, title: str = "Confusion", metric: str = "IoU"
+) -> Figure:
+    """What each class is taken for, in shares of its labels, beside the figure of each class.
 
     Up to 60 classes stand in the order of their list; more of them from the most frequent to the rarest.
 
@@ -243,6 +249,7 @@ def draw_confusion(confusion: Int[Tensor, "c p"], classes: Sequence[str], *, tit
             predictions of no class.
         classes: their names.
         title: of the figure.
+        metric: of each class: `IoU`, of pixels or patches, or `accuracy`, of images.
 
     Raises:
         ValueError: not a row, and a column or one more, for each class.
@@ -280,10 +287,11 @@ def draw_confusion(confusion: Int[Tensor, "c p"], classes: Sequence[str], *, tit
     matrix.set(xlabel="prediction", ylabel="label")
     if count <= _NUMBERED_CLASSES:
         _number_cells(matrix, shares)
-    _draw_iou(bars, iou(confusion)[order], font)
+    figures, mean, counted = _CLASS_FIGURES[metric]
+    _draw_class_figures(bars, figures(confusion)[order], font, metric, mean)
     bar = figure.colorbar(drawn, cax=scale, format=PercentFormatter(1, decimals=0))
     without = " (grey: no labels)" if bool(shares.isnan().any()) else ""
-    bar.set_label(f"share of the label's pixels or patches{without}")
+    bar.set_label(f"share of the label's {counted}{without}")
     figure.suptitle(title + ("\nclasses from the most frequent to the rarest" if count > _LISTED_CLASSES else ""))
     return figure
 
@@ -307,7 +315,18 @@ def _number_cells(axes: Axes, shares: Float[Tensor, "c p"]) -> None:
         )
 
 
-def _draw_iou(axes: Axes, values: Float[Tensor, " c"], font: float) -> None:
+def accuracy(confusion: Int[Tensor, "c p"]) -> Float[Tensor, " c"]:
+    """The share of each class's labels that is predicted right, NaN for a class without labels."""
+    return confusion.diagonal().double() / confusion.sum(dim=1)
+
+
+_CLASS_FIGURES: Mapping[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
+    "IoU": (iou, "mIoU", "pixels or patches"),
+    "accuracy": (accuracy, "mean", "images"),
+}
+
+
+def _draw_class_figures(axes: Axes, values: Float[Tensor, " c"], font: float, metric: str, mean: str) -> None:
     places = range(len(values))
     axes.barh(places, 100 * values.nan_to_num(0.0).numpy(), height=0.8, color="C0")
     for place, value in zip(places, values.tolist(), strict=True):
@@ -320,7 +339,7 @@ def _draw_iou(axes: Axes, values: Float[Tensor, " c"], font: float) -> None:
             fontsize=min(8.0, font),
             color="0.6" if absent else "black",
         )
-    axes.set(xlabel="IoU [%]", xlim=(0, 100), title=f"mIoU {percent(float(values.nanmean()))} %")
+    axes.set(xlabel=f"{metric} [%]", xlim=(0, 100), title=f"{mean} {percent(float(values.nanmean()))} %")
     axes.tick_params(axis="y", left=False, labelleft=False)
     axes.margins(y=0)
 

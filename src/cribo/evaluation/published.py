@@ -2,11 +2,11 @@
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from cribo.evaluation.results import EvaluationResult, flat, setting_value
 
@@ -46,6 +46,20 @@ class PublishedRow:
     taken_from: str | None = None
 
 
+class Obstacle(NamedTuple):
+    """A setting that keeps a result from standing beside published figures.
+
+    Attributes:
+        setting: its dotted name.
+        value: in the result, as it is printed.
+        wanted: with which the figures were obtained.
+    """
+
+    setting: str
+    value: str
+    wanted: str
+
+
 @dataclass(frozen=True)
 class PublishedTable:
     """A table of a paper.
@@ -55,12 +69,15 @@ class PublishedTable:
         label: of the table in the paper's LaTeX.
         title: of the table.
         evaluation: of which it has figures.
-        protocols: by name, the further settings that a result of that protocol must have to be comparable.
+        protocols: by name, the settings that a result of that protocol must have to be comparable, with dotted names
+            where they are nested.
         data: by name of the set, what a result must say of its data to be comparable.
         columns: of each column, the `data`, the `metric`, and `at` which value of the setting in which rows of a
             result differ; None for the best one.
         rows: of the table.
+        schedules: by name of the set, further settings that a result on it must have.
         silent: settings on which figures depend and of which the paper says nothing.
+        remark: what else one must know to read them.
     """
 
     source: str
@@ -71,20 +88,22 @@ class PublishedTable:
     data: dict[str, dict[str, Any]]
     columns: list[dict[str, Any]]
     rows: list[PublishedRow]
+    schedules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     silent: tuple[str, ...] = ()
+    remark: str = ""
 
-    def obstacles(self, result: EvaluationResult, protocol: str) -> list[str]:
-        """Why a result cannot be compared with the rows of a protocol, in words; empty if it can."""
+    def obstacles(self, result: EvaluationResult, protocol: str) -> "list[Obstacle]":
+        """Why a result cannot be compared with the rows of a protocol; empty if it can."""
+        name = result.data["name"]
         requirements = (
-            (self.protocols[protocol], dict(flat(result.settings))),
-            (self.data[result.data["name"]], dict(flat(result.data))),
+            ({**self.protocols[protocol], **self.schedules.get(name, {})}, dict(flat(result.settings))),
+            (self.data[name], dict(flat(result.data))),
         )
         return [
-            f"{name.replace('_', ' ')} is {setting_value(has[name]) if name in has else 'not known'}, "
-            f"published with {setting_value(wanted)}"
+            Obstacle(setting, setting_value(has[setting]) if setting in has else "not known", setting_value(wanted))
             for wants, has in requirements
-            for name, wanted in wants.items()
-            if name not in has or has[name] != wanted
+            for setting, wanted in wants.items()
+            if setting not in has or not _same(has[setting], wanted)
         ]
 
     def figures(self, row: PublishedRow, data: str) -> "PublishedFigures":
@@ -93,7 +112,7 @@ class PublishedTable:
         for column, value in zip(self.columns, row.values, strict=True):
             if column["data"] == data and value is not None:
                 points.setdefault(column["at"], {})[column["metric"]] = value / 100
-        return PublishedFigures(row, self.source, points, self.silent)
+        return PublishedFigures(row, self.source, points, self.silent, self.remark)
 
 
 @dataclass(frozen=True)
@@ -106,12 +125,14 @@ class PublishedFigures:
         points: metrics in 0-1 by name, by the value of the setting in which rows of a result differ (None for the
             best one).
         silent: settings on which they depend and of which the paper says nothing.
+        remark: what else one must know to read them.
     """
 
     row: PublishedRow
     source: str
     points: Mapping[Any, Mapping[str, float]]
     silent: tuple[str, ...]
+    remark: str = ""
 
 
 @cache
@@ -135,18 +156,20 @@ def published_beside(result: EvaluationResult) -> tuple[list[PublishedFigures], 
     Returns:
         the figures, and, if there are none although the evaluation is published on this data, the reasons.
     """
-    tables = [t for t in published_tables() if t.evaluation == result.evaluation and result.data["name"] in t.data]
-    protocol = result.settings.get("protocol", "not known")
+    name = result.data["name"]
+    tables = [table for table in published_tables() if table.evaluation == result.evaluation and name in table.data]
+    known = list(dict.fromkeys(protocol for table in tables for protocol in table.protocols))
+    # Where there is one, it does not matter what a result calls its own: its settings tell.
+    protocol = known[0] if len(known) == 1 else result.settings.get("protocol", "not known")
     candidates = [table for table in tables if protocol in table.protocols]
     if not candidates:
-        known = dict.fromkeys(name for table in tables for name in table.protocols)
         return [], [f"protocol is {protocol}, published with {' and '.join(known)}"] if tables else []
     obstacles = [table.obstacles(result, protocol) for table in candidates]
     if all(obstacles):
-        return [], min(obstacles, key=len)
+        return [], _reasons(obstacles)
     architecture = architecture_name(result.backbone)
     found = [
-        table.figures(row, result.data["name"])
+        table.figures(row, name)
         for table, reasons in zip(candidates, obstacles, strict=True)
         if not reasons
         for row in table.rows
@@ -155,6 +178,27 @@ def published_beside(result: EvaluationResult) -> tuple[list[PublishedFigures], 
     if not found:
         return [], [f"none are of {architecture or result.backbone.get('architecture') or 'such a backbone'}"]
     return found, []
+
+
+def _reasons(obstacles: Sequence[Sequence[Obstacle]]) -> list[str]:
+    """What stands between a result and those tables that it comes closest to, in words."""
+    fewest = min(map(len, obstacles))
+    wanted: dict[tuple[str, str], dict[str, None]] = {}
+    for table in obstacles:
+        if len(table) == fewest:
+            for obstacle in table:
+                wanted.setdefault((obstacle.setting, obstacle.value), {})[obstacle.wanted] = None
+    return [
+        f"{setting.replace('_', ' ').replace('.', ' ')} is {value}, published with {' or '.join(values)}"
+        for (setting, value), values in wanted.items()
+    ]
+
+
+def _same(value: Any, wanted: Any) -> bool:
+    """Whether settings are the same; several values may stand in any order."""
+    if isinstance(value, list) and isinstance(wanted, list):
+        return sorted(value) == sorted(wanted)
+    return value == wanted
 
 
 def architecture_name(backbone: Mapping[str, Any]) -> str | None:

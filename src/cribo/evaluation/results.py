@@ -45,7 +45,19 @@ _EVALUATIONS = {
     "detection": "Object detection",
     "image-nn": "Image nearest-neighbour classification",
 }
-_METRICS = {"miou": "mIoU", "ap": "AP", "ap50": "AP50", "ap75": "AP75", "top1": "top-1", "top5": "top-5"}
+_METRICS = {
+    "miou": "mIoU",
+    "top1": "top-1",
+    "top5": "top-5",
+    "ap": "AP",
+    "ap50": "AP50",
+    "ap75": "AP75",
+    "ap_small": "AP small",
+    "ap_medium": "AP medium",
+    "ap_large": "AP large",
+}
+_SETS = {"coco": "COCO", "imagenet": "ImageNet-1k"}
+_CLASS_METRICS = {"detection": "AP", "image-nn": "accuracy"}
 _VARIED = {"ratio": "memory share"}
 _NOT_SET = {"size": "each image's own"}
 _ALL_CLASSES = 40  # that are printed; of more, only the best and the worst
@@ -72,8 +84,8 @@ class EvaluationResult:
         metrics: names of the figures in each row, the headline first; fractions in 0-1.
         varies: the setting in which the rows differ, such as `ratio`.
         results: rows, each with the value of that setting, its figures, and what belongs to them:
-            `<metric>_std`, `per_class` (IoU by class, None where a class does not occur), `confusion` (rows are
-            labels, columns predictions), `draws`.
+            `<metric>_std`, `per_class` (IoU, AP or accuracy by class, None where a class does not occur),
+            `confusion` (rows are labels, columns predictions), `draws`.
         seconds: it took.
         versions: of the software, and the hardware.
         command: by which it can be repeated.
@@ -232,12 +244,17 @@ def data_title(data: Mapping[str, Any]) -> str:
     name = data["name"]
     if name == "folder" and data.get("root"):
         return Path(data["root"]).name or str(data["root"])
-    return SEGMENTATION_SETS[name].title if name in SEGMENTATION_SETS else name
+    return SEGMENTATION_SETS[name].title if name in SEGMENTATION_SETS else _SETS.get(name, name)
 
 
 def metric_title(metric: str) -> str:
     """What a metric is called in headings."""
     return _METRICS.get(metric, metric)
+
+
+def class_metric_title(evaluation: str) -> str:
+    """What the figure of each class is called in headings."""
+    return _CLASS_METRICS.get(evaluation, "IoU")
 
 
 def varied_title(varies: str) -> str:
@@ -307,7 +324,8 @@ def result_tables(result: EvaluationResult) -> list[RenderableType]:
     # Headings stand by themselves: a table breaks a title that is wider than it is.
     tables: list[RenderableType] = [Text(result.title, style="bold"), _overall(result)]
     if any(row.get("per_class") for row in result.results):
-        heading = f"IoU of each class [%], by {varied_title(result.varies)}"
+        figure = class_metric_title(result.evaluation)
+        heading = f"{figure[0].upper()}{figure[1:]} of each class [%], by {varied_title(result.varies)}"
         if len(result.classes) > _ALL_CLASSES:
             heading += f"; the best and the worst of {len(result.classes)}, {RESULTS} has all"
         tables += [Text(heading, style="bold"), _per_class(result)]

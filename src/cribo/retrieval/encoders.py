@@ -1,7 +1,8 @@
-"""What turns images into one feature per patch, and whose features they are."""
+"""What turns images into one feature per patch, or one each, and whose features they are."""
 
+import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -73,6 +74,50 @@ def backbone_encoder(backbone: Backbone, *, layers: int = 1) -> PatchEncoder:
     return PatchEncoder(encode, backbone.patch_size, f"{backbone.fingerprint()}-{layers}")
 
 
+@dataclass(frozen=True)
+class ImageEncoder:
+    """What turns images into one feature each.
+
+    Attributes:
+        encode: gives (B, D) features of (B, 3, H, W) images in 0-1.
+        patch_size: pixels; H and W are multiples of it.
+        dim: D.
+        identity: what tells this encoder from all others, for the cache on disk; None keeps it out of the cache.
+    """
+
+    encode: Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "b d"]]
+    patch_size: int
+    dim: int
+    identity: str | None = None
+
+    def features(self, pixels: UInt8[Tensor, "b 3 h w"], device: torch.device | str = "cpu") -> Float[Tensor, "b d"]:
+        """Features in float32 of images as files hold them.
+
+        Args:
+            pixels: RGB; H and W are multiples of the patch size.
+            device: that of the encoder; the features stay there.
+        """
+        return self.encode(pixels.to(device).float().div_(255)).float()
+
+
+def image_encoder(backbone: Backbone) -> ImageEncoder:
+    """The global token of a backbone, in evaluation mode, whatever mode it is left in.
+
+    Args:
+        backbone: on the device where it shall run.
+    """
+
+    def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b d"]:
+        training = backbone.training
+        backbone.eval()
+        try:
+            return backbone.encode(normalise(images, mean=backbone.mean, std=backbone.std)).global_token
+        finally:
+            backbone.train(training)
+
+    return ImageEncoder(encode, backbone.patch_size, backbone.embed_dim, f"{backbone.fingerprint()}-global")
+
+
 def mean_colour_encoder(patch_size: int) -> PatchEncoder:
     """The baseline: the mean colour of each patch, in the normalised RGB that networks see."""
 
@@ -80,6 +125,16 @@ def mean_colour_encoder(patch_size: int) -> PatchEncoder:
         return F.avg_pool2d(normalise(images), patch_size).flatten(2).mT
 
     return PatchEncoder(encode, patch_size, f"mean-colour-{patch_size}")
+
+
+def mean_colour_image_encoder(patch_size: int) -> ImageEncoder:
+    """The baseline: the mean colour of an image, in the normalised RGB that networks see."""
+    patches = mean_colour_encoder(patch_size)
+
+    def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b 3"]:
+        return patches.encode(images).mean(dim=1)
+
+    return ImageEncoder(encode, patch_size, 3, f"{patches.identity}-global")
 
 
 class _MeanColour(nn.Module):
@@ -158,9 +213,7 @@ def open_encoder(config: BackboneConfig, device: str) -> tuple[PatchEncoder, dic
         what `load_backbone` raises.
     """
     if config.source == MEAN_COLOUR:
-        encoder = mean_colour_encoder(_MEAN_COLOUR_PATCH)
-        about = {"source": config.source, "name": config.source, "architecture": config.source, "embed_dim": 3}
-        return encoder, {**about, "patch_size": _MEAN_COLOUR_PATCH}
+        return mean_colour_encoder(_MEAN_COLOUR_PATCH), _about_mean_colour()
     backbone = open_backbone(config)
     about = about_backbone(config, backbone)
     return backbone_encoder(backbone.eval().to(device), layers=config.layers), about
@@ -204,3 +257,45 @@ def backbone_name(config: BackboneConfig) -> str:
         path = path.absolute().parent
     name = path.stem if path.is_file() else path.name
     return name if config.pretrained else f"{name}-random"
+
+
+def open_image_encoders(
+    config: BackboneConfig, devices: Sequence[str], *, image_size: int
+) -> tuple[list[ImageEncoder], dict[str, Any]]:
+    """Load a backbone onto each device, and say what it is.
+
+    Args:
+        config: whose it is; `layers` must be 1, for the global token is the last block's.
+        devices: where.
+        image_size: pixels of the images' sides.
+
+    Raises:
+        ConfigError: several layers, or a backbone that takes no images of this size.
+        what `load_backbone` raises.
+    """
+    if config.layers != 1:
+        raise ConfigError(f"layers must be 1, for the global token is that of the last block, got {config.layers}")
+    if config.source == MEAN_COLOUR:
+        _check_size(image_size, _MEAN_COLOUR_PATCH, config.source)
+        return [mean_colour_image_encoder(_MEAN_COLOUR_PATCH)] * len(devices), _about_mean_colour()
+    backbone = open_backbone(config)
+    _check_size(image_size, backbone.patch_size, backbone.name)
+    if not backbone.takes_any_size and image_size != backbone.image_size:
+        raise ConfigError(
+            f"{backbone.name} takes images of {backbone.image_size} x {backbone.image_size} pixels only, got crop "
+            f"{image_size}: give crop {backbone.image_size}"
+        )
+    copies = [copy.deepcopy(backbone) for _ in devices[1:]]
+    placed = [part.eval().to(device) for part, device in zip([backbone, *copies], devices, strict=True)]
+    return [image_encoder(part) for part in placed], about_backbone(config, backbone)
+
+
+def _about_mean_colour() -> dict[str, Any]:
+    about = dict.fromkeys(("source", "name", "architecture"), MEAN_COLOUR)
+    return {**about, "embed_dim": 3, "patch_size": _MEAN_COLOUR_PATCH}
+
+
+def _check_size(size: int, patch_size: int, name: str) -> None:
+    if size % patch_size:
+        near = max(patch_size, round(size / patch_size) * patch_size)
+        raise ConfigError(f"crop must be a multiple of {patch_size}, the patch size of {name}, got {size}: give {near}")

@@ -9,7 +9,7 @@ neighbours, ties included, in whatever order and on whichever device the blocks 
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +70,28 @@ class TensorKeys:
     def blocks(self, rows: int) -> Iterator[Float[Tensor, "m d"]]:
         """All rows in order, at most `rows` at once."""
         return iter(self.rows.split(rows) if len(self.rows) else ())
+
+
+def in_blocks(parts: Iterable[Float[Tensor, "_ d"]], rows: int) -> Iterator[Float[Tensor, "m d"]]:
+    """Rows that come in parts of any length, in blocks of `rows`; the last one may be shorter.
+
+    Example:
+        >>> [len(block) for block in in_blocks([torch.zeros(5, 2), torch.zeros(1, 2)], 4)]
+        [4, 2]
+    """
+    gathered: list[Tensor] = []
+    waiting = 0
+    for part in parts:
+        while len(part):
+            taken = part[: rows - waiting]
+            gathered.append(taken)
+            waiting += len(taken)
+            part = part[len(taken) :]
+            if waiting == rows:
+                yield torch.cat(gathered)
+                gathered, waiting = [], 0
+    if waiting:
+        yield torch.cat(gathered)
 
 
 class Neighbours(NamedTuple):

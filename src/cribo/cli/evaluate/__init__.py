@@ -12,12 +12,14 @@ evaluations:
   dense-nn    dense nearest-neighbour retrieval: label patches by their nearest labelled patches
   linear      linear segmentation: train one linear layer on the frozen features
   segmenter   finetuning with Segmenter: train the backbone and a mask transformer from end to end
+  detection   object detection with YOLOS: train a detector that begins with the backbone's weights
+  image-nn    image-level nearest neighbours: classify images by their nearest training images
   compare     lay results side by side, with published ones where the setting is the same
 
 `cribo evaluate <evaluation> --help` lists its options.
 """
 
-EVALUATIONS = ("dense-nn", "linear", "segmenter", "compare")
+EVALUATIONS = ("dense-nn", "linear", "segmenter", "detection", "image-nn", "compare")
 """Each in a file of its name, whose `run` does it."""
 
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from cribo.evaluation.cache import Precision
 from cribo.evaluation.data import DataConfig
 from cribo.evaluation.dense_nn.protocols import Protocol, ScoreLevel, Search
-from cribo.evaluation.features import Precision
 from cribo.evaluation.machine import RuntimeConfig
 from cribo.retrieval.encoders import BackboneConfig
 from cribo.retrieval.patches import Interpolation, Unlabelled

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cribo.evaluation.features import Precision
+from cribo.evaluation.cache import Precision
 from cribo.retrieval.patches import Interpolation, Unlabelled
 from cribo.retrieval.voting import PatchLabels, Vote
 

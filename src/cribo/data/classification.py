@@ -1,0 +1,337 @@
+"""Images of one class each: folders of classes, and ImageNet as people have it."""
+
+import csv
+import os
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int, Int64, UInt8
+from torch import Tensor
+
+from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, list_files, require
+from cribo.data.reading import MAX_PIXELS
+
+IMAGENET_SIZES = {"train": 1_281_167, "val": 50_000}
+"""Images of each split of ImageNet-1k (ILSVRC 2012)."""
+
+IMAGENET_CLASSES = 1000
+
+_IMAGENET_FOLDERS = ("", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "CLS-LOC", "ILSVRC2012", "imagenet")
+_IMAGENET_SOLUTION = "LOC_val_solution.csv"  # Kaggle's: ImageId, then the class and box of each object
+_IMAGENET_LISTS = ("val.txt", "meta/val.txt")  # Caffe's and MMPretrain's: file and class index on each line
+_VALIDATION = ("val", "validation", "valid", "test")
+
+
+class ClassifiedFiles:
+    """Image files, each of one class, as an ImageSource.
+
+    Args:
+        images: the images.
+        classes: names of the classes.
+        labels: of each image, the index of its class.
+
+    Raises:
+        ValueError: not a label for each image.
+    """
+
+    def __init__(self, images: ImageFiles, classes: Sequence[str], labels: Int[np.ndarray, " n"]) -> None:
+        if len(labels) != len(images):
+            raise ValueError(f"there must be a label for each of the {len(images)} images, got {len(labels)}")
+        self._images = images
+        self.classes = list(classes)
+        self.labels: Int64[np.ndarray, " n"] = labels.astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    @property
+    def folder(self) -> str:
+        """The folder below which the images lie."""
+        return self._images.folder
+
+    def name(self, index: int) -> str:
+        """The image's path below the folder."""
+        return self._images.name(index)
+
+    def image_path(self, index: int) -> str:
+        """Where the image's file is."""
+        return self._images.path(index)
+
+    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
+        """One image, RGB, upright. Raises UnreadableImage (see `read_image`)."""
+        return self._images.load(index)
+
+    def limited(self, number: int) -> "ClassifiedFiles":
+        """So many of the images, one of each class in turn, in their order; all of them if there are no more.
+
+        Two splits of the same classes are thus left with the same classes, as far as they have images of them.
+
+        Raises:
+            ValueError: a number below 1.
+        """
+        if number < 1:
+            raise ValueError(f"number must be >= 1, got {number}")
+        chosen = np.sort(np.lexsort((self.labels, _place_in_class(self.labels)))[:number])
+        files = ImageFiles(self.folder, map(self.name, chosen.tolist()), max_pixels=self._images.max_pixels)
+        return ClassifiedFiles(files, self.classes, self.labels[chosen])
+
+
+def _place_in_class(labels: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+    """How many images of its class stand before each image."""
+    order = np.argsort(labels, kind="stable")
+    counts = np.bincount(labels)
+    starts = np.cumsum(counts) - counts
+    places = np.empty_like(labels)
+    places[order] = np.arange(len(labels)) - starts[labels[order]]
+    return places
+
+
+class ClassificationSplits(NamedTuple):
+    """What is known, and what is to be classified by it.
+
+    Attributes:
+        train: images whose classes are known.
+        val: images to classify, with the same classes; None where the set has no split.
+        train_name, val_name: of the splits.
+    """
+
+    train: ClassifiedFiles
+    val: ClassifiedFiles | None
+    train_name: str
+    val_name: str | None
+
+
+def open_class_folders(
+    root: str | os.PathLike[str], *, classes: Sequence[str] | None = None, max_pixels: int = MAX_PIXELS
+) -> ClassifiedFiles:
+    """Images in folders of classes: all that lie in or below `root/<class>`.
+
+    Classes come in the order of their names, as their folders do; images in the order of theirs. Hidden files and
+    folders are left out.
+
+    Args:
+        root: the folder of the folders.
+        classes: what the classes are, in their order; by default, what folders there are.
+        max_pixels: size of the largest image that is decoded.
+
+    Raises:
+        MissingData: `root` is not there.
+        DataError: it has no folders, fewer than two classes, a folder without images or of none of the `classes`,
+            or images beside the folders.
+    """
+    root = Path(root).expanduser()
+    require(root)
+    there = _class_folders(root)
+    if not there:
+        raise DataError(_no_folders(root))
+    if classes is None:
+        classes = there
+    elif unknown := [name for name in there if name not in set(classes)]:
+        raise DataError(
+            f"{root} has classes that the training images lack, {_listed(unknown)}: an image of theirs can never be "
+            "classified right; add training images of them, or leave them out"
+        )
+    if len(classes) < 2:
+        raise DataError(
+            f"{root} has one class only, {classes[0]!r}, so that there is nothing to tell apart: give a folder of at "
+            "least two folders of classes"
+        )
+    number = {name: place for place, name in enumerate(classes)}
+    names, labels, loose = [], array("q"), []
+    for name in list_files(root, EXTENSIONS):
+        folder, _, rest = name.partition("/")
+        if not rest:
+            loose.append(name)
+            continue
+        names.append(name)
+        labels.append(number[folder])
+    if loose:
+        raise DataError(
+            f"{root} has {len(loose)} images beside the folders of its classes, the first is {loose[0]!r}: put each "
+            "into the folder of its class, or elsewhere"
+        )
+    found = np.frombuffer(labels, dtype=np.int64)
+    counts = np.bincount(found, minlength=len(classes))
+    if empty := [name for name in there if not counts[number[name]]]:
+        raise DataError(
+            f"{root} has folders without an image, {_listed(empty)}: put images there, or remove the folders"
+        )
+    return ClassifiedFiles(ImageFiles(root, names, max_pixels=max_pixels), classes, found)
+
+
+def open_classification(
+    name: str,
+    root: str | os.PathLike[str],
+    *,
+    train: str | None = None,
+    val: str | None = None,
+    partial: bool = False,
+    max_pixels: int = MAX_PIXELS,
+) -> ClassificationSplits:
+    """Open the images of a classification set.
+
+    `imagenet` is ImageNet-1k: `train/<class>/*` and `val/<class>/*`, or the images of `val` beside each other with
+    Kaggle's `LOC_val_solution.csv` or a `val.txt` that says their classes; also below Kaggle's `ILSVRC/Data/CLS-LOC`.
+
+    `folder` is any other set: `train/<class>/*` and `val/<class>/*` (or `validation`, `valid`, `test`), or, without
+    a split, `<class>/*`.
+
+    Args:
+        name: `imagenet` or `folder`.
+        root: the set's folder.
+        train: name of the folder of training images; `train` by default.
+        val: name of the folder of images to classify.
+        partial: accept an ImageNet of which images are missing.
+        max_pixels: size of the largest image that is decoded.
+
+    Raises:
+        MissingData: a folder is not there.
+        DataError: no such set, not the images that ImageNet has, or what `open_class_folders` refuses.
+    """
+    root = Path(root).expanduser()
+    if name == "imagenet":
+        return _open_imagenet(root, train or "train", val or "val", partial=partial, max_pixels=max_pixels)
+    if name != "folder":
+        raise DataError(f"there is no classification set {name!r}; there are imagenet and folder")
+    require(root)
+    if train is None and val is None and not (root / "train").is_dir():
+        return ClassificationSplits(open_class_folders(root, max_pixels=max_pixels), None, "all", None)
+    train = train or "train"
+    val = val or next((other for other in _VALIDATION if (root / other).is_dir()), None)
+    if val is None:
+        raise DataError(
+            f"{root} has a folder {train!r} and none to classify: looked for {', '.join(_VALIDATION)}; name it with "
+            f"data.val, or give {root / train} as data.root to classify each image by all the others"
+        )
+    known = open_class_folders(root / train, max_pixels=max_pixels)
+    asked = open_class_folders(root / val, classes=known.classes, max_pixels=max_pixels)
+    return ClassificationSplits(known, asked, train, val)
+
+
+# --------------------------------------------------------------------- ImageNet
+
+
+def _open_imagenet(root: Path, train: str, val: str, *, partial: bool, max_pixels: int) -> ClassificationSplits:
+    require(root)
+    bases = [root / folder for folder in _IMAGENET_FOLDERS]
+    base = next((base for base in bases if (base / train).is_dir()), root)
+    for split in (train, val):
+        require(base / split)
+    known = open_class_folders(base / train, max_pixels=max_pixels)
+    if not partial:
+        _require_whole(known, "train", train)
+    if _class_folders(base / val):
+        asked = open_class_folders(base / val, classes=known.classes, max_pixels=max_pixels)
+    else:
+        asked = _flat_validation(base, val, known.classes, max_pixels)
+    if not partial:
+        _require_whole(asked, "val", val)
+    titles = _imagenet_titles(known.classes)
+    known.classes, asked.classes = list(titles), list(titles)
+    return ClassificationSplits(known, asked, train, val)
+
+
+def _require_whole(images: ClassifiedFiles, split: str, folder: str) -> None:
+    classes = len(np.unique(images.labels))
+    if folder == split and (len(images), classes) != (IMAGENET_SIZES[split], IMAGENET_CLASSES):
+        raise DataError(
+            f"ImageNet-1k {split} in {images.folder} must have {IMAGENET_SIZES[split]:,} images of {IMAGENET_CLASSES} "
+            f"classes, got {len(images):,} of {classes}; to use a part of the set on purpose, open it as partial"
+        )
+
+
+def _flat_validation(base: Path, val: str, classes: Sequence[str], max_pixels: int) -> ClassifiedFiles:
+    """Validation images that lie beside each other; a file says their classes."""
+    names = list(list_files(base / val, EXTENSIONS))
+    if not names:
+        raise DataError(f"there are neither images nor folders of classes in {base / val}")
+    listed, source = _validation_classes(base)
+    number = {name: place for place, name in enumerate(classes)}
+    labels = []
+    for name in names:
+        wnid = listed.get(Path(name).stem)
+        if wnid is None:
+            raise DataError(f"{source} does not say the class of {name}: take the list that belongs to these images")
+        if wnid not in number:
+            raise DataError(f"{name} is of the class {wnid}, of which there are no training images in {base}")
+        labels.append(number[wnid])
+    return ClassifiedFiles(ImageFiles(base / val, names, max_pixels=max_pixels), classes, np.array(labels))
+
+
+def _validation_classes(base: Path) -> tuple[Mapping[str, str], Path]:
+    """The class (WordNet id) of each validation image, by its name without ending, and the file that says it."""
+    # Kaggle's list lies above ILSVRC/Data/CLS-LOC.
+    solutions = [folder / _IMAGENET_SOLUTION for folder in (base, *list(base.absolute().parents)[:3])]
+    for path in solutions:
+        if path.is_file():
+            return dict(_solution_lines(path)), path
+    for path in (base / name for name in _IMAGENET_LISTS):
+        if path.is_file():
+            return dict(_list_lines(path)), path
+    raise MissingData(
+        f"the validation images in {base} lie in no folders of classes, and nothing says their classes: put Kaggle's "
+        f"{_IMAGENET_SOLUTION}, or a val.txt with a file and its class index on each line, into {base}, or sort the "
+        "images into folders of classes"
+    )
+
+
+def _solution_lines(path: Path) -> Iterator[tuple[str, str]]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        for row in csv.DictReader(file):
+            objects = (row.get("PredictionString") or "").split()
+            if not row.get("ImageId") or not objects:
+                raise DataError(f"{path} must have the columns ImageId and PredictionString, got {dict(row)}")
+            yield row["ImageId"], objects[0]
+
+
+def _list_lines(path: Path) -> Iterator[tuple[str, str]]:
+    from timm.data.imagenet_info import ImageNetInfo
+
+    wnids = ImageNetInfo("imagenet-1k").label_names()
+    for line, text in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
+        name, _, number = text.strip().rpartition(" ")
+        if not name:
+            continue
+        if not number.isdecimal() or int(number) >= len(wnids):
+            raise DataError(
+                f"{path}, line {line}: expected a file and the index of its class, 0..{len(wnids) - 1}, got {text!r}"
+            )
+        yield Path(name).stem, wnids[int(number)]
+
+
+def _imagenet_titles(classes: Iterable[str]) -> list[str]:
+    """WordNet ids with a word that people know; some words stand for two classes, so the ids stay."""
+    from timm.data.imagenet_info import ImageNetInfo
+
+    info = ImageNetInfo("imagenet-1k")
+    words = {wnid: info.label_name_to_description(wnid).partition(",")[0] for wnid in info.label_names()}
+    return [f"{words[wnid]} ({wnid})" if wnid in words else wnid for wnid in classes]
+
+
+# ---------------------------------------------------------------------- folders
+
+
+def _class_folders(root: Path) -> list[str]:
+    if not root.is_dir():
+        raise DataError(f"{root} is a file: give the folder that holds the folders of classes")
+    try:
+        with os.scandir(root) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    except OSError as error:
+        raise DataError(f"cannot list the folder {root}: {error.strerror}") from error
+
+
+def _no_folders(root: Path) -> str:
+    images = sum(1 for _ in list_files(root, EXTENSIONS))
+    found = f"{images} images that lie in no folder of a class" if images else "no images"
+    return (
+        f"{root} must hold a folder of images for each class ({root}/<class>/*.jpg), got {found}: put the images of "
+        "each class into a folder of its name"
+    )
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

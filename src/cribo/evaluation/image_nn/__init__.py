@@ -1,0 +1,1 @@
+"""Image-level nearest neighbours: what global tokens know of whole images."""
