@@ -141,9 +141,19 @@ def open_encoder(config: BackboneConfig, device: str) -> tuple[PatchEncoder, dic
         about = {"source": config.source, "name": config.source, "architecture": config.source, "embed_dim": 3}
         return encoder, {**about, "patch_size": _MEAN_COLOUR_PATCH}
     backbone = open_backbone(config)
+    about = about_backbone(config, backbone)
+    return backbone_encoder(backbone.eval().to(device), layers=config.layers), about
+
+
+def about_backbone(config: BackboneConfig, backbone: Backbone) -> dict[str, Any]:
+    """What results say about a backbone that was opened: how it was asked for, and all that identifies it.
+
+    Raises:
+        ConfigError: more layers than it has, or none.
+    """
     if not 1 <= config.layers <= backbone.depth:
-        raise ConfigError(f"layers must be 1 to {backbone.depth}, the blocks of {backbone.name}, got {config.layers}")
-    backbone = backbone.eval().to(device)
+        why = "the blocks of" if backbone.depth > 1 else "the feature map of"
+        raise ConfigError(f"layers must be 1 to {backbone.depth}, {why} {backbone.name}, got {config.layers}")
     about = {
         **dataclasses.asdict(config),
         "name": backbone_name(config),
@@ -156,7 +166,7 @@ def open_encoder(config: BackboneConfig, device: str) -> tuple[PatchEncoder, dic
     }
     if backbone.loaded is not None:
         about["format"], about["notes"] = backbone.loaded.format, list(backbone.loaded.notes)
-    return backbone_encoder(backbone, layers=config.layers), about
+    return about
 
 
 def backbone_name(config: BackboneConfig) -> str:

@@ -10,12 +10,13 @@ usage: cribo evaluate <evaluation> [options]
 
 evaluations:
   dense-nn    dense nearest-neighbour retrieval: label patches by their nearest labelled patches
+  detection   object detection: finetune as YOLOS on images with boxes
   compare     lay results side by side, with published ones where the setting is the same
 
 `cribo evaluate <evaluation> --help` lists its options.
 """
 
-EVALUATIONS = ("dense-nn", "compare")
+EVALUATIONS = ("dense-nn", "detection", "compare")
 """Each in a file of its name, whose `run` does it."""
 
 
