@@ -45,7 +45,12 @@ _EVALUATIONS = {
     "detection": "Object detection",
     "image-nn": "Image nearest-neighbour classification",
 }
-_METRICS = {"miou": "mIoU", "ap": "AP", "ap50": "AP50", "ap75": "AP75", "top1": "top-1", "top5": "top-5"}
+_METRICS = {
+    **{"miou": "mIoU", "top1": "top-1", "top5": "top-5"},
+    **{"ap": "AP", "ap50": "AP50", "ap75": "AP75"},
+    **{"ap_small": "AP small", "ap_medium": "AP medium", "ap_large": "AP large"},
+}
+_SETS = {"coco": "COCO"}
 _VARIED = {"ratio": "memory share"}
 _NOT_SET = {"size": "each image's own"}
 _ALL_CLASSES = 40  # that are printed; of more, only the best and the worst
@@ -232,7 +237,7 @@ def data_title(data: Mapping[str, Any]) -> str:
     name = data["name"]
     if name == "folder" and data.get("root"):
         return Path(data["root"]).name or str(data["root"])
-    return SEGMENTATION_SETS[name].title if name in SEGMENTATION_SETS else name
+    return SEGMENTATION_SETS[name].title if name in SEGMENTATION_SETS else _SETS.get(name, name)
 
 
 def metric_title(metric: str) -> str:
