@@ -80,8 +80,8 @@ def evaluate_detection(
     _require_boxes(splits.train)
     recipe = config.recipe
     backbone = open_backbone(config.backbone)
-    _require_patches(recipe, backbone)
     detector = _detector(config, recipe, backbone, splits)
+    _require_patches(recipe, backbone)
     about, data = about_backbone(config.backbone, backbone), _about_data(config, splits)
     settings = _settings(config, recipe)
     # Files may lie elsewhere when it is gone on with.
