@@ -42,7 +42,7 @@ def test_what_decays(tiny_vit: Callable[..., Backbone]) -> None:
         "vit.embeddings.position_embeddings",
     }
     assert "class_labels_classifier.layers.0.bias" in decaying
-    assert "vit.encoder.interpolation.mid_position_embeddings" in decaying
+    assert any(name.endswith("mid_position_embeddings") for name in decaying)
     assert "vit.encoder.layer.0.attention.attention.query.bias" in others
 
 

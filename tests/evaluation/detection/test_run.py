@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoImageProcessor, YolosForObjectDetection
 
 import cribo.evaluation.detection.run as detection_run
@@ -19,12 +20,13 @@ from cribo.cli import main
 from cribo.data import read_image
 from cribo.data.detection import open_detection
 from cribo.evaluation import read_result
-from cribo.evaluation.detection.config import DetectionConfig, DetectionData
-from cribo.evaluation.detection.model import require_transformers
-from cribo.evaluation.detection.run import evaluate_detection
-from cribo.evaluation.training import TrainingRuntime
-from cribo.models import Backbone, build_backbone, save_backbone
-from cribo.retrieval.encoders import BackboneConfig
+from cribo.evaluation.detection.config import DetectionData
+from cribo.evaluation.detection.detector import Detector
+from cribo.evaluation.detection.model import build_yolos, require_transformers
+from cribo.evaluation.detection.recipe import Recipe
+from cribo.evaluation.detection.views import Collate, Sample, Sizes, WholeViews
+from cribo.evaluation.training import TrainingRuntime, fit
+from cribo.models import Backbone, save_backbone
 
 
 @pytest.fixture
@@ -96,23 +98,37 @@ def test_an_evaluation_leaves_results_boxes_pictures_and_a_detector(
     torch.testing.assert_close(found["boxes"][:, :2], left_top, atol=0.02, rtol=0)
 
 
-@pytest.mark.slow
-def test_it_learns_four_images(rectangles: Path, tmp_path: Path) -> None:
-    args = {"patch_size": 8, "depth": 2, "embed_dim": 64, "num_heads": 2}
-    save_backbone(build_backbone("vit_tiny_patch16_224", args=args, image_size=32), tmp_path / "larger")
-    config = DetectionConfig(
-        BackboneConfig(str(tmp_path / "larger")),
-        DetectionData(str(rectangles)),
-        schedule="short",
-        epochs=500,
+class Unchanged(WholeViews):
+    """Whole images, in training too."""
+
+    def __getitem__(self, key: Any) -> Sample:
+        return super().__getitem__(key[1] if isinstance(key, tuple) else key)
+
+
+def test_it_learns_four_images(rectangles: Path, tiny_vit: Callable[..., Backbone], tmp_path: Path) -> None:
+    splits = open_detection(rectangles)
+    recipe = Recipe(batch_size=4, learning_rate=1e-3, size=64, tokens=8)
+    backbone = tiny_vit(embed_dim=64)
+    model = build_yolos(backbone, splits.train.classes, positions=Sizes(64).positions, tokens=8)
+    detector = Detector(model, recipe, steps=150, images=splits.val, mean=backbone.mean, std=backbone.std)
+    views, collate = Unchanged(splits.train, Sizes(64)), Collate(8, backbone.mean)
+    fit(
+        detector,
+        train=views,
+        validation=views,
+        collate=collate,
+        validation_collate=collate,
         batch_size=4,
-        learning_rate=1e-3,
-        size=64,
-        tokens=8,
+        steps=150,
+        seed=0,
+        folder=tmp_path / "out",
+        label="detection",
         runtime=TrainingRuntime(accelerator="cpu", workers=0, threads=1),
+        console=Console(quiet=True),
     )
-    result, _ = evaluate_detection(config, out=tmp_path / "out", pictures=0)
-    assert result.results[0]["ap50"] > 0.95
+    ap50 = detector.precision.metrics["ap50"]
+    assert ap50 is not None
+    assert ap50 > 0.95
 
 
 class Killed(Exception):
@@ -135,7 +151,6 @@ def test_what_was_killed_is_gone_on_with_and_ends_as_if_it_had_not_been(
 ) -> None:
     words = [*words, "--epochs", "4", "--runtime.checkpoint_every", "1", "--pictures", "0"]
     assert main([*words, "--out", "whole"]) == 0
-    fit = detection_run.fit
     with monkeypatch.context() as patched:
         patched.setattr(detection_run, "fit", lambda *a, **k: fit(*a, **k, callbacks=[KillAfter(2)]))
         with pytest.raises(Killed):

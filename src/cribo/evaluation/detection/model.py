@@ -25,7 +25,7 @@ ADVICE = "choose a vision transformer with a [CLS] token and no registers, such 
 
 _NAMES = next(dialect for dialect in DIALECTS if dialect.name == "Hugging Face ViT")
 _POSITIONS = "embeddings.position_embeddings"
-_NEW = ("embeddings.detection_tokens", "encoder.interpolation.mid_position_embeddings")
+_NEW = ("detection_tokens", "mid_position_embeddings")  # at the end of keys: before them, versions differ
 _ACTIVATIONS = {nn.GELU: "gelu", GELUTanh: "gelu_pytorch_tanh"}
 _STD = 0.02  # of what is new in the backbone
 
@@ -137,7 +137,7 @@ def _last_norm(network: Any) -> tuple[str, Any]:
 
 def _begin(model: Any, backbone: Backbone) -> None:
     """Fill a model with the backbone's weights, and what is new with random ones."""
-    own = {key: value.shape for key, value in model.vit.state_dict().items() if key not in _NEW}
+    own = {key: value.shape for key, value in model.vit.state_dict().items() if not key.endswith(_NEW)}
     state = _plain_state(backbone)
     size, dim = state["pos_embed"].shape[1:]
     tensors = write_as(_NAMES, state, {**own, _POSITIONS: torch.Size((1, size, dim))})
@@ -148,9 +148,9 @@ def _begin(model: Any, backbone: Backbone) -> None:
     positions = tensors.pop(_POSITIONS)
     tensors[_POSITIONS] = torch.cat((positions[:, :1], _resized(positions[:, 1:], grid), _drawn(new)), dim=1)
     model.vit.load_state_dict(tensors, strict=False)
-    with torch.no_grad():
-        _drawn(embeddings.detection_tokens)
-        _drawn(model.vit.encoder.interpolation.mid_position_embeddings)
+    for name, parameter in model.vit.named_parameters():
+        if name.endswith(_NEW):
+            _drawn(parameter)
     # As YOLOS begins them; transformers would draw them with a deviation of 0.02.
     for head in (model.class_labels_classifier, model.bbox_predictor):
         for layer in head.layers:
