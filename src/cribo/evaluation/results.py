@@ -45,11 +45,7 @@ _EVALUATIONS = {
     "detection": "Object detection",
     "image-nn": "Image nearest-neighbour classification",
 }
-_METRICS = {
-    **{"miou": "mIoU", "top1": "top-1", "top5": "top-5"},
-    **{"ap": "AP", "ap50": "AP50", "ap75": "AP75"},
-    **{"ap_small": "AP small", "ap_medium": "AP medium", "ap_large": "AP large"},
-}
+_METRICS = {"miou": "mIoU", "ap": "AP", "ap50": "AP50", "ap75": "AP75", "top1": "top-1", "top5": "top-5"}
 _SETS = {"coco": "COCO"}
 _VARIED = {"ratio": "memory share"}
 _NOT_SET = {"size": "each image's own"}

@@ -56,7 +56,7 @@ def test_it_is_the_loss_of_the_paper_and_so_are_its_gradients(counts: list[int])
     found = []
     for loss in (plain, SetLoss(CLASSES).double()):
         inputs = [logits.clone().requires_grad_(), boxes.clone().requires_grad_()]
-        losses = loss(*inputs, labels, truth)
+        losses = loss(inputs[0], inputs[1], labels, truth)
         found.append(losses)
         gradients.append(torch.autograd.grad(losses.total, inputs, allow_unused=True))
     for expected, value in zip(*found, strict=True):
@@ -79,7 +79,7 @@ def test_a_batch_on_two_devices_has_the_gradients_of_one() -> None:
     logits, boxes, labels, truth = batch([6, 0, 1, 2])
     loss = SetLoss(CLASSES).double()
     inputs = [logits.requires_grad_(), boxes.requires_grad_()]
-    whole = torch.autograd.grad(loss(*inputs, labels, truth).total, inputs)
+    whole = torch.autograd.grad(loss(logits, boxes, labels, truth).total, inputs)
     halves = [slice(0, 2), slice(2, 4)]
     counted: list[Tensor] = []
 
@@ -94,7 +94,7 @@ def test_a_batch_on_two_devices_has_the_gradients_of_one() -> None:
         loss(logits[half], boxes[half], labels[half], truth[half], mean_over_devices=lambda _: mean).total
         for half in halves
     ]
-    for value, expected in zip(torch.autograd.grad(sum(parts) / 2, inputs), whole, strict=True):
+    for value, expected in zip(torch.autograd.grad(torch.stack(parts).mean(), inputs), whole, strict=True):
         torch.testing.assert_close(value, expected)
 
 

@@ -23,7 +23,7 @@ def found(images: BoxedImages) -> Detections:
 
 def test_boxes_lie_where_their_objects_do(images: BoxedImages, found: Detections) -> None:
     figure = draw_boxes(panels_of(images, found, 4), images.classes, title="what")
-    there, predicted = figure.subfigs[0].axes  # type: ignore[attr-defined]
+    there, predicted = figure.subfigs[0].axes
     for axes, count in ((there, 2), (predicted, 2)):  # what is unlikely is not drawn
         drawn = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
         assert len(drawn) == count

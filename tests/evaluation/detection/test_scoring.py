@@ -35,7 +35,7 @@ def test_true_boxes_are_perfect_and_shifted_ones_are_not(images: BoxedImages) ->
     perfect = average_precision(images, detections(images))
     assert perfect.metrics["ap"] == perfect.metrics["ap50"] == pytest.approx(1.0)
     assert perfect.per_class == {"red": pytest.approx(1.0), "green": pytest.approx(1.0)}
-    assert perfect.metrics["ap_large"] is None  # there are none
+    assert perfect.by_size["large"] is None  # there are none
     shifted = average_precision(images, detections(images, shift=3.0)).metrics
     assert shifted["ap75"] < shifted["ap50"] <= 1.0  # type: ignore[operator]
 
@@ -53,8 +53,9 @@ def test_it_is_what_the_written_file_scores_against_the_annotations(images: Boxe
     truth = COCO(content)
     evaluation = COCOeval_faster(truth, truth.loadRes(rows), "bbox")
     evaluation.run()
-    ours = average_precision(images, found).metrics
-    assert list(ours.values()) == [
+    precision = average_precision(images, found)
+    ours = precision.metrics
+    assert [*ours.values(), *precision.by_size.values()] == [
         pytest.approx(value, abs=1e-6) if value >= 0 else None for value in evaluation.stats[:6]
     ]
     assert 0.1 < ours["ap"] < 0.9  # type: ignore[operator]

@@ -39,7 +39,7 @@ def run(words: list[str]) -> None:
     from cribo.arguments import Parser
     from cribo.evaluation.detection.config import DetectionConfig
     from cribo.evaluation.detection.run import DETECTIONS, DETECTOR, evaluate_detection
-    from cribo.evaluation.results import result_tables
+    from cribo.evaluation.results import percent, result_tables
 
     console = Console(soft_wrap=True)
     log_to(console)
@@ -78,6 +78,8 @@ def run(words: list[str]) -> None:
         return
     for table in result_tables(result):
         console.print(table)
+    sizes = " · ".join(f"{size} {percent(value)}" for size, value in result.results[0]["by_size"].items())
+    console.print(f"AP by the size of objects [%]: {sizes}", highlight=False)
     print_places(
         console,
         {

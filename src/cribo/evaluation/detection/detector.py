@@ -10,7 +10,7 @@ from torch import Tensor
 from cribo.data.detection import BoxedImages
 from cribo.evaluation.detection.criterion import SetLoss
 from cribo.evaluation.detection.recipe import Recipe, optimiser, rate_at
-from cribo.evaluation.detection.scoring import METRICS, Detections, Gathered, Precision, average_precision, read_off
+from cribo.evaluation.detection.scoring import Detections, Gathered, Precision, average_precision, read_off
 from cribo.evaluation.detection.views import Batch
 from cribo.evaluation.training import TrainedModule
 from cribo.method import normalise
@@ -47,6 +47,7 @@ class Detector(TrainedModule):
         std: Sequence[float],
     ) -> None:
         super().__init__()
+        self.allow_zero_length_dataloader_with_multiple_devices = True  # of fewer images than devices
         self.model = model
         self.recipe = recipe
         self.steps = steps
@@ -75,6 +76,12 @@ class Detector(TrainedModule):
             self.log(f"loss/{name}", value.detach())
         return losses.total
 
+    def on_validation_epoch_start(self) -> None:
+        """Begin with nothing, so that a device without images has something to give, too."""
+        corners = torch.empty(0, self.recipe.tokens, 4, device=self.device)
+        indices = torch.empty(0, dtype=torch.long, device=self.device)
+        self.gathered.update(indices, corners, corners[..., 0].long(), corners[..., 0])
+
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Find objects in whole images."""
         logits, boxes = self(batch.images)
@@ -85,8 +92,7 @@ class Detector(TrainedModule):
         self.found = Detections(*self.gathered.compute())
         self.gathered.reset()
         self.precision = average_precision(self.images, self.found)
-        for name in METRICS[:3]:
-            value = self.precision.metrics[name]
+        for name, value in self.precision.metrics.items():
             if value is not None:
                 self.log(name, value, rank_zero_only=True)
 

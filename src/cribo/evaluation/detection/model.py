@@ -1,6 +1,7 @@
 """YOLOS of transformers, begun with the weights of one of our backbones."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,12 +101,26 @@ def require_transformers() -> Any:
     return transformers
 
 
+def save_yolos(model: Any, folder: Path) -> None:
+    """Write a detector as transformers loads it, without the bar that it would draw."""
+    from transformers.utils import logging
+
+    has_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if has_bars:
+            logging.enable_progress_bar()
+
+
 def refusal(backbone: Backbone) -> str | None:
     """Why YOLOS cannot be built on a backbone; None if it can."""
     network: Any = backbone.model
     if type(network) is not VisionTransformer or any(type(block) is not Block for block in network.blocks):
         return "it is no plain vision transformer"
-    attention, mlp = network.blocks[0].attn, network.blocks[0].mlp
+    attention: Any = network.blocks[0].attn
+    mlp: Any = network.blocks[0].mlp
     plain_attention = type(attention) is Attention and getattr(attention, "gate", None) is None
     activation = type(getattr(mlp, "act", None))
     reasons = {

@@ -12,7 +12,7 @@ from cribo.arguments import ConfigError
 from cribo.data.detection import BoxedImages, DetectionSplits
 from cribo.evaluation.detection.config import DetectionConfig
 from cribo.evaluation.detection.detector import Detector
-from cribo.evaluation.detection.model import build_yolos, require_transformers
+from cribo.evaluation.detection.model import build_yolos, require_transformers, save_yolos
 from cribo.evaluation.detection.pictures import panels_of, write_pictures
 from cribo.evaluation.detection.recipe import Recipe
 from cribo.evaluation.detection.scoring import METRICS, write_detections
@@ -194,8 +194,13 @@ def _short_name(splits: DetectionSplits) -> str:
 
 
 def _row(recipe: Recipe, detector: Detector) -> dict[str, Any]:
-    precision = detector.precision
-    return {"learning_rate": recipe.learning_rate, **precision.metrics, "per_class": precision.per_class}
+    found = detector.precision
+    return {
+        "learning_rate": recipe.learning_rate,
+        **found.metrics,
+        "by_size": found.by_size,
+        "per_class": found.per_class,
+    }
 
 
 def _write(
@@ -212,7 +217,7 @@ def _write(
 
 def _save(folder: Path, detector: Detector, backbone: Backbone) -> None:
     """The detector as transformers loads it, with what its image processor must do."""
-    detector.model.save_pretrained(folder)
+    save_yolos(detector.model, folder)
     sizes = Sizes(detector.recipe.size)
     write_json(
         folder / "preprocessor_config.json",

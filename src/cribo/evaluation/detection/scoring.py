@@ -15,8 +15,9 @@ from torchmetrics import Metric
 from cribo.data.detection import BoxedImages
 from cribo.files import write_whole
 
-# The order in which COCO's evaluation gives them.
-METRICS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
+# In the order in which COCO's evaluation gives them.
+METRICS = ("ap", "ap50", "ap75")
+SIZES = ("small", "medium", "large")
 
 
 _STATES = ("indices", "corners", "labels", "scores")
@@ -86,12 +87,13 @@ class Precision:
     """COCO's average precision, in 0-1; None where there is no object that it could be of.
 
     Attributes:
-        metrics: over all classes: the mean over IoU thresholds of .50 to .95, at .50, at .75, and the mean for objects
-            of less than 32 x 32, up to 96 x 96 and more square pixels.
-        per_class: the mean over IoU thresholds of each class.
+        metrics: over all classes: the mean over IoU thresholds of .50 to .95, at .50, and at .75.
+        by_size: the mean for objects of less than 32 x 32 square pixels, of up to 96 x 96, and of more.
+        per_class: the mean of each class.
     """
 
     metrics: dict[str, float | None]
+    by_size: dict[str, float | None]
     per_class: dict[str, float | None]
 
 
@@ -119,6 +121,7 @@ def average_precision(images: BoxedImages, found: Detections) -> Precision:
     precision = torch.from_numpy(np.asarray(evaluation.eval["precision"]))[:, :, :, 0, -1]
     return Precision(
         {name: _known(value) for name, value in zip(METRICS, evaluation.stats, strict=False)},
+        {size: _known(value) for size, value in zip(SIZES, evaluation.stats[len(METRICS) :], strict=False)},
         {name: _known(precision[:, :, number].mean()) for number, name in enumerate(images.classes)},
     )
 
