@@ -47,7 +47,6 @@ class Detector(TrainedModule):
         std: Sequence[float],
     ) -> None:
         super().__init__()
-        self.allow_zero_length_dataloader_with_multiple_devices = True  # of fewer images than devices
         self.model = model
         self.recipe = recipe
         self.steps = steps
@@ -75,12 +74,6 @@ class Detector(TrainedModule):
         for name, value in (("label", losses.label), ("box", losses.box), ("giou", losses.giou)):
             self.log(f"loss/{name}", value.detach())
         return losses.total
-
-    def on_validation_epoch_start(self) -> None:
-        """Begin with nothing, so that a device without images has something to give, too."""
-        corners = torch.empty(0, self.recipe.tokens, 4, device=self.device)
-        indices = torch.empty(0, dtype=torch.long, device=self.device)
-        self.gathered.update(indices, corners, corners[..., 0].long(), corners[..., 0])
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Find objects in whole images."""
