@@ -23,7 +23,7 @@ The backbone must be a vision transformer with a [CLS] token. The paper's schedu
 Needs: pip install "cribo-ssl[detection]"
 """
 
-LESS_MEMORY = "give --checkpointing, --runtime.precision bf16-mixed, more --runtime.devices, or a smaller --size"
+LESS_MEMORY = "give --checkpointing, --runtime.precision bf16-mixed, more --devices, or a smaller --size"
 
 _SHORT = {
     **{short: name for short, name in BACKBONE_SHORT.items() if short != "--layers"},
