@@ -1,8 +1,9 @@
-"""Annotations of COCO's format as a class for each pixel."""
+"""Files of COCO's format, and what they outline as a class for each pixel."""
 
+import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,86 @@ BACKGROUND = "background"
 """The class of pixels that lie in no object; it comes first."""
 
 _KEYS = ("images", "annotations", "categories")
+_NEEDED = {"images": ("id", "file_name"), "annotations": ("image_id", "category_id"), "categories": ("id", "name")}
 _POLYGON = 6  # numbers of the smallest one, a triangle
+
+
+class CocoFile:
+    """What a file of COCO's format says, as it says it: images, categories, and the annotations of each image.
+
+    Args:
+        path: the JSON file.
+
+    Attributes:
+        path: the JSON file.
+        images: the entries of its images, as listed; at least one.
+        categories: the entries of its categories, in the order of their ids.
+        annotations: those of each image, by the image's id.
+
+    Raises:
+        MissingData: it is not there.
+        DataError: no such JSON, ids that occur twice, or annotations of images or categories that it does not list.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).expanduser()
+        content = _read(self.path)
+        self.images: list[Mapping[str, Any]] = list(content["images"])
+        if not self.images:
+            raise DataError(f"{self.path} lists no image")
+        self.categories: list[Mapping[str, Any]] = sorted(content["categories"], key=lambda category: category["id"])
+        self.annotations: dict[Any, list[Mapping[str, Any]]] = {entry["id"]: [] for entry in self.images}
+        known = {category["id"] for category in self.categories}
+        for annotation in content["annotations"]:
+            self._require_listed(annotation, known)
+            self.annotations[annotation["image_id"]].append(annotation)
+
+    def _require_listed(self, annotation: Mapping[str, Any], categories: Collection[Any]) -> None:
+        if annotation["image_id"] not in self.annotations:
+            raise DataError(
+                f"{self.path}: {annotation_name(annotation)} is of image {annotation['image_id']}, which is not listed"
+            )
+        if annotation["category_id"] not in categories:
+            raise DataError(
+                f"{self.path}: {annotation_name(annotation)} is of category {annotation['category_id']}, which is not "
+                f"listed; there are {', '.join(map(str, sorted(categories))) or 'none'}"
+            )
+
+    def image_files(self, folders: Sequence[Path], *, max_pixels: int = MAX_PIXELS) -> ImageFiles:
+        """The images, in the first of these folders that has the first of them.
+
+        Raises:
+            MissingData: one of them is not there.
+        """
+        names = [str(entry["file_name"]) for entry in self.images]
+        folder = next((folder for folder in folders if (folder / names[0]).is_file()), folders[0])
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise MissingData(
+                f"{len(missing)} of the {len(names)} images of {self.path} are not in "
+                f"{' or '.join(map(str, folders))}, the first is {missing[0]!r}"
+            )
+        return ImageFiles(folder, names, max_pixels=max_pixels)
+
+    def size(self, number: int, image: str | os.PathLike[str]) -> tuple[int, int]:
+        """Height and width of one of the images, as its own file has them.
+
+        Args:
+            number: of the image, in the order of the list.
+            image: its file.
+
+        Raises:
+            UnreadableImage: the image's file is broken.
+            DataError: the list has another size.
+        """
+        entry = self.images[number]
+        height, width = image_size(image)
+        if (entry.get("height", height), entry.get("width", width)) != (height, width):
+            raise DataError(
+                f"{self.path}: {entry['file_name']} must have the size of its file, {width} x {height}, "
+                f"got {entry.get('width')} x {entry.get('height')}"
+            )
+        return height, width
 
 
 class CocoLabels(ClassedFiles):
@@ -36,7 +116,7 @@ class CocoLabels(ClassedFiles):
 
     Raises:
         MissingData: the file, or an image that it names, is not there.
-        DataError: no such JSON, names that occur twice, or annotations of images or categories that it does not list.
+        DataError: what `CocoFile` raises, names that occur twice, or annotations without outline.
     """
 
     def __init__(
@@ -46,23 +126,16 @@ class CocoLabels(ClassedFiles):
         *,
         max_pixels: int = MAX_PIXELS,
     ) -> None:
-        self._file = Path(annotations).expanduser()
-        content = _read(self._file)
-        categories = sorted(content["categories"], key=lambda category: category["id"])
+        self._coco = coco = CocoFile(annotations)
         # What a file calls background is that of all others.
-        things = [category for category in categories if str(category["name"]).lower() != BACKGROUND]
-        self._label = {category["id"]: 0 for category in categories}
+        things = [category for category in coco.categories if str(category["name"]).lower() != BACKGROUND]
+        self._label = {category["id"]: 0 for category in coco.categories}
         self._label |= {category["id"]: number for number, category in enumerate(things, start=1)}
         classes = class_names([BACKGROUND, *(str(category["name"]) for category in things)])
-        self._entries = list(content["images"])
-        if not self._entries:
-            raise DataError(f"{self._file} lists no image")
-        self._objects: dict[Any, list[Mapping[str, Any]]] = {entry["id"]: [] for entry in self._entries}
-        for annotation in content["annotations"]:
-            self._take(annotation)
-        names = [str(entry["file_name"]) for entry in self._entries]
-        files = ImageFiles(self._folder(names, images), names, max_pixels=max_pixels)
-        super().__init__(files, classes, colour_map(len(classes)))
+        for annotation in itertools.chain.from_iterable(coco.annotations.values()):
+            self._require_outline(annotation)
+        folders = [Path(images)] if images is not None else [coco.path.parent, coco.path.parent / "images"]
+        super().__init__(coco.image_files(folders, max_pixels=max_pixels), classes, colour_map(len(classes)))
 
     def labels(self, index: int) -> UInt8[Tensor, "h w"]:
         """The class of each pixel, 0 for background, 255 for crowds.
@@ -71,48 +144,22 @@ class CocoLabels(ClassedFiles):
             UnreadableImage: the image's file is broken.
             DataError: it is not of the size that the file says, or an outline cannot be used.
         """
-        entry = self._entries[index]
-        height, width = image_size(self.image_path(index))
-        if (entry.get("height", height), entry.get("width", width)) != (height, width):
-            raise DataError(
-                f"{self._file}: {self.name(index)} must have the size of its file, {width} x {height}, "
-                f"got {entry.get('width')} x {entry.get('height')}"
-            )
+        height, width = self._coco.size(index, self.image_path(index))
         labels = np.zeros((height, width), dtype=np.uint8)
-        outlined = [(annotation, self._mask(annotation, height, width)) for annotation in self._objects[entry["id"]]]
+        annotations = self._coco.annotations[self._coco.images[index]["id"]]
+        outlined = [(annotation, self._mask(annotation, height, width)) for annotation in annotations]
         # Crowds first, then from the largest object to the smallest.
         outlined.sort(key=lambda pair: (not pair[0].get("iscrowd"), -int(pair[1].sum())))
         for annotation, mask in outlined:
             labels[mask] = IGNORE_INDEX if annotation.get("iscrowd") else self._label[annotation["category_id"]]
         return torch.from_numpy(labels)
 
-    def _take(self, annotation: Mapping[str, Any]) -> None:
-        if annotation["image_id"] not in self._objects:
-            raise DataError(
-                f"{self._file}: {_named(annotation)} is of image {annotation['image_id']}, which is not listed"
-            )
-        if annotation["category_id"] not in self._label:
-            raise DataError(
-                f"{self._file}: {_named(annotation)} is of category {annotation['category_id']}, which is not listed; "
-                f"there are {', '.join(map(str, self._label))}"
-            )
+    def _require_outline(self, annotation: Mapping[str, Any]) -> None:
         if not annotation.get("segmentation"):
             raise DataError(
-                f"{self._file}: {_named(annotation)} has no segmentation: boxes alone do not tell the class of a "
-                "pixel; polygons or run lengths are needed"
+                f"{self._coco.path}: {annotation_name(annotation)} has no segmentation: boxes alone do not tell the "
+                "class of a pixel; polygons or run lengths are needed"
             )
-        self._objects[annotation["image_id"]].append(annotation)
-
-    def _folder(self, names: list[str], given: str | os.PathLike[str] | None) -> Path:
-        folders = [Path(given)] if given is not None else [self._file.parent, self._file.parent / "images"]
-        folder = next((folder for folder in folders if (folder / names[0]).is_file()), folders[0])
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise MissingData(
-                f"{len(missing)} of the {len(names)} images of {self._file} are not in "
-                f"{' or '.join(map(str, folders))}, the first is {missing[0]!r}"
-            )
-        return folder
 
     def _mask(self, annotation: Mapping[str, Any], height: int, width: int) -> Bool[np.ndarray, "h w"]:
         from faster_coco_eval.core import mask as coco
@@ -131,7 +178,9 @@ class CocoLabels(ClassedFiles):
                 encoded = outline if compressed else coco.frPyObjects(outline, height, width)
             return coco.decode(encoded).astype(bool).reshape(height, width)
         except (ValueError, RuntimeError, TypeError, KeyError) as error:
-            raise DataError(f"{self._file}: the outline of {_named(annotation)} cannot be used: {error}") from error
+            raise DataError(
+                f"{self._coco.path}: the outline of {annotation_name(annotation)} cannot be used: {error}"
+            ) from error
 
 
 def is_coco(path: Path) -> bool:
@@ -151,8 +200,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} is no JSON file ({error})") from error
     if not isinstance(content, dict) or not all(isinstance(content.get(key), list) for key in _KEYS):
         raise DataError(f"{path} is not of COCO's format: it must hold the lists {', '.join(_KEYS)}")
-    needed = {"images": ("id", "file_name"), "annotations": ("image_id", "category_id"), "categories": ("id", "name")}
-    for key, fields in needed.items():
+    for key, fields in _NEEDED.items():
         for number, entry in enumerate(content[key]):
             missing = [field for field in fields if not isinstance(entry, dict) or field not in entry]
             if missing:
@@ -163,7 +211,8 @@ def _read(path: Path) -> dict[str, Any]:
         for field in ("image_id", "category_id"):
             if not isinstance(annotation[field], int | str):
                 raise DataError(
-                    f"{path}: {field} of {_named(annotation)} must be a number or a text, got {annotation[field]!r}"
+                    f"{path}: {field} of {annotation_name(annotation)} must be a number or a text, "
+                    f"got {annotation[field]!r}"
                 )
     return content
 
@@ -181,5 +230,6 @@ def _require_ids(path: Path, key: str, ids: list[Any]) -> None:
         seen.add(each)
 
 
-def _named(annotation: Mapping[str, Any]) -> str:
+def annotation_name(annotation: Mapping[str, Any]) -> str:
+    """What messages call an annotation."""
     return f"annotation {annotation.get('id', 'without id')}"

@@ -1,0 +1,110 @@
+"""The training of a detector: a Lightning module."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from cribo.data.detection import BoxedImages
+from cribo.evaluation.detection.criterion import SetLoss
+from cribo.evaluation.detection.recipe import Recipe, optimiser, rate_at
+from cribo.evaluation.detection.scoring import Detections, Gathered, Precision, average_precision, read_off
+from cribo.evaluation.detection.views import Batch
+from cribo.evaluation.training import TrainedModule
+from cribo.method import normalise
+from cribo.training.module import Diverged
+
+
+class Detector(TrainedModule):
+    """Finetunes all of YOLOS, and scores it on whole images.
+
+    Args:
+        model: a `YolosForObjectDetection`.
+        recipe: of the training.
+        steps: of the whole training, over which the learning rate falls.
+        images: to score on.
+        mean: of the colours that the backbone expects.
+        std: their deviation.
+
+    Attributes:
+        found: in these images, when they were last looked at; the same on all devices.
+        precision: how good that is.
+    """
+
+    found: Detections
+    precision: Precision
+
+    def __init__(
+        self,
+        model: Any,
+        recipe: Recipe,
+        *,
+        steps: int,
+        images: BoxedImages,
+        mean: Sequence[float],
+        std: Sequence[float],
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.recipe = recipe
+        self.steps = steps
+        self.images = images
+        self.mean, self.std = tuple(mean), tuple(std)
+        self.loss = SetLoss(len(images.classes))
+        self.gathered = Gathered()
+
+    def forward(self, images: UInt8[Tensor, "b 3 h w"]) -> tuple[Float[Tensor, "b q classes"], Float[Tensor, "b q 4"]]:
+        """Logits of the classes, "no object" last; centre, width and height of the boxes in shares of the canvas."""
+        outputs = self.model(normalise(images.float().div_(255), mean=self.mean, std=self.std))
+        return outputs.logits, outputs.pred_boxes
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Float[Tensor, ""]:
+        """The set loss.
+
+        Raises:
+            Diverged: predictions are not finite. (Matching reads them on the host, so that looking costs no time.)
+        """
+        logits, boxes = self(batch.images)
+        if not boxes.isfinite().all():
+            raise Diverged(self.global_step)
+        losses = self.loss(logits, boxes, batch.labels, batch.boxes, mean_over_devices=self._mean_over_devices)
+        self.log("loss", losses.total.detach(), prog_bar=True)
+        for name, value in (("label", losses.label), ("box", losses.box), ("giou", losses.giou)):
+            self.log(f"loss/{name}", value.detach())
+        return losses.total
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Find objects in whole images."""
+        logits, boxes = self(batch.images)
+        self.gathered.update(batch.indices, *read_off(logits, boxes, batch.extents))
+
+    def on_validation_epoch_end(self) -> None:
+        """Score what was found on all devices."""
+        self.found = Detections(*self.gathered.compute())
+        self.gathered.reset()
+        self.precision = average_precision(self.images, self.found)
+        for name, value in self.precision.metrics.items():
+            if value is not None:
+                self.log(name, value, rank_zero_only=True)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW with a learning rate that falls along half a cosine."""
+        adamw = optimiser(self.model, self.recipe)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            adamw, lambda step: rate_at(self.recipe, step, self.steps) / self.recipe.learning_rate
+        )
+        return {"optimizer": adamw, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Shorten all gradients together to the recipe's length; the trainer itself clips nothing."""
+        self.clip_gradients(optimizer, gradient_clip_val=self.recipe.clip, gradient_clip_algorithm="norm")
+
+    def _mean_over_devices(self, value: Tensor) -> Tensor:
+        return value if self.trainer.world_size == 1 else self.trainer.strategy.reduce(value, reduce_op="mean")

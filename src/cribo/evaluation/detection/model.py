@@ -1,0 +1,200 @@
+"""YOLOS of transformers, begun with the weights of one of our backbones."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from timm.layers.activations import GELUTanh
+from timm.layers.attention import Attention
+from timm.layers.mlp import Mlp
+from timm.layers.weight_init import trunc_normal_
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+
+from cribo.arguments import ConfigError
+from cribo.models import Backbone
+from cribo.models.dialects import DIALECTS, State
+from cribo.models.inverse import write_as
+from cribo.models.linear import use_onednn
+
+if TYPE_CHECKING:
+    from transformers import YolosForObjectDetection
+
+ADVICE = "choose a vision transformer with a [CLS] token and no registers, such as vit_small_patch16_224"
+
+_NAMES = next(dialect for dialect in DIALECTS if dialect.name == "Hugging Face ViT")
+_POSITIONS = "embeddings.position_embeddings"
+_NEW = ("detection_tokens", "mid_position_embeddings")  # at the end of keys: before them, versions differ
+_ACTIVATIONS = {nn.GELU: "gelu", GELUTanh: "gelu_pytorch_tanh"}
+_STD = 0.02  # of what is new in the backbone
+
+
+def build_yolos(
+    backbone: Backbone, classes: Sequence[str], *, positions: tuple[int, int], tokens: int = 100, seed: int = 0
+) -> "YolosForObjectDetection":
+    """A detector whose blocks are those of a backbone.
+
+    To [CLS] and patches it adds `tokens` detection tokens, whose last features two small perceptrons turn into a class
+    and a box each. New are, beside these, the position embeddings of the detection tokens and those that are added
+    after every block but the last (truncated normal of 0.02; YOLOS, section 3 and its `models/backbone.py`). Layer
+    scales become part of the linear layers before them. The position embedding is resized as YOLOS does it, bicubic
+    and not anti-aliased.
+
+    Args:
+        backbone: a plain vision transformer of timm; it is not changed.
+        classes: names of what is to be found.
+        positions: height and width in pixels of the images for which position embeddings are stored, in the first
+            layer and between the others; for other images they are interpolated at each step.
+        tokens: how many objects can be found in an image.
+        seed: what is new depends on nothing else.
+
+    Raises:
+        ImportError: transformers or scipy is not installed.
+        ConfigError: a network that is no plain vision transformer, or positions of less than a patch.
+    """
+    transformers = require_transformers()
+    reason = refusal(backbone)
+    if reason is not None:
+        raise ConfigError(f"YOLOS cannot be built on {backbone.name}: {reason}; {ADVICE}")
+    height, width = (side // backbone.patch_size * backbone.patch_size for side in positions)
+    if min(height, width) < backbone.patch_size:
+        raise ConfigError(f"positions must be at least a patch of {backbone.patch_size} pixels, got {positions}")
+    network = backbone.model
+    config = transformers.YolosConfig(
+        hidden_size=network.embed_dim,
+        num_hidden_layers=len(network.blocks),
+        num_attention_heads=network.blocks[0].attn.num_heads,
+        intermediate_size=network.blocks[0].mlp.fc1.out_features,
+        hidden_act=_ACTIVATIONS[type(network.blocks[0].mlp.act)],
+        layer_norm_eps=_last_norm(network)[1].eps,
+        qkv_bias=network.blocks[0].attn.qkv.bias is not None,
+        image_size=[height, width],
+        patch_size=backbone.patch_size,
+        num_detection_tokens=tokens,
+        num_labels=len(classes),
+        id2label=dict(enumerate(classes)),
+        label2id={name: number for number, name in enumerate(classes)},
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = transformers.YolosForObjectDetection(config)
+        _begin(model, backbone)
+    return use_onednn(model)
+
+
+def require_transformers() -> Any:
+    """The package, with what its matching needs.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import scipy.optimize  # noqa: F401 (by which transformers matches boxes)
+        import transformers
+        from transformers import YolosForObjectDetection  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f'detection needs transformers and scipy ({error}): pip install "cribo-ssl[detection]"'
+        ) from error
+    return transformers
+
+
+def save_yolos(model: Any, folder: Path) -> None:
+    """Write a detector as transformers loads it, without the bar that it would draw."""
+    from transformers.utils import logging
+
+    has_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if has_bars:
+            logging.enable_progress_bar()
+
+
+def refusal(backbone: Backbone) -> str | None:
+    """Why YOLOS cannot be built on a backbone; None if it can."""
+    network: Any = backbone.model
+    if type(network) is not VisionTransformer or any(type(block) is not Block for block in network.blocks):
+        return "it is no plain vision transformer"
+    attention: Any = network.blocks[0].attn
+    mlp: Any = network.blocks[0].mlp
+    plain_attention = type(attention) is Attention and getattr(attention, "gate", None) is None
+    activation = type(getattr(mlp, "act", None))
+    reasons = {
+        "it has no [CLS] token": network.cls_token is None,
+        f"it has {network.num_reg_tokens} register tokens": network.num_reg_tokens > 0,
+        "it has no position embedding": network.pos_embed is None,
+        "it has a norm before its blocks": _is_there(network.norm_pre),
+        "it has a norm of its patches": _is_there(network.patch_embed.norm),
+        "it has no norm after its blocks": not _is_there(_last_norm(network)[1]),
+        "its attention is not the plain one": not plain_attention
+        or _is_there(attention.q_norm)
+        or _is_there(attention.norm),
+        f"its blocks have a {type(mlp).__name__} with {activation.__name__}": type(mlp) is not Mlp
+        or activation not in _ACTIVATIONS
+        or _is_there(mlp.norm),
+        "its linear layers have no biases": attention.proj.bias is None or network.patch_embed.proj.bias is None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _is_there(layer: Any) -> bool:
+    return not isinstance(layer, nn.Identity)
+
+
+def _last_norm(network: Any) -> tuple[str, Any]:
+    """Networks made for average pooling keep their last norm behind the pooling."""
+    return ("fc_norm", network.fc_norm) if isinstance(network.norm, nn.Identity) else ("norm", network.norm)
+
+
+def _begin(model: Any, backbone: Backbone) -> None:
+    """Fill a model with the backbone's weights, and what is new with random ones."""
+    own = {key: value.shape for key, value in model.vit.state_dict().items() if not key.endswith(_NEW)}
+    state = _plain_state(backbone)
+    size, dim = state["pos_embed"].shape[1:]
+    tensors = write_as(_NAMES, state, {**own, _POSITIONS: torch.Size((1, size, dim))})
+    embeddings = model.vit.embeddings
+    new = torch.empty(1, embeddings.detection_tokens.shape[1], dim)
+    patches = embeddings.patch_embeddings
+    grid = patches.image_size[0] // patches.patch_size[0], patches.image_size[1] // patches.patch_size[1]
+    positions = tensors.pop(_POSITIONS)
+    tensors[_POSITIONS] = torch.cat((positions[:, :1], _resized(positions[:, 1:], grid), _drawn(new)), dim=1)
+    model.vit.load_state_dict(tensors, strict=False)
+    for name, parameter in model.vit.named_parameters():
+        if name.endswith(_NEW):
+            _drawn(parameter)
+    # As YOLOS begins them; transformers would draw them with a deviation of 0.02.
+    for head in (model.class_labels_classifier, model.bbox_predictor):
+        for layer in head.layers:
+            layer.reset_parameters()
+
+
+def _plain_state(backbone: Backbone) -> State:
+    """The weights under timm's keys, of a network without layer scales, with its last norm before any pooling."""
+    network: Any = backbone.model
+    state: State = {key: value for key, value in network.state_dict().items() if key not in backbone.unused_parameters}
+    name, _ = _last_norm(network)
+    for part in ("weight", "bias"):
+        state[f"norm.{part}"] = state.pop(f"{name}.{part}")
+    for number in range(len(network.blocks)):
+        for scale, layer in (("ls1", "attn.proj"), ("ls2", "mlp.fc2")):
+            gamma = state.pop(f"blocks.{number}.{scale}.gamma", None)
+            if gamma is not None:
+                weight, bias = f"blocks.{number}.{layer}.weight", f"blocks.{number}.{layer}.bias"
+                state[weight], state[bias] = gamma[:, None] * state[weight], gamma * state[bias]
+    if network.no_embed_class:
+        state["pos_embed"] = nn.functional.pad(state["pos_embed"], (0, 0, 1, 0))
+    return state
+
+
+def _drawn(embedding: Tensor) -> Tensor:
+    return trunc_normal_(embedding, std=_STD)
+
+
+def _resized(positions: Float[Tensor, "1 n d"], grid: tuple[int, int]) -> Float[Tensor, "1 m d"]:
+    side = round(positions.shape[1] ** 0.5)
+    square = positions.mT.unflatten(2, (side, side))
+    return nn.functional.interpolate(square, size=grid, mode="bicubic", align_corners=False).flatten(2).mT

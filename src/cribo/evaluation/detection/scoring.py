@@ -1,0 +1,201 @@
+"""What a detector found, gathered from all devices, and how it is scored: COCO's average precision."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torchmetrics import Metric
+
+from cribo.data.detection import BoxedImages
+from cribo.files import write_whole
+
+# In the order in which COCO's evaluation gives them.
+METRICS = ("ap", "ap50", "ap75")
+SIZES = ("small", "medium", "large")
+
+
+_STATES = ("indices", "corners", "labels", "scores")
+
+
+@dataclass(frozen=True)
+class Detections:
+    """What was found, by image; each image once, in the order of their indices.
+
+    Attributes:
+        indices: (N,) of the images.
+        corners: (N, Q, 4), left, top, right and bottom in pixels of the image.
+        labels: (N, Q), the class of each.
+        scores: (N, Q), how sure the detector is.
+    """
+
+    indices: Int64[Tensor, " n"]
+    corners: Float[Tensor, "n q 4"]
+    labels: Int64[Tensor, "n q"]
+    scores: Float[Tensor, "n q"]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+def read_off(
+    logits: Float[Tensor, "b q classes"], boxes: Float[Tensor, "b q 4"], extents: Float[Tensor, "b 2"]
+) -> tuple[Float[Tensor, "b q 4"], Int64[Tensor, "b q"], Float[Tensor, "b q"]]:
+    """The boxes that a detector means: corners in pixels, the most likely class, and its probability.
+
+    Args:
+        logits: of the classes, "no object" last.
+        boxes: centre, width and height in shares of the canvas.
+        extents: height and width of the canvas in pixels of the image.
+    """
+    scores, labels = logits.float().softmax(dim=-1)[..., :-1].max(dim=-1)
+    centres, half = boxes[..., :2].float(), boxes[..., 2:].float() / 2
+    pixels = extents.flip(-1).repeat(1, 2)[:, None]
+    return torch.cat((centres - half, centres + half), dim=-1) * pixels, labels, scores
+
+
+class Gathered(Metric):
+    """Detections from all devices, whichever of them had an image; `compute` gives the same on all."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in _STATES:
+            self.add_state(name, default=[], dist_reduce_fx="cat")
+
+    def update(self, *found: Tensor) -> None:
+        """Add some images: what `Detections` holds, in its order."""
+        for name, value in zip(_STATES, found, strict=True):
+            getattr(self, name).append(value.detach())
+
+    def compute(self) -> tuple[Tensor, ...]:
+        """What `Detections` holds, on the host."""
+        states = [getattr(self, name) for name in _STATES]
+        parts = [(state if isinstance(state, Tensor) else torch.cat(state)).cpu() for state in states]
+        order = parts[0].argsort()
+        return tuple(part[order] for part in parts)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """COCO's average precision, in 0-1; None where there is no object that it could be of.
+
+    Attributes:
+        metrics: over all classes: the mean over IoU thresholds of .50 to .95, at .50, and at .75.
+        by_size: the mean for objects of less than 32 x 32 square pixels, of up to 96 x 96, and of more.
+        per_class: the mean of each class.
+    """
+
+    metrics: dict[str, float | None]
+    by_size: dict[str, float | None]
+    per_class: dict[str, float | None]
+
+
+def average_precision(images: BoxedImages, found: Detections) -> Precision:
+    """Score what was found by COCO's evaluation (faster-coco-eval), with up to 100 boxes for each image.
+
+    Args:
+        images: with the true boxes; crowds make what is found there neither right nor wrong.
+        found: for each of the images.
+
+    Raises:
+        ValueError: images without detections, or of which there are two.
+    """
+    if not torch.equal(found.indices, torch.arange(len(images))):
+        raise ValueError(f"there must be detections for each of the {len(images)} images once, got {len(found)}")
+    from faster_coco_eval.core.coco import COCO
+    from faster_coco_eval.core.faster_eval_api import COCOeval_faster
+
+    truth = COCO(_as_coco(images))
+    evaluation = COCOeval_faster(truth, truth.loadRes(_as_table(found)), "bbox", print_function=_say_nothing)
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    # (IoU thresholds, recalls, classes, areas, most boxes): all areas, the largest number of boxes
+    precision = torch.from_numpy(np.asarray(evaluation.eval["precision"]))[:, :, :, 0, -1]
+    return Precision(
+        {name: _known(value) for name, value in zip(METRICS, evaluation.stats, strict=False)},
+        {size: _known(value) for size, value in zip(SIZES, evaluation.stats[len(METRICS) :], strict=False)},
+        {name: _known(precision[:, :, number].mean()) for number, name in enumerate(images.classes)},
+    )
+
+
+def _known(value: Any) -> float | None:
+    """COCO's evaluation says -1 where there is nothing to find."""
+    return None if value < 0 else float(value)
+
+
+def _say_nothing(*words: object) -> None:
+    """What is found is printed by others."""
+
+
+def _as_coco(images: BoxedImages) -> dict[str, Any]:
+    annotations: list[dict[str, Any]] = []
+    for index in range(len(images)):
+        boxes = images.boxes(index)
+        sizes = boxes.corners[:, 2:] - boxes.corners[:, :2]
+        rows = torch.cat((boxes.corners[:, :2], sizes), dim=1).tolist()
+        for box, label, crowd, area in zip(
+            rows, boxes.labels.tolist(), boxes.crowd.tolist(), boxes.areas.tolist(), strict=True
+        ):
+            annotations.append(
+                {
+                    # 0 would stand for no match
+                    "id": len(annotations) + 1,
+                    "image_id": index,
+                    "category_id": label,
+                    "bbox": box,
+                    "area": area,
+                    "iscrowd": int(crowd),
+                }
+            )
+    return {
+        "images": [{"id": index} for index in range(len(images))],
+        "categories": [{"id": number, "name": name} for number, name in enumerate(images.classes)],
+        "annotations": annotations,
+    }
+
+
+def _as_table(found: Detections) -> np.ndarray:
+    """Rows of image, left, top, width, height, score, class."""
+    number = found.scores.shape[1]
+    image = found.indices.repeat_interleave(number)
+    corners = found.corners.flatten(0, 1)
+    columns = (image[:, None], corners[:, :2], corners[:, 2:] - corners[:, :2], found.scores.view(-1, 1))
+    return torch.cat([part.double() for part in (*columns, found.labels.view(-1, 1))], dim=1).numpy()
+
+
+def write_detections(path: Path, images: BoxedImages, found: Detections) -> Path:
+    """Write what was found in COCO's format for results, with the file's own ids, whole or not at all."""
+
+    def rows() -> Iterator[str]:
+        for place, index in enumerate(found.indices.tolist()):
+            image = images.image_id(index)
+            corners = found.corners[place].double()
+            boxes = torch.cat((corners[:, :2], corners[:, 2:] - corners[:, :2]), dim=1).tolist()
+            for box, label, score in zip(
+                boxes, found.labels[place].tolist(), found.scores[place].tolist(), strict=True
+            ):
+                row = {
+                    "image_id": image,
+                    "category_id": images.category_ids[label],
+                    "bbox": [round(side, 3) for side in box],
+                    "score": round(score, 6),
+                }
+                yield json.dumps(row)
+
+    def write(part: Path) -> None:
+        with part.open("w", encoding="utf-8") as file:
+            file.write("[")
+            for number, row in enumerate(rows()):
+                file.write(f"{',' if number else ''}\n{row}")
+            file.write("\n]\n")
+
+    write_whole(path, write)
+    return path

@@ -1,0 +1,54 @@
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib.patches import Rectangle
+
+from cribo.data.detection import BoxedImages, open_detection
+from cribo.evaluation.detection.pictures import draw_boxes, panels_of, write_pictures
+from cribo.evaluation.detection.scoring import Detections
+
+
+@pytest.fixture
+def images(rectangles: Path) -> BoxedImages:
+    return open_detection(rectangles).val
+
+
+@pytest.fixture
+def found(images: BoxedImages) -> Detections:
+    corners = torch.tensor([[4.0, 6, 24, 22], [34, 20, 58, 42], [0, 0, 9, 9]]).expand(4, 3, 4)
+    scores = torch.tensor([0.9, 0.6, 0.4]).expand(4, 3)
+    return Detections(torch.arange(4), corners, torch.tensor([0, 1, 1]).expand(4, 3), scores)
+
+
+def test_boxes_lie_where_their_objects_do(images: BoxedImages, found: Detections) -> None:
+    figure = draw_boxes(panels_of(images, found, 4), images.classes, title="what")
+    there, predicted = figure.subfigs[0].axes
+    for axes, count in ((there, 2), (predicted, 2)):  # what is unlikely is not drawn
+        drawn = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+        assert len(drawn) == count
+        assert {(p.get_x(), p.get_y(), p.get_width(), p.get_height()) for p in drawn} == {
+            (3.5, 5.5, 20, 16),
+            (33.5, 19.5, 24, 22),
+        }
+    assert [text.get_text() for text in predicted.texts] == ["60", "90"]
+    assert {patch.get_edgecolor() for patch in there.patches} == {patch.get_edgecolor() for patch in predicted.patches}
+
+
+def test_titles_count_and_the_legend_names_what_is_drawn(images: BoxedImages, found: Detections) -> None:
+    figure = draw_boxes(panels_of(images, found, 2), images.classes, title="what")
+    assert [row.get_suptitle() for row in figure.subfigs[:2]] == [
+        "0.png: 2 objects, 2 found",
+        "2.png: 0 objects, 2 found",
+    ]
+    (legend,) = figure.subfigs[-1].legends
+    assert [text.get_text() for text in legend.get_texts()] == ["red", "green"]
+
+
+def test_pictures_are_split_into_files(images: BoxedImages, found: Detections, tmp_path: Path) -> None:
+    panels = 2 * panels_of(images, found, 9)
+    assert len(panels) == 8
+    written = write_pictures(panels, images.classes, tmp_path, title="what")
+    assert [path.name for path in written] == ["predictions.png", "predictions-2.png"]
+    with pytest.raises(ValueError, match="at least one image"):
+        draw_boxes([], images.classes, title="what")

@@ -1,0 +1,72 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cribo.arguments import ConfigError
+from cribo.evaluation.detection.config import DetectionConfig, DetectionData
+from cribo.evaluation.detection.model import build_yolos
+from cribo.evaluation.detection.recipe import RECIPES, Recipe, optimiser, rate_at
+from cribo.models import Backbone
+from cribo.retrieval.encoders import BackboneConfig
+
+
+def test_the_paper_schedule_is_that_of_yolos_s_with_the_batch_of_cribo() -> None:
+    assert RECIPES["paper"] == Recipe(
+        epochs=150,
+        batch_size=32,
+        learning_rate=2.5e-5,
+        size=800,
+        tokens=100,
+        final_learning_rate=1e-7,
+        weight_decay=1e-4,
+        clip=0.1,
+    )
+
+
+def test_the_rate_falls_along_half_a_cosine() -> None:
+    recipe = Recipe(learning_rate=1.0, final_learning_rate=0.2)
+    assert [rate_at(recipe, step, 6) for step in (0, 2, 3, 4, 6)] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_what_decays(tiny_vit: Callable[..., Backbone]) -> None:
+    model = build_yolos(tiny_vit(), ["a"], positions=(32, 32))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decaying, others = (
+        {names[id(parameter)] for parameter in group["params"]} for group in optimiser(model, Recipe()).param_groups
+    )
+    assert decaying | others == set(names.values())
+    assert {name for name in others if ".bias" not in name and "layernorm" not in name} == {
+        "vit.embeddings.cls_token",
+        "vit.embeddings.detection_tokens",
+        "vit.embeddings.position_embeddings",
+    }
+    assert "class_labels_classifier.layers.0.bias" in decaying
+    assert any(name.endswith("mid_position_embeddings") for name in decaying)
+    assert "vit.encoder.layer.0.attention.attention.query.bias" in others
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"epochs": 0}, "epochs must be >= 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
+        ({"tokens": 0}, "tokens must be >= 1, got 0"),
+        ({"learning_rate": 0.0}, "learning_rate must be > 0, got 0.0"),
+        ({"learning_rate": float("nan")}, "learning_rate must be > 0, got nan"),
+        ({"backbone": BackboneConfig("x", layers=4)}, "layers must be 1 for detection, got 4"),
+    ],
+)
+def test_values_that_cannot_be(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        DetectionConfig(**{"backbone": BackboneConfig("x"), **values})
+
+
+def test_a_limit_below_one() -> None:
+    with pytest.raises(ConfigError, match=r"data\.limit must be >= 1, got 0"):
+        DetectionData(limit=0)
+
+
+def test_what_is_given_goes_before_the_schedule() -> None:
+    config = DetectionConfig(BackboneConfig("x"), schedule="short", epochs=3, size=96)
+    assert config.recipe == Recipe(epochs=3, batch_size=8, learning_rate=2e-4, size=96)
