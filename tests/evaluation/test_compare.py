@@ -9,9 +9,13 @@ from rich.console import Console
 
 from cribo.data import SEGMENTATION_SETS
 from cribo.evaluation.compare import COMPARISON, Comparison, compare
+from cribo.evaluation.data import TrainingDataConfig
 from cribo.evaluation.published import published_beside
 from cribo.evaluation.results import NONE, EvaluationResult, ResultError
+from cribo.evaluation.segmentation.config import LinearConfig, TrainingSettings
 from cribo.files import FolderError
+from cribo.models import build_backbone
+from cribo.retrieval import BackboneConfig
 
 SETTINGS = {
     "protocol": "paper",
@@ -334,6 +338,20 @@ def test_results_of_another_setting_say_why_nothing_stands_beside_them(
     assert len(obstacles) == len(reasons)
     for obstacle, reason in zip(obstacles, reasons, strict=True):
         assert obstacle.startswith(reason)
+
+
+@pytest.mark.parametrize("name", ["voc", "ade20k", "coco-stuff", "pascal-context-60"])
+def test_what_linear_segmentation_does_by_itself_is_the_papers_setting(name: str) -> None:
+    config = LinearConfig(BackboneConfig("mine"), TrainingDataConfig(name))
+    args = {"depth": 2, "embed_dim": 32, "num_heads": 2}
+    backbone = build_backbone("vit_tiny_patch16_224", args=args, image_size=32)
+    used = {**TrainingSettings.of(config, backbone).used(), "layers": config.backbone.layers}
+    sizes = SEGMENTATION_SETS[name].sizes
+    train = "trainaug" if name == "voc" else "train"
+    data = {"name": name, "train": train, "train_images": sizes[train], "val_images": sizes["val"]}
+    found, obstacles = published_beside(trained("linear", settings=used, data=data))
+    assert not obstacles
+    assert len(found) == 8
 
 
 def test_sets_that_are_not_published_need_no_reason() -> None:
