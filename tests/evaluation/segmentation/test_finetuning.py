@@ -256,7 +256,10 @@ def test_two_processes_are_as_one(folder: Path, whole: Path, tmp_path: Path) -> 
         ({"decoder": DecoderConfig(heads=3)}, "decoder.width 32 does not divide into 3 heads"),
         ({"decoder": DecoderConfig(width=200)}, "decoder.width 200 does not divide into 3 heads"),
         ({"decoder": DecoderConfig(layers=0)}, "decoder.layers must be >= 1, got 0"),
-        ({"backbone": BackboneConfig("dla46_c", pretrained=False)}, "dla46_c has no drop path: use drop_path=0, got 0.2"),
+        (
+            {"backbone": BackboneConfig("dla46_c", pretrained=False)},
+            "dla46_c has no drop path: use drop_path=0, got 0.2",
+        ),
         (
             {"backbone": BackboneConfig("resnet18", pretrained=False), "checkpointing": "blocks"},
             "resnet18 has no transformer blocks to checkpoint, got 'blocks': use 'none'",
