@@ -185,8 +185,17 @@ def stop_when(condition: str) -> str:
 @pytest.mark.parametrize(
     ("condition", "left"),
     [
-        ("self.global_step == 3", ["lr=0.001/checkpoints/step=00000002.ckpt"]),
-        ("self.learning_rate == 1e-6", ["lr=0.001/score.json", "lr=0.001/segmenter.safetensors"]),
+        pytest.param(
+            "self.global_step == 3",
+            ["lr=0.001/checkpoints/step=00000002.ckpt"],
+            marks=pytest.mark.slow,
+            id="in training",
+        ),
+        pytest.param(
+            "self.learning_rate == 1e-6",
+            ["lr=0.001/score.json", "lr=0.001/segmenter.safetensors"],
+            id="between two trainings",
+        ),
     ],
 )
 def test_one_that_was_killed_ends_as_if_it_had_not_been(
