@@ -26,6 +26,7 @@ from cribo.evaluation.detection.model import build_yolos, require_transformers
 from cribo.evaluation.detection.recipe import Recipe
 from cribo.evaluation.detection.views import Collate, Sample, Sizes, WholeViews
 from cribo.evaluation.training import TrainingRuntime, fit
+from cribo.method import normalise
 from cribo.models import Backbone, save_backbone
 
 
@@ -132,6 +133,24 @@ def test_it_learns_four_images(rectangles: Path, tiny_vit: Callable[..., Backbon
     ap50 = detector.precision.metrics["ap50"]
     assert ap50 is not None
     assert ap50 > 0.95
+
+
+def test_boxes_are_as_exact_in_mixed_precision(rectangles: Path, tiny_vit: Callable[..., Backbone]) -> None:
+    images = open_detection(rectangles).val
+    backbone = tiny_vit()
+    model = build_yolos(backbone, images.classes, positions=(48, 64), tokens=8)
+    detector = Detector(model, Recipe(), steps=1, images=images, mean=backbone.mean, std=backbone.std)
+    pixels = images.load(0)[None]
+    with torch.no_grad():
+        exact = detector(pixels)
+        with torch.autocast("cpu", torch.bfloat16):
+            mixed = detector(pixels)
+    expected = model(normalise(pixels / 255, mean=backbone.mean, std=backbone.std))
+    torch.testing.assert_close(exact, (expected.logits, expected.pred_boxes))
+    torch.testing.assert_close(mixed, exact, atol=0.02, rtol=0)
+    for part in mixed:
+        assert part.dtype == torch.float32
+        assert not torch.equal(part, part.bfloat16().float())
 
 
 class Killed(Exception):
