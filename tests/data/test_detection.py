@@ -197,3 +197,10 @@ def test_the_boxes_of_real_images(camvid: Path) -> None:
             assert (corners >= 0).all()
             assert (corners <= torch.tensor([640, 480, 640, 480])).all()
     assert re.fullmatch(r"BloodImage_\d+\.jpg", splits.val.name(3))
+
+
+def test_there_may_be_more_categories_than_a_label_map_holds(tmp_path: Path) -> None:
+    categories = [{"id": number, "name": f"kind {number}"} for number in range(1, 1204)]
+    images = BoxedImages(write(tmp_path, [annotation([2, 3, 4, 5], 1203)], categories=categories))
+    assert len(images.classes) == 1203
+    assert images.boxes(0).labels.tolist() == [1202]

@@ -446,6 +446,8 @@ def test_settings_that_change_figures_by_chance_are_listed_without_alarm() -> No
 def test_where_a_known_set_lies_does_not_matter() -> None:
     elsewhere = a_result("two", data={"root": "/elsewhere"}, settings={"ratios": [1]})
     assert compare([a_result("one"), elsewhere]).groups[0].differences == []
+    named = a_result("two", data={"root": None, "train_annotations": "/a/train.json", "val_annotations": "/a/val.json"})
+    assert compare([a_result("one"), named]).groups[0].differences == []
 
 
 def test_other_images_in_folders_are_other_data() -> None:

@@ -242,6 +242,10 @@ def test_shares_of_the_memory_grow_to_the_right() -> None:
     assert varied_values([a_result(1), a_result(3)]) == [64, 8, 1]
     rows = [{"learning_rate": rate, "miou": 0.5} for rate in (8e-4, 1e-4, 3e-4)]
     assert varied_values([a_result(varies="learning_rate", results=rows)]) == [8e-4, 1e-4, 3e-4]
+    some = [
+        a_result(varies="neighbours", results=[{**rows[0], "neighbours": k} for k in ks]) for ks in ((10, 20), (5,))
+    ]
+    assert varied_values(some) == [5, 10, 20]
 
 
 def test_curves_stand_at_their_values() -> None:

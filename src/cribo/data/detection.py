@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -16,7 +17,6 @@ from torch import Tensor
 from cribo.data.coco import CocoFile, annotation_name
 from cribo.data.images import DataError, MissingData, require
 from cribo.data.reading import MAX_PIXELS
-from cribo.data.segmentation import class_names
 
 log = logging.getLogger("cribo")
 
@@ -97,7 +97,10 @@ class BoxedImages:
         self.path = coco.path
         if not coco.categories:
             raise DataError(f"{self.path} lists no category: detection needs the names of what it shall find")
-        self.classes = class_names([str(category["name"]) for category in coco.categories])
+        self.classes = [str(category["name"]) for category in coco.categories]
+        name, times = Counter(self.classes).most_common(1)[0]
+        if times > 1:
+            raise DataError(f"{self.path} must name each category once, got {name!r} {times} times")
         self.category_ids: list[int | str] = [category["id"] for category in coco.categories]
         self.image_ids: list[int | str] = [entry["id"] for entry in coco.images]
         folders = _folders(self.path, images)

@@ -42,6 +42,7 @@ FORMAT = 1
 _BEST_OF = frozenset({"learning_rate"})  # settings of which the best row is what is reported
 _BY_CHANCE = frozenset({"settings.seed", "settings.draws", "settings.precision"})  # change figures by noise only
 _OWN_DATA = frozenset({"data.memory_patches", "data.query_patches"})  # follow from the patch size
+_PLACES = ("data.root", "data.train_annotations", "data.val_annotations")
 _CLASSES = 10  # that differ most
 _TITLE_WIDTH = 90  # characters
 _LEAST_WIDTH = 14  # characters, of a column of names in a narrow terminal
@@ -280,7 +281,8 @@ def _comparable(result: EvaluationResult) -> dict[str, Any]:
         settings.pop(f"settings.{name}", None)
     data = {f"data.{name}": value for name, value in flat(result.data)}
     if result.data["name"] != "folder":
-        data.pop("data.root", None)  # where a known set lies does not matter
+        for place in _PLACES:  # where a known set lies does not matter
+            data.pop(place, None)
     return {**settings, **{name: value for name, value in data.items() if name not in _OWN_DATA}}
 
 

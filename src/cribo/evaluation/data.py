@@ -1,6 +1,7 @@
 """The labelled images of an evaluation: what can be asked for, and opening them."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from cribo.arguments import ConfigError
 from cribo.data import DataError, LabelledImages, LabelledSubset, default_splits, open_segmentation
@@ -108,6 +109,11 @@ def _open(
             images = LabelledSubset(images, spread(len(images), config.limit))
         opened.append(images)
     return opened[0], splits[0], opened[1], splits[1]
+
+
+def whole_path(root: str | None) -> str | None:
+    """The folder of a set, for results: by itself it says which one, from wherever the command was given."""
+    return None if root is None else str(Path(root).expanduser().absolute())
 
 
 def spread(count: int, number: int) -> list[int]:

@@ -15,8 +15,8 @@ class RuntimeConfig:
     """Where and how it is computed; results do not depend on it beyond rounding.
 
     Attributes:
-        devices: such as cuda:0,cuda:1 or cpu. The first one encodes, all share the search. All GPUs, or the CPU
-            where there is none, when not given.
+        devices: such as cuda:0,cuda:1 or cpu, which share the search. All GPUs, or the CPU where there is none, when
+            not given.
         batch_size: images encoded at once, where they are of one size. Lower it if the device runs out of memory.
         workers: processes that read images; when not given, half of the cores.
         memory_gib: what the search may use on each device; half of what is free when not given. Less of it means
@@ -43,7 +43,7 @@ class Machine:
     """Where and how it is computed; the result does not depend on it beyond rounding.
 
     Args:
-        devices: the first one encodes; the search is shared among all of them.
+        devices: the search is shared among all of them.
         batch_size: images encoded at once, where they are of one size.
         workers: processes that read images.
         memory_gib: what the search may use on each device; by default, half of what is free.

@@ -164,10 +164,13 @@ class Curve:
 def varied_values(results: Sequence[EvaluationResult]) -> list[object]:
     """All values of the setting in which the rows of these results differ, in the order in which to show them.
 
-    Shares grow, as in the paper: 1/128, 1/64, 1/8, 1/1. Other values stay in the order of the rows.
+    Shares grow, as in the paper: 1/128, 1/64, 1/8, 1/1. Other values stay in the order of the rows, unless that of one
+    result does not tell where those of another belong: then they ascend.
     """
     values = dict.fromkeys(row[result.varies] for result in results for row in result.results)
-    return sorted(values, reverse=True) if results[0].varies == "ratio" else list(values)
+    if results[0].varies == "ratio":
+        return sorted(values, reverse=True)
+    return list(values) if len(values) == len(results[0].results) else sorted(values)
 
 
 @_styled

@@ -26,6 +26,7 @@ from cribo.evaluation.detection.model import build_yolos, require_transformers
 from cribo.evaluation.detection.recipe import Recipe
 from cribo.evaluation.detection.views import Collate, Sample, Sizes, WholeViews
 from cribo.evaluation.training import TrainingRuntime, fit
+from cribo.method import normalise
 from cribo.models import Backbone, save_backbone
 
 
@@ -134,6 +135,24 @@ def test_it_learns_four_images(rectangles: Path, tiny_vit: Callable[..., Backbon
     assert ap50 > 0.95
 
 
+def test_boxes_are_as_exact_in_mixed_precision(rectangles: Path, tiny_vit: Callable[..., Backbone]) -> None:
+    images = open_detection(rectangles).val
+    backbone = tiny_vit()
+    model = build_yolos(backbone, images.classes, positions=(48, 64), tokens=8)
+    detector = Detector(model, Recipe(), steps=1, images=images, mean=backbone.mean, std=backbone.std)
+    pixels = images.load(0)[None]
+    with torch.no_grad():
+        exact = detector(pixels)
+        with torch.autocast("cpu", torch.bfloat16):
+            mixed = detector(pixels)
+    expected = model(normalise(pixels / 255, mean=backbone.mean, std=backbone.std))
+    torch.testing.assert_close(exact, (expected.logits, expected.pred_boxes))
+    torch.testing.assert_close(mixed, exact, atol=0.02, rtol=0)
+    for part in mixed:
+        assert part.dtype == torch.float32
+        assert not torch.equal(part, part.bfloat16().float())
+
+
 class Killed(Exception):
     pass
 
@@ -179,8 +198,9 @@ def test_old_results_are_replaced_on_demand_only(words: list[str], refused: Call
 
 
 @pytest.mark.slow
-def test_two_processes_look_at_each_image_once(words: list[str]) -> None:
+def test_two_processes_look_at_each_image_once_and_one_of_them_speaks(words: list[str]) -> None:
     words = [*words, "--epochs", "1", "--pictures", "0", "--out", "two", "--devices", "2", "--limit", "3"]
+    words += ["--tokens", "1"]
     done = subprocess.run(
         [sys.executable, "-m", "cribo", *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -192,8 +212,9 @@ def test_two_processes_look_at_each_image_once(words: list[str]) -> None:
     assert done.returncode == 0, done.stderr
     rows = json.loads(Path("two/detections.json").read_text())
     assert sorted({row["image_id"] for row in rows}) == [100, 101, 102]
-    assert len(rows) == 3 * 6
+    assert len(rows) == 3
     assert done.stdout.count("AP50") == 1
+    assert done.stdout.count("raise --tokens to have all of them") == 1
 
 
 def test_it_trains_in_16_bits(words: list[str]) -> None:
@@ -214,7 +235,9 @@ def test_checkpointing_changes_memory_alone(words: list[str]) -> None:
 def test_backbones_that_cannot_be(words: list[str], refused: Callable[..., str]) -> None:
     said = refused(*words, "--backbone", "resnet18", "--pretrained", "false")
     assert "YOLOS cannot be built on resnet18: it is no plain vision transformer; choose" in said
-    assert "mean-colour" in refused(*words, "--backbone", "mean-colour")
+    assert "mean-colour is no network that a detector could begin with: choose" in refused(
+        *words, "--backbone", "mean-colour"
+    )
 
 
 @pytest.mark.parametrize(

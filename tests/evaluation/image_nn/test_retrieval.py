@@ -1,5 +1,6 @@
 """The classifier against a plain statement of the protocol, and its features against what may befall them."""
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -183,6 +184,18 @@ def test_what_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     Image.new("RGB", (SIDE, SIDE), (9, 250, 9)).save(images.image_path(17))
     assert not torch.equal(rows(images, changed := Colours(), cache), found)
     assert sum(changed.batches) == 2
+
+
+def test_images_of_the_same_names_sizes_and_dates_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    for split, colour in (("train", (250, 9, 9)), ("val", (9, 9, 250))):
+        (tmp_path / split).mkdir()
+        Image.new("RGB", (SIDE, SIDE), colour).save(tmp_path / split / "0.bmp")
+        os.utime(tmp_path / split / "0.bmp", (0, 0))
+    splits = [
+        ClassifiedFiles(ImageFiles(tmp_path / split, ["0.bmp"]), CLASSES, np.array([0])) for split in ("train", "val")
+    ]
+    train, val = (rows(images, Colours(), tmp_path / "cache") for images in splits)
+    assert not torch.allclose(train, val)
 
 
 def test_several_devices_and_workers_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

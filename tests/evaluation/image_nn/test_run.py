@@ -75,8 +75,9 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 def test_an_evaluation_leaves_its_results_and_pictures(
     data: Path, backbone: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words(data, "--out", "result", "--neighbours", "3,5", backbone=backbone)) == 0
+    assert main(words(Path("set"), "--out", "result", "--neighbours", "3,5", backbone=backbone)) == 0
     result = read_result("result")
+    assert result.data["root"] == str(data)  # by which a comparison tells sets of other folders apart
     assert (result.evaluation, result.varies, result.metrics) == ("image-nn", "neighbours", ["top1", "top5"])
     assert [row["neighbours"] for row in result.results] == [3, 5]
     assert result.classes == ["blue", "green", "red"]

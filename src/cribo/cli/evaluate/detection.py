@@ -41,7 +41,8 @@ def run(words: list[str]) -> None:
     from cribo.evaluation.detection.run import DETECTIONS, DETECTOR, evaluate_detection
     from cribo.evaluation.results import percent, result_tables
 
-    console = Console(soft_wrap=True)
+    # The processes of further devices run this command too, and have nothing to add to what the first one says.
+    console = Console(soft_wrap=True, quiet=not is_first_process())
     log_to(console)
     parser = Parser(
         prog="cribo evaluate detection",

@@ -41,7 +41,7 @@ class DenseNNConfig:
         search: exact, or faiss for an approximate index (its recall is printed).
         probes: lists that the approximate index looks through: more are slower and find more.
         precision: of the kept features: float16 takes half the room.
-        runtime: where and how it is computed.
+        runtime: where and how it is computed. The first device encodes, all share the search.
     """
 
     backbone: BackboneConfig

@@ -11,7 +11,7 @@ from rich.console import Console
 from cribo.console import Phases
 from cribo.data import LabelledImages
 from cribo.devices import resolve_devices
-from cribo.evaluation.data import open_splits
+from cribo.evaluation.data import open_splits, whole_path
 from cribo.evaluation.dense_nn.config import DenseNNConfig
 from cribo.evaluation.dense_nn.protocols import protocol_settings
 from cribo.evaluation.dense_nn.retrieval import DenseRetrieval, RatioScore, dense_nn
@@ -70,6 +70,7 @@ def evaluate_dense_nn(
             found = dense_nn(encoder, memory, queries, settings, machine=machine, pictures=pictures, progress=progress)
         about_data = {
             **dataclasses.asdict(config.data),
+            "root": whole_path(config.data.root),
             "memory": memory_split,
             "queries": query_split,
             "memory_images": len(memory),

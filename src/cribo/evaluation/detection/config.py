@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from cribo.arguments import ConfigError
 from cribo.data.detection import DetectionSplits, open_detection
 from cribo.evaluation.data import spread
+from cribo.evaluation.detection.model import ADVICE
 from cribo.evaluation.detection.recipe import RECIPES, Recipe, Schedule
 from cribo.evaluation.training import TrainingRuntime
-from cribo.retrieval.encoders import BackboneConfig
+from cribo.retrieval.encoders import MEAN_COLOUR, BackboneConfig
 
 
 @dataclass
@@ -93,6 +94,8 @@ class DetectionConfig:
                 raise ConfigError(f"{name} must be >= 1, got {value}")
         if self.learning_rate is not None and not 0 < self.learning_rate < float("inf"):
             raise ConfigError(f"learning_rate must be > 0, got {self.learning_rate}")
+        if self.backbone.source == MEAN_COLOUR:
+            raise ConfigError(f"{MEAN_COLOUR} is no network that a detector could begin with: {ADVICE}")
         if self.backbone.layers != 1:
             raise ConfigError(
                 f"layers must be 1 for detection, got {self.backbone.layers}: detection tokens go through all blocks"

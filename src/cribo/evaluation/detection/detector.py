@@ -56,9 +56,16 @@ class Detector(TrainedModule):
         self.gathered = Gathered()
 
     def forward(self, images: UInt8[Tensor, "b 3 h w"]) -> tuple[Float[Tensor, "b q classes"], Float[Tensor, "b q 4"]]:
-        """Logits of the classes, "no object" last; centre, width and height of the boxes in shares of the canvas."""
-        outputs = self.model(normalise(images.float().div_(255), mean=self.mean, std=self.std))
-        return outputs.logits, outputs.pred_boxes
+        """Logits of the classes, "no object" last; centre, width and height of the boxes in shares of the canvas.
+
+        The two heads compute in float32 at least, whatever the rest does: bfloat16 knows shares above 1/2 only to
+        1/256, five pixels of a long side, and too few probabilities to put boxes in an order.
+        """
+        pixels = normalise(images.float().div_(255), mean=self.mean, std=self.std)
+        tokens = self.model.vit(pixels).last_hidden_state[:, -self.model.config.num_detection_tokens :]
+        with torch.autocast(tokens.device.type, enabled=False):
+            tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
+            return self.model.class_labels_classifier(tokens), self.model.bbox_predictor(tokens).sigmoid()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Float[Tensor, ""]:
         """The set loss.

@@ -89,9 +89,9 @@ def extract(
 ) -> ImageFeatures:
     """Encode images, except those whose features the cache holds.
 
-    Features are kept in files of 1024 images, named by the encoder, the preparation, and name, size and date of the
-    images: to read more than a million images again only to know whether they are the same would take as long as
-    many a network. An extraction that was cut short goes on where it stopped, to 1024 images.
+    Features are kept in files of 1024 images, named by the encoder, the preparation, name, size and date of the images,
+    and what the first of them holds: to read more than a million images again only to know whether they are the same
+    would take as long as many a network. An extraction that was cut short goes on where it stopped, to 1024 images.
 
     Args:
         encoders: one for each device of the machine, on that device; batches go round.
@@ -136,10 +136,15 @@ def _path(
     """Where the features of a block of images stand."""
     digest = hashlib.sha256()
     for index in block:
+        path = Path(images.image_path(index))
         try:
-            status = Path(images.image_path(index)).stat()
+            status = path.stat()
+            if index == block[0]:
+                # Archives may give all files one date, and uncompressed images are of one size: train/cat/1.bmp and
+                # val/cat/1.bmp differ in what they hold alone.
+                digest.update(path.read_bytes())
         except OSError as error:
-            raise UnreadableImage(images.image_path(index), error.strerror or str(error)) from error
+            raise UnreadableImage(path, error.strerror or str(error)) from error
         digest.update(
             f"{images.name(index)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape")
         )

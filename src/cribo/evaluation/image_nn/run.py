@@ -15,6 +15,7 @@ from torch import Tensor
 from cribo.console import Phases
 from cribo.data.classification import ClassificationSplits, ClassifiedFiles
 from cribo.devices import resolve_devices
+from cribo.evaluation.data import whole_path
 from cribo.evaluation.folders import results_folder
 from cribo.evaluation.image_nn.config import ImageNNConfig, image_nn_settings, open_image_splits
 from cribo.evaluation.image_nn.pictures import shown_score, write_image_pictures
@@ -92,6 +93,7 @@ def evaluate_image_nn(
 def _about_data(config: ImageNNConfig, splits: ClassificationSplits) -> dict[str, Any]:
     return {
         **dataclasses.asdict(config.data),
+        "root": whole_path(config.data.root),
         "train": splits.train_name,
         "val": splits.val_name,
         "train_images": len(splits.train),

@@ -13,7 +13,7 @@ from torch import Tensor
 from cribo.console import Phases
 from cribo.data import DataError, LabelledImages
 from cribo.data.crops import LabelledCrops, WholeImages
-from cribo.evaluation.data import open_training_splits, spread
+from cribo.evaluation.data import open_training_splits, spread, whole_path
 from cribo.evaluation.pictures import Panel
 from cribo.evaluation.results import EvaluationResult, iou, versions
 from cribo.evaluation.segmentation.config import SegmentationTrainingConfig, TrainingSettings
@@ -77,6 +77,7 @@ class SegmentationTask:
         """What results say of the data."""
         return {
             **dataclasses.asdict(self.config.data),
+            "root": whole_path(self.config.data.root),
             "train": self.train_split,
             "val": self.val_split,
             "train_images": len(self.train),
