@@ -193,6 +193,16 @@ def test_a_signal_in_the_last_step_ends_the_score(tmp_path: Path) -> None:
     assert checkpoint_files(tmp_path)[0].name == "step=00000012.ckpt"
 
 
+def test_devices_that_would_have_nothing_to_score_are_refused(tmp_path: Path) -> None:
+    class One(Points):
+        def __len__(self) -> int:
+            return 1
+
+    with pytest.raises(ConfigError, match="each of the 2 devices must have something to score, got 1: use fewer"):
+        run(tmp_path, validation=One(), runtime={"devices": 2})
+    assert not checkpoint_files(tmp_path)
+
+
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(Diverged, match=r"not finite after step 2: .* lower learning rate"):
         run(tmp_path, Regression(lr=float("inf")), runtime={"checkpoint_every": 2})
