@@ -167,6 +167,42 @@ def test_ctrl_c_is_an_interrupt_of_the_keyboard(tmp_path: Path) -> None:
     assert checkpoint_files(tmp_path)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_score_that_a_signal_ends_is_computed_after_a_resumption(tmp_path: Path, number: signal.Signals) -> None:
+    class Signalling(Points):
+        def __getitem__(self, key: Any) -> tuple[Tensor, Tensor]:
+            if key == 2:
+                os.kill(os.getpid(), number)
+            return super().__getitem__(key)
+
+    handler = signal.getsignal(number)
+    module = Regression()
+    with pytest.raises(Interrupted, match=rf"stopped by {number.name} after step 12: .*--resume") as stopped:
+        run(tmp_path, module, validation=Signalling())
+    assert stopped.value.status == 128 + number
+    assert not module.scores
+    assert signal.getsignal(number) == handler
+    assert_same(run(tmp_path), run(tmp_path / "whole"))
+
+
+def test_a_signal_in_the_last_step_ends_the_score(tmp_path: Path) -> None:
+    module = Regression()
+    with pytest.raises(Interrupted, match="after step 12"):
+        run(tmp_path, module, callbacks=[Stop(STEPS - 1)])
+    assert not module.scores
+    assert checkpoint_files(tmp_path)[0].name == "step=00000012.ckpt"
+
+
+def test_devices_that_would_have_nothing_to_score_are_refused(tmp_path: Path) -> None:
+    class One(Points):
+        def __len__(self) -> int:
+            return 1
+
+    with pytest.raises(ConfigError, match="each of the 2 devices must have something to score, got 1: use fewer"):
+        run(tmp_path, validation=One(), runtime={"devices": 2})
+    assert not checkpoint_files(tmp_path)
+
+
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(Diverged, match=r"not finite after step 2: .* lower learning rate"):
         run(tmp_path, Regression(lr=float("inf")), runtime={"checkpoint_every": 2})

@@ -206,7 +206,7 @@ def fit(
         the trainer, after its validation.
 
     Raises:
-        ConfigError: devices that are not there, or that cannot share a batch.
+        ConfigError: devices that are not there, that cannot share a batch, or have nothing to score.
         Interrupted: SIGTERM or SIGUSR1 came; a checkpoint was written. (Ctrl-C is a KeyboardInterrupt.)
         Diverged: weights are not finite.
         Stopped: a process that reads images was killed.
@@ -407,9 +407,19 @@ class _Events(Events):
 
 
 class _Share(Sampler[list[int]]):
-    """The indices of a validation that fall to one process, in batches."""
+    """The indices of a validation that fall to one process, in batches.
+
+    Raises:
+        ConfigError: fewer samples than processes. Lightning leaves one without any out of the validation, and the
+            others wait for it at the sums.
+    """
 
     def __init__(self, count: int, batch_size: int, trainer: L.Trainer) -> None:
+        if count < trainer.world_size:
+            raise ConfigError(
+                f"each of the {trainer.world_size} devices must have something to score, got {count}: use fewer "
+                "--runtime.devices, or raise data.limit"
+            )
         self.indices = range(trainer.global_rank, count, trainer.world_size)
         self.batch_size = batch_size
 

@@ -8,13 +8,14 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 
 from cribo.errors import Stopped
 
@@ -50,6 +51,9 @@ class Interruption(L.Callback):
     at once, even while a step hangs. After SIGUSR1 a job of SLURM is put into the queue again. Lightning's own
     handlers, which save where they are in the step, are replaced while the training lasts.
 
+    A validation by itself, after the training, is ended after the batch in which SIGTERM or SIGUSR1 came, by each
+    process for itself: there is nothing to save. Lightning would take the first for Ctrl-C, and not know the second.
+
     Args:
         save: writes the checkpoint.
         advice: how to go on, for the message.
@@ -69,9 +73,7 @@ class Interruption(L.Callback):
         if trainer.world_size > 1:
             # On the host, beside the devices' own group: nobody waits for a GPU to learn whether to go on.
             self._group = dist.new_group(backend="gloo")
-        if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._note) for number in _SIGNALS}
-            self._impatience = _Impatience()
+        self._listen(_SIGNALS)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -94,21 +96,58 @@ class Interruption(L.Callback):
             told, work = self._agreement
             work.wait()
             number = int(told)
-        if not number or trainer.global_step >= trainer.max_steps:
+        if not number:
             return
-        received = signal.Signals(number)
+        if trainer.global_step >= trainer.max_steps:  # it ends anyway; a validation that follows is ended
+            self._received = signal.Signals(number)
+            return
         self.save(trainer)
-        if trainer.is_global_zero and received.name == "SIGUSR1":
-            requeue()
-        raise Interrupted(received, trainer.global_step, self.advice)
+        self._end(trainer, signal.Signals(number))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leave the signals to who had them."""
         self._restore()
 
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Listen, where there is no training around it; Ctrl-C is left to Python."""
+        if trainer.state.fn == TrainerFn.VALIDATING:
+            self._listen([number for number in _SIGNALS if number != signal.SIGINT])
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Stop, if a signal has come and there is no training around it.
+
+        Raises:
+            Interrupted: a signal has come.
+        """
+        if trainer.state.fn == TrainerFn.VALIDATING and self._received is not None:
+            self._end(trainer, self._received)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leave the signals to who had them, unless a training goes on."""
+        if trainer.state.fn == TrainerFn.VALIDATING:
+            self._restore()
+
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leave the signals to who had them."""
         self._restore()
+
+    def _listen(self, signals: Iterable[signal.Signals]) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.signal(number, self._note) for number in signals}
+            self._impatience = _Impatience()
+
+    def _end(self, trainer: L.Trainer, received: signal.Signals) -> None:
+        if trainer.is_global_zero and received.name == "SIGUSR1":
+            requeue()
+        raise Interrupted(received, trainer.global_step, self.advice)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:

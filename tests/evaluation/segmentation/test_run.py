@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -142,6 +143,29 @@ def test_an_evaluation_that_was_killed_ends_as_if_it_had_not_been(folder: Path, 
     before = (stopped / "results.json").stat().st_mtime_ns
     assert main(words) == 0  # finished: nothing is done again
     assert (stopped / "results.json").stat().st_mtime_ns == before
+
+
+def test_one_that_was_killed_at_its_pictures_is_not_finished(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = config(folder, iterations=1)
+    with monkeypatch.context() as patched:
+        patched.setattr("cribo.evaluation.segmentation.run.write_pictures", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            evaluate_linear(made, out=tmp_path / "out", pictures=1)
+    evaluate_linear(made, out=tmp_path / "out", resume=True, pictures=1)
+    assert (tmp_path / "out" / "predictions.png").is_file()
+
+
+@pytest.mark.parametrize("evaluation", ["linear", "segmenter"])
+def test_processes_beside_the_first_print_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], evaluation: str
+) -> None:
+    words = ["evaluate", evaluation, "--backbone", str(folder / "network"), "--data", "folder"]
+    words += ["--data.root", str(folder), "--crop", "24", "--out", str(tmp_path / "out")]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main(words) == 2  # after the backbone has been read, and told of
+    assert capsys.readouterr().out == ""
 
 
 def test_other_settings_are_not_gone_on_with(folder: Path, tmp_path: Path) -> None:

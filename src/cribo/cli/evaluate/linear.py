@@ -31,7 +31,8 @@ def run(words: list[str]) -> None:
     from cribo.evaluation.segmentation.config import LinearConfig
     from cribo.evaluation.segmentation.run import evaluate_linear
 
-    console = Console(soft_wrap=True)
+    # The processes of further devices run this command too, and have nothing to add to what the first one says.
+    console = Console(soft_wrap=True, quiet=not is_first_process())
     log_to(console)
     config, how = parse("linear", words, LinearConfig, HELP, lists=("--learning_rates",))
     command = shlex.join(["cribo", "evaluate", "linear", *words])

@@ -38,7 +38,8 @@ def run(words: list[str]) -> None:
     from cribo.evaluation.segmentation.finetuning import evaluate_segmenter
     from cribo.evaluation.segmentation.trained import SEGMENTER_FILE
 
-    console = Console(soft_wrap=True)
+    # The processes of further devices run this command too, and have nothing to add to what the first one says.
+    console = Console(soft_wrap=True, quiet=not is_first_process())
     log_to(console)
     config, how = parse("segmenter", words, SegmenterConfig, HELP, lists=("--learning_rates",))
     command = shlex.join(["cribo", "evaluate", "segmenter", *words])

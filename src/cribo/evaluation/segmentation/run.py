@@ -91,6 +91,7 @@ def evaluate_linear(
         )
         if is_first_process():
             panels = task.panels(module.to(device), best_row(result), pictures, console)
-            result.write(folder)
+            # The result comes last: a folder that has one is finished.
             write_pictures(result, panels, task.val.palette, folder)
+            result.write(folder)
     return result, folder
