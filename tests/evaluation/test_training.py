@@ -23,7 +23,7 @@ from cribo.evaluation.training import KeyStream, TrainedModule, TrainingRuntime,
 from cribo.files import FolderError
 from cribo.training.checkpoints import checkpoint_files
 from cribo.training.interruption import Interrupted
-from cribo.training.lock import run_lock
+from cribo.training.lock import LOCK, run_lock
 from cribo.training.module import Diverged
 
 STEPS = 12
@@ -232,7 +232,9 @@ def test_tensorboard_has_what_is_logged(tmp_path: Path) -> None:
 def test_a_line_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("cribo.training.progress._LINE_SECONDS", 0)
     run(tmp_path, console=Console(soft_wrap=True))
-    assert re.search(r"linear step 12/12 ETA 0:00 loss [\d.]+", capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert re.search(r"linear step 12/12 ETA 0:00 loss [\d.]+", said)
+    assert "linear: score: 5/5" in said
 
 
 @pytest.mark.slow
@@ -309,6 +311,28 @@ def test_a_folder_in_use_is_refused(opened: Callable[..., Any]) -> None:
         for choice in ("overwrite", "resume"):
             with pytest.raises(FolderError, match="in use"):
                 opened({}, **{choice: True}).__enter__()
+
+
+def test_what_is_refused_before_a_step_leaves_nothing(opened: Callable[..., Any], tmp_path: Path) -> None:
+    def refuse(*, worked: bool) -> None:
+        with opened({}) as folder:
+            if worked:
+                (folder / "work").touch()
+            raise ConfigError("three do not share a batch of four")
+
+    with pytest.raises(ConfigError, match="three"):
+        refuse(worked=False)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match="three"):
+        refuse(worked=True)
+    assert (tmp_path / "out" / "work").exists()
+
+
+def test_a_start_that_was_killed_at_once_is_gone_on_with(opened: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / LOCK).touch()
+    with opened({}, resume=True) as folder:
+        assert (folder / "evaluation.json").is_file()
 
 
 def test_what_cannot_be_gone_on_with_is_said(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ from cribo.training.lightning import (
     quiet_lightning,
     require_launched,
 )
-from cribo.training.lock import run_lock
+from cribo.training.lock import LOCK, is_barely_begun, run_lock
 from cribo.training.module import ResumableModule
 from cribo.training.progress import StepProgress
 
@@ -292,14 +292,27 @@ def evaluation_folder(
     if claimed is not None:  # this process is a further device of an evaluation that the first one has opened
         yield Path(claimed)
         return
+    refused: list[Path] = []
     with ExitStack() as held:
+        held.callback(lambda: [_remove_if_empty(folder) for folder in refused])  # when the lock is gone
         probe = _trainer(runtime, None, [], 1)
         claim = partial(_claim, out, name, settings, held, overwrite=overwrite, resume=resume)
         folder = Path(agreed(probe, lambda: str(claim())))
         for variable, value in ((_CLAIMED, str(folder)), (LAUNCHER, str(os.getpid()))):
             os.environ[variable] = value
             held.callback(os.environ.pop, variable)
-        yield folder
+        try:
+            yield folder
+        except ConfigError:  # refused before anything was done: the next attempt shall find the place as it was
+            if is_first_process() and {path.name for path in folder.iterdir()} <= {SETTINGS, LOCK}:
+                (folder / SETTINGS).unlink(missing_ok=True)
+                refused.append(folder)
+            raise
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):  # rmdir removes what is empty only
+        folder.rmdir()
 
 
 def finished_result(out: Path | None, *, resume: bool) -> EvaluationResult | None:
@@ -321,6 +334,8 @@ def _claim(
         _require_same(out, settings)
         remove_parts(out)
         return out
+    elif resume and is_barely_begun(out):  # a start that was killed, or is under way
+        folder = out
     else:
         folder = out
         if overwrite and (folder / SETTINGS).is_file():

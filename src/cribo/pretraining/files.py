@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from cribo.files import FolderError, claim_folder, is_part, make_numbered_folder
-from cribo.training.lock import LOCK, run_lock
+from cribo.files import FolderError, claim_folder, make_numbered_folder
+from cribo.training.lock import run_lock
 
 CONFIG, SUMMARY, METRICS, SKIPPED = "config.yaml", "summary.json", "metrics.csv", "skipped.csv"
 REPORT, CLUSTERS = "report", "clusters.npz"
@@ -34,9 +34,3 @@ def claim_run_folder(out: Path, name: str | None, default_name: str, *, overwrit
             advice=f"choose another --name, go on with it by --resume {folder} or --continue, or --overwrite it",
         )
     return folder
-
-
-def is_barely_begun(folder: Path) -> bool:
-    """Whether a start was killed, or is under way, before it has written the configuration."""
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    return bool(names) and all(name == LOCK or is_part(name) for name in names)

@@ -24,7 +24,7 @@ from cribo.files import FolderError, remove_parts, write_json, write_text
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.pretraining.cluster_record import ClusterRecord
 from cribo.pretraining.config import PretrainConfig
-from cribo.pretraining.files import CONFIG, REPORT, SUMMARY, claim_run_folder, is_barely_begun
+from cribo.pretraining.files import CONFIG, REPORT, SUMMARY, claim_run_folder
 from cribo.pretraining.footprint import peak_rss_bytes
 from cribo.pretraining.monitoring import LoadingFaults, Metrics, Watch
 from cribo.pretraining.nonfinite import NonFiniteSteps
@@ -37,7 +37,7 @@ from cribo.processes import LAUNCHER, end_with_launcher
 from cribo.training.checkpoints import Checkpoints, checkpoint_files, resume_point
 from cribo.training.interruption import Interrupted, Interruption
 from cribo.training.lightning import interruptible, quiet_lightning
-from cribo.training.lock import run_lock
+from cribo.training.lock import is_barely_begun, run_lock
 
 log = logging.getLogger("cribo")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cribo.files import FolderError
+from cribo.files import FolderError, is_part
 
 log = logging.getLogger("cribo")
 
@@ -63,6 +63,12 @@ def _held_in_this_process(folder: Path) -> Iterator[None]:
     finally:
         with _held_guard:
             _held.pop(key, None)
+
+
+def is_barely_begun(folder: Path) -> bool:
+    """Whether a start was killed, or is under way, before it has written what it is."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return bool(names) and all(name == LOCK or is_part(name) for name in names)
 
 
 def _acquire(path: Path) -> int | None:

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -15,7 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from cribo.console import duration
+from cribo.console import Phases, duration
 
 _LINE_SECONDS = 30.0  # between two lines where there is no terminal to draw a bar on
 
@@ -35,6 +36,7 @@ class StepProgress(L.Callback):
         self.every_steps = every_steps
         self._numbers = ""
         self._bar: Progress | None = None
+        self._score: Phases | None = None
         self._started = self._printed = 0.0
         self._first_step = 0
 
@@ -89,6 +91,30 @@ class StepProgress(L.Callback):
         """Leave the terminal as it was."""
         self._stop()
 
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Show where a score stands that has no training around it."""
+        if trainer.state.fn == TrainerFn.VALIDATING and trainer.is_global_zero:
+            self._score = Phases(self.console)
+            self._score.__enter__()
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Move on."""
+        if self._score is not None:
+            self._score(f"{self.title(pl_module)}: score", batch_idx + 1, int(sum(trainer.num_val_batches)))
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leave the terminal as it was."""
+        if self._score is not None:
+            self._stop()
+
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leave the terminal as it was."""
         self._stop()
@@ -97,4 +123,7 @@ class StepProgress(L.Callback):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-            sys.stdout.flush()
+        if self._score is not None:
+            self._score.__exit__(None, None, None)
+            self._score = None
+        sys.stdout.flush()

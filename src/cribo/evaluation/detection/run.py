@@ -71,9 +71,6 @@ def evaluate_detection(
     """
     if pictures < 0:
         raise ValueError(f"pictures must be >= 0, got {pictures}")
-    finished = finished_result(out, resume=resume)
-    if finished is not None and out is not None:
-        return finished, out
     require_transformers()
     started = time.perf_counter()
     splits = config.data.open()
@@ -88,6 +85,9 @@ def evaluate_detection(
     same = {"backbone": about["fingerprint"], "data": {name: data[name] for name in _SAME_DATA}, **settings}
     name = f"detection-{_short_name(splits)}-{backbone_name(config.backbone)}"
     with evaluation_folder(out, name, same, overwrite=overwrite, resume=resume, runtime=config.runtime) as folder:
+        # Asked for here, where its settings are known to be these.
+        if (done := finished_result(folder, resume=resume)) is not None:
+            return done, folder
         sizes = Sizes(recipe.size)
         collate = Collate(backbone.patch_size, backbone.mean)
         trainer = fit(

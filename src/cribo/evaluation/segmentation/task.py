@@ -86,7 +86,9 @@ class SegmentationTask:
 
     def identity(self) -> dict[str, Any]:
         """Backbone and data, as a resumed evaluation must find them."""
-        return {"backbone": self.backbone_about["fingerprint"], "data": self.about_data}
+        # Files may lie elsewhere when it is gone on with.
+        data = {name: value for name, value in self.about_data.items() if name != "root"}
+        return {"backbone": self.backbone_about["fingerprint"], "data": data}
 
     def result(
         self,
