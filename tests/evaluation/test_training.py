@@ -1,3 +1,4 @@
+import json
 import os
 import re
 import signal
@@ -240,7 +241,7 @@ def test_a_line_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     program = f"""
-import sys
+import json, sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from tests.evaluation.test_training import Regression, TrainingRuntime, evaluation_folder, run
@@ -249,7 +250,8 @@ choices = {{"overwrite": False, "resume": False, "runtime": TrainingRuntime(**ru
 with evaluation_folder(Path("two"), "two", {{}}, **choices) as folder:
     for part in ("a", "b"):
         module = run(folder / part, runtime=runtime)
-        print(module.global_rank, part, module.scores, module.layer.weight.tolist(), flush=True)
+        found = {{"scores": module.scores, "weights": module.layer.weight.tolist()}}
+        Path(f"{{part}}{{module.global_rank}}.json").write_text(json.dumps(found))
 """
     (tmp_path / "program.py").write_text(program)
     done = subprocess.run(
@@ -257,13 +259,11 @@ with evaluation_folder(Path("two"), "two", {{}}, **choices) as folder:
     )
     assert done.returncode == 0, done.stderr
     one = run(tmp_path / "one")
-    lines = [line for line in done.stdout.splitlines() if line[:1] in "01"]
-    assert sorted(line[:3] for line in lines) == ["0 a", "0 b", "1 a", "1 b"]
-    for line in lines:
-        numbers = [float(number) for number in re.findall(r"-?\d+\.[\de-]+", line)]
-        assert numbers == pytest.approx([one.scores[-1][1], *one.layer.weight[0].tolist()], rel=1e-6)
-        assert "(12, " in line
-        assert ", 5)" in line
+    for name in ("a0", "a1", "b0", "b1"):
+        found = json.loads((tmp_path / f"{name}.json").read_text())
+        step, error, seen = found["scores"][-1]
+        assert (step, seen) == (12, 5)
+        assert [error, *found["weights"][0]] == pytest.approx([one.scores[-1][1], *one.layer.weight[0].tolist()])
     assert checkpoint_files(tmp_path / "two" / "a")
 
 
