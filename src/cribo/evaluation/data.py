@@ -12,6 +12,16 @@ _SCENE_COUNTS = 400, 100  # known ones, and those that are scored
 _FIRST_SCENE = 1_000_000  # nobody trains on that many
 
 
+def require_limit(limit: int | None) -> None:
+    """Refuse a `data.limit` of no image.
+
+    Raises:
+        ConfigError: it is below 1.
+    """
+    if limit is not None and limit < 1:
+        raise ConfigError(f"data.limit must be >= 1, got {limit}")
+
+
 @dataclass
 class DataConfig:
     """Labelled images.
@@ -36,8 +46,7 @@ class DataConfig:
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ConfigError(f"data.limit must be >= 1, got {self.limit}")
+        require_limit(self.limit)
 
 
 @dataclass
@@ -63,8 +72,7 @@ class TrainingDataConfig:
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ConfigError(f"data.limit must be >= 1, got {self.limit}")
+        require_limit(self.limit)
 
 
 def open_splits(config: DataConfig) -> tuple[LabelledImages, str, LabelledImages, str]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 
 from cribo.arguments import ConfigError
@@ -30,26 +29,10 @@ from cribo.files import FolderError
 from cribo.models import build_backbone, save_backbone
 from cribo.retrieval import BackboneConfig
 
-from .made import Squares, tiny_vit
+from .made import Squares
 
 CPU: dict[str, Any] = {"accelerator": "cpu", "workers": 0, "threads": 1}
 RATES = 1e-3, 1e-6
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A set in the layout of `folder`, four images to train on and two to score, and a network beside it."""
-    root = tmp_path_factory.mktemp("squares")
-    for split, images in (("train", Squares(4)), ("val", Squares(2, seed=1))):
-        for kind in ("images", "labels"):
-            (root / kind / split).mkdir(parents=True)
-        for index in range(len(images)):
-            pixels = images.load(index).permute(1, 2, 0).numpy()
-            Image.fromarray(pixels).save(root / "images" / split / f"{index}.png")
-            Image.fromarray(images.labels(index).numpy()).save(root / "labels" / split / f"{index}.png")
-    (root / "classes.txt").write_text("\n".join(Squares().classes), encoding="utf-8")
-    save_backbone(tiny_vit(), root / "network")
-    return root
 
 
 def config(folder: Path, **changes: Any) -> SegmenterConfig:

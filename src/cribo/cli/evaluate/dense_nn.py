@@ -1,7 +1,6 @@
 """`cribo evaluate dense-nn`: dense nearest-neighbour retrieval."""
 
 import shlex
-from pathlib import Path
 
 from rich.console import Console
 
@@ -29,39 +28,23 @@ LESS_MEMORY = "lower --runtime.batch_size or --runtime.memory_gib"
 
 def run(words: list[str]) -> None:
     """Evaluate a backbone."""
-    from cribo.arguments import Parser
+    from cribo.cli.evaluate.options import configuration, evaluation_parser
     from cribo.evaluation.dense_nn.config import DenseNNConfig
     from cribo.evaluation.dense_nn.run import evaluate_dense_nn
     from cribo.evaluation.results import result_tables
 
     console = Console(soft_wrap=True)
     log_to(console)
-    parser = Parser(
-        prog="cribo evaluate dense-nn",
-        description=HELP,
-        usage="cribo evaluate dense-nn --backbone SOURCE --data NAME --data.root DIR [options]",
+    parser = evaluation_parser(
+        "dense-nn",
+        HELP,
         short=_SHORT,
         switches=_SWITCHES,
         lists=_LISTS,
     )
-    parser.add_argument(
-        "--out", type=Path, help="folder for results and pictures; evaluations/dense-nn-..., numbered, by default"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace results that stand in --out")
-    parser.add_argument("--pictures", type=int, default=6, help="of how many images the prediction is drawn")
-    parser.add_argument("--config", action="config", help="a YAML file with options, which the others override")
-    parser.add_class_arguments(DenseNNConfig)
-    parsed = parser.parse_args(words)
-    made = parser.instantiate(parsed)
-    config = DenseNNConfig(**{name: made[name] for name in DenseNNConfig.__dataclass_fields__})
-    result, folder = evaluate_dense_nn(
-        config,
-        out=parsed.out,
-        overwrite=parsed.overwrite,
-        pictures=parsed.pictures,
-        command=shlex.join(["cribo", "evaluate", "dense-nn", *words]),
-        console=console,
-    )
+    config, how = configuration(parser, words, DenseNNConfig)
+    command = shlex.join(["cribo", "evaluate", "dense-nn", *words])
+    result, folder = evaluate_dense_nn(config, **how, command=command, console=console)
     for table in result_tables(result):
         console.print(table)
     print_places(console, {"numbers": folder / "results.json", "pictures": folder / "*.png"})

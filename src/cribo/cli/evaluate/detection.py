@@ -1,7 +1,6 @@
 """`cribo evaluate detection`: object detection with YOLOS."""
 
 import shlex
-from pathlib import Path
 
 from rich.console import Console
 
@@ -36,7 +35,7 @@ _SWITCHES = (*BACKBONE_SWITCHES, "--checkpointing")
 
 def run(words: list[str]) -> None:
     """Evaluate a backbone."""
-    from cribo.arguments import Parser
+    from cribo.cli.evaluate.options import add_resume, configuration, evaluation_parser
     from cribo.evaluation.detection.config import DetectionConfig
     from cribo.evaluation.detection.run import DETECTIONS, DETECTOR, evaluate_detection
     from cribo.evaluation.results import percent, result_tables
@@ -44,37 +43,18 @@ def run(words: list[str]) -> None:
     # The processes of further devices run this command too, and have nothing to add to what the first one says.
     console = Console(soft_wrap=True, quiet=not is_first_process())
     log_to(console)
-    parser = Parser(
-        prog="cribo evaluate detection",
-        description=HELP,
-        usage="cribo evaluate detection --backbone SOURCE --data DIR [options]",
+    parser = evaluation_parser(
+        "detection",
+        HELP,
+        data="DIR",
+        drawn="the boxes are drawn",
         short=_SHORT,
         switches=_SWITCHES,
     )
-    parser.add_argument(
-        "--out", type=Path, help="folder for results and pictures; evaluations/detection-..., numbered, by default"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace what stands in --out")
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on with what stands in --out, if there is something: for schedulers that start a command again",
-    )
-    parser.add_argument("--pictures", type=int, default=6, help="of how many images the boxes are drawn")
-    parser.add_argument("--config", action="config", help="a YAML file with options, which the others override")
-    parser.add_class_arguments(DetectionConfig)
-    parsed = parser.parse_args(words)
-    made = parser.instantiate(parsed)
-    config = DetectionConfig(**{name: made[name] for name in DetectionConfig.__dataclass_fields__})
-    result, folder = evaluate_detection(
-        config,
-        out=parsed.out,
-        overwrite=parsed.overwrite,
-        resume=parsed.resume,
-        pictures=parsed.pictures,
-        command=shlex.join(["cribo", "evaluate", "detection", *words]),
-        console=console,
-    )
+    add_resume(parser)
+    config, how = configuration(parser, words, DetectionConfig)
+    command = shlex.join(["cribo", "evaluate", "detection", *words])
+    result, folder = evaluate_detection(config, **how, command=command, console=console)
     if not is_first_process():
         return
     for table in result_tables(result):

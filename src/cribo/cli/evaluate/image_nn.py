@@ -1,7 +1,6 @@
 """`cribo evaluate image-nn`: image-level nearest neighbours."""
 
 import shlex
-from pathlib import Path
 
 from rich.console import Console
 
@@ -39,39 +38,24 @@ LESS_MEMORY = "lower --runtime.batch_size or --runtime.memory_gib"
 
 def run(words: list[str]) -> None:
     """Evaluate a backbone."""
-    from cribo.arguments import Parser
+    from cribo.cli.evaluate.options import configuration, evaluation_parser
     from cribo.evaluation.image_nn.config import ImageNNConfig
     from cribo.evaluation.image_nn.run import confused_table, evaluate_image_nn
     from cribo.evaluation.results import result_tables
 
     console = Console(soft_wrap=True)
     log_to(console)
-    parser = Parser(
-        prog="cribo evaluate image-nn",
-        description=HELP,
-        usage="cribo evaluate image-nn --backbone SOURCE --data NAME --data.root DIR [options]",
+    parser = evaluation_parser(
+        "image-nn",
+        HELP,
+        drawn="the nearest ones are drawn",
         short=_SHORT,
         switches=_SWITCHES,
         lists=_LISTS,
     )
-    parser.add_argument(
-        "--out", type=Path, help="folder for results and pictures; evaluations/image-nn-..., numbered, by default"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace results that stand in --out")
-    parser.add_argument("--pictures", type=int, default=6, help="of how many images the nearest ones are drawn")
-    parser.add_argument("--config", action="config", help="a YAML file with options, which the others override")
-    parser.add_class_arguments(ImageNNConfig)
-    parsed = parser.parse_args(words)
-    made = parser.instantiate(parsed)
-    config = ImageNNConfig(**{name: made[name] for name in ImageNNConfig.__dataclass_fields__})
-    result, folder = evaluate_image_nn(
-        config,
-        out=parsed.out,
-        overwrite=parsed.overwrite,
-        pictures=parsed.pictures,
-        command=shlex.join(["cribo", "evaluate", "image-nn", *words]),
-        console=console,
-    )
+    config, how = configuration(parser, words, ImageNNConfig)
+    command = shlex.join(["cribo", "evaluate", "image-nn", *words])
+    result, folder = evaluate_image_nn(config, **how, command=command, console=console)
     for table in (*result_tables(result), *confused_table(result)):
         console.print(table)
     print_places(console, {"numbers": folder / "results.json", "pictures": folder / "*.png"})

@@ -34,7 +34,7 @@ def run(words: list[str]) -> None:
     # The processes of further devices run this command too, and have nothing to add to what the first one says.
     console = Console(soft_wrap=True, quiet=not is_first_process())
     log_to(console)
-    config, how = parse("linear", words, LinearConfig, HELP, lists=("--learning_rates",))
+    config, how = parse("linear", words, LinearConfig, HELP)
     command = shlex.join(["cribo", "evaluate", "linear", *words])
     result, folder = evaluate_linear(config, **how, command=command, console=console)
     if is_first_process():

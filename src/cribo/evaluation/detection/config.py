@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from cribo.arguments import ConfigError
 from cribo.data.detection import DetectionSplits, open_detection
-from cribo.evaluation.data import spread
+from cribo.evaluation.data import require_limit, spread
 from cribo.evaluation.detection.model import ADVICE
 from cribo.evaluation.detection.recipe import RECIPES, Recipe, Schedule
 from cribo.evaluation.training import TrainingRuntime
@@ -35,8 +35,7 @@ class DetectionData:
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ConfigError(f"data.limit must be >= 1, got {self.limit}")
+        require_limit(self.limit)
 
     def open(self) -> DetectionSplits:
         """Open both splits.

@@ -6,6 +6,7 @@ from typing import Literal
 from cribo.arguments import ConfigError
 from cribo.data.classification import ClassificationSplits, open_classification
 from cribo.evaluation.cache import Precision
+from cribo.evaluation.data import require_limit
 from cribo.evaluation.image_nn.retrieval import NEIGHBOURS, ImageNNSettings, check_neighbours
 from cribo.evaluation.machine import RuntimeConfig
 from cribo.retrieval.encoders import BackboneConfig
@@ -34,8 +35,7 @@ class ImageDataConfig:
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ConfigError(f"data.limit must be >= 1, got {self.limit}")
+        require_limit(self.limit)
 
 
 @dataclass
