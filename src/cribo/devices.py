@@ -1,6 +1,7 @@
-"""Which devices and how many worker processes to use, where a user leaves it open."""
+"""Which devices and how many worker processes to use by default, and what a processor can do."""
 
 import os
+import platform
 from collections.abc import Sequence
 
 import torch
@@ -40,3 +41,19 @@ def resolve_workers(number: int | None) -> int:
         return number
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(_MAX_WORKERS, cores // _THREADS_PER_WORKER)
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this machine's processor has instructions for products of bfloat16 (AVX512-BF16, AMX, Arm's BF16).
+
+    Without them such products are emulated, several times slower than those of float32.
+
+    Example:
+        >>> multiplies_bfloat16() in (True, False)
+        True
+    """
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        checks = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    else:
+        checks = [getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)]
+    return any(check() for check in checks if check is not None)

@@ -1,11 +1,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks import literal
 from torch import Tensor
 
-from cribo.method import NO_MATCH, cycle_consistency, match_objects
-from cribo.method.matching import inverse_norms, nearest_rows
+from cribo.method import NO_MATCH, blocks, cycle_consistency, match_objects, reference
+from cribo.method.matching import nearest_rows
 
 
 def naive_nearest(query: Tensor, rows: Tensor) -> int:
@@ -94,55 +93,57 @@ def test_no_objects_have_no_matches() -> None:
     assert nearest.shape == consistent.shape == (2, 0)
 
 
-@pytest.mark.parametrize("block_rows", [1, 3, 7, 50, 4096])
-@pytest.mark.parametrize("cuts", [[50], [20, 30], [0, 1, 49]])
-def test_blocks_and_segments_change_nothing(block_rows: int, cuts: list[int]) -> None:
-    queries, bank = torch.randn(11, 6), torch.randn(50, 6)
-    unit = [F.normalize(rows.double(), dim=-1) for rows in (queries, bank)]
-    segments = list(bank.split(cuts))
-    rows = nearest_rows(queries, segments, [inverse_norms(part) for part in segments], block_rows=block_rows)
-    assert torch.equal(rows, literal.search(*unit))
+@pytest.fixture(params=[1, 3, 7, 4096])
+def block_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Rows that a search of 4 queries compares at once."""
+    monkeypatch.setitem(blocks._NUMBERS, "cpu", 4 * request.param)
+    return request.param
 
 
-@pytest.mark.parametrize("block_rows", [1, 2, 3, 10])
-def test_of_equal_rows_the_first_wins(block_rows: int) -> None:
+@pytest.mark.parametrize("parts", [None, [slice(0, 20), slice(20, 50)], [slice(30, 50), slice(0, 30)]])
+@pytest.mark.usefixtures("block_rows")
+def test_blocks_and_parts_change_nothing(parts: list[slice] | None) -> None:
+    queries, rows = torch.randn(4, 6), F.normalize(torch.randn(50, 6), dim=-1)
+    expected = reference.nearest(queries.double(), rows.double())
+    assert torch.equal(nearest_rows(queries, rows, parts=parts), expected)
+
+
+@pytest.mark.usefixtures("block_rows")
+def test_rows_outside_of_the_parts_are_not_found() -> None:
+    queries, rows = torch.randn(4, 6), F.normalize(torch.randn(50, 6), dim=-1)
+    found = nearest_rows(queries, rows, parts=[slice(40, 50), slice(0, 5)])
+    inside = torch.cat((torch.arange(40, 50), torch.arange(5)))
+    assert torch.equal(found, inside[reference.nearest(queries.double(), rows[inside].double())])
+
+
+@pytest.mark.usefixtures("block_rows")
+def test_of_equal_rows_the_first_wins() -> None:
     rows = torch.eye(4)[[3, 1, 0, 1, 0, 2, 2]]
-    nearest = nearest_rows(torch.eye(4), [rows], [inverse_norms(rows)], block_rows=block_rows)
-    assert nearest.tolist() == [2, 1, 5, 0]
+    assert nearest_rows(torch.eye(4), rows).tolist() == [2, 1, 5, 0]
+    assert nearest_rows(torch.eye(4), rows, parts=[slice(3, 7), slice(0, 3)]).tolist() == [4, 3, 5, 0]
 
 
+@pytest.mark.usefixtures("block_rows")
 def test_rows_of_the_own_image_never_match() -> None:
-    queries, bank = torch.randn(20, 6), torch.randn(60, 6)
+    queries, bank = torch.randn(20, 6), F.normalize(torch.randn(60, 6), dim=-1)
     images, bank_images = torch.arange(20) % 5, torch.arange(60) % 5
-    nearest = nearest_rows(
-        queries,
-        [bank],
-        [inverse_norms(bank)],
-        query_images=images,
-        segment_images=[bank_images],
-        block_rows=7,
-    )
+    nearest = nearest_rows(queries, bank, query_images=images, row_images=bank_images)
     for query, image, row in zip(queries, images, nearest, strict=True):
         others = (bank_images != image).nonzero().flatten()
         assert int(row) == int(others[naive_nearest(query, bank[others])])
 
 
 def test_a_bank_with_nothing_but_the_own_image_matches_nothing() -> None:
-    bank = torch.randn(3, 6)
-    nearest = nearest_rows(
-        torch.cat((bank[:1], bank[:1])),
-        [bank],
-        [inverse_norms(bank)],
-        query_images=torch.tensor([7, 8]),
-        segment_images=[torch.tensor([7, 7, 7])],
-    )
+    bank = F.normalize(torch.randn(3, 6), dim=-1)
+    queries, images = bank[[0, 0]], torch.tensor([7, 8])
+    nearest = nearest_rows(queries, bank, query_images=images, row_images=torch.tensor([7, 7, 7]))
     assert nearest.tolist() == [NO_MATCH, 0]
 
 
-def test_a_zero_row_is_finite_and_loses() -> None:
-    bank = torch.stack((torch.zeros(4), torch.ones(4)))
-    assert inverse_norms(bank).isfinite().all()
-    assert nearest_rows(torch.ones(1, 4), [bank], [inverse_norms(bank)]).tolist() == [1]
+def test_a_zero_row_loses() -> None:
+    objects = torch.ones(2, 1, 4)
+    nearest, _ = match_objects(objects, torch.stack((torch.zeros(4), torch.ones(4))).expand(2, -1, -1))
+    assert nearest.tolist() == [[1], [1]]
 
 
 def test_autocast_changes_no_match() -> None:

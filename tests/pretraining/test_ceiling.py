@@ -1,10 +1,6 @@
-import platform
-from pathlib import Path
-
 import pytest
 import torch
 
-from cribo.method.products import multiplies_bfloat16
 from cribo.models import build_backbone
 from cribo.pretraining.ceiling import model_flops, product_ceiling
 
@@ -50,12 +46,3 @@ def test_the_whole_map_of_a_convolutional_network_is_four_times_that_of_half_the
 def test_the_ceiling_is_a_rate_of_this_machine(dtype: torch.dtype) -> None:
     rate = product_ceiling("cpu", dtype)
     assert 1e8 < rate < 1e15
-
-
-@pytest.mark.skipif(
-    platform.machine() != "x86_64" or not Path("/proc/cpuinfo").is_file(),
-    reason="Linux tells an x86 processor's features",
-)
-def test_bf16_is_what_the_processor_says() -> None:
-    flags = set(Path("/proc/cpuinfo").read_text().split())
-    assert multiplies_bfloat16() == bool(flags & {"avx512_bf16", "amx_bf16"})

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cribo.arguments import ConfigError
-from cribo.method import normalise
+from cribo.models import normalise
 from cribo.models import build_backbone, save_backbone
 from cribo.retrieval import BackboneConfig, backbone_encoder, backbone_name, mean_colour_encoder
 from cribo.retrieval.encoders import (

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cribo.method import products
 from cribo.retrieval import search
 from cribo.retrieval.search import (
     ApproximateIndex,
@@ -130,8 +129,9 @@ def test_the_cut_changes_nothing_but_the_rounding_of_near_ties(dim: int) -> None
         assert_nearest(nearest(queries, TensorKeys(keys), 25, plan=cut), queries, keys)
 
 
-def test_on_processors_where_pytorch_multiplies_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_ONEDNN", None)
+@pytest.mark.parametrize("amd", [True, False])
+def test_by_either_library_for_products(amd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cribo.models.linear.has_amd_processor", lambda: amd)
     same, queries = unit(1, 31).expand(2500, -1), unit(40, 31, seed=1)
     keys = unit(3000, 31)
     for cut in PLANS:

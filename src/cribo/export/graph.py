@@ -23,8 +23,7 @@ from torch._export.serde.serialize import SerializeError
 from torch.export import Dim, ExportedProgram
 
 from cribo.export.target import Encode, Exporter, MissingExtra, Options, Written
-from cribo.method import normalise
-from cribo.models import Backbone, describe
+from cribo.models import Backbone, describe, normalise
 
 _TORCH_FILE, _ONNX_FILE = "backbone.pt2", "backbone.onnx"
 _TRACED, _LEAST, _MOST = (5, 7), 2, 4096  # patches down and across: of the example, and of any image

@@ -15,8 +15,7 @@ from cribo.data.randomness import keyed_generator
 from cribo.errors import Stopped
 from cribo.export.target import Encode, Exporter, Options
 from cribo.files import holds_results, write_folder_whole, write_json
-from cribo.method import normalise
-from cribo.models import Backbone, describe
+from cribo.models import Backbone, describe, normalise
 
 Target = Literal["timm", "transformers", "onnx", "torch-export"]
 TARGETS: tuple[Target, ...] = get_args(Target)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from cribo.export.target import Encode, Exporter, Options, Written
 from cribo.files import write_json
-from cribo.method import normalise
-from cribo.models import Backbone
+from cribo.models import Backbone, normalise
 
 _LOAD = """\
 import timm

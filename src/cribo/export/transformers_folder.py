@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from cribo.export import timm_folder
 from cribo.export.target import Encode, Exporter, MissingExtra, Options, Written
 from cribo.files import write_json
-from cribo.method import normalise
-from cribo.models import Backbone
+from cribo.models import Backbone, normalise
 from cribo.models.dialects import DIALECTS, State, fold_positions
 from cribo.models.inverse import write_as
 

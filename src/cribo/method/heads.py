@@ -1,4 +1,4 @@
-"""Projection head and last layers (METHOD: MLP with GELU, L2 normalisation, weight-normalised prototypes)."""
+"""Projection head h and last layers (paper section 3.2.3 and appendix "Network architecture")."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from cribo.method.precision import at_least_float32
 
 
 class ProjectionHead(nn.Module):
-    """The MLP shared by the image level and the object level, up to the L2-normalised bottleneck.
+    """The MLP that the image level and the object level share, up to the L2-normalised bottleneck.
 
     Args:
         dim: D, channels of the representations.
@@ -21,8 +21,7 @@ class ProjectionHead(nn.Module):
         bottleneck_dim: E, channels of the embeddings.
         num_layers: linear layers in all, at least 1.
         bias: whether the linear layers have one; it starts at zero.
-        init_std: standard deviation of the weights' truncated normal; narrow heads learn sooner with about
-            1 / sqrt(hidden_dim).
+        init_std: standard deviation of the weights' truncated normal; about 1 / sqrt(hidden_dim) suits narrow heads.
 
     Raises:
         ValueError: a size below 1, or a standard deviation that is not positive.
@@ -73,7 +72,7 @@ class ProjectionHead(nn.Module):
 
 
 class PrototypeLayer(nn.Module):
-    """A weight-normalised linear layer without bias: the last layer of a head.
+    """A weight-normalised linear layer without bias, the last layer of a head.
 
     Args:
         bottleneck_dim: E.
@@ -100,17 +99,17 @@ class PrototypeLayer(nn.Module):
 
     @property
     def weight(self) -> Float[Tensor, "l e"]:
-        """The prototypes: unit directions times their gain, in float32 also under autocast."""
+        """The (L, E) prototypes: unit directions times their gain, in float32 even under autocast."""
         return self.normalised()
 
     def normalised(self) -> Float[Tensor, "l e"]:
-        """`weight`, as a method, which FSDP can be told to gather the parameters for.
+        """`weight` as a method: FSDP gathers parameters around methods only.
 
-        PyTorch's fused weight normalisation: one pass forward, one backward, and only the directions' norms are kept.
+        PyTorch's fused weight normalisation keeps no second (L, E) tensor for the backward pass.
         """
         with torch.autocast(self.direction.device.type, enabled=False):
             return torch.ops.aten._weight_norm(self.direction, self.gain, 0)
 
     def forward(self, embeddings: Float[Tensor, "*rows e"]) -> Float[Tensor, "*rows l"]:
-        """Logits. Training uses `prototype_loss`, which never holds all of them at once."""
+        """Logits of embeddings. The losses of `cribo.method` compute them in blocks instead."""
         return cast(Tensor, F.linear(embeddings, self.weight))

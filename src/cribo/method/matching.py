@@ -1,4 +1,4 @@
-"""Matching objects across images: nearest neighbours, jump, cycle consistency (paper section 3.2.2)."""
+"""Matching objects across images: nearest neighbour, jump, cycle consistency (paper section 3.2.2)."""
 
 from collections.abc import Sequence
 
@@ -7,15 +7,15 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from cribo.method.products import parts_on_grid, product
+from cribo.method.blocks import rows_per_block
+from cribo.method.precision import in_float32, inner_products
 
 NO_MATCH = -1
-"""What stands in the place of a row's index when the bank holds nothing that the query may match."""
-
-_TINY = 1e-12
+"""Stands for a row's index where the bank holds nothing that the query may match."""
 
 
 @torch.no_grad()
+@in_float32
 def match_objects(
     objects: Float[Tensor, "2 r d"], bank: Float[Tensor, "2 m d"]
 ) -> tuple[Int[Tensor, "2 r"], Bool[Tensor, "2 r"]]:
@@ -27,12 +27,12 @@ def match_objects(
 
     Returns:
         nearest: (2, R) row of the bank with the greatest cosine similarity; `NO_MATCH` (-1) if M = 0.
-        consistent: (2, R), true where the criterion holds (see `cycle_consistency`).
+        consistent: (2, R), true where the cycle closes (see `cycle_consistency`).
 
     Raises:
         ValueError: shapes do not agree.
 
-    Source: paper equations of `nn`, `jump` and the cycle condition O.
+    Source: paper equations 2 to 4.
 
     Example:
         >>> nearest, consistent = match_objects(torch.randn(2, 12, 8), torch.randn(2, 40, 8))
@@ -43,26 +43,25 @@ def match_objects(
         raise ValueError(f"objects must have the shape (2, R, D), got {tuple(objects.shape)}")
     if bank.ndim != 3 or bank.shape[0] != 2 or bank.shape[2] != objects.shape[2]:
         raise ValueError(f"bank must have the shape (2, M, {objects.shape[2]}), got {tuple(bank.shape)}")
-    with torch.autocast(objects.device.type, enabled=False):
-        nearest = torch.stack(
-            [nearest_rows(objects[view], [bank[view]], [inverse_norms(bank[view])]) for view in (0, 1)]
-        )
-        if bank.shape[1] == 0:
-            return nearest, torch.zeros_like(nearest, dtype=torch.bool)
-        jumped = torch.stack([bank[1][nearest[0]], bank[0][nearest[1]]])
-        return nearest, cycle_consistency(objects, jumped, [objects.shape[1]])
+    rows = F.normalize(bank, dim=-1)
+    nearest = torch.stack([nearest_rows(objects[view], rows[view]) for view in (0, 1)])
+    if bank.shape[1] == 0:
+        return nearest, torch.zeros_like(nearest, dtype=torch.bool)
+    jumped = torch.stack([rows[1 - view, nearest[view]] for view in (0, 1)])
+    return nearest, cycle_consistency(objects, jumped)
 
 
 @torch.no_grad()
+@in_float32
 def cycle_consistency(
-    objects: Float[Tensor, "2 r d"], jumped: Float[Tensor, "2 r d"], group_rows: Sequence[int]
+    objects: Float[Tensor, "2 r d"], jumped: Float[Tensor, "2 r d"], group_rows: Sequence[int] | None = None
 ) -> Bool[Tensor, "2 r"]:
     """Whether each object comes back to itself: neighbour, jump, neighbour in the batch's other view, jump.
 
     Args:
         objects: (2, R, D) the batch's objects, group after group.
         jumped: (2, R, D) for view i, the other view's row of the neighbour found for view i.
-        group_rows: rows of each group of images; the last search stays inside the query's group.
+        group_rows: rows of each group of images; the last search stays inside the query's group. One group by default.
 
     Returns:
         (2, R) booleans.
@@ -70,87 +69,54 @@ def cycle_consistency(
     Raises:
         ValueError: the groups' rows do not sum to R.
 
-    Source: paper section 3.2.2, "Cycle-consistent matchings".
+    Source: paper equation 4, "Cycle-consistent matchings".
     """
-    if sum(group_rows) != objects.shape[1]:
-        raise ValueError(f"group_rows must sum to {objects.shape[1]} objects, got {list(group_rows)}")
-    if not objects.shape[1]:
-        return torch.zeros(objects.shape[:2], dtype=torch.bool, device=objects.device)
-    queries, targets = F.normalize(jumped.float(), dim=-1), objects.float().flip(0)
-    norms = inverse_norms(targets)
-    return torch.cat(
-        [
-            _nearest_is_own(query, target, norm)
-            for query, target, norm in zip(
-                queries.split(list(group_rows), dim=1),
-                targets.split(list(group_rows), dim=1),
-                norms.split(list(group_rows), dim=1),
-                strict=True,
-            )
-            if query.shape[1]
-        ],
-        dim=1,
-    )
+    sizes = [objects.shape[1]] if group_rows is None else list(group_rows)
+    if sum(sizes) != objects.shape[1]:
+        raise ValueError(f"group_rows must sum to {objects.shape[1]} objects, got {sizes}")
+    queries, targets = F.normalize(jumped, dim=-1), F.normalize(objects.flip(0), dim=-1)
+    closed = [
+        (query @ target.mT).argmax(dim=2) == torch.arange(size, device=objects.device)
+        for size, query, target in zip(sizes, queries.split(sizes, dim=1), targets.split(sizes, dim=1), strict=True)
+        if size
+    ]
+    return torch.cat(closed, dim=1) if closed else objects.new_zeros(objects.shape[:2], dtype=torch.bool)
 
 
-def _nearest_is_own(
-    queries: Float[Tensor, "2 n d"], targets: Float[Tensor, "2 n d"], norms: Float[Tensor, "2 n"]
-) -> Bool[Tensor, "2 n"]:
-    """Whether of all targets, scaled by `norms`, the one in the query's own place is the first of the most similar."""
-    similarity = torch.stack([product(query, target) for query, target in zip(queries, targets, strict=True)])
-    similarity *= norms[:, None]
-    own = similarity.diagonal(dim1=1, dim2=2)
-    earlier_is_equal = (similarity == own[..., None]).tril_(-1).any(dim=2)
-    return (own >= similarity.amax(dim=2)) & ~earlier_is_equal
-
-
-@torch.no_grad()
 def nearest_rows(
     queries: Float[Tensor, "r d"],
-    segments: Sequence[Float[Tensor, "_ d"]],
-    inverse_norms: Sequence[Float[Tensor, "_"]],
+    rows: Float[Tensor, "m d"],
     *,
+    parts: Sequence[slice] | None = None,
     query_images: Int[Tensor, " r"] | None = None,
-    segment_images: Sequence[Int[Tensor, "_"]] | None = None,
-    block_rows: int = 4096,
+    row_images: Int[Tensor, " m"] | None = None,
 ) -> Int[Tensor, " r"]:
-    """Row with the greatest cosine similarity to each query, counted through all segments.
+    """Find the row with the greatest cosine similarity to each query (paper equation 2).
 
-    The rows are visited in blocks with a running maximum: never more than (R, block_rows) similarities
-    live at once. Of equally similar rows the first wins.
+    A running maximum over blocks of rows: the similarities of one block are held at a time. Of equally similar rows
+    the first wins.
 
     Args:
-        queries: (R, D), any scale, float32.
-        segments: blocks of rows (M_i, D), any scale and float type, in the order of their row numbers.
-        inverse_norms: 1 / norm of each segment's rows, float32.
-        query_images: (R,) image of each query; with `segment_images`, rows of its own image never match.
-        segment_images: (M_i,) image of each segment's rows.
-        block_rows: rows per block.
+        queries: (R, D), any scale.
+        rows: (M, D) of unit length.
+        parts: slices of the rows to search, in this order; all rows by default.
+        query_images: (R,) image of each query; with `row_images`, rows of its own image never match.
+        row_images: (M,) image of each row.
 
     Returns:
-        (R,) int64 rows; `NO_MATCH` where there is none.
+        (R,) int64 indices of rows; `NO_MATCH` where there is none.
     """
-    queries = F.normalize(queries.float(), dim=-1)
-    best = queries.new_full((queries.shape[0],), -torch.inf)
+    queries = F.normalize(queries, dim=-1)
+    best = queries.new_full(queries.shape[:1], -torch.inf)
     nearest = torch.full_like(best, NO_MATCH, dtype=torch.long)
-    if queries.shape[0] == 0:
-        return nearest
-    first = 0
-    for number, (segment, norms) in enumerate(zip(segments, inverse_norms, strict=True)):
-        for block in parts_on_grid(segment.shape[0], block_rows):
-            similarity = product(queries, segment[block].float())
-            similarity *= norms[block]
-            if query_images is not None and segment_images is not None:
-                own = query_images[:, None] == segment_images[number][None, block]
-                similarity.masked_fill_(own, -torch.inf)
+    size = rows_per_block(len(queries), queries.device)
+    for part in [slice(0, len(rows))] if parts is None else parts:
+        for start in range(part.start, part.stop, size):
+            block = slice(start, min(start + size, part.stop))
+            similarity = inner_products(queries, rows[block])
+            if query_images is not None and row_images is not None:
+                similarity.masked_fill_(query_images[:, None] == row_images[block], -torch.inf)
             value, row = similarity.max(dim=1)
             better = value > best
-            best = torch.where(better, value, best)
-            nearest = torch.where(better, row + (first + block.start), nearest)
-        first += segment.shape[0]
+            best, nearest = best.where(~better, value), nearest.where(~better, row + start)
     return nearest
-
-
-def inverse_norms(rows: Float[Tensor, "*m d"]) -> Float[Tensor, "*m"]:
-    """1 / Euclidean norm of each row, in float32; finite for a zero row."""
-    return rows.float().norm(dim=-1).clamp_min(_TINY).reciprocal()

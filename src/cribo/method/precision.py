@@ -1,40 +1,49 @@
-"""Which float type sums and losses are taken in."""
+"""The precision that the method computes in: float32 or better, outside autocast."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-
-def at_least_float32(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Half precision becomes float32; float32 and float64 stay what they are.
-
-    Runs in float64 serve comparisons: rounding in between would undo what they are made for.
-
-    Example:
-        >>> [at_least_float32(torch.ones(2, dtype=t)).dtype for t in (torch.bfloat16, torch.float64)]
-        [torch.float32, torch.float64]
-    """
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-@contextmanager
-def float32_products(precision: str) -> Iterator[None]:
-    """Inside, products of float32 are computed as torch's `set_float32_matmul_precision` says.
-
-    Args:
-        precision: `highest`: of float32 indeed; `high`: of TF32, where there is such a thing.
+def at_least_float32(value: Any) -> Any:
+    """Convert half-precision tensors to float32; return everything else, float64 included, unchanged.
 
     Example:
-        >>> with float32_products("high"):
-        ...     torch.get_float32_matmul_precision()
-        'high'
+        >>> [at_least_float32(torch.ones(2, dtype=t)).dtype for t in (torch.bfloat16, torch.float64, torch.long)]
+        [torch.float32, torch.float64, torch.int64]
     """
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    is_half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_half else value
+
+
+def in_float32(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function to run outside autocast, with its half-precision arguments in float32.
+
+    Clusters, matches and losses must not depend on the precision that the networks run in.
+    """
+
+    @wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        device = next(value.device.type for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        with torch.autocast(device, enabled=False):
+            arguments = [at_least_float32(value) for value in args]
+            return function(*arguments, **{name: at_least_float32(value) for name, value in kwargs.items()})  # pyright: ignore[reportCallIssue]
+
+    return wrapper
+
+
+def inner_products(queries: Float[Tensor, "r d"], rows: Float[Tensor, "m d"]) -> Float[Tensor, "r m"]:
+    """All inner products of queries with stored rows, in the type of the queries.
+
+    Rows stored in half precision are multiplied by a GPU as they are, with sums in float32; a CPU converts them first.
+    """
+    if rows.is_cuda and rows.dtype != queries.dtype:
+        return torch.mm(queries.to(rows.dtype), rows.T, out_dtype=queries.dtype)
+    return queries @ rows.to(queries.dtype).T

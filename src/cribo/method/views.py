@@ -1,7 +1,7 @@
-"""Two views of an image, with the place of every patch in the source image (METHOD section 1).
+"""Two views of an image, with the place of every patch in the source image.
 
-Geometry happens per image where it is decoded; photometric work happens per batch on the device. Every draw
-comes from a generator that the caller gives, so that a view depends on nothing but its key.
+Crops are cut per image, where it is decoded; photometric operations run per batch, on the device. Every draw comes from
+a generator that the caller passes. Source: docs/method.md, "Views".
 """
 
 import math
@@ -9,18 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from cribo.method.transfer import send
-
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
-
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as in PIL and torchvision
-# The operations of the jitter; all but the hue's are affine in a pixel's colour.
-_BRIGHTNESS, _CONTRAST, _SATURATION, _HUE = range(4)
+_CONTRAST, _HUE = 1, 3  # numbers of operations in `Photometric.order`
 _CROP_ATTEMPTS = 10
 
 
@@ -45,7 +38,7 @@ class ViewRecipe:
         solarise_threshold: in grey levels, 0 to 255.
 
     Raises:
-        ValueError: a value out of range, when made.
+        ValueError: a value out of range.
     """
 
     size: int = 224
@@ -71,16 +64,7 @@ class ViewRecipe:
                 raise ValueError(f"{name} must be between {low:g} and {high:g}, got {value}")
 
         check("size", 1, 8192)
-        for name in (
-            "flip",
-            "jitter",
-            "greyscale",
-            "blur",
-            "solarise",
-            "brightness",
-            "contrast",
-            "saturation",
-        ):
+        for name in ("flip", "jitter", "greyscale", "blur", "solarise", "brightness", "contrast", "saturation"):
             check(name, 0, 1)
         check("area", 1e-4, 1)
         check("aspect", 0.01, 100)
@@ -109,7 +93,7 @@ class Crops:
 def sample_crops(height: int, width: int, recipe: ViewRecipe, *, generator: torch.Generator) -> Crops:
     """Draw the crops of both views of an image: random area and aspect, then a place, then a flip.
 
-    Where no crop of the drawn shapes fits in ten attempts, the largest centred one of an allowed aspect.
+    If none of ten drawn shapes fits, the crop is the largest centred one of an allowed aspect.
 
     Example:
         >>> crops = sample_crops(480, 640, ViewRecipe(), generator=torch.Generator().manual_seed(0))
@@ -131,11 +115,11 @@ def sample_crops(height: int, width: int, recipe: ViewRecipe, *, generator: torc
 
 def cut_views(image: UInt8[Tensor, "3 h w"], crops: Crops, size: int) -> UInt8[Tensor, "2 3 s s"]:
     """Cut both views out of an image: crop, bicubic resize (antialiased), flip; 8 bits a channel."""
-    # Imported here: it takes as long as PyTorch itself, and most who import the method cut no views.
+    # Importing torchvision takes as long as importing PyTorch, and only this function needs it.
     from torchvision.transforms.v2 import InterpolationMode
     from torchvision.transforms.v2 import functional as TF
 
-    # A crop that keeps its image's strides has no layout that the resize knows: it would unpack it channel by channel.
+    # Resizing a strided crop is several times slower: the kernel unpacks it channel by channel.
     layout = torch.channels_last if image.stride(0) == 1 else torch.contiguous_format
     views = []
     for (top, left, height, width), flip in zip(crops.boxes.tolist(), crops.flips.tolist(), strict=True):
@@ -146,14 +130,14 @@ def cut_views(image: UInt8[Tensor, "3 h w"], crops: Crops, size: int) -> UInt8[T
 
 
 REDUCTIONS = (8, 4, 2)
-"""By how much a JPEG can be reduced while it is decoded; `largest_reduction` chooses."""
+"""Factors by which a JPEG decoder can reduce an image."""
 
 
 def largest_reduction(crops: Crops, size: int) -> int:
-    """By how much an image may be reduced before its views are cut: 8, 4, 2, or 1 for not at all.
+    """The largest factor by which an image may be reduced before its views are cut: 8, 4, 2, or 1.
 
-    The largest by which each crop still has at least `size` pixels along both sides, so that no view is
-    enlarged from fewer pixels than it would have been.
+    Each crop keeps at least `size` pixels along both sides, so no view is enlarged from fewer pixels than the whole
+    image would give it.
 
     Example:
         >>> crops = Crops(torch.tensor([[0, 0, 900, 1000], [0, 0, 1500, 2000]]), torch.tensor([False, True]))
@@ -167,10 +151,10 @@ def largest_reduction(crops: Crops, size: int) -> int:
 
 
 def reduced_crops(crops: Crops, reduction: int) -> Crops:
-    """The crops in pixels of the image reduced: of each, the reduced pixels that lie inside it whole.
+    """The crops in pixels of the reduced image: the reduced pixels that lie entirely inside each crop.
 
-    Their boxes times `reduction` are what is cut, exactly, in pixels of the source image: from these come the
-    patches' coordinates. Each side moves inwards, by less than one reduced pixel.
+    Each side moves inwards by less than one reduced pixel. The boxes times `reduction` are the area that is cut, in
+    pixels of the source image; patch coordinates are computed from them.
 
     Example:
         >>> crops = Crops(torch.tensor([[3, 10, 902, 1000], [0, 0, 1500, 2000]]), torch.tensor([False, True]))
@@ -220,7 +204,7 @@ def patch_coordinates(
 class Photometric:
     """Photometric parameters of views, one entry a view; shapes (2,) for one image, (n,) for a batch.
 
-    They stay on the host: which views an operation concerns is read there, without a synchronisation.
+    They stay on the host: selecting the views of an operation does not synchronise with the device.
 
     Attributes:
         brightness, contrast, saturation: factors, 1 where there is no jitter.
@@ -242,7 +226,7 @@ class Photometric:
 
     @staticmethod
     def cat(parts: "Sequence[Photometric]") -> "Photometric":
-        """Join the parameters of several sets of views."""
+        """Concatenate the parameters of several sets of views."""
         return Photometric(
             **{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Photometric)}
         )
@@ -259,7 +243,7 @@ def sample_photometric(recipe: ViewRecipe, *, generator: torch.Generator) -> Pho
         >>> sample_photometric(ViewRecipe(), generator=torch.Generator().manual_seed(0)).sigma.shape
         torch.Size([2])
     """
-    # Plain numbers: on tensors of two numbers the same arithmetic takes several times as long.
+    # Python numbers: the same arithmetic on tensors of two elements takes several times as long.
     u = torch.rand((10, 2), dtype=torch.float64, generator=generator).tolist()
     order = torch.stack([torch.randperm(4, generator=generator) for _ in range(2)])
     jitter = [draw < recipe.jitter for draw in u[0]]
@@ -284,17 +268,19 @@ def sample_photometric(recipe: ViewRecipe, *, generator: torch.Generator) -> Pho
 
 @torch.no_grad()
 def apply_photometric(
-    views: UInt8[Tensor, "n 3 h w"],
-    photometric: Photometric,
-    *,
-    solarise_threshold: float = 128,
-    mean: Sequence[float] = IMAGENET_MEAN,
-    std: Sequence[float] = IMAGENET_STD,
+    views: UInt8[Tensor, "n 3 h w"], photometric: Photometric, *, solarise_threshold: float = 128
 ) -> Float[Tensor, "n 3 h w"]:
-    """Jitter, greyscale, blur, solarise and normalise a batch of views on its device.
+    """Jitter, greyscale, blur and solarise a batch of views on its device.
 
-    On the CPU one view at a time, which then stays in the cache, and with the operations that this view needs
-    alone; elsewhere in batches, without waiting for the device. The two differ by rounding.
+    Views do not depend on their batch, apart from rounding.
+
+    Args:
+        views: (n, 3, H, W) in 0-255.
+        photometric: of each view.
+        solarise_threshold: in grey levels, 0 to 255.
+
+    Returns:
+        (n, 3, H, W) float32 in 0-1, not normalised.
 
     Example:
         >>> recipe, generator = ViewRecipe(size=32), torch.Generator().manual_seed(0)
@@ -302,23 +288,18 @@ def apply_photometric(
         >>> apply_photometric(views, sample_photometric(recipe, generator=generator)).shape
         torch.Size([2, 3, 32, 32])
     """
-    threshold = solarise_threshold / 255
     with torch.autocast(views.device.type, enabled=False):
-        if views.device.type == "cpu":
-            x = _augment_one_by_one(views, photometric, threshold)
-        else:
-            x = _augment_together(views, photometric, threshold)
-        return x.sub_(_channels(mean, x)).div_(_channels(std, x))
-
-
-def normalise(
-    images: Float[Tensor, "n 3 h w"],
-    *,
-    mean: Sequence[float] = IMAGENET_MEAN,
-    std: Sequence[float] = IMAGENET_STD,
-) -> Float[Tensor, "n 3 h w"]:
-    """Subtract the channels' mean and divide by their standard deviation; images in 0-1."""
-    return (images - _channels(mean, images)) / _channels(std, images)
+        x = views.contiguous() / 255
+        _jitter(x.flatten(2), photometric)
+        # Which views an operation concerns is read on the host, so nothing waits for the device.
+        if (blurred := photometric.sigma.nonzero().flatten()).numel():
+            rows, sigma = _on_device(blurred, x), _on_device(photometric.sigma[blurred], x)
+            x.index_copy_(0, rows, _blur(x.index_select(0, rows), sigma))
+        if (solarised := photometric.solarise.nonzero().flatten()).numel():
+            rows = _on_device(solarised, x)
+            bright = x.index_select(0, rows)
+            x.index_copy_(0, rows, torch.where(bright >= solarise_threshold / 255, 1 - bright, bright))
+        return x
 
 
 def _crop_size(height: int, width: int, recipe: ViewRecipe, draws: list[float]) -> tuple[int, int] | None:
@@ -339,176 +320,79 @@ def _central_crop(height: int, width: int, recipe: ViewRecipe) -> tuple[int, int
     return (height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width
 
 
-def _channels(values: Sequence[float], like: Tensor) -> Float[Tensor, "3 1 1"]:
-    return send(torch.tensor(values, dtype=like.dtype), like.device)[:, None, None]
-
-
-# ------------------------------------------------------------------------------------------- one view at a time
-
-
-def _augment_one_by_one(
-    views: UInt8[Tensor, "n 3 h w"], photometric: Photometric, threshold: float
-) -> Float[Tensor, "n 3 h w"]:
-    brightness, contrast, saturation = (
-        values.tolist() for values in (photometric.brightness, photometric.contrast, photometric.saturation)
-    )
-    hue, order, sigma = photometric.hue.tolist(), photometric.order.tolist(), photometric.sigma.tolist()
-    greyscale, solarise = photometric.greyscale.tolist(), photometric.solarise.tolist()
-    augmented = torch.empty(views.shape, dtype=torch.float32)
-    for row, x in enumerate(augmented):
-        torch.div(views[row], 255, out=x)
-        for operation in order[row]:
-            if operation == _BRIGHTNESS and brightness[row] != 1:
-                x.mul_(brightness[row]).clamp_(0, 1)
-            elif operation == _CONTRAST and contrast[row] != 1:
-                mean = sum(share * value for share, value in zip(_LUMA, x.mean(dim=(1, 2)).tolist(), strict=True))
-                x.mul_(contrast[row]).add_((1 - contrast[row]) * mean).clamp_(0, 1)
-            elif operation == _SATURATION and saturation[row] != 1:
-                x.lerp_(_grey(x).expand_as(x), 1 - saturation[row]).clamp_(0, 1)
-            elif operation == _HUE and hue[row] != 0:
-                _shift_hue(x, hue[row])
-        if greyscale[row]:
-            x.copy_(_grey(x).expand_as(x))
-        if sigma[row] > 0:
-            _blur(x, sigma[row])
-        if solarise[row]:
-            torch.where(x >= threshold, 1 - x, x, out=x)
-    return augmented
-
-
-def _grey(x: Float[Tensor, "3 h w"]) -> Float[Tensor, "1 h w"]:
-    return (_LUMA[0] * x[:1]).add_(x[1:2], alpha=_LUMA[1]).add_(x[2:], alpha=_LUMA[2])
-
-
-def _blur(x: Float[Tensor, "3 h w"], sigma: float) -> None:
-    """Gaussian blur in place, with mirrored borders: sums of shifted rows, then of shifted columns."""
-    weights = _kernel(sigma)
-    # The other side of a line of pixels is as far as a mirror shows.
-    down, across = (min(len(weights), length) - 1 for length in x.shape[1:])
-    padded = F.pad(x, (across, across, down, down), mode="reflect")
-    rows = _sum_of_shifted(padded, weights[: down + 1], dim=1, length=x.shape[1])
-    x.copy_(_sum_of_shifted(rows, weights[: across + 1], dim=2, length=x.shape[2]))
-
-
-def _kernel(sigma: float) -> list[float]:
-    """Weights of a Gaussian at distances 0, 1, ... up to three standard deviations, not normalised."""
-    return [math.exp(-0.5 * (step / sigma) ** 2) for step in range(math.ceil(3 * sigma) + 1)]
-
-
-def _sum_of_shifted(x: Tensor, weights: list[float], *, dim: int, length: int) -> Tensor:
-    """Weighted mean of the parts of `length` along `dim`, the weights being those of the distance from its middle."""
-    radius = len(weights) - 1
-    total = weights[0] + 2 * sum(weights[1:])
-    mean = x.narrow(dim, radius, length) * (weights[0] / total)
-    for step in range(1, radius + 1):
-        share = weights[step] / total
-        mean.add_(x.narrow(dim, radius - step, length), alpha=share)
-        mean.add_(x.narrow(dim, radius + step, length), alpha=share)
-    return mean
-
-
-# --------------------------------------------------------------------------------------------- all views at once
-
-
-def _augment_together(
-    views: UInt8[Tensor, "n 3 h w"], photometric: Photometric, threshold: float
-) -> Float[Tensor, "n 3 h w"]:
-    device = views.device
-    x = views.contiguous() / 255  # in one piece: the jitter works in place on a flat view of it
-    _jitter(x.flatten(2), photometric)
-    if (blurred := photometric.sigma.nonzero().flatten()).numel():
-        rows = send(blurred, device)
-        x.index_copy_(0, rows, _blur_by_matrices(x.index_select(0, rows), send(photometric.sigma[blurred], device)))
-    if (solarised := photometric.solarise.nonzero().flatten()).numel():
-        rows = send(solarised, device)
-        bright = x.index_select(0, rows)
-        x.index_copy_(0, rows, torch.where(bright >= threshold, 1 - bright, bright))
-    return x
+def _on_device(tensor: Tensor, like: Tensor) -> Tensor:
+    return tensor.to(like.device, non_blocking=True)
 
 
 def _jitter(pixels: Float[Tensor, "n 3 p"], photometric: Photometric) -> None:
-    """The four operations of the jitter in place, in each view's own order, then greyscale.
+    """Apply the four operations of the jitter in place, in each view's own order, then greyscale.
 
-    Brightness, contrast and saturation are affine in a pixel's colour, so whichever a view has in a place of
-    its order is one 3 x 3 matrix: one product serves the batch. Values are clipped after every operation.
+    Brightness, contrast and saturation are affine in a pixel's colour: the operation at one place of a view's order is
+    a 3 x 3 matrix and an offset, so one batched product serves all views. Values are clipped after every operation.
     """
-    device = pixels.device
-    matrices, shares, to_grey = (send(tensor, device) for tensor in _jitter_matrices(photometric))
-    luma = send(torch.tensor(_LUMA), device)
+    matrices, contrast = (_on_device(tensor, pixels) for tensor in _jitter_matrices(photometric))
+    luma = _on_device(torch.tensor(_LUMA), pixels)
     for place in range(4):
-        # Contrast moves towards the mean grey level of the view; the other operations add nothing.
-        offset = shares[:, place] * (pixels.mean(dim=2) @ luma)
+        # Contrast moves towards the view's mean grey level; the other operations have no offset.
+        offset = contrast[:, place] * (pixels.mean(dim=2) @ luma)
         pixels.copy_(torch.baddbmm(offset[:, None, None], matrices[:, place], pixels).clamp_(0, 1))
         turned = ((photometric.order[:, place] == _HUE) & (photometric.hue != 0)).nonzero().flatten()
         if turned.numel():
-            rows = send(turned, device)
-            some = pixels.index_select(0, rows)
-            _shift_hue(some[..., None], send(photometric.hue[turned], device)[:, None, None, None])
-            pixels.index_copy_(0, rows, some)
-    pixels.copy_(torch.bmm(to_grey, pixels))
+            rows, turns = _on_device(turned, pixels), _on_device(photometric.hue[turned], pixels)
+            pixels.index_copy_(0, rows, _shift_hue(pixels.index_select(0, rows), turns))
+    pixels.copy_(matrices[:, 4] @ pixels)
 
 
-def _jitter_matrices(
-    photometric: Photometric,
-) -> tuple[Float[Tensor, "n 4 3 3"], Float[Tensor, "n 4"], Float[Tensor, "n 3 3"]]:
-    """For each place of a view's order its matrix and its share of the mean grey level; then the greyscale's matrix."""
-    n = photometric.order.shape[0]
+def _jitter_matrices(photometric: Photometric) -> tuple[Float[Tensor, "n 5 3 3"], Float[Tensor, "n 4"]]:
+    """The matrix at each of the four places of a view's order, then that of greyscale; and the offsets of contrast."""
+    n = len(photometric.order)
     identity = torch.eye(3).expand(n, 3, 3)
     to_grey = torch.tensor(_LUMA).expand(3, 3)
     brightness = photometric.brightness[:, None, None] * identity
     contrast = photometric.contrast[:, None, None] * identity
-    saturation = photometric.saturation[:, None, None] * (identity - to_grey) + to_grey
-    choices = torch.stack((brightness, contrast, saturation, identity), dim=1)
-    matrices = choices[torch.arange(n)[:, None], photometric.order]
-    shares = torch.where(photometric.order == _CONTRAST, 1 - photometric.contrast[:, None], 0.0)
-    return matrices, shares, torch.where(photometric.greyscale[:, None, None], to_grey, identity)
+    saturation = torch.lerp(to_grey, identity, photometric.saturation[:, None, None])
+    choices = torch.stack((brightness, contrast, saturation, identity), dim=1)  # hue is no matrix
+    ordered = choices[torch.arange(n)[:, None], photometric.order]
+    greyscale = to_grey.where(photometric.greyscale[:, None, None], identity)
+    offsets = (1 - photometric.contrast[:, None]).where(photometric.order == _CONTRAST, 0.0)
+    return torch.cat((ordered, greyscale[:, None]), dim=1), offsets
 
 
-def _blur_by_matrices(x: Float[Tensor, "n 3 h w"], sigma: Float[Tensor, " n"]) -> Float[Tensor, "n 3 h w"]:
-    """Separable blur as two batched matrix products, with mirrored borders inside the matrices."""
-    n, _, height, width = x.shape
-    along_width = _blur_matrix(width, sigma)
-    along_height = along_width if height == width else _blur_matrix(height, sigma)
-    x = torch.bmm(x.reshape(n, 3 * height, width), along_width.mT).view(n, 3, height, width)
-    return torch.matmul(along_height[:, None], x)
+def _shift_hue(pixels: Float[Tensor, "n 3 p"], turns: Float[Tensor, " n"]) -> Float[Tensor, "n 3 p"]:
+    """Rotate the hue of the HSV model, keeping saturation and value.
+
+    With the hue h in turns from red, 6 |h| = 1 + (green + blue - red - lowest) / chroma whichever channel is the
+    highest, and h has the sign of green - blue: one formula without cases.
+    """
+    red, green, blue = pixels.unbind(dim=1)
+    lowest = torch.minimum(red, green).minimum(blue)
+    chroma = torch.maximum(red, green).maximum(blue) - lowest
+    hue = (1 + (green + blue - red - lowest) / chroma.clamp_min(1e-8)).div_(6).copysign_(green - blue)
+    # A channel is high within a sixth of a turn of its own hue, low beyond a third, and falls linearly in between.
+    own_hues = torch.arange(3, device=pixels.device)[:, None] / 3
+    distance = hue[:, None] + turns[:, None, None] - own_hues
+    distance.sub_(distance.round()).abs_()
+    height = torch.rsub(distance, 2, alpha=6).clamp_(0, 1)
+    return torch.addcmul(lowest[:, None], chroma[:, None], height)
+
+
+def _blur(x: Float[Tensor, "n 3 h w"], sigma: Float[Tensor, " n"]) -> Float[Tensor, "n 3 h w"]:
+    """Gaussian blur with mirrored borders, as a product with one matrix along each side."""
+    height, width = x.shape[2:]
+    return _blur_matrix(height, sigma)[:, None] @ x @ _blur_matrix(width, sigma)[:, None].mT
 
 
 def _blur_matrix(length: int, sigma: Float[Tensor, " n"]) -> Float[Tensor, "n l l"]:
-    """Row i holds the weights with which the pixels of a line make up its blurred pixel i."""
+    """Row i holds the weights of the pixels of a line in its blurred pixel i."""
     place = torch.arange(length, device=sigma.device)
     sigma = sigma[:, None, None]
-    # Each view's own reach, and no farther than a mirror shows.
-    reach = (3 * sigma).ceil().clamp_max(length - 1)
+    reach = (3 * sigma).ceil().clamp_max(length - 1)  # a mirrored line is no longer than the line
 
-    def weights(distance: Int[Tensor, "l l"]) -> Tensor:
+    def weights(distance: Int[Tensor, "l l"]) -> Float[Tensor, "n l l"]:
         return (-0.5 * (distance / sigma) ** 2).exp_().masked_fill_(distance > reach, 0)
 
     matrix = weights((place[:, None] - place).abs())
-    # The mirrored line on either side; the outermost pixels themselves are not seen twice.
+    # The line mirrored at either end, where the outermost pixel is not repeated.
     matrix[..., 1:] += weights(place[:, None] + place)[..., 1:]
     matrix[..., :-1] += weights(2 * (length - 1) - place[:, None] - place)[..., :-1]
     return matrix / matrix.sum(dim=2, keepdim=True)
-
-
-# --------------------------------------------------------------------------------------------------------- both
-
-
-def _shift_hue(x: Float[Tensor, "*n 3 h w"], turns: float | Float[Tensor, "n 1 1 1"]) -> None:
-    """Rotate the hue of the HSV model in place, keeping saturation and value.
-
-    With the hue h in turns from red, 6 |h| = 1 + (green + blue - red - lowest) / chroma, whichever channel is the
-    highest, and h has the sign of green - blue. No case is told apart, so no memory is spent on choosing.
-    """
-    red, green, blue = x.unbind(dim=-3)
-    # Pairs of channels at a time: along a short dimension amin and aminmax take several times as long.
-    lowest = torch.minimum(red, green).minimum(blue)
-    chroma = torch.maximum(red, green).maximum(blue).sub_(lowest)
-    rest = (green + blue).sub_(red).sub_(lowest)
-    sixth = torch.full((), 1 / 6, device=x.device)
-    hue = torch.addcdiv(sixth, rest, chroma.clamp_min(1e-8), value=1 / 6).copysign_(green - blue)
-    # A channel is high within a sixth of a turn of its own hue, low beyond a third, and falls in between.
-    peaks = torch.arange(3, device=x.device)[:, None, None] / 3 - turns
-    distance = hue.unsqueeze(-3) - peaks
-    distance.sub_(distance.round()).abs_()
-    height = torch.rsub(distance, 2, alpha=6).clamp_(0, 1)
-    torch.addcmul(lowest.unsqueeze(-3), chroma.unsqueeze(-3), height, out=x)

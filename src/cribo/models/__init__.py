@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cribo.models.backbone import Backbone, Features, build_backbone
+    from cribo.models.backbone import Backbone, Features, build_backbone, normalise
     from cribo.models.weights import LoadedWeights, describe, load_backbone, load_pretrained, save_backbone
 
 __all__ = [
@@ -15,10 +15,11 @@ __all__ = [
     "describe",
     "load_backbone",
     "load_pretrained",
+    "normalise",
     "save_backbone",
 ]
 
-_IN_BACKBONE = ("Backbone", "Features", "build_backbone")
+_IN_BACKBONE = ("Backbone", "Features", "build_backbone", "normalise")
 
 
 def __getattr__(name: str) -> Any:

@@ -55,6 +55,17 @@ class Features(NamedTuple):
     grid: tuple[int, int]
 
 
+def normalise(
+    images: Float[Tensor, "*b 3 h w"],
+    *,
+    mean: Sequence[float] = IMAGENET_MEAN,
+    std: Sequence[float] = IMAGENET_STD,
+) -> Float[Tensor, "*b 3 h w"]:
+    """Subtract the channels' mean and divide by their standard deviation; images in 0-1."""
+    shift, scale = (torch.tensor(values, dtype=images.dtype, device=images.device) for values in (mean, std))
+    return (images - shift[:, None, None]) / scale[:, None, None]
+
+
 class DropPathNoise:
     """The numbers that the drop path sites of one network share during one call of `encode`."""
 

@@ -1,5 +1,12 @@
-"""Linear layers that multiply float32 by oneDNN on x86 processors, with the same parameters and results."""
+"""Linear layers that multiply float32 by oneDNN on AMD processors, with the same parameters and results.
 
+PyTorch multiplies float32 by MKL. With it a ViT-S takes 1.7 to 1.9 times as long as with oneDNN on an AMD EPYC, and 0.8
+times as long on an Intel Xeon (benchmarks/RESULTS.md, "Processors").
+"""
+
+import platform
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -8,19 +15,26 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from cribo.method.products import by_onednn
-
 Module = TypeVar("Module", bound=nn.Module)
 
-# Multiplications, and rows, below which the way through Python costs more than the library saves.
+# The operator that PyTorch's compiler calls for a linear layer on x86.
+_ONEDNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+# Multiplications, and rows, below which the call through Python costs more than the library saves.
 _FEWEST, _FEWEST_ROWS = 2**21, 8
 
 
-def use_onednn(module: Module) -> Module:
-    """Make every `nn.Linear` inside a module a `Linear`, in place.
+@cache
+def has_amd_processor() -> bool:
+    """Whether the processor is made by AMD."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return "AuthenticAMD" in (cpuinfo.read_text() if cpuinfo.is_file() else platform.processor())
 
-    Parameters, their names, state dicts and copies stay what they are, and so do results up to the rounding of
-    float32. Subclasses of `nn.Linear` are left alone. Where oneDNN does not serve (`by_onednn`), nothing changes.
+
+def use_onednn(module: Module) -> Module:
+    """Make every `nn.Linear` inside a module a `Linear`, in place, on AMD processors; elsewhere a no-op.
+
+    Parameters, their names, state dicts and copies do not change, nor do results beyond rounding. Subclasses of
+    `nn.Linear` are left alone.
 
     Returns:
         the module itself.
@@ -30,7 +44,7 @@ def use_onednn(module: Module) -> Module:
         >>> sorted(mlp.state_dict()), isinstance(mlp[0], nn.Linear)
         (['0.bias', '0.weight'], True)
     """
-    if by_onednn():
+    if has_amd_processor():
         for child in module.modules():
             if type(child) is nn.Linear:
                 child.__class__ = Linear
@@ -48,10 +62,10 @@ class Linear(nn.Linear):
 def linear(
     x: Float[Tensor, "*rows k"], weight: Float[Tensor, "n k"], bias: Float[Tensor, " n"] | None = None
 ) -> Float[Tensor, "*rows n"]:
-    """`F.linear`, forward and backward by oneDNN where that is the faster one: float32 on x86 processors.
+    """`F.linear`, by oneDNN forward and backward for large float32 products on AMD processors.
 
-    Everything else (other types and devices, autocast, torch.compile, products of a few numbers) is PyTorch's own
-    function. Can be differentiated any number of times.
+    Other processors, types and devices, autocast, torch.compile and small products use PyTorch's own function.
+    Differentiable any number of times.
 
     Example:
         >>> x, weight = torch.randn(8, 100, 64), torch.randn(32, 64)
@@ -72,18 +86,21 @@ def _is_served(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.ndim > 1
         and x.numel() >= _FEWEST_ROWS * x.shape[-1]
         and all(
-            # Other kinds of tensor (fake, distributed) bring functions of their own.
+            # Subclasses (fake, distributed) implement their own operators.
             type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == torch.float32
             for tensor in (x, weight, bias)
             if tensor is not None
         )
-        and by_onednn(x, weight)
+        and _ONEDNN is not None
+        and torch.backends.mkldnn.enabled
+        and x.device.type == "cpu"
+        and has_amd_processor()
         and not torch.is_autocast_enabled("cpu")
     )
 
 
 class _Linear(torch.autograd.Function):
-    """(M, K), (N, K), (N,) -> (M, N). Its gradients are products of the same kind, so it differentiates itself."""
+    """(M, K), (N, K), (N,) -> (M, N); its gradients are products of the same kind."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -91,7 +108,8 @@ class _Linear(torch.autograd.Function):
             x if ctx.needs_input_grad[1] else None,
             weight if ctx.needs_input_grad[0] else None,
         )
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        assert _ONEDNN is not None
+        return _ONEDNN(x, weight, bias, "none", [], "")
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -3,13 +3,14 @@
 import copy
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from cribo.method.products import multiplies_bfloat16, product
 from cribo.models import Backbone
+from cribo.models.linear import linear
 
 # (M, K, N) of the products that are tried, small to large: squares, and a transformer's tokens times its weights.
 _SHAPES_CPU = ((512, 512, 512), (1024, 1024, 1024), (3136, 384, 1536), (2048, 2048, 2048))
@@ -19,14 +20,13 @@ _SECONDS, _SECONDS_EACH = 1.0, 0.15
 
 
 def product_ceiling(device: torch.device | str, dtype: torch.dtype) -> float:
-    """The most floating-point operations a second that large matrix products reach here and now.
+    """The most floating-point operations per second that large matrix products reach now, on this machine.
 
-    The best of a few shapes, and on a CPU of both libraries that multiply there, with as many threads as PyTorch
-    has; about a second. A multiplication and an addition are two operations, as everywhere in this count.
+    The best of a few shapes, measured for about a second. A multiplication and an addition count as two operations.
 
     Args:
         device: where to multiply.
-        dtype: of the factors. What PyTorch makes of it (TF32, for example) follows its settings.
+        dtype: of the factors. PyTorch's settings (TF32, for example) apply.
 
     Example:
         >>> product_ceiling("cpu", torch.float32) > 1e8
@@ -34,14 +34,10 @@ def product_ceiling(device: torch.device | str, dtype: torch.dtype) -> float:
     """
     device = torch.device(device)
     best, start = 0.0, time.perf_counter()
-    on_cpu = device.type == "cpu"
-    # oneDNN need not know how to multiply bfloat16 where the processor does not.
-    both = on_cpu and (dtype != torch.bfloat16 or multiplies_bfloat16())
-    for m, k, n in _SHAPES_CPU if on_cpu else _SHAPES_DEVICE:
-        # Zeros would draw less power than numbers do, and run at a higher clock.
+    for m, k, n in _SHAPES_CPU if device.type == "cpu" else _SHAPES_DEVICE:
+        # Random numbers: zeros draw less power, so the clock would be higher.
         a, b = (torch.randn(rows, k, device=device).to(dtype) for rows in (m, n))
-        for multiply in (product, _plain_product) if both else (_plain_product,):
-            best = max(best, 2 * m * k * n / _best_seconds(multiply, a, b))
+        best = max(best, 2 * m * k * n / _best_seconds(partial(linear, a, b), device))
         if time.perf_counter() - start > _SECONDS:
             break
     return best
@@ -72,22 +68,18 @@ def model_flops(backbone: Backbone, image_size: int | tuple[int, int]) -> float:
     return float(counter.get_total_flops())
 
 
-def _plain_product(a: Tensor, b: Tensor) -> Tensor:
-    return a @ b.T
-
-
-def _best_seconds(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> float:
+def _best_seconds(multiply: Callable[[], Tensor], device: torch.device) -> float:
     """Seconds of a product: the fastest of some rounds of a few products each."""
 
     def seconds(repeats: int) -> float:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(repeats):
-            multiply(a, b)
-        if a.device.type != "cpu":
+            multiply()
+        if device.type != "cpu":
             torch.accelerator.synchronize()
-        return (time.perf_counter() - begun) / repeats
+        return (time.perf_counter() - start) / repeats
 
-    seconds(1)  # libraries set themselves up at first use
+    seconds(1)  # libraries initialise at first use
     once = seconds(1)
     # On a device, launching and waiting must not count; on a CPU, a few milliseconds are exact enough.
     repeats = max(1, int(_SECONDS_EACH / 5 / once))

@@ -5,14 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cribo.method import ViewRecipe
+from cribo.method.bank import Criterion
 from cribo.method.clustering import Marginals
-from cribo.method.memory import Criterion
 from cribo.models.modes import CUDA_GRAPH_MODES, Checkpointing, CompileMode
 
 ClusteringName = Literal["sinkhorn", "kmeans"]
 Centring = Literal["mean", "sinkhorn"]
 Compile = Literal["none"] | CompileMode
-BankPlacement = Literal["replicated", "sharded"]
 OnNonFinite = Literal["skip", "rollback", "stop"]
 Spread = Literal["ddp", "fsdp"]
 Precision = Literal["64-true", "32-true", "bf16-mixed", "16-mixed"]
@@ -174,7 +173,7 @@ class LossConfig:
 
 @dataclass
 class OptimConfig:
-    """Optimiser and schedules (METHOD section 5).
+    """Optimiser and schedules (docs/method.md, "Recipe").
 
     Attributes:
         epochs: passes over the data.
@@ -243,14 +242,9 @@ class RuntimeConfig:
             `reduce-overhead` replays CUDA graphs, for small networks and batches, whose kernels end sooner than they
             are launched; `max-autotune` also tries several kernels for each product; `max-autotune-no-cudagraphs`
             only that. `none` compiles nothing; true and false stand for default and none.
-        tf32: compute the losses' products of float32 in TF32 on GPUs: several times faster, and a rounding that is
-            finer than that of the 16-bit heads before them. On beside 16-bit precisions, off with 32-true and
-            64-true, when not given. What clustering and matching find is that of float32.
         strategy: of several devices, `ddp`: each holds both networks; `fsdp`: each holds a share of student, teacher,
             gradients and moments, and gathers a block's weights when it computes. For networks that do not fit
             otherwise; the run and its checkpoints are the same, with more exchange between devices.
-        bank: of several devices, `replicated`: each holds the whole memory bank; `sharded`: each holds a share, with
-            the same results, less memory and about twice the exchange between them.
         on_nonfinite: what follows a step whose losses or gradients are infinite or not a number; its update is left out
             in any case. `skip` goes on, with a warning; `rollback` takes weights, optimiser, centres and bank from the
             last checkpoint, and goes on with the next images; `stop` ends the run. Fifty such steps in a row, or a
@@ -266,9 +260,7 @@ class RuntimeConfig:
     num_nodes: int = 1
     precision: Precision = "bf16-mixed"
     compile: Compile | bool = "none"
-    tf32: bool | None = None
     strategy: Spread = "ddp"
-    bank: BankPlacement = "replicated"
     on_nonfinite: OnNonFinite = "skip"
     threads: int | None = None
     log_every: int = 10
@@ -283,11 +275,6 @@ class RuntimeConfig:
     def compile_mode(self) -> CompileMode | None:
         """The mode of torch.compile; None where nothing is compiled."""
         return None if isinstance(self.compile, bool) or self.compile == "none" else self.compile
-
-    @property
-    def losses_in_tf32(self) -> bool:
-        """Whether the losses multiply in TF32 where there is such a thing."""
-        return self.precision not in ("32-true", "64-true") if self.tf32 is None else self.tf32
 
 
 @dataclass

@@ -1,21 +1,20 @@
 """The training step under Lightning: objective, backward, update, moving average, banks and centres."""
 
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from cribo.data.pairs import ViewPairs
 from cribo.data.randomness import keyed_generator
 from cribo.errors import Stopped
-from cribo.method import NO_MATCH, Centre, MemoryBank, ShardedMemoryBank
-from cribo.method.transfer import OnItsWay, send
+from cribo.method import NO_MATCH, Centre, MemoryBank
 from cribo.models import build_backbone, describe
 from cribo.pretraining.config import PretrainConfig, resolve_bank_images
 from cribo.pretraining.laps import Laps
@@ -96,8 +95,7 @@ class PretrainingModule(ResumableModule):
     def on_fit_start(self) -> None:
         """Allocate the banks on the device, and fill them if a checkpoint was loaded."""
         if self.config.losses.cross_image:
-            in_shares = self.config.runtime.bank == "sharded" and self.trainer.world_size > 1
-            self.bank = (ShardedMemoryBank if in_shares else MemoryBank)(
+            self.bank = MemoryBank(
                 num_images=self.bank_images,
                 num_objects=self.config.objects.num_objects,
                 dim=self.student.backbone.embed_dim,
@@ -165,7 +163,6 @@ class PretrainingModule(ResumableModule):
         optimizer.zero_grad()
         self._statistics.keep()
         results: list[Result] = []
-        objects: _GatheredObjects | None = None
         for part in batch.split(optim.micro_batches):
             result = self.objective(
                 part,
@@ -175,8 +172,6 @@ class PretrainingModule(ResumableModule):
             )
             results.append(result)
             is_last = len(results) == optim.micro_batches
-            if is_last and self.bank is not None:
-                objects = _GatheredObjects(batch.images, [r.objects for r in results if r.objects], self._gather)
             total = result.losses["image"] + result.losses["cross_view"] + result.losses["cross_image"]
             with nullcontext() if is_last else self._gradients_kept_here():
                 self.manual_backward(total / optim.micro_batches)
@@ -190,8 +185,8 @@ class PretrainingModule(ResumableModule):
         self.laps("centres")
         self.teacher.move_towards(self.student, values.momentum)
         self.laps("moving average")
-        if self.bank is not None and objects is not None:
-            self.bank.push(*objects.take())
+        if self.bank is not None:
+            self.bank.push(*self._gather_objects(batch.images, [r.objects for r in results if r.objects]))
         self.laps("bank update")
         self._note(batch, results)
         self.laps("bookkeeping")
@@ -241,6 +236,24 @@ class PretrainingModule(ResumableModule):
         gathered = self.all_gather(tensor)
         assert isinstance(gathered, Tensor)
         return gathered
+
+    def _gather_objects(
+        self, images: Int[Tensor, " b"], found: list[Objects]
+    ) -> tuple[Float[Tensor, "2 r d"], Int[Tensor, " r"], list[int]]:
+        """The objects of all ranks in the order of the whole batch, so that every bank is given the same.
+
+        Returns:
+            the objects, the image of each, and how many each image of the whole batch has.
+        """
+        objects = torch.cat([part.teacher for part in found], dim=1)
+        counts = torch.tensor([count for part in found for count in part.counts], device=images.device)
+        counts, images = self._gather(torch.stack((counts, images))).unbind(dim=1)  # (ranks, B) each
+        rows: list[int] = counts.sum(dim=1).tolist()
+        padded = F.pad(objects, (0, 0, 0, max(rows) - objects.shape[1]))
+        parts = self._gather(padded) if max(rows) else padded[None]
+        objects = torch.cat([part[:, :length] for part, length in zip(parts, rows, strict=False)], dim=1)
+        counts = counts.flatten()
+        return objects, images.flatten().repeat_interleave(counts, output_size=sum(rows)), counts.tolist()
 
     # ------------------------------------------------------------------------------------------------ numbers
 
@@ -340,34 +353,6 @@ class PretrainingModule(ResumableModule):
         if self.bank is not None:
             self.bank.load_state_dict(checkpoint["cribo"]["bank"])
         self.sums.forget_means()
-
-
-class _GatheredObjects:
-    """The objects that all devices found in a step, in the order of the whole batch: every bank is given the same.
-
-    How many there are is sent first, before the backward pass: nobody waits for it when the objects follow.
-
-    Args:
-        images: (B,) of this device's batch.
-        found: its objects, of each micro-batch.
-        gather: (...) on every device -> (devices, ...).
-    """
-
-    def __init__(self, images: Tensor, found: list[Objects], gather: Callable[[Tensor], Tensor]) -> None:
-        self._objects = torch.cat([part.teacher for part in found], dim=1)
-        self._gather = gather
-        counts = send(torch.tensor([count for part in found for count in part.counts]), images.device)
-        self._counts_and_images = OnItsWay(gather(torch.stack((counts, images))))
-
-    def take(self) -> tuple[Tensor, Tensor, list[int]]:
-        """(2, R, D) objects, (R,) the image of each, and how many each image of the whole batch has."""
-        counts, images = self._counts_and_images.read().unbind(dim=1)
-        rows = counts.sum(dim=1).tolist()
-        missing = max(rows) - self._objects.shape[1]
-        parts = self._gather(F.pad(self._objects, (0, 0, 0, missing))) if max(rows) else self._objects[None]
-        objects = torch.cat([part[:, :length] for part, length in zip(parts, rows, strict=False)], dim=1)
-        image_of_each = images.flatten().repeat_interleave(counts.flatten())
-        return objects, send(image_of_each, objects.device), counts.flatten().tolist()
 
 
 def not_finite(what: str, step: int) -> str:

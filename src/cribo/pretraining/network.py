@@ -3,15 +3,12 @@
 import copy
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from cribo.data.randomness import keyed_generator
 from cribo.method import ProjectionHead, PrototypeLayer
-from cribo.method.products import rows_on_grid
 from cribo.models import Backbone
-from cribo.models.linear import use_onednn
 from cribo.pretraining.config import HeadConfig
 from cribo.pretraining.shares import held
 
@@ -44,7 +41,6 @@ class Network(nn.Module):
             self.object_prototypes = PrototypeLayer(
                 config.bottleneck_dim, config.prototypes, train_gain=config.train_gain
             )
-        use_onednn(self.head)
 
     @property
     def last_layers(self) -> list[nn.Parameter]:
@@ -64,13 +60,3 @@ class Network(nn.Module):
         """Exponential moving average: weights <- momentum * weights + (1 - momentum) * student's."""
         average = get_ema_multi_avg_fn(momentum)
         average([held(p) for p in self.parameters()], [held(p) for p in student.parameters()], 0)
-
-    def embed(self, representations: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows e"]:
-        """Unit-length embeddings of image or object representations.
-
-        Objects are another number at every step: on a CPU the head sees sizes that oneDNN knows.
-        """
-        if representations.device.type != "cpu":
-            return self.head(representations)
-        rows = representations.flatten(0, -2)
-        return self.head(rows_on_grid(rows))[: len(rows)].unflatten(0, representations.shape[:-1])

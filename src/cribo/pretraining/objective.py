@@ -1,9 +1,9 @@
-"""One step of the method: from a batch of view pairs to the three losses (METHOD sections 2 to 4)."""
+"""The losses of a batch: from view pairs to L_cv^g, L_cv^o and L_ci^o (paper section 3; docs/method.md)."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,21 +16,20 @@ from cribo.method import (
     Matches,
     MemoryBank,
     SelfDistillation,
-    Targets,
     apply_photometric,
     cluster_tokens,
-    cross_image_targets,
-    cross_view_targets,
-    prototype_losses,
+    cluster_tokens_kmeans,
+    cross_image_loss,
+    cross_view_loss,
+    pool_objects,
     sinkhorn_centre,
 )
-from cribo.method.clustering import cluster_tokens_kmeans
-from cribo.method.objects import kept_clusters, pool_kept_objects
-from cribo.method.precision import float32_products
-from cribo.method.transfer import OnItsWay, send
+from cribo.models import normalise
 from cribo.pretraining.config import ObjectsConfig, PretrainConfig
 from cribo.pretraining.laps import Laps
 from cribo.pretraining.network import Network
+
+LOSSES = ("image", "cross_view", "cross_image")
 
 
 @dataclass
@@ -63,9 +62,9 @@ class Result:
     """What one batch gives: the losses, and what the step needs afterwards.
 
     Attributes:
-        losses: image, cross_view, cross_image: float32 scalars, means over the batch's groups; 0 where off.
+        losses: image, cross_view, cross_image: scalars, means over the batch's groups; 0 where off.
         objects: the kept objects; None when no loss works on objects.
-        matches: their matches; None without L_ci^o.
+        matches: their matches; None while L_ci^o is off.
         teacher_images: (2B, E) the teacher's image-level embeddings.
         teacher_objects: (2R, E) its object-level embeddings.
         tokens: (B, 2, N, D) the teacher's tokens, for the collapse watch.
@@ -79,12 +78,14 @@ class Result:
     tokens: Float[Tensor, "b 2 n d"]
 
 
-@dataclass
-class _Embeddings:
-    """Unit-length embeddings (2, B, E) of images and (2, R, E) of objects, view first."""
+class _Targets(NamedTuple):
+    """What the teacher gives the student to predict: embeddings (2, B, E) and (2, R, E), and where they come from."""
 
     images: Float[Tensor, "2 b e"]
     objects: Float[Tensor, "2 r e"]
+    tokens: Float[Tensor, "b 2 n d"]
+    found: Objects | None
+    matches: Matches | None
 
 
 Labelling = Callable[[Float[Tensor, "b 2 n d"], ViewPairs], Int[Tensor, "b 2 n"]]
@@ -93,13 +94,11 @@ Labelling = Callable[[Float[Tensor, "b 2 n d"], ViewPairs], Int[Tensor, "b 2 n"]
 Matching = Callable[..., Matches]
 """`MemoryBank.match`."""
 
-LOSSES = ("image", "cross_view", "cross_image")
-
 
 class Objective:
-    """Computes the losses of a batch with the student, the teacher, the banks and the centres as they stand.
+    """Computes the losses of a batch with the student, the teacher, the banks and the centres as they are.
 
-    Nothing is updated here: the same objective serves any number of micro-batches of one step.
+    Nothing is updated here: the same objective serves all micro-batches of a step.
     """
 
     def __init__(
@@ -122,145 +121,123 @@ class Objective:
         self.laps = laps or Laps()
         self.label_tokens: Labelling = partial(label_tokens, config=config.objects)
         self.match: Matching | None = bank.match if bank is not None else None
+        self._cross_view_loss, self._cross_image_loss = cross_view_loss, cross_image_loss
+        if config.runtime.compile_mode is not None:
+            # The number of objects is another one at every step.
+            self.label_tokens = partial(torch.compile(label_tokens), config=config.objects)
+            self._cross_view_loss = torch.compile(cross_view_loss, dynamic=True)
+            self._cross_image_loss = torch.compile(cross_image_loss, dynamic=True)
 
     def __call__(self, batch: ViewPairs, *, epoch: int, teacher_temperature: float, train_backbone: bool) -> Result:
         """The losses of a batch.
 
         Args:
             batch: B view pairs, a whole number of groups.
-            epoch: from 0; decides whether L_ci^o counts yet.
+            epoch: from 0; decides whether L_ci^o is on.
             teacher_temperature: tau_t.
             train_backbone: whether gradients reach the backbone.
+
+        Raises:
+            ValueError: a batch that is not a whole number of groups.
         """
-        config = self.config
-        images = apply_photometric(
-            batch.views.flatten(0, 1),
-            batch.photometric,
-            solarise_threshold=config.views.solarise_threshold,
-            mean=self.student.backbone.mean,
-            std=self.student.backbone.std,
-        )
+        group_size, backbone = self.config.objects.group_size, self.student.backbone
+        if len(batch) % group_size or not len(batch):
+            raise ValueError(f"a batch must be a whole number of groups of {group_size} images, got {len(batch)}")
+        threshold = self.config.views.solarise_threshold
+        views = apply_photometric(batch.views.flatten(0, 1), batch.photometric, solarise_threshold=threshold)
+        views = normalise(views, mean=backbone.mean, std=backbone.std)
         self.laps("photometric")
-        objects, matches, teacher, tokens = self._teach(images, batch)
-        with_neighbours = epoch >= config.losses.cross_image_from_epoch
-        valid = OnItsWay(matches.valid) if matches is not None and with_neighbours else None
-        student = self._learn(images, batch, objects, train_backbone=train_backbone)
-        in_tf32 = images.is_cuda and config.runtime.losses_in_tf32
-        with float32_products("high") if in_tf32 else nullcontext():
-            losses = self._losses(student, teacher, objects, matches, valid, teacher_temperature)
+        targets = self._teach(views, batch, with_neighbours=epoch >= self.config.losses.cross_image_from_epoch)
+        with torch.set_grad_enabled(train_backbone):
+            noise = batch.drop_path_noise.flatten(0, 1) if batch.drop_path_noise.shape[2] else None
+            global_tokens, tokens, _ = backbone(views, drop_path_noise=noise)
+        self.laps("student backbone")
+        images = self.student.head(_by_view(global_tokens))
+        self.laps("image projections")
+        self.laps.at_gradient(global_tokens, "image projections, backward")
+        # Losses that are off or have no objects are 0 and attached to the graph.
+        losses: dict[str, Tensor] = dict.fromkeys(LOSSES, 0 * images.sum())
+        if self.config.losses.image:
+            losses["image"] = self._image_loss(images, targets, teacher_temperature)
+            self.laps("image loss")
+            self.laps.at_gradient(images, "image loss, backward")
+        if targets.found is not None:
+            tokens = tokens.unflatten(0, (-1, 2))
+            losses |= self._object_losses(tokens, targets, targets.found, teacher_temperature)
+            self.laps.at_gradient(losses["image"], "pooling, backward")
         return Result(
             losses=losses,
-            objects=objects,
-            matches=matches,
-            teacher_images=teacher.images.flatten(0, 1),
-            teacher_objects=teacher.objects.flatten(0, 1),
-            tokens=tokens,
+            objects=targets.found,
+            matches=targets.matches,
+            teacher_images=targets.images.flatten(0, 1),
+            teacher_objects=targets.objects.flatten(0, 1),
+            tokens=targets.tokens,
         )
 
     @torch.no_grad()
-    def _teach(
-        self, images: Float[Tensor, "2b 3 h w"], batch: ViewPairs
-    ) -> tuple[Objects | None, Matches | None, _Embeddings, Float[Tensor, "b 2 n d"]]:
-        """The teacher's pass: what the objects are, which neighbours they have, and the targets."""
-        config, size = self.config, len(batch)
-        global_tokens, tokens, _ = self.teacher.backbone(images)
-        tokens = tokens.unflatten(0, (size, 2))
+    def _teach(self, views: Float[Tensor, "2b 3 h w"], batch: ViewPairs, *, with_neighbours: bool) -> _Targets:
+        """The teacher's pass: objects, their matches, and the embeddings that the student is to predict."""
+        objects = self.config.objects
+        global_tokens, tokens, _ = self.teacher.backbone(views)
+        tokens = tokens.unflatten(0, (-1, 2))
         self.laps("teacher backbone")
-        targets = self.teacher.embed(_by_view(global_tokens, size))
+        images = self.teacher.head(_by_view(global_tokens))
         self.laps("image projections")
-        if not config.needs_objects:
-            return None, None, _Embeddings(targets, targets[:, :0]), tokens
+        if not self.config.needs_objects:
+            return _Targets(images, images[:, :0], tokens, None, None)
         labels = self.label_tokens(tokens, batch)
         self.laps("clustering")
-        objects = find_objects(tokens, labels, batch, config.objects.num_objects)
+        found = find_objects(tokens, labels, batch, objects.num_objects)
         self.laps("pooling")
         matches = None
-        if self.match is not None:
-            matches = self.match(
-                objects.teacher,
-                objects.images,
-                group_rows=objects.group_rows(config.objects.group_size),
-                criterion=config.objects.criterion,
-            )
+        if self.match is not None and with_neighbours:
+            rows = found.group_rows(objects.group_size)
+            matches = self.match(found.teacher, found.images, group_rows=rows, criterion=objects.criterion)
         self.laps("retrieval")
-        embedded = self.teacher.embed(objects.teacher)
+        embeddings = self.teacher.head(found.teacher)
         self.laps("object projections")
-        return objects, matches, _Embeddings(targets, embedded), tokens
+        return _Targets(images, embeddings, tokens, found, matches)
 
-    def _learn(
-        self, images: Float[Tensor, "2b 3 h w"], batch: ViewPairs, objects: Objects | None, *, train_backbone: bool
-    ) -> _Embeddings:
-        """The student's pass, its tokens pooled by the teacher's labels."""
-        size = len(batch)
-        with torch.set_grad_enabled(train_backbone):
-            global_tokens, tokens, _ = self.student.backbone(
-                images, drop_path_noise=_noise_or_none(batch.drop_path_noise)
-            )
-        self.laps("student backbone")
-        embedded = self.student.embed(_by_view(global_tokens, size))
-        self.laps("image projections")
-        self.laps.at_gradient(global_tokens, "image projections, backward")
-        if objects is None:
-            self.laps.at_gradient(embedded, "image loss, backward")
-            return _Embeddings(embedded, embedded[:, :0])
-        kept = pool_kept_objects(
-            tokens.unflatten(0, (size, 2)),
-            objects.labels,
-            self.config.objects.num_objects,
-            objects.rows,
-            objects.clusters,
-        )
-        self.laps("pooling")
-        learned = self.student.embed(kept)
-        self.laps("object projections")
-        # Backward, what was made last comes first: object losses, image loss, objects' head, pooling, images' head.
-        self.laps.at_gradient(learned, f"{'image loss' if self.config.losses.image else 'object losses'}, backward")
-        self.laps.at_gradient(kept, "object projections, backward")
-        self.laps.at_gradient(embedded, "pooling, backward")
-        return _Embeddings(embedded, learned)
+    def _image_loss(
+        self, images: Float[Tensor, "2 b e"], targets: _Targets, teacher_temperature: float
+    ) -> Float[Tensor, ""]:
+        """L_cv^g of the student's image-level embeddings."""
+        group_size = self.config.objects.group_size
+        rows = [group_size] * (images.shape[1] // group_size)
+        level = self._level("image", targets.images, rows, teacher_temperature)
+        return self._cross_view_loss(images, targets.images, level, rows)
 
-    def _losses(
-        self,
-        student: _Embeddings,
-        teacher: _Embeddings,
-        objects: Objects | None,
-        matches: Matches | None,
-        valid: OnItsWay | None,
-        teacher_temperature: float,
+    def _object_losses(
+        self, tokens: Float[Tensor, "b 2 n d"], targets: _Targets, found: Objects, teacher_temperature: float
     ) -> dict[str, Float[Tensor, ""]]:
-        """Each loss as the mean over groups of the group's own mean."""
-        config = self.config
-        group_size = config.objects.group_size
-        groups, rest = divmod(student.images.shape[1], group_size)
-        if rest or not groups:
-            raise ValueError(
-                f"a batch must be a whole number of groups of {group_size} images, got {student.images.shape[1]}"
-            )
-        # A loss that is off or not yet on is 0 and, like one without objects, still attached to the graph.
-        losses = {name: 0 * student.images.sum() for name in LOSSES}
-        if config.losses.image:
-            rows = [group_size] * groups
-            level = self._level("image", teacher.images, rows, teacher_temperature)
-            targets = [cross_view_targets(teacher.images, rows)]
-            losses["image"] = prototype_losses(student.images.flatten(0, 1), targets, level)[0]
-            if objects is not None:
-                self.laps.at_gradient(losses["image"], "object losses, backward")
-        self.laps("image loss")
-        if objects is None:
-            return losses
-        rows = objects.group_rows(group_size)
-        of_losses = {}
-        if config.losses.cross_view:
-            of_losses["cross_view"] = cross_view_targets(teacher.objects, rows)
-        if matches is not None and valid is not None:
-            of_losses["cross_image"] = self._embed_neighbours(matches, valid, rows)
+        """L_cv^o and L_ci^o of the student's tokens, which are pooled with the teacher's labels."""
+        objects, _ = pool_objects(tokens, found.labels, self.config.objects.num_objects)
+        objects = objects[found.rows, :, found.clusters].transpose(0, 1)
+        self.laps("pooling")
+        embeddings = self.student.head(objects)
+        self.laps("object projections")
+        self.laps.at_gradient(embeddings, "object losses, backward")
+        self.laps.at_gradient(objects, "object projections, backward")
+        rows = found.group_rows(self.config.objects.group_size)
+        level = self._level("object", targets.objects, rows, teacher_temperature)
+        losses: dict[str, Tensor] = {}
+        if self.config.losses.cross_view:
+            losses["cross_view"] = self._cross_view_loss(embeddings, targets.objects, level, rows)
+        self.laps("object losses")
+        if targets.matches is not None:
+            neighbours = self._embed_neighbours(targets.matches)
             self.laps("object projections")
-        if of_losses:
-            level = self._level("object", teacher.objects, rows, teacher_temperature)
-            values = prototype_losses(student.objects.flatten(0, 1), list(of_losses.values()), level)
-            losses |= zip(of_losses, values.unbind(), strict=True)
+            valid = targets.matches.valid
+            losses["cross_image"] = self._cross_image_loss(embeddings, neighbours, valid, level, rows)
         self.laps("object losses")
         return losses
+
+    @torch.no_grad()
+    def _embed_neighbours(self, matches: Matches) -> Float[Tensor, "z e"]:
+        """The teacher's embeddings of the valid neighbours: no others go through the head."""
+        assert self.bank is not None
+        slots = [nearest[valid] for nearest, valid in zip(matches.nearest, matches.valid, strict=True)]
+        return self.teacher.head(torch.cat([self.bank.objects(view, slots[view]) for view in (0, 1)]))
 
     def watched_levels(
         self, result: Result, teacher_temperature: float
@@ -273,26 +250,10 @@ class Objective:
         ):
             if not used:
                 continue
-            # Without rows, too: other devices may have some, and prototypes that are shared take all to be gathered.
+            # Also without rows: other ranks may have some, and all are needed to gather sharded prototypes.
             level = self._level(name, embeddings[None], [len(embeddings)], teacher_temperature)
             if embeddings.shape[0]:
                 yield name, embeddings, level
-
-    @torch.no_grad()
-    def _embed_neighbours(self, matches: Matches, on_its_way: OnItsWay, object_rows: list[int]) -> Targets:
-        """The teacher's embeddings of the valid neighbours, and the student's rows that are to predict them.
-
-        Only the neighbours that the loss uses go through the head. Which they are is read once, while the
-        student's pass is under way.
-        """
-        assert self.bank is not None
-        valid = on_its_way.read()
-        neighbours = []
-        for view in (0, 1):
-            rows = send(valid[view].nonzero().flatten(), matches.nearest.device)
-            neighbours.append(self.bank.objects(view, matches.nearest[view, rows]))
-        embeddings = self.teacher.embed(torch.cat(neighbours)).split([len(part) for part in neighbours])
-        return cross_image_targets((embeddings[0], embeddings[1]), valid, object_rows)
 
     def _level(
         self, name: str, targets: Float[Tensor, "views r e"], group_rows: list[int], teacher_temperature: float
@@ -310,26 +271,22 @@ class Objective:
 
 def label_tokens(tokens: Float[Tensor, "b 2 n d"], batch: ViewPairs, config: ObjectsConfig) -> Int[Tensor, "b 2 n"]:
     """Cluster the teacher's tokens of both views of each image."""
-    joint, coordinates = tokens.flatten(1, 2), batch.coordinates.flatten(1, 2)
+    options = {
+        "num_objects": config.num_objects,
+        "iterations": config.iterations,
+        "initial_tokens": batch.initial_tokens,
+    }
+    joint = tokens.flatten(1, 2), batch.coordinates.flatten(1, 2)
     if config.clustering == "kmeans":
-        labels = cluster_tokens_kmeans(
-            joint,
-            coordinates,
-            num_objects=config.num_objects,
-            iterations=config.iterations,
-            initial_tokens=batch.initial_tokens,
-        )
+        labels = cluster_tokens_kmeans(*joint, **options)
     else:
         labels = cluster_tokens(
-            joint,
-            coordinates,
-            num_objects=config.num_objects,
+            *joint,
+            **options,
             position_weight=config.position_weight,
             marginals=config.marginals,
-            iterations=config.iterations,
             sinkhorn_iterations=config.sinkhorn_iterations,
             sharpness=config.sharpness,
-            initial_tokens=batch.initial_tokens,
         )
     return labels.view(tokens.shape[:3])
 
@@ -337,15 +294,15 @@ def label_tokens(tokens: Float[Tensor, "b 2 n d"], batch: ViewPairs, config: Obj
 def find_objects(
     tokens: Float[Tensor, "b 2 n d"], labels: Int[Tensor, "b 2 n"], batch: ViewPairs, num_objects: int
 ) -> Objects:
-    """Pool the teacher's tokens in the clusters that both views have, compacted.
+    """Pool the teacher's tokens, and compact the clusters that both views have.
 
-    Reading how many there are is the one synchronisation after which shapes depend on the data.
+    The counts are read from the device here; after it, shapes depend on the data.
     """
-    kept = kept_clusters(labels, num_objects)
+    objects, kept = pool_objects(tokens, labels, num_objects)
     counts: list[int] = kept.sum(dim=1).tolist()
     rows, clusters = torch.nonzero_static(kept, size=sum(counts)).unbind(dim=1)
     return Objects(
-        teacher=pool_kept_objects(tokens, labels, num_objects, rows, clusters),
+        teacher=objects[rows, :, clusters].transpose(0, 1),
         labels=labels,
         rows=rows,
         clusters=clusters,
@@ -370,9 +327,5 @@ def prototype_entropy(
     return of_mean, mean_of
 
 
-def _by_view(tokens: Float[Tensor, "two_b d"], size: int) -> Float[Tensor, "2 b d"]:
-    return tokens.unflatten(0, (size, 2)).transpose(0, 1)
-
-
-def _noise_or_none(noise: Float[Tensor, "b 2 sites"]) -> Float[Tensor, "two_b sites"] | None:
-    return noise.flatten(0, 1) if noise.shape[2] else None
+def _by_view(tokens: Float[Tensor, "two_b d"]) -> Float[Tensor, "2 b d"]:
+    return tokens.unflatten(0, (-1, 2)).transpose(0, 1)

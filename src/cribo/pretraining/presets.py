@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -15,14 +16,24 @@ from cribo.arguments import ConfigError, Parser
 from cribo.method import ViewRecipe
 from cribo.pretraining.config import PretrainConfig
 
+log = logging.getLogger("cribo")
+
 DEFAULT_PRESET = "quickstart"
 _MOST_VALUES = 100_000  # in a file, which has some hundred
 # What `cribo pretrain --print_config` prints beside the configuration; such a file can be loaded, too.
 _COMMAND_OPTIONS = ("out", "name", "minutes", "resume", "overwrite", "continue")
 
 
+# Options of earlier versions. They are ignored in configuration files, so that runs that have them can be resumed.
+_REMOVED = {"runtime": ("bank", "tf32")}
+
+
 class ConfigParser(Parser):
     """A parser whose --config takes the name of a preset too, and gives way to every other word."""
+
+    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
+        """Parse the content of a configuration file."""
+        return super().parse_string(_without_removed(content), *args, **kwargs)
 
     def parse_args(self, args: Sequence[str] | None = None, **kwargs: Any) -> Namespace:
         """Parse words."""
@@ -39,6 +50,15 @@ class ConfigParser(Parser):
                 name = next(words, None)
                 configs += ["--config"] if name is None else ["--config", str(_readable(find_config(name)))]
         return super().parse_args([*configs, *others], **kwargs)
+
+
+def _without_removed(content: str) -> str:
+    values = yaml.safe_load(content)
+    found = [(group, name) for group, names in _REMOVED.items() for name in names if name in (values.get(group) or ())]
+    for group, name in found:
+        log.info("ignoring %s.%s in the configuration: the option was removed", group, name)
+        del values[group][name]
+    return yaml.safe_dump(values, sort_keys=False) if found else content
 
 
 def preset_names() -> list[str]:

@@ -12,8 +12,8 @@ from cribo.data.images import ImageSource
 from cribo.data.pairs import ViewPairDataset, ViewPairs, collate
 from cribo.data.randomness import keyed_generator
 from cribo.drawing import paint_regions, region_colour
-from cribo.method import NO_MATCH, MemoryBank, normalise
-from cribo.models import Backbone
+from cribo.method import NO_MATCH, MemoryBank
+from cribo.models import Backbone, normalise
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.objective import Objects, find_objects, label_tokens
 

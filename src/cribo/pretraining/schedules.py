@@ -1,4 +1,4 @@
-"""Learning rate, weight decay, teacher momentum and temperature at each step (METHOD section 5)."""
+"""Learning rate, weight decay, teacher momentum and temperature at each step (docs/method.md, "Recipe")."""
 
 import math
 from dataclasses import dataclass
@@ -57,5 +57,5 @@ def _cosine(start: float, end: float, step: int, steps: int) -> float:
 
 
 def _linear(start: float, end: float, epoch: int, epochs: int) -> float:
-    """From start in epoch 0 to end in epoch `epochs` - 1, and end from there on."""
-    return end if epoch >= epochs - 1 else start + (end - start) * epoch / (epochs - 1)
+    """From start in epoch 0 to end in epoch `epochs` - 1, and end from there on; over one epoch, start in epoch 0."""
+    return end if epoch >= epochs else start + (end - start) * epoch / max(epochs - 1, 1)

@@ -14,8 +14,7 @@ from torch import nn
 from cribo.data import DataError, LabelledImages, UnreadableImage, open_segmentation
 from cribo.data.scenes import Scenes
 from cribo.evaluation import DenseNNSettings, Machine, dense_nn
-from cribo.method import normalise
-from cribo.models import Backbone
+from cribo.models import Backbone, normalise
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.monitoring import Metrics

@@ -22,7 +22,7 @@ from cribo.data.cache import CachedImages
 from cribo.data.loading import PairLoader
 from cribo.data.pairs import StepBatchSampler, ViewPairDataset
 from cribo.data.scenes import Scenes
-from cribo.method.products import multiplies_bfloat16
+from cribo.devices import multiplies_bfloat16
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.nonfinite import LossScaling

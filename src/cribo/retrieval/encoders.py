@@ -13,8 +13,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from cribo.arguments import ConfigError
-from cribo.method import normalise
-from cribo.models import Backbone, load_backbone
+from cribo.models import Backbone, load_backbone, normalise
 
 MEAN_COLOUR = "mean-colour"
 """The source that stands for the baseline without a network."""

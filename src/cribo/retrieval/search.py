@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from cribo.method.products import product, rows_on_grid
+from cribo.models.linear import linear
 
 _GIB = 2**30
 _RUN = 64  # most keys in a run, whose greatest similarity stands for all of them at first
@@ -654,11 +654,10 @@ class _Host:
         return queries.to("cpu", torch.float32).contiguous()
 
     def stage(self, block: Float[Tensor, "m d"]) -> _Staged:
-        # With sizes that `product` takes as they are, its result is in one piece.
-        return _Staged(rows_on_grid(_filled_up(block).to("cpu", torch.float32)).contiguous(), len(block))
+        return _Staged(_filled_up(block).to("cpu", torch.float32).contiguous(), len(block))
 
     def product(self, queries: Tensor, staged: _Staged) -> Float[Tensor, "q m"]:
-        return product(queries, staged.keys)
+        return linear(queries, staged.keys)
 
 
 class _Cuda:

@@ -13,7 +13,7 @@ from cribo.evaluation.detection.recipe import Recipe, optimiser, rate_at
 from cribo.evaluation.detection.scoring import Detections, Gathered, Precision, average_precision, read_off
 from cribo.evaluation.detection.views import Batch
 from cribo.evaluation.training import TrainedModule
-from cribo.method import normalise
+from cribo.models import normalise
 from cribo.training.module import Diverged
 
 

@@ -15,8 +15,7 @@ from cribo.data.segmentation import IGNORE_INDEX
 from cribo.evaluation.results import iou
 from cribo.evaluation.segmentation.inference import Inference, segment_image
 from cribo.evaluation.training import TrainedModule
-from cribo.method import normalise
-from cribo.models import Backbone
+from cribo.models import Backbone, normalise
 
 POWER = 0.9
 LAST_RATE = 0.1

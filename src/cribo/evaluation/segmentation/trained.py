@@ -20,8 +20,7 @@ from cribo.evaluation.segmentation.inference import Inference, segment_image
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
 from cribo.evaluation.segmentation.segmenter import Segmenter
 from cribo.files import write_whole
-from cribo.method import normalise
-from cribo.models import build_backbone, describe
+from cribo.models import build_backbone, describe, normalise
 from cribo.models.backbone import RESERVED_ARGS
 
 SEGMENTER_FILE = "segmenter.safetensors"

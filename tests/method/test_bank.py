@@ -64,10 +64,10 @@ def assert_same(bank: MemoryBank, plain: PlainBank, generator: torch.Generator) 
             if neighbour is None:
                 assert slot == NO_MATCH
             else:
-                assert torch.equal(bank.objects(view, slot[None])[0], neighbour)
+                torch.testing.assert_close(bank.objects(view, slot[None])[0], neighbour)
     assert torch.equal(matches.valid, matches.nearest != NO_MATCH)
     everything = bank.state_dict()
-    assert torch.equal(everything["rows"], rows)
+    torch.testing.assert_close(everything["rows"] * everything["norms"][..., None], rows)
     assert torch.equal(everything["images"], ids)
 
 
@@ -112,7 +112,7 @@ def test_a_batch_as_large_as_the_bank_replaces_it() -> None:
     assert len(bank) == 12
     matches = bank.match(full, torch.full((12,), 99))
     for view in (0, 1):
-        assert torch.equal(bank.objects(view, matches.nearest[view]), full[view])
+        torch.testing.assert_close(bank.objects(view, matches.nearest[view]), full[view])
         assert torch.equal(bank.image_ids(matches.nearest[view]), images)
     assert matches.valid.all()
 
@@ -124,7 +124,7 @@ def wrapped_bank(dtype: torch.dtype = torch.float32, num_images: int = 5) -> Mem
     for number in range(7):
         objects = torch.randn(2, 6, DIM, generator=generator)
         bank.push(objects, torch.tensor([2 * number] * 3 + [2 * number + 1] * 3), [3, 3])
-    assert len(bank._ring(0).live()) == 2
+    assert bank._oldest + len(bank) > bank.capacity
     return bank
 
 
@@ -161,7 +161,7 @@ def test_a_state_of_an_unwrapped_bank_does_not_change_with_it_either() -> None:
     bank.push(torch.ones(2, 2, DIM), torch.tensor([0, 1]), [1, 1])
     state = bank.state_dict()
     bank.push(torch.zeros(2, 2, DIM), torch.tensor([2, 3]), [1, 1])
-    assert (state["rows"] == 1).all()
+    assert (state["norms"] == DIM**0.5).all()
 
 
 def test_an_empty_bank_can_be_saved() -> None:
@@ -193,7 +193,7 @@ def test_half_precision_rows_are_searched_in_float32(dtype: torch.dtype) -> None
     queries = torch.randn(2, 30, DIM)
     matches = bank.match(queries, torch.full((30,), 99))
     nearest, consistent = match_objects(queries, rounded)
-    assert (matches.nearest == nearest).float().mean() > 0.95  # norms are taken before rounding
+    assert (matches.nearest == nearest).float().mean() > 0.95  # rows are rounded after they are normalised
     assert (matches.valid == consistent).float().mean() > 0.9
     assert bank.objects(0, matches.nearest[0]).dtype == torch.float32
 
@@ -287,11 +287,36 @@ def test_a_state_that_does_not_fit_leaves_the_bank_as_it_was() -> None:
     assert smaller.images_held == 2
 
 
-def test_rows_too_large_for_half_precision_stay_finite_and_match_nothing_they_should_not():
+def test_a_state_of_version_0_1_is_restored() -> None:
+    """It holds unnormalised rows and the inverse of their norms."""
+    bank, old = wrapped_bank(), wrapped_bank().state_dict()
+    norms = old.pop("norms")
+    old["rows"] = old["rows"] * norms[..., None]
+    old["inverse_norms"] = 1 / norms
+    restored = MemoryBank(num_images=5, num_objects=4, dim=DIM)
+    restored.load_state_dict(old)
+    queries, images = torch.randn(2, 40, DIM), torch.arange(40) % 12
+    before, after = bank.match(queries, images), restored.match(queries, images)
+    assert torch.equal(before.nearest, after.nearest)
+    torch.testing.assert_close(bank.objects(0, before.nearest[0]), restored.objects(0, after.nearest[0]))
+
+
+def test_objects_that_are_not_finite_are_stored_as_zeros() -> None:
+    bank = MemoryBank(num_images=4, num_objects=1, dim=DIM)
+    objects = torch.randn(2, 3, DIM)
+    objects[0, 1, 2], objects[1, 2, 0] = torch.inf, torch.nan
+    bank.push(objects, torch.arange(3), [1, 1, 1])
+    assert (bank.objects(0, torch.tensor([1])) == 0).all()
+    assert (bank.objects(1, torch.tensor([2])) == 0).all()
+    matches = bank.match(objects.nan_to_num(0, 0, 0), 10 + torch.arange(3), criterion="none")
+    assert matches.nearest[0, [0, 2]].tolist() == [0, 2]
+
+
+def test_rows_too_large_for_half_precision_keep_their_norm():
     bank = MemoryBank(num_images=4, num_objects=1, dim=8, dtype=torch.float16)
     rows = torch.eye(8)[:4].expand(2, 4, 8).clone()
     rows[:, 0] *= 1e6
     bank.push(rows, torch.arange(4), counts=[1] * 4)
-    assert bank.objects(0, torch.arange(4)).isfinite().all()
+    torch.testing.assert_close(bank.objects(0, torch.arange(4)), rows[0])
     matches = bank.match(rows, torch.arange(4) + 100)
     assert matches.nearest.tolist() == [[0, 1, 2, 3]] * 2

@@ -1,0 +1,239 @@
+"""The pair of memory banks M_1 and M_2 (paper section 3.2.2)."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from cribo.method.matching import NO_MATCH, cycle_consistency, nearest_rows
+from cribo.method.precision import at_least_float32, in_float32
+
+Criterion = Literal["cycle", "none"]
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Matches of a batch's objects.
+
+    Attributes:
+        nearest: (2, R) slot of each object's nearest neighbour in its view's bank; `NO_MATCH` if there is none.
+        valid: (2, R) whether the pair is a positive pair.
+    """
+
+    nearest: Int[Tensor, "2 r"]
+    valid: Bool[Tensor, "2 r"]
+
+
+class MemoryBank:
+    """The teacher's object representations of the last S images, of both views, row-aligned.
+
+    A ring of fixed size: objects are written in place and expire by image count. Each row is normalised when it is
+    pushed, and its norm is kept beside it, so that a neighbour can go through the head as it was.
+
+    The bank is not an `nn.Module` and has no buffers: it is the same on every rank because every rank pushes the same
+    objects, and distributed wrappers must not broadcast it. It has `state_dict` and `load_state_dict` of its own.
+
+    Args:
+        num_images: S, how many images the bank remembers.
+        num_objects: K, the most objects an image can have.
+        dim: D, channels of an object representation.
+        dtype: of the stored rows; half precision halves the memory and, on GPUs, the time of a search.
+        device: where the rows are stored.
+
+    Raises:
+        ValueError: a size below 1.
+
+    Example:
+        >>> bank = MemoryBank(num_images=100, num_objects=4, dim=16)
+        >>> objects, images = torch.randn(2, 3, 16), torch.tensor([7, 7, 9])
+        >>> bank.push(objects, images, counts=[2, 1])
+        >>> matches = bank.match(torch.randn(2, 5, 16), torch.arange(5))
+        >>> bank.objects(0, matches.nearest[0]).shape
+        torch.Size([5, 16])
+    """
+
+    def __init__(
+        self,
+        *,
+        num_images: int,
+        num_objects: int,
+        dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        for name, value in (("num_images", num_images), ("num_objects", num_objects), ("dim", dim)):
+            if value < 1:
+                raise ValueError(f"{name} must be >= 1, got {value}")
+        self.num_images = num_images
+        self.capacity = num_images * num_objects
+        # Uninitialised: only live slots are ever read, and a host commits memory for no others.
+        self._rows = torch.empty((2, self.capacity, dim), dtype=dtype, device=device)
+        norm_type = torch.promote_types(dtype, torch.float32)
+        self._norms = torch.empty((2, self.capacity), dtype=norm_type, device=device)
+        self._images = torch.empty(self.capacity, dtype=torch.long, device=device)
+        self._counts: deque[int] = deque()  # objects of each remembered image, oldest first
+        self._oldest = 0  # slot of the oldest live row
+        self._length = 0  # live rows
+
+    def __len__(self) -> int:
+        """How many objects the bank holds."""
+        return self._length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a full bank."""
+        return self._rows.nbytes + self._norms.nbytes + self._images.nbytes
+
+    @property
+    def images_held(self) -> int:
+        """How many images the bank remembers now, those without objects included."""
+        return len(self._counts)
+
+    def objects(self, view: int, slots: Int[Tensor, " r"]) -> Float[Tensor, "r d"]:
+        """The unnormalised objects (R, D) at some slots of one view's bank, in float32 or better."""
+        return at_least_float32(self._rows[view, slots]) * self._norms[view, slots, None]
+
+    def image_ids(self, slots: Int[Tensor, " r"]) -> Int[Tensor, " r"]:
+        """The image of the object at each of some slots."""
+        return self._images[slots]
+
+    @torch.no_grad()
+    @in_float32
+    def match(
+        self,
+        objects: Float[Tensor, "2 r d"],
+        images: Int[Tensor, " r"],
+        *,
+        group_rows: Sequence[int] | None = None,
+        criterion: Criterion = "cycle",
+    ) -> Matches:
+        """Find each object's nearest neighbour in the bank of its view, and which pairs are positive pairs.
+
+        Args:
+            objects: (2, R, D) the batch's teacher objects, any scale.
+            images: (R,) image of each object; the bank's rows of the same image never match.
+            group_rows: objects of each group of images, in order; one group by default. Cycles close inside a group.
+            criterion: `cycle` keeps cycle-consistent matches, `none` keeps every match (the paper's ablation).
+
+        Raises:
+            ValueError: an unknown criterion, or groups that do not sum to R.
+
+        Source: paper equations 2 to 4.
+        """
+        if criterion not in get_args(Criterion):
+            raise ValueError(f"criterion must be one of {', '.join(get_args(Criterion))}, got {criterion!r}")
+        live = ring_slices(self._oldest, self._length, self.capacity)
+        nearest = torch.stack(
+            [
+                nearest_rows(objects[view], self._rows[view], parts=live, query_images=images, row_images=self._images)
+                for view in (0, 1)
+            ]
+        )
+        matched = nearest != NO_MATCH
+        if criterion == "none" or not self._length:
+            return Matches(nearest, matched)
+        slots = nearest.where(matched, self._oldest)  # any live slot, where there is no neighbour
+        jumped = torch.stack([self._rows[1 - view, slots[view]] for view in (0, 1)])  # paper equation 3
+        return Matches(nearest, matched & cycle_consistency(objects, jumped, group_rows))
+
+    @torch.no_grad()
+    def push(self, objects: Float[Tensor, "2 r d"], images: Int[Tensor, " r"], counts: Sequence[int]) -> None:
+        """Add a batch's objects; the oldest images beyond `num_images` expire whole.
+
+        Args:
+            objects: (2, R, D) unnormalised, image after image. One that is not finite is stored as zeros.
+            images: (R,) image of each object.
+            counts: objects of each of the batch's images, 0 included; they sum to R.
+
+        Raises:
+            ValueError: counts do not sum to R, or the batch holds more images or objects than the bank can.
+        """
+        rows = objects.shape[1]
+        if sum(counts) != rows:
+            raise ValueError(f"counts must sum to the {rows} objects given, got {sum(counts)}")
+        if len(counts) > self.num_images or rows > self.capacity:
+            raise ValueError(
+                f"a batch of {len(counts)} images with {rows} objects does not fit a bank of "
+                f"{self.num_images} images and {self.capacity} objects: use a larger bank or a smaller batch"
+            )
+        while len(self._counts) + len(counts) > self.num_images or self._length + rows > self.capacity:
+            expired = self._counts.popleft()
+            self._oldest = (self._oldest + expired) % self.capacity
+            self._length -= expired
+        objects = at_least_float32(objects)
+        objects = objects.where(objects.isfinite().all(dim=-1, keepdim=True), 0)
+        norms = objects.norm(dim=-1)
+        unit = objects / norms.clamp_min(torch.finfo(norms.dtype).tiny)[..., None]
+        self._append(unit, norms, images, counts)
+
+    def _append(
+        self,
+        unit: Float[Tensor, "2 r d"],
+        norms: Float[Tensor, "2 r"],
+        images: Int[Tensor, " r"],
+        counts: Sequence[int],
+    ) -> None:
+        """Write rows behind the newest, where there is room for them."""
+        first, end = 0, (self._oldest + self._length) % self.capacity
+        for part in ring_slices(end, unit.shape[1], self.capacity):
+            own = slice(first, first + part.stop - part.start)
+            self._rows[:, part] = unit[:, own].to(self._rows.dtype)
+            self._norms[:, part] = norms[:, own].to(self._norms.dtype)
+            self._images[part] = images[own]
+            first = own.stop
+        self._counts.extend(counts)
+        self._length += unit.shape[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the live rows, and where they are, for a checkpoint."""
+        live = ring_slices(self._oldest, self._length, self.capacity)
+        slots = torch.cat([torch.arange(part.start, part.stop) for part in live] or [torch.arange(0)])
+        slots = slots.to(self._images.device)
+        return {
+            "rows": self._rows[:, slots],
+            "norms": self._norms[:, slots],
+            "images": self._images[slots],
+            "counts": torch.tensor(list(self._counts), dtype=torch.long),
+            "oldest": self._oldest,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state at the same slots.
+
+        Raises:
+            ValueError: the state comes from a bank of another width, or holds more than this one can.
+        """
+        rows: Tensor = state["rows"]
+        counts: list[int] = state["counts"].tolist()
+        if rows.shape[2] != self._rows.shape[2]:
+            raise ValueError(f"the bank's objects have {self._rows.shape[2]} channels, the state's {rows.shape[2]}")
+        if len(counts) > self.num_images or rows.shape[1] > self.capacity:
+            raise ValueError(
+                f"a state of {len(counts)} images with {rows.shape[1]} objects does not fit a bank of "
+                f"{self.num_images} images and {self.capacity} objects: use a larger bank"
+            )
+        if "inverse_norms" in state:  # checkpoints of version 0.1 hold unnormalised rows
+            inverse = state["inverse_norms"]
+            rows, norms = rows.float() * inverse[..., None], inverse.reciprocal()
+        else:
+            norms = state["norms"]
+        self._counts.clear()
+        self._oldest, self._length = int(state["oldest"]) % self.capacity, 0
+        self._append(rows, norms, state["images"], counts)
+
+
+def ring_slices(start: int, length: int, capacity: int) -> list[slice]:
+    """Slices of `length` consecutive slots of a ring: one, two where they go over its end, or none.
+
+    Example:
+        >>> ring_slices(7, 5, capacity=10)
+        [slice(7, 10, None), slice(0, 2, None)]
+    """
+    end = start + length
+    parts = [slice(start, min(end, capacity)), slice(0, max(0, end - capacity))]
+    return [part for part in parts if part.stop > part.start]

@@ -1,0 +1,213 @@
+"""One training step of CrIBo, stated literally: section 3 of the paper in the paper's order.
+
+This is the place to learn the method, and to check the fast code against: the tests compare the modules of
+`cribo.method` with it, and the benchmarks measure them against it. Nothing here is blocked, fused or batched beyond
+what the formulas say. Everything computes in the type of its inputs. Equation numbers are the paper's; where the paper
+and its released recipe differ, docs/method.md says what is done here and why.
+"""
+
+from collections import deque
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+# ------------------------------------------------------------ 3.2.1 Semantically coherent image regions (appendix B)
+
+
+def cluster(
+    tokens: Float[Tensor, "t d"],
+    coordinates: Float[Tensor, "t 2"],
+    initial_tokens: Int[Tensor, " k"],
+    *,
+    position_weight: float,
+    marginals: str = "adaptive",
+    iterations: int = 5,
+    sinkhorn_iterations: int = 5,
+    sharpness: float = 20.0,
+) -> Int[Tensor, " t"]:
+    """Joint-space clustering of the T = 2N tokens of both views of one image into K clusters."""
+    num_objects = len(initial_tokens)
+    z = F.normalize(tokens, dim=1)  # (T, D)
+    members = F.one_hot(initial_tokens, len(z)).T.to(z)  # (T, K): each initial token is its cluster's only member
+    cluster_mass = torch.full_like(members[0], 1 / num_objects)  # (K,)
+    labels = initial_tokens
+    for _ in range(iterations):
+        centroids = F.normalize(members.T @ z, dim=1)  # (K, D), eq. 15; zero for an empty cluster
+        cost = -z @ centroids.T  # (T, K), eq. 12
+        if position_weight > 0:
+            cost = cost + position_weight * positional_cost(coordinates, members)  # eq. 16
+        labels = transport_plan(rescale(cost), cluster_mass, sinkhorn_iterations, sharpness).argmax(dim=1)  # eq. 13
+        members = F.one_hot(labels, num_objects).to(z)
+        if marginals == "adaptive":
+            sizes = members.sum(dim=0) + 0.01
+            cluster_mass = sizes / sizes.sum()
+    return labels
+
+
+def positional_cost(coordinates: Float[Tensor, "t 2"], members: Float[Tensor, "t k"]) -> Float[Tensor, "t k"]:
+    """Eq. 17: the distance from each token to the nearest other member of each cluster, in units of the largest."""
+    distances = (coordinates[:, None] - coordinates).square().sum(dim=-1).sqrt()  # (T, T)
+    counted = (members > 0) & (distances > 0)[..., None]  # (T, T, K): token, member, cluster
+    cost = distances[..., None].where(counted, torch.inf).amin(dim=1)  # (T, K)
+    cost = cost.where(cost.isfinite(), 0)
+    cost = cost.where(cost != 0, cost.mean())  # no other member: the mean over all entries, zeros included
+    return cost / cost.max().clamp_min(torch.finfo(cost.dtype).tiny)
+
+
+def rescale(cost: Float[Tensor, "t k"]) -> Float[Tensor, "t k"]:
+    """The cost scaled affinely to [0, 1]."""
+    return (cost - cost.min()) / (cost.max() - cost.min()).clamp_min(torch.finfo(cost.dtype).tiny)
+
+
+def transport_plan(
+    cost: Float[Tensor, "t k"], cluster_mass: Float[Tensor, " k"], iterations: int, sharpness: float
+) -> Float[Tensor, "t k"]:
+    """Q* of eq. 13 by Sinkhorn-Knopp: rows scaled to 1/T, then columns to the mass of their cluster (eq. 14)."""
+    plan = torch.exp(-sharpness * cost)
+    plan = plan / plan.sum()
+    for _ in range(iterations):
+        plan = plan / plan.sum(dim=1, keepdim=True) / len(plan)
+        plan = plan / plan.sum(dim=0) * cluster_mass
+    return plan
+
+
+def pool(
+    tokens: Float[Tensor, "2 n d"], labels: Int[Tensor, "2 n"], num_objects: int
+) -> tuple[Float[Tensor, "2 k d"], Bool[Tensor, " k"]]:
+    """Eq. 1: the mean of each cluster's tokens in each view, and which clusters have tokens in both views."""
+    members = F.one_hot(labels, num_objects).to(tokens)  # (2, N, K)
+    sizes = members.sum(dim=1)  # (2, K)
+    return members.mT @ tokens / sizes.clamp_min(1)[..., None], (sizes > 0).all(dim=0)
+
+
+# ------------------------------------------------------------------------------- 3.2.2 Cross-image object matchings
+
+
+def nearest(
+    queries: Float[Tensor, "r d"], rows: Float[Tensor, "m d"], allowed: Bool[Tensor, "r m"] | None = None
+) -> Int[Tensor, " r"]:
+    """Eq. 2: the row with the greatest cosine similarity to each query."""
+    similarity = F.normalize(queries, dim=1) @ F.normalize(rows, dim=1).T  # (R, M)
+    return (similarity if allowed is None else similarity.where(allowed, -torch.inf)).argmax(dim=1)
+
+
+def match(
+    objects: Float[Tensor, "2 r d"],
+    images: Int[Tensor, " r"],
+    bank: Float[Tensor, "2 m d"],
+    bank_images: Int[Tensor, " m"],
+) -> tuple[Int[Tensor, "2 r"], Bool[Tensor, "2 r"]]:
+    """Each object's neighbour in its view's bank, never from its own image, and whether the cycle closes (eq. 4)."""
+    found = torch.zeros(objects.shape[:2], dtype=torch.long)
+    consistent = torch.zeros(objects.shape[:2], dtype=torch.bool)
+    allowed = images[:, None] != bank_images  # (R, M)
+    if not allowed.any():
+        return found, consistent
+    for i, j in ((0, 1), (1, 0)):
+        found[i] = nearest(objects[i], bank[i], allowed)
+        jumped = bank[j, found[i]]  # (R, D), eq. 3: the neighbour's row in the other view's bank
+        back = nearest(jumped, objects[j])  # the nearest object of the batch in the other view ...
+        consistent[i] = allowed.any(dim=1) & (back == torch.arange(len(back)))  # ... is, by eq. 3, the one we left
+    return found, consistent
+
+
+# -------------------------------------------------------------------------- 3.2.3 Self-supervised training objectives
+
+
+def cross_entropy(
+    teacher: Float[Tensor, "r l"],
+    student: Float[Tensor, "r l"],
+    centre: Float[Tensor, " l"],
+    teacher_temperature: float,
+    student_temperature: float = 0.1,
+) -> Float[Tensor, " r"]:
+    """H(p_t, p_s) of each row (eq. 5), from logits."""
+    p_teacher = ((teacher.detach() - centre) / teacher_temperature).softmax(dim=1)
+    return -(p_teacher * (student / student_temperature).log_softmax(dim=1)).sum(dim=1)
+
+
+def cross_view(teacher: Float[Tensor, "2 r l"], student: Float[Tensor, "2 r l"], *level: Any) -> Float[Tensor, ""]:
+    """Eq. 6 and 10: each view's teacher against the other view's student, the mean of both directions."""
+    return cross_entropy(teacher.flatten(0, 1), student.flip(0).flatten(0, 1), *level).sum() / max(teacher[..., 0].numel(), 1)
+
+
+class Reference:
+    """Student and teacher, the pair of memory banks and the centres, and what one step does to them.
+
+    Args:
+        student, teacher: networks with a `backbone`, which gives global tokens (B, D) and tokens (B, N, D); a `head`,
+            which gives embeddings; and the last layers `image_prototypes` and `object_prototypes`, which give logits.
+        num_objects: K.
+        bank_images: S.
+        clustering: options of `cluster`.
+    """
+
+    def __init__(self, student: Any, teacher: Any, *, num_objects: int, bank_images: int, **clustering: Any) -> None:
+        self.student, self.teacher = student, teacher
+        self.num_objects, self.clustering = num_objects, clustering
+        self.bank: deque[tuple[int, Tensor]] = deque(maxlen=bank_images)  # image and objects (2, n, D)
+        self.image_centre = self.object_centre = torch.zeros(())
+
+    def losses(
+        self,
+        views: Float[Tensor, "b 2 3 h w"],
+        coordinates: Float[Tensor, "b 2 n 2"],
+        initial_tokens: Int[Tensor, "b k"],
+        images: Int[Tensor, " b"],
+        *,
+        teacher_temperature: float,
+        cross_image: bool = True,
+    ) -> dict[str, Float[Tensor, ""]]:
+        """The three losses of one group of images, which then enters the banks and the centres."""
+        with torch.no_grad():
+            t_global, t_tokens, *_ = self.teacher.backbone(views.flatten(0, 1))  # (2B, D), (2B, N, D)
+        s_global, s_tokens, *_ = self.student.backbone(views.flatten(0, 1))
+        t_objects, s_objects = [], []  # of each image (2, n, D)
+        for b in range(len(images)):
+            view_pair = slice(2 * b, 2 * b + 2)
+            joint = t_tokens[view_pair].flatten(0, 1), coordinates[b].flatten(0, 1)
+            labels = cluster(*joint, initial_tokens[b], **self.clustering).unflatten(0, (2, -1))  # (2, N)
+            objects, kept = pool(t_tokens[view_pair], labels, self.num_objects)
+            t_objects.append(objects[:, kept])
+            s_objects.append(pool(s_tokens[view_pair], labels, self.num_objects)[0][:, kept])
+        t, s = torch.cat(t_objects, dim=1), torch.cat(s_objects, dim=1)  # (2, R, D)
+        object_images = images.repeat_interleave(torch.tensor([objects.shape[1] for objects in t_objects]))  # (R,)
+
+        t_image, s_image = (  # (2, B, L)
+            network.image_prototypes(network.head(z.unflatten(0, (-1, 2)).transpose(0, 1)))
+            for network, z in ((self.teacher, t_global), (self.student, s_global))
+        )
+        t_object, s_object = (n.object_prototypes(n.head(z)) for n, z in ((self.teacher, t), (self.student, s)))
+        level = self.object_centre, teacher_temperature
+        losses = {
+            "image": cross_view(t_image, s_image, self.image_centre, teacher_temperature),
+            "cross_view": cross_view(t_object, s_object, *level),
+            "cross_image": 0 * s.sum(),
+        }
+        if cross_image and self.bank:
+            bank = torch.cat([objects for _, objects in self.bank], dim=1)  # (2, M, D)
+            bank_images = torch.tensor([image for image, objects in self.bank for _ in range(objects.shape[1])])
+            found, consistent = match(t, object_images, bank, bank_images)
+            for i, valid in enumerate(consistent):  # eq. 8: each direction is the mean over its Z_i valid pairs
+                neighbours = self.teacher.object_prototypes(self.teacher.head(bank[i, found[i, valid]]))
+                terms = cross_entropy(neighbours, s_object[1 - i, valid], *level)
+                losses["cross_image"] = losses["cross_image"] + terms.sum() / max(2 * len(terms), 1)
+        self.bank.extend(zip(images.tolist(), t_objects, strict=True))
+        self.image_centre = 0.9 * self.image_centre + 0.1 * t_image.flatten(0, 1).mean(dim=0).detach()
+        if len(object_images):
+            self.object_centre = 0.9 * self.object_centre + 0.1 * t_object.flatten(0, 1).mean(dim=0).detach()
+        return losses
+
+    def step(self, optimizer: torch.optim.Optimizer, momentum: float, **batch: Any) -> dict[str, Tensor]:
+        """One update of the student by the sum of the losses (eq. 11), and of the teacher as its moving average."""
+        losses = self.losses(**batch)
+        optimizer.zero_grad()
+        torch.stack(list(losses.values())).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for theirs, ours in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                theirs.mul_(momentum).add_((1 - momentum) * ours)
+        return losses
