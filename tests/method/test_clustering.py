@@ -73,9 +73,9 @@ def test_coordinates_far_from_the_origin() -> None:
     """Distances by a matrix product would leave a token slightly off itself, and it would count."""
     tokens, coordinates, initial = scene(3)
     coordinates = coordinates.round()
-    options = {"position_weight": 4.0}
-    labels = cluster_tokens(tokens, coordinates + 2.0**20, num_objects=6, initial_tokens=initial, **options)
-    assert (labels == literal_labels(tokens, coordinates, initial, **options)).float().mean() >= 0.999
+    far = coordinates + 2.0**20
+    labels = cluster_tokens(tokens, far, num_objects=6, position_weight=4.0, initial_tokens=initial)
+    assert (labels == literal_labels(tokens, coordinates, initial, position_weight=4.0)).float().mean() >= 0.999
 
 
 @pytest.mark.parametrize("marginals", ["adaptive", "uniform"])

@@ -63,22 +63,3 @@ def test_the_moving_average() -> None:
     for own, other, old in zip(teacher.parameters(), student.parameters(), before, strict=True):
         torch.testing.assert_close(own, 0.9 * old + 0.1 * other.detach())
         assert not own.requires_grad
-
-
-def test_embeddings_of_any_number_of_objects_take_few_sizes_through_the_head() -> None:
-    backbone = build_backbone("vit_tiny_patch16_224", args={"depth": 1, "embed_dim": 32, "num_heads": 2}, image_size=32)
-    network = Network(backbone, HeadConfig(hidden_dim=32, bottleneck_dim=16, prototypes=32), seed=0)
-    sizes = set()
-    network.head.register_forward_pre_hook(lambda _, given: sizes.add(given[0].shape))
-    for count in range(130):
-        objects = torch.randn(2, count, 32, requires_grad=True)
-        embedded = network.embed(objects)
-        expected = network.head.mlp(objects)
-        torch.testing.assert_close(embedded, torch.nn.functional.normalize(expected, dim=-1))
-        direction = torch.randn_like(embedded)
-        found, other = (
-            torch.autograd.grad((result * direction).sum(), objects, retain_graph=True)[0]
-            for result in (embedded, torch.nn.functional.normalize(expected, dim=-1))
-        )
-        torch.testing.assert_close(found, other)
-    assert len(sizes) < 20

@@ -80,7 +80,7 @@ class States(L.Callback):
             state |= {f"optimiser.{number}.{name}": value.clone() for name, value in moments.items()}
         if module.bank is not None:
             held = module.bank.state_dict()
-            state |= {f"bank.{name}": held[name].clone() for name in ("rows", "inverse_norms", "images")}
+            state |= {f"bank.{name}": held[name].clone() for name in ("rows", "norms", "images")}
         self.states.append(state)
 
 

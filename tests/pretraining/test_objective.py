@@ -4,10 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from cribo.data.pairs import ViewPairDataset, ViewPairs, collate
 from cribo.data.scenes import Scenes
@@ -69,18 +67,6 @@ def bench(tiny: Tiny) -> Bench:
     return Bench(tiny({"losses.cross_image_from_epoch": 1, "objects.group_size": 4, "backbone.drop_path": 0.3}))
 
 
-def cross_entropy(teacher: torch.Tensor, student: torch.Tensor, centre: torch.Tensor) -> np.ndarray:
-    """H(teacher, student) of each row, from logits."""
-    t, s = teacher.detach().double().numpy(), student.detach().double().numpy()
-    t = (t - centre.double().numpy()) / 0.05
-    s = s / 0.1
-    p = np.exp(t - t.max(axis=1, keepdims=True))
-    p /= p.sum(axis=1, keepdims=True)
-    log_q = s - s.max(axis=1, keepdims=True)
-    log_q -= np.log(np.exp(log_q).sum(axis=1, keepdims=True))
-    return -(p * log_q).sum(axis=1)
-
-
 def test_the_losses_are_means_over_groups_of_their_own_means(bench: Bench) -> None:
     whole = bench(list(range(8)))
     parts = [bench(list(range(4))), bench(list(range(4, 8)))]
@@ -95,53 +81,6 @@ def test_the_group_decides_what_a_cycle_may_end_on(bench: Bench) -> None:
     valid = [int(bench(list(range(8)), group_size=size).matches.valid.sum()) for size in (1, 2, 4, 8)]
     assert valid == sorted(valid, reverse=True)
     assert valid[0] > valid[-1] > 0
-
-
-def test_against_the_formulas(bench: Bench) -> None:
-    """All three losses of one group, from the embeddings, by METHOD section 4."""
-    module = bench.module
-    images = list(range(4))
-    batch = a_batch(bench.config, module, images)
-    taken: dict[str, Any] = {}
-    embed = type(module.student).embed
-
-    def keep(network: Any, representations: torch.Tensor) -> torch.Tensor:
-        embeddings = embed(network, representations)
-        taken.setdefault("student" if network is module.student else "teacher", []).append(embeddings)
-        return embeddings
-
-    type(module.student).embed = keep  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        result = bench.objective(bench.config)(batch, epoch=1, teacher_temperature=0.05, train_backbone=True)
-    finally:
-        type(module.student).embed = embed
-    student_images, student_objects = taken["student"]
-    teacher_images, teacher_objects = result.teacher_images.unflatten(0, (2, -1)), taken["teacher"][1]
-    weights = {
-        (who, level): getattr(network, f"{level}_prototypes").weight
-        for who, network in (("s", module.student), ("t", module.teacher))
-        for level in ("image", "object")
-    }
-
-    def loss(level: str, teacher: torch.Tensor, student: torch.Tensor) -> np.ndarray:
-        centre = module.image_centre.value if level == "image" else module.object_centre.value
-        return cross_entropy(F.linear(teacher, weights["t", level]), F.linear(student, weights["s", level]), centre)
-
-    for name, level, teacher, student in (
-        ("image", "image", teacher_images, student_images),
-        ("cross_view", "object", teacher_objects, student_objects),
-    ):
-        expected = (loss(level, teacher[0], student[1]).mean() + loss(level, teacher[1], student[0]).mean()) / 2
-        assert result.losses[name].item() == pytest.approx(expected, rel=1e-4)
-
-    directions = []
-    assert result.matches is not None
-    for view in (0, 1):
-        valid = result.matches.valid[view]
-        assert 0 < valid.sum() < len(valid)
-        neighbours = bench.bank.objects(view, result.matches.nearest[view, valid])
-        directions.append(loss("object", module.teacher.embed(neighbours), student_objects[1 - view][valid]).mean())
-    assert result.losses["cross_image"].item() == pytest.approx(sum(directions) / 2, rel=1e-4)
 
 
 def test_a_group_without_objects_adds_0_and_stays_in_the_graph(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,10 @@ def test_a_warm_up_of_one_step_starts_at_0() -> None:
     assert of.total_steps == EPOCHS
 
 
-@pytest.mark.parametrize("epochs", [0, 1])
-def test_a_temperature_that_rises_over_no_epoch_is_the_last_from_the_start(epochs: int) -> None:
-    config = PretrainConfig(losses=LossConfig(teacher_temperature_epochs=epochs))
-    assert Schedules(config, 3).at(0).teacher_temperature == 0.07
+@pytest.mark.parametrize(
+    ("epochs", "expected"), [(0, [0.07, 0.07, 0.07]), (1, [0.04, 0.07, 0.07]), (2, [0.04, 0.07, 0.07])]
+)
+def test_a_temperature_that_rises_over_few_epochs(epochs: int, expected: list[float]) -> None:
+    """As numpy.linspace(0.04, 0.07, epochs), and 0.07 afterwards."""
+    of = Schedules(PretrainConfig(losses=LossConfig(teacher_temperature_epochs=epochs)), 3)
+    assert [of.at(3 * epoch).teacher_temperature for epoch in range(3)] == expected

@@ -93,9 +93,9 @@ class MemoryBank:
         """How many images the bank remembers now, those without objects included."""
         return len(self._counts)
 
-    def objects(self, view: int, slots: Int[Tensor, " r"]) -> Float[Tensor, "r d"]:
-        """The unnormalised objects (R, D) at some slots of one view's bank, in float32 or better."""
-        return at_least_float32(self._rows[view, slots]) * self._norms[view, slots, None]
+    def objects(self, views: int | Int[Tensor, " r"], slots: Int[Tensor, " r"]) -> Float[Tensor, "r d"]:
+        """The unnormalised objects (R, D) at some slots, in float32 or better; `views` is one view, or each slot's."""
+        return at_least_float32(self._rows[views, slots]) * self._norms[views, slots][:, None]
 
     def image_ids(self, slots: Int[Tensor, " r"]) -> Int[Tensor, " r"]:
         """The image of the object at each of some slots."""

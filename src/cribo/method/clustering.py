@@ -264,7 +264,7 @@ def _centroids(tokens: Float[Tensor, "b t d"], labels: Int[Tensor, "b t"], num_o
     """Normalised sum of each cluster's tokens, zero for an empty cluster (equation 15)."""
     batch, _, dim = tokens.shape
     sums = tokens.new_zeros((batch * num_objects, dim))
-    sums.index_add_(0, _clusters_of_batch(labels, num_objects), tokens.flatten(0, 1))
+    sums = sums.index_add(0, _clusters_of_batch(labels, num_objects), tokens.flatten(0, 1))
     return F.normalize(sums.view(batch, num_objects, dim), dim=-1)
 
 

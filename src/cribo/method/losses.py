@@ -1,6 +1,6 @@
 """Self-distillation: the cross-entropy over prototypes, centring, and the paper's losses (section 3.2.3)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,12 +39,18 @@ class SelfDistillation:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
 
 
+CrossEntropy = Callable[..., tuple[Tensor, Tensor]]
+"""`cross_entropy`: (student, teacher, level, groups) -> entropies and their gradient."""
+
+
 @in_float32
 def cross_view_loss(
     student: Float[Tensor, "2 r e"],
     teacher: Float[Tensor, "2 r e"],
     level: SelfDistillation,
     group_rows: Sequence[int] | None = None,
+    *,
+    formula: CrossEntropy | None = None,
 ) -> Float[Tensor, ""]:
     """Each view's teacher against the other view's student: L_cv^g on images, L_cv^o on objects.
 
@@ -55,6 +61,7 @@ def cross_view_loss(
         teacher: (2, R, E) likewise.
         level: prototypes, centre and temperatures.
         group_rows: rows of each group of images, in order; one group by default.
+        formula: `cross_entropy` by default; a compiled one, for example.
 
     Raises:
         ValueError: the groups' rows do not sum to R.
@@ -69,7 +76,9 @@ def cross_view_loss(
     groups, num_groups = _groups(student, group_rows)
     groups = groups.repeat(2)
     weights = _mean_of_means(groups, num_groups).to(student.dtype)
-    return weighted_cross_entropy(student.flatten(0, 1), teacher.flip(0).flatten(0, 1), weights, level, groups)
+    return weighted_cross_entropy(
+        student.flatten(0, 1), teacher.flip(0).flatten(0, 1), weights, level, groups, formula=formula
+    )
 
 
 @in_float32
@@ -79,6 +88,8 @@ def cross_image_loss(
     valid: Bool[Tensor, "2 r"],
     level: SelfDistillation,
     group_rows: Sequence[int] | None = None,
+    *,
+    formula: CrossEntropy | None = None,
 ) -> Float[Tensor, ""]:
     """The teacher on the neighbour of view i against the student's object of the other view: L_ci^o.
 
@@ -91,6 +102,7 @@ def cross_image_loss(
         valid: (2, R) which objects have a valid neighbour, Z in all.
         level: prototypes, centre and temperatures of the object level.
         group_rows: objects of each group of images, in order; one group by default.
+        formula: `cross_entropy` by default; a compiled one, for example.
 
     Raises:
         ValueError: the groups' rows do not sum to R.
@@ -107,7 +119,7 @@ def cross_image_loss(
     views, rows = valid.nonzero(as_tuple=True)
     groups = groups[rows]
     weights = _mean_of_means(views * num_groups + groups, 2 * num_groups).to(student.dtype)
-    return weighted_cross_entropy(student[1 - views, rows], neighbours, weights, level, groups)
+    return weighted_cross_entropy(student[1 - views, rows], neighbours, weights, level, groups, formula=formula)
 
 
 def _groups(student: Float[Tensor, "2 r e"], group_rows: Sequence[int] | None) -> tuple[Int[Tensor, " r"], int]:
@@ -151,6 +163,8 @@ def weighted_cross_entropy(
     weights: Float[Tensor, " r"],
     level: SelfDistillation,
     groups: Int[Tensor, " r"] | None = None,
+    *,
+    formula: CrossEntropy | None = None,
 ) -> Float[Tensor, ""]:
     """Sum over rows of weight times H(p_t, p_s), with the logits of one block of rows in memory at a time.
 
@@ -160,6 +174,7 @@ def weighted_cross_entropy(
         weights: (R,) of each row in the sum.
         level: prototypes, centre and temperatures.
         groups: (R,) which row of the centre each row subtracts, if the groups' centres differ.
+        formula: `cross_entropy` by default; a compiled one, for example.
 
     Returns:
         a scalar; 0, still attached to the graph, when there are no rows.
@@ -171,16 +186,17 @@ def weighted_cross_entropy(
         >>> level = SelfDistillation(prototypes, prototypes.detach(), torch.zeros(32), 0.1, 0.04)
         >>> weighted_cross_entropy(torch.randn(5, 8), torch.randn(5, 8), torch.full((5,), 1 / 5), level).backward()
     """
-    loss = _InBlocks.apply(student, level.student_prototypes, teacher, weights, level, groups)
+    formula = cross_entropy if formula is None else formula
+    loss = _InBlocks.apply(student, level.student_prototypes, teacher, weights, level, groups, formula)
     assert isinstance(loss, Tensor)
     return loss
 
 
 class _InBlocks(torch.autograd.Function):
-    """Loss and gradient of blocks of rows in one pass.
+    """Loss and gradients of blocks of rows in one pass: the gradients need the probabilities that the loss needs.
 
-    The gradient needs the probabilities that the loss needs: computing both at once saves a third of the products
-    against recomputing them in the backward pass, and keeps only the gradients.
+    Of the prototypes' gradient, the smaller of two tensors is kept for the backward pass: the gradient itself (L, E), or
+    the one with respect to the logits (R, L).
     """
 
     @staticmethod
@@ -192,29 +208,37 @@ class _InBlocks(torch.autograd.Function):
         weights: Float[Tensor, " r"],
         level: SelfDistillation,
         groups: Int[Tensor, " r"] | None,
+        formula: CrossEntropy,
     ) -> Float[Tensor, ""]:
-        loss = student.new_zeros(())
-        for_student = torch.zeros_like(student) if ctx.needs_input_grad[0] else None
-        for_prototypes = torch.zeros_like(prototypes) if ctx.needs_input_grad[1] else None
+        loss, for_student = student.new_zeros(()), torch.empty_like(student)
+        scaled = weights[:, None] / level.student_temperature * student
+        few_rows = len(student) < prototypes.shape[1]
+        for_prototypes = None if few_rows else torch.zeros_like(prototypes)
+        differences = [prototypes.new_empty((0, len(prototypes)))]
         size = rows_per_block(len(prototypes), prototypes.device)
         for start in range(0, len(student), size):
             block = slice(start, start + size)
             own = None if groups is None else groups[block]
-            entropies, difference = cross_entropy(student[block], teacher[block], level, own)
+            entropies, difference = formula(student[block], teacher[block], level, own)
             loss += weights[block] @ entropies
-            scale = weights[block, None] / level.student_temperature
-            if for_student is not None:
-                for_student[block] = scale * (difference @ prototypes)
-            if for_prototypes is not None:
-                for_prototypes.addmm_(difference.T, scale * student[block])
-        ctx.save_for_backward(for_student, for_prototypes)
+            for_student[block] = weights[block, None] / level.student_temperature * (difference @ prototypes)
+            if for_prototypes is None:
+                differences.append(difference)
+            else:
+                for_prototypes.addmm_(difference.T, scaled[block])
+        ctx.save_for_backward(for_student, for_prototypes, torch.cat(differences), scaled)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *gradients: Float[Tensor, ""]) -> tuple[Tensor | None, ...]:
-        # In place: autograd refuses a second backward pass, because its saved tensors have changed.
-        scaled = (None if saved is None else saved.mul_(gradients[0]) for saved in ctx.saved_tensors)
-        return (*scaled, None, None, None, None)
+        (gradient,) = gradients
+        for_student, for_prototypes, differences, scaled = ctx.saved_tensors
+        if for_prototypes is not None:
+            for_prototypes = gradient * for_prototypes
+        else:
+            with torch.autocast(gradient.device.type, enabled=False):
+                for_prototypes = differences.T @ (gradient * scaled)
+        return gradient * for_student, for_prototypes, None, None, None, None, None
 
 
 class Centre(nn.Module):

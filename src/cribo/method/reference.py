@@ -1,9 +1,8 @@
 """One training step of CrIBo, stated literally: section 3 of the paper in the paper's order.
 
-This is the place to learn the method, and to check the fast code against: the tests compare the modules of
-`cribo.method` with it, and the benchmarks measure them against it. Nothing here is blocked, fused or batched beyond
-what the formulas say. Everything computes in the type of its inputs. Equation numbers are the paper's; where the paper
-and its released recipe differ, docs/method.md says what is done here and why.
+Start here to learn the method. The tests compare the fast code of `cribo.method` with this file, and the benchmarks
+measure it against this file. Everything computes in the type of its inputs. Equation numbers are the paper's; where the
+paper and its released recipe differ, docs/method.md says what is done and why.
 """
 
 from collections import deque
@@ -39,7 +38,8 @@ def cluster(
         cost = -z @ centroids.T  # (T, K), eq. 12
         if position_weight > 0:
             cost = cost + position_weight * positional_cost(coordinates, members)  # eq. 16
-        labels = transport_plan(rescale(cost), cluster_mass, sinkhorn_iterations, sharpness).argmax(dim=1)  # eq. 13
+        cost = (cost - cost.min()) / (cost.max() - cost.min()).clamp_min(torch.finfo(cost.dtype).tiny)  # to [0, 1]
+        labels = transport_plan(cost, cluster_mass, sinkhorn_iterations, sharpness).argmax(dim=1)  # eq. 13
         members = F.one_hot(labels, num_objects).to(z)
         if marginals == "adaptive":
             sizes = members.sum(dim=0) + 0.01
@@ -55,11 +55,6 @@ def positional_cost(coordinates: Float[Tensor, "t 2"], members: Float[Tensor, "t
     cost = cost.where(cost.isfinite(), 0)
     cost = cost.where(cost != 0, cost.mean())  # no other member: the mean over all entries, zeros included
     return cost / cost.max().clamp_min(torch.finfo(cost.dtype).tiny)
-
-
-def rescale(cost: Float[Tensor, "t k"]) -> Float[Tensor, "t k"]:
-    """The cost scaled affinely to [0, 1]."""
-    return (cost - cost.min()) / (cost.max() - cost.min()).clamp_min(torch.finfo(cost.dtype).tiny)
 
 
 def transport_plan(
@@ -104,13 +99,12 @@ def match(
     found = torch.zeros(objects.shape[:2], dtype=torch.long)
     consistent = torch.zeros(objects.shape[:2], dtype=torch.bool)
     allowed = images[:, None] != bank_images  # (R, M)
-    if not allowed.any():
-        return found, consistent
-    for i, j in ((0, 1), (1, 0)):
-        found[i] = nearest(objects[i], bank[i], allowed)
-        jumped = bank[j, found[i]]  # (R, D), eq. 3: the neighbour's row in the other view's bank
-        back = nearest(jumped, objects[j])  # the nearest object of the batch in the other view ...
-        consistent[i] = allowed.any(dim=1) & (back == torch.arange(len(back)))  # ... is, by eq. 3, the one we left
+    if allowed.any():
+        for i, j in ((0, 1), (1, 0)):
+            found[i] = nearest(objects[i], bank[i], allowed)
+            jumped = bank[j, found[i]]  # (R, D), eq. 3: the neighbour's row in the other view's bank
+            back = nearest(jumped, objects[j])  # the nearest object of the batch in the other view ...
+            consistent[i] = allowed.any(dim=1) & (back == torch.arange(len(back)))  # ... is, by eq. 3, where we started
     return found, consistent
 
 
@@ -123,15 +117,11 @@ def cross_entropy(
     centre: Float[Tensor, " l"],
     teacher_temperature: float,
     student_temperature: float = 0.1,
-) -> Float[Tensor, " r"]:
-    """H(p_t, p_s) of each row (eq. 5), from logits."""
+) -> Float[Tensor, ""]:
+    """H(p_t, p_s), from logits (eq. 5), as a mean over rows; 0 without rows."""
     p_teacher = ((teacher.detach() - centre) / teacher_temperature).softmax(dim=1)
-    return -(p_teacher * (student / student_temperature).log_softmax(dim=1)).sum(dim=1)
-
-
-def cross_view(teacher: Float[Tensor, "2 r l"], student: Float[Tensor, "2 r l"], *level: Any) -> Float[Tensor, ""]:
-    """Eq. 6 and 10: each view's teacher against the other view's student, the mean of both directions."""
-    return cross_entropy(teacher.flatten(0, 1), student.flip(0).flatten(0, 1), *level).sum() / max(teacher[..., 0].numel(), 1)
+    terms = -(p_teacher * (student / student_temperature).log_softmax(dim=1)).sum(dim=1)
+    return terms.sum() / max(len(terms), 1)
 
 
 class Reference:
@@ -149,7 +139,7 @@ class Reference:
         self.student, self.teacher = student, teacher
         self.num_objects, self.clustering = num_objects, clustering
         self.bank: deque[tuple[int, Tensor]] = deque(maxlen=bank_images)  # image and objects (2, n, D)
-        self.image_centre = self.object_centre = torch.zeros(())
+        self.image_centre = self.object_centre = torch.zeros_like(teacher.image_prototypes.weight[:, 0])  # (L,)
 
     def losses(
         self,
@@ -167,37 +157,42 @@ class Reference:
         s_global, s_tokens, *_ = self.student.backbone(views.flatten(0, 1))
         t_objects, s_objects = [], []  # of each image (2, n, D)
         for b in range(len(images)):
-            view_pair = slice(2 * b, 2 * b + 2)
-            joint = t_tokens[view_pair].flatten(0, 1), coordinates[b].flatten(0, 1)
+            pair = slice(2 * b, 2 * b + 2)  # both views of image b
+            joint = t_tokens[pair].flatten(0, 1), coordinates[b].flatten(0, 1)
             labels = cluster(*joint, initial_tokens[b], **self.clustering).unflatten(0, (2, -1))  # (2, N)
-            objects, kept = pool(t_tokens[view_pair], labels, self.num_objects)
+            objects, kept = pool(t_tokens[pair], labels, self.num_objects)
             t_objects.append(objects[:, kept])
-            s_objects.append(pool(s_tokens[view_pair], labels, self.num_objects)[0][:, kept])
+            s_objects.append(pool(s_tokens[pair], labels, self.num_objects)[0][:, kept])
         t, s = torch.cat(t_objects, dim=1), torch.cat(s_objects, dim=1)  # (2, R, D)
-        object_images = images.repeat_interleave(torch.tensor([objects.shape[1] for objects in t_objects]))  # (R,)
 
-        t_image, s_image = (  # (2, B, L)
-            network.image_prototypes(network.head(z.unflatten(0, (-1, 2)).transpose(0, 1)))
-            for network, z in ((self.teacher, t_global), (self.student, s_global))
-        )
-        t_object, s_object = (n.object_prototypes(n.head(z)) for n, z in ((self.teacher, t), (self.student, s)))
-        level = self.object_centre, teacher_temperature
+        t_global, s_global = (z.unflatten(0, (-1, 2)).transpose(0, 1) for z in (t_global, s_global))  # (2, B, D)
+        networks = self.teacher, self.student
+        t_image, s_image = (
+            f.image_prototypes(f.head(z)) for f, z in zip(networks, (t_global, s_global), strict=True)
+        )  # (2, B, L)
+        t_object, s_object = (
+            f.object_prototypes(f.head(z)) for f, z in zip(networks, (t, s), strict=True)
+        )  # (2, R, L)
+        image_level, object_level = ((c, teacher_temperature) for c in (self.image_centre, self.object_centre))
+        directions = ((0, 1), (1, 0))  # each loss is the mean of both
         losses = {
-            "image": cross_view(t_image, s_image, self.image_centre, teacher_temperature),
-            "cross_view": cross_view(t_object, s_object, *level),
+            "image": sum(cross_entropy(t_image[i], s_image[j], *image_level) for i, j in directions) / 2,  # eq. 10
+            "cross_view": sum(cross_entropy(t_object[i], s_object[j], *object_level) for i, j in directions)
+            / 2,  # eq. 6
             "cross_image": 0 * s.sum(),
         }
         if cross_image and self.bank:
             bank = torch.cat([objects for _, objects in self.bank], dim=1)  # (2, M, D)
             bank_images = torch.tensor([image for image, objects in self.bank for _ in range(objects.shape[1])])
+            object_images = images.repeat_interleave(torch.tensor([objects.shape[1] for objects in t_objects]))  # (R,)
             found, consistent = match(t, object_images, bank, bank_images)
             for i, valid in enumerate(consistent):  # eq. 8: each direction is the mean over its Z_i valid pairs
                 neighbours = self.teacher.object_prototypes(self.teacher.head(bank[i, found[i, valid]]))
-                terms = cross_entropy(neighbours, s_object[1 - i, valid], *level)
-                losses["cross_image"] = losses["cross_image"] + terms.sum() / max(2 * len(terms), 1)
+                terms = cross_entropy(neighbours, s_object[1 - i, valid], *object_level)
+                losses["cross_image"] = losses["cross_image"] + terms / 2
         self.bank.extend(zip(images.tolist(), t_objects, strict=True))
         self.image_centre = 0.9 * self.image_centre + 0.1 * t_image.flatten(0, 1).mean(dim=0).detach()
-        if len(object_images):
+        if t.numel():
             self.object_centre = 0.9 * self.object_centre + 0.1 * t_object.flatten(0, 1).mean(dim=0).detach()
         return losses
 

@@ -289,7 +289,7 @@ def apply_photometric(
         torch.Size([2, 3, 32, 32])
     """
     with torch.autocast(views.device.type, enabled=False):
-        x = views.contiguous() / 255
+        x = views.contiguous().float() / 255
         _jitter(x.flatten(2), photometric)
         # Which views an operation concerns is read on the host, so nothing waits for the device.
         if (blurred := photometric.sigma.nonzero().flatten()).numel():
@@ -321,7 +321,8 @@ def _central_crop(height: int, width: int, recipe: ViewRecipe) -> tuple[int, int
 
 
 def _on_device(tensor: Tensor, like: Tensor) -> Tensor:
-    return tensor.to(like.device, non_blocking=True)
+    dtype = like.dtype if tensor.is_floating_point() else tensor.dtype
+    return tensor.to(like.device, dtype, non_blocking=True)
 
 
 def _jitter(pixels: Float[Tensor, "n 3 p"], photometric: Photometric) -> None:
@@ -346,8 +347,8 @@ def _jitter(pixels: Float[Tensor, "n 3 p"], photometric: Photometric) -> None:
 def _jitter_matrices(photometric: Photometric) -> tuple[Float[Tensor, "n 5 3 3"], Float[Tensor, "n 4"]]:
     """The matrix at each of the four places of a view's order, then that of greyscale; and the offsets of contrast."""
     n = len(photometric.order)
-    identity = torch.eye(3).expand(n, 3, 3)
-    to_grey = torch.tensor(_LUMA).expand(3, 3)
+    identity = torch.eye(3).to(photometric.saturation).expand(n, 3, 3)
+    to_grey = torch.tensor(_LUMA).to(identity).expand(3, 3)
     brightness = photometric.brightness[:, None, None] * identity
     contrast = photometric.contrast[:, None, None] * identity
     saturation = torch.lerp(to_grey, identity, photometric.saturation[:, None, None])
@@ -369,7 +370,7 @@ def _shift_hue(pixels: Float[Tensor, "n 3 p"], turns: Float[Tensor, " n"]) -> Fl
     chroma = torch.maximum(red, green).maximum(blue) - lowest
     hue = (1 + (green + blue - red - lowest) / chroma.clamp_min(1e-8)).div_(6).copysign_(green - blue)
     # A channel is high within a sixth of a turn of its own hue, low beyond a third, and falls linearly in between.
-    own_hues = torch.arange(3, device=pixels.device)[:, None] / 3
+    own_hues = torch.arange(3, dtype=pixels.dtype, device=pixels.device)[:, None] / 3
     distance = hue[:, None] + turns[:, None, None] - own_hues
     distance.sub_(distance.round()).abs_()
     height = torch.rsub(distance, 2, alpha=6).clamp_(0, 1)

@@ -247,13 +247,13 @@ class PretrainingModule(ResumableModule):
         """
         objects = torch.cat([part.teacher for part in found], dim=1)
         counts = torch.tensor([count for part in found for count in part.counts], device=images.device)
-        counts, images = self._gather(torch.stack((counts, images))).unbind(dim=1)  # (ranks, B) each
+        counts, images = self._gather(torch.stack((counts, images))).cpu().unbind(dim=1)  # (ranks, B) each
         rows: list[int] = counts.sum(dim=1).tolist()
         padded = F.pad(objects, (0, 0, 0, max(rows) - objects.shape[1]))
         parts = self._gather(padded) if max(rows) else padded[None]
         objects = torch.cat([part[:, :length] for part, length in zip(parts, rows, strict=False)], dim=1)
         counts = counts.flatten()
-        return objects, images.flatten().repeat_interleave(counts, output_size=sum(rows)), counts.tolist()
+        return objects, images.flatten().repeat_interleave(counts).to(objects.device), counts.tolist()
 
     # ------------------------------------------------------------------------------------------------ numbers
 
@@ -296,7 +296,13 @@ class PretrainingModule(ResumableModule):
         metrics = {f"loss_{name}": loss for name, loss in means.items()}
         if means:
             metrics["loss"] = sum(means.values())
-            metrics["bootstrapping_ratio"] = counts["valid"] / (2 * counts["kept"]) if counts["kept"] else 0.0
+            first = self.step - round(counts["steps"] + counts["left_out"])
+            if (
+                self.bank is not None
+                and first // self.schedules.steps_per_epoch >= self.config.losses.cross_image_from_epoch
+            ):
+                # Before that epoch the bank is filled but not searched.
+                metrics["bootstrapping_ratio"] = counts["valid"] / (2 * counts["kept"]) if counts["kept"] else 0.0
             metrics["objects_per_image"] = counts["kept"] / counts["images"]
         return {
             **metrics,

@@ -24,6 +24,7 @@ from cribo.method import (
     pool_objects,
     sinkhorn_centre,
 )
+from cribo.method.losses import cross_entropy
 from cribo.models import normalise
 from cribo.pretraining.config import ObjectsConfig, PretrainConfig
 from cribo.pretraining.laps import Laps
@@ -119,14 +120,14 @@ class Objective:
         self.object_centre = object_centre
         self.bank = bank
         self.laps = laps or Laps()
-        self.label_tokens: Labelling = partial(label_tokens, config=config.objects)
+        compiles = config.runtime.compile_mode is not None
+        cluster = torch.compile(cluster_tokens) if compiles else cluster_tokens
+        self.label_tokens: Labelling = partial(label_tokens, config=config.objects, cluster=cluster)
         self.match: Matching | None = bank.match if bank is not None else None
-        self._cross_view_loss, self._cross_image_loss = cross_view_loss, cross_image_loss
-        if config.runtime.compile_mode is not None:
-            # The number of objects is another one at every step.
-            self.label_tokens = partial(torch.compile(label_tokens), config=config.objects)
-            self._cross_view_loss = torch.compile(cross_view_loss, dynamic=True)
-            self._cross_image_loss = torch.compile(cross_image_loss, dynamic=True)
+        # The number of objects differs from step to step.
+        formula = torch.compile(cross_entropy, dynamic=True) if compiles else cross_entropy
+        self._cross_view_loss = partial(cross_view_loss, formula=formula)
+        self._cross_image_loss = partial(cross_image_loss, formula=formula)
 
     def __call__(self, batch: ViewPairs, *, epoch: int, teacher_temperature: float, train_backbone: bool) -> Result:
         """The losses of a batch.
@@ -236,8 +237,8 @@ class Objective:
     def _embed_neighbours(self, matches: Matches) -> Float[Tensor, "z e"]:
         """The teacher's embeddings of the valid neighbours: no others go through the head."""
         assert self.bank is not None
-        slots = [nearest[valid] for nearest, valid in zip(matches.nearest, matches.valid, strict=True)]
-        return self.teacher.head(torch.cat([self.bank.objects(view, slots[view]) for view in (0, 1)]))
+        views, rows = matches.valid.nonzero(as_tuple=True)
+        return self.teacher.head(self.bank.objects(views, matches.nearest[views, rows]))
 
     def watched_levels(
         self, result: Result, teacher_temperature: float
@@ -269,7 +270,12 @@ class Objective:
         return SelfDistillation(student, teacher, value, losses.student_temperature, teacher_temperature)
 
 
-def label_tokens(tokens: Float[Tensor, "b 2 n d"], batch: ViewPairs, config: ObjectsConfig) -> Int[Tensor, "b 2 n"]:
+def label_tokens(
+    tokens: Float[Tensor, "b 2 n d"],
+    batch: ViewPairs,
+    config: ObjectsConfig,
+    cluster: Callable[..., Int[Tensor, "b t"]] = cluster_tokens,
+) -> Int[Tensor, "b 2 n"]:
     """Cluster the teacher's tokens of both views of each image."""
     options = {
         "num_objects": config.num_objects,
@@ -280,7 +286,7 @@ def label_tokens(tokens: Float[Tensor, "b 2 n d"], batch: ViewPairs, config: Obj
     if config.clustering == "kmeans":
         labels = cluster_tokens_kmeans(*joint, **options)
     else:
-        labels = cluster_tokens(
+        labels = cluster(
             *joint,
             **options,
             position_weight=config.position_weight,

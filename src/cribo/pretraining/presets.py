@@ -53,8 +53,12 @@ class ConfigParser(Parser):
 
 
 def _without_removed(content: str) -> str:
-    values = yaml.safe_load(content)
-    found = [(group, name) for group, names in _REMOVED.items() for name in names if name in (values.get(group) or ())]
+    try:
+        values = yaml.safe_load(content)
+    except yaml.YAMLError:  # the parser's own message names the place
+        return content
+    groups = {name: group for name, group in values.items() if isinstance(group, dict)}
+    found = [(group, name) for group, names in _REMOVED.items() for name in names if name in groups.get(group, ())]
     for group, name in found:
         log.info("ignoring %s.%s in the configuration: the option was removed", group, name)
         del values[group][name]

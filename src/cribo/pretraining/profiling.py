@@ -348,7 +348,7 @@ class _Measurement(Callback):
         return StepProfile(
             fixed_objects=self.objects,
             objects_per_image=metrics["objects_per_image"],
-            bootstrapping_ratio=metrics["bootstrapping_ratio"],
+            bootstrapping_ratio=metrics.get("bootstrapping_ratio", 0.0),
             step=Spread.of([sum(step.values()) for step in steps]),
             parts={name: Spread.of([step.get(name, 0.0) for step in steps]) for name in names},
             object_flops=_object_flops(module, len(batch) * metrics["objects_per_image"], metrics),
@@ -456,7 +456,7 @@ def _object_flops(module: PretrainingModule, rows: float, metrics: dict[str, flo
     logits = head.prototypes * head.bottleneck_dim
     # Rows of both views; a student's row goes forward and, twice the work, backward.
     student, teacher = 2 * rows, 2 * rows
-    neighbours = metrics["bootstrapping_ratio"] * 2 * rows if module.bank is not None else 0.0
+    neighbours = metrics.get("bootstrapping_ratio", 0.0) * 2 * rows
     searched = rows * 2 * len(module.bank) * dim if module.bank is not None else 0.0
     return 2 * (searched + (3 * student + teacher + neighbours) * (mlp + logits))
 

@@ -39,6 +39,6 @@ def describe(row: dict[str, float]) -> str:
     for name, label in (("image", "image"), ("cross_view", "cross-view"), ("cross_image", "cross-image")):
         if row.get(f"loss_{name}"):
             numbers.append(f"{label} {row[f'loss_{name}']:.2f}")
-    if row.get("objects_per_image"):
+    if "bootstrapping_ratio" in row:
         numbers.append(f"bootstrapped {row['bootstrapping_ratio']:.0%}")
     return " · ".join(numbers)

@@ -1,0 +1,36 @@
+"""The step compiled, which is the path for GPUs, on a CPU."""
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cribo.pretraining import PretrainConfig
+
+Tiny = Callable[..., PretrainConfig]
+Train = Callable[..., Any]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("centring", ["mean", "sinkhorn"])
+def test_a_compiled_run_is_that_of_an_uncompiled_one(tiny: Tiny, train: Train, centring: str) -> None:
+    common = {
+        "losses.centring": centring,
+        "losses.cross_image_from_epoch": 0,
+        "optim.lr": 1e-3,  # rounding must not grow
+        "optim.epochs": 2,
+        "runtime.precision": "64-true",
+    }
+    plain = train(tiny(common), "plain")
+    torch.compiler.reset()
+    compiled = train(tiny({**common, "runtime.compile": "default"}), "compiled")
+    torch.compiler.reset()
+    for row, other in zip(plain.rows, compiled.rows, strict=True):
+        assert float(other["objects_per_image"]) == float(row["objects_per_image"])  # another one at every step
+        for name in ("loss_image", "loss_cross_view", "loss_cross_image"):
+            assert float(other[name]) == pytest.approx(float(row[name]), rel=1e-6)
+    for name, value in plain.weights.items():
+        torch.testing.assert_close(compiled.weights[name], value, rtol=0, atol=1e-6)
