@@ -14,10 +14,9 @@ import torch
 
 # What each shows; those that know no device run where they always do.
 BENCHMARKS = {
-    "share": "what the objects cost of a step, beside the goals",
-    "clustering": "clustering and pooling against plain formulas, and against the batch",
-    "bank": "search over the bank against the bare matrix product",
-    "losses": "prototype loss against its four bare matrix products",
+    "step": "a training step against the reference",
+    "method": "clustering, search and losses against the reference and against bare matrix products",
+    "share": "the objects' share of a step",
     "backbone": "backbones against the machine's ceiling, and activation checkpointing",
     "input": "decoding, cropping and photometric work against a PIL pipeline",
     "growth": "a step against batch, objects, bank, patches and processes",
@@ -26,7 +25,7 @@ BENCHMARKS = {
     "segmentation": "segmentation by a few examples: what an image costs, part by part",
     "object_search": "indexing of images and search among their objects, LanceDB against faiss",
 }
-WITHOUT_DEVICE = ("startup", "object_search")
+WITHOUT_DEVICE = ("startup", "object_search", "step")
 
 
 def main() -> int:

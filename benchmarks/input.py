@@ -39,7 +39,8 @@ from cribo.data import ImageFiles, open_images
 from cribo.data.loading import PairLoader
 from cribo.data.pairs import StepBatchSampler, ViewPairDataset, ViewPairs
 from cribo.data.scenes import Scenes
-from cribo.method import IMAGENET_MEAN, IMAGENET_STD, ViewRecipe, apply_photometric
+from cribo.method import ViewRecipe, apply_photometric
+from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD
 
 RECIPE = ViewRecipe()
 GRID = (14, 14)

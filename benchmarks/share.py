@@ -1,12 +1,11 @@
-"""What the objects cost of a training step, with the number of kept objects fixed: the paper's profiling table.
+"""The objects' share of a training step, with the number of kept objects fixed: the paper's profiling table.
 
     uv run python -m benchmarks.share                   # ViT-S/16, 16 images, on the CPU; about ten minutes
     uv run python -m benchmarks.share --device cuda     # ViT-B/16, 128 images, bf16
 
-K = 32 and S = 25,000 with a full bank, half of the objects with a valid match; 8, 16 and 32 objects an image. The share
-is that of clustering, pooling, retrieval, the bank, and the objects' heads and losses, forward and backward, in the
-median step. It is given beside the goal, and beside the share that the objects' matrix products alone would have at the
-ceiling that was measured in the same run.
+K = 32 and a full bank, half of the objects with a valid match; 8, 16 and 32 objects per image. The share is that of
+clustering, pooling, retrieval, the bank, and the objects' heads and losses, forward and backward, in the median step.
+Beside it: the goal, and the share that the objects' matrix products would have at the rate that large products reach.
 """
 
 import argparse
@@ -24,7 +23,7 @@ KEPT = (8, 16, 32)
 GOALS = {"cpu": (0.15, 0.28, 0.55), "cuda": (0.06, 0.15, 0.35)}
 
 
-def measure(device: str, precision: str, steps: int, console: Console) -> Profile:
+def measure(device: str, precision: str, bank_images: int, steps: int, console: Console) -> Profile:
     on_cpu = device == "cpu"
     overrides = {
         "data.root": "scenes",
@@ -33,7 +32,7 @@ def measure(device: str, precision: str, steps: int, console: Console) -> Profil
         "data.workers": 1 if on_cpu else 15,
         "backbone.name": "vit_small_patch16_224" if on_cpu else "vit_base_patch16_224",
         "objects.num_objects": 32,
-        "objects.bank_images": 25_000,
+        "objects.bank_images": bank_images,
         "objects.group_size": 16 if on_cpu else 64,
         "optim.batch_size": 16 if on_cpu else 128,
         "runtime.accelerator": "cpu" if on_cpu else "gpu",
@@ -49,14 +48,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=tuple(GOALS), default="cpu")
     parser.add_argument("--precision", nargs="+", default=None, help="32-true and bf16-mixed on a CPU, bf16-mixed else")
-    parser.add_argument("--steps", type=int, default=5, help="that are timed, for each number of objects")
+    parser.add_argument("--bank_images", type=int, default=1000, help="S")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps for each number of objects")
     arguments = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 130)
     precisions = arguments.precision or (["32-true", "bf16-mixed"] if arguments.device == "cpu" else ["bf16-mixed"])
     summary = Table(title="Share of the objects in a step")
     for column in (
         "precision",
-        "objects an image",
+        "objects per image",
         "step, ms",
         "for the objects",
         "goal",
@@ -65,7 +65,7 @@ def main() -> None:
     ):
         summary.add_column(column, justify="right")
     for precision in precisions:
-        found = measure(arguments.device, precision, arguments.steps, console)
+        found = measure(arguments.device, precision, arguments.bank_images, arguments.steps, console)
         for table in profile_tables(found):
             console.print(table)
         for step, goal in zip(found.steps, GOALS[arguments.device], strict=True):

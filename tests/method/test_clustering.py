@@ -325,7 +325,7 @@ def test_blocks_of_images_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     tokens, coordinates, initial = scene(6, batch=5)
     options = {"num_objects": 6, "position_weight": 1.0, "initial_tokens": initial}
     together = cluster_tokens(tokens, coordinates, **options)
-    monkeypatch.setitem(blocks._NUMBERS, "cpu", 2 * 60**2)
+    monkeypatch.setitem(blocks._NUMBERS, "cpu", 2 * 4 * 60**2)
     assert torch.equal(cluster_tokens(tokens, coordinates, **options), together)
 
 
