@@ -51,11 +51,10 @@ def search(queries: int, rows: int, device: str) -> Versions:
     generator = torch.Generator().manual_seed(0)
     asked, bank = (torch.randn(count, 384, generator=generator).to(device) for count in (queries, rows))
     bank = F.normalize(bank, dim=1).to(torch.float16 if device.startswith("cuda") else torch.float32)
-    images = {"query_images": torch.arange(queries, device=device) // 20}
-    images["row_images"] = torch.arange(rows, device=device) // 20
-    allowed = images["query_images"][:, None] != images["row_images"]
+    query_images, row_images = (torch.arange(count, device=device) // 20 for count in (queries, rows))
+    allowed = query_images[:, None] != row_images
     return {
-        "ours": lambda: nearest_rows(asked, bank, **images),
+        "ours": lambda: nearest_rows(asked, bank, query_images=query_images, row_images=row_images),
         "bare product": lambda: asked.to(bank.dtype) @ bank.T,
         "reference": lambda: reference.nearest(asked, bank.float(), allowed),
     }

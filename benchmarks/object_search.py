@@ -37,7 +37,7 @@ from cribo.data.reading import read_image
 from cribo.models import build_backbone, load_backbone
 from cribo.object_search import DatabaseInfo, IndexedImage, ObjectDatabase, ObjectSettings, index_images, index_lock
 from cribo.object_search.extraction import ImageObject, extract_objects, extract_prepared, prepare_image
-from cribo.retrieval import BackboneConfig, PatchEncoder, backbone_encoder, mean_colour_encoder, nearest
+from cribo.retrieval import BackboneSource, PatchEncoder, backbone_encoder, mean_colour_encoder, nearest
 from cribo.retrieval.search import TensorKeys
 
 DIM = 384
@@ -114,7 +114,7 @@ def made_up_images(folder: Path, number: int) -> Path:
 def info(encoder: PatchEncoder, settings: ObjectSettings, folder: Path, dim: int | None = None) -> DatabaseInfo:
     """Of a database that is made for a measurement."""
     width = dim or encoder.encode(torch.zeros(1, 3, 2 * encoder.patch_size, 2 * encoder.patch_size)).shape[2]
-    config = dataclasses.asdict(BackboneConfig("benchmark"))
+    config = dataclasses.asdict(BackboneSource("benchmark"))
     return DatabaseInfo(encoder.identity or "benchmark", {"name": "benchmark"}, config, width, settings, str(folder))
 
 

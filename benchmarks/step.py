@@ -112,7 +112,7 @@ class TurnByTurn(L.Callback):
     def __init__(self, answers: IO[str]) -> None:
         self.answers = answers
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Wait for a turn."""
         if sys.stdin.readline() != "step\n":
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -121,7 +121,7 @@ class TurnByTurn(L.Callback):
         self.start = time.perf_counter()
 
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        """Say how long it took."""
+        """Report the seconds."""
         print(time.perf_counter() - self.start, file=self.answers, flush=True)
 
 

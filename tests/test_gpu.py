@@ -169,5 +169,5 @@ def test_a_step_waits_for_the_device_only_where_shapes_depend_on_the_data(tmp_pa
             "runtime.log_every": 100,
         },
     )
-    # Which clusters are objects, which neighbours are valid (for the head and for the loss), and what the bank is given.
+    # For the objects, for the valid neighbours (once for the head, once for the loss), and for the bank.
     assert max(waits.counts[2:]) <= 4

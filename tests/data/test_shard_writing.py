@@ -11,7 +11,7 @@ from PIL import Image
 from cribo.cli import main
 from cribo.data.images import DataError, open_images
 from cribo.data.reading import read_image
-from cribo.data.shard_writing import TooManyUnreadable, write_shards
+from cribo.data.shard_writing import TooManySkipped, write_shards
 from cribo.data.shards import open_collection
 from cribo.files import FolderError
 
@@ -109,7 +109,7 @@ def test_unreadable_images_are_left_out_and_listed(photographs: Path, tmp_path: 
     assert rows[1]["reason"] == "the file is empty"
     assert written.images == len(open_collection(tmp_path / "out")) == 38
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(TooManyUnreadable, match="2 of 40 images cannot be read, more than max_unreadable allows"):
+    with pytest.raises(TooManySkipped, match="2 of 40 images cannot be read, more than max_unreadable allows"):
         write_shards(source, tmp_path / "other", max_unreadable=0.04)
     assert sorted(tmp_path.iterdir()) == before
 

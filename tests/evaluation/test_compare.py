@@ -15,7 +15,7 @@ from cribo.evaluation.results import NONE, EvaluationResult, ResultError
 from cribo.evaluation.segmentation.config import LinearConfig, TrainingSettings
 from cribo.files import FolderError
 from cribo.models import build_backbone
-from cribo.retrieval import BackboneConfig
+from cribo.retrieval import BackboneSource
 
 SETTINGS = {
     "protocol": "paper",
@@ -342,7 +342,7 @@ def test_results_of_another_setting_say_why_nothing_stands_beside_them(
 
 @pytest.mark.parametrize("name", ["voc", "ade20k", "coco-stuff", "pascal-context-60"])
 def test_what_linear_segmentation_does_by_itself_is_the_papers_setting(name: str) -> None:
-    config = LinearConfig(BackboneConfig("mine"), TrainingDataConfig(name))
+    config = LinearConfig(BackboneSource("mine"), TrainingDataConfig(name))
     args = {"depth": 2, "embed_dim": 32, "num_heads": 2}
     backbone = build_backbone("vit_tiny_patch16_224", args=args, image_size=32)
     used = {**TrainingSettings.of(config, backbone).used(), "layers": config.backbone.layers}

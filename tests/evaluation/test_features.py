@@ -16,11 +16,11 @@ from cribo.evaluation import cache as cache_module
 from cribo.evaluation import features as module
 from cribo.evaluation.cache import FeatureCache
 from cribo.evaluation.features import (
+    EncodedView,
     PatchFeatures,
     Preparation,
     SelectedKeys,
-    View,
-    extract,
+    extract_patches,
     sparse_counts,
 )
 from cribo.retrieval import PatchEncoder
@@ -71,7 +71,7 @@ def open_folder(folder: Path) -> LabelledFolder:
     return LabelledFolder(folder / "images", folder / "labels", ["a", "b", "c"])
 
 
-VIEWS = [View(number) for number in range(len(SIZES))]
+VIEWS = [EncodedView(number) for number in range(len(SIZES))]
 PREPARATION = Preparation(SIDE)
 
 
@@ -79,7 +79,7 @@ def run(folder: Path, encode: Counting, cache: Path | None = None, **options) ->
     encoder = encode.encoder()
     kept = None if cache is None else FeatureCache(cache, encoder)
     preparation = options.pop("preparation", PREPARATION)
-    return extract(encoder, open_folder(folder), VIEWS, preparation, cache=kept, **options)
+    return extract_patches(encoder, open_folder(folder), VIEWS, preparation, cache=kept, **options)
 
 
 def same(first: PatchFeatures, second: PatchFeatures) -> bool:
@@ -133,7 +133,7 @@ def test_half_precision_takes_half_the_room(folder: Path) -> None:
 def test_an_encoder_with_another_grid_is_refused(folder: Path) -> None:
     encoder = PatchEncoder(lambda images: torch.ones(len(images), 5, 2), SIDE)
     with pytest.raises(ValueError, match="the encoder gives 5 features of 6 patches"):
-        extract(encoder, open_folder(folder), VIEWS, PREPARATION)
+        extract_patches(encoder, open_folder(folder), VIEWS, PREPARATION)
 
 
 def test_features_that_do_not_fit_are_refused_early(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,19 +192,19 @@ def test_other_precisions_and_encoders_have_their_own(folder: Path, tmp_path: Pa
     half, other = Counting(), Counting()
     assert run(folder, half, tmp_path / "cache", precision="float16").features(VIEWS[0]).dtype == torch.float16
     encoder = other.encoder("another")
-    extract(encoder, open_folder(folder), VIEWS, PREPARATION, cache=FeatureCache(tmp_path / "cache", encoder))
+    extract_patches(encoder, open_folder(folder), VIEWS, PREPARATION, cache=FeatureCache(tmp_path / "cache", encoder))
     assert (half.images, other.images) == (len(SIZES), len(SIZES))
 
 
 def test_augmented_views_are_cached_by_their_draws(folder: Path, tmp_path: Path) -> None:
-    views = [View(0, 0), View(0, 1), View(1, 0)]
+    views = [EncodedView(0, 0), EncodedView(0, 1), EncodedView(1, 0)]
 
     def encode(seed: int) -> tuple[int, PatchFeatures]:
         counting = Counting()
         encoder = counting.encoder()
         preparation = Preparation(SIDE, (24, 24), "bilinear", seed)
         cache = FeatureCache(tmp_path / "cache", encoder)
-        found = extract(encoder, open_folder(folder), views, preparation, cache=cache)
+        found = extract_patches(encoder, open_folder(folder), views, preparation, cache=cache)
         return counting.images, found
 
     encoded, first = encode(0)
@@ -277,11 +277,11 @@ def test_images_without_files_are_told_apart_by_their_pixels(tmp_path: Path) -> 
 
     encoder = PatchEncoder(pool, 4, "counting")
     cache = FeatureCache(tmp_path, encoder)
-    views = [View(0), View(1), View(2)]
-    extract(encoder, Coded(maps), views, Preparation(4), cache=cache)
-    extract(encoder, Coded([*maps[::-1]]), views, Preparation(4), cache=cache)
+    views = [EncodedView(0), EncodedView(1), EncodedView(2)]
+    extract_patches(encoder, Coded(maps), views, Preparation(4), cache=cache)
+    extract_patches(encoder, Coded([*maps[::-1]]), views, Preparation(4), cache=cache)
     assert encode.images == 3
-    extract(encoder, Coded([blocks([0, 1], [2, 3])]), [View(0)], Preparation(4), cache=cache)
+    extract_patches(encoder, Coded([blocks([0, 1], [2, 3])]), [EncodedView(0)], Preparation(4), cache=cache)
     assert encode.images == 4
 
 
@@ -318,11 +318,11 @@ def test_what_is_wrong_in_a_worker_is_said_as_it_is(folder: Path) -> None:
 def test_images_that_wait_hold_no_file_open(folder: Path) -> None:
     resource = pytest.importorskip("resource")
     images = Coded([torch.zeros(8, 8 * width, dtype=torch.long) for width in range(1, 61)])
-    views = [View(number) for number in range(60)]
+    views = [EncodedView(number) for number in range(60)]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/dev/fd").iterdir())) + 30, hard))
     try:
-        found = extract(Counting().encoder(), images, views, PREPARATION, workers=1)
+        found = extract_patches(Counting().encoder(), images, views, PREPARATION, workers=1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(found.held) == 60

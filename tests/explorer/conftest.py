@@ -55,9 +55,9 @@ def database(squares: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     from cribo.data.images import open_images
     from cribo.object_search import DatabaseInfo, ObjectDatabase, ObjectSettings, index_images
-    from cribo.retrieval import BackboneConfig, open_encoder
+    from cribo.retrieval import BackboneSource, open_encoder
 
-    config = BackboneConfig("mean-colour")
+    config = BackboneSource("mean-colour")
     encoder, about = open_encoder(config, "cpu")
     settings = ObjectSettings(num_objects=4, marginals="uniform", position_weight=0.0, size=96)
     info = DatabaseInfo(str(encoder.identity), about, dataclasses.asdict(config), 3, settings, str(squares))

@@ -7,7 +7,7 @@ import pytest
 from cribo.explorer.contents import Asked, Contents, open_contents
 from cribo.explorer.uploads import Limits, Refused
 from cribo.explorer.view_pairs import PairSample
-from cribo.retrieval import BackboneConfig
+from cribo.retrieval import BackboneSource
 
 
 def opened(asked: Asked, workspace: Path) -> Contents:
@@ -27,12 +27,12 @@ def test_a_run_without_a_database_gets_the_objects_of_some_of_its_images(run_fol
 
 
 def test_a_backbone_and_a_folder_are_enough(squares: Path, tmp_path: Path) -> None:
-    asked = Asked(backbone=BackboneConfig("mean-colour"), images=squares, limit=4, device="cpu")
+    asked = Asked(backbone=BackboneSource("mean-colour"), images=squares, limit=4, device="cpu")
     contents = opened(asked, tmp_path / "work")
     assert contents.finder is not None
     names = [contents.finder.collection.name(number) for number in range(4)]
     assert names == ["0-blue.png", "0-red.png", "1-blue.png", "1-red.png"]
-    alone = opened(Asked(backbone=BackboneConfig("mean-colour"), device="cpu"), tmp_path / "alone")
+    alone = opened(Asked(backbone=BackboneSource("mean-colour"), device="cpu"), tmp_path / "alone")
     assert (alone.finder, alone.run, alone.notes) == (None, None, ())
     assert alone.encoder is not None
 

@@ -21,8 +21,7 @@ from cribo.export import DifferentFeatures, export_backbone
 from cribo.export.run import compare_features
 from cribo.export.timm_folder import load as load_timm
 from cribo.files import FolderError
-from cribo.models import normalise
-from cribo.models import Backbone, build_backbone, save_backbone
+from cribo.models import Backbone, build_backbone, normalise, save_backbone
 
 Network = Callable[[str], Backbone]
 

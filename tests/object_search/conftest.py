@@ -11,7 +11,7 @@ from PIL import Image
 
 from cribo.data import open_images
 from cribo.object_search import DatabaseInfo, IndexSummary, ObjectDatabase, ObjectSettings, index_images, index_lock
-from cribo.retrieval import BackboneConfig, PatchEncoder, mean_colour_encoder
+from cribo.retrieval import BackboneSource, PatchEncoder, mean_colour_encoder
 
 SETTINGS = ObjectSettings(num_objects=4, size=None)
 COLOURS = ((220, 30, 30), (30, 200, 40), (40, 40, 220), (230, 220, 40), (30, 210, 220))
@@ -46,7 +46,7 @@ def encoder() -> PatchEncoder:
 
 def info_of(encoder: PatchEncoder, folder: Path, settings: ObjectSettings = SETTINGS) -> DatabaseInfo:
     assert encoder.identity is not None
-    config = dataclasses.asdict(BackboneConfig("mean-colour"))
+    config = dataclasses.asdict(BackboneSource("mean-colour"))
     return DatabaseInfo(encoder.identity, {"name": "mean-colour"}, config, 3, settings, str(folder))
 
 

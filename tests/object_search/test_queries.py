@@ -7,7 +7,7 @@ import pytest
 from cribo.arguments import ConfigError
 from cribo.data import DataError, MissingData
 from cribo.object_search import IndexSummary, ObjectDatabase, extract_objects
-from cribo.object_search.queries import OpenEncoder, Place, make_query
+from cribo.object_search.queries import OpenEncoder, QueryPlace, make_query
 from cribo.retrieval import PatchEncoder
 
 from .conftest import write_picture
@@ -28,10 +28,10 @@ def test_the_stored_objects_of_an_unchanged_image_need_no_backbone(index: Index,
     database, _ = index()
     stored = database.objects_of("a/1.png")
     for image in ("a/1.png", str(pictures / "a" / "1.png")):
-        query = make_query(database, image, Place(), refused)
+        query = make_query(database, image, QueryPlace(), refused)
         assert query.indexed == "a/1.png"
         assert [region.object.mask for region in query.regions if region.object] == [each.mask for each in stored]
-    query = make_query(database, "a/1.png", Place(number=1), refused)
+    query = make_query(database, "a/1.png", QueryPlace(number=1), refused)
     assert [region.name for region in query.regions] == ["object 1"]
     np.testing.assert_array_equal(query.regions[0].vector, stored[1].vector)
 
@@ -40,14 +40,14 @@ def test_a_point_means_the_object_that_it_lies_in(index: Index) -> None:
     database, _ = index()
     for each in database.objects_of("a/1.png"):
         rows, columns = each.mask.pixels().nonzero()
-        query = make_query(database, "a/1.png", Place(point=(int(columns[0]), int(rows[0]))), refused)
+        query = make_query(database, "a/1.png", QueryPlace(point=(int(columns[0]), int(rows[0]))), refused)
         assert [region.name for region in query.regions] == [f"object {each.number}"]
         assert (query.regions[0].pixels(64, 96) == each.mask.pixels()).all()
 
 
 def test_a_box_means_what_is_inside(index: Index, opened: OpenEncoder, encoder: PatchEncoder) -> None:
     database, _ = index()
-    query = make_query(database, "a/1.png", Place(box=(8, 8, 40, 40)), opened)
+    query = make_query(database, "a/1.png", QueryPlace(box=(8, 8, 40, 40)), opened)
     [found] = extract_objects(encoder, [query.pixels], database.info.settings)
     np.testing.assert_array_equal(query.regions[0].vector, found.box_vector((8, 8, 40, 40)))
     assert query.regions[0].pixels(64, 96).sum() == 32 * 32
@@ -62,7 +62,7 @@ def test_an_image_that_changed_is_looked_at_anew(
 ) -> None:
     database, _ = index()
     write_picture(pictures / "a" / "1.png", 4, (32, 48))
-    query = make_query(database, "a/1.png", Place(), opened)
+    query = make_query(database, "a/1.png", QueryPlace(), opened)
     assert "has changed since it was indexed" in caplog.text
     assert query.regions[0].pixels(32, 48).shape == (32, 48)
     assert query.indexed == "a/1.png"  # its objects as they were are of the same image
@@ -71,7 +71,7 @@ def test_an_image_that_changed_is_looked_at_anew(
 def test_an_image_from_elsewhere(index: Index, tmp_path: Path, opened: OpenEncoder) -> None:
     database, _ = index()
     write_picture(tmp_path / "new.png", 1)
-    query = make_query(database, str(tmp_path / "new.png"), Place(), opened)
+    query = make_query(database, str(tmp_path / "new.png"), QueryPlace(), opened)
     assert query.indexed is None
     found = database.search(query.regions[0].vector[None], 1)[0][0]
     assert (found.image, found.similarity) == ("a/1.png", pytest.approx(1))  # a copy of it
@@ -80,16 +80,16 @@ def test_an_image_from_elsewhere(index: Index, tmp_path: Path, opened: OpenEncod
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        (Place(point=(96, 0)), r"--point must lie in the image, x in 0..95 and y in 0..63, got 96,0"),
-        (Place(point=(0, -1)), "got 0,-1"),
-        (Place(box=(10, 10, 10, 20)), r"x0 < x1 and y0 < y1, got 10,10,10,20"),
-        (Place(box=(10, 30, 20, 20)), "got 10,30,20,20"),
-        (Place(box=(0, 0, 97, 20)), r"--box must lie in the image of 96 x 64 pixels, got 0,0,97,20"),
-        (Place(number=99), r"--object must be 0 to \d+, the objects of .*1.png, got 99"),
-        (Place(number=-1), "got -1"),
+        (QueryPlace(point=(96, 0)), r"--point must lie in the image, x in 0..95 and y in 0..63, got 96,0"),
+        (QueryPlace(point=(0, -1)), "got 0,-1"),
+        (QueryPlace(box=(10, 10, 10, 20)), r"x0 < x1 and y0 < y1, got 10,10,10,20"),
+        (QueryPlace(box=(10, 30, 20, 20)), "got 10,30,20,20"),
+        (QueryPlace(box=(0, 0, 97, 20)), r"--box must lie in the image of 96 x 64 pixels, got 0,0,97,20"),
+        (QueryPlace(number=99), r"--object must be 0 to \d+, the objects of .*1.png, got 99"),
+        (QueryPlace(number=-1), "got -1"),
     ],
 )
-def test_places_outside_of_the_image(index: Index, place: Place, said: str) -> None:
+def test_places_outside_of_the_image(index: Index, place: QueryPlace, said: str) -> None:
     database, _ = index()
     with pytest.raises(ConfigError, match=said):
         make_query(database, "a/1.png", place, refused)
@@ -103,20 +103,20 @@ def test_a_point_in_no_object_says_so(index: Index, pictures: Path) -> None:
     database._objects.delete(f"entry = {row.entry} AND number = {smallest.number}")
     rows, columns = smallest.mask.pixels().nonzero()
     with pytest.raises(ConfigError, match="only a region too small to be one: choose a pixel beside it"):
-        make_query(database, "a/1.png", Place(point=(int(columns[0]), int(rows[0]))), refused)
+        make_query(database, "a/1.png", QueryPlace(point=(int(columns[0]), int(rows[0]))), refused)
 
 
 def test_one_place_at_most() -> None:
     with pytest.raises(ConfigError, match="give one of --point, --box and --object"):
-        Place(point=(1, 1), number=2)
+        QueryPlace(point=(1, 1), number=2)
 
 
 def test_images_that_are_not_there(index: Index, pictures: Path, tmp_path: Path) -> None:
     database, _ = index()
     with pytest.raises(MissingData, match=r"there is no 'non.png'"):
-        make_query(database, str(tmp_path / "non.png"), Place(), refused)
+        make_query(database, str(tmp_path / "non.png"), QueryPlace(), refused)
     with pytest.raises(DataError, match="is no file: give an image"):
-        make_query(database, str(tmp_path), Place(), refused)
+        make_query(database, str(tmp_path), QueryPlace(), refused)
     (pictures / "a" / "1.png").unlink()
     with pytest.raises(MissingData, match=r"there is no '1.png'"):
-        make_query(database, "a/1.png", Place(), refused)
+        make_query(database, "a/1.png", QueryPlace(), refused)

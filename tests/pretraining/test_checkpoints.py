@@ -18,7 +18,7 @@ from cribo.pretraining import PretrainConfig, pretrain
 from cribo.pretraining.presets import dump_config
 from cribo.sealing import SealingWriter, check_seal
 from cribo.training.checkpoints import (
-    FORMAT,
+    CHECKPOINT_FORMAT,
     UnusableCheckpoint,
     WholeFileCheckpointIO,
     check_checkpoint,
@@ -233,7 +233,7 @@ def path_of(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step={step:08d}.ckpt"
 
 
-def write_sealed(path: Path, content: Any, version: int = FORMAT) -> None:
+def write_sealed(path: Path, content: Any, version: int = CHECKPOINT_FORMAT) -> None:
     with path.open("wb") as file:
         writer: Any = SealingWriter(file, version)
         torch.save(content, writer)
@@ -253,8 +253,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped at the start": (lambda path: flip(path, 0), "does not fit its checksum"),
     "zeros": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "does not end in a checksum"),
     "another format": (
-        lambda path: write_sealed(path, torch.load(path, weights_only=True), FORMAT + 1),
-        f"it is of format {FORMAT + 1}, and this version of cribo reads format {FORMAT}",
+        lambda path: write_sealed(path, torch.load(path, weights_only=True), CHECKPOINT_FORMAT + 1),
+        f"it is of format {CHECKPOINT_FORMAT + 1}, and this version of cribo reads format {CHECKPOINT_FORMAT}",
     ),
     "another program's": (lambda path: torch.save({"state_dict": {}}, path), "written by something else"),
     "another content": (lambda path: write_sealed(path, {"state_dict": {}}), "it holds no optimizer_states, loops"),
@@ -396,7 +396,7 @@ def test_no_truncated_or_changed_checkpoint_is_loaded(
 def test_random_bytes_are_no_checkpoint_with_a_checksum_or_without(tmp_path: Path, content: bytes) -> None:
     assert_refused(tmp_path / "file", content)
     with (tmp_path / "file").open("wb") as file:
-        writer = SealingWriter(file, FORMAT)
+        writer = SealingWriter(file, CHECKPOINT_FORMAT)
         writer.write(content + b"PK\5\6" + bytes(18))
         writer.seal()
     check_seal(tmp_path / "file")
@@ -415,7 +415,7 @@ def test_a_forged_checkpoint_raises_nothing_but_the_clear_error(
     for position, change in changes:
         forged[position] ^= change
     with (tmp_path / "file").open("wb") as file:
-        writer = SealingWriter(file, FORMAT)
+        writer = SealingWriter(file, CHECKPOINT_FORMAT)
         writer.write(forged)
         writer.seal()
     for use in (check_checkpoint, WholeFileCheckpointIO().load_checkpoint):

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from cribo.arguments import ConfigError
-from cribo.models import normalise
-from cribo.models import build_backbone, save_backbone
-from cribo.retrieval import BackboneConfig, backbone_encoder, backbone_name, mean_colour_encoder
+from cribo.models import build_backbone, normalise, save_backbone
+from cribo.retrieval import BackboneSource, backbone_encoder, backbone_name, mean_colour_encoder
 from cribo.retrieval.encoders import (
     image_encoder,
     mean_colour_backbone,
@@ -62,7 +61,7 @@ def test_the_mean_colour_of_an_image_is_that_of_its_patches() -> None:
 def test_each_device_has_its_own_copy_of_the_network(tmp_path: Path) -> None:
     args = {"depth": 2, "embed_dim": 32, "num_heads": 2}
     save_backbone(build_backbone("vit_tiny_patch16_224", args=args, image_size=32), tmp_path)
-    encoders, about = open_image_encoders(BackboneConfig(str(tmp_path)), ["cpu", "cpu"], image_size=32)
+    encoders, about = open_image_encoders(BackboneSource(str(tmp_path)), ["cpu", "cpu"], image_size=32)
     assert encoders[0].encode is not encoders[1].encode
     assert encoders[0].identity == encoders[1].identity
     images = torch.rand(1, 3, 32, 32)
@@ -74,18 +73,18 @@ def test_image_sizes_that_a_network_does_not_take_are_said(tmp_path: Path) -> No
     args = {"depth": 1, "embed_dim": 48, "num_heads": 2}
     save_backbone(build_backbone("samvit_base_patch16", args=args, image_size=64), tmp_path)
     with pytest.raises(ConfigError, match="takes images of 64 x 64 pixels only, got crop 80: give crop 64"):
-        open_image_encoders(BackboneConfig(str(tmp_path)), ["cpu"], image_size=80)
+        open_image_encoders(BackboneSource(str(tmp_path)), ["cpu"], image_size=80)
     with pytest.raises(ConfigError, match=r"crop must be a multiple of 16, .* got 70: give 64"):
-        open_image_encoders(BackboneConfig(str(tmp_path)), ["cpu"], image_size=70)
+        open_image_encoders(BackboneSource(str(tmp_path)), ["cpu"], image_size=70)
 
 
 def test_names_of_backbones(tmp_path: Path) -> None:
     (tmp_path / "dino.pth").touch()
-    assert backbone_name(BackboneConfig(str(tmp_path / "dino.pth"))) == "dino"
-    assert backbone_name(BackboneConfig("runs/camvid")) == "camvid"
-    assert backbone_name(BackboneConfig("runs/camvid/backbone.safetensors")) == "camvid"
-    assert backbone_name(BackboneConfig("vit_small_patch16_224.dino")) == "vit_small_patch16_224.dino"
-    assert backbone_name(BackboneConfig("resnet50", pretrained=False)) == "resnet50-random"
+    assert backbone_name(BackboneSource(str(tmp_path / "dino.pth"))) == "dino"
+    assert backbone_name(BackboneSource("runs/camvid")) == "camvid"
+    assert backbone_name(BackboneSource("runs/camvid/backbone.safetensors")) == "camvid"
+    assert backbone_name(BackboneSource("vit_small_patch16_224.dino")) == "vit_small_patch16_224.dino"
+    assert backbone_name(BackboneSource("resnet50", pretrained=False)) == "resnet50-random"
 
 
 def test_the_mean_colour_as_a_network_is_the_encoder() -> None:

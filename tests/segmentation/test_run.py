@@ -15,7 +15,7 @@ from cribo.data.images import DataError, MissingData
 from cribo.files import FolderError
 from cribo.models import build_backbone
 from cribo.models.weights import save_backbone
-from cribo.retrieval import BackboneConfig
+from cribo.retrieval import BackboneSource
 from cribo.segmentation.config import SegmentConfig
 from cribo.segmentation.run import NothingSegmented, Segmented, segment_images
 
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 def config(folder: Path, **changes) -> SegmentConfig:
     values = {
-        "backbone": BackboneConfig("mean-colour"),
+        "backbone": BackboneSource("mean-colour"),
         "images": str(folder / "images"),
         "examples": str(folder / "examples"),
         "scale": 1.0,

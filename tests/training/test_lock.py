@@ -11,7 +11,7 @@ import pytest
 from cribo.files import FolderError
 from cribo.pretraining.files import claim_run_folder
 from cribo.training import lock
-from cribo.training.lock import LOCK, run_lock
+from cribo.training.lock import RUN_LOCK, run_lock
 
 HOLD = """
 import os, sys, time
@@ -37,12 +37,12 @@ def test_a_second_run_is_refused_at_once_and_told_who_has_the_folder(tmp_path: P
     holder = start(tmp_path, 'print("held", flush=True); sys.stdin.read()')
     try:
         assert first_line(holder) == "held"
-        before = (tmp_path / LOCK).read_text()
+        before = (tmp_path / RUN_LOCK).read_text()
         with pytest.raises(FolderError) as caught, run_lock(tmp_path):
             raise AssertionError("two runs in one folder")
         for part in (str(tmp_path), f"process {holder.pid} on {socket.gethostname()}", "wait for its end", "--name"):
             assert part in str(caught.value)
-        assert (tmp_path / LOCK).read_text() == before
+        assert (tmp_path / RUN_LOCK).read_text() == before
         assert holder.stdin is not None
         holder.stdin.close()
         assert holder.wait() == 0
@@ -56,7 +56,7 @@ def test_a_second_run_is_refused_at_once_and_told_who_has_the_folder(tmp_path: P
 def test_the_folder_is_left_as_it_was(tmp_path: Path) -> None:
     for _ in range(2):
         with run_lock(tmp_path):
-            assert (tmp_path / LOCK).is_file()
+            assert (tmp_path / RUN_LOCK).is_file()
         assert list(tmp_path.iterdir()) == []
     with pytest.raises(RuntimeError), run_lock(tmp_path):
         raise RuntimeError
@@ -101,7 +101,7 @@ def test_a_worker_that_outlives_its_killed_run_does_not_keep_the_folder(tmp_path
         holder.send_signal(signal.SIGKILL)
         holder.wait()
         os.kill(worker, 0)  # it is still there
-        assert (tmp_path / LOCK).is_file()  # and so is what the killed run has left
+        assert (tmp_path / RUN_LOCK).is_file()  # and so is what the killed run has left
         with run_lock(tmp_path):
             pass
         os.kill(worker, 0)
@@ -123,7 +123,7 @@ def test_a_fork_that_ends_by_an_exception_leaves_the_lock_to_its_parent(tmp_path
                 os._exit(1)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert (tmp_path / LOCK).is_file()
+        assert (tmp_path / RUN_LOCK).is_file()
 
 
 def test_many_at_once_hold_it_one_after_the_other(tmp_path: Path) -> None:

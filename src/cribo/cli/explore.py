@@ -33,7 +33,7 @@ def _explore(words: list[str]) -> None:
     from cribo.explorer.contents import Asked
     from cribo.explorer.run import explore
     from cribo.explorer.uploads import Limits
-    from cribo.retrieval.encoders import BackboneConfig
+    from cribo.retrieval.encoders import BackboneSource
 
     console = Console(soft_wrap=True)
     log_to(console)
@@ -57,7 +57,7 @@ def _explore(words: list[str]) -> None:
     parser.add_argument("--device", type=str, help="of the network, such as cuda:0; a GPU if there is one")
     parser.add_argument(
         "--backbone",
-        type=BackboneConfig | None,
+        type=BackboneSource | None,
         default=None,
         help="whose features are shown, if not those of the database or of the run: a run folder, a checkpoint, timm's "
         "name, or mean-colour; cribo evaluate dense-nn --help tells more",

@@ -31,7 +31,7 @@ def main(words: list[str]) -> int:
 def _export(words: list[str]) -> None:
     from cribo.arguments import Parser
     from cribo.export import TARGETS, export_backbone
-    from cribo.retrieval import BackboneConfig, backbone_name, open_backbone
+    from cribo.retrieval import BackboneSource, backbone_name, open_backbone
 
     console = Console(soft_wrap=True)
     log_to(console)
@@ -52,7 +52,7 @@ def _export(words: list[str]) -> None:
         "at each use. As it is when not given",
     )
     parser.add_argument("--opset", type=int, default=20, help="of ONNX: lower it for an older runtime, 18 at least")
-    parser.add_class_arguments(BackboneConfig, "backbone")
+    parser.add_class_arguments(BackboneSource, "backbone")
     parsed = parser.parse_args(words)
     config = parser.instantiate(parsed)["backbone"]
     out = parsed.out or Path("exports") / f"{backbone_name(config)}-{parsed.to}"

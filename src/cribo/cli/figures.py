@@ -34,7 +34,7 @@ def main(words: list[str]) -> int:
 def _figures(words: list[str]) -> None:
     from cribo.arguments import ConfigError, Parser
     from cribo.devices import resolve_devices
-    from cribo.figures.run import FIGURES, FORMATS, Wanted, write_figures
+    from cribo.figures.run import FIGURE_FORMATS, FIGURES, Wanted, write_figures
 
     console = Console(soft_wrap=True)
     log_to(console)
@@ -44,7 +44,7 @@ def _figures(words: list[str]) -> None:
     parser.add_argument("--out", type=Path, help="folder to write; RUN/figures by default")
     parser.add_argument("--overwrite", action="store_true", help="replace figures that stand in --out")
     parser.add_argument("--only", type=str, default=",".join(FIGURES), help="which figures")
-    parser.add_argument("--format", type=str, default=",".join(FORMATS), help="pdf to print, png to look at")
+    parser.add_argument("--format", type=str, default=",".join(FIGURE_FORMATS), help="pdf to print, png to look at")
     parser.add_argument("--objects", type=int, default=12, help="K, clusters of a view pair in the matching figure")
     parser.add_argument("--queries", type=int, default=3, help="images that ask in the matching figure")
     parser.add_argument("--images", type=str, help="files whose features are coloured, such as 'photos/*.jpg', quoted")

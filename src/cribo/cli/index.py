@@ -29,7 +29,7 @@ def _index(words: list[str]) -> None:
     from cribo.arguments import Parser
     from cribo.object_search.config import IndexConfig
     from cribo.object_search.run import index_collection
-    from cribo.retrieval.encoders import BackboneConfig
+    from cribo.retrieval.encoders import BackboneSource
 
     console = Console(soft_wrap=True)
     log_to(console)
@@ -41,7 +41,7 @@ def _index(words: list[str]) -> None:
         switches=(*BACKBONE_SWITCHES, "--moved"),
     )
     parser.add_class_arguments(IndexConfig, skip={"backbone"})
-    parser.add_class_arguments(BackboneConfig, "backbone", skip={"source"})
+    parser.add_class_arguments(BackboneSource, "backbone", skip={"source"})
     parser.add_argument(
         "--backbone.source",
         type=str,
@@ -50,7 +50,7 @@ def _index(words: list[str]) -> None:
     )
     parsed = parser.parse_args(words)
     values = {name: parsed[name] for name in IndexConfig.__dataclass_fields__ if name != "backbone"}
-    backbone = None if parsed.backbone.source is None else BackboneConfig(**vars(parsed.backbone))
+    backbone = None if parsed.backbone.source is None else BackboneSource(**vars(parsed.backbone))
     summary, database, recall = index_collection(IndexConfig(**values, backbone=backbone), console=console)
     for title, files in (("no image", summary.unreadable), ("not read this time", summary.unread)):
         for path, reason in files[:_LISTED]:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from cribo.data.images import DataError, ImageFiles, MissingData, require
-from cribo.data.layouts import LabelMaps, Layout, Pairs, Place, locate, pair
+from cribo.data.layouts import FolderLayout, LabelMaps, Pairs, SplitPlace, locate, pair
 from cribo.data.reading import MAX_PIXELS
 from cribo.data.segmentation import (
     Colour,
@@ -48,7 +48,7 @@ class SegmentationSet:
     name: str
     title: str
     sizes: Mapping[str, int]
-    layouts: tuple[Layout, ...]
+    layouts: tuple[FolderLayout, ...]
     class_list: str | None
     without: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
@@ -93,18 +93,18 @@ class SegmentationSet:
         """The layouts of a split, in words."""
         return ", or ".join(layout.describe(split) for layout in self.layouts if split in layout.splits)
 
-    def locate(self, root: Path, split: str) -> Place:
+    def locate(self, root: Path, split: str) -> SplitPlace:
         """Where a split lies, at or near `root`. Raises MissingData if the root is not there."""
         return locate([layout for layout in self.layouts if split in layout.splits], root, self.folders, split)
 
 
-_VOC = Layout(
+_VOC = FolderLayout(
     splits={"train": "train", "val": "val"},
     images=("JPEGImages",),
     labels=("SegmentationClass",),
     lists=("ImageSets/Segmentation/{split}.txt",),
 )
-_VOC_AUGMENTED = Layout(
+_VOC_AUGMENTED = FolderLayout(
     splits={"trainaug": "trainaug"},
     images=("JPEGImages",),
     labels=("SegmentationClassAug",),
@@ -113,37 +113,37 @@ _VOC_AUGMENTED = Layout(
     # of SBD, and of some images none. With VOC's maps first, all copies give the same labels.
     original_labels="SegmentationClass",
 )
-_PASCAL_CONTEXT = Layout(
+_PASCAL_CONTEXT = FolderLayout(
     splits={"train": "train", "val": "val"},
     images=("JPEGImages",),
     labels=("SegmentationClassContext", "SegmentationContext"),
     lists=("ImageSets/SegmentationContext/{split}.txt",),
 )
-_COCO_STUFF = Layout(
+_COCO_STUFF = FolderLayout(
     splits={"train": "train2017", "val": "val2017"},
     images=("images/{split}", "{split}"),
     labels=("annotations/{split}", "stuffthingmaps/{split}", "stuffthingmaps_trainval2017/{split}"),
     maps=(LabelMaps(), LabelMaps("_labelTrainIds.png", official=False)),
 )
-_ADE20K = Layout(
+_ADE20K = FolderLayout(
     splits={"train": "training", "val": "validation"},
     images=("images/{split}",),
     labels=("annotations/{split}",),
 )
-_CITYSCAPES = Layout(
+_CITYSCAPES = FolderLayout(
     splits={"train": "train", "val": "val"},
     images=("leftImg8bit/{split}",),
     labels=("gtFine/{split}",),
     image_endings=("_leftImg8bit.png",),
     maps=(LabelMaps("_gtFine_labelIds.png"), LabelMaps("_gtFine_labelTrainIds.png", official=False)),
 )
-_CAMVID_SEGNET = Layout(
+_CAMVID_SEGNET = FolderLayout(
     splits={"train": "train", "val": "val", "test": "test"},
     images=("{split}",),
     labels=("{split}annot",),
     image_endings=(".png",),
 )
-_CAMVID_FOLDERS = Layout(
+_CAMVID_FOLDERS = FolderLayout(
     splits={"train": "train", "val": "val", "test": "test"},
     images=("images/{split}",),
     labels=("labels/{split}",),
@@ -307,7 +307,7 @@ def _nearest(name: str, names: Collection[str]) -> str:
     return f"did you mean {nearest[0]!r}? ({there})" if nearest else there
 
 
-def _not_there(chosen: SegmentationSet, root: Path, split: str, place: Place) -> str:
+def _not_there(chosen: SegmentationSet, root: Path, split: str, place: SplitPlace) -> str:
     there = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
     listing = ", ".join(there[:8]) + (f" and {len(there) - 8} more" if len(there) > 8 else "")
     return (
@@ -316,7 +316,7 @@ def _not_there(chosen: SegmentationSet, root: Path, split: str, place: Place) ->
     )
 
 
-def _check_class_file(chosen: SegmentationSet, place: Place) -> None:
+def _check_class_file(chosen: SegmentationSet, place: SplitPlace) -> None:
     path = place.base / place.layout.class_file if place.layout.class_file else None
     if path and path.exists() and (names := class_names(path)) != chosen.classes:
         raise DataError(

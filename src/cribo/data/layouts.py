@@ -22,7 +22,7 @@ class LabelMaps:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FolderLayout:
     """One way in which a set lies on disk; paths are below its root, `{split}` is the split's own folder name.
 
     Attributes:
@@ -66,7 +66,7 @@ def _folders(folders: Sequence[str], endings: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class SplitPlace:
     """Where a split lies.
 
     Attributes:
@@ -78,7 +78,7 @@ class Place:
         missing: which of these are not there, in words.
     """
 
-    layout: Layout
+    layout: FolderLayout
     base: Path
     images: Path
     labels: Path
@@ -86,7 +86,7 @@ class Place:
     missing: tuple[str, ...]
 
     @classmethod
-    def look(cls, layout: Layout, base: Path, split: str) -> "Place":
+    def look(cls, layout: FolderLayout, base: Path, split: str) -> "SplitPlace":
         """Look for a split below a root; of alternatives that are all missing, the first is kept."""
         missing: list[str] = []
 
@@ -102,18 +102,18 @@ class Place:
         return cls(layout, base, images, labels, list_file, tuple(missing))
 
 
-def locate(layouts: Sequence[Layout], root: Path, folders: Iterable[str], split: str) -> Place:
+def locate(layouts: Sequence[FolderLayout], root: Path, folders: Iterable[str], split: str) -> SplitPlace:
     """The place where most of a split is: the root itself, one of `folders` below it, or a folder above it.
 
     Above it only if the root is one of the set's own folders. Raises MissingData if the root is not there.
     """
     require(root)
     bases = [root, *(root / folder for folder in folders), *_above(layouts, root.absolute(), split)]
-    places = (Place.look(layout, base, split) for base in bases for layout in layouts)
+    places = (SplitPlace.look(layout, base, split) for base in bases for layout in layouts)
     return min(places, key=lambda place: len(place.missing))
 
 
-def _above(layouts: Iterable[Layout], root: Path, split: str) -> list[Path]:
+def _above(layouts: Iterable[FolderLayout], root: Path, split: str) -> list[Path]:
     return [
         root.parents[depth - 1]
         for layout in layouts
@@ -135,7 +135,7 @@ class Pairs:
         stems: what belongs to the split: what its list names, or else whatever is there; in order.
     """
 
-    place: Place
+    place: SplitPlace
     maps: LabelMaps
     images: Mapping[str, str]
     labels: Mapping[str, str]
@@ -155,7 +155,7 @@ class Pairs:
         return self.place.base / self.labels[stem] if stem in self.labels else self.place.labels / expected
 
 
-def pair(place: Place) -> Pairs:
+def pair(place: SplitPlace) -> Pairs:
     """List the folders of a place in which nothing is missing; no file is read but the list of images.
 
     Raises DataError if two images share a name, or if the list cannot be read.

@@ -21,7 +21,7 @@ MAX_PIXELS = 2 * 89_478_485
 """Default limit of width x height: the size at which Pillow itself refuses to open an image."""
 
 # Named, so that no file can reach Pillow's rarer plugins: the one for EPS, for example, starts Ghostscript.
-FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "JPEG2000")
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "JPEG2000")
 
 _EXIF_ORIENTATION = 0x0112
 _UPRIGHT = {
@@ -90,7 +90,7 @@ class EncodedImage:
 def read_image(path: str | os.PathLike[str] | EncodedImage, *, max_pixels: int = MAX_PIXELS) -> UInt8[Tensor, "3 h w"]:
     """Reads an image file, or the bytes of one, as RGB, upright.
 
-    Any of `FORMATS`, the first frame of those with several. Transparent pixels are laid over white, since the
+    Any of `IMAGE_FORMATS`, the first frame of those with several. Transparent pixels are laid over white, since the
     colour stored under them is arbitrary. 16 bits per channel become 8 by scaling the whole range, EXIF
     orientation is applied, embedded colour profiles are ignored. The tensor is writable and channels-last in
     memory (strides (1, 3 w, 3)), the layout that torchvision resizes fastest.
@@ -169,7 +169,7 @@ def open_header(path: str | os.PathLike[str] | EncodedImage, *, max_pixels: int 
             if file.seek(0, os.SEEK_END) == 0:
                 raise UnreadableImage(path, "the file is empty")
             file.seek(0)
-            with Image.open(file, formats=FORMATS) as image:
+            with Image.open(file, formats=IMAGE_FORMATS) as image:
                 width, height = image.size
                 if width * height > max_pixels:
                     raise TooManyPixels(
@@ -182,7 +182,7 @@ def open_header(path: str | os.PathLike[str] | EncodedImage, *, max_pixels: int 
     except (UnreadableImage, MemoryError):
         raise
     except UnidentifiedImageError as error:
-        raise UnreadableImage(path, f"not an image of a known format ({', '.join(FORMATS)})") from error
+        raise UnreadableImage(path, f"not an image of a known format ({', '.join(IMAGE_FORMATS)})") from error
     except FileNotFoundError as error:
         raise UnreadableImage(path, "no such file") from error
     except Exception as error:  # decoders meet broken bytes with anything: OSError, SyntaxError, struct.error, ...

@@ -39,7 +39,7 @@ _AHEAD = 8  # images that each thread may be ahead of the writing
 _LEAST_BYTES = 4096
 
 
-class TooManyUnreadable(Stopped):
+class TooManySkipped(Stopped):
     """More images than allowed could not be read."""
 
 
@@ -154,7 +154,7 @@ def _write_all(
             if isinstance(encoded, UnreadableImage):
                 skipped.append((escaped(source.name(index)), encoded.reason))
                 if len(skipped) > most_skipped:
-                    raise TooManyUnreadable(_too_many(skipped, len(source)))
+                    raise TooManySkipped(_too_many(skipped, len(source)))
             else:
                 content, extension = encoded
                 shards.add(member_name(source.name(index), index, extension), content)

@@ -4,7 +4,7 @@ import hashlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import timm
@@ -12,8 +12,6 @@ import torch
 
 from cribo.files import write_json, write_whole
 from cribo.retrieval.search import available_memory
-
-Precision = Literal["float32", "float16"]
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
 """In which features are kept."""
@@ -56,7 +54,7 @@ class FeatureCache:
         self.folder = folder.expanduser() / hashlib.sha256(identity.encode()).hexdigest()[:20]
         self._about = {"encoder": encoder.identity, "timm": timm.__version__, **(about or {})}
 
-    def path(self, content: str, preparation: str, precision: Precision) -> Path:
+    def path(self, content: str, preparation: str, precision: FeaturePrecision) -> Path:
         """Where the features of what has that content stand."""
         name = hashlib.sha256(f"{content} {preparation} {precision}".encode()).hexdigest()
         return self.folder / name[:2] / f"{name[2:34]}.npy"

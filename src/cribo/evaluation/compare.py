@@ -37,7 +37,7 @@ from cribo.files import FolderError, write_json, write_text
 COMPARISON = "compare.json"
 """The file that a comparison leaves, and by which its folder is known."""
 
-FORMAT = 1
+COMPARISON_FORMAT = 1
 
 _BEST_OF = frozenset({"learning_rate"})  # settings of which the best row is what is reported
 _BY_CHANCE = frozenset({"settings.seed", "settings.draws", "settings.precision"})  # change figures by noise only
@@ -198,7 +198,7 @@ class Comparison:
         folder.mkdir(parents=True, exist_ok=True)
         write_figure(paths[2], self.figure())
         write_text(paths[1], self.markdown())
-        write_json(paths[0], {"format": FORMAT, "groups": [_record(group) for group in self.groups]})
+        write_json(paths[0], {"format": COMPARISON_FORMAT, "groups": [_record(group) for group in self.groups]})
         return paths
 
 

@@ -23,7 +23,7 @@ def require_limit(limit: int | None) -> None:
 
 
 @dataclass
-class DataConfig:
+class LabelledDataConfig:
     """Labelled images.
 
     Attributes:
@@ -75,7 +75,7 @@ class TrainingDataConfig:
         require_limit(self.limit)
 
 
-def open_splits(config: DataConfig) -> tuple[LabelledImages, str, LabelledImages, str]:
+def open_splits(config: LabelledDataConfig) -> tuple[LabelledImages, str, LabelledImages, str]:
     """Open the memory's images and the queries, each followed by the name of its split.
 
     Raises:
@@ -97,7 +97,7 @@ def open_training_splits(config: TrainingDataConfig) -> tuple[LabelledImages, st
 
 
 def _open(
-    config: DataConfig | TrainingDataConfig, first_split: str | None, second_split: str | None
+    config: LabelledDataConfig | TrainingDataConfig, first_split: str | None, second_split: str | None
 ) -> tuple[LabelledImages, str, LabelledImages, str]:
     if config.name == _SCENES:
         counts = [n if config.limit is None else min(config.limit, n) for n in _SCENE_COUNTS]

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from cribo.console import Progress
 from cribo.data import LabelledImages, UnreadableImage
-from cribo.evaluation.cache import DTYPES, FeatureCache, Precision, require_room
-from cribo.retrieval.encoders import PatchEncoder
+from cribo.evaluation.cache import DTYPES, FeatureCache, require_room
+from cribo.retrieval.encoders import FeaturePrecision, PatchEncoder
 from cribo.retrieval.patches import (
     Interpolation,
     augment_image,
@@ -32,7 +32,7 @@ _PROBE_VIEWS = 32  # to be encoded, after which it is clear how much room all of
 _PENDING_BATCHES = 8  # images of many sizes that may wait for others of their size
 
 
-class View(NamedTuple):
+class EncodedView(NamedTuple):
     """An image as it is encoded.
 
     Attributes:
@@ -60,7 +60,7 @@ class Preparation:
     interpolation: Interpolation = "bicubic"
     seed: int = 0
 
-    def image(self, images: LabelledImages, view: View) -> UInt8[Tensor, "3 h w"]:
+    def image(self, images: LabelledImages, view: EncodedView) -> UInt8[Tensor, "3 h w"]:
         """The pixels to encode."""
         image = images.load(view.image)
         size = grid_size(image.shape[1], image.shape[2], self.patch_size, self.size)
@@ -68,7 +68,7 @@ class Preparation:
             return resize_image(image, size, self.interpolation)
         return augment_image(image, size, self.interpolation, (self.seed, view.image, view.augmentation))
 
-    def labels(self, images: LabelledImages, view: View) -> UInt8[Tensor, "h w"]:
+    def labels(self, images: LabelledImages, view: EncodedView) -> UInt8[Tensor, "h w"]:
         """The labels of these pixels."""
         labels = images.labels(view.image)
         size = grid_size(labels.shape[0], labels.shape[1], self.patch_size, self.size)
@@ -76,7 +76,7 @@ class Preparation:
             return resize_labels(labels, size)
         return augment_labels(labels, size, (self.seed, view.image, view.augmentation))
 
-    def key(self, view: View) -> str:
+    def key(self, view: EncodedView) -> str:
         """What of it decides the pixels of a view, beside the image."""
         augmentation = "" if view.augmentation is None else f" {self.seed} {view.image} {view.augmentation}"
         return f"{self.patch_size} {self.size} {self.interpolation}{augmentation}"
@@ -124,11 +124,11 @@ class PatchFeatures:
     """
 
     dim: int = 0
-    counts: dict[View, SparseCounts] = field(default_factory=dict)
-    sizes: dict[View, tuple[int, int]] = field(default_factory=dict)
-    held: dict[View, Tensor | Path] = field(default_factory=dict)
+    counts: dict[EncodedView, SparseCounts] = field(default_factory=dict)
+    sizes: dict[EncodedView, tuple[int, int]] = field(default_factory=dict)
+    held: dict[EncodedView, Tensor | Path] = field(default_factory=dict)
 
-    def features(self, view: View) -> Float[Tensor, "n d"]:
+    def features(self, view: EncodedView) -> Float[Tensor, "n d"]:
         """Of one view, of unit length, in the precision they are kept in."""
         held = self.held[view]
         return held if isinstance(held, Tensor) else torch.from_numpy(np.load(held, allow_pickle=False))
@@ -142,7 +142,7 @@ class SelectedKeys:
         rows: of each view, which of its patches.
     """
 
-    def __init__(self, source: PatchFeatures, rows: Mapping[View, Int[Tensor, " m"]]) -> None:
+    def __init__(self, source: PatchFeatures, rows: Mapping[EncodedView, Int[Tensor, " m"]]) -> None:
         self.source = source
         self.rows = rows
         self.dim = source.dim
@@ -155,20 +155,20 @@ class SelectedKeys:
         """All keys in order, at most `rows` at once."""
         return in_blocks(map(self._selected, self.rows), rows)
 
-    def _selected(self, view: View) -> Float[Tensor, "m d"]:
+    def _selected(self, view: EncodedView) -> Float[Tensor, "m d"]:
         features, kept = self.source.features(view), self.rows[view]
         return features if len(kept) == len(features) else features[kept]
 
 
 @torch.no_grad()
-def extract(
+def extract_patches(
     encoder: PatchEncoder,
     images: LabelledImages,
-    views: Sequence[View],
+    views: Sequence[EncodedView],
     preparation: Preparation,
     *,
     cache: FeatureCache | None = None,
-    precision: Precision = "float32",
+    precision: FeaturePrecision = "float32",
     batch_size: int = 16,
     workers: int = 0,
     device: torch.device | str = "cpu",
@@ -254,7 +254,7 @@ class _OnDisk(Protocol):
 class _Prepared(NamedTuple):
     """A view on its way to the encoder; without `image` where the cache has its features already."""
 
-    view: View
+    view: EncodedView
     image: UInt8[np.ndarray, "3 h w"] | None
     counts: SparseCounts
     size: tuple[int, int]
@@ -272,16 +272,16 @@ class _Views(Dataset[_Prepared | Exception]):
     def __init__(
         self,
         images: LabelledImages,
-        views: list[View],
+        views: list[EncodedView],
         preparation: Preparation,
         cache: FeatureCache | None,
-        precision: Precision,
+        precision: FeaturePrecision,
     ) -> None:
         self.images = images
         self.views = views
         self.preparation = preparation
         self.cache = cache
-        self.precision: Precision = precision
+        self.precision: FeaturePrecision = precision
 
     def __len__(self) -> int:
         return len(self.views)
@@ -292,7 +292,7 @@ class _Views(Dataset[_Prepared | Exception]):
         except (UnreadableImage, ValueError, OSError) as error:
             return error
 
-    def _prepared(self, view: View) -> _Prepared:
+    def _prepared(self, view: EncodedView) -> _Prepared:
         path, kept = None, None
         if self.cache is not None:
             content = content_hash(self.images, view.image)
@@ -347,7 +347,7 @@ def _keep(rows: Float[Tensor, "n d"], path: Path | None, cache: FeatureCache | N
     return path
 
 
-def _bytes_needed(found: PatchFeatures, missing: float, precision: Precision) -> float:
+def _bytes_needed(found: PatchFeatures, missing: float, precision: FeaturePrecision) -> float:
     """What so many more views will take, if they have as many patches as those before."""
     patches = [counts.patches for counts in found.counts.values()]
     return sum(patches) / len(patches) * missing * found.dim * DTYPES[precision].itemsize

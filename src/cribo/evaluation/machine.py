@@ -11,7 +11,7 @@ from cribo.retrieval.search import available_memory
 
 
 @dataclass
-class RuntimeConfig:
+class EvaluationRuntime:
     """Where and how it is computed; results do not depend on it beyond rounding.
 
     Attributes:
@@ -64,7 +64,9 @@ class Machine:
         return min(available_memory(device) for device in self.devices) // 2
 
 
-def make_machine(config: RuntimeConfig, devices: tuple[str, ...], encoder: Encoder, about: dict[str, Any]) -> Machine:
+def make_machine(
+    config: EvaluationRuntime, devices: tuple[str, ...], encoder: Encoder, about: dict[str, Any]
+) -> Machine:
     """What a runtime configuration means for an encoder.
 
     Args:

@@ -26,7 +26,7 @@ from cribo.files import FolderError, write_text
 RESULTS = "results.json"
 """The file that an evaluation leaves, and by which its folder is known."""
 
-FORMAT = 1
+RESULTS_FORMAT = 1
 
 NONE = "-"
 """What tables show where there is no figure."""
@@ -141,7 +141,7 @@ class EvaluationResult:
         if path.exists():
             raise FolderError(f"{path} exists already: choose another folder")
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, _json({"format": FORMAT, **vars(self)}) + "\n")
+        write_text(path, _json({"format": RESULTS_FORMAT, **vars(self)}) + "\n")
         return path
 
 
@@ -164,9 +164,9 @@ def read_result(path: str | os.PathLike[str]) -> EvaluationResult:
         raise ResultError(f"{file} is damaged, it is no JSON ({error}): run the evaluation again") from error
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
         raise ResultError(f"{file} is no result of an evaluation: it does not say its format")
-    if content["format"] > FORMAT:
+    if content["format"] > RESULTS_FORMAT:
         raise ResultError(
-            f"{file} has format {content['format']}, this version of cribo reads up to {FORMAT}: update cribo"
+            f"{file} has format {content['format']}, this version of cribo reads up to {RESULTS_FORMAT}: update cribo"
         )
     for name, hint in get_type_hints(EvaluationResult).items():
         kind = get_origin(hint) or hint

@@ -39,13 +39,16 @@ from cribo.training.lightning import (
     quiet_lightning,
     require_launched,
 )
-from cribo.training.lock import LOCK, is_barely_begun, run_lock
+from cribo.training.lock import RUN_LOCK, is_barely_begun, run_lock
 from cribo.training.module import ResumableModule
 from cribo.training.progress import StepProgress
 
 log = logging.getLogger("cribo")
 
-Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
+TrainerPrecision = Literal["32-true", "bf16-mixed", "16-mixed"]
+
+Schedule = Literal["paper", "short"]
+"""Whose settings a training has: the paper's, for GPUs, or short ones for small sets and CPUs."""
 
 SETTINGS = "evaluation.json"
 """The file by which the folder of an evaluation that trains is known before it has results."""
@@ -75,7 +78,7 @@ class TrainingRuntime:
     accelerator: str = "auto"
     devices: int | str = "auto"
     num_nodes: int = 1
-    precision: Precision = "32-true"
+    precision: TrainerPrecision = "32-true"
     workers: int | None = None
     threads: int | None = None
     log_every: int = 50
@@ -304,7 +307,7 @@ def evaluation_folder(
         try:
             yield folder
         except ConfigError:  # refused before anything was done: the next attempt shall find the place as it was
-            if is_first_process() and {path.name for path in folder.iterdir()} <= {SETTINGS, LOCK}:
+            if is_first_process() and {path.name for path in folder.iterdir()} <= {SETTINGS, RUN_LOCK}:
                 (folder / SETTINGS).unlink(missing_ok=True)
                 refused.append(folder)
             raise

@@ -13,7 +13,7 @@ from cribo.explorer.uploads import Refused
 from cribo.object_search import ImageObject, IndexedImage, ObjectDatabase
 
 
-class Match(NamedTuple):
+class ShownObject(NamedTuple):
     """An object that was found.
 
     Attributes:
@@ -113,7 +113,7 @@ class Collection:
                 self._images[number] = row
         return trouble
 
-    def nearest(self, vector: Float[np.ndarray, " d"], count: int, *, without: int | None) -> Sequence[Match]:
+    def nearest(self, vector: Float[np.ndarray, " d"], count: int, *, without: int | None) -> Sequence[ShownObject]:
         """The objects that are most like a vector.
 
         Args:
@@ -123,4 +123,4 @@ class Collection:
         """
         excluded = None if without is None else self.name(without)
         found = self.database.search(vector[None], count, exclude_image=excluded)[0]
-        return [Match(each.similarity, each.image, each.object) for each in found]
+        return [ShownObject(each.similarity, each.image, each.object) for each in found]

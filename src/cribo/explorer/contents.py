@@ -18,7 +18,7 @@ from cribo.explorer.objects import ObjectFinder
 from cribo.explorer.training import require_run
 from cribo.explorer.uploads import Limits
 from cribo.object_search import DatabaseInfo, ObjectDatabase, ObjectSettings, index_images
-from cribo.retrieval import BackboneConfig, PatchEncoder, open_encoder
+from cribo.retrieval import BackboneSource, PatchEncoder, open_encoder
 
 if TYPE_CHECKING:
     from cribo.explorer.view_pairs import PairSample
@@ -41,7 +41,7 @@ class Asked:
 
     run: Path | None = None
     db: str | None = None
-    backbone: BackboneConfig | None = None
+    backbone: BackboneSource | None = None
     images: Path | None = None
     limit: int = 100
     device: str | None = None
@@ -95,7 +95,7 @@ def open_contents(asked: Asked, limits: Limits, workspace: Path, progress: Progr
     if config is None and database is not None:
         config = database.info.backbone_config
     if config is None and of_run is not None:
-        config = BackboneConfig(of_run)
+        config = BackboneSource(of_run)
     title = _title(asked)
     pairs = None
     if asked.run is not None and of_run is not None:
@@ -145,7 +145,7 @@ class _Workplace:
     progress: Progress
 
     def build(
-        self, encoder: SharedEncoder, config: BackboneConfig, about: dict[str, object], notes: list[str]
+        self, encoder: SharedEncoder, config: BackboneSource, about: dict[str, object], notes: list[str]
     ) -> ObjectDatabase | None:
         """A database of some images of the run, or of the folder given; None, and a note why, without images."""
         try:
@@ -194,7 +194,7 @@ class _Workplace:
 
 
 def _info(
-    encoder: PatchEncoder, device: str, config: BackboneConfig, about: dict[str, object], root: str
+    encoder: PatchEncoder, device: str, config: BackboneSource, about: dict[str, object], root: str
 ) -> DatabaseInfo:
     side = 4 * encoder.patch_size
     with torch.no_grad():

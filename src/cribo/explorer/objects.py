@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
-from cribo.explorer.collection import Collection, Match
+from cribo.explorer.collection import Collection, ShownObject
 from cribo.explorer.network import SharedEncoder
 from cribo.explorer.pictures import SHOWN, as_shown, with_outline
 from cribo.explorer.uploads import Refused
@@ -28,7 +28,7 @@ Captioned = tuple[UInt8[np.ndarray, "h w 3"], str]
 
 
 @dataclass(frozen=True, eq=False)
-class Query:
+class QueryImage:
     """An image that something is looked for in.
 
     Attributes:
@@ -97,16 +97,16 @@ class ObjectFinder:
         except Refused:
             return _blank(self.collection.image(number).height, self.collection.image(number).width), caption
 
-    def of_collection(self, number: int) -> Query:
+    def of_collection(self, number: int) -> QueryImage:
         """Look for something in an image of the collection.
 
         Raises:
             Refused: no such image, or it cannot be shown.
         """
         image = as_shown(self.collection.load(number, SHOWN))
-        return Query(image, self.collection.objects(number), number, self.collection.name(number))
+        return QueryImage(image, self.collection.objects(number), number, self.collection.name(number))
 
-    def of_picture(self, image: UInt8[Tensor, "3 h w"]) -> Query:
+    def of_picture(self, image: UInt8[Tensor, "3 h w"]) -> QueryImage:
         """Look for something in a visitor's picture."""
         key = hashlib.sha256(str(tuple(image.shape)).encode() + image.contiguous().numpy().tobytes()).digest()
         with self._lock:
@@ -120,9 +120,9 @@ class ObjectFinder:
             self._found.move_to_end(key)
             while len(self._found) > _FOUND_IMAGES:
                 self._found.popitem(last=False)
-        return Query(as_shown(image), objects, None, "your picture")
+        return QueryImage(as_shown(image), objects, None, "your picture")
 
-    def matches(self, query: Query, number: int, count: int) -> tuple[list[Captioned], Sequence[Match]]:
+    def matches(self, query: QueryImage, number: int, count: int) -> tuple[list[Captioned], Sequence[ShownObject]]:
         """The objects that are most like one of a query's, drawn in their images.
 
         Args:
@@ -134,7 +134,7 @@ class ObjectFinder:
 
     def like(
         self, vector: Float[np.ndarray, " d"], count: int, *, without: int | None = None
-    ) -> tuple[list[Captioned], Sequence[Match]]:
+    ) -> tuple[list[Captioned], Sequence[ShownObject]]:
         """The objects that are most like a vector, drawn in their images.
 
         Args:
@@ -145,7 +145,7 @@ class ObjectFinder:
         found = self.collection.nearest(vector, count, without=without)
         return [self._drawn(rank, match) for rank, match in enumerate(found, start=1)], found
 
-    def _drawn(self, rank: int, match: Match) -> Captioned:
+    def _drawn(self, rank: int, match: ShownObject) -> Captioned:
         caption = f"{rank}. {match.similarity:.2f} {match.name}"
         number = self.collection.number(match.name)
         try:
@@ -157,13 +157,13 @@ class ObjectFinder:
         return with_outline(picture, _mask(match.object.mask, picture.shape[:2]), fade=0.6), caption
 
 
-def query_picture(query: Query, number: int) -> UInt8[np.ndarray, "h w 3"]:
+def query_picture(query: QueryImage, number: int) -> UInt8[np.ndarray, "h w 3"]:
     """A query's image with the outline of one of its objects; the rest is faded."""
     inside = _mask(query.object(number).mask, query.image.shape[:2])
     return with_outline(query.image, inside, fade=0.6)
 
 
-def query_sentence(query: Query, number: int, found: Sequence[Match]) -> str:
+def query_sentence(query: QueryImage, number: int, found: Sequence[ShownObject]) -> str:
     """What is to be seen, in words."""
     chosen = query.object(number)
     what = (

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
 
-Colour = tuple[int, int, int]
+from cribo.data.segmentation import Colour
 
 SHOWN = 768
 """The longest side of a picture on the page, in pixels."""

@@ -13,8 +13,9 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
 
 from cribo.data.reading import EncodedImage, UnreadableImage, open_header
+from cribo.data.segmentation import Colour
 from cribo.explorer.network import SharedEncoder
-from cribo.explorer.pictures import Colour, as_shown
+from cribo.explorer.pictures import as_shown
 from cribo.explorer.uploads import Refused
 from cribo.segmentation import SegmentationMemory, SegmentationSettings
 
@@ -37,7 +38,7 @@ _NO_CLASS = 255
 
 
 @dataclass(frozen=True)
-class Segmented:
+class SegmentedPicture:
     """A picture with its labels.
 
     Attributes:
@@ -150,7 +151,7 @@ def memory_sentence(memory: SegmentationMemory) -> str:
     return said if len(present) > 1 else f"{said} Paint another class too: with one, everything is of it."
 
 
-def segment(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"], names: Sequence[str]) -> Segmented:
+def segment(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"], names: Sequence[str]) -> SegmentedPicture:
     """Label a picture as in the examples.
 
     Args:
@@ -174,7 +175,7 @@ def segment(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"], names: Se
     clear = np.array(Image.fromarray((255 * found.confidence.clamp(0, 1)).byte().numpy()).resize((size[1], size[0])))
     said = {brush: name.strip() for brush, name in zip(BRUSHES, names, strict=False) if name.strip()}
     shares = ", ".join(f"{said.get(name, name)} {share:.0%}" for name, share in found.shares.items())
-    return Segmented(overlay, clear[..., None].repeat(3, axis=2), f"{shares}.")
+    return SegmentedPicture(overlay, clear[..., None].repeat(3, axis=2), f"{shares}.")
 
 
 def _bounded(height: int, width: int) -> tuple[int, int]:

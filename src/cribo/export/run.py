@@ -20,7 +20,7 @@ from cribo.models import Backbone, describe, normalise
 Target = Literal["timm", "transformers", "onnx", "torch-export"]
 TARGETS: tuple[Target, ...] = get_args(Target)
 
-MARKER = "export.json"
+EXPORT_MARKER = "export.json"
 """What is said of an export, in its folder; by it an export is known."""
 
 TOLERANCE = 1e-4
@@ -116,7 +116,7 @@ def export_backbone(
     exporter = _exporter(to)
     _check(backbone, to, options)
     replaces = holds_results(
-        out, marker=MARKER, overwrite=overwrite, advice="choose another --out, or give --overwrite"
+        out, marker=EXPORT_MARKER, overwrite=overwrite, advice="choose another --out, or give --overwrite"
     )
     plain = _plain(backbone)
     reports: list[ExportReport] = []
@@ -132,7 +132,7 @@ def export_backbone(
         report = ExportReport(
             to, out, {}, difference, checked, written.how_to_load.format(folder=out.as_posix()), written.notes
         )
-        write_json(folder / MARKER, _describe(report, plain, options))
+        write_json(folder / EXPORT_MARKER, _describe(report, plain, options))
         files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
         reports.append(replace(report, files=files))
 

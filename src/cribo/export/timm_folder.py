@@ -27,13 +27,13 @@ def write(backbone: Backbone, folder: Path, options: Options) -> Written:
     """Write `model.safetensors` and `config.json` in the layout of timm's own weights on the hub."""
     state = {key: value.detach().contiguous().clone() for key, value in backbone.model.state_dict().items()}
     safetensors.torch.save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    write_json(folder / "config.json", describe(backbone))
+    write_json(folder / "config.json", timm_config(backbone))
     prefix = getattr(backbone.model, "num_prefix_tokens", None)
     encode = _MAP if prefix is None else _TOKENS.format(prefix=prefix)
     return Written(_LOAD + encode, _notes(backbone))
 
 
-def describe(backbone: Backbone) -> dict[str, Any]:
+def timm_config(backbone: Backbone) -> dict[str, Any]:
     """What timm's `config.json` says of a network without a classifier."""
     about = backbone.model.pretrained_cfg
     size = backbone.image_size

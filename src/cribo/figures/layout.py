@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cribo.drawing import frame, hide_ticks, paint_regions, region_colour
 from cribo.pretraining.cluster_record import ClusterHistory
-from cribo.pretraining.sampling import Colour, ObjectSample, enlarge_labels, match_objects, paint_match, paint_query
+from cribo.pretraining.sampling import ObjectSample, enlarge_labels, match_sample, paint_match, paint_query
 
 TEXT_WIDTH, COLUMN_WIDTH = 6.9, 3.3
 """Inches of a page of two columns, and of one of them."""
@@ -36,7 +36,7 @@ def lay_out_matches(sample: ObjectSample, *, queries: int, objects: int) -> Figu
     cell = TEXT_WIDTH / columns
     figure = Figure(figsize=(TEXT_WIDTH, cell * rows * queries))
     grid = GridSpec(rows * queries, columns, figure=figure, **_GAP)
-    for query, matches in enumerate(match_objects(sample, queries, objects=objects)):
+    for query, matches in enumerate(match_sample(sample, queries, objects=objects)):
         top = rows * query
         for place, picture in enumerate((sample.view(query, 0), paint_query(sample, query, matches))):
             _picture(figure, grid[top : top + rows, rows * place : rows * (place + 1)], picture)
@@ -85,7 +85,7 @@ def covered(labels: Int[Tensor, "p 2 n"]) -> Int[Tensor, " p"]:
     return same.any(dim=2).sum(dim=1) + same.any(dim=1).sum(dim=1)
 
 
-def followed_colours(labels: Int[Tensor, "e 2 n"]) -> list[dict[int, Colour]]:
+def followed_colours(labels: Int[Tensor, "e 2 n"]) -> list[dict[int, tuple[float, float, float]]]:
     """The colours of one pair's objects at each epoch; the object that covers most of an earlier one has its colour.
 
     The numbers of clusters mean nothing, so that colours are handed on by the patches that two epochs share, the

@@ -36,9 +36,9 @@ log = logging.getLogger("cribo")
 
 FigureName = Literal["matches", "clusters", "bootstrapping", "features", "losses", "schedules"]
 FIGURES: tuple[FigureName, ...] = get_args(FigureName)
-FORMATS = ("pdf", "png")
+FIGURE_FORMATS = ("pdf", "png")
 
-MARKER = "figures.json"
+FIGURES_MARKER = "figures.json"
 _DPI = 300
 _GALLERY = 256
 _OF_DATA: tuple[FigureName, ...] = ("matches", "features")
@@ -60,7 +60,7 @@ class Wanted:
     """
 
     only: tuple[FigureName, ...] = FIGURES
-    formats: tuple[str, ...] = FORMATS
+    formats: tuple[str, ...] = FIGURE_FORMATS
     objects: int = 12
     queries: int = 3
     images: str | None = None
@@ -74,7 +74,7 @@ class Wanted:
         Raises:
             ConfigError: a value that is out of range.
         """
-        for what, values, known in (("only", self.only, FIGURES), ("format", self.formats, FORMATS)):
+        for what, values, known in (("only", self.only, FIGURES), ("format", self.formats, FIGURE_FORMATS)):
             unknown = [value for value in values if value not in known]
             if unknown or not values:
                 raise ConfigError(f"{what} must be of {', '.join(known)}, got {', '.join(unknown) or 'nothing'}")
@@ -139,7 +139,7 @@ def write_figures(
         if not (folder / CONFIG).is_file():
             raise FileNotFoundError(f"{folder} is no run: it holds no {CONFIG}")
     replaces = holds_results(
-        out, marker=MARKER, overwrite=overwrite, advice="choose another --out, or give --overwrite"
+        out, marker=FIGURES_MARKER, overwrite=overwrite, advice="choose another --out, or give --overwrite"
     )
     drawer = _Drawer(runs, wanted, device)
     captions: dict[FigureName, str] = {}
@@ -162,7 +162,7 @@ def write_figures(
         text = "".join(f"**{name}**: {caption}\n\n" for name, caption in captions.items())
         write_text(folder / "captions.md", text.rstrip("\n") + "\n")
         write_json(
-            folder / MARKER,
+            folder / FIGURES_MARKER,
             {
                 "runs": {name: str(run) for name, run in runs.items()},
                 "wanted": dataclasses.asdict(wanted),

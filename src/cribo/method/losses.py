@@ -195,8 +195,8 @@ def weighted_cross_entropy(
 class _InBlocks(torch.autograd.Function):
     """Loss and gradients of blocks of rows in one pass: the gradients need the probabilities that the loss needs.
 
-    Of the prototypes' gradient, the smaller of two tensors is kept for the backward pass: the gradient itself (L, E), or
-    the one with respect to the logits (R, L).
+    For the prototypes, the smaller of two tensors is kept until the backward pass: their gradient (L, E), or the
+    gradient with respect to the logits (R, L).
     """
 
     @staticmethod

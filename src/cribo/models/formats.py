@@ -25,7 +25,7 @@ from cribo.models.dialects import (
     State,
 )
 
-Network = Literal["teacher", "student"]
+NetworkName = Literal["teacher", "student"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Recognised:
     """
 
     format: str
-    network: Network | None
+    network: NetworkName | None
     part: str
     state: State
     used: tuple[str, ...]
@@ -251,7 +251,7 @@ _LISTED = 8
 
 
 def recognise(
-    tensors: Mapping[str, Tensor], source: str, *, network: Network = "teacher", backbone: Backbone | None = None
+    tensors: Mapping[str, Tensor], source: str, *, network: NetworkName = "teacher", backbone: Backbone | None = None
 ) -> Recognised:
     """Find a network in a file, account for every key, and rename the network's to timm's.
 
@@ -360,11 +360,11 @@ def _prefixes(anchor: str, keys: Iterable[str]) -> list[str]:
 
 
 def _choose(
-    found: Mapping[str, Dialect], layout: Layout | None, network: Network, source: str
-) -> tuple[str, Network | None]:
+    found: Mapping[str, Dialect], layout: Layout | None, network: NetworkName, source: str
+) -> tuple[str, NetworkName | None]:
     """The prefix of the network to take, and which of the two it is."""
     if layout is not None:
-        roles: dict[Network, str | None] = {"teacher": layout.teacher, "student": layout.student}
+        roles: dict[NetworkName, str | None] = {"teacher": layout.teacher, "student": layout.student}
         by_role = {
             role: [prefix for prefix in found if pattern is not None and re.fullmatch(pattern, prefix)]
             for role, pattern in roles.items()
@@ -397,7 +397,7 @@ def _group(
     found: Mapping[str, Dialect],
     layout: Layout | None,
     own: Collection[str],
-    taken: Network | None,
+    taken: NetworkName | None,
 ) -> str:
     """What a key belongs to: the network that is taken, a group that is dropped, or nothing that is known."""
     if re.search(_TRAINING, key):
@@ -421,7 +421,7 @@ def _first_match(rules: Rules, key: str) -> str | None:
 
 
 def _notes(
-    by_precedence: Sequence[Layout | Dialect], state: State, taken: Network | None, network: Network
+    by_precedence: Sequence[Layout | Dialect], state: State, taken: NetworkName | None, network: NetworkName
 ) -> Iterator[str]:
     if taken is not None and taken != network:
         yield f"the file holds no {network}, so its {taken} was taken"

@@ -20,7 +20,7 @@ from torch import Tensor
 from cribo.files import sync, write_beside
 from cribo.models.architecture import Architecture, infer_architecture
 from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, RESERVED_ARGS, Backbone, build_backbone, nearest_names
-from cribo.models.formats import Network, Recognised, first_keys, recognise, required_keys
+from cribo.models.formats import NetworkName, Recognised, first_keys, recognise, required_keys
 from cribo.models.reading import flatten, read_json, read_weights
 from cribo.sealing import Damaged, check_seal
 
@@ -53,7 +53,7 @@ class LoadedWeights:
 
     source: str
     format: str
-    network: Network | None = None
+    network: NetworkName | None = None
     part: str = ""
     used: tuple[str, ...] = ()
     dropped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -80,7 +80,7 @@ def load_backbone(
     args: Mapping[str, Any] | None = None,
     pretrained: bool = True,
     image_size: int | None = None,
-    network: Network = "teacher",
+    network: NetworkName = "teacher",
     trust: bool = False,
     drop_path: float = 0.0,
     seed: int = 0,
@@ -145,7 +145,7 @@ def load_backbone(
 
 
 def load_pretrained(
-    backbone: Backbone, source: str | Path, *, network: Network = "teacher", trust: bool = False
+    backbone: Backbone, source: str | Path, *, network: NetworkName = "teacher", trust: bool = False
 ) -> LoadedWeights:
     """Load weights into a backbone: all of them, or none and an error.
 
@@ -307,7 +307,9 @@ def _declared_architecture(
     return None
 
 
-def _recognise(content: Mapping[str, Any], path: Path, *, network: Network, backbone: Backbone | None) -> Recognised:
+def _recognise(
+    content: Mapping[str, Any], path: Path, *, network: NetworkName, backbone: Backbone | None
+) -> Recognised:
     """Find the network in a file; the files beside it know more of it than its keys do."""
     tensors = flatten(content)
     if not tensors:

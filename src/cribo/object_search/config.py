@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from cribo.arguments import ConfigError
 from cribo.method.clustering import Marginals
 from cribo.object_search.extraction import ObjectSettings
-from cribo.retrieval.encoders import BackboneConfig
+from cribo.retrieval.encoders import BackboneSource
 
 
 @dataclass
@@ -36,7 +36,7 @@ class IndexConfig:
 
     db: str
     images: str | None = None
-    backbone: BackboneConfig | None = None
+    backbone: BackboneSource | None = None
     num_objects: int | None = None
     marginals: Marginals | None = None
     position_weight: float | None = None

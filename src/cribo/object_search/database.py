@@ -27,7 +27,7 @@ from jaxtyping import Float, Int64
 from cribo.arguments import ConfigError
 from cribo.data.images import DataError, require
 from cribo.object_search.extraction import GridMask, ImageObject, ObjectSettings
-from cribo.retrieval.encoders import BackboneConfig, PatchEncoder
+from cribo.retrieval.encoders import BackboneSource, PatchEncoder
 
 _FORMAT = 1
 _ABOUT, _IMAGES, _OBJECTS = "about", "images", "objects"
@@ -49,7 +49,7 @@ class DatabaseInfo:
     Attributes:
         identity: of the encoder: network, weights, normalisation and layers.
         backbone: what `open_encoder` says about it.
-        config: of the backbone, to open it again (`BackboneConfig`).
+        config: of the backbone, to open it again (`BackboneSource`).
         dim: D, of an object's vector.
         settings: what counts as an object.
         root: the folder of the images, absolute; their paths are relative to it.
@@ -70,12 +70,12 @@ class DatabaseInfo:
         return str(self.backbone["name"])
 
     @property
-    def backbone_config(self) -> BackboneConfig:
+    def backbone_config(self) -> BackboneSource:
         """The backbone, to be opened again without running code of its file.
 
         Whether to trust a file is for whoever runs this to say, not for a database, which may be somebody else's.
         """
-        return BackboneConfig(**{**self.config, "trust": False})
+        return BackboneSource(**{**self.config, "trust": False})
 
 
 class IndexedImage(NamedTuple):

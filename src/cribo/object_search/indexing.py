@@ -21,7 +21,7 @@ from cribo.object_search.database import IndexedImage, ObjectDatabase, is_remote
 from cribo.object_search.extraction import ImageObject, ObjectSettings, PreparedImage, extract_prepared, prepare_image
 from cribo.retrieval.encoders import PatchEncoder
 
-LOCK = ".index.lock"
+INDEX_LOCK = ".index.lock"
 
 _COMMIT_IMAGES = 256  # written at once: each writing makes a file, and lists of all files
 _COMMIT_SECONDS = 30.0
@@ -73,7 +73,7 @@ def index_lock(uri: str) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # The lock is the system's: it ends with its process, however that comes about.
-        lock = FileLock(folder / LOCK)
+        lock = FileLock(folder / INDEX_LOCK)
         lock.acquire(timeout=0)
     except Timeout as error:
         raise FolderError(

@@ -24,7 +24,7 @@ OpenEncoder = Callable[[], tuple[PatchEncoder, str]]
 
 
 @dataclass(frozen=True)
-class Place:
+class QueryPlace:
     """Where in the image the query is; at most one of the three, and every object of the image without any.
 
     Attributes:
@@ -85,7 +85,7 @@ class Query:
     regions: list[Region]
 
 
-def make_query(database: ObjectDatabase, image: str, place: Place, open_encoder: OpenEncoder) -> Query:
+def make_query(database: ObjectDatabase, image: str, place: QueryPlace, open_encoder: OpenEncoder) -> Query:
     """Find what is searched for.
 
     The stored objects of an image that is indexed and unchanged are used, so that no backbone is needed; it is for
@@ -121,7 +121,7 @@ def make_query(database: ObjectDatabase, image: str, place: Place, open_encoder:
     return Query(path, indexed, pixels, [Region(name, found.box_vector(place.box), place.box, None)])
 
 
-def _object_regions(objects: list[ImageObject], place: Place, name: str) -> list[Region]:
+def _object_regions(objects: list[ImageObject], place: QueryPlace, name: str) -> list[Region]:
     return [Region(f"object {each.number}", each.vector, each.box, each) for each in _chosen(objects, place, name)]
 
 
@@ -149,7 +149,7 @@ def _names(path: Path, root: Path) -> list[str]:
     return list(dict.fromkeys(reversed(names)))
 
 
-def _check_place(place: Place, height: int, width: int) -> None:
+def _check_place(place: QueryPlace, height: int, width: int) -> None:
     if place.point is not None:
         x, y = place.point
         if not (0 <= x < width and 0 <= y < height):
@@ -164,7 +164,7 @@ def _check_place(place: Place, height: int, width: int) -> None:
             raise ConfigError(f"--box must lie in the image of {width} x {height} pixels, got {x0},{y0},{x1},{y1}")
 
 
-def _chosen(objects: list[ImageObject], place: Place, name: str) -> list[ImageObject]:
+def _chosen(objects: list[ImageObject], place: QueryPlace, name: str) -> list[ImageObject]:
     """The objects that are meant."""
     if not objects:
         raise DatabaseError(f"{name} has no objects: search with --box")

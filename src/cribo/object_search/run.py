@@ -29,8 +29,8 @@ from cribo.object_search.database import (
 from cribo.object_search.extraction import ObjectSettings
 from cribo.object_search.indexing import IndexSummary, index_images, index_lock, index_vectors
 from cribo.object_search.pictures import write_sheet
-from cribo.object_search.queries import Place, Query, make_query
-from cribo.retrieval.encoders import BackboneConfig, PatchEncoder, open_encoder
+from cribo.object_search.queries import Query, QueryPlace, make_query
+from cribo.retrieval.encoders import BackboneSource, PatchEncoder, open_encoder
 
 log = logging.getLogger("cribo")
 
@@ -111,7 +111,7 @@ def _open_files(config: IndexConfig, known: DatabaseInfo | None) -> tuple[ImageF
     return files, _absolute(Path(source).expanduser())
 
 
-def _known_backbone(known: DatabaseInfo | None) -> BackboneConfig:
+def _known_backbone(known: DatabaseInfo | None) -> BackboneSource:
     if known is None:
         raise ConfigError("--backbone must be given: a new database wants to know whose features it shall hold")
     return known.backbone_config
@@ -139,7 +139,7 @@ def _absolute(path: str | os.PathLike[str]) -> str:
 def _info(
     encoder: PatchEncoder,
     about: dict[str, Any],
-    backbone: BackboneConfig,
+    backbone: BackboneSource,
     settings: ObjectSettings,
     files: ImageFiles,
     source: str,
@@ -188,7 +188,7 @@ def search_objects(
         UnreadableImage: the image cannot be read.
         ImportError: LanceDB is not installed.
     """
-    place = Place(config.point, config.box, config.object)
+    place = QueryPlace(config.point, config.box, config.object)
     database = ObjectDatabase.open(config.db, images=config.images)
     if not len(database):
         raise DatabaseError(f"{database.uri} holds no objects: index images with cribo index --db {database.uri}")

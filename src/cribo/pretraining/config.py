@@ -13,7 +13,7 @@ ClusteringName = Literal["sinkhorn", "kmeans"]
 Centring = Literal["mean", "sinkhorn"]
 Compile = Literal["none"] | CompileMode
 OnNonFinite = Literal["skip", "rollback", "stop"]
-Spread = Literal["ddp", "fsdp"]
+Strategy = Literal["ddp", "fsdp"]
 Precision = Literal["64-true", "32-true", "bf16-mixed", "16-mixed"]
 
 
@@ -260,7 +260,7 @@ class RuntimeConfig:
     num_nodes: int = 1
     precision: Precision = "bf16-mixed"
     compile: Compile | bool = "none"
-    strategy: Spread = "ddp"
+    strategy: Strategy = "ddp"
     on_nonfinite: OnNonFinite = "skip"
     threads: int | None = None
     log_every: int = 10

@@ -28,10 +28,10 @@ class RunProgress(StepProgress):
 
     def numbers(self, trainer: L.Trainer) -> str:
         """Of the latest row."""
-        return describe(self.metrics.latest)
+        return progress_text(self.metrics.latest)
 
 
-def describe(row: dict[str, float]) -> str:
+def progress_text(row: dict[str, float]) -> str:
     """The numbers of a row that somebody watching wants to see; losses that are off or not yet on are left out."""
     if not row:
         return ""

@@ -12,7 +12,7 @@ from cribo.drawing import frame, hide_ticks, house_style, paint_regions, region_
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import REPORT
 from cribo.pretraining.network import Network
-from cribo.pretraining.sampling import ObjectSample, match_objects, paint_match, paint_query, sample_objects
+from cribo.pretraining.sampling import ObjectSample, match_sample, paint_match, paint_query, sample_objects
 from cribo.pretraining.schedules import Schedules
 
 _CLUSTER_PAIRS = 6
@@ -175,7 +175,7 @@ def draw_matches(sample: ObjectSample) -> Figure:
     if queries == 0:
         return figure
     panels = figure.subplots(queries, _NEIGHBOURS + 2, squeeze=False)
-    for image, matches in enumerate(match_objects(sample, queries, objects=_NEIGHBOURS)):
+    for image, matches in enumerate(match_sample(sample, queries, objects=_NEIGHBOURS)):
         panels[image, 0].imshow(sample.view(image, 0))
         panels[image, 1].imshow(paint_query(sample, image, matches))
         for axes, match in zip(panels[image, 2:], matches, strict=False):

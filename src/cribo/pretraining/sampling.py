@@ -17,8 +17,6 @@ from cribo.models import Backbone, normalise
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.objective import Objects, find_objects, label_tokens
 
-Colour = tuple[float, float, float]
-
 
 def view_picture(pairs: ViewPairs, image: int, view: int) -> np.ndarray:
     """One view, (H, W, 3) in 0-1, without photometric changes."""
@@ -124,24 +122,24 @@ def sample_objects(backbone: Backbone, dataset: ViewPairDataset, config: Pretrai
 
 
 @dataclass(frozen=True)
-class Match:
+class SampleMatch:
     """An object of a query and the nearest object of another image.
 
     Attributes:
         cluster: of the query's object.
-        colour: of both.
+        colour: of both, in 0-1.
         image, other: which image of the sample the nearest object lies in, and its cluster there.
         consistent: whether the match is cycle-consistent, and so a valid one.
     """
 
     cluster: int
-    colour: Colour
+    colour: tuple[float, float, float]
     image: int
     other: int
     consistent: bool
 
 
-def match_objects(sample: ObjectSample, queries: int, *, objects: int) -> list[list[Match]]:
+def match_sample(sample: ObjectSample, queries: int, *, objects: int) -> list[list[SampleMatch]]:
     """The largest objects of the first views of some images, each with its nearest one in the first views of others.
 
     Args:
@@ -162,7 +160,7 @@ def match_objects(sample: ObjectSample, queries: int, *, objects: int) -> list[l
     # The ring does not wrap, so that its slots count the rows of the gallery.
     bank.push(found.teacher[:, in_gallery], found.images[in_gallery], found.counts[queries:])
     matches = bank.match(found.teacher[:, asked], found.images[asked])
-    result: list[list[Match]] = []
+    result: list[list[SampleMatch]] = []
     for image in range(queries):
         labels = sample.objects.labels[image, 0]
         own = (found.rows[asked] == image).nonzero().flatten().tolist()
@@ -171,7 +169,7 @@ def match_objects(sample: ObjectSample, queries: int, *, objects: int) -> list[l
         slots = [int(matches.nearest[0, row]) for row in shown]
         result.append(
             [
-                Match(
+                SampleMatch(
                     cluster=int(found.clusters[asked[row]]),
                     colour=region_colour(number, len(shown)),
                     image=int(found.rows[gallery[slot]]),
@@ -185,13 +183,13 @@ def match_objects(sample: ObjectSample, queries: int, *, objects: int) -> list[l
     return result
 
 
-def paint_query(sample: ObjectSample, image: int, matches: list[Match]) -> np.ndarray:
+def paint_query(sample: ObjectSample, image: int, matches: list[SampleMatch]) -> np.ndarray:
     """A query's first view with its objects in their colours, (H, W, 3) in 0-1."""
     colours = {match.cluster: match.colour for match in matches}
     return paint_regions(sample.view(image, 0), sample.label_map(image, 0), colours, tint=0.5)
 
 
-def paint_match(sample: ObjectSample, match: Match) -> np.ndarray:
+def paint_match(sample: ObjectSample, match: SampleMatch) -> np.ndarray:
     """The view in which a match was found, with the nearest object in the query object's colour."""
     return paint_regions(
         sample.view(match.image, 0), sample.label_map(match.image, 0), {match.other: match.colour}, tint=0.15

@@ -1,7 +1,7 @@
 """Retrieval on dense features: images on the grid of patches, their encoders, nearest neighbours and colours."""
 
 from cribo.retrieval.encoders import (
-    BackboneConfig,
+    BackboneSource,
     PatchEncoder,
     backbone_encoder,
     backbone_name,
@@ -13,7 +13,7 @@ from cribo.retrieval.pca import PCAColours, pca_colours
 from cribo.retrieval.search import Neighbours, nearest
 
 __all__ = [
-    "BackboneConfig",
+    "BackboneSource",
     "Neighbours",
     "PCAColours",
     "PatchEncoder",

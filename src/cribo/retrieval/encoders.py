@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from cribo.arguments import ConfigError
 from cribo.models import Backbone, load_backbone, normalise
 
+FeaturePrecision = Literal["float32", "float16"]
+"""The type that features are stored in."""
+
 MEAN_COLOUR = "mean-colour"
 """The source that stands for the baseline without a network."""
 
@@ -154,7 +157,7 @@ def mean_colour_backbone() -> Backbone:
 
 
 @dataclass
-class BackboneConfig:
+class BackboneSource:
     """Whose features are evaluated.
 
     Attributes:
@@ -181,7 +184,7 @@ class BackboneConfig:
     seed: int = 0
 
 
-def open_backbone(config: BackboneConfig, *, image_size: int | None = None, drop_path: float = 0.0) -> Backbone:
+def open_backbone(config: BackboneSource, *, image_size: int | None = None, drop_path: float = 0.0) -> Backbone:
     """Load a backbone, on the host; its layers are not looked at.
 
     Args:
@@ -205,7 +208,7 @@ def open_backbone(config: BackboneConfig, *, image_size: int | None = None, drop
     )
 
 
-def open_encoder(config: BackboneConfig, device: str) -> tuple[PatchEncoder, dict[str, Any]]:
+def open_encoder(config: BackboneSource, device: str) -> tuple[PatchEncoder, dict[str, Any]]:
     """Load a backbone and say what it is.
 
     Raises:
@@ -218,7 +221,7 @@ def open_encoder(config: BackboneConfig, device: str) -> tuple[PatchEncoder, dic
     return backbone_encoder(backbone.eval().to(device), layers=config.layers), about
 
 
-def about_backbone(config: BackboneConfig, backbone: Backbone) -> dict[str, Any]:
+def about_backbone(config: BackboneSource, backbone: Backbone) -> dict[str, Any]:
     """What results say about a backbone that was opened: how it was asked for, and all that identifies it.
 
     Raises:
@@ -242,7 +245,7 @@ def about_backbone(config: BackboneConfig, backbone: Backbone) -> dict[str, Any]
     return about
 
 
-def backbone_name(config: BackboneConfig) -> str:
+def backbone_name(config: BackboneSource) -> str:
     """A short name for tables and folders: the run's, the file's, or timm's, with `random` for random weights.
 
     Example:
@@ -259,7 +262,7 @@ def backbone_name(config: BackboneConfig) -> str:
 
 
 def open_image_encoders(
-    config: BackboneConfig, devices: Sequence[str], *, image_size: int
+    config: BackboneSource, devices: Sequence[str], *, image_size: int
 ) -> tuple[list[ImageEncoder], dict[str, Any]]:
     """Load a backbone onto each device, and say what it is.
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cribo.arguments import ConfigError
-from cribo.retrieval.encoders import BackboneConfig
+from cribo.retrieval.encoders import BackboneSource, FeaturePrecision
 from cribo.retrieval.voting import PatchLabels, Vote
-from cribo.segmentation.settings import Precision, Refine, SegmentationSettings
+from cribo.segmentation.settings import Refine, SegmentationSettings
 
 
 @dataclass
@@ -46,7 +46,7 @@ class SegmentConfig:
         device: such as cuda:0 or cpu; a GPU if there is one, when not given.
     """
 
-    backbone: BackboneConfig
+    backbone: BackboneSource
     images: str
     examples: str | None = None
     labels: str | None = None
@@ -56,7 +56,7 @@ class SegmentConfig:
     scale: float | None = None
     window: int | None = None
     stride: int | None = None
-    precision: Precision | None = None
+    precision: FeaturePrecision | None = None
     neighbours: int | None = None
     vote: Vote | None = None
     temperature: float | None = None

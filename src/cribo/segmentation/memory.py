@@ -17,7 +17,7 @@ from cribo.data.images import DataError
 from cribo.data.segmentation import IGNORE_INDEX, Colour, class_names
 from cribo.devices import resolve_devices
 from cribo.models import Backbone
-from cribo.retrieval.encoders import BackboneConfig, PatchEncoder, backbone_encoder, open_encoder
+from cribo.retrieval.encoders import BackboneSource, PatchEncoder, backbone_encoder, open_encoder
 from cribo.retrieval.patches import grid_counts, labels_in_memory, resize_labels
 from cribo.retrieval.search import TensorKeys, nearest
 from cribo.retrieval.voting import LabelShares, Voters, label_shares
@@ -30,7 +30,7 @@ from cribo.segmentation.storage import Stored, StoredExample, read_memory, write
 
 log = logging.getLogger("cribo")
 
-BackboneLike = Backbone | PatchEncoder | BackboneConfig | str | os.PathLike[str]
+BackboneLike = Backbone | PatchEncoder | BackboneSource | str | os.PathLike[str]
 
 _DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
 
@@ -83,7 +83,7 @@ class SegmentationMemory:
 
     Args:
         backbone: a `Backbone`, which is used on the device where it is; what `load_backbone` takes, or
-            `mean-colour`, as it is or in a `BackboneConfig`; or any `PatchEncoder`.
+            `mean-colour`, as it is or in a `BackboneSource`; or any `PatchEncoder`.
         classes: names of the classes, or a text file of them; when None they are numbered, up to the highest label.
         palette: a colour for each class; those of the first example that is a palette PNG when None, or our own.
         settings: how images are encoded, and how their patches are labelled.
@@ -428,8 +428,8 @@ def _opened(
     place = torch.device(resolve_devices(None if device is None else (str(device),), "device")[0])
     if isinstance(backbone, PatchEncoder):
         return backbone, {"source": f"an encoder named {backbone.identity}"}, place
-    if not isinstance(backbone, BackboneConfig):
-        backbone = BackboneConfig(os.fspath(backbone))
+    if not isinstance(backbone, BackboneSource):
+        backbone = BackboneSource(os.fspath(backbone))
     encoder, about = open_encoder(dataclasses.replace(backbone, layers=layers), str(place))
     return encoder, about, place
 

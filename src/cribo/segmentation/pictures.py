@@ -20,7 +20,7 @@ _COLUMNS = 6  # of the legend
 
 
 @dataclass(frozen=True)
-class Panel:
+class SegmentedPanel:
     """One image and what its pixels are.
 
     Attributes:
@@ -61,7 +61,7 @@ def _borders(labels: UInt8[Tensor, "h w"]) -> Tensor:
     return found
 
 
-def draw_overview(panels: Sequence[Panel], classes: Sequence[str], palette: Sequence[Colour]) -> Figure:
+def draw_overview(panels: Sequence[SegmentedPanel], classes: Sequence[str], palette: Sequence[Colour]) -> Figure:
     """Images beside their labels and the confidence of these, with a legend of the classes that occur."""
     present = sorted(set().union(*(set(panel.labels.unique().tolist()) for panel in panels)) - {IGNORE_INDEX})
     lines = -(-len(present) // _COLUMNS)

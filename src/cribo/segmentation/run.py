@@ -33,7 +33,7 @@ from cribo.files import FolderError, claim_folder, holds_results, remove_parts, 
 from cribo.segmentation.config import SegmentConfig
 from cribo.segmentation.examples import Examples, find_examples, open_targets
 from cribo.segmentation.memory import Segmentation, SegmentationMemory
-from cribo.segmentation.pictures import Panel, draw_overview, overlay
+from cribo.segmentation.pictures import SegmentedPanel, draw_overview, overlay
 from cribo.segmentation.settings import SegmentationSettings
 
 log = logging.getLogger("cribo")
@@ -525,7 +525,7 @@ class _Results:
             image = read_image(images / name)
             step = max(1, -(-max(image.shape[1:]) // _OVERVIEW_SIDE))
             grey = _read_grey(confidence)[::step, ::step].float() / 255
-            panels.append(Panel(name, image[:, ::step, ::step], _read_grey(labels)[::step, ::step], grey))
+            panels.append(SegmentedPanel(name, image[:, ::step, ::step], _read_grey(labels)[::step, ::step], grey))
         write_figure(self.folder / OVERVIEW, draw_overview(panels, self.classes, self.palette))
 
 

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from cribo.retrieval.encoders import FeaturePrecision
 from cribo.retrieval.voting import PatchLabels, Vote
 
 Refine = Literal["none", "guided", "bilateral"]
-Precision = Literal["float32", "float16"]
-
 OF_FEATURES = ("size", "scale", "window", "stride", "layers", "precision")
 """The settings that the features in a memory depend on: they stay as they were when it was begun."""
 
@@ -50,7 +49,7 @@ class SegmentationSettings:
     window: int | None = None
     stride: int | None = None
     layers: int = 1
-    precision: Precision = "float16"
+    precision: FeaturePrecision = "float16"
     neighbours: int = 5
     vote: Vote = "attention"
     temperature: float = 0.02

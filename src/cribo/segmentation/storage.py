@@ -18,7 +18,7 @@ from cribo.data.images import DataError, require
 from cribo.data.segmentation import Colour
 from cribo.files import write_whole
 
-FORMAT = 1
+MEMORY_FORMAT = 1
 
 _KIND = "cribo segmentation memory"
 
@@ -82,7 +82,7 @@ def write_memory(path: str | os.PathLike[str], stored: Stored) -> None:
         "pixels_of_example": torch.tensor([len(part) for part in stored.pixels]),
     }
     about = {
-        "format": FORMAT,
+        "format": MEMORY_FORMAT,
         "sha256": _sha256(tensors),
         "encoder": stored.encoder,
         "source": stored.source,
@@ -120,8 +120,10 @@ def read_memory(path: str | os.PathLike[str]) -> Stored:
         held = ", ".join(sorted(tensors)[:4]) or "nothing"
         raise DataError(f"{path} is no memory of `cribo segment`, but holds {held}: make one with --examples")
     about = json.loads(metadata[_KIND])
-    if about["format"] > FORMAT:
-        raise DataError(f"{path} has the format {about['format']}, this version of cribo knows {FORMAT}: update it")
+    if about["format"] > MEMORY_FORMAT:
+        raise DataError(
+            f"{path} has the format {about['format']}, this version of cribo knows {MEMORY_FORMAT}: update it"
+        )
     if _sha256(tensors) != about["sha256"]:
         raise DataError(f"{path} is damaged: its content does not fit its checksum; copy it again, or make it again")
     return Stored(

@@ -29,7 +29,7 @@ CHECKPOINTS = "checkpoints"
 """The folder of a run that holds them."""
 
 # Of what a checkpoint holds; to be raised when an older version could not go on from it.
-FORMAT = 2
+CHECKPOINT_FORMAT = 2
 # Without these a run cannot go on.
 _CONTENT = ("state_dict", "optimizer_states", "loops", "callbacks", "global_step", "cribo")
 _NO_ROOM = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # Windows knows no quotas
@@ -97,10 +97,10 @@ def check_checkpoint(path: Path) -> Seal:
         raise UnusableCheckpoint(str(error)) from error
     except OSError as error:
         raise UnusableCheckpoint(f"it cannot be read: {error.strerror}") from error
-    if seal.version != FORMAT:
+    if seal.version != CHECKPOINT_FORMAT:
         raise UnusableCheckpoint(
-            f"it is of format {seal.version}, and this version of cribo reads format {FORMAT}: resume it with the "
-            "version that wrote it"
+            f"its format is {seal.version}, and this version of cribo reads format {CHECKPOINT_FORMAT}: resume it with "
+            "the version that wrote it"
         )
     _load(path, mmap=True)  # tensors are mapped and not touched
     return seal
@@ -233,7 +233,7 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
 
 def _write(checkpoint: dict[str, Any], part: Path) -> None:
     with part.open("wb") as file:
-        writer: Any = SealingWriter(file, FORMAT)
+        writer: Any = SealingWriter(file, CHECKPOINT_FORMAT)
         torch.save(checkpoint, writer)
         writer.seal()
     sync(part)

@@ -16,7 +16,7 @@ from cribo.files import FolderError, is_part
 
 log = logging.getLogger("cribo")
 
-LOCK = "run.lock"
+RUN_LOCK = "run.lock"
 
 _HELD_ELSEWHERE = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -37,7 +37,7 @@ def run_lock(folder: Path) -> Iterator[None]:
         FolderError: another run holds the folder, or it cannot be written to.
     """
     with _held_in_this_process(folder):
-        path = folder / LOCK
+        path = folder / RUN_LOCK
         handle = _acquire(path)
         owner = os.getpid()
         try:
@@ -68,7 +68,7 @@ def _held_in_this_process(folder: Path) -> Iterator[None]:
 def is_barely_begun(folder: Path) -> bool:
     """Whether a start was killed, or is under way, before it has written what it is."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    return bool(names) and all(name == LOCK or is_part(name) for name in names)
+    return bool(names) and all(name == RUN_LOCK or is_part(name) for name in names)
 
 
 def _acquire(path: Path) -> int | None:

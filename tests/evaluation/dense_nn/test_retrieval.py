@@ -13,7 +13,7 @@ from cribo.data import open_segmentation
 from cribo.data.scenes import Scenes
 from cribo.evaluation import DenseNNSettings, Machine, dense_nn, protocol_settings
 from cribo.evaluation.dense_nn.retrieval import draw_images
-from cribo.evaluation.features import Preparation, View
+from cribo.evaluation.features import EncodedView, Preparation
 from cribo.models import build_backbone
 from cribo.retrieval import PatchEncoder, backbone_encoder, mean_colour_encoder
 from cribo.retrieval.patches import class_counts
@@ -94,7 +94,7 @@ def plain(encoder: PatchEncoder, memory: Coded, queries: Coded, chosen: DenseNNS
     keys, targets = [], []
     for index in range(len(memory)):
         for number in range(chosen.augmentations) if chosen.augmentations else [None]:
-            view = View(index, number)
+            view = EncodedView(index, number)
             pixels, labels = preparation.image(memory, view), preparation.labels(memory, view)
             features = F.normalize(encoder.encode(pixels[None].float() / 255)[0], dim=-1)
             for feature, counts in zip(features.numpy(), class_counts(labels, 4, classes, 255).numpy(), strict=True):
@@ -114,8 +114,8 @@ def plain(encoder: PatchEncoder, memory: Coded, queries: Coded, chosen: DenseNNS
     keys, targets = np.array(keys), np.array(targets)
     confusion = np.zeros((classes, targets.shape[1]), int)
     for index in range(len(queries)):
-        pixels = preparation.image(queries, View(index))
-        labels = preparation.labels(queries, View(index))
+        pixels = preparation.image(queries, EncodedView(index))
+        labels = preparation.labels(queries, EncodedView(index))
         features = F.normalize(encoder.encode(pixels[None].float() / 255)[0], dim=-1).numpy()
         votes = []
         for feature in features:

@@ -8,7 +8,7 @@ from cribo.evaluation.detection.config import DetectionConfig, DetectionData
 from cribo.evaluation.detection.model import build_yolos
 from cribo.evaluation.detection.recipe import RECIPES, Recipe, optimiser, rate_at
 from cribo.models import Backbone
-from cribo.retrieval.encoders import BackboneConfig
+from cribo.retrieval.encoders import BackboneSource
 
 
 def test_the_paper_schedule_is_that_of_yolos_s_with_the_batch_of_cribo() -> None:
@@ -54,12 +54,12 @@ def test_what_decays(tiny_vit: Callable[..., Backbone]) -> None:
         ({"tokens": 0}, "tokens must be >= 1, got 0"),
         ({"learning_rate": 0.0}, "learning_rate must be > 0, got 0.0"),
         ({"learning_rate": float("nan")}, "learning_rate must be > 0, got nan"),
-        ({"backbone": BackboneConfig("x", layers=4)}, "layers must be 1 for detection, got 4"),
+        ({"backbone": BackboneSource("x", layers=4)}, "layers must be 1 for detection, got 4"),
     ],
 )
 def test_values_that_cannot_be(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        DetectionConfig(**{"backbone": BackboneConfig("x"), **values})
+        DetectionConfig(**{"backbone": BackboneSource("x"), **values})
 
 
 def test_a_limit_below_one() -> None:
@@ -68,5 +68,5 @@ def test_a_limit_below_one() -> None:
 
 
 def test_what_is_given_goes_before_the_schedule() -> None:
-    config = DetectionConfig(BackboneConfig("x"), schedule="short", epochs=3, size=96)
+    config = DetectionConfig(BackboneSource("x"), schedule="short", epochs=3, size=96)
     assert config.recipe == Recipe(epochs=3, batch_size=8, learning_rate=2e-4, size=96)

@@ -26,8 +26,7 @@ from cribo.evaluation.detection.model import build_yolos, require_transformers
 from cribo.evaluation.detection.recipe import Recipe
 from cribo.evaluation.detection.views import Collate, Sample, Sizes, WholeViews
 from cribo.evaluation.training import TrainingRuntime, fit
-from cribo.models import normalise
-from cribo.models import Backbone, save_backbone
+from cribo.models import Backbone, normalise, save_backbone
 
 
 @pytest.fixture

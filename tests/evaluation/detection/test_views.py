@@ -5,17 +5,25 @@ import torch
 from torch import Tensor
 
 from cribo.data.detection import open_detection
-from cribo.evaluation.detection.views import Collate, Sample, Sizes, TrainingViews, View, WholeViews, training_view
+from cribo.evaluation.detection.views import (
+    Collate,
+    DetectionView,
+    Sample,
+    Sizes,
+    TrainingViews,
+    WholeViews,
+    training_view,
+)
 
 SIZES = Sizes(160)
 
 
-def marked(height: int, width: int, box: list[int]) -> View:
+def marked(height: int, width: int, box: list[int]) -> DetectionView:
     """A black image with a white box."""
     image = torch.zeros(3, height, width, dtype=torch.uint8)
     left, top, right, bottom = box
     image[:, top:bottom, left:right] = 255
-    return View(image, torch.tensor([box], dtype=torch.float64), torch.tensor([1]))
+    return DetectionView(image, torch.tensor([box], dtype=torch.float64), torch.tensor([1]))
 
 
 def extent_of_white(image: Tensor) -> list[int]:

@@ -15,7 +15,7 @@ from cribo.data.classification import ClassifiedFiles
 from cribo.evaluation.cache import FeatureCache
 from cribo.evaluation.image_nn import features as features_module
 from cribo.evaluation.image_nn import retrieval as module
-from cribo.evaluation.image_nn.features import Preparation, extract
+from cribo.evaluation.image_nn.features import SquareCrop, extract_global
 from cribo.evaluation.image_nn.retrieval import ImageNNSettings, ImageRetrieval, image_nn, places
 from cribo.evaluation.machine import Machine
 from cribo.retrieval.encoders import ImageEncoder
@@ -157,7 +157,7 @@ def machine(cache: Path | None, encoder: ImageEncoder, **more: object) -> Machin
 def rows(images: ClassifiedFiles, colours: Colours, cache: Path | None = None, **more: object) -> torch.Tensor:
     encoder = colours.encoder()
     made = machine(cache, encoder, **more)
-    found = extract([encoder] * len(made.devices), images, Preparation(SIDE, SIDE), machine=made)
+    found = extract_global([encoder] * len(made.devices), images, SquareCrop(SIDE, SIDE), machine=made)
     assert len(found) == len(images)
     blocks = list(found.blocks(7))
     assert all(len(block) == 7 for block in blocks[:-1])
@@ -250,7 +250,7 @@ def test_features_that_are_not_finite_are_said_with_their_image(tmp_path: Path) 
 
     encoder = ImageEncoder(broken, 1, 3, "broken")
     with pytest.raises(ValueError, match=r"features of 002\.png that are not finite"):
-        extract([encoder], images, Preparation(SIDE, SIDE), machine=machine(tmp_path / "cache", encoder))
+        extract_global([encoder], images, SquareCrop(SIDE, SIDE), machine=machine(tmp_path / "cache", encoder))
     assert not list((tmp_path / "cache").rglob("*.npy"))
 
 
@@ -266,7 +266,7 @@ def test_features_that_do_not_fit_are_refused_before_any_work(tmp_path: Path, mo
 def test_an_image_is_resized_by_its_shorter_side_and_cut_from_its_centre() -> None:
     image = torch.zeros(3, 40, 80, dtype=torch.uint8)
     image[:, :, 20:60] = 200
-    middle = Preparation(20, 18)(image)
+    middle = SquareCrop(20, 18)(image)
     assert middle.shape == (3, 18, 18)
     assert int(middle.min()) > 190
 

@@ -8,13 +8,13 @@ from cribo.arguments import ConfigError
 from cribo.evaluation.data import TrainingDataConfig
 from cribo.evaluation.segmentation.config import LinearConfig, TrainingSettings
 from cribo.models import Backbone
-from cribo.retrieval import BackboneConfig
+from cribo.retrieval import BackboneSource
 
 from .made import tiny_vit
 
 
 def settings(data: str = "voc", backbone: Backbone | None = None, **values: Any) -> TrainingSettings:
-    config = LinearConfig(BackboneConfig("runs/x"), TrainingDataConfig(data, "DIR"), **values)
+    config = LinearConfig(BackboneSource("runs/x"), TrainingDataConfig(data, "DIR"), **values)
     return TrainingSettings.of(config, backbone or tiny_vit())
 
 

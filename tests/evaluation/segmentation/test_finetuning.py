@@ -27,7 +27,7 @@ from cribo.evaluation.segmentation.trained import load_segmenter
 from cribo.evaluation.training import TrainingRuntime
 from cribo.files import FolderError
 from cribo.models import build_backbone, save_backbone
-from cribo.retrieval import BackboneConfig
+from cribo.retrieval import BackboneSource
 
 from .made import Squares
 
@@ -37,7 +37,7 @@ RATES = 1e-3, 1e-6
 
 def config(folder: Path, **changes: Any) -> SegmenterConfig:
     made = SegmenterConfig(
-        BackboneConfig(str(folder / "network")),
+        BackboneSource(str(folder / "network")),
         TrainingDataConfig("folder", str(folder)),
         iterations=6,
         batch_size=4,
@@ -124,7 +124,7 @@ def test_bf16(folder: Path, tmp_path: Path) -> None:
 def test_a_convolutional_network_with_a_decoder_of_its_own_width(folder: Path, tmp_path: Path) -> None:
     args = {"layers": (1, 1, 1, 1), "channels": (8, 8, 8, 16), "output_stride": 16}
     save_backbone(build_backbone("resnet18", args=args, image_size=64), tmp_path / "network")
-    backbone = BackboneConfig(str(tmp_path / "network"))
+    backbone = BackboneSource(str(tmp_path / "network"))
     made = config(folder, backbone=backbone, decoder=DecoderConfig(1, 24, 3), learning_rates=(1e-3,), iterations=2)
     result, out = evaluate_segmenter(made, out=tmp_path / "out", pictures=0)
     assert result.settings["decoder"] == {"layers": 1, "width": 24, "heads": 3}
@@ -249,14 +249,14 @@ def test_two_processes_are_as_one(folder: Path, whole: Path, tmp_path: Path) -> 
         ({"decoder": DecoderConfig(width=200)}, "decoder.width 200 does not divide into 3 heads"),
         ({"decoder": DecoderConfig(layers=0)}, "decoder.layers must be >= 1, got 0"),
         (
-            {"backbone": BackboneConfig("dla46_c", pretrained=False)},
+            {"backbone": BackboneSource("dla46_c", pretrained=False)},
             "dla46_c has no drop path: use drop_path=0, got 0.2",
         ),
         (
-            {"backbone": BackboneConfig("resnet18", pretrained=False), "checkpointing": "blocks"},
+            {"backbone": BackboneSource("resnet18", pretrained=False), "checkpointing": "blocks"},
             "resnet18 has no transformer blocks to checkpoint, got 'blocks': use 'none'",
         ),
-        ({"backbone": BackboneConfig("mixer_s32_224", pretrained=False)}, "mixer_s32_224 gives a 3-dimensional tensor"),
+        ({"backbone": BackboneSource("mixer_s32_224", pretrained=False)}, "mixer_s32_224 gives a 3-dimensional tensor"),
         ({"crop": 24}, "crop must be a multiple of the patch size"),
     ],
 )
@@ -272,8 +272,8 @@ def test_what_cannot_be_trained_is_refused_before_a_folder_is_made(
     ("changes", "message"),
     [
         ({"drop_path": 1.0}, "drop_path must be >= 0 and < 1, got 1"),
-        ({"backbone": BackboneConfig("x", layers=4)}, "layers must be 1, got 4: Segmenter decodes .* the last block"),
-        ({"backbone": BackboneConfig("mean-colour")}, "mean-colour has nothing that can be finetuned: give a network"),
+        ({"backbone": BackboneSource("x", layers=4)}, "layers must be 1, got 4: Segmenter decodes .* the last block"),
+        ({"backbone": BackboneSource("mean-colour")}, "mean-colour has nothing that can be finetuned: give a network"),
         ({"learning_rates": ()}, "learning_rates must hold at least one"),
     ],
 )

@@ -23,7 +23,7 @@ from cribo.evaluation.segmentation.config import LinearConfig
 from cribo.evaluation.segmentation.run import evaluate_linear
 from cribo.evaluation.training import TrainingRuntime
 from cribo.files import FolderError
-from cribo.retrieval import BackboneConfig
+from cribo.retrieval import BackboneSource
 
 from .made import Squares
 
@@ -32,7 +32,7 @@ CPU = {"accelerator": "cpu", "workers": 0, "threads": 1}
 
 def config(folder: Path, **changes: Any) -> LinearConfig:
     made = LinearConfig(
-        BackboneConfig(str(folder / "network")),
+        BackboneSource(str(folder / "network")),
         TrainingDataConfig("folder", str(folder)),
         iterations=12,
         batch_size=4,
@@ -70,14 +70,14 @@ def test_a_result_with_all_that_belongs_to_it(folder: Path, tmp_path: Path) -> N
 
 
 def test_four_layers(folder: Path, tmp_path: Path) -> None:
-    made = config(folder, backbone=BackboneConfig(str(folder / "network"), layers=2), iterations=2)
+    made = config(folder, backbone=BackboneSource(str(folder / "network"), layers=2), iterations=2)
     result, out = evaluate_linear(made, out=tmp_path / "out", pictures=0)
     assert result.settings["layers"] == 2
     assert heads(out)["heads.0.weight"].shape == (4, 64)
 
 
 def test_the_mean_colour_is_a_baseline(folder: Path, tmp_path: Path) -> None:
-    made = config(folder, backbone=BackboneConfig("mean-colour"), iterations=100)
+    made = config(folder, backbone=BackboneSource("mean-colour"), iterations=100)
     result, _ = evaluate_linear(made, out=tmp_path / "out", pictures=0)
     assert result.backbone["name"] == "mean-colour"
     assert result.results[0]["miou"] > 0.8  # colours are all there is to tell squares by
@@ -180,7 +180,7 @@ def test_two_processes_are_as_one(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"backbone": BackboneConfig("NETWORK", layers=4)}, ConfigError, "layers must be 1 to 2, the blocks of"),
+        ({"backbone": BackboneSource("NETWORK", layers=4)}, ConfigError, "layers must be 1 to 2, the blocks of"),
         ({"crop": 24}, ConfigError, "crop must be a multiple of the patch size"),
         ({"data": TrainingDataConfig("folder", "ROOT", train="trian")}, DataError, "there is no .trian. in .*images"),
         ({"data": TrainingDataConfig("camvid", "ROOT")}, DataError, "must name the classes of CamVid in their order"),
@@ -192,7 +192,7 @@ def test_what_cannot_be_used_is_refused_before_a_folder_is_made(
     folder: Path, tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     for part in changes.values():
-        if isinstance(part, BackboneConfig) and part.source == "NETWORK":
+        if isinstance(part, BackboneSource) and part.source == "NETWORK":
             part.source = str(folder / "network")
         if isinstance(part, TrainingDataConfig) and part.root == "ROOT":
             part.root = str(folder)
@@ -216,7 +216,7 @@ def test_labels_that_are_all_ignored(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_feature_map_has_one_layer(folder: Path, tmp_path: Path) -> None:
-    backbone = BackboneConfig("resnet18", pretrained=False, layers=4)
+    backbone = BackboneSource("resnet18", pretrained=False, layers=4)
     with pytest.raises(ConfigError, match="layers must be 1 to 1, the feature map of resnet18, got 4"):
         evaluate_linear(config(folder, backbone=backbone), out=tmp_path / "out")
 

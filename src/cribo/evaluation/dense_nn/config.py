@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from cribo.evaluation.cache import Precision
-from cribo.evaluation.data import DataConfig
+from cribo.evaluation.data import LabelledDataConfig
 from cribo.evaluation.dense_nn.protocols import Protocol, ScoreLevel, Search
-from cribo.evaluation.machine import RuntimeConfig
-from cribo.retrieval.encoders import BackboneConfig
+from cribo.evaluation.machine import EvaluationRuntime
+from cribo.retrieval.encoders import BackboneSource, FeaturePrecision
 from cribo.retrieval.patches import Interpolation, Unlabelled
 from cribo.retrieval.voting import PatchLabels, Vote
 
@@ -44,8 +43,8 @@ class DenseNNConfig:
         runtime: where and how it is computed. The first device encodes, all share the search.
     """
 
-    backbone: BackboneConfig
-    data: DataConfig
+    backbone: BackboneSource
+    data: LabelledDataConfig
     protocol: Protocol = "paper"
     ratios: tuple[int, ...] = (1, 8, 64, 128)
     draws: int = 5
@@ -62,5 +61,5 @@ class DenseNNConfig:
     memory_patches: int | None = None
     search: Search = "exact"
     probes: int = 32
-    precision: Precision = "float32"
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    precision: FeaturePrecision = "float32"
+    runtime: EvaluationRuntime = field(default_factory=EvaluationRuntime)

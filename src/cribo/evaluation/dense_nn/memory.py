@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cribo.data.randomness import keyed_generator
 from cribo.evaluation.dense_nn.protocols import DenseNNSettings
-from cribo.evaluation.features import PatchFeatures, SelectedKeys, View
+from cribo.evaluation.features import EncodedView, PatchFeatures, SelectedKeys
 from cribo.evaluation.machine import Machine
 from cribo.retrieval.patches import labels_in_memory, rarest_patches
 from cribo.retrieval.search import (
@@ -45,7 +45,7 @@ class PatchMemory:
     def __init__(
         self,
         known: PatchFeatures,
-        views: Sequence[View],
+        views: Sequence[EncodedView],
         settings: DenseNNSettings,
         num_classes: int,
         *,
@@ -55,7 +55,7 @@ class PatchMemory:
     ) -> None:
         self.columns = num_classes + (settings.unlabelled == "class")
         limit = max(1, settings.memory_patches // len(views)) if settings.memory_patches else None
-        rows: dict[View, Tensor] = {}
+        rows: dict[EncodedView, Tensor] = {}
         labels: list[LabelShares] = []
         for view in views:
             counts, kept = labels_in_memory(known.counts[view].dense(), settings.unlabelled)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cribo.evaluation.cache import Precision
+from cribo.retrieval.encoders import FeaturePrecision
 from cribo.retrieval.patches import Interpolation, Unlabelled
 from cribo.retrieval.voting import PatchLabels, Vote
 
@@ -65,7 +65,7 @@ class DenseNNSettings:
     memory_patches: int = 0
     search: Search = "exact"
     probes: int = 32
-    precision: Precision = "float32"
+    precision: FeaturePrecision = "float32"
 
     def __post_init__(self) -> None:
         for name, least in (

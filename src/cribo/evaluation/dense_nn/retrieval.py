@@ -21,7 +21,7 @@ from cribo.data import LabelledImages
 from cribo.data.randomness import keyed_generator
 from cribo.evaluation.dense_nn.memory import PatchMemory
 from cribo.evaluation.dense_nn.protocols import DenseNNSettings
-from cribo.evaluation.features import PatchFeatures, Preparation, View, extract
+from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, extract_patches
 from cribo.evaluation.machine import Machine
 from cribo.evaluation.results import iou
 from cribo.retrieval.encoders import PatchEncoder
@@ -134,8 +134,8 @@ def dense_nn(
     images = [draw_images(len(memory), ratio, settings.seed, draw) for ratio, draw in draws]
     _require_bound(max(len(_views(part, settings)) for part in images), settings)
 
-    def encode(of: LabelledImages, views: list[View], what: str) -> PatchFeatures:
-        return extract(
+    def encode(of: LabelledImages, views: list[EncodedView], what: str) -> PatchFeatures:
+        return extract_patches(
             encoder,
             of,
             views,
@@ -150,7 +150,7 @@ def dense_nn(
         )
 
     known = encode(memory, _views(sorted(set().union(*images)), settings), "features of the memory")
-    asked = encode(queries, [View(index) for index in range(len(queries))], "features of the queries")
+    asked = encode(queries, [EncodedView(index) for index in range(len(queries))], "features of the queries")
     labelled, views = itertools.count(1), sum(len(_views(part, settings)) for part in images)
 
     def report() -> None:
@@ -241,7 +241,7 @@ class _Scorer:
             bool((every.places % every.columns < every.columns - 1).any()) for every in self.asked.counts.values()
         )
 
-    def rows(self, view: View) -> Int[Tensor, " m"]:
+    def rows(self, view: EncodedView) -> Int[Tensor, " m"]:
         """The patches that have to be searched for: those with a label, or all of them if pixels count."""
         if self.settings.score == "patch":
             return (self._patch_labels[view] != _NOT_SCORED).nonzero()[:, 0]
@@ -264,19 +264,19 @@ class _Scorer:
                 tally += _tally(labels[known].long(), predicted[known], tally.shape)
         return tally.cpu()
 
-    def _grid(self, view: View) -> tuple[int, int]:
+    def _grid(self, view: EncodedView) -> tuple[int, int]:
         """Patches down and across."""
         height, width = self.asked.sizes[view]
         side = round((height * width / self.asked.counts[view].patches) ** 0.5)
         return height // side, width // side
 
-    def _upsampled(self, votes: Float[Tensor, "n p"], view: View, size: tuple[int, int]) -> Int[Tensor, "h w"]:
+    def _upsampled(self, votes: Float[Tensor, "n p"], view: EncodedView, size: tuple[int, int]) -> Int[Tensor, "h w"]:
         """The class of each pixel, from the votes of its patch and those around it (bilinear)."""
         present = (votes.amax(dim=0) > 0).nonzero()[:, 0]  # the others cannot win
         grid = votes[:, present].mT.unflatten(1, self._grid(view))[None]
         return present[F.interpolate(grid, size=size, mode="bilinear")[0].argmax(dim=0)]
 
-    def _prediction(self, view: View, rows: Int[Tensor, " m"], votes: Float[Tensor, "m p"]) -> Prediction:
+    def _prediction(self, view: EncodedView, rows: Int[Tensor, " m"], votes: Float[Tensor, "m p"]) -> Prediction:
         labels = torch.full((self.asked.counts[view].patches,), len(self.queries.classes))
         labels[rows] = votes.argmax(dim=1).cpu()
         return Prediction(view.image, labels.view(self._grid(view)), self.asked.sizes[view])
@@ -287,8 +287,8 @@ class _Chunk:
     """Queries that are searched together: of each view, the patches that are searched for."""
 
     asked: PatchFeatures
-    rows: dict[View, Int[Tensor, " m"]] = field(default_factory=dict)
-    _label_maps: dict[View, Tensor] = field(default_factory=dict)
+    rows: dict[EncodedView, Int[Tensor, " m"]] = field(default_factory=dict)
+    _label_maps: dict[EncodedView, Tensor] = field(default_factory=dict)
     _label_map_bytes: int = 0
 
     @property
@@ -300,7 +300,7 @@ class _Chunk:
         """Of all of them, image by image."""
         return torch.cat([self.asked.features(view)[rows] for view, rows in self.rows.items()])
 
-    def label_map(self, images: LabelledImages, view: View, settings: DenseNNSettings) -> UInt8[Tensor, "h w"]:
+    def label_map(self, images: LabelledImages, view: EncodedView, settings: DenseNNSettings) -> UInt8[Tensor, "h w"]:
         """The pixels that an image is scored by; read once for all memories, as far as there is room for them."""
         if view in self._label_maps:
             return self._label_maps[view]
@@ -395,10 +395,10 @@ def _require_neighbours(part: PatchMemory, ratio: int, settings: DenseNNSettings
         )
 
 
-def _views(images: Sequence[int], settings: DenseNNSettings) -> list[View]:
+def _views(images: Sequence[int], settings: DenseNNSettings) -> list[EncodedView]:
     if not settings.augmentations:
-        return [View(index) for index in images]
-    return [View(index, number) for index in images for number in range(settings.augmentations)]
+        return [EncodedView(index) for index in images]
+    return [EncodedView(index, number) for index in images for number in range(settings.augmentations)]
 
 
 def _tally(labels: Int[Tensor, " n"], predicted: Int[Tensor, " n"], shape: torch.Size) -> Int[Tensor, "c p"]:

@@ -7,9 +7,9 @@ from cribo.arguments import ConfigError
 from cribo.data.detection import DetectionSplits, open_detection
 from cribo.evaluation.data import require_limit, spread
 from cribo.evaluation.detection.model import ADVICE
-from cribo.evaluation.detection.recipe import RECIPES, Recipe, Schedule
-from cribo.evaluation.training import TrainingRuntime
-from cribo.retrieval.encoders import MEAN_COLOUR, BackboneConfig
+from cribo.evaluation.detection.recipe import RECIPES, Recipe
+from cribo.evaluation.training import Schedule, TrainingRuntime
+from cribo.retrieval.encoders import MEAN_COLOUR, BackboneSource
 
 
 @dataclass
@@ -75,7 +75,7 @@ class DetectionConfig:
         runtime: where and how it is computed.
     """
 
-    backbone: BackboneConfig
+    backbone: BackboneSource
     data: DetectionData = field(default_factory=DetectionData)
     schedule: Schedule = "paper"
     epochs: int | None = None

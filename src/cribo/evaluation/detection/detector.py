@@ -10,7 +10,7 @@ from torch import Tensor
 from cribo.data.detection import BoxedImages
 from cribo.evaluation.detection.criterion import SetLoss
 from cribo.evaluation.detection.recipe import Recipe, optimiser, rate_at
-from cribo.evaluation.detection.scoring import Detections, Gathered, Precision, average_precision, read_off
+from cribo.evaluation.detection.scoring import AveragePrecision, Detections, Gathered, average_precision, read_off
 from cribo.evaluation.detection.views import Batch
 from cribo.evaluation.training import TrainedModule
 from cribo.models import normalise
@@ -34,7 +34,7 @@ class Detector(TrainedModule):
     """
 
     found: Detections
-    precision: Precision
+    precision: AveragePrecision
 
     def __init__(
         self,

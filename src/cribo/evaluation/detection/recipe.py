@@ -2,11 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-Schedule = Literal["paper", "short"]
+from cribo.evaluation.training import Schedule
 
 
 @dataclass(frozen=True)

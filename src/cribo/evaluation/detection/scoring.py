@@ -83,7 +83,7 @@ class Gathered(Metric):
 
 
 @dataclass(frozen=True)
-class Precision:
+class AveragePrecision:
     """COCO's average precision, in 0-1; None where there is no object that it could be of.
 
     Attributes:
@@ -97,7 +97,7 @@ class Precision:
     per_class: dict[str, float | None]
 
 
-def average_precision(images: BoxedImages, found: Detections) -> Precision:
+def average_precision(images: BoxedImages, found: Detections) -> AveragePrecision:
     """Score what was found by COCO's evaluation (faster-coco-eval), with up to 100 boxes for each image.
 
     Args:
@@ -119,7 +119,7 @@ def average_precision(images: BoxedImages, found: Detections) -> Precision:
     evaluation.summarize()
     # (IoU thresholds, recalls, classes, areas, most boxes): all areas, the largest number of boxes
     precision = torch.from_numpy(np.asarray(evaluation.eval["precision"]))[:, :, :, 0, -1]
-    return Precision(
+    return AveragePrecision(
         {name: _known(value) for name, value in zip(METRICS, evaluation.stats, strict=False)},
         {size: _known(value) for size, value in zip(SIZES, evaluation.stats[len(METRICS) :], strict=False)},
         {name: _known(precision[:, :, number].mean()) for number, name in enumerate(images.classes)},

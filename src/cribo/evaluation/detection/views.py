@@ -68,7 +68,7 @@ class Sizes:
         return max(1, side * self.size // _SIZE)
 
 
-class View(NamedTuple):
+class DetectionView(NamedTuple):
     """An image as the detector sees it.
 
     Attributes:
@@ -82,7 +82,7 @@ class View(NamedTuple):
     labels: Int64[Tensor, " n"]
 
 
-def training_view(view: View, sizes: Sizes, generator: torch.Generator) -> View:
+def training_view(view: DetectionView, sizes: Sizes, generator: torch.Generator) -> DetectionView:
     """DETR's augmentation with the sizes of YOLOS: a flip in half of the cases, then one of two ways to a new size.
 
     In half of the cases the image gets a shorter side of `sizes.sides`. In the others it first gets one of
@@ -113,17 +113,17 @@ def training_view(view: View, sizes: Sizes, generator: torch.Generator) -> View:
     image = TF.resize(image, [last], max_size=sizes.longest)
     boxes = TF.resize(boxes, [last], max_size=sizes.longest)
     inside = (boxes[:, 2:] > boxes[:, :2]).all(dim=1)
-    return View(image, boxes.as_subclass(Tensor)[inside], view.labels[inside])
+    return DetectionView(image, boxes.as_subclass(Tensor)[inside], view.labels[inside])
 
 
-def whole_view(view: View, sizes: Sizes) -> View:
+def whole_view(view: DetectionView, sizes: Sizes) -> DetectionView:
     """The image as it is scored: its shorter side has `sizes.size`, if the longer one is not too long then."""
     boxes = TF.resize(_as_boxes(view), [sizes.size], max_size=sizes.longest)
     image = TF.resize(view.image, [sizes.size], max_size=sizes.longest)
-    return View(image, boxes.as_subclass(Tensor), view.labels)
+    return DetectionView(image, boxes.as_subclass(Tensor), view.labels)
 
 
-def _as_boxes(view: View) -> BoundingBoxes:
+def _as_boxes(view: DetectionView) -> BoundingBoxes:
     height, width = view.image.shape[1:]
     about: dict[str, Any] = {"format": BoundingBoxFormat.XYXY, "canvas_size": (height, width)}
     return BoundingBoxes(view.corners, **about)
@@ -153,7 +153,7 @@ class Sample:
         index: of the image.
     """
 
-    view: View
+    view: DetectionView
     original: tuple[int, int]
     index: int
 
@@ -259,7 +259,7 @@ class WholeViews(Dataset[Sample]):
         return Sample(whole_view(_loaded(self.images, index), self.sizes), self.images.size(index), index)
 
 
-def _loaded(images: BoxedImages, index: int) -> View:
+def _loaded(images: BoxedImages, index: int) -> DetectionView:
     boxes = images.boxes(index)
     boxes = boxes[~boxes.crowd]
-    return View(images.load(index), boxes.corners, boxes.labels)
+    return DetectionView(images.load(index), boxes.corners, boxes.labels)

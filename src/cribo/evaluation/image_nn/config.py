@@ -5,11 +5,10 @@ from typing import Literal
 
 from cribo.arguments import ConfigError
 from cribo.data.classification import ClassificationSplits, open_classification
-from cribo.evaluation.cache import Precision
 from cribo.evaluation.data import require_limit
 from cribo.evaluation.image_nn.retrieval import NEIGHBOURS, ImageNNSettings, check_neighbours
-from cribo.evaluation.machine import RuntimeConfig
-from cribo.retrieval.encoders import BackboneConfig
+from cribo.evaluation.machine import EvaluationRuntime
+from cribo.retrieval.encoders import BackboneSource, FeaturePrecision
 
 
 @dataclass
@@ -54,14 +53,14 @@ class ImageNNConfig:
         runtime: where and how it is computed. Every device encodes, and all share the search.
     """
 
-    backbone: BackboneConfig
+    backbone: BackboneSource
     data: ImageDataConfig
     neighbours: tuple[int, ...] | None = None
     temperature: float = 0.07
     resize: int = 256
     crop: int = 224
-    precision: Precision = "float32"
-    runtime: RuntimeConfig = field(default_factory=lambda: RuntimeConfig(batch_size=64))
+    precision: FeaturePrecision = "float32"
+    runtime: EvaluationRuntime = field(default_factory=lambda: EvaluationRuntime(batch_size=64))
 
 
 def open_image_splits(config: ImageDataConfig) -> ClassificationSplits:

@@ -21,9 +21,9 @@ from torchvision.transforms.v2 import functional as TF
 from cribo.console import Progress
 from cribo.data import UnreadableImage
 from cribo.data.classification import ClassifiedFiles
-from cribo.evaluation.cache import DTYPES, FeatureCache, Precision, require_room
+from cribo.evaluation.cache import DTYPES, FeatureCache, require_room
 from cribo.evaluation.machine import Machine
-from cribo.retrieval.encoders import ImageEncoder
+from cribo.retrieval.encoders import FeaturePrecision, ImageEncoder
 from cribo.retrieval.search import in_blocks
 
 _BLOCK = 1024  # images whose features share a file; what is lost at most where an extraction is cut short
@@ -31,7 +31,7 @@ _BATCHES_AHEAD = 2  # for each device
 
 
 @dataclass(frozen=True)
-class Preparation:
+class SquareCrop:
     """How an image becomes what is encoded: its shorter side is resized, and a square is cut from its centre.
 
     Attributes:
@@ -77,13 +77,13 @@ class ImageFeatures:
 
 
 @torch.no_grad()
-def extract(
+def extract_global(
     encoders: Sequence[ImageEncoder],
     images: ClassifiedFiles,
-    preparation: Preparation,
+    preparation: SquareCrop,
     *,
     machine: Machine,
-    precision: Precision = "float32",
+    precision: FeaturePrecision = "float32",
     progress: Progress | None = None,
     what: str = "features",
 ) -> ImageFeatures:
@@ -131,7 +131,7 @@ def extract(
 
 
 def _path(
-    cache: FeatureCache, images: ClassifiedFiles, block: range, preparation: Preparation, precision: Precision
+    cache: FeatureCache, images: ClassifiedFiles, block: range, preparation: SquareCrop, precision: FeaturePrecision
 ) -> Path:
     """Where the features of a block of images stand."""
     digest = hashlib.sha256()
@@ -178,7 +178,7 @@ class _Prepared(Dataset["UInt8[np.ndarray, '3 h w'] | Exception"]):
     arrive as a text of its traceback.
     """
 
-    def __init__(self, images: ClassifiedFiles, indices: Sequence[int], preparation: Preparation) -> None:
+    def __init__(self, images: ClassifiedFiles, indices: Sequence[int], preparation: SquareCrop) -> None:
         self.images = images
         self.indices = np.asarray(indices)  # no Python objects, which each worker would copy
         self.preparation = preparation

@@ -14,7 +14,7 @@ from torch import Tensor
 from cribo.data.classification import ClassifiedFiles
 from cribo.drawing import frame, hide_ticks, house_style, write_figure
 from cribo.evaluation.data import spread
-from cribo.evaluation.image_nn.features import Preparation
+from cribo.evaluation.image_nn.features import SquareCrop
 from cribo.evaluation.image_nn.retrieval import PUBLISHED, ImageRetrieval, NeighbourScore, vote_weights
 from cribo.evaluation.pictures import RIGHT, WRONG, write_pictures
 from cribo.evaluation.results import EvaluationResult
@@ -111,7 +111,7 @@ def neighbour_panels(
     images: Sequence[int],
 ) -> list[NeighbourPanel]:
     """What is drawn of some images."""
-    prepare = Preparation(found.settings.resize, found.settings.crop)
+    prepare = SquareCrop(found.settings.resize, found.settings.crop)
     panels = []
     for index in images:
         near = found.nearest.rows[index, : min(score.neighbours, _NEIGHBOURS)].tolist()

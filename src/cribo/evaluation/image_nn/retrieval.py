@@ -15,10 +15,10 @@ from torch import Tensor
 from cribo.arguments import ConfigError
 from cribo.console import Progress
 from cribo.data.classification import ClassifiedFiles
-from cribo.evaluation.cache import DTYPES, Precision
-from cribo.evaluation.image_nn.features import ImageFeatures, Preparation, extract
+from cribo.evaluation.cache import DTYPES
+from cribo.evaluation.image_nn.features import ImageFeatures, SquareCrop, extract_global
 from cribo.evaluation.machine import Machine
-from cribo.retrieval.encoders import ImageEncoder
+from cribo.retrieval.encoders import FeaturePrecision, ImageEncoder
 from cribo.retrieval.search import Neighbours, available_memory, nearest, plan_search
 
 NEIGHBOURS = (10, 20, 100, 200)
@@ -50,7 +50,7 @@ class ImageNNSettings:
     temperature: float = 0.07
     resize: int = 256
     crop: int = 224
-    precision: Precision = "float32"
+    precision: FeaturePrecision = "float32"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "neighbours", tuple(sorted(self.neighbours)))
@@ -143,9 +143,9 @@ def image_nn(
         raise ValueError(f"train and val must have the same classes, got {train.classes} and {asked.classes}")
     check_neighbours(settings.neighbours, len(train), leave_one_out=val is None)
     encode = partial(
-        extract,
+        extract_global,
         encoders,
-        preparation=Preparation(settings.resize, settings.crop),
+        preparation=SquareCrop(settings.resize, settings.crop),
         machine=machine,
         precision=settings.precision,
         progress=progress,

@@ -2,19 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from cribo.arguments import ConfigError
 from cribo.data import SEGMENTATION_SETS
 from cribo.data.crops import Scale
 from cribo.evaluation.data import TrainingDataConfig
 from cribo.evaluation.segmentation.inference import Inference, InferenceMode
-from cribo.evaluation.training import TrainingRuntime
+from cribo.evaluation.training import Schedule, TrainingRuntime
 from cribo.models import Backbone
 from cribo.models.modes import Checkpointing
-from cribo.retrieval.encoders import MEAN_COLOUR, BackboneConfig
-
-Schedule = Literal["paper", "short"]
+from cribo.retrieval.encoders import MEAN_COLOUR, BackboneSource
 
 _ITERATIONS = {"paper": 80_000, "short": 300}
 _LONG = 160_000, ("coco-stuff", "ade20k")
@@ -45,7 +43,7 @@ class SegmentationTrainingConfig:
     RATES: ClassVar[Mapping[Schedule, tuple[float, ...]]]
     """The learning rates of each schedule."""
 
-    backbone: BackboneConfig
+    backbone: BackboneSource
     data: TrainingDataConfig
     schedule: Schedule = "paper"
     iterations: int | None = None

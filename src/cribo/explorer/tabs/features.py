@@ -16,7 +16,7 @@ from cribo.explorer.tabs.fields import (
     sent_picture,
     sentence,
     shown_picture,
-    whole,
+    whole_number,
 )
 from cribo.explorer.uploads import Uploads
 
@@ -38,7 +38,7 @@ def features_tab(encoder: SharedEncoder, uploads: Uploads, finder: ObjectFinder 
     @sentence
     def alike(sent: Any, row: Any, column: Any) -> tuple[Any, ...]:
         image = uploads.read(sent)
-        found = likeness(image, encoder.encode(image), whole(row), whole(column))
+        found = likeness(image, encoder.encode(image), whole_number(row), whole_number(column))
         return found.row, found.column, found.picture, found.sentence, *others(found.vector)
 
     @sentence
@@ -56,7 +56,7 @@ def features_tab(encoder: SharedEncoder, uploads: Uploads, finder: ObjectFinder 
     def stepped(down: int, right: int) -> Callable[..., tuple[Any, ...]]:
         @sentence
         def step(sent: Any, row: Any, column: Any) -> tuple[Any, ...]:
-            return alike(sent, whole(row) + down, whole(column) + right)
+            return alike(sent, whole_number(row) + down, whole_number(column) + right)
 
         return step
 

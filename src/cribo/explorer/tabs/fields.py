@@ -91,7 +91,7 @@ def found_objects(elem_id: str) -> gr.Gallery:
     )
 
 
-def whole(value: Any) -> int:
+def whole_number(value: Any) -> int:
     """The whole number in a field; 0 in an empty one.
 
     Raises:

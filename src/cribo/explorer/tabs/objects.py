@@ -4,7 +4,7 @@ from typing import Any
 
 import gradio as gr
 
-from cribo.explorer.objects import PAGE, ObjectFinder, Query, query_picture, query_sentence
+from cribo.explorer.objects import PAGE, ObjectFinder, QueryImage, query_picture, query_sentence
 from cribo.explorer.tabs.fields import (
     ASKING,
     HIDDEN,
@@ -13,7 +13,7 @@ from cribo.explorer.tabs.fields import (
     sent_picture,
     sentence,
     shown_picture,
-    whole,
+    whole_number,
 )
 from cribo.explorer.uploads import Refused, Uploads
 
@@ -25,12 +25,12 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
     """The collection's images in pages, the one that was chosen, and what is like its object."""
     last = len(finder.collection) - 1
 
-    def query(sent: Any, number: Any) -> Query:
-        return finder.of_collection(whole(number)) if sent is None else finder.of_picture(uploads.read(sent))
+    def query(sent: Any, number: Any) -> QueryImage:
+        return finder.of_collection(whole_number(number)) if sent is None else finder.of_picture(uploads.read(sent))
 
-    def answer(asked: Query, chosen: Any, count: Any) -> tuple[Any, ...]:
-        place = asked.object(whole(chosen)).number
-        drawn, found = finder.matches(asked, place, min(max(whole(count), 1), _MOST_MATCHES))
+    def answer(asked: QueryImage, chosen: Any, count: Any) -> tuple[Any, ...]:
+        place = asked.object(whole_number(chosen)).number
+        drawn, found = finder.matches(asked, place, min(max(whole_number(count), 1), _MOST_MATCHES))
         return place, query_picture(asked, place), query_sentence(asked, place, found), drawn
 
     @sentence
@@ -47,18 +47,18 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
         return answer(asked, asked.object_at(*clicked_point(event)), count)
 
     def moved(by: int) -> Any:
-        return sentence(lambda sent, number, chosen, count: ask(sent, number, whole(chosen) + by, count))
+        return sentence(lambda sent, number, chosen, count: ask(sent, number, whole_number(chosen) + by, count))
 
     @sentence
     def turned(page: Any) -> tuple[Any, ...]:
-        place = min(max(whole(page), 0), finder.pages - 1)
+        place = min(max(whole_number(page), 0), finder.pages - 1)
         return place, finder.thumbnails(place)
 
     @sentence
     def picked(page: Any, event: gr.SelectData) -> tuple[Any, ...]:
         if not isinstance(event.index, int):
             raise Refused("No image was chosen: click again.")
-        return None, whole(page) * PAGE + event.index
+        return None, whole_number(page) * PAGE + event.index
 
     with gr.Row(equal_height=False):
         with gr.Column(scale=2, min_width=280):
@@ -101,8 +101,8 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
     opened = tab.select(turned, page, [page, thumbnails], **HIDDEN)
     opened.then(ask, asked, shown, **HIDDEN)
     gr.on([page.submit, page.blur], turned, page, [page, thumbnails], api_name="page", **ASKING)
-    before.click(sentence(lambda place: turned(whole(place) - 1)), page, [page, thumbnails], **HIDDEN)
-    after.click(sentence(lambda place: turned(whole(place) + 1)), page, [page, thumbnails], **HIDDEN)
+    before.click(sentence(lambda place: turned(whole_number(place) - 1)), page, [page, thumbnails], **HIDDEN)
+    after.click(sentence(lambda place: turned(whole_number(place) + 1)), page, [page, thumbnails], **HIDDEN)
     thumbnails.select(picked, page, [sent, number], **HIDDEN).success(anew, first, shown, **HIDDEN)
     number.submit(anew, first, shown, **HIDDEN)
     number.blur(ask, asked, shown, **HIDDEN)

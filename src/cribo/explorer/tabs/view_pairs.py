@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
-from cribo.explorer.tabs.fields import ASKING, HIDDEN, sentence, shown_picture, whole
+from cribo.explorer.tabs.fields import ASKING, HIDDEN, sentence, shown_picture, whole_number
 
 if TYPE_CHECKING:
     from cribo.explorer.view_pairs import PairSample
@@ -15,11 +15,11 @@ def view_pairs_tab(tab: gr.Tab, pairs: "PairSample") -> None:
 
     @sentence
     def show(number: Any) -> tuple[Any, ...]:
-        place, picture = pairs.picture(whole(number))
+        place, picture = pairs.picture(whole_number(number))
         return place, picture.sentence, *picture.views, *picture.clusters
 
     def moved(by: int) -> Any:
-        return sentence(lambda number: show(whole(number) + by))
+        return sentence(lambda number: show(whole_number(number) + by))
 
     said = gr.Markdown("Views are drawn and clustered when this tab is opened for the first time.")
     with gr.Row():
