@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).parents[1]
 
 settings.register_profile("large", max_examples=5000)  # of each test in tests/fuzz: --hypothesis-profile=large
-
-# The plain versions of the formulas live in benchmarks/, which is no part of the package.
-sys.path.insert(0, str(REPOSITORY))
 
 # Check the shapes in the signatures of the method while the tests run; this has to come before its import.
 jaxtyping.install_import_hook("cribo.method", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")

@@ -65,30 +65,29 @@ class Runs:
 
     def whole(self) -> Path:
         """On one process, undisturbed."""
-        self._train("whole", 1, 1, "replicated", expected=[0])
+        self._train("whole", 1, 1, expected=[0])
         return self.folder / "whole"
 
-    def stopped(self, bank: str) -> Path:
+    def stopped(self) -> Path:
         """On two processes, and stopped in the middle of an epoch."""
-        name = f"stopped-{bank}"
-        if not (self.folder / name).exists():
-            self._train(name, 2, 100, bank, expected=[143, 0], prelude=STOPPED)
-        assert [path.name for path in checkpoint_files(self.folder / name)] == [f"step={STOP:08d}.ckpt"]
-        return self.folder / name
+        if not (self.folder / "stopped").exists():
+            self._train("stopped", 2, 100, expected=[143, 0], prelude=STOPPED)
+        assert [path.name for path in checkpoint_files(self.folder / "stopped")] == [f"step={STOP:08d}.ckpt"]
+        return self.folder / "stopped"
 
-    def resumed(self, stopped: Path, processes: int, bank: str) -> Path:
-        """A copy of a stopped run that went on."""
-        name = f"{stopped.name}-{processes}-{bank}"
+    def resumed(self, stopped: Path, processes: int) -> Path:
+        """A copy of a stopped run that was resumed."""
+        name = f"{stopped.name}-{processes}"
         shutil.copytree(stopped, self.folder / name)
-        self._train(name, processes, 1, bank, expected=[0] * processes)
+        self._train(name, processes, 1, expected=[0] * processes)
         return self.folder / name
 
     def _train(
-        self, name: str, processes: int, every: int, bank: str, *, expected: list[int], prelude: str = WITHOUT_PICTURES
+        self, name: str, processes: int, every: int, *, expected: list[int], prelude: str = WITHOUT_PICTURES
     ) -> None:
         words = ("--config", self.folder / "config.yaml", "--out", self.folder, "--name", name, "--continue")
-        runtime = ("--runtime.bank", bank, "--runtime.checkpoint_every", every)
-        begun = self.commands.fork_all(processes, "pretrain", *words, *runtime, prelude=prelude)
+        often = ("--runtime.checkpoint_every", every)
+        begun = self.commands.fork_all(processes, "pretrain", *words, *often, prelude=prelude)
         found = [each.wait(600) for each in begun]
         assert found == expected, "".join(each.said[-5000:] for each in begun)
 
@@ -103,26 +102,11 @@ def whole(runs: Runs) -> Path:
     return runs.whole()
 
 
-@pytest.mark.parametrize(
-    ("bank", "processes", "then"),
-    [
-        ("replicated", 1, "replicated"),
-        ("sharded", 4, "sharded"),
-        *(
-            pytest.param(*case, marks=pytest.mark.endurance)
-            for case in (
-                ("sharded", 1, "replicated"),
-                ("replicated", 4, "replicated"),
-                ("replicated", 4, "sharded"),
-                ("sharded", 4, "replicated"),
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize("processes", [1, 4])
 def test_another_number_of_processes_goes_on(
-    bank: str, processes: int, then: str, runs: Runs, whole: Path, figure: Callable[[str], None]
+    processes: int, runs: Runs, whole: Path, figure: Callable[[str], None]
 ) -> None:
-    resumed = runs.resumed(runs.stopped(bank), processes, then)
+    resumed = runs.resumed(runs.stopped(), processes)
     names = [path.name for path in checkpoint_files(whole)][: STEPS - STOP]
     assert [path.name for path in checkpoint_files(resumed)][: STEPS - STOP] == names
     of_losses = of_state = 0.0
@@ -137,7 +121,7 @@ def test_another_number_of_processes_goes_on(
         for key, value in a.items():
             of_state = max(of_state, (value - b[key]).abs().max().item())
     figure(
-        f"2 processes, bank {bank}, stopped after step {STOP} of {STEPS}, resumed on {processes}, bank {then}: "
+        f"2 processes, stopped after step {STOP} of {STEPS}, resumed on {processes}: "
         f"losses differ by at most {of_losses:.1e} of themselves from a run that went through on 1, weights, centres, "
         f"optimiser and bank by {of_state:.1e}"
     )

@@ -254,7 +254,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "zeros": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "does not end in a checksum"),
     "another format": (
         lambda path: write_sealed(path, torch.load(path, weights_only=True), CHECKPOINT_FORMAT + 1),
-        f"it is of format {CHECKPOINT_FORMAT + 1}, and this version of cribo reads format {CHECKPOINT_FORMAT}",
+        f"its format is {CHECKPOINT_FORMAT + 1}, and this version of cribo reads format {CHECKPOINT_FORMAT}",
     ),
     "another program's": (lambda path: torch.save({"state_dict": {}}, path), "written by something else"),
     "another content": (lambda path: write_sealed(path, {"state_dict": {}}), "it holds no optimizer_states, loops"),

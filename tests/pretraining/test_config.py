@@ -114,7 +114,7 @@ def test_every_preset_loads_and_comes_back_the_same(name: str, tmp_path: Path) -
 
 
 def test_the_presets_of_the_paper() -> None:
-    """METHOD section 5."""
+    """docs/method.md, section Recipe."""
     for name, epochs, batch, position, clusters, lr, final, warm, clip, frozen, gain, group in (
         ("coco_vits16", 300, 256, 2.0, 64, 5e-4, 1e-5, 30, None, 1, True, 32),
         ("imagenet_vits16", 800, 1024, 1.0, 32, 5e-4, 1e-5, 30, None, 1, True, 128),
@@ -174,6 +174,15 @@ def test_compile_is_a_mode_and_was_yes_or_no(given: str, expected: str, tmp_path
     (tmp_path / "config.yaml").write_text(f"runtime:\n  compile: {given}\n")
     assert load_config(tmp_path).runtime.compile == expected
     assert load_config("coco_vits16", {"runtime.compile": given}).runtime.compile == expected
+
+
+def test_options_that_were_removed_are_ignored_in_files_and_refused_elsewhere(tmp_path: Path) -> None:
+    """Runs of earlier versions have them in their config.yaml, and can be resumed."""
+    text = dump_config(load_config("camvid"))
+    (tmp_path / "config.yaml").write_text(text.replace("runtime:\n", "runtime:\n  tf32: null\n  bank: sharded\n"))
+    assert load_config(tmp_path) == load_config("camvid")
+    with pytest.raises(ConfigError, match=r"runtime\.tf32"):
+        load_config("camvid", {"runtime.tf32": True})
 
 
 def test_what_is_refused() -> None:

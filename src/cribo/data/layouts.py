@@ -52,7 +52,7 @@ class FolderLayout:
     def describe(self, split: str) -> str:
         """What is looked for, in words.
 
-        >>> Layout({"val": "validation"}, images=("images/{split}",), labels=("annotations/{split}",)).describe("val")
+        >>> FolderLayout({"val": "validation"}, images=("images/{split}",), labels=("annotations/{split}",)).describe("val")
         'images/validation (*.jpg) with annotations/validation (*.png)'
         """
         images = _folders(self.paths(self.images, split), self.image_endings)

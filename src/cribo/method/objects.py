@@ -30,6 +30,7 @@ def pool_objects(
     Source: paper equation 1.
 
     Example:
+        >>> import torch
         >>> tokens, labels = torch.randn(4, 2, 49, 16), torch.randint(0, 6, (4, 2, 49))
         >>> objects, kept = pool_objects(tokens, labels, 6)
         >>> objects.shape, kept.shape

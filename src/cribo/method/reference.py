@@ -127,12 +127,8 @@ def cross_entropy(
 class Reference:
     """Student and teacher, the pair of memory banks and the centres, and what one step does to them.
 
-    Args:
-        student, teacher: networks with a `backbone`, which gives global tokens (B, D) and tokens (B, N, D); a `head`,
-            which gives embeddings; and the last layers `image_prototypes` and `object_prototypes`, which give logits.
-        num_objects: K.
-        bank_images: S.
-        clustering: options of `cluster`.
+    Both networks have a `backbone` (global tokens (B, D) and tokens (B, N, D)), a `head` (embeddings), and the last
+    layers `image_prototypes` and `object_prototypes` (logits). `clustering` are options of `cluster`.
     """
 
     def __init__(self, student: Any, teacher: Any, *, num_objects: int, bank_images: int, **clustering: Any) -> None:
@@ -156,39 +152,33 @@ class Reference:
             t_global, t_tokens, *_ = self.teacher.backbone(views.flatten(0, 1))  # (2B, D), (2B, N, D)
         s_global, s_tokens, *_ = self.student.backbone(views.flatten(0, 1))
         t_objects, s_objects = [], []  # of each image (2, n, D)
-        for b in range(len(images)):
-            pair = slice(2 * b, 2 * b + 2)  # both views of image b
-            joint = t_tokens[pair].flatten(0, 1), coordinates[b].flatten(0, 1)
-            labels = cluster(*joint, initial_tokens[b], **self.clustering).unflatten(0, (2, -1))  # (2, N)
-            objects, kept = pool(t_tokens[pair], labels, self.num_objects)
+        t_pairs, s_pairs = (tokens.unflatten(0, (-1, 2)) for tokens in (t_tokens, s_tokens))  # (B, 2, N, D)
+        for t_pair, s_pair, xy, start in zip(t_pairs, s_pairs, coordinates, initial_tokens, strict=True):
+            labels = cluster(t_pair.flatten(0, 1), xy.flatten(0, 1), start, **self.clustering).unflatten(0, (2, -1))
+            objects, kept = pool(t_pair, labels, self.num_objects)
             t_objects.append(objects[:, kept])
-            s_objects.append(pool(s_tokens[pair], labels, self.num_objects)[0][:, kept])
+            s_objects.append(pool(s_pair, labels, self.num_objects)[0][:, kept])
         t, s = torch.cat(t_objects, dim=1), torch.cat(s_objects, dim=1)  # (2, R, D)
-
         t_global, s_global = (z.unflatten(0, (-1, 2)).transpose(0, 1) for z in (t_global, s_global))  # (2, B, D)
-        networks = self.teacher, self.student
-        t_image, s_image = (
-            f.image_prototypes(f.head(z)) for f, z in zip(networks, (t_global, s_global), strict=True)
-        )  # (2, B, L)
-        t_object, s_object = (
-            f.object_prototypes(f.head(z)) for f, z in zip(networks, (t, s), strict=True)
-        )  # (2, R, L)
-        image_level, object_level = ((c, teacher_temperature) for c in (self.image_centre, self.object_centre))
+        f_t, f_s = self.teacher, self.student
+        t_image, s_image = (f.image_prototypes(f.head(z)) for f, z in ((f_t, t_global), (f_s, s_global)))  # (2, B, L)
+        t_object, s_object = (f.object_prototypes(f.head(z)) for f, z in ((f_t, t), (f_s, s)))  # (2, R, L)
+
+        level_g, level_o = ((c, teacher_temperature) for c in (self.image_centre, self.object_centre))
         directions = ((0, 1), (1, 0))  # each loss is the mean of both
         losses = {
-            "image": sum(cross_entropy(t_image[i], s_image[j], *image_level) for i, j in directions) / 2,  # eq. 10
-            "cross_view": sum(cross_entropy(t_object[i], s_object[j], *object_level) for i, j in directions)
-            / 2,  # eq. 6
+            "image": sum(cross_entropy(t_image[i], s_image[j], *level_g) for i, j in directions) / 2,  # eq. 10
+            "cross_view": sum(cross_entropy(t_object[i], s_object[j], *level_o) for i, j in directions) / 2,  # eq. 6
             "cross_image": 0 * s.sum(),
         }
         if cross_image and self.bank:
             bank = torch.cat([objects for _, objects in self.bank], dim=1)  # (2, M, D)
-            bank_images = torch.tensor([image for image, objects in self.bank for _ in range(objects.shape[1])])
-            object_images = images.repeat_interleave(torch.tensor([objects.shape[1] for objects in t_objects]))  # (R,)
+            bank_images = torch.tensor([image for image, objects in self.bank for _ in objects[0]])  # (M,)
+            object_images = images.repeat_interleave(torch.tensor([len(objects[0]) for objects in t_objects]))  # (R,)
             found, consistent = match(t, object_images, bank, bank_images)
             for i, valid in enumerate(consistent):  # eq. 8: each direction is the mean over its Z_i valid pairs
                 neighbours = self.teacher.object_prototypes(self.teacher.head(bank[i, found[i, valid]]))
-                terms = cross_entropy(neighbours, s_object[1 - i, valid], *object_level)
+                terms = cross_entropy(neighbours, s_object[1 - i, valid], *level_o)
                 losses["cross_image"] = losses["cross_image"] + terms / 2
         self.bank.extend(zip(images.tolist(), t_objects, strict=True))
         self.image_centre = 0.9 * self.image_centre + 0.1 * t_image.flatten(0, 1).mean(dim=0).detach()

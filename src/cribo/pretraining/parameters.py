@@ -1,4 +1,4 @@
-"""Parameter groups, frozen parts, gradient clipping (METHOD section 5), and statistics of batch norms."""
+"""Parameter groups, frozen parts, gradient clipping (docs/method.md, "Recipe"), and statistics of batch norms."""
 
 import re
 from collections.abc import Iterable, Sequence

@@ -249,9 +249,9 @@ def backbone_name(config: BackboneSource) -> str:
     """A short name for tables and folders: the run's, the file's, or timm's, with `random` for random weights.
 
     Example:
-        >>> backbone_name(BackboneConfig("runs/camvid/backbone.safetensors"))
+        >>> backbone_name(BackboneSource("runs/camvid/backbone.safetensors"))
         'camvid'
-        >>> backbone_name(BackboneConfig("vit_small_patch16_224", pretrained=False))
+        >>> backbone_name(BackboneSource("vit_small_patch16_224", pretrained=False))
         'vit_small_patch16_224-random'
     """
     path = Path(config.source)
