@@ -40,7 +40,7 @@ from cribo.data.loading import PairLoader
 from cribo.data.pairs import StepBatchSampler, ViewPairDataset, ViewPairs
 from cribo.data.scenes import Scenes
 from cribo.method import ViewRecipe, apply_photometric
-from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD
+from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, normalise
 
 RECIPE = ViewRecipe()
 GRID = (14, 14)
@@ -184,12 +184,12 @@ class Parts:
 
     def colour(self) -> Tensor:
         """Ours: photometric work on views that are there."""
-        return apply_photometric(self.views, self.batch.photometric)
+        return normalise(apply_photometric(self.views, self.batch.photometric))
 
     def both(self) -> Tensor:
         """Ours: from files to what the network sees."""
         batch = self.load()
-        return apply_photometric(batch.views.flatten(0, 1).to(self.device), batch.photometric)
+        return normalise(apply_photometric(batch.views.flatten(0, 1).to(self.device), batch.photometric))
 
     def pil_load(self) -> Tensor:
         """PIL's: 8-bit views."""

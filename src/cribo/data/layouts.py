@@ -52,7 +52,8 @@ class FolderLayout:
     def describe(self, split: str) -> str:
         """What is looked for, in words.
 
-        >>> FolderLayout({"val": "validation"}, images=("images/{split}",), labels=("annotations/{split}",)).describe("val")
+        >>> layout = FolderLayout({"val": "validation"}, images=("images/{split}",), labels=("annotations/{split}",))
+        >>> layout.describe("val")
         'images/validation (*.jpg) with annotations/validation (*.png)'
         """
         images = _folders(self.paths(self.images, split), self.image_endings)

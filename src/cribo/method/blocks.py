@@ -1,4 +1,4 @@
-"""How much of a large computation is done at once, in one place for clustering, search and losses."""
+"""How much of a large computation is done at once, in one place for views, clustering, search and losses."""
 
 import torch
 

@@ -75,7 +75,7 @@ def cluster_tokens(
     if sinkhorn_iterations < 1:
         raise ValueError(f"sinkhorn_iterations must be >= 1, got {sinkhorn_iterations}")
     initial_tokens = _initial_tokens(tokens, coordinates, num_objects, iterations, initial_tokens, generator)
-    images = rows_per_block(4 * tokens.shape[1] ** 2, tokens.device)  # the distances, and as many temporaries
+    images = rows_per_block(2 * tokens.shape[1] ** 2, tokens.device)  # the distances, and as much for temporaries
     parts = zip(tokens.split(images), coordinates.split(images), initial_tokens.split(images), strict=True)
     options = position_weight, marginals, iterations, sinkhorn_iterations, sharpness
     return torch.cat([_cluster_images(*part, *options) for part in parts])

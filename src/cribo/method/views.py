@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
+from cribo.method.blocks import rows_per_block
+
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as in PIL and torchvision
 _CONTRAST, _HUE = 1, 3  # numbers of operations in `Photometric.order`
 _CROP_ATTEMPTS = 10
@@ -288,18 +290,13 @@ def apply_photometric(
         >>> apply_photometric(views, sample_photometric(recipe, generator=generator)).shape
         torch.Size([2, 3, 32, 32])
     """
+    size = rows_per_block(8 * views[0].numel(), views.device)  # eight tensors of the size of a view are in use
     with torch.autocast(views.device.type, enabled=False):
-        x = views.contiguous().float() / 255
-        _jitter(x.flatten(2), photometric)
-        # Which views an operation concerns is read on the host, so nothing waits for the device.
-        if (blurred := photometric.sigma.nonzero().flatten()).numel():
-            rows, sigma = _on_device(blurred, x), _on_device(photometric.sigma[blurred], x)
-            x.index_copy_(0, rows, _blur(x.index_select(0, rows), sigma))
-        if (solarised := photometric.solarise.nonzero().flatten()).numel():
-            rows = _on_device(solarised, x)
-            bright = x.index_select(0, rows)
-            x.index_copy_(0, rows, torch.where(bright >= solarise_threshold / 255, 1 - bright, bright))
-        return x
+        blocks = [
+            _augment(block, photometric.select(slice(start, start + size)), solarise_threshold / 255)
+            for start, block in zip(range(0, len(views), size), views.split(size), strict=True)
+        ]
+    return torch.cat(blocks)
 
 
 def _crop_size(height: int, width: int, recipe: ViewRecipe, draws: list[float]) -> tuple[int, int] | None:
@@ -325,8 +322,21 @@ def _on_device(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.to(like.device, dtype, non_blocking=True)
 
 
-def _jitter(pixels: Float[Tensor, "n 3 p"], photometric: Photometric) -> None:
-    """Apply the four operations of the jitter in place, in each view's own order, then greyscale.
+def _augment(views: UInt8[Tensor, "n 3 h w"], photometric: Photometric, threshold: float) -> Float[Tensor, "n 3 h w"]:
+    """Which views an operation concerns is read on the host, so nothing waits for the device."""
+    x = _jitter((views.contiguous().float() / 255).flatten(2), photometric).unflatten(2, views.shape[2:])
+    if (blurred := photometric.sigma.nonzero().flatten()).numel():
+        rows = _on_device(blurred, x)
+        x.index_copy_(0, rows, _blur(x.index_select(0, rows), photometric.sigma[blurred]))
+    if (solarised := photometric.solarise.nonzero().flatten()).numel():
+        rows = _on_device(solarised, x)
+        bright = x.index_select(0, rows)
+        x.index_copy_(0, rows, torch.where(bright >= threshold, 1 - bright, bright))
+    return x
+
+
+def _jitter(pixels: Float[Tensor, "n 3 p"], photometric: Photometric) -> Float[Tensor, "n 3 p"]:
+    """Apply the four operations of the jitter, in each view's own order, then greyscale.
 
     Brightness, contrast and saturation are affine in a pixel's colour: the operation at one place of a view's order is
     a 3 x 3 matrix and an offset, so one batched product serves all views. Values are clipped after every operation.
@@ -336,12 +346,12 @@ def _jitter(pixels: Float[Tensor, "n 3 p"], photometric: Photometric) -> None:
     for place in range(4):
         # Contrast moves towards the view's mean grey level; the other operations have no offset.
         offset = contrast[:, place] * (pixels.mean(dim=2) @ luma)
-        pixels.copy_(torch.baddbmm(offset[:, None, None], matrices[:, place], pixels).clamp_(0, 1))
+        pixels = (matrices[:, place] @ pixels).add_(offset[:, None, None]).clamp_(0, 1)
         turned = ((photometric.order[:, place] == _HUE) & (photometric.hue != 0)).nonzero().flatten()
         if turned.numel():
             rows, turns = _on_device(turned, pixels), _on_device(photometric.hue[turned], pixels)
             pixels.index_copy_(0, rows, _shift_hue(pixels.index_select(0, rows), turns))
-    pixels.copy_(matrices[:, 4] @ pixels)
+    return matrices[:, 4] @ pixels
 
 
 def _jitter_matrices(photometric: Photometric) -> tuple[Float[Tensor, "n 5 3 3"], Float[Tensor, "n 4"]]:
@@ -378,22 +388,21 @@ def _shift_hue(pixels: Float[Tensor, "n 3 p"], turns: Float[Tensor, " n"]) -> Fl
 
 
 def _blur(x: Float[Tensor, "n 3 h w"], sigma: Float[Tensor, " n"]) -> Float[Tensor, "n 3 h w"]:
-    """Gaussian blur with mirrored borders, as a product with one matrix along each side."""
+    """Gaussian blur with mirrored borders, as a product with one matrix along each side; sigma lies on the host."""
     height, width = x.shape[2:]
-    return _blur_matrix(height, sigma)[:, None] @ x @ _blur_matrix(width, sigma)[:, None].mT
+    return _blur_matrix(height, sigma, x)[:, None] @ x @ _blur_matrix(width, sigma, x)[:, None].mT
 
 
-def _blur_matrix(length: int, sigma: Float[Tensor, " n"]) -> Float[Tensor, "n l l"]:
+def _blur_matrix(length: int, sigma: Float[Tensor, " n"], like: Tensor) -> Float[Tensor, "n l l"]:
     """Row i holds the weights of the pixels of a line in its blurred pixel i."""
-    place = torch.arange(length, device=sigma.device)
-    sigma = sigma[:, None, None]
     reach = (3 * sigma).ceil().clamp_max(length - 1)  # a mirrored line is no longer than the line
-
-    def weights(distance: Int[Tensor, "l l"]) -> Float[Tensor, "n l l"]:
-        return (-0.5 * (distance / sigma) ** 2).exp_().masked_fill_(distance > reach, 0)
-
-    matrix = weights((place[:, None] - place).abs())
-    # The line mirrored at either end, where the outermost pixel is not repeated.
-    matrix[..., 1:] += weights(place[:, None] + place)[..., 1:]
-    matrix[..., :-1] += weights(2 * (length - 1) - place[:, None] - place)[..., :-1]
-    return matrix / matrix.sum(dim=2, keepdim=True)
+    shifts = torch.arange(-int(reach.max()), int(reach.max()) + 1)
+    kernels = torch.exp(-0.5 * (shifts / sigma[:, None]) ** 2).masked_fill_(shifts.abs() > reach[:, None], 0)
+    kernels /= kernels.sum(dim=1, keepdim=True)
+    # Beyond either end the line is mirrored, and its outermost pixel is not repeated.
+    last = length - 1
+    sources = last - (last - (torch.arange(length)[:, None] + shifts).abs()).abs()
+    shape = (len(sigma), length, len(shifts))
+    kernels, sources = _on_device(kernels, like), _on_device(sources, like)
+    matrix = like.new_zeros(len(sigma), length, length)
+    return matrix.scatter_add_(2, sources.expand(shape), kernels[:, None].expand(shape))
