@@ -32,9 +32,8 @@ from torch import Tensor, nn
 
 from cribo.allocator import keep_freed_memory
 from cribo.models import Backbone, build_backbone
-from cribo.models.backbone import CompileMode
-from cribo.models.checkpointing import Checkpointing
 from cribo.models.linear import Linear
+from cribo.models.modes import Checkpointing, CompileMode
 from cribo.pretraining.ceiling import model_flops, product_ceiling
 
 # FLOPs of each measurement, in passes of the network.

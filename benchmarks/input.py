@@ -36,11 +36,12 @@ from torchvision import transforms as classic
 from torchvision.transforms.functional import pil_to_tensor
 
 from cribo.data import ImageFiles, open_images
-from cribo.data.loading import PairLoader
-from cribo.data.pairs import StepBatchSampler, ViewPairDataset, ViewPairs
+from cribo.data.loading import BatchLoader
+from cribo.data.samples import Batch, SampleDataset, StepBatchSampler
 from cribo.data.scenes import Scenes
 from cribo.method import ViewRecipe, apply_photometric
 from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, normalise
+from cribo.objectives.cribo import ViewPairs
 
 RECIPE = ViewRecipe()
 GRID = (14, 14)
@@ -158,9 +159,9 @@ class PilPairs(Dataset[Tensor]):
         return self.colour(self.cut(index % len(self.files)))
 
 
-def ours(files: ImageFiles) -> ViewPairDataset:
+def ours(files: ImageFiles) -> SampleDataset:
     """View pairs as pretraining a ViT-S/16 asks for them."""
-    return ViewPairDataset(files, RECIPE, grid=GRID, num_objects=32, drop_path_sites=24, seed=0)
+    return SampleDataset(files, ViewPairs(RECIPE, grid=GRID, num_objects=32, drop_path_sites=24), seed=0)
 
 
 @dataclass
@@ -175,21 +176,22 @@ class Parts:
         self.dataset, self.pil = ours(self.files), PilPairs(self.files)
         self.cut = [self.pil.cut(index) for index in range(len(self.files))]
         self.batch = self.load()
-        self.views = self.batch.views.flatten(0, 1).to(self.device)
+        self.views = self.batch["views"].flatten(0, 1).to(self.device)
 
-    def load(self) -> ViewPairs:
+    def load(self) -> Batch:
         """Ours: 8-bit views."""
         epoch = next(self.epochs)
         return self.dataset.__getitems__([(epoch, index) for index in range(len(self.files))])
 
     def colour(self) -> Tensor:
         """Ours: photometric work on views that are there."""
-        return normalise(apply_photometric(self.views, self.batch.photometric))
+        return normalise(apply_photometric(self.views, self.batch["photometric"].flatten()))
 
     def both(self) -> Tensor:
         """Ours: from files to what the network sees."""
         batch = self.load()
-        return normalise(apply_photometric(batch.views.flatten(0, 1).to(self.device), batch.photometric))
+        views = batch["views"].flatten(0, 1).to(self.device)
+        return normalise(apply_photometric(views, batch["photometric"].flatten()))
 
     def pil_load(self) -> Tensor:
         """PIL's: 8-bit views."""
@@ -252,9 +254,9 @@ def loader_rates(files: ImageFiles, workers: int, batches: int) -> tuple[float, 
     names = [files.name(index % len(files)) for index in range(BATCH * (batches + 16))]
     many = ImageFiles(files.folder, names)
     sampler = StepBatchSampler(len(many), BATCH, 0, position=lambda: 0)
-    loader = PairLoader(ours(many), sampler, workers=workers, pin_memory=False)
+    loader = BatchLoader(ours(many), sampler, workers=workers, pin_memory=False)
     mine = views_per_second(iter(loader), BATCH, batches)
-    del loader
+    loader.close()
     plain = DataLoader(PilPairs(many), batch_size=BATCH, num_workers=workers, prefetch_factor=4)
     return mine, views_per_second(iter(plain), BATCH, batches)
 

@@ -20,11 +20,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from cribo.data import ShardedImages, open_images, open_shards, write_shards
-from cribo.data.images import PackedNames
-from cribo.data.pairs import ViewPairDataset
+from cribo.data.images import ImageSource, PackedNames
+from cribo.data.samples import SampleDataset
 from cribo.data.storage import LocalShards, Patience
 from cribo.data.tars import ShardIndex
 from cribo.method import ViewRecipe
+from cribo.objectives.cribo import ViewPairs
 
 BATCH = 1024
 TURN = 64
@@ -109,8 +110,9 @@ def measure_reading(folder: Path, count: int) -> None:
         _take_turns("pairs of views", same, {name: lambda keys, p=p: p(keys) for name, p in pairs.items()})
 
 
-def _pairs(source: object) -> Callable[[list[int]], object]:
-    dataset = ViewPairDataset(source, ViewRecipe(), grid=(14, 14), num_objects=32, drop_path_sites=12, seed=0)  # pyright: ignore[reportArgumentType]
+def _pairs(source: ImageSource) -> Callable[[list[int]], object]:
+    transform = ViewPairs(ViewRecipe(), grid=(14, 14), num_objects=32, drop_path_sites=12)
+    dataset = SampleDataset(source, transform, seed=0)
     return lambda keys: dataset.__getitems__([(0, index) for index in keys])
 
 

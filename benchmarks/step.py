@@ -68,32 +68,32 @@ class AgainstReference(L.Callback):
         from cribo.method.reference import Reference
         from cribo.pretraining.parameters import parameter_groups
 
-        config, student = pl_module.config, copy.deepcopy(pl_module.student)
+        config, objective = pl_module.config, pl_module.objective
+        student = copy.deepcopy(objective.student)
         self.reference = Reference(
             student,
-            copy.deepcopy(pl_module.teacher),
+            copy.deepcopy(objective.teacher),
             num_objects=config.objects.num_objects,
-            bank_images=pl_module.bank_images,
+            bank_images=objective.bank_images,
             position_weight=config.objects.position_weight,
             marginals=config.objects.marginals,
         )
         import torch
 
-        self.optimizer = torch.optim.AdamW(parameter_groups(student, config.optim), lr=1e-4, fused=True)
+        self.optimizer = torch.optim.AdamW(parameter_groups(student), lr=1e-4, fused=True)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Time the reference, then start the clock."""
-        from cribo.method import apply_photometric
-        from cribo.models import normalise
+        from cribo.objectives.cribo import normalised_views
 
-        start, backbone = time.perf_counter(), pl_module.student.backbone
-        views = apply_photometric(batch.views.flatten(0, 1), batch.photometric)
+        start = time.perf_counter()
+        views = normalised_views(batch, pl_module.config.views, pl_module.objective.student.backbone)
         self.reference.step(
             self.optimizer,
             0.996,
-            views=normalise(views, mean=backbone.mean, std=backbone.std).unflatten(0, (-1, 2)),
-            coordinates=batch.coordinates,
-            initial_tokens=batch.initial_tokens,
+            views=views.unflatten(0, (-1, 2)),
+            coordinates=batch["coordinates"],
+            initial_tokens=batch["initial_tokens"],
             images=batch.images,
             teacher_temperature=0.04,
         )

@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 
@@ -25,12 +26,22 @@ class Options:
     Attributes:
         source: where from.
         ratios: some numbers.
-        size: two numbers.
+        size: height and width.
+        counts: two numbers.
+        area: from and to.
+        devices: some names.
+        search: how.
+        temperature: a number.
     """
 
     source: Source
     ratios: tuple[int, ...] = (1, 8)
     size: tuple[int, int] | None = None
+    counts: tuple[int, int] = (400, 100)
+    area: tuple[float, float] = (0.25, 1.0)
+    devices: tuple[str, ...] | None = None
+    search: Literal["exact", "faiss"] | None = None
+    temperature: float = 0.02
 
 
 def parser() -> Parser:
@@ -38,9 +49,9 @@ def parser() -> Parser:
         prog="try",
         short={"--source": "--source.name", "--trust": "--source.trust"},
         switches=("--source.trust",),
-        lists=("--ratios", "--size"),
     )
     made.add_class_arguments(Options)
+    made.add_argument("--format", choices=("pdf", "png"), default="pdf")
     return made
 
 
@@ -51,6 +62,8 @@ def parser() -> Parser:
         ["--source=a", "--trust=true", "--ratios=2,4"],
         ["--source.name", "a", "--source.trust", "true", "--ratios", "[2, 4]"],
         ["--trust", "--ratios", "(2,4)", "--source", "a"],
+        ["--trust", "--ratios", "2", "4", "--source", "a"],
+        ["--ratios", "[2,", "4]", "--trust", "--source", "a"],
     ],
 )
 def test_short_names_switches_and_lists(words: list[str]) -> None:
@@ -65,14 +78,52 @@ def test_a_value_that_looks_like_a_short_name_is_a_value() -> None:
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ["--size", "364", "364"],
+        ["--size", "364"],
+        ["--size", "364,364"],
+        ["--size", "[364,364]"],
+        ["--size", "[364]"],
+        ["--size=364"],
+        ["--size=364,364"],
+        ["--size=[364, 364]"],
+    ],
+)
+def test_a_size_can_be_said_in_any_way(words: list[str]) -> None:
+    assert parser().parse_args([*words, "--source", "a"]).size == (364, 364)
+    assert parser().parse_args(["--source", "a", *words]).size == (364, 364)
+
+
+def test_height_comes_before_width_and_only_a_size_can_be_square() -> None:
+    assert parser().parse_args(["--source", "a", "--size", "32", "64"]).size == (32, 64)
+    assert parser().parse_args(["--source", "a", "--counts", "4", "2"]).counts == (4, 2)
+    with pytest.raises(ConfigError, match=r"counts must be two ints, got \[4\]"):
+        parser().parse_args(["--source", "a", "--counts", "4"])
+
+
+def test_pairs_of_numbers_and_lists_of_names() -> None:
+    parsed = parser().parse_args(["--source", "a", "--area", "-1", "1e-3", "--devices", "cuda:0,cuda:1"])
+    assert (parsed.area, parsed.devices) == ((-1.0, 0.001), ("cuda:0", "cuda:1"))
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "the following arguments are required: --source"),
         (["--sourc", "a"], "did you mean source?"),
         (["--source", "a", "--rations", "1"], "did you mean ratios?"),
         (["--source", "a", "--source.trusty", "1"], "did you mean source.trust?"),
-        (["--source", "a", "--ratios", "x"], "ratios"),
-        (["--source", "a", "--size", "1,2,3"], "size"),
+        (["--source", "a", "--ratios", "x"], "ratios must be ints separated by commas, got 'x'"),
+        (["--source", "a", "--size", "1,2,3"], "size must be two ints or null, got [1, 2, 3]"),
+        (["--source", "a", "--size", "1", "2", "3"], "size must be two ints or null, got [1, 2, 3]"),
+        (["--source", "a", "--area", "1"], "area must be two numbers, got [1]"),
+        (["--source", "a", "--search", "fais"], "search must be exact, faiss or null, got 'fais'"),
+        (["--source", "a", "--temperature", "x"], "temperature must be a number, got 'x'"),
+        (["--source", "a", "--trust", "x"], "--trust must be true or false, got 'x'"),
+        (["--source", "a", "--format", "gif"], "format must be pdf or png, got 'gif'"),
+        (["--source", "a", "--size"], "argument --size: expected one argument"),
+        (["--source", "--ratios", "1"], "argument --source: expected one argument"),
     ],
 )
 def test_refusals(words: list[str], message: str) -> None:

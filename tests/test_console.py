@@ -1,9 +1,11 @@
 import io
+import sys
 
+import pytest
 from rich.console import Console
 
 from cribo import console as module
-from cribo.console import Phases, duration
+from cribo.console import Phases, duration, loading
 
 
 def test_durations() -> None:
@@ -54,3 +56,29 @@ def test_a_terminal_gets_bars_and_is_left_as_it_was() -> None:
     assert "reading" in text.getvalue()
     assert "3/3" in text.getvalue()
     assert text.getvalue().count("\x1b[?25l") == text.getvalue().count("\x1b[?25h")  # the cursor is back
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_is_told_that_something_loads_and_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with loading(Console()):
+        assert terminal.getvalue() == "loading…"
+    assert terminal.getvalue() == f"loading…\r{' ' * 8}\r"
+    with pytest.raises(ImportError), loading(Console()):
+        raise ImportError
+    assert terminal.getvalue().endswith("\r")
+
+
+@pytest.mark.parametrize(("stream", "quiet"), [(io.StringIO(), False), (Terminal(), True)])
+def test_a_log_file_and_the_processes_of_further_devices_say_nothing(
+    stream: io.StringIO, quiet: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    with loading(Console(quiet=quiet)):
+        pass
+    assert stream.getvalue() == ""

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 import cribo
 from cribo.data.scenes import Scenes
 from cribo.evaluation import Machine, dense_nn, protocol_settings
-from cribo.evaluation.dense_nn.protocols import Protocol
+from cribo.evaluation.dense_neighbours.protocols import Protocol
 from cribo.method import MemoryBank, SelfDistillation, cluster_tokens, cross_view_loss, match_objects, pool_objects
 from cribo.method.views import ViewRecipe, apply_photometric, sample_photometric
 from cribo.models import build_backbone
@@ -91,6 +91,7 @@ def test_a_short_run(tmp_path: Path, precision: str, compiled: bool):
             "data.scenes.count": 64,
             "optim.batch_size": 32,
             "objects.group_size": 16,
+            "optim.clip": 0.3,
             "optim.epochs": 2,
             "score.root": None,
             "runtime.accelerator": "gpu",

@@ -1,8 +1,10 @@
 """What commands show while they work: log lines, and progress with an ETA."""
 
 import logging
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
@@ -29,6 +31,27 @@ def log_to(console: Console) -> None:
     log.setLevel(logging.INFO)
     log.handlers = [RichHandler(console=console, show_path=False, show_level=True, log_time_format="%H:%M:%S")]
     log.propagate = False
+
+
+@contextmanager
+def loading(console: Console) -> Iterator[None]:
+    """Say `loading…` to who waits at a terminal while something is imported, and wipe it away again.
+
+    Example:
+        >>> with loading(Console()):
+        ...     import colorsys
+    """
+    if console.quiet or not sys.stderr.isatty():
+        yield
+        return
+    said = "loading…"
+    sys.stderr.write(said)
+    sys.stderr.flush()
+    try:
+        yield
+    finally:
+        sys.stderr.write(f"\r{' ' * len(said)}\r")
+        sys.stderr.flush()
 
 
 def duration(seconds: float) -> str:

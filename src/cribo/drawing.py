@@ -114,3 +114,20 @@ def stripes(size: Sequence[int]) -> UInt8[Tensor, "h w 3"]:
     width = max(2, size[1] // 60)
     diagonal = (torch.arange(size[0])[:, None] + torch.arange(size[1])) // width % 2
     return torch.where(diagonal == 0, *STRIPES).to(torch.uint8)[..., None].expand(-1, -1, 3)
+
+
+def curves_figure() -> tuple[Figure, Axes]:
+    """A figure with one panel, for curves."""
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    return figure, figure.subplots()
+
+
+def from_zero(axes: Axes) -> None:
+    """Have the vertical axis begin at 0."""
+    axes.set_ylim(0, max(1.0, 1.05 * axes.dataLim.y1))
+
+
+def legend(axes: Axes) -> None:
+    """A legend without a frame, if anything has a label."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False)

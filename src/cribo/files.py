@@ -9,6 +9,8 @@ import re
 import shutil
 import tempfile
 import uuid
+import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,3 +218,25 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+class Damaged(ValueError):
+    """A file that is not what was written; the message says why, without naming the file."""
+
+
+def check_archive(path: Path) -> None:
+    """Compare all that a zip archive holds, such as a file of `torch.save`, with its checksums.
+
+    Raises:
+        Damaged: it is not what was written, or no archive.
+        OSError: it cannot be read.
+    """
+    if not path.stat().st_size:
+        raise Damaged("it is empty")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError, zlib.error) as error:
+        raise Damaged(f"it was cut short or damaged, or is no file of PyTorch ({error})") from error
+    if damaged is not None:
+        raise Damaged(f"the content of {damaged} in it does not fit its checksum")

@@ -4,10 +4,12 @@ import errno
 import logging
 import multiprocessing
 import os
+import resource
 import signal
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 import torchvision.transforms.v2  # noqa: F401 (which each worker would import by itself, for longer than is waited here)
 from PIL import Image
+from tests.data.batches import assert_same, view_pairs
 from tests.data.faults import (
     ALWAYS,
     Fault,
@@ -32,11 +35,10 @@ from tests.data.faults import (
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from cribo.data.images import DataError, ImageSource, open_images
-from cribo.data.loading import PairLoader, WorkersFailed
-from cribo.data.pairs import StepBatchSampler, Unreadable, ViewPairDataset, ViewPairs
+from cribo.data.images import DataError, ImageSource, MissingData, open_images
+from cribo.data.loading import BatchLoader, WorkersFailed
+from cribo.data.samples import Batch, StepBatchSampler, Unreadable
 from cribo.data.storage import ShardError
-from cribo.method import ViewRecipe
 
 BATCH = 4
 IMAGES = 41  # ten batches and an image that sits out
@@ -55,44 +57,46 @@ class Training:
     def __init__(
         self, source: ImageSource, *, workers: int = 2, timeout: float = 60, pin_memory: bool = False, **options: Any
     ) -> None:
-        dataset = ViewPairDataset(
-            source, ViewRecipe(size=16), grid=(4, 4), num_objects=5, drop_path_sites=3, seed=0, retry_delays=PATIENT
-        )
-        sampler = StepBatchSampler(len(source), BATCH, 0, position=lambda: self.step)
+        dataset = view_pairs(source, retry_delays=PATIENT)
+        sampler = StepBatchSampler(source, BATCH, 0, position=lambda: self.step)
         self.step = 0
-        self.loader: PairLoader = PairLoader(
-            dataset, sampler, workers=workers, pin_memory=pin_memory, timeout=timeout, **options
-        )
+        before = set(multiprocessing.active_children())
+        self._own: Callable[[], set[Any]] = lambda: set(multiprocessing.active_children()) - before
+        self.loader = BatchLoader(dataset, sampler, workers=workers, pin_memory=pin_memory, timeout=timeout, **options)
 
-    def epoch(self) -> Iterator[ViewPairs]:
+    @property
+    def workers(self) -> list[Any]:
+        """The living processes that load."""
+        return sorted(self._own(), key=lambda process: process.pid)
+
+    def epoch(self) -> Iterator[Batch]:
         for batch in self.loader:
             self.step += 1
             yield batch
 
-    def batches(self, epochs: int = 1) -> list[ViewPairs]:
+    def batches(self, epochs: int = 1) -> list[Batch]:
         try:
             return [batch for _ in range(epochs) for batch in self.epoch()]
         finally:
             self.loader.close()
 
 
-def assert_same(ours: Sequence[ViewPairs], theirs: Sequence[ViewPairs], *, reasons: bool = True) -> None:
-    assert len(ours) == len(theirs)
-    for first, second in zip(ours, theirs, strict=True):
-        for field in fields(ViewPairs):
-            mine, other = getattr(first, field.name), getattr(second, field.name)
-            if isinstance(mine, Tensor):
-                assert torch.equal(mine, other), field.name
-            elif field.name == "photometric":
-                assert all(torch.equal(getattr(mine, name), getattr(other, name)) for name in vars(mine))
-            elif reasons:
-                assert mine == other
-            else:
-                assert [entry.name for entry in mine] == [entry.name for entry in other]
+def expected(epochs: int = 1, *, source: ImageSource | None = None) -> list[Batch]:
+    """What this process loads by itself."""
+    return Training(source or Noise(IMAGES), workers=0).batches(epochs)
 
 
-def skipped(batches: Sequence[ViewPairs]) -> set[Unreadable]:
+def retried(batches: Sequence[Batch]) -> int:
+    return sum(batch.retried for batch in batches)
+
+
+def skipped(batches: Sequence[Batch]) -> set[Unreadable]:
     return {entry for batch in batches for entry in batch.unreadable}
+
+
+def threads() -> list[threading.Thread]:
+    """Those that take batches from workers."""
+    return [thread for thread in threading.enumerate() if thread.name == "batches of workers"]
 
 
 def ended(processes: Sequence[Any], seconds: float = 10) -> bool:
@@ -111,10 +115,11 @@ def ended(processes: Sequence[Any], seconds: float = 10) -> bool:
 def test_a_worker_that_fails_once_changes_nothing(tmp_path: Path, fault: Fault, restarts: int) -> None:
     faulty = Faulty(Noise(IMAGES), tmp_path / "counts", {13: (fault, 1)})
     training = Training(faulty, timeout=3)
-    assert_same(training.batches(2), Training(Noise(IMAGES), workers=0).batches(2))
+    batches = training.batches(2)
+    assert_same(batches, expected(2))
     assert faulty.asked(13) == 1
     assert training.loader.restarts == restarts
-    assert training.loader.retried == 0
+    assert retried(batches) == 0
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -124,8 +129,13 @@ def test_a_file_system_that_fails_for_a_while_is_waited_for(tmp_path: Path, faul
     faulty = Faulty(Noise(IMAGES), tmp_path / "counts", drawn(IMAGES, 0, 1.0, fault, times=len(PATIENT)))
     training = Training(faulty, workers=workers)
     batches = training.batches()
-    assert_same(batches, Training(Noise(IMAGES), workers=0).batches())
-    assert training.loader.retried == 10 * BATCH * len(PATIENT)
+    assert_same(batches, expected())
+    for batch in batches:
+        assert all(faulty.asked(int(image)) == len(PATIENT) for image in batch.images)
+    # Workers that are ahead in the next epoch may have met with some of the faults.
+    assert (
+        retried(batches) == 10 * BATCH * len(PATIENT) if workers == 0 else retried(batches) > 8 * BATCH * len(PATIENT)
+    )
     assert training.loader.restarts == 0
     assert skipped(batches) == set()
 
@@ -140,9 +150,9 @@ def test_everything_at_once(tmp_path: Path) -> None:
     faulty = Faulty(Noise(count, broken={3, 77}), tmp_path / "counts", faults)
     training = Training(faulty, timeout=3)
     batches = training.batches(2)
-    assert_same(batches, Training(Noise(count, broken={3, 77}), workers=0).batches(2))
+    assert_same(batches, expected(2, source=Noise(count, broken={3, 77})))
     assert 2 <= training.loader.restarts <= 3
-    assert training.loader.retried >= 10
+    assert 1 <= retried(batches) <= 2 * 10  # what was retried for batches that were lost is forgotten
     assert {entry.name for entry in skipped(batches)} == {"noise 3", "noise 77"}
 
 
@@ -158,47 +168,145 @@ def test_a_worker_killed_in_the_middle_of_a_message() -> None:
     source = Wordy(161, broken=range(0, 161, 3))
     training = Training(source)
     batches = []
-    before = set(multiprocessing.active_children())
     for batch in training.epoch():
         batches.append(batch)
         if training.step in (2, 20):
             time.sleep(0.5)  # in which the workers go on until the pipe is full
-            for worker in set(multiprocessing.active_children()) - before:
+            for worker in training.workers:
                 worker.kill()
     training.loader.close()
-    assert_same(batches, Training(source, workers=0).batches())
+    assert_same(batches, expected(source=source))
     assert training.loader.restarts == 2
 
 
 def test_workers_that_are_killed_between_two_epochs() -> None:
     training = Training(Noise(IMAGES))
-    before = set(multiprocessing.active_children())
     batches = list(training.epoch())
-    workers = set(multiprocessing.active_children()) - before
-    assert len(workers) == 2
-    for worker in workers:
+    assert len(training.workers) == 2
+    for worker in training.workers:
         worker.kill()
     batches += training.epoch()
     training.loader.close()
-    assert_same(batches, Training(Noise(IMAGES), workers=0).batches(2))
+    assert_same(batches, expected(2))
     assert training.loader.restarts == 1
 
 
-def test_the_death_of_a_worker_does_not_break_into_a_step() -> None:
+def use_another_loader() -> None:
     """Once there has been a DataLoader with workers, torch raises an error wherever the main thread is."""
     list(DataLoader(list(range(4)), num_workers=1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("another", [None, 0, 1])
+@pytest.mark.parametrize("both", [False, True])
+def test_the_death_of_a_worker_does_not_break_into_a_step(another: int | None, both: bool) -> None:
+    """Whether another loader with workers is used before, within a step, or not at all."""
+    if another == 0:
+        use_another_loader()
     training = Training(Noise(IMAGES))
-    before = set(multiprocessing.active_children())
     batches = []
     for batch in training.epoch():
+        if training.step == another:
+            use_another_loader()
         if training.step == 3:
-            for worker in set(multiprocessing.active_children()) - before:
+            for worker in training.workers[: 2 if both else 1]:
                 worker.kill()
             for _ in range(20):  # the step
                 time.sleep(0.01)
         batches.append(batch)
     training.loader.close()
-    assert_same(batches, Training(Noise(IMAGES), workers=0).batches())
+    assert_same(batches, expected())
+    assert training.loader.restarts == 1
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_worker_that_is_stopped_meanwhile(both: bool) -> None:
+    """What it has ready, it hands over to nobody."""
+    training = Training(Noise(IMAGES), timeout=1)
+    batches = []
+    for batch in training.epoch():
+        if training.step == 3:
+            for worker in training.workers[: 2 if both else 1]:
+                os.kill(worker.pid, signal.SIGSTOP)
+        batches.append(batch)
+    training.loader.close()
+    assert_same(batches, expected())
+    assert training.loader.restarts == 1
+
+
+def go_on(workers: Sequence[Any]) -> None:
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGCONT)
+
+
+def test_a_worker_that_goes_on_in_time_is_not_replaced() -> None:
+    training = Training(Noise(IMAGES), timeout=30)
+    batches = []
+    for batch in training.epoch():
+        if training.step == 3:
+            for worker in training.workers:
+                os.kill(worker.pid, signal.SIGSTOP)
+            threading.Timer(1.0, go_on, (training.workers,)).start()
+        batches.append(batch)
+    training.loader.close()
+    assert_same(batches, expected())
+    assert training.loader.restarts == 0
+
+
+def test_workers_that_are_killed_again_and_again() -> None:
+    before = threads()
+    training = Training(Noise(IMAGES), max_restarts=1)
+    batches = []
+    for _ in range(3):
+        for batch in training.epoch():
+            batches.append(batch)
+            if training.step % 4 == 0:
+                for worker in training.workers:
+                    worker.kill()
+    training.loader.close()
+    assert_same(batches, expected(3))
+    assert training.loader.restarts == 7
+    assert ended([thread for thread in threads() if thread not in before])
+
+
+def test_an_interruption_while_a_batch_is_waited_for_loses_nothing(tmp_path: Path) -> None:
+    training = Training(Faulty(Noise(IMAGES), tmp_path / "counts", drawn(IMAGES, 0, 1.0, stalls(0.3), 1)))
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    batches: list[Batch] = []
+    interruptions = 0
+    try:
+        while training.step < 10:
+            signal.setitimer(signal.ITIMER_REAL, 0.1 + 0.05 * interruptions)
+            try:
+                for batch in training.loader:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    batches.append(batch)
+                    training.step += 1
+                    signal.setitimer(signal.ITIMER_REAL, 0.1 + 0.05 * interruptions)
+            except Interrupted:
+                interruptions += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    training.loader.close()
+    assert interruptions
+    assert_same(batches, expected())
+
+
+def test_page_locked_memory_is_asked_for_in_vain_without_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("has a CUDA device")
+    for workers in (0, 1):
+        batches = Training(Noise(IMAGES), workers=workers, pin_memory=True).batches()
+        assert not any(batch["views"].is_pinned() for batch in batches)
+        assert_same(batches, expected())
 
 
 @pytest.mark.gpu
@@ -208,8 +316,8 @@ def test_batches_in_page_locked_memory_after_a_restart(tmp_path: Path) -> None:
     training = Training(Faulty(Noise(IMAGES), tmp_path / "counts", {13: (kills, 1)}), pin_memory=True)
     batches = training.batches(2)
     assert training.loader.restarts == 1
-    assert all(batch.views.is_pinned() and batch.coordinates.is_pinned() for batch in batches)
-    assert_same(batches, Training(Noise(IMAGES), workers=0).batches(2))
+    assert all(batch["views"].is_pinned() and batch["coordinates"].is_pinned() for batch in batches)
+    assert_same(batches, expected(2))
 
 
 # ------------------------------------------------------------------ faults that do not pass
@@ -220,19 +328,18 @@ def test_a_file_that_stays_unreadable_is_skipped_after_the_last_attempt(tmp_path
     faulty = Faulty(Noise(IMAGES), tmp_path / "counts", {7: (fails(), ALWAYS), 20: (fails(errno.EACCES), ALWAYS)})
     training = Training(faulty, workers=workers)
     batches = training.batches()
-    assert_same(batches, Training(Noise(IMAGES, broken={7, 20}), workers=0).batches(), reasons=False)
+    assert_same(batches, expected(source=Noise(IMAGES, broken={7, 20})), reasons=False)
     assert skipped(batches) == {
         Unreadable("noise 7", str(OSError(errno.EIO, os.strerror(errno.EIO)))),
         Unreadable("noise 20", str(OSError(errno.EACCES, os.strerror(errno.EACCES)))),
     }
-    assert training.loader.retried == len(PATIENT)  # of which EACCES has none
+    assert retried(batches) == len(PATIENT)  # of which EACCES has none
 
 
 def test_what_was_waited_for_in_vain_is_not_waited_for_again(tmp_path: Path) -> None:
     faulty = Faulty(Noise(IMAGES), tmp_path / "counts", {7: (fails(), ALWAYS)})
     training = Training(faulty, workers=0)
-    training.batches(4)
-    assert training.loader.retried == len(PATIENT)
+    assert retried(training.batches(4)) == len(PATIENT)
     assert len(PATIENT) + 3 <= faulty.asked(7) <= len(PATIENT) + 4
 
 
@@ -248,55 +355,106 @@ def test_a_file_that_is_deleted_is_skipped_at_once(tmp_path: Path, workers: int)
     training = Training(faulty, workers=workers)
     batches = training.batches(3)
     assert skipped(batches) == {Unreadable("03.png", "no such file")}
-    assert training.loader.retried == training.loader.restarts == 0
-    assert_same(batches, Training(files, workers=0).batches(3))  # from which it is missing now
+    assert retried(batches) == training.loader.restarts == 0
+    assert_same(batches, expected(3, source=files))  # from which it is missing now
 
 
-@pytest.mark.parametrize(("fault", "said"), [(crashes, "SIGSEGV"), (kills, "SIGKILL"), (stops, "no sign of life")])
-def test_an_image_that_workers_fail_at_each_time_is_left_out(tmp_path: Path, fault: Fault, said: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (crashes, r"was killed \(SIGSEGV\)"),
+        (kills, r"was killed \(SIGKILL"),
+        (stops, "no batch from 2 workers for 1 s"),
+    ],
+)
+def test_an_image_that_workers_fail_at_each_time_stops_the_loading(tmp_path: Path, fault: Fault, said: str) -> None:
     faulty = Faulty(Noise(IMAGES), tmp_path / "counts", {13: (fault, ALWAYS)})
-    training = Training(faulty, timeout=3)
-    batches = training.batches(2)
-    assert_same(batches, Training(Noise(IMAGES, broken={13}), workers=0).batches(2), reasons=False)
-    assert training.loader.restarts == faulty.asked(13) == 2
-    (left_out,) = skipped(batches)
-    assert left_out.reason.startswith("left out, since twice: ")
-    assert said in left_out.reason
+    training = Training(faulty, timeout=1, max_restarts=2)
+    batches = []
+    with pytest.raises(WorkersFailed, match=f"{said}.*; workers have failed 3 times for the same batch"):
+        batches += training.epoch()
+    wanted = [13 in (image for _, image in keys) for keys in StepBatchSampler(IMAGES, BATCH, 0, position=lambda: 0)]
+    assert training.step <= wanted.index(True)
+    assert training.loader.restarts >= 2
+    assert ended(training.workers)
 
 
 class Deadly(Noise):
     """Workers die of it before they begin to read any image."""
 
+    def __init__(self, count: int, end: Callable[[], object]) -> None:
+        super().__init__(count)
+        self.end = end
+
     def prepare(self, indices: Sequence[int]) -> None:
-        kills()
+        self.end()
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_workers_that_always_fail_stop_the_loading(most: int) -> None:
-    training = Training(Deadly(IMAGES), max_restarts=most)
-    message = rf"worker \d of 2 was killed \(SIGKILL.*\); workers have failed {most + 1} times for the same batch\. "
+    training = Training(Deadly(IMAGES, kills), max_restarts=most)
+    message = rf"a worker of 2 was killed \(SIGKILL.*\); workers have failed {most + 1} times for the same batch\. "
     with pytest.raises(WorkersFailed, match=message + r"Use fewer data\.workers, or give the job more memory"):
         training.batches()
     assert training.loader.restarts == most
-    assert ended(multiprocessing.active_children())
+    assert ended(training.workers)
 
 
-def test_storage_that_hangs_stops_the_loading_and_blames_no_image(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (lambda: os._exit(0), "ended with status 0"),
+        (lambda: os._exit(3), "ended with status 3"),
+        (lambda: os.kill(os.getpid(), signal.SIGBUS), r"was killed \(SIGBUS, .* room for shared memory\)"),
+        (lambda: os.kill(os.getpid(), 40), r"was killed \(signal 40\)"),
+    ],
+)
+def test_workers_that_end_in_any_way_stop_the_loading(end: Callable[[], None], said: str) -> None:
+    training = Training(Deadly(IMAGES, end), max_restarts=1)
+    with pytest.raises(WorkersFailed, match=f"a worker of 2 {said}; workers have failed 2 times .*data.workers"):
+        training.batches()
+
+
+def test_storage_that_hangs_stops_the_loading(tmp_path: Path) -> None:
     faulty = Faulty(Noise(IMAGES), tmp_path / "counts", drawn(IMAGES, 0, 1.0, stalls(3600), ALWAYS))
     training = Training(faulty, timeout=0.5, max_restarts=1)
-    with pytest.raises(WorkersFailed, match=r"no sign of life from 2 workers for 0\.5 s while reading noise \d+ and 1"):
+    with pytest.raises(
+        WorkersFailed, match=r"no batch from 2 workers for 0\.5 s; .*See whether data\.root can be read"
+    ):
         training.batches()
-    assert training.loader.dataset.excluded == {}
+    assert training.step == 0
 
 
-def test_workers_that_fail_all_the_time_stop_the_loading(tmp_path: Path) -> None:
-    """Each time at another image, and with batches in between."""
-    images = [keys[0][1] for keys in list(StepBatchSampler(401, BATCH, 0, position=lambda: 0))[3::5]]
-    faulty = Faulty(Noise(401), tmp_path / "counts", dict.fromkeys(images, (kills, 1)))
-    training = Training(faulty, max_restarts=2)
-    with pytest.raises(WorkersFailed, match="workers have failed 7 times within 100 batches"):
-        training.batches()
-    assert training.step > 0
+@pytest.fixture
+def few_files(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
+    """Leaves room for no more open files than that; the call ends it."""
+    limits, taken = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    most = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+
+    def end() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        while taken:
+            os.close(taken.pop())
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most + 1 + request.param, limits[1]))
+    with suppress(OSError):
+        while True:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    for _ in range(request.param):
+        os.close(taken.pop())
+    yield end
+    end()
+
+
+@pytest.mark.parametrize("few_files", [1, 9], indirect=True)  # enough for none of the workers, and for one of them
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of torch, which sets out to end them
+def test_workers_that_cannot_be_started(few_files: Callable[[], None]) -> None:
+    training = Training(Noise(IMAGES), max_restarts=1)
+    with pytest.raises(WorkersFailed, match=r"not be started: .*Too many open files; .*Use fewer data\.workers"):
+        next(training.epoch())
+    few_files()
+    assert training.loader.restarts == 1
+    assert_same(training.batches(), expected())  # when there is room again
 
 
 # ------------------------------------------------------------------ words
@@ -324,70 +482,172 @@ def test_an_error_for_users_arrives_as_it_is(error: Exception) -> None:
     assert training.loader.restarts == 0
 
 
-def test_a_mistake_in_a_program_keeps_the_traceback_of_the_worker() -> None:
-    training = Training(Raising(IMAGES, ZeroDivisionError("here")))
-    with pytest.raises(ZeroDivisionError, match=r"(?s)in DataLoader worker process.*in load.*here"):
+class Lost(Noise):
+    """Has no order for the second epoch."""
+
+    def epoch_order(self, seed: int, epoch: int) -> Tensor:
+        if epoch:
+            raise MissingData("the order is gone")
+        return torch.arange(len(self))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("step", [0, 10])
+def test_an_error_of_the_order_arrives_as_it_is(step: int, workers: int) -> None:
+    training = Training(Lost(IMAGES), workers=workers)
+    training.step = step
+    with pytest.raises(MissingData, match="the order is gone"):
+        training.batches(2)
+    assert training.step == 10
+    assert training.loader.restarts == 0
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("here"), RuntimeError("DataLoader timed out here")])
+def test_a_mistake_in_a_program_keeps_the_traceback_of_the_worker(error: Exception) -> None:
+    training = Training(Raising(IMAGES, error))
+    with pytest.raises(type(error), match=r"(?s)in DataLoader worker process.*in load.*here"):
         training.batches()
+    assert training.loader.restarts == 0
 
 
-def test_retried_reads_are_told_of_now_and_then(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    faulty = Faulty(Noise(IMAGES), tmp_path / "counts", drawn(IMAGES, 0, 1.0, fails(errno.ESTALE), 2))
-    with caplog.at_level(logging.WARNING):
-        Training(faulty).batches()
-    told = [message for message in caplog.messages if "reading has been tried again" in message]
-    assert len(told) == 1
-    assert told[0].startswith("noise ")
-    assert os.strerror(errno.ESTALE) in told[0]
+def test_an_error_comes_with_its_batch_and_not_before() -> None:
+    training = Training(Raising(IMAGES, DataError("not this")))
+    batches: list[Batch] = []
+    for _ in range(2):  # it can be asked for again
+        with pytest.raises(DataError):
+            batches += training.epoch()
+    wanted = [13 in (image for _, image in keys) for keys in StepBatchSampler(IMAGES, BATCH, 0, position=lambda: 0)]
+    assert training.step == wanted.index(True)
+    assert_same(batches, expected()[: training.step])
+    training.loader.close()
 
 
 def test_a_restart_is_told_of_with_its_cause(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         Training(Faulty(Noise(IMAGES), tmp_path / "counts", {13: (kills, 1)})).batches()
     (told,) = caplog.messages
-    assert "SIGKILL, as a system does that runs out of memory) while reading noise 13" in told
-    assert "begun anew at the same batch" in told
+    assert told.startswith("a worker of 2 was killed (SIGKILL, as a system does that runs out of memory); ")
+    assert told.endswith("begun anew at the same batch (restart 1)")
 
 
 # ------------------------------------------------------------------ beginnings and ends
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("step", [0, 7, 10, 19])
+def test_a_run_goes_on_at_any_step(step: int, workers: int) -> None:
+    training = Training(Noise(IMAGES), workers=workers)
+    training.step = step
+    assert_same(training.batches(2), expected(3)[step : 10 * (step // 10 + 2)])
+
+
 def test_breaking_off_and_beginning_again_anywhere() -> None:
     training = Training(Noise(IMAGES))
-    expected = Training(Noise(IMAGES), workers=0).batches(3)
-    for step in (3, 14):
+    whole = expected(3)
+    for step in (3, 14, 18, 2):
         training.step = step
         for batch in training.loader:
-            assert_same([batch], [expected[training.step]])
+            assert_same([batch], [whole[training.step]])
             training.step += 1
-            if training.step == step + 4:
+            if training.step == step + 2:
                 break
     training.loader.close()
+    assert training.loader.restarts == 0
+
+
+def test_two_at_once_have_the_batches_of_their_own() -> None:
+    training = Training(Noise(IMAGES))
+    whole = expected(2)
+    first = iter(training.loader)
+    assert_same([next(first)], whole[:1])
+    training.step = 12
+    second = iter(training.loader)
+    for turn in range(2):
+        assert_same([next(second)], [whole[12 + turn]])
+        assert_same([next(first)], [whole[1 + turn]])
+    training.loader.close()
+
+
+def test_workers_stay_as_long_as_one_batch_follows_the_other() -> None:
+    training = Training(Noise(IMAGES))
+    batches, workers = [], []
+    for _ in range(3):
+        epoch = training.epoch()
+        for batch in epoch:
+            batches.append(batch)
+            workers.append([worker.pid for worker in training.workers])
+            if training.step == 13:  # given up, and gone on with at the same place
+                epoch = training.epoch()
+                break
+        batches += epoch
+    assert workers.count(workers[0]) == len(workers)
+    training.loader.close()
+    assert_same(batches, expected(3))
 
 
 @pytest.mark.parametrize("fault", [None, stops, stalls(3600)])
-def test_closing_ends_the_workers(tmp_path: Path, fault: Fault | None) -> None:
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_closing_ends_the_workers(tmp_path: Path, fault: Fault | None, how: str) -> None:
     late = list(StepBatchSampler(IMAGES, BATCH, 0, position=lambda: 0))[5][0][1]
     faults: Mapping[int, tuple[Fault, int]] = {} if fault is None else {late: (fault, 1)}
+    before = threads()
     training = Training(Faulty(Noise(IMAGES), tmp_path / "counts", faults))
-    before = set(multiprocessing.active_children())
     next(training.epoch())
-    workers = set(multiprocessing.active_children()) - before
+    workers = training.workers
     assert len(workers) == 2
-    training.loader.close()
-    assert ended(list(workers))
+    began = time.monotonic()
+    if how == "closed":
+        training.loader.close()
+        training.loader.close()
+    else:
+        del training.loader
+    assert ended(workers, 0.1)
+    assert time.monotonic() - began < 2.5
+    assert ended([thread for thread in threads() if thread not in before])
 
 
-def test_workers_leave_signals_that_everybody_gets_to_who_trains(tmp_path: Path) -> None:
+def begin_and_die(source: ImageSource, told: Any) -> None:
+    training = Training(source)
+    next(training.epoch())
+    time.sleep(0.5)  # in which the workers go on until the pipe is full
+    told.send([worker.pid for worker in training.workers])
+    kills()
+
+
+@pytest.mark.parametrize("source", [Noise(IMAGES), Wordy(161, broken=range(0, 161, 3))])
+def test_workers_do_not_outlive_who_trains(source: ImageSource) -> None:
+    """Not even those that wait for room in a pipe that nobody reads."""
+    heard, told = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=begin_and_die, args=(source, told))
+    process.start()
+    workers = heard.recv()
+    process.join(30)
+    assert process.exitcode == -signal.SIGKILL
+    assert len(workers) == 2
+    assert ended([Adopted(pid) for pid in workers])
+
+
+class Adopted:
+    """A process of somebody else."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def is_alive(self) -> bool:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return False
+
+
+def test_workers_leave_signals_that_everybody_gets_to_who_trains() -> None:
     training = Training(Noise(IMAGES))
-    before = set(multiprocessing.active_children())
     batches = []
     for batch in training.epoch():
         if training.step == 2:
-            for worker in set(multiprocessing.active_children()) - before:
+            for worker in training.workers:
                 for number in (signal.SIGINT, signal.SIGUSR1):
-                    assert worker.pid is not None
                     os.kill(worker.pid, number)
         batches.append(batch)
     training.loader.close()
     assert training.loader.restarts == 0
-    assert_same(batches, Training(Noise(IMAGES), workers=0).batches())
+    assert_same(batches, expected())

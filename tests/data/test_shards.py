@@ -19,15 +19,15 @@ import torch
 from filelock import FileLock
 from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
+from tests.data.batches import assert_same_samples, view_pairs
 
 from cribo.data.images import DataError, MissingData, OrderedSource, PackedNames, ReducingSource
-from cribo.data.loading import PairLoader
-from cribo.data.pairs import StepBatchSampler, ViewPairDataset, ViewPairs
+from cribo.data.loading import BatchLoader
 from cribo.data.reading import UnreadableImage, read_image
+from cribo.data.samples import Batch, StepBatchSampler
 from cribo.data.shards import ShardedImages, open_collection, open_shards, window_of
 from cribo.data.storage import LocalShards, Patience, RemoteShards, ShardCache, ShardError
 from cribo.data.tars import INDEX, ShardIndex
-from cribo.method import ViewRecipe
 
 QUICK = Patience(delays=(0.01, 0.01, 0.01), stall=0.3)
 
@@ -406,13 +406,9 @@ def test_an_order_goes_on_at_any_step() -> None:
 # ------------------------------------------------------------------ batches
 
 
-def make_dataset(source: Any) -> ViewPairDataset:
-    return ViewPairDataset(source, ViewRecipe(size=16), grid=(4, 4), num_objects=5, drop_path_sites=3, seed=0)
-
-
-def assert_same_views(ours: ViewPairs, theirs: ViewPairs) -> None:
-    for name in ("views", "coordinates", "initial_tokens", "drop_path_noise", "images"):
-        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+def assert_same_views(ours: Batch, theirs: Batch) -> None:
+    assert torch.equal(ours.images, theirs.images)
+    assert_same_samples(ours, theirs)
     assert [entry.name.rpartition("/")[2] for entry in ours.unreadable] == [
         entry.name.rpartition("/")[2] for entry in theirs.unreadable
     ]
@@ -428,7 +424,7 @@ def test_shards_give_the_batches_of_the_folder_in_the_same_order(tmp_path: Path)
         (tmp_path / "files" / f"{number:06d}.jpg").write_bytes(content)
     sharded, files = open_collection(tmp_path / "shards"), open_collection(tmp_path / "files")
     keys = [(epoch, image) for epoch in (0, 1) for image in sharded.epoch_order(0, epoch).tolist()]  # type: ignore[union-attr]
-    ours, theirs = make_dataset(sharded).__getitems__(keys), make_dataset(files).__getitems__(keys)
+    ours, theirs = view_pairs(sharded).__getitems__(keys), view_pairs(files).__getitems__(keys)
     assert_same_views(ours, theirs)
     assert {entry.name for entry in ours.unreadable} == {"part-0001.tar/000005.jpg"}
 
@@ -440,9 +436,9 @@ def test_workers_change_nothing(tmp_path: Path, url: bool) -> None:
     images = open_shards(root, cache_dir=tmp_path / "cache", patience=QUICK)
     images.load(0)  # has its file open, and its connections, when the workers are forked
 
-    def batches(workers: int) -> list[ViewPairs]:
+    def batches(workers: int) -> list[Batch]:
         sampler = StepBatchSampler(images, 8, 0, position=lambda: 0)
-        return list(PairLoader(make_dataset(images), sampler, workers=workers, pin_memory=False))
+        return list(BatchLoader(view_pairs(images), sampler, workers=workers, pin_memory=False))
 
     for ours, theirs in zip(batches(3), batches(0), strict=True):
         assert_same_views(ours, theirs)
@@ -693,9 +689,9 @@ def test_s3_by_its_settings_in_the_environment(bucket: Any, tmp_path: Path) -> N
     expected = open_collection(tmp_path / "made")
     assert len(images) == 27
     sampler = StepBatchSampler(images, 9, 0, position=lambda: 0)
-    local = make_dataset(expected)
+    local = view_pairs(expected)
     batches = list(sampler)
-    loaded = PairLoader(make_dataset(images), sampler, workers=2, pin_memory=False)
+    loaded = BatchLoader(view_pairs(images), sampler, workers=2, pin_memory=False)
     for keys, batch in zip(batches, loaded, strict=True):
         assert_same_views(batch, local.__getitems__(keys))
     with pytest.raises(MissingData, match="there is nothing at s3://pictures/streets"):

@@ -20,7 +20,8 @@ from torchmetrics import SumMetric
 from cribo.arguments import ConfigError
 from cribo.data import UnreadableImage
 from cribo.data.randomness import keyed_generator
-from cribo.evaluation.training import KeyStream, TrainedModule, TrainingRuntime, evaluation_folder, fit
+from cribo.evaluation.runtime import TrainingRuntime
+from cribo.evaluation.training import KeyStream, TrainedModule, evaluation_folder, fit
 from cribo.files import FolderError
 from cribo.training.checkpoints import checkpoint_files
 from cribo.training.interruption import Interrupted

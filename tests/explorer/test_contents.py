@@ -4,8 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cribo.explorer.contents import Asked, Contents, open_contents
-from cribo.explorer.uploads import Limits, Refused
+from cribo.explorer.config import Asked, Limits
+from cribo.explorer.contents import Contents, open_contents
+from cribo.explorer.uploads import Refused
 from cribo.explorer.view_pairs import PairSample
 from cribo.retrieval import BackboneSource
 

@@ -10,8 +10,9 @@ import httpx
 import pytest
 from tests.explorer.conftest import SECRET
 
+from cribo.explorer.config import Limits
 from cribo.explorer.guard import Guard
-from cribo.explorer.uploads import Limits, Uploads
+from cribo.explorer.uploads import Uploads
 
 HOME = "http://127.0.0.1:7860"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from tests.explorer.conftest import write_metrics
 
-from cribo.explorer.training import CURVES, Point, read_run, require_run, summary_table
+from cribo.explorer.training import Point, read_run, require_run, summary_table
 
 
 @pytest.fixture
@@ -29,11 +29,12 @@ def test_a_run_is_read_anew_as_it_goes_on(run: Path) -> None:
 
 def test_curves_are_of_their_column_in_percent_where_it_is_a_share(run: Path) -> None:
     state = read_run(run)
-    assert state.curve(CURVES["Bootstrapping ratio"])[1] == Point(2, 20.0, "objects with a valid match")
+    assert state.curve({"bootstrapping_ratio": "matched"})[1] == Point(2, 20.0, "matched")
     assert [point.value for point in state.curve({"dense_nn": "x"})] == pytest.approx([10, 20, 30, 40])
     # A loss is 0 until it begins.
     assert [point.epoch for point in state.curve({"loss_cross_image": "x"})] == [2, 3]
-    assert state.columns == ["loss"]
+    assert state.curves["Losses"] == {"loss_image": "image", "loss_cross_image": "cross image"}
+    assert state.columns == ["bootstrapping_ratio", "loss"]
 
 
 def test_long_curves_are_thinned_out_and_keep_their_ends(run: Path) -> None:

@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from cribo.explorer.uploads import Limits, Refused, Uploads
+from cribo.explorer.config import Limits
+from cribo.explorer.uploads import Refused, Uploads
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 import torch
 
 from cribo.figures.layout import covered, followed_colours, lay_out_clusters, lay_out_features
-from cribo.pretraining.cluster_record import ClusterHistory
+from cribo.objectives.cluster_record import ClusterHistory
 
 
 def test_an_object_keeps_its_colour_whatever_its_number() -> None:

@@ -2,6 +2,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -9,7 +10,7 @@ from PIL import Image
 from cribo.cli import main
 from cribo.data import DataError
 from cribo.figures import write_figures
-from cribo.figures.run import FIGURES, Wanted
+from cribo.figures.config import FIGURES, Wanted
 from cribo.files import FolderError
 from cribo.pretraining import PretrainConfig, pretrain
 
@@ -99,14 +100,15 @@ def test_the_command_compares_runs(run: Path, tmp_path: Path, capsys: pytest.Cap
 
 def test_refusals_say_what_can_be_given(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    for wanted, message in (
-        (Wanted(only=("maches",)), "only must be of matches, clusters, .* got maches"),  # pyright: ignore[reportArgumentType]
-        (Wanted(formats=("gif",)), "format must be of pdf, png, got gif"),
-        (Wanted(objects=1), "objects must be >= 2, got 1"),
-        (Wanted(objects=99), "objects must be at most 32, the patches of both views"),
-    ):
+    refusals: list[tuple[dict[str, Any], str]] = [
+        ({"only": ("maches",)}, "only must be of matches, clusters, .* got maches"),
+        ({"formats": ("gif",)}, "format must be of pdf, png, got gif"),
+        ({"objects": 1}, "objects must be >= 2, got 1"),
+        ({"objects": 99}, "objects must be at most 32, the patches of both views"),
+    ]
+    for choices, message in refusals:
         with pytest.raises(ValueError, match=message):
-            write_figures({"run": run}, out, wanted)
+            write_figures({"run": run}, out, Wanted(**choices))
     with pytest.raises(FileNotFoundError, match="no file is like --images"):
         write_figures({"run": run}, out, Wanted(images="/nowhere/*.jpg"))
     with pytest.raises(FileNotFoundError, match=r"is no run: it holds no config.yaml"):

@@ -213,6 +213,8 @@ class Payload:
         "optim: {{lr: {value}}}",
         "backbone: {{args: {value}}}",
         "backbone: {{args: {{x: {value}}}}}",
+        "objective: {{name: {value}}}",
+        "objective: {{args: {{x: {value}}}}}",
         "data: {{root: {value}}}",
         "{value}: 1",
     ],
@@ -224,14 +226,21 @@ def test_nothing_is_executed(tmp_path: Path, form: str, place: str) -> None:
     assert_taken_or_refused(tmp_path / "x.yaml", place.format(value=value))
     parser = ConfigParser()
     add_config_arguments(parser)
-    for name in ("optim", "optim.lr", "backbone.args", "data.root"):
+    for name in ("optim", "optim.lr", "backbone.args", "objective.name", "objective.args", "data.root"):
         with contextlib.suppress(ConfigError):
             config_from(parser.parse_args([f"--{name}={value}"]))
     assert not made.exists()
 
 
 @pytest.mark.parametrize(
-    "name", ["backbone: {{args: {{x: {value}}}}}", "optim: {value}", "data: {{root: {value}}}", "x: {value}"]
+    "name",
+    [
+        "backbone: {{args: {{x: {value}}}}}",
+        "objective: {{args: {{x: {value}}}}}",
+        "optim: {value}",
+        "data: {{root: {value}}}",
+        "x: {value}",
+    ],
 )
 def test_aliases_of_aliases_do_not_multiply(tmp_path: Path, name: str) -> None:
     lines = ["a0: &a0 [lol, lol, lol, lol, lol, lol, lol, lol, lol]"]

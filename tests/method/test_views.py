@@ -174,7 +174,7 @@ def test_draws_come_from_the_generator_alone() -> None:
     assert torch.equal(first.flips, again.flips)
     assert not torch.equal(first.boxes, other.boxes)
     same = sample_photometric(ViewRecipe(), generator=generator(1))
-    assert all(torch.equal(getattr(light, name), getattr(same, name)) for name in vars(light))
+    assert all(torch.equal(getattr(light, name), getattr(same, name)) for name in light._fields)
     torch.set_rng_state(before)
 
 
@@ -230,7 +230,7 @@ def test_a_seed_draws_the_same_in_every_version() -> None:
         "solarise": [False, False, False, False],
     }
     p = drawn(2)
-    assert set(expected) == set(vars(p))
+    assert set(expected) == set(p._fields)
     for name, values in expected.items():
         torch.testing.assert_close(getattr(p, name), torch.tensor(values), rtol=0, atol=1e-6)
 
@@ -354,7 +354,7 @@ def test_solarise_threshold() -> None:
 def test_parameters_can_be_joined_and_selected() -> None:
     first, second = drawn(2, seed=1), drawn(3, seed=2)
     both = Photometric.cat([first, second])
-    for name in vars(both):
+    for name in both._fields:
         assert torch.equal(getattr(both.select(slice(4, 10)), name), getattr(second, name))
         assert torch.equal(getattr(both.select(torch.tensor([1, 0])), name), getattr(first, name)[[1, 0]])
 

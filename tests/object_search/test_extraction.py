@@ -8,13 +8,8 @@ from torch import Tensor
 
 from cribo.arguments import ConfigError
 from cribo.models import build_backbone
-from cribo.object_search.extraction import (
-    ObjectSettings,
-    encoded_size,
-    extract_objects,
-    patch_of_pixel,
-    prepare_image,
-)
+from cribo.object_search.extraction import encoded_size, extract_objects, patch_of_pixel, prepare_image
+from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval import PatchEncoder, backbone_encoder, mean_colour_encoder
 
 SETTINGS = ObjectSettings(num_objects=5, size=None, min_share=0.0)

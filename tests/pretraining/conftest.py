@@ -39,12 +39,12 @@ class Trained:
     @property
     def weights(self) -> dict[str, torch.Tensor]:
         """Student, teacher and centres."""
-        return self.checkpoint["state_dict"]
+        return {name: value for name, value in self.checkpoint["state_dict"].items() if name != "_extra_state"}
 
     @property
     def bank(self) -> dict[str, Any]:
         """What the bank holds."""
-        return self.checkpoint["cribo"]["bank"]
+        return self.checkpoint["state_dict"]["_extra_state"]["bank"]
 
 
 @pytest.fixture

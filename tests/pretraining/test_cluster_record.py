@@ -10,11 +10,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from cribo.data.pairs import ViewPairDataset
 from cribo.models import load_backbone
+from cribo.objectives.cluster_record import ClusterHistory, read_clusters, recorded_epochs
+from cribo.objectives.sampling import cluster_pairs, open_pairs, sample_pairs
 from cribo.pretraining import PretrainConfig
-from cribo.pretraining.cluster_record import ClusterHistory, read_clusters, recorded_epochs
-from cribo.pretraining.sampling import cluster_pairs, sample_pairs
 from cribo.pretraining.session import open_source
 
 Tiny = Callable[..., PretrainConfig]
@@ -52,11 +51,10 @@ def test_the_last_record_is_what_the_finished_teacher_says(tiny: Tiny, train: Tr
     history = read_clusters(folder)
     assert history.epochs == (0, 1, 2, 3)
     assert history.labels.shape == (4, 6, 2, 16)
-    source = open_source(config)
-    dataset = ViewPairDataset(source, config.views, grid=(4, 4), num_objects=5, drop_path_sites=0, seed=config.seed)
-    pairs = sample_pairs(dataset, config, count=6)
-    assert torch.equal(pairs.views, history.views)
-    objects = cluster_pairs(load_backbone(folder), pairs, config)
+    backbone = load_backbone(folder)
+    pairs = sample_pairs(open_pairs(open_source(config), backbone, config), config, count=6)
+    assert torch.equal(pairs["views"], history.views)
+    objects = cluster_pairs(backbone, pairs, config)
     assert torch.equal(objects.labels.long(), history.labels[-1])
     assert not torch.equal(history.labels[0], history.labels[-1])
 

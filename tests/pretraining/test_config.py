@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from cribo.cli import main
+from cribo.objectives.cribo import resolve_bank_images
 from cribo.pretraining import ConfigError, PretrainConfig, load_config
-from cribo.pretraining.config import _RANGES, resolve_bank_images
+from cribo.pretraining.config import _RANGES, ObjectiveConfig
 from cribo.pretraining.presets import dump_config, preset_names
 
 
@@ -67,31 +69,21 @@ def test_numbers_that_are_none_are_refused(value: float) -> None:
 
 def test_combinations_that_make_no_sense() -> None:
     config = PretrainConfig()
-    graphs = {"runtime.compile": "reduce-overhead", "optim.micro_batches": 2}
-    for changes, message in (
-        (graphs, "cannot be added up over optim.micro_batches, got 2: use runtime.compile default"),
-        ({"runtime.strategy": "fsdp", "runtime.compile": "max-autotune"}, "use --runtime.compile default"),
-        ({"runtime.strategy": "fsdp", "runtime.precision": "16-mixed"}, "use --runtime.precision bf16-mixed"),
-        ({"losses.image": False, "losses.cross_view": False, "losses.cross_image": False}, "leave one on"),
-        ({"objects.clustering": "kmeans"}, "set objects.position_weight to 0"),
-        ({"objects.group_size": 24}, "must be a multiple of objects.group_size x optim.micro_batches"),
-        ({"objects.bank_images": 255}, "must hold at least one batch of 256 images, got 255"),
+    for optim, runtime, message in (
+        (
+            {"micro_batches": 2},
+            {"compile": "reduce-overhead"},
+            "optim.micro_batches, got 2: use runtime.compile default",
+        ),
+        ({"micro_batches": 3}, {}, "optim.batch_size must be a multiple of optim.micro_batches 3, got 256"),
     ):
-
-        def change(changes: dict[str, Any] = changes) -> None:
-            parts: dict[str, dict[str, Any]] = {}
-            for name, value in changes.items():
-                part, _, key = name.partition(".")
-                parts.setdefault(part, {})[key] = value
-            dataclasses.replace(
-                config, **{part: dataclasses.replace(getattr(config, part), **own) for part, own in parts.items()}
-            )
-
         with pytest.raises(ValueError, match=message):
-            change()
+            dataclasses.replace(
+                config,
+                optim=dataclasses.replace(config.optim, **optim),
+                runtime=dataclasses.replace(config.runtime, **runtime),
+            )
     with_value(with_value(config, "runtime.compile", "default"), "optim.micro_batches", 2)
-    # A bank that no loss uses may be as small as it likes.
-    with_value(with_value(config, "losses.cross_image", False), "objects.bank_images", 1)
 
 
 def test_the_bank_holds_half_of_the_images_but_no_more_than_the_papers_and_no_less_than_a_batch() -> None:
@@ -164,7 +156,7 @@ def test_overrides_of_every_kind() -> None:
     assert (config.optim.epochs, config.optim.clip, config.data.root) == (7, 0.5, "some where/it's")
     assert (config.score.root, config.backbone.pretrained, config.backbone.args) == ("scenes", "timm", {"depth": 2})
     assert (config.optim.momentum, config.score.size) == ((0.9, 0.95), (32, 64))
-    assert (config.losses.cross_image, config.objects.bank_images, config.runtime.devices) == (False, None, "auto")
+    assert (config.losses.cross_image, config.objects.bank_images, config.runtime.devices) == (0.0, None, "auto")
 
 
 @pytest.mark.parametrize(
@@ -176,10 +168,65 @@ def test_compile_is_a_mode_and_was_yes_or_no(given: str, expected: str, tmp_path
     assert load_config("coco_vits16", {"runtime.compile": given}).runtime.compile == expected
 
 
+def test_losses_have_weights_and_were_on_or_off(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("losses: {image: true, cross_view: false, cross_image: 0.25}\n")
+    losses = load_config(tmp_path).losses
+    assert (losses.image, losses.cross_view, losses.cross_image) == (1.0, 0.0, 0.25)
+    assert not any(isinstance(weight, bool) for weight in (losses.image, losses.cross_view, losses.cross_image))
+    losses = load_config("coco_vits16", {"losses.image": "false", "losses.cross_view": 2}).losses
+    assert (losses.image, losses.cross_view, losses.cross_image) == (0.0, 2.0, 1.0)
+
+
+# ------------------------------------------------------------------ objectives
+
+
+@pytest.mark.parametrize(
+    ("said", "name", "args"),
+    [
+        ("{}", "cribo", {}),
+        ("objective: dino", "dino", {}),
+        ("objective: {name: dino, args: {crops: 4}}", "dino", {"crops": 4}),
+        ("objective: {class_path: mine.Objective, init_args: {rate: 0.5}}", "mine.Objective", {"rate": 0.5}),
+    ],
+)
+def test_an_objective_is_named_in_a_file(said: str, name: str, args: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"{said}\n")
+    config = load_config(tmp_path)
+    assert config.objective == ObjectiveConfig(name, args)
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--objective", "mine.Objective", "--objective.args", "{rate: 0.5}"],
+        ["--objective.name=mine.Objective", "--objective.args.rate", "0.5"],
+        ["--objective.class_path", "mine.Objective", "--objective.init_args.rate=0.5"],
+    ],
+)
+def test_an_objective_is_named_in_words(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["pretrain", *words, "--print_config"])
+    (tmp_path / "config.yaml").write_text(capsys.readouterr().out)
+    assert load_config(tmp_path).objective == ObjectiveConfig("mine.Objective", {"rate": 0.5})
+
+
+def test_an_objective_is_named_in_python() -> None:
+    config = load_config("camvid", {"objective.name": "mine.Objective", "objective.args": {"rate": 0.5}})
+    assert config.objective == ObjectiveConfig("mine.Objective", {"rate": 0.5})
+
+
+# ------------------------------------------------------------------ what is refused
+
+
 def test_options_that_were_removed_are_ignored_in_files_and_refused_elsewhere(tmp_path: Path) -> None:
     """Runs of earlier versions have them in their config.yaml, and can be resumed."""
     text = dump_config(load_config("camvid"))
-    (tmp_path / "config.yaml").write_text(text.replace("runtime:\n", "runtime:\n  tf32: null\n  bank: sharded\n"))
+    removed = "".join(
+        f"  {line}\n" for line in ("tf32: null", "bank: sharded", "strategy: fsdp", "on_nonfinite: rollback")
+    )
+    (tmp_path / "config.yaml").write_text(text.replace("runtime:\n", f"runtime:\n{removed}"))
     assert load_config(tmp_path) == load_config("camvid")
     with pytest.raises(ConfigError, match=r"runtime\.tf32"):
         load_config("camvid", {"runtime.tf32": True})
@@ -191,7 +238,8 @@ def test_what_is_refused() -> None:
         ({"optim.epochs": "many"}, "optim.epochs"),
         ({"optim.epochs": 0}, "optim.epochs must be >= 1, got 0"),
         ({"views.flip": 2.0}, "views.flip must be between 0 and 1"),
-        ({"objects.criterion": "oracle"}, "objects.criterion"),
+        ({"losses.image": "half"}, "losses.image"),
+        ({"runtime.on_nonfinite": "skip"}, "runtime.on_nonfinite"),
         ({"runtime.compile": "turbo"}, "reduce-overhead"),
         ({"backbone.checkpointing": "all"}, "selective"),
     ):

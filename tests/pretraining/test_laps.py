@@ -3,7 +3,7 @@ import time
 import pytest
 import torch
 
-from cribo.pretraining.laps import Laps
+from cribo.training.laps import Laps
 
 
 def test_laps_of_a_part_are_summed_and_steps_kept_apart():

@@ -1,4 +1,4 @@
-"""What happens to student, teacher, banks and centres in a step."""
+"""What happens to student, teacher, bank and centres in a step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,18 @@ import torch
 import torch.nn.functional as F
 
 from cribo.models.backbone import Backbone
-from cribo.pretraining import NonFiniteLoss, PretrainConfig, PretrainingModule
-from cribo.training.checkpoints import last_checkpoint
+from cribo.objectives.cribo import CrIBo
+from cribo.pretraining import PretrainConfig, PretrainingModule
 
 Tiny = Callable[..., PretrainConfig]
 Train = Callable[..., Any]
 State = dict[str, torch.Tensor]
+
+
+def cribo(module: L.LightningModule) -> CrIBo:
+    assert isinstance(module, PretrainingModule)
+    assert isinstance(module.objective, CrIBo)
+    return module.objective
 
 
 class Record(L.Callback):
@@ -28,20 +34,19 @@ class Record(L.Callback):
         self.bank: Any = None
 
     def _copy(self, module: L.LightningModule) -> None:
-        assert isinstance(module, PretrainingModule)
-        for target, network in ((self.student, module.student), (self.teacher, module.teacher)):
+        objective = cribo(module)
+        for target, network in ((self.student, objective.student), (self.teacher, objective.teacher)):
             target.append({name: value.detach().clone() for name, value in network.named_parameters()})
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._copy(pl_module)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any) -> None:
-        assert isinstance(pl_module, PretrainingModule)
         self._copy(pl_module)
-        state = trainer.optimizers[0].state
-        self.with_state.append({name for name, value in pl_module.student.named_parameters() if value in state})
-        self.results.append(pl_module._last)
-        self.bank = pl_module.bank
+        objective, state = cribo(pl_module), trainer.optimizers[0].state
+        self.with_state.append({name for name, value in objective.student.named_parameters() if value in state})
+        self.results.append(objective.last_result)
+        self.bank = objective.bank
 
 
 def moved(before: State, after: State) -> set[str]:
@@ -138,8 +143,8 @@ def test_drop_path_reaches_the_student_only(tiny: Tiny, train: Train, monkeypatc
 
     class Networks(L.Callback):
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            assert isinstance(pl_module, PretrainingModule)
-            self.student, self.teacher = pl_module.student.backbone, pl_module.teacher.backbone
+            objective = cribo(pl_module)
+            self.student, self.teacher = objective.student.backbone, objective.teacher.backbone
 
     networks = Networks()
     config = tiny({"backbone.drop_path": 0.4, "optim.epochs": 1})
@@ -164,20 +169,23 @@ def test_the_image_level_alone_finds_no_objects(tiny: Tiny, train: Train, monkey
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("no loss works on objects")
 
-    monkeypatch.setattr("cribo.pretraining.objective.find_objects", fail)
+    monkeypatch.setattr("cribo.objectives.cribo.find_objects", fail)
     record, trained = recorded(train, tiny({"losses.cross_view": False, "losses.cross_image": False}))
     assert record.bank is None
     assert trained.bank is None
     assert all(result.objects is None and result.matches is None for result in record.results)
     for row in trained.rows:
-        assert float(row["loss_cross_view"]) == float(row["loss_cross_image"]) == float(row["objects_per_image"]) == 0
+        assert float(row["loss_cross_view"]) == float(row["loss_cross_image"]) == 0
         assert float(row["loss"]) == float(row["loss_image"]) > 0
+        assert not {"objects_per_image", "bootstrapping_ratio", "object_entropy_of_mean"} & row.keys()
 
 
 def test_without_the_cross_image_loss_there_is_no_bank(tiny: Tiny, train: Train) -> None:
     record, trained = recorded(train, tiny({"losses.cross_image": False}))
     assert record.bank is None
+    assert trained.bank is None
     assert all(result.matches is None and result.objects is not None for result in record.results)
+    assert all("bootstrapping_ratio" not in row and float(row["objects_per_image"]) > 0 for row in trained.rows)
     assert all(float(row["loss_cross_image"]) == 0 < float(row["loss_cross_view"]) for row in trained.rows)
 
 
@@ -204,76 +212,39 @@ def test_cycle_consistency_keeps_fewer_matches_than_no_criterion(tiny: Tiny, tra
     assert 0 < sum(ratios) / len(ratios) < 1
 
 
-def test_the_loss_is_the_sum_of_the_three(tiny: Tiny, train: Train) -> None:
-    _, trained = recorded(train, tiny({"losses.cross_image_from_epoch": 0}))
+def test_the_loss_is_the_sum_of_the_three_times_their_weights(tiny: Tiny, train: Train) -> None:
+    weights = {"image": 0.5, "cross_view": 2.0, "cross_image": 1.0}
+    changes = {f"losses.{name}": weight for name, weight in weights.items()}
+    _, trained = recorded(train, tiny({"losses.cross_image_from_epoch": 0, **changes}))
     for row in trained.rows:
-        parts = sum(float(row[f"loss_{name}"]) for name in ("image", "cross_view", "cross_image"))
-        assert float(row["loss"]) == pytest.approx(parts, rel=1e-6)
+        assert float(row["loss"]) == pytest.approx(
+            sum(weight * float(row[f"loss_{name}"]) for name, weight in weights.items()), rel=1e-6
+        )
+
+
+def test_a_weight_scales_the_gradients_of_its_loss(tiny: Tiny, train: Train) -> None:
+    class Gradients(L.Callback):
+        def on_before_optimizer_step(
+            self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any
+        ) -> None:
+            if trainer.global_step == 0:
+                named = cribo(pl_module).student.named_parameters()
+                self.found = {name: value.grad.clone() for name, value in named if value.grad is not None}
+
+    found = []
+    for weight in (1.0, 0.25):
+        gradients = Gradients()
+        changes = {"losses.cross_view": weight, "losses.image": 0, "losses.cross_image": 0, "optim.epochs": 1}
+        train(tiny(changes), callbacks=[gradients])
+        found.append(gradients.found)
+    whole, quarter = found
+    assert "backbone.model.cls_token" in whole
+    assert whole.keys() == quarter.keys()
+    for name, gradient in whole.items():
+        torch.testing.assert_close(quarter[name], 0.25 * gradient, rtol=1e-4, atol=1e-9)
 
 
 def test_the_bank_remembers_the_last_images_only(tiny: Tiny, train: Train) -> None:
     record, trained = recorded(train, tiny({"objects.bank_images": 10}))
     assert record.bank.images_held == 10
     assert trained.bank["rows"].shape[1] == int(trained.bank["counts"].sum()) == len(record.bank)
-
-
-# ------------------------------------------------------------------ losses that are not finite
-
-
-class Poison(L.Callback):
-    """Makes one weight infinite before a step is taken or after it was."""
-
-    def __init__(self, step: int, *, after: bool = False) -> None:
-        self.step = step
-        self.after = after
-
-    def _poison(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        assert isinstance(module, PretrainingModule)
-        if trainer.global_step == self.step:
-            with torch.no_grad():
-                module.student.image_prototypes.direction[0, 0] = torch.inf
-
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any) -> None:
-        if not self.after:
-            self._poison(trainer, pl_module)
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any) -> None:
-        if self.after:
-            self._poison(trainer, pl_module)
-
-
-@pytest.mark.parametrize("log_every", [1, 4, 100])
-def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_saved(
-    tiny: Tiny, train: Train, tmp_path: Any, log_every: int
-) -> None:
-    changes = {"runtime.checkpoint_every": 2, "runtime.log_every": log_every, "runtime.on_nonfinite": "stop"}
-    config = tiny(changes)
-    with pytest.raises(NonFiniteLoss, match="the loss image was not finite at step 5") as caught:
-        train(config, callbacks=[Poison(5)])
-    assert (caught.value.what, caught.value.step) == ("the loss image", 5)
-    path = last_checkpoint(tmp_path / "run")
-    assert path is not None
-    assert path.name == "step=00000004.ckpt"
-    state = torch.load(path, weights_only=False)["state_dict"]
-    assert all(value.isfinite().all() for value in state.values())
-    assert not (tmp_path / "run" / "summary.json").exists()
-
-
-def test_weights_that_are_not_finite_are_never_saved(tiny: Tiny, train: Train, tmp_path: Any) -> None:
-    with pytest.raises(NonFiniteLoss, match="weights were not finite at step 3"):
-        train(tiny({"runtime.checkpoint_every": 2, "runtime.log_every": 100}), callbacks=[Poison(4, after=True)])
-    path = last_checkpoint(tmp_path / "run")
-    assert path is not None
-    assert path.name == "step=00000002.ckpt"
-
-
-def test_a_learning_rate_beyond_reason_stops_the_run(tiny: Tiny, train: Train) -> None:
-    """AdamW's steps are as large as the rate: after some, sums of squares no longer fit into a float32."""
-    config = tiny({"optim.lr": 10, "optim.batch_size": 8, "optim.warmup_epochs": 0, "optim.weight_decay": (10, 10)})
-    record = Record()
-    try:
-        train(config, callbacks=[record])
-    except NonFiniteLoss as error:
-        assert "lower optim.lr" in str(error)  # noqa: PT017
-    else:
-        assert all(value.isfinite().all() for value in record.student[-1].values())

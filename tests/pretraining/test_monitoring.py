@@ -9,8 +9,9 @@ import lightning as L
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from cribo.objectives.cribo import signs_of_trouble
 from cribo.pretraining import PretrainConfig
-from cribo.pretraining.monitoring import COLUMNS, read_metrics, signs_of_trouble
+from cribo.pretraining.monitoring import Rows, read_metrics
 from cribo.training.events import Events
 
 Tiny = Callable[..., PretrainConfig]
@@ -87,10 +88,18 @@ def test_a_lasting_sign_is_warned_of_once_and_reaches_the_summary(
     assert any("image distributions are uniform" in message for message in caplog.messages)
 
 
-def test_metrics_csv_has_all_columns_and_reads_back(tiny: Tiny, train: Train) -> None:
+def test_metrics_csv_has_a_column_for_every_number_and_reads_back(tiny: Tiny, train: Train) -> None:
     trained = train(tiny({"runtime.log_every": 5, "score.root": "scenes", "score.images": (4, 2)}))
     path = trained.run.folder / "metrics.csv"
-    assert path.read_text().splitlines()[0] == ",".join(COLUMNS)
+    columns = path.read_text().splitlines()[0].split(",")
+    assert columns[:5] == ["step", "epoch", "seconds", "images_per_second", "loss"]
+    assert len(columns) == len(set(columns))
+    assert set(columns[5:]) == {
+        *("loss_image", "loss_cross_view", "loss_cross_image", "objects_per_image", "bootstrapping_ratio"),
+        *("lr", "weight_decay", "momentum", "teacher_temperature", "dense_nn"),
+        *(f"{level}_{entropy}" for level in ("image", "object") for entropy in ("entropy_of_mean", "mean_entropy")),
+        *("feature_std", "distinct_neighbours"),
+    }
     rows = read_metrics(path)
     # 0 and 12: the score before and after; 12: the last row of numbers too, though 5 does not divide it.
     assert [row["step"] for row in rows] == [0, 5, 10, 12, 12]
@@ -118,6 +127,27 @@ def test_a_row_is_the_mean_over_its_steps(tiny: Tiny, train: Train) -> None:
         valid = sum(float(step["bootstrapping_ratio"]) * k for step, k in zip(steps, kept, strict=True))
         assert float(row["bootstrapping_ratio"]) == pytest.approx(valid / sum(kept), rel=1e-5)
         assert row["lr"] == steps[-1]["lr"]
+
+
+def test_columns_come_with_their_first_number(tiny: Tiny, train: Train) -> None:
+    """Nothing is matched before L_ci^o, and without the losses of objects there are none."""
+    path = train(tiny({"losses.cross_image_from_epoch": 2})).run.folder / "metrics.csv"
+    assert {len(line.split(",")) for line in path.read_text().splitlines()} == {len(read_metrics(path)[-1])}
+    assert ["bootstrapping_ratio" in row for row in read_metrics(path)] == [False] * 8 + [True] * 4
+    objectless = train(tiny({"losses.cross_view": 0, "losses.cross_image": 0}), "objectless").run
+    assert "objects" not in (objectless.folder / "metrics.csv").read_text()
+    assert "bootstrapping_ratio" not in objectless.summary
+    assert "bootstrapped" not in objectless.summary["shown"]
+
+
+def test_rows_are_dictionaries_without_what_is_no_number() -> None:
+    rows = Rows([{"step": 1.0}, {"step": 2.0, "own": 0.5, "loss": float("nan")}])
+    rows.append({"step": 3.0, "another": float("inf")})
+    assert list(rows) == [{"step": 1.0}, {"step": 2.0, "own": 0.5}, {"step": 3.0, "another": float("inf")}]
+    assert (len(rows), rows[-2]) == (3, {"step": 2.0, "own": 0.5})
+    assert rows.columns == ["step", "epoch", "seconds", "images_per_second", "loss", "own", "another"]
+    with pytest.raises(IndexError):
+        rows[3]
 
 
 # ------------------------------------------------------------------ when a file cannot be written

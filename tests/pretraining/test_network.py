@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from cribo.models import build_backbone
+from cribo.objectives.base import move_towards
+from cribo.objectives.cribo import CrIBo
+from cribo.objectives.networks import Network
+from cribo.objectives.options import HeadConfig
 from cribo.pretraining import PretrainConfig, PretrainingModule
-from cribo.pretraining.config import HeadConfig
-from cribo.pretraining.network import Network
 
 Tiny = Callable[..., PretrainConfig]
 Train = Callable[..., Any]
@@ -25,7 +27,9 @@ class Kept(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, PretrainingModule)
-        for name, network in (("student", pl_module.student), ("teacher", pl_module.teacher)):
+        objective = pl_module.objective
+        assert isinstance(objective, CrIBo)
+        for name, network in (("student", objective.student), ("teacher", objective.teacher)):
             for part in (network.backbone, network.head):
                 self._count(part, name)
 
@@ -51,15 +55,37 @@ def test_the_teacher_keeps_nothing_and_a_checkpointed_student_little(tiny: Tiny,
     assert losses["blocks"] == pytest.approx(losses["none"], rel=1e-5)
 
 
-def test_the_moving_average() -> None:
+def network(*levels: str, seed: int = 0) -> Network:
     backbone = build_backbone("vit_tiny_patch16_224", args={"depth": 1, "embed_dim": 32, "num_heads": 2}, image_size=32)
-    student = Network(backbone, HeadConfig(hidden_dim=32, bottleneck_dim=16, prototypes=32), seed=0)
+    return Network(backbone, HeadConfig(hidden_dim=32, bottleneck_dim=16, prototypes=32), levels=levels, seed=seed)
+
+
+def test_the_moving_average() -> None:
+    student = network("image", "object")
     teacher = student.make_teacher()
     before = [value.clone() for value in teacher.parameters()]
     with torch.no_grad():
         for parameter in student.parameters():
             parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
-    teacher.move_towards(student, 0.9)
+    move_towards(teacher, student, 0.9)
     for own, other, old in zip(teacher.parameters(), student.parameters(), before, strict=True):
         torch.testing.assert_close(own, 0.9 * old + 0.1 * other.detach())
         assert not own.requires_grad
+
+
+def test_each_level_has_a_last_layer_of_its_own() -> None:
+    one, two = network("patch"), network("patch", "image")
+    assert [layer.shape for layer in one.last_layers] == [layer.shape for layer in one.prototypes("patch").parameters()]
+    assert len(two.last_layers) == 2 * len(one.last_layers)
+    assert two.prototypes("image") is not two.prototypes("patch")
+    assert not torch.equal(two.prototypes("image").weight, two.prototypes("patch").weight)
+    assert {"patch_prototypes.direction", "patch_prototypes.gain"} <= one.state_dict().keys()
+
+
+def test_random_weights_of_the_head_depend_on_the_seed_alone() -> None:
+    torch.manual_seed(1)
+    first = network("image", "object").head.state_dict()
+    torch.manual_seed(2)
+    again, other = network("image", "object").head.state_dict(), network("image", "object", seed=1).head.state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in first.items())
+    assert not torch.equal(first["mlp.0.weight"], other["mlp.0.weight"])

@@ -3,10 +3,9 @@ import torch
 from torch import nn
 
 from cribo.models import build_backbone
-from cribo.pretraining.config import HeadConfig, OptimConfig
-from cribo.pretraining.network import Network
-from cribo.pretraining.parameters import RunningStatistics, clip_each, drop_gradients, parameter_groups
-from cribo.pretraining.shares import norms
+from cribo.objectives.networks import Network
+from cribo.objectives.options import HeadConfig
+from cribo.pretraining.parameters import block_names, clip_each, drop_gradients, parameter_groups
 
 SMALL = {"patch_size": 8, "depth": 3, "embed_dim": 32, "num_heads": 2}
 
@@ -15,14 +14,14 @@ def network(name: str = "vit_tiny_patch16_224", *, train_gain: bool = True) -> N
     args = SMALL if name.startswith("vit") else {}
     backbone = build_backbone(name, args=args, image_size=32)
     head = HeadConfig(hidden_dim=32, bottleneck_dim=16, prototypes=32, train_gain=train_gain)
-    return Network(backbone, head, seed=0)
+    return Network(backbone, head, levels=("image", "object"), seed=0)
 
 
-def by_name(student: Network, config: OptimConfig) -> dict[str, tuple[float, float]]:
+def by_name(student: nn.Module, layer_decay: float = 1.0) -> dict[str, tuple[float, float]]:
     """(learning-rate scale, decay) of every parameter that is trained."""
     names = {parameter: name for name, parameter in student.named_parameters()}
     found: dict[str, tuple[float, float]] = {}
-    for group in parameter_groups(student, config):
+    for group in parameter_groups(student, layer_decay):
         for parameter in group["params"]:  # pyright: ignore[reportGeneralTypeIssues]
             name = names[parameter]
             assert name not in found
@@ -31,7 +30,7 @@ def by_name(student: Network, config: OptimConfig) -> dict[str, tuple[float, flo
 
 
 def test_what_decays() -> None:
-    groups = by_name(network(), OptimConfig())
+    groups = by_name(network())
     for name in ("backbone.model.cls_token", "backbone.model.pos_embed", "image_prototypes.gain", "head.mlp.0.weight"):
         assert groups[name] == (1.0, 1.0), name
     for name in ("backbone.model.blocks.0.norm1.weight", "backbone.model.norm.bias", "head.mlp.0.bias"):
@@ -41,12 +40,12 @@ def test_what_decays() -> None:
 def test_every_trained_parameter_is_in_one_group_and_no_other() -> None:
     student = network(train_gain=False)
     trained = {name for name, parameter in student.named_parameters() if parameter.requires_grad}
-    assert by_name(student, OptimConfig(layer_decay=0.5)).keys() == trained
+    assert by_name(student, 0.5).keys() == trained
     assert "image_prototypes.gain" not in trained
 
 
 def test_layer_decay_falls_from_the_head_to_the_patch_embedding() -> None:
-    scales = {name: scale for name, (scale, _) in by_name(network(), OptimConfig(layer_decay=0.5)).items()}
+    scales = {name: scale for name, (scale, _) in by_name(network(), 0.5).items()}
     assert scales["head.mlp.0.weight"] == scales["object_prototypes.direction"] == 1.0
     assert scales["backbone.model.norm.weight"] == 1.0
     assert [scales[f"backbone.model.blocks.{block}.attn.qkv.weight"] for block in (2, 1, 0)] == [0.5, 0.25, 0.125]
@@ -72,7 +71,7 @@ def test_layer_decay_falls_from_the_head_to_the_patch_embedding() -> None:
     ],
 )
 def test_layer_decay_falls_through_the_stages_of_a_convolutional_network(name: str, top_to_bottom: list[str]) -> None:
-    scales = {name: scale for name, (scale, _) in by_name(network(name), OptimConfig(layer_decay=0.9)).items()}
+    scales = {name: scale for name, (scale, _) in by_name(network(name), 0.9).items()}
     rates = []
     for part in top_to_bottom:
         found = {scale for key, scale in scales.items() if key.startswith(f"backbone.model.{part}.")}
@@ -82,10 +81,34 @@ def test_layer_decay_falls_through_the_stages_of_a_convolutional_network(name: s
     assert len(set(rates)) == len(rates)
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "blocks"),
+    [
+        ("vit_tiny_patch16_224", 32, ["model.blocks.0", "model.blocks.11"]),
+        ("resnet18", 64, ["model.layer1.0", "model.layer4.1"]),
+        ("convnext_atto", 64, ["model.stages.0.blocks.0", "model.stages.3.blocks.1"]),
+    ],
+)
+def test_blocks_are_parts_of_the_network(name: str, size: int, blocks: list[str]) -> None:
+    backbone = build_backbone(name, image_size=size)
+    found = block_names(name for name, _ in backbone.named_parameters())
+    assert [found[0], found[-1]] == blocks
+    assert set(found) <= {name for name, _ in backbone.named_modules()}
+
+
+def test_parts_beside_the_backbone_have_the_full_rate() -> None:
+    """Whatever they are called in an objective of one's own; and a backbone elsewhere counts as one of them."""
+    own = nn.ModuleDict({"backbone": network().backbone, "decoder": nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))})
+    scales = {name: scale for name, (scale, _) in by_name(own, 0.5).items()}
+    assert scales["decoder.0.weight"] == scales["decoder.1.bias"] == scales["backbone.model.norm.weight"] == 1.0
+    assert scales["backbone.model.blocks.0.attn.qkv.weight"] == 0.125
+    assert {scale for scale, _ in by_name(nn.ModuleDict({"inner": own}), 0.5).values()} == {1.0}
+
+
 def test_clipping_scales_each_tensor_by_its_own_norm() -> None:
     large, small = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(3))
     large.grad, small.grad = torch.full((2, 2), 3.0), torch.tensor([0.1, 0.0, 0.2])
-    clip_each([large.grad, small.grad], norms([large.grad, small.grad]), 0.3)
+    clip_each([large.grad, small.grad], 0.3)
     assert large.grad.norm() == pytest.approx(0.3, rel=1e-5)
     torch.testing.assert_close(large.grad, torch.full((2, 2), 0.15), rtol=1e-5, atol=0)
     assert small.grad.tolist() == pytest.approx([0.1, 0.0, 0.2])
@@ -96,9 +119,13 @@ def test_clipping_is_the_formula_for_every_tensor_of_a_network() -> None:
     generator = torch.Generator().manual_seed(0)
     gradients = [0.1 * torch.randn(parameter.shape, generator=generator) for parameter in student.parameters()]
     expected = [gradient * min(1.0, 0.3 / (float(gradient.norm()) + 1e-6)) for gradient in gradients]
-    clip_each(gradients, norms(gradients), 0.3)
+    clip_each(gradients, 0.3)
     for gradient, value in zip(gradients, expected, strict=True):
         torch.testing.assert_close(gradient, value, rtol=1e-5, atol=1e-8)
+
+
+def test_nothing_to_clip() -> None:
+    clip_each([], 0.3)
 
 
 def test_dropped_gradients_leave_nothing_for_the_optimiser() -> None:
@@ -110,19 +137,3 @@ def test_dropped_gradients_leave_nothing_for_the_optimiser() -> None:
     assert torch.equal(dropped, torch.ones(2, 2))
     assert dropped not in optimiser.state
     assert kept in optimiser.state
-
-
-def test_statistics_of_batch_norms_are_put_back_where_that_is_due() -> None:
-    norm = nn.BatchNorm2d(3)
-    statistics = RunningStatistics([nn.Sequential(nn.Conv2d(3, 3, 1), norm)])
-    norm(torch.randn(4, 3, 2, 2))
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    mean, variance = norm.running_mean.clone(), norm.running_var.clone()
-    for bad, images in ((False, torch.randn(4, 3, 2, 2)), (True, torch.full((4, 3, 2, 2), torch.nan))):
-        statistics.keep()
-        norm(images)
-        statistics.put_back(torch.tensor(bad))
-        assert torch.equal(norm.running_mean, mean) == bad
-        assert torch.equal(norm.running_var, variance) == bad
-        mean, variance = norm.running_mean.clone(), norm.running_var.clone()

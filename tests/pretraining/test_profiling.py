@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cribo.arguments import ConfigError
 from cribo.cli import main
 from cribo.method import MemoryBank
 from cribo.models import build_backbone
@@ -101,6 +102,11 @@ def test_a_total_batch_is_divided_by_the_devices() -> None:
 def test_what_cannot_be_measured_is_refused_before_any_work(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         profile(config(), **arguments)  # pyright: ignore[reportArgumentType]
+
+
+def test_another_objective_has_other_parts() -> None:
+    with pytest.raises(ConfigError, match="measures the objective cribo, got dino"):
+        profile(config(objective__name="dino", views__size=64))
 
 
 def test_the_bank_is_filled_to_the_last_image_with_rows_near_real_objects() -> None:

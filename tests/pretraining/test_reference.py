@@ -8,10 +8,11 @@ import lightning as L
 import pytest
 import torch
 
-from cribo.data.pairs import ViewPairs
+from cribo.data.samples import Batch
 from cribo.method import apply_photometric
 from cribo.method.reference import Reference
 from cribo.models import normalise
+from cribo.objectives.cribo import CrIBo
 from cribo.pretraining import PretrainConfig, PretrainingModule
 from cribo.pretraining.parameters import parameter_groups
 
@@ -35,13 +36,14 @@ class Record(L.Callback):
     """The networks at the start, every batch, and the losses of every step."""
 
     def __init__(self) -> None:
-        self.batches: list[ViewPairs] = []
+        self.batches: list[Batch] = []
         self.losses: list[dict[str, torch.Tensor]] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, PretrainingModule)
-        self.module = pl_module
-        self.student, self.teacher = copy.deepcopy(pl_module.student), copy.deepcopy(pl_module.teacher)
+        assert isinstance(pl_module.objective, CrIBo)
+        self.schedules, self.objective = pl_module.schedules, pl_module.objective
+        self.student, self.teacher = copy.deepcopy(self.objective.student), copy.deepcopy(self.objective.teacher)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -49,8 +51,8 @@ class Record(L.Callback):
         self.batches.append(batch)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any) -> None:
-        assert isinstance(pl_module, PretrainingModule)
-        self.losses.append(pl_module.last_result.losses)
+        assert self.objective.last_result is not None
+        self.losses.append(self.objective.last_result.losses)
 
 
 @pytest.mark.parametrize("marginals", ["adaptive", "uniform"])
@@ -67,23 +69,23 @@ def test_training_is_that_of_the_reference(tiny: Tiny, train: Train, marginals: 
         position_weight=config.objects.position_weight,
         marginals=marginals,
     )
-    optimizer = torch.optim.AdamW(parameter_groups(student, config.optim), lr=0.0)
+    optimizer = torch.optim.AdamW(parameter_groups(student), lr=0.0)
     assert len(record.losses) == STEPS
     assert record.losses[-1]["cross_image"] > 0
     for step, (batch, found) in enumerate(zip(record.batches, record.losses, strict=True)):
-        values = record.module.schedules.at(step)
+        values = record.schedules.at(step)
         for group in optimizer.param_groups:
-            group["lr"], group["weight_decay"] = values.lr, values.weight_decay * group["decay"]
-        views = apply_photometric(batch.views.flatten(0, 1), batch.photometric)
+            group["lr"], group["weight_decay"] = values["lr"], values["weight_decay"] * group["decay"]
+        views = apply_photometric(batch["views"].flatten(0, 1), batch["photometric"].flatten())
         losses = reference.step(
             optimizer,
-            values.momentum,
+            values["momentum"],
             views=normalise(views, mean=backbone.mean, std=backbone.std).unflatten(0, (-1, 2)),
-            coordinates=batch.coordinates.double(),
-            initial_tokens=batch.initial_tokens,
+            coordinates=batch["coordinates"].double(),
+            initial_tokens=batch["initial_tokens"],
             images=batch.images,
-            teacher_temperature=values.teacher_temperature,
-            cross_image=step >= record.module.schedules.steps_per_epoch,
+            teacher_temperature=values["teacher_temperature"],
+            cross_image=step >= record.schedules.steps_per_epoch,
         )
         for name, loss in losses.items():
             torch.testing.assert_close(found[name], loss.detach(), rtol=1e-9, atol=0)

@@ -17,6 +17,7 @@ from cribo.models import load_backbone
 from cribo.pretraining import ConfigError, PretrainConfig, TooManyUnreadable, load_config, pretrain
 from cribo.pretraining.presets import dump_config
 from cribo.pretraining.run import overrides_in
+from cribo.training.lock import RUN_LOCK
 
 Tiny = Callable[..., PretrainConfig]
 Train = Callable[..., Any]
@@ -88,7 +89,7 @@ def test_the_pictures_open_and_show_something(whole_run: tuple[PretrainConfig, A
 def test_nothing_else_is_left(whole_run: tuple[PretrainConfig, Any]) -> None:
     _, run = whole_run
     files = {"config.yaml", "metrics.csv", "summary.json", "clusters.npz", "backbone.safetensors", "backbone.json"}
-    assert {path.name for path in run.folder.iterdir()} == files | {"checkpoints", "report", "tensorboard"}
+    assert {path.name for path in run.folder.iterdir()} == files | {"checkpoints", "report", "tensorboard", RUN_LOCK}
     assert not [path for path in run.folder.rglob("*") if path.name.endswith(".part")]
     assert list((run.folder / "tensorboard").glob("events.*"))
 

@@ -1,34 +1,45 @@
 import numpy as np
 import pytest
 
-from cribo.pretraining import PretrainConfig
-from cribo.pretraining.config import LossConfig, ObjectsConfig, OptimConfig
+from cribo.objectives import Setting, Step
+from cribo.objectives.cribo import CrIBo
+from cribo.objectives.options import BackboneConfig, HeadConfig, LossConfig, ObjectiveOptions, OptimConfig
 from cribo.pretraining.schedules import Schedules
 
 EPOCHS, STEPS = 20, 7
 
 
-def schedules(**optim: object) -> Schedules:
-    config = PretrainConfig(
-        objects=ObjectsConfig(group_size=64),
-        losses=LossConfig(teacher_temperature=(0.04, 0.07), teacher_temperature_epochs=5),
-        optim=OptimConfig(
-            **{
-                "epochs": EPOCHS,
-                "batch_size": 512,
-                "lr": 5e-4,
-                "final_lr": 1e-5,
-                "warmup_epochs": 3,
-                "momentum": (0.996, 1.0),
-                **optim,
-            }
-        ),
+def optim(**changes: object) -> OptimConfig:
+    values = {
+        "epochs": EPOCHS,
+        "batch_size": 512,
+        "lr": 5e-4,
+        "final_lr": 1e-5,
+        "warmup_epochs": 3,
+        "momentum": (0.996, 1.0),
+        **changes,
+    }
+    return OptimConfig(**values)
+
+
+def schedules(**changes: object) -> Schedules:
+    return Schedules(optim(**changes), STEPS)
+
+
+def of_cribo(steps_per_epoch: int = STEPS, **losses: object) -> Schedules:
+    """With those of an objective."""
+    options = ObjectiveOptions(
+        backbone=BackboneConfig("vit_tiny_patch16_224", {"depth": 1, "embed_dim": 32, "num_heads": 2}),
+        head=HeadConfig(hidden_dim=8, bottleneck_dim=8, prototypes=8),
+        losses=LossConfig(teacher_temperature=(0.04, 0.07), **losses),  # pyright: ignore[reportArgumentType]
+        optim=optim(),
     )
-    return Schedules(config, STEPS)
+    objective = CrIBo(Setting(options, num_images=512 * steps_per_epoch, steps_per_epoch=steps_per_epoch))
+    return Schedules(options.optim, steps_per_epoch, objective.schedules)
 
 
 def values(of: Schedules, name: str) -> np.ndarray:
-    return np.array([getattr(of.at(step), name) for step in range(of.total_steps)])
+    return np.array([of.at(step)[name] for step in range(of.total_steps)])
 
 
 def cosine(start: float, end: float, steps: int) -> np.ndarray:
@@ -42,23 +53,24 @@ def test_learning_rate_warms_up_from_0_to_the_scaled_peak_and_falls_as_a_cosine(
 
 
 def test_final_learning_rate_is_not_scaled_with_the_batch() -> None:
-    last = schedules(epochs=2000).at(2000 * STEPS - 1).lr
+    last = schedules(epochs=2000).at(2000 * STEPS - 1)["lr"]
     assert last == pytest.approx(1e-5, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["weight_decay", "momentum"])
 def test_weight_decay_and_momentum_are_cosines_over_the_whole_run(name: str) -> None:
     start, end = {"weight_decay": (0.04, 0.4), "momentum": (0.996, 1.0)}[name]
-    np.testing.assert_allclose(values(schedules(), name), cosine(start, end, EPOCHS * STEPS), rtol=1e-12)
+    np.testing.assert_allclose(values(of_cribo(), name), cosine(start, end, EPOCHS * STEPS), rtol=1e-12)
 
 
 def test_teacher_temperature_takes_one_linear_step_an_epoch() -> None:
     per_epoch = np.concatenate((np.linspace(0.04, 0.07, 5), np.full(EPOCHS - 5, 0.07)))
-    np.testing.assert_allclose(values(schedules(), "teacher_temperature"), np.repeat(per_epoch, STEPS), rtol=1e-12)
+    found = values(of_cribo(teacher_temperature_epochs=5), "teacher_temperature")
+    np.testing.assert_allclose(found, np.repeat(per_epoch, STEPS), rtol=1e-12)
 
 
 def test_without_warm_up_the_peak_comes_first() -> None:
-    assert schedules(warmup_epochs=0).at(0).lr == pytest.approx(1e-3)
+    assert schedules(warmup_epochs=0).at(0)["lr"] == pytest.approx(1e-3)
 
 
 def test_a_run_shorter_than_its_warm_up_stays_in_it() -> None:
@@ -69,9 +81,9 @@ def test_a_run_shorter_than_its_warm_up_stays_in_it() -> None:
 
 
 def test_a_warm_up_of_one_step_starts_at_0() -> None:
-    of = Schedules(schedules(warmup_epochs=1).config, steps_per_epoch=1)
-    assert of.at(0).lr == 0
-    assert of.at(1).lr == pytest.approx(1e-3)
+    of = Schedules(optim(warmup_epochs=1), steps_per_epoch=1)
+    assert of.at(0)["lr"] == 0
+    assert of.at(1)["lr"] == pytest.approx(1e-3)
     assert of.total_steps == EPOCHS
 
 
@@ -80,5 +92,15 @@ def test_a_warm_up_of_one_step_starts_at_0() -> None:
 )
 def test_a_temperature_that_rises_over_few_epochs(epochs: int, expected: list[float]) -> None:
     """As numpy.linspace(0.04, 0.07, epochs), and 0.07 afterwards."""
-    of = Schedules(PretrainConfig(losses=LossConfig(teacher_temperature_epochs=epochs)), 3)
-    assert [of.at(3 * epoch).teacher_temperature for epoch in range(3)] == expected
+    of = of_cribo(3, teacher_temperature_epochs=epochs)
+    assert [of.at(3 * epoch)["teacher_temperature"] for epoch in range(3)] == expected
+
+
+def test_an_objective_without_schedules_leaves_those_of_the_optimiser() -> None:
+    assert set(schedules().at(0)) == {"lr", "weight_decay"}
+    assert set(of_cribo().at(0)) == {"lr", "weight_decay", "momentum", "teacher_temperature"}
+
+
+def test_a_step_knows_its_epoch() -> None:
+    assert [schedules().step(number).epoch for number in (0, STEPS - 1, STEPS, EPOCHS * STEPS - 1)] == [0, 0, 1, 19]
+    assert Step(3, 4, 8).cosine(1.0, 0.0) == pytest.approx((1 + np.cos(np.pi * 3 / 8)) / 2)

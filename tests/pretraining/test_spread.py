@@ -1,9 +1,7 @@
 """A run is the same however it is spread over processes."""
 
-import ast
 import csv
 import dataclasses
-import json
 import multiprocessing
 import os
 import runpy
@@ -75,7 +73,7 @@ import lightning as L
 class Poison(L.Callback):
     def on_train_batch_start(self, trainer, module, *args):
         if trainer.global_step == 5 and trainer.global_rank == trainer.world_size - 1:
-            module.image_centre.value.fill_(float("nan"))
+            module.objective.image_centre.value.fill_(float("nan"))
 callbacks = [Poison()]
 """
 
@@ -91,27 +89,9 @@ class Stop(L.Callback):
 callbacks = [Stop()]
 """
 
-# Bytes of weights, gradients and moments that each process holds between two steps, and what it would have to save.
-WEIGH = """
-import pathlib
-import lightning as L
-from cribo.pretraining.shares import held
-class Weigh(L.Callback):
-    def on_before_optimizer_step(self, trainer, module, optimizer):
-        if trainer.global_step == 2:
-            moments = [value for entry in optimizer.state.values() for value in entry.values() if value.ndim]
-            weights = [*module.student.parameters(), *module.teacher.parameters()]
-            gradients = [weight.grad for weight in weights if weight.grad is not None]
-            self.bytes = [sum(held(x).nbytes for x in found) for found in (weights, gradients, moments)]
-    def on_save_checkpoint(self, trainer, module, checkpoint):
-        saved = len(checkpoint["state_dict"]), sum(len(x) for x in checkpoint["optimizer_states"][0]["state"].values())
-        pathlib.Path(f"{out}/{name}-{trainer.global_rank}.txt").write_text(str((*self.bytes, *saved)))
-callbacks = [Weigh()]
-"""
-
 # In place of the beginning of a run, its continuation.
 RESUME = """
-run.resume(f"{out}/{name}", overrides={"runtime.devices": %d, "runtime.strategy": "%s"})
+run.resume(f"{out}/{name}", overrides={"runtime.devices": %d})
 sys.exit()
 """
 
@@ -152,14 +132,14 @@ class Runs:
                 assert code == 0, said[-5000:]
         return self.folder / name
 
-    def resume(self, folder: Path, processes: int, strategy: str) -> Path:
+    def resume(self, folder: Path, processes: int) -> Path:
         """What becomes of a run that was ended in the midst of an epoch, and goes on like this."""
-        name = f"{folder.name}-{processes}-{strategy}"
+        name = f"{folder.name}-goes-on-with-{processes}"
         half = self.folder / name
         (half / "checkpoints").mkdir(parents=True)
         shutil.copy(folder / "config.yaml", half)
         shutil.copy(checkpoint_path(folder, KILLED_AT), half / "checkpoints")
-        for code, said in self.train(processes, self.folder / f"{name}.yaml", RESUME % (processes, strategy)):
+        for code, said in self.train(processes, self.folder / f"{name}.yaml", RESUME % processes):
             assert code == 0, said[-5000:]
         return half
 
@@ -194,9 +174,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny, forks: ForkServer
 
 @dataclasses.dataclass
 class State:
-    """What a checkpoint holds: sums of losses since the start, weights and centres, and the bank."""
+    """What a checkpoint holds: sums of losses and metrics since the start, weights and centres, and the bank."""
 
-    sums: Tensor
+    sums: dict[str, Tensor]
     weights: dict[str, Tensor]
     bank: dict[str, Tensor]
 
@@ -210,16 +190,18 @@ def states(folder: Path) -> list[State]:
     found = []
     for step in range(1, STEPS + 1):
         checkpoint = torch.load(checkpoint_path(folder, step), weights_only=False)
-        own = checkpoint["cribo"]
-        bank = {name: torch.as_tensor(value) for name, value in own["bank"].items()}
-        found.append(State(own["sums"]["values"], checkpoint["state_dict"], bank))
+        weights = checkpoint["state_dict"]
+        bank = {name: torch.as_tensor(value) for name, value in weights.pop("_extra_state")["bank"].items()}
+        found.append(State(checkpoint["cribo"]["sums"], weights, bank))
     return found
 
 
 def losses(found: Sequence[State]) -> Tensor:
     """(STEPS - 1, 3) the three losses of each step; the sums of the last one are read before it is saved."""
-    sums = torch.stack([state.sums[:3] for state in found[:-1]])
-    return sums.diff(dim=0, prepend=torch.zeros_like(sums[:1]))
+    names = ("loss_image", "loss_cross_view", "loss_cross_image")
+    sums = torch.stack([torch.stack([state.sums[name] for name in names]) for state in found[:-1]])
+    numerators, denominators = sums.diff(dim=0, prepend=torch.zeros_like(sums[:1])).unbind(dim=-1)
+    return numerators / denominators
 
 
 def assert_same(one: Path, spread: Path, precision: str) -> None:
@@ -295,98 +277,60 @@ def last(folder: Path) -> dict[str, Any]:
     return checkpoint
 
 
-# All that could depend on who holds what of a weight.
-SHARES: dict[str, Any] = {"runtime__precision": "64-true", "losses__centring": "mean", "optim__micro_batches": 2}
+PRECISE: dict[str, Any] = {"runtime__precision": "64-true", "losses__centring": "mean", "optim__micro_batches": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "changes"),
+    "changes",
     [
-        (2, {}),
-        pytest.param(
-            4,
-            {"losses__centring": "sinkhorn", "backbone__checkpointing": "blocks"},
-            marks=pytest.mark.endurance,
-        ),
-        *(
-            pytest.param(processes, changes, marks=pytest.mark.slow)
-            for processes, changes in (
-                (2, {"optim__freeze_last_layers_epochs": 2, "backbone__checkpointing": "selective"}),
-                (2, CONVOLUTIONS),
-            )
-        ),
+        {"optim__freeze_last_layers_epochs": 2, "backbone__checkpointing": "selective"},
+        {"optim__freeze_backbone_epochs": 2},
+        CONVOLUTIONS,
     ],
 )
-def test_networks_in_shares_make_the_same_run(runs: Runs, processes: int, changes: dict[str, Any]) -> None:
-    changes = SHARES | changes
-    one, shares = runs(1, **changes), runs(processes, **changes, runtime__strategy="fsdp")
-    assert_same(one, shares, "64-true")
-    assert_same_checkpoint(last(one), last(shares), 1e-9)
-    a, b = (safetensors.torch.load_file(folder / "backbone.safetensors") for folder in (one, shares))
+def test_checkpoints_are_the_same_whatever_is_trained(runs: Runs, changes: dict[str, Any]) -> None:
+    one, two = runs(1, **PRECISE | changes), runs(2, **PRECISE | changes)
+    assert_same(one, two, "64-true")
+    assert_same_checkpoint(last(one), last(two), 1e-9)
+    a, b = (safetensors.torch.load_file(folder / "backbone.safetensors") for folder in (one, two))
     assert_same_checkpoint(a, b, 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("begun", "processes", "strategy"),
-    [
-        ("ddp", 2, "fsdp"),
-        ("fsdp", 1, "ddp"),
-        ("fsdp", 2, "fsdp"),
-        pytest.param("fsdp", 4, "fsdp", marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_goes_on_with_networks_in_other_shares(runs: Runs, begun: str, processes: int, strategy: str) -> None:
-    two = runs(2, **SHARES, **({"runtime__strategy": begun} if begun == "fsdp" else {}))
-    unchanged = (processes, strategy) == (2, begun)
-    through, tolerance = (two, 0) if unchanged else (runs(1, **SHARES), 1e-9)
-    assert_same_checkpoint(last(through), last(runs.resume(two, processes, strategy)), tolerance)
+def test_a_last_layer_that_no_loss_uses(runs: Runs) -> None:
+    """No gradient reaches it, on any process."""
+    changes = PRECISE | {"losses__image": 0.0, "losses__cross_view": 2.0}
+    one, two = runs(1, **changes), runs(2, **changes)
+    assert_same_checkpoint(last(one), last(two), 1e-9)
+    found = losses(states(two))
+    torch.testing.assert_close(found, losses(states(one)), rtol=1e-9, atol=1e-9)
+    assert (found[:, 0] == 0).all()
+    assert (found[1:, 1:] > 0).all()
 
 
-def weigh(runs: Runs, processes: int, strategy: str) -> list[tuple[int, ...]]:
-    """What each process says of itself."""
-    config = runs.folder / f"weighed-{processes}.yaml"
-    changes = {"runtime__strategy": strategy, "runtime__checkpoint_every": 100, "data__scenes__count": 16}
-    config.write_text(dump_config(runs.config(processes, **changes)))
-    for code, said in runs.train(processes, config, WEIGH):
-        assert code == 0, said[-5000:]
-    return [ast.literal_eval(config.with_name(f"{config.stem}-{rank}.txt").read_text()) for rank in range(processes)]
+@pytest.mark.parametrize(("begun", "processes"), [(2, 1), (2, 2), (1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
+def test_a_run_goes_on_on_another_number_of_processes(runs: Runs, begun: int, processes: int) -> None:
+    first = runs(begun, **PRECISE)
+    through, tolerance = (first, 0) if processes == begun else (runs(1, **PRECISE), 1e-9)
+    assert_same_checkpoint(last(through), last(runs.resume(first, processes)), tolerance)
 
 
-def test_each_process_holds_its_share_alone(runs: Runs) -> None:
-    *whole, tensors, moments = weigh(runs, 1, "ddp")[0]
-    first, second = weigh(runs, 2, "fsdp")
-    for kind, size in enumerate(whole):
-        assert first[kind] + second[kind] == size  # nothing is held twice
-        assert first[kind] < 0.52 * size  # it has what cannot be divided, such as [CLS]
-    # Only the first has all of them on its host to save them.
-    assert (first[3:], second[3:]) == ((tensors, moments), (0, 0))
-
-
-def test_networks_in_shares_stop_by_a_signal(runs: Runs) -> None:
+def test_a_signal_to_another_process_than_the_first_ends_all(runs: Runs) -> None:
     config = runs.folder / "stopped.yaml"
-    changes = SHARES | {"runtime__strategy": "fsdp"}
-    config.write_text(dump_config(runs.config(2, **changes, runtime__checkpoint_every=100)))
+    config.write_text(dump_config(runs.config(2, **PRECISE, runtime__checkpoint_every=100)))
     for code, said in runs.train(2, config, STOP):
         assert code == 1
         assert "stopped by SIGTERM after step 12" in said
     stopped, through = (
         torch.load(checkpoint_path(folder, 12), weights_only=True)
-        for folder in (runs.folder / "stopped", runs(2, **changes))
+        for folder in (runs.folder / "stopped", runs(2, **PRECISE))
     )
     for kind in ("state_dict", "optimizer_states"):
         assert_same_checkpoint(through[kind], stopped[kind], 0)
 
 
 @pytest.mark.slow
-def test_networks_in_shares_in_bfloat16(runs: Runs) -> None:
-    changes = {"runtime__precision": "bf16-mixed", "losses__centring": "mean"}
-    whole, shares = (losses(states(runs(2, **changes, runtime__strategy=spread))) for spread in ("ddp", "fsdp"))
-    torch.testing.assert_close(shares, whole, rtol=0.02, atol=0.02)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_processes_that_find_no_objects(runs: Runs, strategy: str) -> None:
+def test_processes_that_find_no_objects(runs: Runs) -> None:
     changes = {
         "objects__position_weight": 10.0,
         "data__scenes__count": 40,
@@ -395,7 +339,7 @@ def test_processes_that_find_no_objects(runs: Runs, strategy: str) -> None:
         "views__area": (0.01, 0.02),
         "runtime__precision": "64-true",
     }
-    one, four = runs(1, **changes), runs(4, **changes, runtime__strategy=strategy)
+    one, four = runs(1, **changes), runs(4, **changes)
     # (STEPS, 4): objects that each of the four processes found.
     found = torch.stack([state.bank["counts"][-8:].view(4, 2).sum(dim=1) for state in states(four)])
     assert (found.sum(dim=1) == 0).any()
@@ -407,52 +351,18 @@ def test_processes_that_find_no_objects(runs: Runs, strategy: str) -> None:
         assert torch.equal(a.bank["images"], b.bank["images"])
 
 
-@pytest.mark.parametrize(("log_every", "strategy"), [(1, "ddp"), (100, "ddp"), (1, "fsdp")])
+@pytest.mark.parametrize(("log_every", "what"), [(1, "the loss image"), (100, "a loss")])
 def test_a_loss_that_is_not_finite_on_one_process_stops_all(
-    runs: Runs, tmp_path: Path, log_every: int, strategy: str
+    runs: Runs, tmp_path: Path, log_every: int, what: str
 ) -> None:
-    config = tmp_path / f"poisoned-{log_every}-{strategy}.yaml"
-    common = {"runtime__on_nonfinite": "stop", "losses__centring": "mean", "runtime__strategy": strategy}
-    changes = {"runtime__log_every": log_every, "runtime__checkpoint_every": 2, **common}
+    config = tmp_path / f"poisoned-{log_every}.yaml"
+    changes = {"runtime__log_every": log_every, "runtime__checkpoint_every": 2, "losses__centring": "mean"}
     config.write_text(dump_config(runs.config(2, **changes)))
     for code, said in runs.train(2, config, POISON):
         assert code == 1
-        assert "NonFiniteLoss: the loss image was not finite at step 5" in said
+        assert f"NonFiniteLoss: {what} was not finite, seen at step 6" in said
     kept = sorted(path.name for path in (runs.folder / config.stem / "checkpoints").iterdir())
-    assert "step=00000004.ckpt" in kept
-    assert "step=00000006.ckpt" not in kept
-
-
-# Activations that overflow, on the last process alone.
-OVERFLOW = """
-import lightning as L
-class Overflow(L.Callback):
-    hook = None
-    def on_train_batch_start(self, trainer, module, *args):
-        if trainer.global_step == 5 and trainer.global_rank == trainer.world_size - 1:
-            layer = module.student.backbone.model.patch_embed
-            self.hook = layer.register_forward_hook(lambda layer, inputs, output: output * 3e38)
-    def on_train_batch_end(self, trainer, module, *args):
-        if self.hook is not None:
-            self.hook.remove()
-callbacks = [Overflow()]
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_step_that_overflows_on_one_process_is_left_out_on_all(runs: Runs, tmp_path: Path, strategy: str) -> None:
-    config = tmp_path / f"overflow-{strategy}.yaml"
-    config.write_text(dump_config(runs.config(2, losses__centring="mean", runtime__strategy=strategy)))
-    for code, said in runs.train(2, config, OVERFLOW):
-        assert code == 0, said[-5000:]
-    found = states(runs.folder / config.stem)
-    before, after = found[4].weights, found[5].weights
-    students = [name for name in before if name.startswith("student")]
-    assert all(torch.equal(before[name], after[name]) for name in students)
-    assert all(value.isfinite().all() for value in found[-1].weights.values())
-    summary = json.loads((runs.folder / config.stem / "summary.json").read_text())
-    assert summary["steps_left_out"] == 1
+    assert kept == ["step=00000002.ckpt", "step=00000004.ckpt"]
 
 
 def start(*words: str | Path) -> "subprocess.Popen[str]":

@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded
-from cribo.console import Phases, log_to
+from cribo.console import Phases, loading, log_to
 
 HELP = """\
 Open a page to look at what was learned: the curves of a run, its view pairs and their clusters, nearest objects across
@@ -30,10 +30,8 @@ def main(words: list[str]) -> int:
 
 def _explore(words: list[str]) -> None:
     from cribo.arguments import Parser
-    from cribo.explorer.contents import Asked
-    from cribo.explorer.run import explore
-    from cribo.explorer.uploads import Limits
-    from cribo.retrieval.encoders import BackboneSource
+    from cribo.explorer.config import Asked, Limits
+    from cribo.retrieval.source import BackboneSource
 
     console = Console(soft_wrap=True)
     log_to(console)
@@ -55,23 +53,26 @@ def _explore(words: list[str]) -> None:
     parser.add_argument("--max_megabytes", type=float, default=20.0, help="of a picture that is dropped on the page")
     parser.add_argument("--max_megapixels", type=float, default=40.0, help="of such a picture")
     parser.add_argument("--device", type=str, help="of the network, such as cuda:0; a GPU if there is one")
+    parser.add_class_arguments(BackboneSource, "backbone", skip={"source"})
     parser.add_argument(
-        "--backbone",
-        type=BackboneSource | None,
-        default=None,
+        "--backbone.source",
+        type=str,
         help="whose features are shown, if not those of the database or of the run: a run folder, a checkpoint, timm's "
-        "name, or mean-colour; cribo evaluate dense-nn --help tells more",
+        "name, or mean-colour",
     )
     parsed = parser.parse_args(words)
     limits = Limits(megabytes=parsed.max_megabytes, megapixels=parsed.max_megapixels)
     asked = Asked(
         run=parsed.run,
         db=parsed.db,
-        backbone=parser.instantiate(parsed).backbone,
+        backbone=None if parsed.backbone.source is None else BackboneSource(**vars(parsed.backbone)),
         images=parsed.images,
         limit=parsed.limit,
         device=parsed.device,
     )
+    with loading(console):
+        from cribo.explorer.run import explore
+
     with Phases(console) as progress:
         explore(
             asked,

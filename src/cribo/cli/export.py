@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places
-from cribo.console import Phases, log_to
+from cribo.console import Phases, loading, log_to
 
 HELP = """\
 Write a backbone for other programs. What was written is loaded back by the other library, and stays only if its
@@ -30,8 +30,8 @@ def main(words: list[str]) -> int:
 
 def _export(words: list[str]) -> None:
     from cribo.arguments import Parser
-    from cribo.export import TARGETS, export_backbone
-    from cribo.retrieval import BackboneSource, backbone_name, open_backbone
+    from cribo.export.options import TARGETS
+    from cribo.retrieval.source import BackboneSource, backbone_name
 
     console = Console(soft_wrap=True)
     log_to(console)
@@ -56,6 +56,10 @@ def _export(words: list[str]) -> None:
     parsed = parser.parse_args(words)
     config = parser.instantiate(parsed)["backbone"]
     out = parsed.out or Path("exports") / f"{backbone_name(config)}-{parsed.to}"
+    with loading(console):
+        from cribo.export.run import export_backbone
+        from cribo.retrieval.encoders import open_backbone
+
     backbone = open_backbone(config, image_size=parsed.image_size)
     with Phases(console) as progress:
         report = export_backbone(

@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cribo.cli.running import guarded, print_places
-from cribo.console import Phases, log_to
+from cribo.console import Phases, loading, log_to
 
 HELP = """\
 The figures of a paper from a run: vector text in embedded fonts, 300 dpi, sized for a page of two columns, no titles.
@@ -33,8 +33,7 @@ def main(words: list[str]) -> int:
 
 def _figures(words: list[str]) -> None:
     from cribo.arguments import ConfigError, Parser
-    from cribo.devices import resolve_devices
-    from cribo.figures.run import FIGURE_FORMATS, FIGURES, Wanted, write_figures
+    from cribo.figures.config import FIGURE_FORMATS, FIGURES, Wanted
 
     console = Console(soft_wrap=True)
     log_to(console)
@@ -71,6 +70,10 @@ def _figures(words: list[str]) -> None:
         size=parsed.size,
         root=parsed.root,
     )
+    with loading(console):
+        from cribo.devices import resolve_devices
+        from cribo.figures.run import write_figures
+
     device = resolve_devices([parsed.device] if parsed.device else None, "--device")[0]
     with Phases(console) as progress:
         written = write_figures(

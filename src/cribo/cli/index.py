@@ -3,7 +3,7 @@
 from rich.console import Console
 
 from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places
-from cribo.console import duration, log_to
+from cribo.console import duration, loading, log_to
 
 HELP = """\
 Find the objects of every image of a folder and keep them in a database (LanceDB), to search among them.
@@ -28,8 +28,7 @@ def main(words: list[str]) -> int:
 def _index(words: list[str]) -> None:
     from cribo.arguments import Parser
     from cribo.object_search.config import IndexConfig
-    from cribo.object_search.run import index_collection
-    from cribo.retrieval.encoders import BackboneSource
+    from cribo.retrieval.source import BackboneSource
 
     console = Console(soft_wrap=True)
     log_to(console)
@@ -51,7 +50,11 @@ def _index(words: list[str]) -> None:
     parsed = parser.parse_args(words)
     values = {name: parsed[name] for name in IndexConfig.__dataclass_fields__ if name != "backbone"}
     backbone = None if parsed.backbone.source is None else BackboneSource(**vars(parsed.backbone))
-    summary, database, recall = index_collection(IndexConfig(**values, backbone=backbone), console=console)
+    config = IndexConfig(**values, backbone=backbone)
+    with loading(console):
+        from cribo.object_search.run import index_collection
+
+    summary, database, recall = index_collection(config, console=console)
     for title, files in (("no image", summary.unreadable), ("not read this time", summary.unread)):
         for path, reason in files[:_LISTED]:
             name = path.encode("utf-8", "backslashreplace").decode()  # it may be no text

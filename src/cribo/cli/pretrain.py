@@ -1,13 +1,13 @@
 """`cribo pretrain`: learn dense representations from unlabelled images."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from cribo.cli.running import guarded, print_places
-from cribo.console import duration, log_to
+from cribo.console import duration, loading, log_to
 from cribo.processes import is_first_process
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 HELP = """\
 Learn dense representations from unlabelled images.
 
-With no options: a few minutes on made-up scenes, to see that everything works. On your own images:
+With no options: three minutes on made-up scenes, to see that everything works. On your own images:
 
   cribo pretrain --config adapt --data.root IMAGES         continue pretrained weights
   cribo pretrain --config coco_vits16 --data.root COCO     from scratch, as published
@@ -26,6 +26,8 @@ tar shards, such as `cribo shard` writes. Every value below
 can be put in a YAML file, too; the defaults shown hold where the preset says nothing,
 and --print_config shows what would run.
 """
+
+_QUICKSTART_MINUTES = 3.0
 
 LESS_MEMORY = "raise --optim.micro_batches, or set --backbone.checkpointing selective"
 
@@ -38,6 +40,7 @@ def main(words: list[str]) -> int:
 def _pretrain(words: list[str]) -> None:
     # Imported here, so that `cribo --help` does not wait for torch, nor a wrong word for Lightning.
     from cribo.pretraining.presets import (
+        SHORT,
         ConfigParser,
         add_config_arguments,
         config_from,
@@ -52,12 +55,15 @@ def _pretrain(words: list[str]) -> None:
         prog="cribo pretrain",
         description=HELP,
         usage="cribo pretrain [options]",
-        short={"--on_nonfinite": "--runtime.on_nonfinite"},
+        short=SHORT,
     )
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of run folders")
     parser.add_argument("--name", type=str, help="of this run; the preset's, numbered, by default")
     parser.add_argument(
-        "--minutes", type=float, help="about how long to train here: sets optim.epochs by a short timing"
+        "--minutes",
+        type=float,
+        help="about how long to train here: sets optim.epochs by a short timing; the quickstart takes 3 unless "
+        "--optim.epochs is given",
     )
     parser.add_argument(
         "--resume",
@@ -79,13 +85,17 @@ def _pretrain(words: list[str]) -> None:
         for option in ("name", "minutes", "config", "overwrite", "continue"):
             if parsed[option]:
                 raise ValueError(f"--{option} does not go with --resume: the run knows its own")
-        from cribo.pretraining.run import latest_run, overrides_in, resume
+        with loading(console):
+            from cribo.pretraining.run import latest_run, overrides_in, resume
 
         folder = latest_run(parsed.out) if parsed.resume == "latest" else Path(parsed.resume)
         run = resume(folder, overrides=overrides_in(parser.written_out(words)), console=console)
     else:
         config = config_from(parsed)
-        from cribo.pretraining.run import pretrain
+        if parsed.minutes is None and _plans_itself(parsed, words):
+            parsed.minutes = _QUICKSTART_MINUTES
+        with loading(console):
+            from cribo.pretraining.run import pretrain
 
         run = pretrain(
             config,
@@ -98,6 +108,18 @@ def _pretrain(words: list[str]) -> None:
             console=console,
         )
     _print_summary(run, console)
+
+
+def _plans_itself(parsed: Any, words: list[str]) -> bool:
+    """Whether this is the quickstart on one device, with no number of epochs asked for."""
+    from cribo.pretraining.presets import DEFAULT_PRESET, find_config
+
+    return (
+        Path(str(parsed.config[-1])) == find_config(DEFAULT_PRESET)
+        and not any(word.partition("=")[0] == "--optim.epochs" for word in words)
+        and str(parsed.runtime.devices) == "1"
+        and parsed.runtime.num_nodes == 1
+    )
 
 
 def _print_summary(run: "Run", console: Console) -> None:
@@ -118,8 +140,7 @@ def _print_summary(run: "Run", console: Console) -> None:
     console.print(
         f"{summary['steps']} steps in {duration(summary['seconds'])}, "
         f"{summary['images_per_second']:.0f} images/s, "
-        f"peak memory {summary['peak_rss_bytes'] / 2**30:.1f} GiB, "
-        f"bootstrapping ratio {summary['bootstrapping_ratio']:.0%}",
+        f"peak memory {summary['peak_rss_bytes'] / 2**30:.1f} GiB · {summary.get('shown', '')}",
         highlight=False,
     )
     print_places(

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cribo.cli.running import guarded, print_places
-from cribo.console import Phases, log_to
+from cribo.console import Phases, loading, log_to
 
 HELP = """\
 What a training step costs on this machine, part by part: the paper's profiling table for your own configuration, with
@@ -37,7 +37,6 @@ def _profile(words: list[str]) -> None:
         prog="cribo profile",
         description=HELP,
         usage="cribo profile [--config PRESET] [options]",
-        lists=("--kept",),
     )
     parser.add_argument("--out", type=Path, default=Path("profiles"), help="folder of the folders of profiles")
     parser.add_argument(
@@ -55,8 +54,9 @@ def _profile(words: list[str]) -> None:
     words = with_preset(words)
     parsed = parser.parse_args(words)
     config = config_from(parsed)
-    from cribo.pretraining.profile_report import profile_tables, write_profile
-    from cribo.pretraining.profiling import profile
+    with loading(console):
+        from cribo.pretraining.profile_report import profile_tables, write_profile
+        from cribo.pretraining.profiling import profile
 
     with Phases(console) as progress:
         measured = profile(

@@ -10,7 +10,7 @@ from rich.console import Console
 from cribo.errors import Stopped
 from cribo.processes import is_first_process
 
-# How a command's parser lets a `BackboneConfig` be said shortly.
+# How a command's parser lets a `BackboneSource` be said shortly.
 BACKBONE_SHORT = {
     "--backbone": "--backbone.source",
     "--pretrained": "--backbone.pretrained",

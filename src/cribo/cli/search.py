@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cribo.cli.running import guarded, print_places
-from cribo.console import log_to
+from cribo.console import loading, log_to
 
 if TYPE_CHECKING:
     from cribo.object_search.run import SearchResult
@@ -37,7 +37,6 @@ def main(words: list[str]) -> int:
 def _search(words: list[str]) -> None:
     from cribo.arguments import Parser
     from cribo.object_search.config import SearchConfig
-    from cribo.object_search.run import RESULTS, SHEET, search_objects
 
     console = Console(soft_wrap=True)
     log_to(console)
@@ -46,13 +45,15 @@ def _search(words: list[str]) -> None:
         description=HELP,
         usage="cribo search --db DB --image IMAGE [--point x,y | --box x0,y0,x1,y1 | --object NUMBER] [options]",
         switches=("--include_own", "--exact", "--trust"),
-        lists=("--point", "--box"),
     )
     parser.add_class_arguments(SearchConfig)
     parser.add_argument("--out", type=Path, help="folder for results; searches/<image>, numbered, by default")
     parser.add_argument("--overwrite", action="store_true", help="replace results that stand in --out")
     parsed = parser.parse_args(words)
     config = SearchConfig(**{name: parsed[name] for name in SearchConfig.__dataclass_fields__})
+    with loading(console):
+        from cribo.object_search.run import RESULTS, SHEET, search_objects
+
     command = shlex.join(["cribo", "search", *words])
     result = search_objects(config, out=parsed.out, overwrite=parsed.overwrite, command=command)
     console.print(_table(result))

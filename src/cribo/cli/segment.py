@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places
-from cribo.console import log_to
+from cribo.console import loading, log_to
 
 HELP = """\
 Label the pixels of many images by a few labelled examples. Nothing is trained: each patch of a new image takes its
@@ -34,7 +34,6 @@ def main(words: list[str]) -> int:
 def _segment(words: list[str]) -> None:
     from cribo.arguments import Parser
     from cribo.segmentation.config import SegmentConfig
-    from cribo.segmentation.run import OVERVIEW, SUMMARY, segment_images, speed
 
     console = Console(soft_wrap=True)
     log_to(console)
@@ -54,6 +53,9 @@ def _segment(words: list[str]) -> None:
     parsed = parser.parse_args(words)
     made = parser.instantiate(parsed)
     config = SegmentConfig(**{name: made[name] for name in SegmentConfig.__dataclass_fields__})
+    with loading(console):
+        from cribo.segmentation.run import OVERVIEW, SUMMARY, segment_images, speed
+
     segmented = segment_images(
         config,
         out=parsed.out,

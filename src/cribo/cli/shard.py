@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cribo.cli.running import guarded, print_places
-from cribo.console import Phases, log_to
+from cribo.console import Phases, loading, log_to
 
 HELP = """\
 Pack images into few large tar files, which are read fast where single files are slow: from network file systems and
@@ -29,9 +29,7 @@ def main(words: list[str]) -> int:
 
 def _shard(words: list[str]) -> None:
     from cribo.arguments import Parser
-    from cribo.data.images import open_images
-    from cribo.data.reading import MAX_PIXELS
-    from cribo.data.shard_writing import write_shards
+    from cribo.data.limits import MAX_PIXELS
 
     console = Console(soft_wrap=True)
     log_to(console)
@@ -46,6 +44,10 @@ def _shard(words: list[str]) -> None:
     parser.add_argument("--max_pixels", type=int, default=MAX_PIXELS, help="larger images are unreadable")
     parser.add_argument("--threads", type=int, help="that read and decode; as many as there are cores when not given")
     parsed = parser.parse_args(words)
+    with loading(console):
+        from cribo.data.images import open_images
+        from cribo.data.shard_writing import write_shards
+
     source = open_images(parsed.images, max_pixels=parsed.max_pixels)
     with Phases(console) as progress:
         written = write_shards(

@@ -1,18 +1,17 @@
 """What can be trained on and evaluated on."""
 
-from cribo.data.classification import (
-    ClassificationSplits,
-    ClassifiedFiles,
-    open_class_folders,
-    open_classification,
-)
-from cribo.data.datasets import SEGMENTATION_SETS, SegmentationSet, default_splits, open_segmentation
-from cribo.data.images import DataError, ImageFiles, ImageSource, MissingData, open_images
-from cribo.data.reading import UnreadableImage, read_image
-from cribo.data.segmentation import LabelledFiles, LabelledFolder, LabelledImages, LabelledSubset, colour_map
-from cribo.data.shard_writing import WrittenShards, write_shards
-from cribo.data.shards import ShardedImages, open_collection, open_shards
-from cribo.data.storage import ShardError
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cribo.data.classification import ClassificationSplits, ClassifiedFiles, open_class_folders, open_classification
+    from cribo.data.datasets import SEGMENTATION_SETS, SegmentationSet, default_splits, open_segmentation
+    from cribo.data.images import DataError, ImageFiles, ImageSource, MissingData, open_images
+    from cribo.data.reading import UnreadableImage, read_image
+    from cribo.data.segmentation import LabelledFiles, LabelledFolder, LabelledImages, LabelledSubset, colour_map
+    from cribo.data.shard_writing import WrittenShards, write_shards
+    from cribo.data.shards import ShardedImages, open_collection, open_shards
+    from cribo.data.storage import ShardError
 
 __all__ = [
     "SEGMENTATION_SETS",
@@ -42,3 +41,22 @@ __all__ = [
     "read_image",
     "write_shards",
 ]
+
+_PLACES = {
+    "classification": ("ClassificationSplits", "ClassifiedFiles", "open_class_folders", "open_classification"),
+    "datasets": ("SEGMENTATION_SETS", "SegmentationSet", "default_splits", "open_segmentation"),
+    "images": ("DataError", "ImageFiles", "ImageSource", "MissingData", "open_images"),
+    "reading": ("UnreadableImage", "read_image"),
+    "segmentation": ("LabelledFiles", "LabelledFolder", "LabelledImages", "LabelledSubset", "colour_map"),
+    "shard_writing": ("WrittenShards", "write_shards"),
+    "shards": ("ShardedImages", "open_collection", "open_shards"),
+    "storage": ("ShardError",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when first used: a configuration must not wait for torch.
+    for module, names in _PLACES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"cribo.data.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,7 @@ from jaxtyping import Int, Int64, UInt8
 from torch import Tensor
 
 from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, list_files, require
-from cribo.data.reading import MAX_PIXELS
+from cribo.data.limits import MAX_PIXELS
 
 IMAGENET_SIZES = {"train": 1_281_167, "val": 50_000}
 """Images of each split of ImageNet-1k (ILSVRC 2012)."""

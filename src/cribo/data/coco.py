@@ -13,7 +13,8 @@ from jaxtyping import Bool, UInt8
 from torch import Tensor
 
 from cribo.data.images import DataError, ImageFiles, MissingData, require
-from cribo.data.reading import MAX_PIXELS, image_size
+from cribo.data.limits import MAX_PIXELS
+from cribo.data.reading import image_size
 from cribo.data.segmentation import IGNORE_INDEX, ClassedFiles, class_names, colour_map
 
 BACKGROUND = "background"

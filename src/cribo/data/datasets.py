@@ -13,7 +13,7 @@ from typing import Any
 
 from cribo.data.images import DataError, ImageFiles, MissingData, require
 from cribo.data.layouts import FolderLayout, LabelMaps, Pairs, SplitPlace, locate, pair
-from cribo.data.reading import MAX_PIXELS
+from cribo.data.limits import MAX_PIXELS
 from cribo.data.segmentation import (
     Colour,
     LabelledFiles,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cribo.data.coco import CocoFile, annotation_name
 from cribo.data.images import DataError, MissingData, require
-from cribo.data.reading import MAX_PIXELS
+from cribo.data.limits import MAX_PIXELS
 
 log = logging.getLogger("cribo")
 

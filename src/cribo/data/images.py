@@ -12,7 +12,8 @@ import numpy as np
 from jaxtyping import Int, Int64, UInt8
 from torch import Tensor
 
-from cribo.data.reading import MAX_PIXELS, read_image, read_reduced
+from cribo.data.limits import MAX_PIXELS
+from cribo.data.reading import read_image, read_reduced
 
 # Compared in lower case: ImageNet's files end in .JPEG.
 EXTENSIONS = (

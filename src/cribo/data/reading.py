@@ -15,10 +15,8 @@ from jaxtyping import UInt8
 from PIL import Image, ImageChops, UnidentifiedImageError
 from torch import Tensor
 
+from cribo.data.limits import MAX_PIXELS
 from cribo.errors import Stopped
-
-MAX_PIXELS = 2 * 89_478_485
-"""Default limit of width x height: the size at which Pillow itself refuses to open an image."""
 
 # Named, so that no file can reach Pillow's rarer plugins: the one for EPS, for example, starts Ghostscript.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "JPEG2000")

@@ -22,7 +22,8 @@ from cribo.data.images import (
     open_images,
     require,
 )
-from cribo.data.reading import MAX_PIXELS, image_size, open_header
+from cribo.data.limits import MAX_PIXELS
+from cribo.data.reading import image_size, open_header
 
 IGNORE_INDEX = 255
 """Label of pixels that count neither as memory nor in a score."""

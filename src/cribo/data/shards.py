@@ -12,8 +12,9 @@ from jaxtyping import Int, UInt8
 from torch import Tensor
 
 from cribo.data.images import DataError, ImageFiles, has_images, open_images, require
+from cribo.data.limits import MAX_PIXELS
 from cribo.data.randomness import keyed_generator
-from cribo.data.reading import MAX_PIXELS, EncodedImage, read_image, read_reduced
+from cribo.data.reading import EncodedImage, read_image, read_reduced
 from cribo.data.storage import (
     CACHE_DIR,
     CACHE_GIB,

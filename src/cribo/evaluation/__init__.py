@@ -1,17 +1,23 @@
 """The field's evaluation protocols on labelled images, one folder each, and one format for their results."""
 
-from cribo.evaluation.cache import FeatureCache
-from cribo.evaluation.compare import Comparison, compare
-from cribo.evaluation.data import LabelledDataConfig
-from cribo.evaluation.dense_nn.config import DenseNNConfig
-from cribo.evaluation.dense_nn.protocols import DenseNNSettings, protocol_settings
-from cribo.evaluation.dense_nn.retrieval import DenseRetrieval, RatioScore, dense_nn, draw_images
-from cribo.evaluation.dense_nn.run import evaluate_dense_nn
-from cribo.evaluation.image_nn.config import ImageDataConfig, ImageNNConfig
-from cribo.evaluation.image_nn.retrieval import ImageNNSettings, ImageRetrieval, image_nn
-from cribo.evaluation.image_nn.run import evaluate_image_nn
-from cribo.evaluation.machine import EvaluationRuntime, Machine
-from cribo.evaluation.results import EvaluationResult, read_result
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cribo.evaluation.cache import FeatureCache
+    from cribo.evaluation.comparison import Comparison, compare
+    from cribo.evaluation.data import LabelledDataConfig
+    from cribo.evaluation.dense_neighbours.config import DenseNNConfig
+    from cribo.evaluation.dense_neighbours.protocols import DenseNNSettings, protocol_settings
+    from cribo.evaluation.dense_neighbours.retrieval import DenseRetrieval, RatioScore, dense_nn, draw_images
+    from cribo.evaluation.dense_neighbours.run import evaluate_dense_nn
+    from cribo.evaluation.image_neighbours.config import ImageDataConfig, ImageNNConfig
+    from cribo.evaluation.image_neighbours.retrieval import ImageRetrieval, image_nn
+    from cribo.evaluation.image_neighbours.run import evaluate_image_nn
+    from cribo.evaluation.image_neighbours.settings import ImageNNSettings
+    from cribo.evaluation.machine import Machine
+    from cribo.evaluation.results import EvaluationResult, read_result
+    from cribo.evaluation.runtime import EvaluationRuntime
 
 __all__ = [
     "Comparison",
@@ -37,3 +43,28 @@ __all__ = [
     "protocol_settings",
     "read_result",
 ]
+
+_PLACES = {
+    "cache": ("FeatureCache",),
+    "comparison": ("Comparison", "compare"),
+    "data": ("LabelledDataConfig",),
+    "dense_neighbours.config": ("DenseNNConfig",),
+    "dense_neighbours.protocols": ("DenseNNSettings", "protocol_settings"),
+    "dense_neighbours.retrieval": ("DenseRetrieval", "RatioScore", "dense_nn", "draw_images"),
+    "dense_neighbours.run": ("evaluate_dense_nn",),
+    "image_neighbours.config": ("ImageDataConfig", "ImageNNConfig"),
+    "image_neighbours.retrieval": ("ImageRetrieval", "image_nn"),
+    "image_neighbours.run": ("evaluate_image_nn",),
+    "image_neighbours.settings": ("ImageNNSettings",),
+    "machine": ("Machine",),
+    "results": ("EvaluationResult", "read_result"),
+    "runtime": ("EvaluationRuntime",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when first used: a configuration must not wait for torch.
+    for module, names in _PLACES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"cribo.evaluation.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

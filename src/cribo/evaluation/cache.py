@@ -11,7 +11,7 @@ import timm
 import torch
 
 from cribo.files import write_json, write_whole
-from cribo.retrieval.encoders import FeaturePrecision
+from cribo.retrieval.choices import FeaturePrecision
 from cribo.retrieval.search import available_memory
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}

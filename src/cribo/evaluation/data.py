@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from cribo.arguments import ConfigError
-from cribo.data import DataError, LabelledImages, LabelledSubset, default_splits, open_segmentation
-from cribo.data.scenes import Scenes
+from cribo.arguments import ConfigError, import_by_path
+
+if TYPE_CHECKING:
+    from cribo.data import LabelledImages
 
 _SCENES = "scenes"
 _SCENE_COUNTS = 400, 100  # known ones, and those that are scored
@@ -29,7 +31,7 @@ class LabelledDataConfig:
     Attributes:
         name: voc, pascal-context, pascal-context-60, coco-stuff, ade20k, cityscapes, camvid, or folder for
             images/<split> and labels/<split> (PNG indices, 255 for none), with or without classes.txt; or scenes,
-            which the program makes itself.
+            which the program makes itself; or the import path of a function of your own (docs/extending.md).
         root: the folder that the set was unpacked to.
         memory: split whose patches are searched; the training images when not given (trainaug of voc, where it
             is there).
@@ -56,7 +58,7 @@ class TrainingDataConfig:
     Attributes:
         name: voc, pascal-context, pascal-context-60, coco-stuff, ade20k, cityscapes, camvid, or folder for
             images/<split> and labels/<split> (PNG indices, 255 for none), with or without classes.txt; or scenes,
-            which the program makes itself.
+            which the program makes itself; or the import path of a function of your own (docs/extending.md).
         root: the folder that the set was unpacked to.
         train: split that is trained on; the training images when not given (trainaug of voc, where it is there).
         val: split that is scored; the validation images when not given.
@@ -75,7 +77,7 @@ class TrainingDataConfig:
         require_limit(self.limit)
 
 
-def open_splits(config: LabelledDataConfig) -> tuple[LabelledImages, str, LabelledImages, str]:
+def open_splits(config: LabelledDataConfig) -> "tuple[LabelledImages, str, LabelledImages, str]":
     """Open the memory's images and the queries, each followed by the name of its split.
 
     Raises:
@@ -84,12 +86,14 @@ def open_splits(config: LabelledDataConfig) -> tuple[LabelledImages, str, Labell
     return _open(config, config.memory, config.queries)
 
 
-def open_training_splits(config: TrainingDataConfig) -> tuple[LabelledImages, str, LabelledImages, str]:
+def open_training_splits(config: TrainingDataConfig) -> "tuple[LabelledImages, str, LabelledImages, str]":
     """Open the images to train on and those to score by, each followed by the name of its split.
 
     Raises:
         DataError: an unknown set, a folder of another layout, missing images or labels, or other classes in the two.
     """
+    from cribo.data import DataError
+
     train, train_split, val, val_split = _open(config, config.train, config.val)
     if list(train.classes) != list(val.classes):
         raise DataError(f"{train_split} and {val_split} have different classes: {train.classes} and {val.classes}")
@@ -98,14 +102,24 @@ def open_training_splits(config: TrainingDataConfig) -> tuple[LabelledImages, st
 
 def _open(
     config: LabelledDataConfig | TrainingDataConfig, first_split: str | None, second_split: str | None
-) -> tuple[LabelledImages, str, LabelledImages, str]:
+) -> "tuple[LabelledImages, str, LabelledImages, str]":
+    # Imported here: a configuration must not wait for torch.
+    from cribo.data import LabelledSubset, default_splits, open_segmentation
+    from cribo.data.scenes import Scenes
+
     if config.name == _SCENES:
+        given = {"root": config.root, "partial": config.partial or None}
+        given |= {"a split": first_split or second_split}
+        if unused := [option for option, value in given.items() if value is not None]:
+            raise ConfigError(f"data scenes are made by the program and take no {' and no '.join(unused)}")
         counts = [n if config.limit is None else min(config.limit, n) for n in _SCENE_COUNTS]
         first, second = (
             Scenes(counts[0], first=_FIRST_SCENE),
             Scenes(counts[1], first=_FIRST_SCENE + max(_SCENE_COUNTS)),
         )
         return first, "held out", second, "held out"
+    if "." in config.name:
+        return _open_own(config, first_split or "train", second_split or "val")
     if config.root is None:
         raise ConfigError(f"data.root must be given: the folder that {config.name} was unpacked to")
     defaults = default_splits(config.name, config.root)
@@ -117,6 +131,29 @@ def _open(
             images = LabelledSubset(images, spread(len(images), config.limit))
         opened.append(images)
     return opened[0], splits[0], opened[1], splits[1]
+
+
+def _open_own(
+    config: LabelledDataConfig | TrainingDataConfig, first_split: str, second_split: str
+) -> "tuple[LabelledImages, str, LabelledImages, str]":
+    """Labelled images of the user's own: a function (root, split) that an import path names."""
+    from cribo.data import LabelledSubset
+
+    function = import_by_path(config.name, "data.name")
+    opened = []
+    for split in (first_split, second_split):
+        images = function(config.root, split)
+        missing = [name for name in ("__len__", "load", "labels", "name", "classes") if not hasattr(images, name)]
+        if missing:
+            raise ConfigError(
+                f"data.name {config.name} must return labelled images, and {type(images).__name__} has no "
+                f"{', '.join(missing)}: see docs/extending.md"
+            )
+        if config.limit is not None and config.limit < len(images):
+            images = LabelledSubset(images, spread(len(images), config.limit))
+        opened.append(images)
+    first, second = opened
+    return first, first_split, second, second_split
 
 
 def whole_path(root: str | None) -> str | None:

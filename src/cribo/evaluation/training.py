@@ -5,10 +5,9 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -26,6 +25,7 @@ from cribo.devices import resolve_workers
 from cribo.errors import Stopped
 from cribo.evaluation.folders import OUT
 from cribo.evaluation.results import RESULTS, EvaluationResult, flat, read_result, setting_value
+from cribo.evaluation.runtime import TrainingRuntime
 from cribo.files import FolderError, claim_folder, make_numbered_folder, remove_parts, write_json
 from cribo.processes import LAUNCHER, end_with_launcher, is_first_process
 from cribo.training.checkpoints import Checkpoints, WholeFileCheckpointIO, checkpoint_files, resume_point
@@ -45,11 +45,6 @@ from cribo.training.progress import StepProgress
 
 log = logging.getLogger("cribo")
 
-TrainerPrecision = Literal["32-true", "bf16-mixed", "16-mixed"]
-
-Schedule = Literal["paper", "short"]
-"""Whose settings a training has: the paper's, for GPUs, or short ones for small sets and CPUs."""
-
 SETTINGS = "evaluation.json"
 """The file by which the folder of an evaluation that trains is known before it has results."""
 
@@ -57,52 +52,6 @@ _CLAIMED = "CRIBO_EVALUATION"  # the folder, for processes that Lightning starts
 _KEPT_CHECKPOINTS = 2
 _ORDER = 0x6F7264  # keeps the draws of the order apart from others of the same seed
 _WORKER_DIED = "DataLoader worker (pid"
-
-
-@dataclass
-class TrainingRuntime:
-    """Where and how it is trained; results do not depend on it beyond rounding.
-
-    Attributes:
-        accelerator: of the Lightning Trainer: auto, cpu, gpu, ...
-        devices: how many of each machine, or auto for all GPUs (one process on a CPU).
-        num_nodes: how many machines.
-        precision: 32-true, or on GPUs bf16-mixed (16-mixed on old ones): about twice as fast for half the memory.
-        workers: processes that read images, of each device; when not given, half of the cores.
-        threads: of a CPU; torch's choice when not given.
-        log_every: steps between two points in TensorBoard.
-        checkpoint_every: steps between two checkpoints; one is also written at the end.
-        evaluate_every: steps between two scores on the way; 0 for one at the end only.
-    """
-
-    accelerator: str = "auto"
-    devices: int | str = "auto"
-    num_nodes: int = 1
-    precision: TrainerPrecision = "32-true"
-    workers: int | None = None
-    threads: int | None = None
-    log_every: int = 50
-    checkpoint_every: int = 1000
-    evaluate_every: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("num_nodes", 1),
-            ("workers", 0),
-            ("threads", 1),
-            ("log_every", 1),
-            ("checkpoint_every", 1),
-            ("evaluate_every", 0),
-        ):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ConfigError(f"runtime.{name} must be >= {least}, got {value}")
-        if not (self.devices == "auto" or (str(self.devices).isdecimal() and int(self.devices) > 0)):
-            raise ConfigError(f"runtime.devices must be auto or a number >= 1, got {self.devices!r}")
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether it is trained on GPUs of NVIDIA or AMD."""
-        return self.accelerator in ("gpu", "cuda") or (self.accelerator == "auto" and torch.cuda.is_available())
 
 
 class TrainedModule(ResumableModule):

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from cribo.allocator import keep_freed_memory
-from cribo.arguments import ConfigError
 from cribo.console import Progress
 from cribo.data.images import ImageFiles, ImageSource, open_images
 from cribo.devices import resolve_devices
 from cribo.explorer.collection import Collection
+from cribo.explorer.config import Asked, Limits
 from cribo.explorer.network import SharedEncoder
 from cribo.explorer.objects import ObjectFinder
 from cribo.explorer.training import require_run
-from cribo.explorer.uploads import Limits
 from cribo.object_search import DatabaseInfo, ObjectDatabase, ObjectSettings, index_images
 from cribo.retrieval import BackboneSource, PatchEncoder, open_encoder
 
@@ -24,27 +23,6 @@ if TYPE_CHECKING:
     from cribo.explorer.view_pairs import PairSample
 
 _BACKBONE = "backbone.safetensors"
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a user wants to look at.
-
-    Attributes:
-        run: a run folder.
-        db: a database of objects.
-        backbone: whose features are shown; that of the database or of the run when not given.
-        images: where the images are; where the database or the run says when not given.
-        limit: of images, where objects are found at the start because there is no database.
-        device: of the network; a GPU if there is one when not given.
-    """
-
-    run: Path | None = None
-    db: str | None = None
-    backbone: BackboneSource | None = None
-    images: Path | None = None
-    limit: int = 100
-    device: str | None = None
 
 
 @dataclass(frozen=True)
@@ -78,12 +56,8 @@ def open_contents(asked: Asked, limits: Limits, workspace: Path, progress: Progr
         progress: told how far it is.
 
     Raises:
-        ValueError: nothing was asked for, or something that is not there, is damaged, or does not go together.
+        ValueError: something was asked for that is not there, is damaged, or does not go together.
     """
-    if asked.run is None and asked.db is None and asked.backbone is None:
-        raise ConfigError("there is nothing to look at: give --run DIR, --db DIR or --backbone SOURCE")
-    if asked.limit < 1:
-        raise ConfigError(f"limit must be >= 1, got {asked.limit}")
     if asked.run is not None:
         require_run(asked.run)
     device = resolve_devices(None if asked.device is None else [asked.device], "device")[0]

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cribo.console import Progress
-from cribo.explorer.contents import Asked, open_contents
+from cribo.explorer.config import Asked, Limits
+from cribo.explorer.contents import open_contents
 from cribo.explorer.server import listening, require_gradio, serve, uploads_folder
-from cribo.explorer.uploads import Limits
 
 
 def explore(

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cribo.explorer.config import Limits
 from cribo.explorer.guard import Guard
-from cribo.explorer.uploads import Limits, Uploads
+from cribo.explorer.uploads import Uploads
 
 if TYPE_CHECKING:
     import gradio

@@ -3,19 +3,14 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from cribo.console import duration
 from cribo.pretraining.files import CONFIG, METRICS, SUMMARY
 
-CURVES = {
-    "Losses": {"loss_image": "image level", "loss_cross_view": "cross-view objects", "loss_cross_image": "cross-image"},
-    "Bootstrapping ratio": {"bootstrapping_ratio": "objects with a valid match"},
-    "Dense retrieval": {"dense_nn": "mIoU of the teacher"},
-}
-"""The curves that are always shown: title, columns of metrics.csv, and what they are called."""
-
+_SCORE = {"dense_nn": "mIoU"}
 _PERCENT = ("bootstrapping_ratio", "dense_nn")
 _POINTS = 500  # of one curve; a screen shows no more
 
@@ -49,11 +44,20 @@ class RunState:
         return self.summary is not None
 
     @property
+    def curves(self) -> dict[str, dict[str, str]]:
+        """The curves that are always shown: title, columns of the metrics, and what they are called."""
+        losses = {name: name.removeprefix("loss_").replace("_", " ") for name in self._names if name[:5] == "loss_"}
+        return {"Losses": losses, "Dense retrieval: mIoU [%]": _SCORE}
+
+    @property
     def columns(self) -> list[str]:
-        """Of the rows, those that no curve of `CURVES` shows."""
-        shown = {"step", "epoch", "seconds", *(column for names in CURVES.values() for column in names)}
-        seen = {name for row in self.rows for name in row}
-        return sorted(seen - shown)
+        """The other columns; the one that somebody watching wants to see first comes first."""
+        shown = {"step", "epoch", "seconds", *(column for names in self.curves.values() for column in names)}
+        return sorted(set(self._names) - shown, key=lambda name: (name != "bootstrapping_ratio", name))
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys(name for row in self.rows for name in row))
 
     def curve(self, names: dict[str, str]) -> list[Point]:
         """Points of columns of the metrics over the epochs, thinned out; shares are in percent.
@@ -65,7 +69,7 @@ class RunState:
         for column, name in names.items():
             scale = 100.0 if column in _PERCENT else 1.0
             found = [(row["epoch"], scale * row[column]) for row in self.rows if column in row]
-            if column == "loss_cross_image":  # it is 0 until it begins
+            if column.startswith("loss_"):  # it is 0 until it begins
                 found = [point for point in found if point[1]]
             every = max(1, -(-len(found) // _POINTS))
             kept = found[::every] if not found or found[-1] in found[::every] else [*found[::every], found[-1]]
@@ -129,11 +133,10 @@ def _summary(state: RunState) -> list[tuple[str, str]]:
     ]
     if "images_per_second" in trained:
         said.append(("images/s", f"{trained['images_per_second']:.0f}"))
-    for column, name in (("loss", "loss"), ("objects_per_image", "objects per image")):
-        if column in trained:
-            said.append((name, f"{trained[column]:.3g}"))
-    if "bootstrapping_ratio" in trained:
-        said.append(("bootstrapping ratio", f"{trained['bootstrapping_ratio']:.0%}"))
+    if "loss" in trained:
+        said.append(("loss", f"{trained['loss']:.3g}"))
+    if (state.summary or {}).get("shown"):
+        said.append(("at the end", str((state.summary or {})["shown"]).replace("|", "/")))
     scores = [row["dense_nn"] for row in state.rows if "dense_nn" in row]
     if scores:
         said.append(("dense retrieval before, now", f"{100 * scores[0]:.1f} %, {100 * scores[-1]:.1f} % mIoU"))

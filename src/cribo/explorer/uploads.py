@@ -1,7 +1,6 @@
 """What may come from a browser: pictures within limits, read from bytes that nobody has looked at before."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,44 +8,11 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from cribo.data.reading import EncodedImage, UnreadableImage, read_image
+from cribo.explorer.config import Limits
 
 
 class Refused(ValueError):
     """What a visitor asked for and cannot have; the message is a sentence for the page."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How much a visitor may send.
-
-    Attributes:
-        megabytes: of one picture's file.
-        megapixels: of one picture; the header says so, and nothing larger is decoded.
-
-    Raises:
-        ValueError: a limit that allows nothing.
-    """
-
-    megabytes: float = 20.0
-    megapixels: float = 40.0
-
-    def __post_init__(self) -> None:
-        for name in ("megabytes", "megapixels"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"max_{name} must be > 0, got {getattr(self, name)}")
-
-    @property
-    def bytes(self) -> int:
-        """Of one picture's file."""
-        return round(1e6 * self.megabytes)
-
-    @property
-    def pixels(self) -> int:
-        """Of one picture."""
-        return round(1e6 * self.megapixels)
-
-    def __str__(self) -> str:
-        return f"up to {self.megabytes:g} MB and {self.megapixels:g} megapixels"
 
 
 class Uploads:

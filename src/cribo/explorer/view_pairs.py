@@ -11,10 +11,10 @@ from cribo.drawing import paint_regions, region_colour
 from cribo.explorer.pictures import shown_size
 from cribo.explorer.uploads import Refused
 from cribo.models import load_backbone
+from cribo.objectives.sampling import ObjectSample, sample_objects
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import CONFIG
 from cribo.pretraining.presets import load_config
-from cribo.pretraining.sampling import ObjectSample, open_pairs, sample_objects
 from cribo.pretraining.session import open_source
 
 PAIRS = 24
@@ -82,7 +82,7 @@ class PairSample:
                 f"The images of this run cannot be read ({error}): start the page with --images DIR."
             ) from error
         backbone = load_backbone(self._source).to(self._device)
-        return sample_objects(backbone, open_pairs(source, backbone, config), config, count=PAIRS)
+        return sample_objects(backbone, source, config, count=PAIRS)
 
 
 def run_config(run: Path, images: Path | None) -> PretrainConfig:

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch._export.serde.serialize import SerializeError
 from torch.export import Dim, ExportedProgram
 
-from cribo.export.target import Encode, Exporter, MissingExtra, Options, Written
+from cribo.export.options import Options
+from cribo.export.target import Encode, Exporter, MissingExtra, Written
 from cribo.models import Backbone, describe, normalise
 
 _TORCH_FILE, _ONNX_FILE = "backbone.pt2", "backbone.onnx"

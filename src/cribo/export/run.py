@@ -6,19 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cribo.data.randomness import keyed_generator
 from cribo.errors import Stopped
-from cribo.export.target import Encode, Exporter, Options
+from cribo.export.options import TARGETS, Options, Target
+from cribo.export.target import Encode, Exporter
 from cribo.files import holds_results, write_folder_whole, write_json
 from cribo.models import Backbone, describe, normalise
-
-Target = Literal["timm", "transformers", "onnx", "torch-export"]
-TARGETS: tuple[Target, ...] = get_args(Target)
 
 EXPORT_MARKER = "export.json"
 """What is said of an export, in its folder; by it an export is known."""

@@ -7,23 +7,11 @@ from pathlib import Path
 from jaxtyping import Float
 from torch import Tensor
 
+from cribo.export.options import Options
 from cribo.models import Backbone
 
 Encode = Callable[[Float[Tensor, "b 3 h w"]], tuple[Float[Tensor, "b n d"], Float[Tensor, "b d"]]]
 """Tokens and global token of RGB images in 0-1, by the target's library alone."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What can be chosen about an export.
-
-    Attributes:
-        layers: how many of the last blocks give tokens, concatenated; of a graph only.
-        opset: of ONNX.
-    """
-
-    layers: int = 1
-    opset: int = 20
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from jaxtyping import Float
 from timm.data.config import resolve_data_config
 from torch import Tensor, nn
 
-from cribo.export.target import Encode, Exporter, Options, Written
+from cribo.export.options import Options
+from cribo.export.target import Encode, Exporter, Written
 from cribo.files import write_json
 from cribo.models import Backbone, normalise
 

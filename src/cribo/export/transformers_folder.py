@@ -18,7 +18,8 @@ from timm.models import Eva, VisionTransformer
 from torch import Tensor, nn
 
 from cribo.export import timm_folder
-from cribo.export.target import Encode, Exporter, MissingExtra, Options, Written
+from cribo.export.options import Options
+from cribo.export.target import Encode, Exporter, MissingExtra, Written
 from cribo.files import write_json
 from cribo.models import Backbone, normalise
 from cribo.models.dialects import DIALECTS, State, fold_positions

@@ -11,8 +11,8 @@ from matplotlib.gridspec import GridSpec, SubplotSpec
 from torch import Tensor
 
 from cribo.drawing import frame, hide_ticks, paint_regions, region_colour
-from cribo.pretraining.cluster_record import ClusterHistory
-from cribo.pretraining.sampling import ObjectSample, enlarge_labels, match_sample, paint_match, paint_query
+from cribo.objectives.cluster_record import ClusterHistory
+from cribo.objectives.sampling import ObjectSample, enlarge_labels, match_sample, paint_match, paint_query
 
 TEXT_WIDTH, COLUMN_WIDTH = 6.9, 3.3
 """Inches of a page of two columns, and of one of them."""

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
 import torch
 from jaxtyping import UInt8
@@ -18,69 +17,28 @@ from cribo.data import DataError, ImageSource
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import read_image
 from cribo.drawing import paper_style, write_figure
+from cribo.figures.config import FigureName, Wanted
 from cribo.figures.layout import COLUMN_WIDTH, TEXT_WIDTH, lay_out_clusters, lay_out_features, lay_out_matches
 from cribo.files import holds_results, write_folder_whole, write_json, write_text
 from cribo.models import Backbone, load_backbone
+from cribo.objectives.cluster_record import read_clusters
+from cribo.objectives.pictures import draw_bootstrapping
+from cribo.objectives.sampling import sample_objects
 from cribo.pretraining import PretrainConfig, load_config
-from cribo.pretraining.cluster_record import read_clusters
 from cribo.pretraining.files import CONFIG, METRICS
 from cribo.pretraining.monitoring import read_metrics
-from cribo.pretraining.report import draw_bootstrapping, draw_losses, draw_schedules
-from cribo.pretraining.sampling import open_pairs, sample_objects
-from cribo.pretraining.schedules import Schedules
+from cribo.pretraining.report import draw_curves, draw_losses
 from cribo.pretraining.session import open_source
 from cribo.retrieval import PCAColours, backbone_encoder
 from cribo.retrieval.patches import grid_size, resize_image
 
 log = logging.getLogger("cribo")
 
-FigureName = Literal["matches", "clusters", "bootstrapping", "features", "losses", "schedules"]
-FIGURES: tuple[FigureName, ...] = get_args(FigureName)
-FIGURE_FORMATS = ("pdf", "png")
-
 FIGURES_MARKER = "figures.json"
 _DPI = 300
+_SCHEDULES = ("lr", "weight_decay", "momentum", "teacher_temperature")
 _GALLERY = 256
 _OF_DATA: tuple[FigureName, ...] = ("matches", "features")
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What is to be drawn.
-
-    Attributes:
-        only: the figures to draw; those that a run has nothing for are left out, and why is said.
-        formats: pdf, png, or both.
-        objects: K, clusters of a view pair in the matching figure; 12 in the paper.
-        queries: images that ask in the matching figure.
-        images: files whose features are coloured, as a glob pattern; images of the run's data when not given.
-        count: of how many images the features are coloured.
-        size: pixels of the shorter side at which these are encoded, at most.
-        root: where the data of the run lies now, if it has moved.
-    """
-
-    only: tuple[FigureName, ...] = FIGURES
-    formats: tuple[str, ...] = FIGURE_FORMATS
-    objects: int = 12
-    queries: int = 3
-    images: str | None = None
-    count: int = 6
-    size: int = 480
-    root: str | None = None
-
-    def check(self) -> None:
-        """Refuse what cannot be drawn.
-
-        Raises:
-            ConfigError: a value that is out of range.
-        """
-        for what, values, known in (("only", self.only, FIGURES), ("format", self.formats, FIGURE_FORMATS)):
-            unknown = [value for value in values if value not in known]
-            if unknown or not values:
-                raise ConfigError(f"{what} must be of {', '.join(known)}, got {', '.join(unknown) or 'nothing'}")
-        for name, least in (("objects", 2), ("queries", 1), ("count", 1), ("size", 32)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be >= {least}, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -131,7 +89,6 @@ def write_figures(
         FolderError: the folder is there.
     """
     wanted = wanted or Wanted()
-    wanted.check()
     out = Path(out)
     if not runs:
         raise ConfigError("figures need one run at least, got none")
@@ -213,8 +170,7 @@ class _Drawer:
         side = config.views.size // self.backbone.patch_size
         if self.wanted.objects > 2 * side * side:
             raise ConfigError(f"objects must be at most {2 * side * side}, the patches of both views of this run")
-        dataset = open_pairs(self._source, self.backbone, config)
-        sample = sample_objects(self.backbone, dataset, config, count=_GALLERY)
+        sample = sample_objects(self.backbone, self._source, config, count=_GALLERY)
         queries = min(self.wanted.queries, len(sample.pairs) // 2)
         if not queries:
             raise _LeftOut("the data has one image only")
@@ -251,11 +207,10 @@ class _Drawer:
         return _small(draw_losses(rows)), "Losses over the epochs of pretraining."
 
     def _schedules(self) -> tuple[Figure, str]:
-        rows = _rows(self.folder)
-        if not rows or not rows[-1]["epoch"]:
+        rows = [row for row in _rows(self.folder) if "lr" in row]
+        if not rows:
             raise _LeftOut("the run has not logged a step yet")
-        steps_per_epoch = round(rows[-1]["step"] / rows[-1]["epoch"])
-        figure = draw_schedules(Schedules(self.config, steps_per_epoch))
+        figure = draw_curves({name: [(r["epoch"], r[name]) for r in rows] for name in _SCHEDULES if name in rows[0]})
         figure.set_size_inches(TEXT_WIDTH, 0.5 * TEXT_WIDTH)
         return figure, "Learning rate, weight decay, momentum and temperature of the teacher over the epochs."
 

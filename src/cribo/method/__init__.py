@@ -4,29 +4,33 @@
 order of a step: `views`, `clustering`, `objects`, `matching`, `bank`, `heads`, `losses`.
 """
 
-from cribo.method.bank import Matches, MemoryBank
-from cribo.method.clustering import cluster_tokens, cluster_tokens_kmeans, draw_initial_tokens
-from cribo.method.heads import ProjectionHead, PrototypeLayer
-from cribo.method.losses import (
-    Centre,
-    SelfDistillation,
-    cross_image_loss,
-    cross_view_loss,
-    sinkhorn_centre,
-    weighted_cross_entropy,
-)
-from cribo.method.matching import NO_MATCH, cycle_consistency, match_objects
-from cribo.method.objects import pool_objects
-from cribo.method.views import (
-    Crops,
-    Photometric,
-    ViewRecipe,
-    apply_photometric,
-    cut_views,
-    patch_coordinates,
-    sample_crops,
-    sample_photometric,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cribo.method.bank import Matches, MemoryBank
+    from cribo.method.clustering import cluster_tokens, cluster_tokens_kmeans, draw_initial_tokens
+    from cribo.method.heads import ProjectionHead, PrototypeLayer
+    from cribo.method.losses import (
+        Centre,
+        SelfDistillation,
+        cross_image_loss,
+        cross_view_loss,
+        sinkhorn_centre,
+        weighted_cross_entropy,
+    )
+    from cribo.method.matching import NO_MATCH, cycle_consistency, match_objects
+    from cribo.method.objects import pool_objects
+    from cribo.method.recipe import ViewRecipe
+    from cribo.method.views import (
+        Crops,
+        Photometric,
+        apply_photometric,
+        cut_views,
+        patch_coordinates,
+        sample_crops,
+        sample_photometric,
+    )
 
 __all__ = [
     "NO_MATCH",
@@ -55,3 +59,37 @@ __all__ = [
     "sinkhorn_centre",
     "weighted_cross_entropy",
 ]
+
+_PLACES = {
+    "bank": ("Matches", "MemoryBank"),
+    "clustering": ("cluster_tokens", "cluster_tokens_kmeans", "draw_initial_tokens"),
+    "heads": ("ProjectionHead", "PrototypeLayer"),
+    "losses": (
+        "Centre",
+        "SelfDistillation",
+        "cross_image_loss",
+        "cross_view_loss",
+        "sinkhorn_centre",
+        "weighted_cross_entropy",
+    ),
+    "matching": ("NO_MATCH", "cycle_consistency", "match_objects"),
+    "objects": ("pool_objects",),
+    "views": (
+        "Crops",
+        "Photometric",
+        "apply_photometric",
+        "cut_views",
+        "patch_coordinates",
+        "sample_crops",
+        "sample_photometric",
+    ),
+    "recipe": ("ViewRecipe",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when first used: a configuration must not wait for torch.
+    for module, names in _PLACES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"cribo.method.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

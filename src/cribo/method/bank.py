@@ -1,9 +1,9 @@
 """The pair of memory banks M_1 and M_2 (paper section 3.2.2)."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,8 +11,7 @@ from torch import Tensor
 
 from cribo.method.matching import NO_MATCH, cycle_consistency, nearest_rows
 from cribo.method.precision import at_least_float32, in_float32
-
-Criterion = Literal["cycle", "none"]
+from cribo.method.recipe import Criterion
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class MemoryBank:
         images: Int[Tensor, " r"],
         *,
         group_rows: Sequence[int] | None = None,
-        criterion: Criterion = "cycle",
+        criterion: Criterion | Callable[..., Bool[Tensor, "2 r"]] = "cycle",
     ) -> Matches:
         """Find each object's nearest neighbour in the bank of its view, and which pairs are positive pairs.
 
@@ -117,14 +116,15 @@ class MemoryBank:
             objects: (2, R, D) the batch's teacher objects, any scale.
             images: (R,) image of each object; the bank's rows of the same image never match.
             group_rows: objects of each group of images, in order; one group by default. Cycles close inside a group.
-            criterion: `cycle` keeps cycle-consistent matches, `none` keeps every match (the paper's ablation).
+            criterion: `cycle` keeps cycle-consistent matches, `none` keeps every match (the paper's ablation); or a
+                function of the user's own, with the arguments and result of `cycle_consistency`.
 
         Raises:
             ValueError: an unknown criterion, or groups that do not sum to R.
 
         Source: paper equations 2 to 4.
         """
-        if criterion not in get_args(Criterion):
+        if not callable(criterion) and criterion not in get_args(Criterion):
             raise ValueError(f"criterion must be one of {', '.join(get_args(Criterion))}, got {criterion!r}")
         live = ring_slices(self._oldest, self._length, self.capacity)
         nearest = torch.stack(
@@ -138,7 +138,8 @@ class MemoryBank:
             return Matches(nearest, matched)
         slots = nearest.where(matched, self._oldest)  # any live slot, where there is no neighbour
         jumped = torch.stack([self._rows[1 - view, slots[view]] for view in (0, 1)])  # paper equation 3
-        return Matches(nearest, matched & cycle_consistency(objects, jumped, group_rows))
+        is_valid = criterion if callable(criterion) else cycle_consistency
+        return Matches(nearest, matched & is_valid(objects, jumped, group_rows))
 
     @torch.no_grad()
     def push(self, objects: Float[Tensor, "2 r d"], images: Int[Tensor, " r"], counts: Sequence[int]) -> None:

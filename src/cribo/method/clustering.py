@@ -4,7 +4,7 @@ Paper section 3.2.1, "Joint-space clustering", and appendix "Clustering algorith
 (B, K, T), transposed from the paper's: one cluster's entries are contiguous.
 """
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from cribo.method.blocks import rows_per_block
 from cribo.method.precision import in_float32
-
-Marginals = Literal["adaptive", "uniform"]
+from cribo.method.recipe import Marginals
 
 EMPTY_CLUSTER_SIZE = 0.01
 """Added to every cluster's size in the adaptive marginals, so that an empty cluster can win tokens back."""

@@ -6,13 +6,15 @@ a generator that the caller passes. Source: docs/method.md, "Views".
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from cribo.method.blocks import rows_per_block
+from cribo.method.recipe import ViewRecipe
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as in PIL and torchvision
 _CONTRAST, _HUE = 1, 3  # numbers of operations in `Photometric.order`
@@ -20,76 +22,16 @@ _CROP_ATTEMPTS = 10
 
 
 @dataclass(frozen=True)
-class ViewRecipe:
-    """How views are drawn. Pairs of numbers are (view 1, view 2) or (low, high), as named.
-
-    Attributes:
-        size: side of a view in pixels.
-        area: (low, high) share of the image that a crop covers.
-        aspect: (low, high) width / height of a crop.
-        flip: probability of a horizontal flip.
-        jitter: probability of colour jitter.
-        brightness: the factor is drawn from 1 - x to 1 + x.
-        contrast: likewise.
-        saturation: likewise.
-        hue: shift drawn from -x to x, in turns.
-        greyscale: probability.
-        blur: (view 1, view 2) probability of Gaussian blur.
-        blur_sigma: (low, high) standard deviation of the blur in pixels of the view.
-        solarise: (view 1, view 2) probability.
-        solarise_threshold: in grey levels, 0 to 255.
-
-    Raises:
-        ValueError: a value out of range.
-    """
-
-    size: int = 224
-    area: tuple[float, float] = (0.25, 1.0)
-    aspect: tuple[float, float] = (3 / 4, 4 / 3)
-    flip: float = 0.5
-    jitter: float = 0.8
-    brightness: float = 0.4
-    contrast: float = 0.4
-    saturation: float = 0.2
-    hue: float = 0.1
-    greyscale: float = 0.2
-    blur: tuple[float, float] = (1.0, 0.1)
-    blur_sigma: tuple[float, float] = (0.1, 2.0)
-    solarise: tuple[float, float] = (0.0, 0.2)
-    solarise_threshold: float = 128
-
-    def __post_init__(self) -> None:
-        def check(name: str, low: float, high: float) -> None:
-            value = getattr(self, name)
-            numbers = value if isinstance(value, (tuple, list)) else (value,)
-            if not all(low <= number <= high for number in numbers):
-                raise ValueError(f"{name} must be between {low:g} and {high:g}, got {value}")
-
-        check("size", 1, 8192)
-        for name in ("flip", "jitter", "greyscale", "blur", "solarise", "brightness", "contrast", "saturation"):
-            check(name, 0, 1)
-        check("area", 1e-4, 1)
-        check("aspect", 0.01, 100)
-        check("hue", 0, 0.5)
-        check("blur_sigma", 0.01, 100)
-        check("solarise_threshold", 0, 255)
-        for name in ("area", "aspect", "blur_sigma"):
-            low, high = getattr(self, name)
-            if low > high:
-                raise ValueError(f"{name} must go from low to high, got ({low}, {high})")
-
-
-@dataclass(frozen=True)
 class Crops:
-    """The crop boxes and flips of the two views of one image.
+    """The crop boxes and flips of the views of one image, two of them for a pair.
 
     Attributes:
-        boxes: (2, 4) top, left, height, width in whole pixels of the source image.
-        flips: (2,) whether the view is mirrored left to right.
+        boxes: (V, 4) top, left, height, width in whole pixels of the source image.
+        flips: (V,) whether the view is mirrored left to right.
     """
 
-    boxes: Int[Tensor, "2 4"]
-    flips: Bool[Tensor, " 2"]
+    boxes: Int[Tensor, "v 4"]
+    flips: Bool[Tensor, " v"]
 
 
 def sample_crops(height: int, width: int, recipe: ViewRecipe, *, generator: torch.Generator) -> Crops:
@@ -115,8 +57,8 @@ def sample_crops(height: int, width: int, recipe: ViewRecipe, *, generator: torc
     return Crops(torch.tensor(boxes), torch.tensor(flips))
 
 
-def cut_views(image: UInt8[Tensor, "3 h w"], crops: Crops, size: int) -> UInt8[Tensor, "2 3 s s"]:
-    """Cut both views out of an image: crop, bicubic resize (antialiased), flip; 8 bits a channel."""
+def cut_views(image: UInt8[Tensor, "3 h w"], crops: Crops, size: int) -> UInt8[Tensor, "v 3 s s"]:
+    """Cut the views out of an image: crop, bicubic resize (antialiased), flip; 8 bits a channel."""
     # Importing torchvision takes as long as importing PyTorch, and only this function needs it.
     from torchvision.transforms.v2 import InterpolationMode
     from torchvision.transforms.v2 import functional as TF
@@ -202,9 +144,8 @@ def patch_coordinates(
     return torch.stack((x, y), dim=-1).flatten(-3, -2)
 
 
-@dataclass(frozen=True)
-class Photometric:
-    """Photometric parameters of views, one entry a view; shapes (2,) for one image, (n,) for a batch.
+class Photometric(NamedTuple):
+    """Photometric parameters of views, one entry a view; shapes (2,) for one image, (n,) for n views.
 
     They stay on the host: selecting the views of an operation does not synchronise with the device.
 
@@ -217,25 +158,27 @@ class Photometric:
         solarise: whether values above the threshold are inverted.
     """
 
-    brightness: Float[Tensor, " n"]
-    contrast: Float[Tensor, " n"]
-    saturation: Float[Tensor, " n"]
-    hue: Float[Tensor, " n"]
-    order: Int[Tensor, "n 4"]
-    greyscale: Bool[Tensor, " n"]
-    sigma: Float[Tensor, " n"]
-    solarise: Bool[Tensor, " n"]
+    brightness: Float[Tensor, "*n"]
+    contrast: Float[Tensor, "*n"]
+    saturation: Float[Tensor, "*n"]
+    hue: Float[Tensor, "*n"]
+    order: Int[Tensor, "*n 4"]
+    greyscale: Bool[Tensor, "*n"]
+    sigma: Float[Tensor, "*n"]
+    solarise: Bool[Tensor, "*n"]
 
     @staticmethod
     def cat(parts: "Sequence[Photometric]") -> "Photometric":
         """Concatenate the parameters of several sets of views."""
-        return Photometric(
-            **{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Photometric)}
-        )
+        return Photometric(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
     def select(self, rows: Int[Tensor, " m"] | slice) -> "Photometric":
         """The parameters of some of the views."""
-        return Photometric(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+        return Photometric(*(values[rows] for values in self))
+
+    def flatten(self) -> "Photometric":
+        """Parameters (B, V) of the views of a batch as those of B * V views, image after image."""
+        return Photometric(*(values.flatten(0, 1) for values in self))
 
 
 def sample_photometric(recipe: ViewRecipe, *, generator: torch.Generator) -> Photometric:
@@ -345,7 +288,7 @@ def _jitter(pixels: Float[Tensor, "n 3 p"], photometric: Photometric) -> Float[T
     luma = _on_device(torch.tensor(_LUMA), pixels)
     for place in range(4):
         # Contrast moves towards the view's mean grey level; the other operations have no offset.
-        offset = contrast[:, place] * (pixels.mean(dim=2) @ luma)
+        offset = contrast[:, place] * (pixels.mean(dim=2) * luma).sum(dim=1)
         pixels = (matrices[:, place] @ pixels).add_(offset[:, None, None]).clamp_(0, 1)
         turned = ((photometric.order[:, place] == _HUE) & (photometric.hue != 0)).nonzero().flatten()
         if turned.numel():
@@ -397,7 +340,8 @@ def _blur_matrix(length: int, sigma: Float[Tensor, " n"], like: Tensor) -> Float
     """Row i holds the weights of the pixels of a line in its blurred pixel i."""
     reach = (3 * sigma).ceil().clamp_max(length - 1)  # a mirrored line is no longer than the line
     shifts = torch.arange(-int(reach.max()), int(reach.max()) + 1)
-    kernels = torch.exp(-0.5 * (shifts / sigma[:, None]) ** 2).masked_fill_(shifts.abs() > reach[:, None], 0)
+    # In float64, whose rounding is lost: how many shifts there are, and so that rounding, depends on the other views.
+    kernels = torch.exp(-0.5 * (shifts / sigma.double()[:, None]) ** 2).masked_fill_(shifts.abs() > reach[:, None], 0)
     kernels /= kernels.sum(dim=1, keepdim=True)
     # Beyond either end the line is mirrored, and its outermost pixel is not repeated.
     last = length - 1

@@ -16,6 +16,7 @@ from timm.layers.weight_init import trunc_normal_
 from timm.models import Eva, VisionTransformer
 from torch import Tensor, nn
 
+from cribo.arguments import import_by_path
 from cribo.models.checkpointing import set_checkpointing
 from cribo.models.linear import use_onednn
 from cribo.models.modes import CUDA_GRAPH_MODES, Checkpointing, CompileMode
@@ -367,7 +368,9 @@ def build_backbone(
     """Build a backbone by its timm name.
 
     Args:
-        name: such as `vit_small_patch16_224`, `vit_base_patch14_reg4_dinov2`, `resnet50`, `convnext_tiny`.
+        name: such as `vit_small_patch16_224`, `vit_base_patch14_reg4_dinov2`, `resnet50`, `convnext_tiny`; or the
+            import path of a function or class of your own, called with `args`, whose module's
+            `forward_features(images)` gives a feature map (B, D, h, w).
         args: arguments of timm's constructor (`depth`, `embed_dim`, `num_heads`, `output_stride`, ...).
         pretrained: weights to start from: a file, `"timm"`, or a timm name with its tag (`load_pretrained`).
             None: random weights, [CLS] and position embedding from a truncated normal of 0.02, the rest as
@@ -412,7 +415,19 @@ def nearest_names(name: str) -> str:
     return f": did you mean {', '.join(near)}?" if near else ": timm.list_models() lists them"
 
 
+def is_import_path(name: str) -> bool:
+    """Whether a name is that of a network of the user's own, such as my_package.my_network.
+
+    Example:
+        >>> is_import_path("my_package.my_network"), is_import_path("vit_small_patch16_224.dino")
+        (True, False)
+    """
+    return "." in name and not timm.is_model(name.partition(".")[0])
+
+
 def _check_name(name: str) -> None:
+    if is_import_path(name):
+        return
     architecture, _, tag = name.partition(".")
     if not timm.is_model(architecture):
         raise ValueError(f"unknown backbone {name!r}{nearest_names(architecture)}")
@@ -433,6 +448,8 @@ def _check_args(name: str, args: Mapping[str, Any]) -> None:
 
 def _create(name: str, args: Mapping[str, Any], image_size: int, drop_path: float) -> tuple[nn.Module, dict[str, Any]]:
     """Build the network; the second value is what builds it again, without drop path."""
+    if is_import_path(name):
+        return _create_own(name, args, drop_path), dict(args)
     rate: dict[str, Any] = {"drop_path_rate": drop_path} if drop_path > 0 else {}
     # Which of the three a network takes is known only by trying; one that does not take an argument says so
     # at once.
@@ -450,6 +467,22 @@ def _create(name: str, args: Mapping[str, Any], image_size: int, drop_path: floa
                 raise ValueError(f"{name} has no argument {unknown[1]!r}: see timm's documentation") from error
             raise ValueError(f"{name} cannot be built with {dict(args)} at {image_size} pixels: {error}") from error
     raise AssertionError("the last attempt sets no size argument")
+
+
+def _create_own(name: str, args: Mapping[str, Any], drop_path: float) -> nn.Module:
+    factory = import_by_path(name, "backbone.name")
+    try:
+        model = factory(**args)
+    except TypeError as error:
+        raise ValueError(f"{name} cannot be called with {dict(args)}: {error}") from error
+    if not (isinstance(model, nn.Module) and hasattr(model, "forward_features")):
+        raise ValueError(
+            f"{name} must give a module whose forward_features(images) is a feature map (B, D, h, w), got "
+            f"{type(model).__name__}"
+        )
+    if drop_path > 0 and not any(isinstance(part, DropPath) for part in model.modules()):
+        raise ValueError(f"{name} has no drop path: use drop_path=0, got {drop_path}")
+    return model
 
 
 def _has_argument(model: nn.Module, argument: str) -> bool:

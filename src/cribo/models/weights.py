@@ -17,12 +17,19 @@ from timm.layers.activations import GELUTanh
 from timm.models import load_state_dict_from_hf
 from torch import Tensor
 
-from cribo.files import sync, write_beside
+from cribo.files import Damaged, check_archive, sync, write_beside
 from cribo.models.architecture import Architecture, infer_architecture
-from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, RESERVED_ARGS, Backbone, build_backbone, nearest_names
+from cribo.models.backbone import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    RESERVED_ARGS,
+    Backbone,
+    build_backbone,
+    is_import_path,
+    nearest_names,
+)
 from cribo.models.formats import NetworkName, Recognised, first_keys, recognise, required_keys
 from cribo.models.reading import flatten, read_json, read_weights
-from cribo.sealing import Damaged, check_seal
 
 WEIGHTS_FILE = "backbone.safetensors"
 DESCRIPTION_FILE = "backbone.json"
@@ -96,7 +103,8 @@ def load_backbone(
         pretrained: False builds a timm name with random weights.
         image_size: pixels; the size to which the position embedding is resized. None: the size it has.
         network: of a teacher and a student in one file, the one to take.
-        trust: run the code that a checkpoint may hold beside its tensors. Only where you trust its maker.
+        trust: run the code that a checkpoint may hold beside its tensors, and import the network of your own that it
+            names. Only where you trust its maker.
         drop_path: as in `build_backbone`; weights do not keep it.
         seed: of random weights.
 
@@ -126,17 +134,17 @@ def load_backbone(
         for option, value in (("name", name), ("args", args)):
             if value:
                 raise ValueError(f"{option}={value!r} does not go with {path}, which says what its network is")
-        return _load_saved(path, image_size=image_size, drop_path=drop_path)
+        return _load_saved(path, image_size=image_size, drop_path=drop_path, trust=trust)
     content = read_weights(path, trust=trust)
     architecture = _declared_architecture(content, path, name, args)
     backbone = None
     if architecture is not None:
-        backbone = _build(architecture, image_size, drop_path, seed)
+        backbone = _build(architecture, image_size, drop_path, seed, trust=trust)
     recognised = _recognise(content, path, network=network, backbone=backbone)
     if backbone is None:
         architecture = infer_architecture(recognised.state, **_hidden_arguments(recognised, path, args))
         architecture = architecture._replace(args={**architecture.args, **(args or {})})
-        backbone = _build(architecture, image_size, drop_path, seed)
+        backbone = _build(architecture, image_size, drop_path, seed, trust=trust)
         notes += architecture.notes
     else:
         _check_hidden_arguments(backbone, recognised, path)
@@ -273,7 +281,7 @@ def _file_of(path: Path) -> tuple[Path, tuple[str, ...]]:
     damaged: list[str] = []
     for checkpoint in sorted(path.glob(_CHECKPOINTS), reverse=True):
         try:
-            check_seal(checkpoint)
+            check_archive(checkpoint)
         except (Damaged, OSError) as error:
             damaged.append(f"{checkpoint.name} cannot be used: {error}")
         else:
@@ -405,7 +413,7 @@ def _is_saved(path: Path) -> bool:
     return read_json(description).get("sha256") == _sha256(path)
 
 
-def _load_saved(path: Path, *, image_size: int | None, drop_path: float) -> Backbone:
+def _load_saved(path: Path, *, image_size: int | None, drop_path: float, trust: bool) -> Backbone:
     """What `save_backbone` wrote."""
     description = path.with_name(DESCRIPTION_FILE)
     if not description.is_file():
@@ -419,7 +427,9 @@ def _load_saved(path: Path, *, image_size: int | None, drop_path: float) -> Back
             f"{path} is not the file that {description} describes (sha256 differs): copy both again from one run"
         )
     args = {key: value for key, value in about["args"].items() if key not in RESERVED_ARGS}
-    backbone = _build(Architecture(about["name"], args, about["image_size"]), image_size, drop_path, seed=0)
+    backbone = _build(
+        Architecture(about["name"], args, about["image_size"]), image_size, drop_path, seed=0, trust=trust
+    )
     recognised = recognise(flatten(read_weights(path)), str(path), backbone=backbone)
     _adopt(backbone, replace(_as_described(recognised, about), format="cribo backbone", notes=()), str(path))
     return backbone
@@ -432,7 +442,15 @@ def _as_described(recognised: Recognised, about: Mapping[str, Any]) -> Recognise
     )
 
 
-def _build(architecture: Architecture, image_size: int | None, drop_path: float, seed: int) -> Backbone:
+def _build(
+    architecture: Architecture, image_size: int | None, drop_path: float, seed: int, *, trust: bool = False
+) -> Backbone:
+    module = architecture.name.rpartition(".")[0]
+    if is_import_path(architecture.name) and module not in sys.modules and not trust:
+        raise ValueError(
+            f"the weights say that their network is {architecture.name}, which is code that nothing has imported yet: "
+            f"import {module} first, or allow it with --trust (trust=True in Python)"
+        )
     return build_backbone(
         architecture.name,
         args=architecture.args,

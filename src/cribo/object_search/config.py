@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from cribo.arguments import ConfigError
-from cribo.method.clustering import Marginals
-from cribo.object_search.extraction import ObjectSettings
-from cribo.retrieval.encoders import BackboneSource
+from cribo.method.recipe import Marginals
+from cribo.object_search.settings import ObjectSettings
+from cribo.retrieval.source import BackboneSource
 
 
 @dataclass

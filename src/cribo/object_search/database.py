@@ -26,8 +26,10 @@ from jaxtyping import Float, Int64
 
 from cribo.arguments import ConfigError
 from cribo.data.images import DataError, require
-from cribo.object_search.extraction import GridMask, ImageObject, ObjectSettings
-from cribo.retrieval.encoders import BackboneSource, PatchEncoder
+from cribo.object_search.extraction import GridMask, ImageObject
+from cribo.object_search.settings import ObjectSettings
+from cribo.retrieval.encoders import PatchEncoder
+from cribo.retrieval.source import BackboneSource
 
 _FORMAT = 1
 _ABOUT, _IMAGES, _OBJECTS = "about", "images", "objects"

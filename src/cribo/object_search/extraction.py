@@ -7,7 +7,7 @@ and where they lie, and an object is represented by the mean of its tokens.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +16,9 @@ from faster_coco_eval.core import mask as coco_mask
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from cribo.arguments import ConfigError
 from cribo.data.randomness import keyed_generator
 from cribo.method import cluster_tokens, draw_initial_tokens
-from cribo.method.clustering import Marginals
+from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval.encoders import PatchEncoder
 from cribo.retrieval.patches import grid_size, patch_of_pixel, resize_image
 
@@ -29,43 +28,6 @@ _PATCHES_AT_ONCE = 16_384  # that are encoded together
 
 Box = tuple[int, int, int, int]
 """x0, y0, x1, y1 in pixels of the image; x1 and y1 lie outside."""
-
-
-@dataclass(frozen=True)
-class ObjectSettings:
-    """What counts as an object; a database holds objects of one kind.
-
-    Attributes:
-        num_objects: K, the clusters of an image at most. More of them find smaller things, and cut large ones.
-        marginals: adaptive lets the number and the sizes of the objects follow the image; uniform makes K of about
-            one size.
-        position_weight: weight of nearness in the image against likeness. 0 joins what looks alike wherever it is.
-        size: the shorter side at which an image is encoded, in pixels: larger finds smaller things and takes longer.
-            null for each image's own size. Sides are rounded to the patch size, and shrunk where there would be more
-            than 4096 patches.
-        min_share: objects that cover less of the image are left out.
-
-    Raises:
-        ConfigError: a value out of range.
-    """
-
-    num_objects: int = 16
-    marginals: Marginals = "adaptive"
-    position_weight: float = 1.0
-    size: int | None = 480
-    min_share: float = 0.005
-
-    def __post_init__(self) -> None:
-        if self.num_objects < 1:
-            raise ConfigError(f"num_objects must be >= 1, got {self.num_objects}")
-        if self.marginals not in get_args(Marginals):
-            raise ConfigError(f"marginals must be one of {', '.join(get_args(Marginals))}, got {self.marginals!r}")
-        if not 0 <= self.position_weight < float("inf"):
-            raise ConfigError(f"position_weight must be >= 0, got {self.position_weight}")
-        if self.size is not None and self.size < 1:
-            raise ConfigError(f"size must be >= 1 pixel, or null for the image's own, got {self.size}")
-        if not 0 <= self.min_share < 1:
-            raise ConfigError(f"min_share must be >= 0 and < 1, got {self.min_share}")
 
 
 @dataclass(frozen=True)

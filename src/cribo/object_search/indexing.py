@@ -18,7 +18,8 @@ from cribo.data.images import ImageFiles
 from cribo.data.reading import EncodedImage, TooManyPixels, UnreadableImage, read_image
 from cribo.files import FolderError
 from cribo.object_search.database import IndexedImage, ObjectDatabase, is_remote, new_entry
-from cribo.object_search.extraction import ImageObject, ObjectSettings, PreparedImage, extract_prepared, prepare_image
+from cribo.object_search.extraction import ImageObject, PreparedImage, extract_prepared, prepare_image
+from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval.encoders import PatchEncoder
 
 INDEX_LOCK = ".index.lock"

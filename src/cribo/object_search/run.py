@@ -13,7 +13,7 @@ from cribo.allocator import keep_freed_memory
 from cribo.arguments import ConfigError
 from cribo.console import Phases
 from cribo.data import ImageFiles, open_images
-from cribo.data.reading import MAX_PIXELS
+from cribo.data.limits import MAX_PIXELS
 from cribo.devices import resolve_devices
 from cribo.files import claim_folder, make_numbered_folder, write_json
 from cribo.object_search.config import IndexConfig, SearchConfig
@@ -26,11 +26,12 @@ from cribo.object_search.database import (
     holds_database,
     require_free,
 )
-from cribo.object_search.extraction import ObjectSettings
 from cribo.object_search.indexing import IndexSummary, index_images, index_lock, index_vectors
 from cribo.object_search.pictures import write_sheet
 from cribo.object_search.queries import Query, QueryPlace, make_query
-from cribo.retrieval.encoders import BackboneSource, PatchEncoder, open_encoder
+from cribo.object_search.settings import ObjectSettings
+from cribo.retrieval.encoders import PatchEncoder, open_encoder
+from cribo.retrieval.source import BackboneSource
 
 log = logging.getLogger("cribo")
 

@@ -6,7 +6,7 @@ from cribo.files import FolderError, claim_folder, make_numbered_folder
 from cribo.training.lock import run_lock
 
 CONFIG, SUMMARY, METRICS, SKIPPED = "config.yaml", "summary.json", "metrics.csv", "skipped.csv"
-REPORT, CLUSTERS = "report", "clusters.npz"
+REPORT = "report"
 
 
 def claim_run_folder(out: Path, name: str | None, default_name: str, *, overwrite: bool) -> Path:

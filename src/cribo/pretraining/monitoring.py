@@ -15,75 +15,68 @@ from typing import Any
 import lightning as L
 import torch
 
-from cribo.data.loading import PairLoader
-from cribo.data.pairs import ViewPairs
+from cribo.data.loading import BatchLoader
+from cribo.data.samples import Batch
 from cribo.errors import Stopped
 from cribo.files import write_text
-from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import METRICS, SKIPPED
 from cribo.pretraining.module import PretrainingModule
 from cribo.training.events import going_on
 
 log = logging.getLogger("cribo")
 
-COLUMNS: tuple[str, ...] = (
-    "step",
-    "epoch",
-    "seconds",
-    "images_per_second",
-    "loss",
-    "loss_image",
-    "loss_cross_view",
-    "loss_cross_image",
-    "bootstrapping_ratio",
-    "objects_per_image",
-    "steps_left_out",
-    "lr",
-    "weight_decay",
-    "momentum",
-    "teacher_temperature",
-    "image_entropy_of_mean",
-    "image_mean_entropy",
-    "object_entropy_of_mean",
-    "object_mean_entropy",
-    "feature_std",
-    "distinct_neighbours",
-    "dense_nn",
-)
+_SAY_SECONDS = 60.0  # between two lines about reads that are tried again
+_FIRST = ("step", "epoch", "seconds", "images_per_second", "loss")
+"""Columns that every run has; those of the objective follow as they come."""
 
 
 class Rows(Sequence[dict[str, float]]):
-    """Rows of numbers under `COLUMNS`, eight bytes each: a run of weeks has hundreds of thousands of rows.
+    """Rows of numbers by name, eight bytes each: a run of weeks has hundreds of thousands of rows.
+
+    Attributes:
+        columns: all names so far.
 
     Example:
         >>> rows = Rows([{"step": 10.0, "loss": 7.5}])
-        >>> rows.append({"step": 20.0})
+        >>> rows.append({"step": 20.0, "ratio": 0.5})
         >>> list(rows)
-        [{'step': 10.0, 'loss': 7.5}, {'step': 20.0}]
+        [{'step': 10.0, 'loss': 7.5}, {'step': 20.0, 'ratio': 0.5}]
     """
 
-    def __init__(self, rows: Iterable[dict[str, float]] = ()) -> None:
-        self._numbers = array("d")
+    def __init__(self, rows: Iterable[Mapping[str, float]] = ()) -> None:
+        self._columns: dict[str, array[float]] = {name: array("d") for name in _FIRST}
+        self._length = 0
         for row in rows:
             self.append(row)
 
+    @property
+    def columns(self) -> list[str]:
+        """All names so far, in the order in which they came."""
+        return list(self._columns)
+
     def append(self, row: Mapping[str, float]) -> None:
         """Add a row; cells that it has none for, or that are not a number, stay empty."""
-        self._numbers.extend(row.get(name, math.nan) for name in COLUMNS)
+        for name in row:
+            if name not in self._columns:
+                self._columns[name] = array("d", [math.nan] * self._length)
+        for name, numbers in self._columns.items():
+            numbers.append(row.get(name, math.nan))
+        self._length += 1
 
     def __len__(self) -> int:
-        return len(self._numbers) // len(COLUMNS)
+        return self._length
 
     def __getitem__(self, index: int) -> dict[str, float]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        start = len(COLUMNS) * range(len(self))[index]
-        numbers = self._numbers[start : start + len(COLUMNS)]
-        return {name: number for name, number in zip(COLUMNS, numbers, strict=True) if not math.isnan(number)}
+        place = range(self._length)[index]
+        row = {name: numbers[place] for name, numbers in self._columns.items()}
+        return {name: number for name, number in row.items() if not math.isnan(number)}
 
 
 class Metrics(L.Callback):
     """Reads the module's numbers every `every_steps`, hands them to the loggers, and keeps `metrics.csv`.
 
-    The rows of a resumed run are kept up to the step it resumes from.
+    The rows of a resumed run are kept up to the step it resumes from. Images/s leave out what is done between epochs,
+    such as the score.
 
     Attributes:
         rows: all rows so far, as in the file.
@@ -101,9 +94,9 @@ class Metrics(L.Callback):
         self.batch_size = batch_size
         self.rows = Rows()
         self.latest: dict[str, float] = {}
-        self._torn = False
+        self._in_file: list[str] | None = None  # the columns; None where the file has to be written anew
         self._seconds_before = 0.0
-        self._started = self._marked = time.perf_counter()
+        self._started = self._marked = self._paused = time.perf_counter()
         self._marked_step = 0
 
     @property
@@ -122,30 +115,37 @@ class Metrics(L.Callback):
         """Start the clock and the file."""
         if trainer.is_global_zero:
             self._write_all()
-        self._started = self._marked = time.perf_counter()
+        self._started = self._marked = self._paused = time.perf_counter()
         self._marked_step = trainer.global_step
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leave out the time since the last epoch, or since the start."""
+        self._marked += time.perf_counter() - self._paused
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stop the clock."""
+        self._paused = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write a row when it is time."""
+        """Write a row when it is time.
+
+        Raises:
+            NonFiniteLoss: a loss since the last row was infinite or not a number.
+        """
         step = trainer.global_step
         if step % self.every_steps and step != trainer.max_steps:
             return
         assert isinstance(pl_module, PretrainingModule)
         now = time.perf_counter()
         images = (step - self._marked_step) * self.batch_size
-        self.latest = pl_module.read_metrics()
-        self.latest["images_per_second"] = images / max(now - self._marked, 1e-9)
-        self.add(trainer, pl_module, self.latest)
+        latest = {"images_per_second": images / max(now - self._marked, 1e-9), **pl_module.read_metrics()}
+        self.latest = self.add(trainer, pl_module, latest)
         self._marked, self._marked_step = time.perf_counter(), step
 
-    def pause(self, seconds: float) -> None:
-        """Leave time that was not spent on training out of the next images/s."""
-        self._marked += seconds
-
-    def add(self, trainer: L.Trainer, module: PretrainingModule, values: dict[str, float]) -> None:
-        """Append one row and hand it to the loggers."""
+    def add(self, trainer: L.Trainer, module: PretrainingModule, values: dict[str, float]) -> dict[str, float]:
+        """Append one row, hand it to the loggers, and return it."""
         step = trainer.global_step
         row = {
             "step": float(step),
@@ -157,26 +157,27 @@ class Metrics(L.Callback):
         with going_on("the logs"):
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=step)
-        if not trainer.is_global_zero:
-            return
-        with going_on(self.path):
-            self._write(row)
+        if trainer.is_global_zero:
+            with going_on(self.path):
+                self._write(row)
+        return row
 
     def _write(self, row: dict[str, float]) -> None:
-        torn, self._torn = self._torn, True
-        if torn:  # rows are missing, and the last one there may be half of one
+        columns, self._in_file = self._in_file, None
+        if columns is None or columns != self.rows.columns:  # a new name, or the last try may have left half a row
             self._write_all()
         else:
             with self.path.open("a", newline="", encoding="utf-8") as file:
-                csv.DictWriter(file, COLUMNS).writerow(_formatted(row))
-        self._torn = False
+                csv.DictWriter(file, columns).writerow(_formatted(row))
+        self._in_file = self.rows.columns
 
     def _write_all(self) -> None:
         text = io.StringIO()
-        writer = csv.DictWriter(text, COLUMNS)
+        writer = csv.DictWriter(text, self.rows.columns)
         writer.writeheader()
         writer.writerows(_formatted(row) for row in self.rows)
         write_text(self.path, text.getvalue())
+        self._in_file = self.rows.columns
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -219,7 +220,7 @@ class LoadingFaults(L.Callback):
         retried: reads that were tried again, likewise.
     """
 
-    loader: PairLoader
+    loader: BatchLoader
 
     def __init__(self, folder: Path, *, num_images: int, max_share: float, every_steps: int) -> None:
         self.path = folder / SKIPPED
@@ -229,7 +230,8 @@ class LoadingFaults(L.Callback):
         self.reasons: dict[str, str] = {}
         self.restarts = self.retried = 0
         self._untold = _Told()
-        self._counted = (0, 0)
+        self._restarts_told = 0
+        self._said_at = -math.inf
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
@@ -246,17 +248,16 @@ class LoadingFaults(L.Callback):
                 self.reasons = {row["image"]: row["reason"] for row in csv.DictReader(file)}
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: ViewPairs, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         """Note what the batch reports.
 
         Raises:
             TooManyUnreadable: the share of unreadable images is above the limit.
         """
-        counted = self.loader.restarts, self.loader.retried
-        self._untold.restarts += counted[0] - self._counted[0]
-        self._untold.retried += counted[1] - self._counted[1]
-        self._counted = counted
+        self._untold.restarts += self.loader.restarts - self._restarts_told
+        self._restarts_told = self.loader.restarts
+        self._untold.retried += batch.retried
         self._untold.reasons |= {entry.name: entry.reason for entry in batch.unreadable}
         told: list[Any] = [self._untold]
         if trainer.world_size > 1:
@@ -269,7 +270,11 @@ class LoadingFaults(L.Callback):
 
     def _tell(self, trainer: L.Trainer, told: "list[_Told]") -> None:
         self.restarts += sum(part.restarts for part in told)
-        self.retried += sum(part.retried for part in told)
+        retried = sum(part.retried for part in told)
+        self.retried += retried
+        if retried and trainer.is_global_zero and time.monotonic() - self._said_at >= _SAY_SECONDS:
+            self._said_at = time.monotonic()
+            log.warning("reading has been tried again, %d times so far: storage is slow or fails", self.retried)
         every = {name: reason for part in told for name, reason in part.reasons.items()}
         new = {name: reason for name, reason in every.items() if name not in self.reasons}
         if not new:
@@ -302,19 +307,17 @@ class _Told:
 
 
 class Watch(L.Callback):
-    """Warns when training goes wrong, each kind of trouble once until it is over, with advice.
+    """Warns when training goes wrong, each kind of trouble once until it is over, with the objective's advice.
 
     Args:
         metrics: whose latest row is looked at.
-        config: of the run.
 
     Attributes:
         warnings: (step, text) of all that was said.
     """
 
-    def __init__(self, metrics: Metrics, config: PretrainConfig) -> None:
+    def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
-        self.config = config
         self.warnings: list[tuple[int, str]] = []
         self._seen: dict[str, int] = {}
 
@@ -334,12 +337,7 @@ class Watch(L.Callback):
         if trainer.global_step % self.metrics.every_steps:
             return
         assert isinstance(pl_module, PretrainingModule)
-        troubles = signs_of_trouble(
-            self.metrics.latest,
-            cross_image=self.config.losses.cross_image and pl_module.epoch > self.config.losses.cross_image_from_epoch,
-            needs_objects=self.config.needs_objects,
-            prototypes=self.config.head.prototypes,
-        )
+        troubles = pl_module.objective.advice(self.metrics.latest)
         for name in self._seen.keys() - troubles.keys():
             del self._seen[name]
         for name, advice in troubles.items():
@@ -351,50 +349,3 @@ class Watch(L.Callback):
 
 # A sign must last: a single row may be a fluke.
 _ROWS_BEFORE_WARNING = 5
-
-
-def signs_of_trouble(
-    row: dict[str, float], *, cross_image: bool, needs_objects: bool, prototypes: int
-) -> dict[str, str]:
-    """Name and advice of each sign of collapse or idleness in a row of metrics.
-
-    Args:
-        row: one row of training numbers.
-        cross_image: whether L_ci^o should be at work by now.
-        needs_objects: whether any loss works on objects.
-        prototypes: L.
-    """
-    troubles = {}
-    few = 1.5 / math.log(prototypes)  # entropy of about four prototypes, as a share of ln L
-    for level in ("image", "object"):
-        if row.get(f"{level}_entropy_of_mean", 1.0) < few:
-            troubles[f"{level} prototypes"] = (
-                f"collapse: the teacher puts nearly all {level}s on a handful of prototypes. Raise optim.momentum, "
-                "lower optim.lr, or try losses.centring sinkhorn"
-            )
-        elif row.get(f"{level}_mean_entropy", 0.0) > 0.99:
-            troubles[f"{level} uniform"] = (
-                f"the teacher's {level} distributions are uniform, so the loss teaches nothing. Lower "
-                "losses.teacher_temperature, raise optim.lr, or try losses.centring sinkhorn"
-            )
-    if row.get("feature_std", 1.0) < 0.05:
-        troubles["features"] = (
-            f"collapse: all patches have nearly the same feature (spread {row['feature_std']:.3f} of 1). Lower "
-            "optim.lr or lengthen optim.warmup_epochs; a frozen last layer (optim.freeze_last_layers_epochs) helps too"
-        )
-    if row.get("distinct_neighbours", 1.0) < 0.02:
-        troubles["neighbours"] = (
-            f"collapse: all objects have the same few neighbours ({row['distinct_neighbours']:.1%} distinct). "
-            "Use a larger objects.bank_images, or start losses.cross_image_from_epoch later"
-        )
-    if needs_objects and row.get("objects_per_image", 1.0) == 0:
-        troubles["no objects"] = (
-            "no cluster has tokens in both views, so there is no object to learn from. Raise the lower end of "
-            "views.area, lower objects.num_objects, or lower objects.position_weight"
-        )
-    elif cross_image and row.get("bootstrapping_ratio", 1.0) == 0:
-        troubles["no bootstrapping"] = (
-            "no match is cycle-consistent: the bootstrapping ratio stays at 0. Lower objects.num_objects or "
-            "objects.group_size, enlarge objects.bank_images, or train longer before judging"
-        )
-    return troubles

@@ -25,7 +25,15 @@ _COMMAND_OPTIONS = ("out", "name", "minutes", "resume", "overwrite", "continue")
 
 
 # Options of earlier versions. They are ignored in configuration files, so that runs that have them can be resumed.
-_REMOVED = {"runtime": ("bank", "tf32")}
+_REMOVED = {"runtime": ("bank", "tf32", "strategy", "on_nonfinite")}
+
+
+SHORT = {
+    "--objective": "--objective.name",
+    "--objective.class_path": "--objective.name",
+    "--objective.init_args": "--objective.args",
+}
+"""Options that may be said otherwise."""
 
 
 class ConfigParser(Parser):
@@ -33,7 +41,7 @@ class ConfigParser(Parser):
 
     def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
         """Parse the content of a configuration file."""
-        return super().parse_string(_without_removed(content), *args, **kwargs)
+        return super().parse_string(_in_todays_terms(content), *args, **kwargs)
 
     def parse_args(self, args: Sequence[str] | None = None, **kwargs: Any) -> Namespace:
         """Parse words."""
@@ -52,17 +60,32 @@ class ConfigParser(Parser):
         return super().parse_args([*configs, *others], **kwargs)
 
 
-def _without_removed(content: str) -> str:
+def _in_todays_terms(content: str) -> str:
+    """A configuration without options that were removed, and with one way to say which objective it is."""
     try:
         values = yaml.safe_load(content)
     except yaml.YAMLError:  # the parser's own message names the place
+        return content
+    if not isinstance(values, dict):
         return content
     groups = {name: group for name, group in values.items() if isinstance(group, dict)}
     found = [(group, name) for group, names in _REMOVED.items() for name in names if name in groups.get(group, ())]
     for group, name in found:
         log.info("ignoring %s.%s in the configuration: the option was removed", group, name)
         del values[group][name]
-    return yaml.safe_dump(values, sort_keys=False) if found else content
+    objective = values.get("objective")
+    if objective is not None:
+        values["objective"] = _objective(objective)
+    return yaml.safe_dump(values, sort_keys=False) if found or objective is not None else content
+
+
+def _objective(value: Any) -> Any:
+    """An objective by its name alone, or as jsonargparse writes classes, in the terms of `ObjectiveConfig`."""
+    if isinstance(value, str):
+        return {"name": value}
+    if isinstance(value, Mapping):
+        return {{"class_path": "name", "init_args": "args"}.get(key, key): own for key, own in value.items()}
+    return value
 
 
 def preset_names() -> list[str]:
@@ -168,8 +191,10 @@ def config_from(arguments: Namespace) -> PretrainConfig:
     try:
         made = _config_parser().instantiate(only)
         return PretrainConfig(**{name: made[name] for name in names})
-    except TypeError as error:  # bytes in the place of a group of values are let through by the parser
-        raise ConfigError(f"each group of values must be a mapping of names to values ({error})") from error
+    except TypeError as error:  # another value in the place of a group is let through by the parser
+        wrong = next((name for name in names if name != "seed" and not isinstance(arguments[name], Namespace)), None)
+        got = "" if wrong is None else f", got {arguments[wrong]!r} for {wrong}"
+        raise ConfigError(f"each group of values must be a mapping of names to values{got}") from error
     except ValueError as error:
         # A ViewRecipe is the method's own and does not know what it is called here.
         in_views = str(error).partition(" ")[0] in ViewRecipe.__dataclass_fields__
@@ -197,6 +222,8 @@ def load_config(config: str | Path = DEFAULT_PRESET, overrides: Mapping[str, Any
     for name, value in (overrides or {}).items():
         if name in _COMMAND_OPTIONS:
             raise ConfigError(f"{name} is no value of the configuration")
+        if name == "objective":
+            value = _objective(_plain(value))
         # A text goes as it is: quoted, it would be taken with its quotes where None is allowed too.
         words.append(f"--{name}={value if isinstance(value, str) else json.dumps(_plain(value))}")
     return config_from(parser.parse_args(words))
@@ -231,7 +258,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _config_parser() -> ConfigParser:
-    parser = ConfigParser()
+    parser = ConfigParser(short={short: long for short, long in SHORT.items() if "." in short})
     add_config_arguments(parser)
     return parser
 

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from cribo.allocator import give_freed_memory_back
 from cribo.arguments import ConfigError
-from cribo.data.pairs import ViewPairs
+from cribo.data.samples import Batch
 from cribo.method import NO_MATCH, Matches, MemoryBank
+from cribo.objectives.cribo import CrIBo
 from cribo.pretraining.ceiling import model_flops, product_ceiling
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.footprint import held_bytes, peak_bytes, reset_peak
 from cribo.pretraining.module import PretrainingModule
-from cribo.pretraining.objective import Matching
 from cribo.pretraining.session import Forever, Session
 from cribo.training.lightning import interruptible, quiet_lightning
 
@@ -196,9 +196,12 @@ def profile(
     if not 0 <= bootstrapping_ratio <= 1:
         raise ConfigError(f"--bootstrapping_ratio must be between 0 and 1, got {bootstrapping_ratio}")
     session = Session(_steady(config))
+    objective = session.module.objective
+    if not isinstance(objective, CrIBo):
+        raise ConfigError(f"cribo profile measures the objective cribo, got {config.objective.name}")
     if kept and not session.config.needs_objects:
         raise ConfigError("losses.cross_view and losses.cross_image are off: there are no objects to fix a number of")
-    patches = session.dataset.grid[0] * session.dataset.grid[1]
+    patches = objective.grid[0] * objective.grid[1]
     most = min(config.objects.num_objects, patches)
     for number in kept:
         if not 1 <= number <= most:
@@ -208,7 +211,7 @@ def profile(
             )
     device = _device(session)
     ceiling = product_ceiling(device, _DTYPES[config.runtime.precision])
-    flops = 8 * session.config.optim.batch_size * model_flops(session.module.student.backbone, config.views.size)
+    flops = 8 * session.config.optim.batch_size * model_flops(objective.student.backbone, config.views.size)
     about = _about(session, device)
     # The steps are taken with modules of their own: this one must not count in their memory.
     session.module = session.module.to("meta")
@@ -248,7 +251,7 @@ def _steady(config: PretrainConfig) -> PretrainConfig:
             optim, batch_size=optim.batch_size // devices, freeze_last_layers_epochs=0, freeze_backbone_epochs=0
         ),
         score=dataclasses.replace(config.score, root=None),
-        runtime=dataclasses.replace(runtime, devices=1, num_nodes=1, strategy="ddp"),
+        runtime=dataclasses.replace(runtime, devices=1, num_nodes=1),
     )
 
 
@@ -298,14 +301,13 @@ class _Measurement(Callback):
         return self.result
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        objective = _as_pretraining(pl_module).objective
+        objective = _cribo(pl_module)
         if self.objects is not None:
             objective.label_tokens = _FixedObjects(objective.label_tokens, self.objects)
-        if objective.match is not None:
-            objective.match = _FixedRatio(objective.match, self.ratio)
+        objective.match = _FixedRatio(objective.match, self.ratio)
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: ViewPairs, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         # The second step has what the later ones have, and is not timed. A compiled network keeps its own counsel.
         config = _as_pretraining(pl_module).config
@@ -324,14 +326,14 @@ class _Measurement(Callback):
         self._saved.end()
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: ViewPairs, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        module = _as_pretraining(pl_module)
+        module, objective = _as_pretraining(pl_module), _cribo(pl_module)
         done, total = trainer.global_step, self.warmup + self.steps
-        if done == 1 and module.bank is not None:
-            found = module.last_result.objects
+        if done == 1 and objective.bank is not None:
+            found = objective.last_result.objects if objective.last_result is not None else None
             assert found is not None
-            fill_bank(module.bank, found.teacher, per_image=max(1, round(found.rows.shape[0] / len(found.counts))))
+            fill_bank(objective.bank, found.teacher, per_image=max(1, round(found.rows.shape[0] / len(found.counts))))
         if done == self.warmup:
             module.read_metrics()
             reset_peak(module.device)
@@ -340,24 +342,25 @@ class _Measurement(Callback):
             self.result = self._conclude(module, batch)
         self.progress(done, total)
 
-    def _conclude(self, module: PretrainingModule, batch: ViewPairs) -> StepProfile:
+    def _conclude(self, module: PretrainingModule, batch: Batch) -> StepProfile:
         steps = module.laps.read()
         peak = peak_bytes(module.device)
         metrics = module.read_metrics()
         names = [name for name in PARTS if any(name in step for step in steps)]
         return StepProfile(
             fixed_objects=self.objects,
-            objects_per_image=metrics["objects_per_image"],
+            objects_per_image=metrics.get("objects_per_image", 0.0),
             bootstrapping_ratio=metrics.get("bootstrapping_ratio", 0.0),
             step=Spread.of([sum(step.values()) for step in steps]),
             parts={name: Spread.of([step.get(name, 0.0) for step in steps]) for name in names},
-            object_flops=_object_flops(module, len(batch) * metrics["objects_per_image"], metrics),
+            object_flops=_object_flops(_cribo(module), len(batch) * metrics.get("objects_per_image", 0.0), metrics),
             memory=self._memory(module, batch),
             peak=peak,
         )
 
-    def _memory(self, module: PretrainingModule, batch: ViewPairs) -> dict[str, int]:
-        student, teacher = list(module.student.parameters()), list(module.teacher.parameters())
+    def _memory(self, module: PretrainingModule, batch: Batch) -> dict[str, int]:
+        objective = _cribo(module)
+        student, teacher = list(objective.student.parameters()), list(objective.teacher.parameters())
         optimizer: Any = module.optimizers()
         state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
         held = {
@@ -365,8 +368,8 @@ class _Measurement(Callback):
             "teacher's weights": held_bytes(teacher),
             "gradients": held_bytes(parameter.grad for parameter in student),
             "optimiser's state": held_bytes(state),
-            "banks": module.bank.nbytes if module.bank is not None else 0,
-            "batch": held_bytes([batch.views, batch.coordinates, batch.initial_tokens, batch.drop_path_noise]),
+            "banks": objective.bank.nbytes if objective.bank is not None else 0,
+            "batch": held_bytes(value for value in batch.samples.values() if isinstance(value, Tensor)),
         }
         known = {tensor.untyped_storage().data_ptr() for tensor in (*student, *teacher)}
         activations = self._saved.bytes_without(known)
@@ -376,11 +379,11 @@ class _Measurement(Callback):
 class _FixedObjects:
     """Clusters as ever, for their cost, and then gives every image the same number of objects: stripes of patches."""
 
-    def __init__(self, clustering: Callable[[Tensor, ViewPairs], Tensor], objects: int) -> None:
+    def __init__(self, clustering: Callable[[Tensor, Batch], Tensor], objects: int) -> None:
         self.clustering = clustering
         self.objects = objects
 
-    def __call__(self, tokens: Float[Tensor, "b 2 n d"], batch: ViewPairs) -> Int[Tensor, "b 2 n"]:
+    def __call__(self, tokens: Float[Tensor, "b 2 n d"], batch: Batch) -> Int[Tensor, "b 2 n"]:
         labels = self.clustering(tokens, batch)
         stripes = torch.arange(labels.shape[2], device=labels.device) * self.objects // labels.shape[2]
         return stripes.expand_as(labels).contiguous()
@@ -389,7 +392,7 @@ class _FixedObjects:
 class _FixedRatio:
     """Matches as ever, for the cost, and then calls a fixed share of the matches valid."""
 
-    def __init__(self, match: Matching, ratio: float) -> None:
+    def __init__(self, match: Callable[..., Matches], ratio: float) -> None:
         self.match = match
         self.ratio = ratio
 
@@ -444,20 +447,19 @@ def fill_bank(bank: MemoryBank, objects: Float[Tensor, "2 r d"], *, per_image: i
         missing -= images
 
 
-def _object_flops(module: PretrainingModule, rows: float, metrics: dict[str, float]) -> float:
+def _object_flops(objective: CrIBo, rows: float, metrics: dict[str, float]) -> float:
     """Matrix products of a step for R = `rows` objects: search of the banks, the head, logits and their gradients.
 
     With L_cv^o and L_ci^o on; the cycle's search inside a group and Sinkhorn centring are left out.
     """
-    config, dim = module.config, module.student.backbone.embed_dim
-    head = config.head
+    head, dim = objective.options.head, objective.student.backbone.embed_dim
     widths = [dim, *[head.hidden_dim] * (head.layers - 1), head.bottleneck_dim]
     mlp = sum(a * b for a, b in itertools.pairwise(widths))
     logits = head.prototypes * head.bottleneck_dim
     # Rows of both views; a student's row goes forward and, twice the work, backward.
     student, teacher = 2 * rows, 2 * rows
     neighbours = metrics.get("bootstrapping_ratio", 0.0) * 2 * rows
-    searched = rows * 2 * len(module.bank) * dim if module.bank is not None else 0.0
+    searched = rows * 2 * len(objective.bank) * dim if objective.bank is not None else 0.0
     return 2 * (searched + (3 * student + teacher + neighbours) * (mlp + logits))
 
 
@@ -469,7 +471,7 @@ def _about(session: Session, device: torch.device) -> dict[str, Any]:
         "batch size": config.optim.batch_size,
         "group size": config.objects.group_size,
         "K": config.objects.num_objects,
-        "S": session.module.bank_images if config.losses.cross_image else 0,
+        "S": _cribo(session.module).bank_images if config.losses.cross_image else 0,
         "prototypes": config.head.prototypes,
         "precision": config.runtime.precision,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
@@ -477,6 +479,12 @@ def _about(session: Session, device: torch.device) -> dict[str, Any]:
         "workers": session.workers,
         "torch": torch.__version__,
     }
+
+
+def _cribo(module: L.LightningModule) -> CrIBo:
+    objective = _as_pretraining(module).objective
+    assert isinstance(objective, CrIBo)
+    return objective
 
 
 def _as_pretraining(module: L.LightningModule) -> PretrainingModule:

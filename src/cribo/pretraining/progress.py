@@ -1,4 +1,7 @@
-"""One progress bar for the whole run: ETA, images/s, the losses and the bootstrapping ratio."""
+"""One progress bar for the whole run: ETA, images/s, and what the objective shows."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import lightning as L
 from rich.console import Console
@@ -28,17 +31,20 @@ class RunProgress(StepProgress):
 
     def numbers(self, trainer: L.Trainer) -> str:
         """Of the latest row."""
-        return progress_text(self.metrics.latest)
+        module: Any = trainer.lightning_module
+        return progress_text(self.metrics.latest, module.objective.columns.progress)
 
 
-def progress_text(row: dict[str, float]) -> str:
-    """The numbers of a row that somebody watching wants to see; losses that are off or not yet on are left out."""
+def progress_text(row: Mapping[str, float], formats: Mapping[str, str]) -> str:
+    """The numbers of a row that somebody watching wants to see; losses that are off or not yet on are left out.
+
+    Example:
+        >>> progress_text({"images_per_second": 240.0, "loss_cross_view": 2.7, "ratio": 0.1}, {"ratio": "{:.0%} used"})
+        '240 img/s · cross-view 2.70 · 10% used'
+    """
     if not row:
         return ""
-    numbers = [f"{row['images_per_second']:.0f} img/s"]
-    for name, label in (("image", "image"), ("cross_view", "cross-view"), ("cross_image", "cross-image")):
-        if row.get(f"loss_{name}"):
-            numbers.append(f"{label} {row[f'loss_{name}']:.2f}")
-    if "bootstrapping_ratio" in row:
-        numbers.append(f"bootstrapped {row['bootstrapping_ratio']:.0%}")
-    return " · ".join(numbers)
+    numbers = [f"{row['images_per_second']:.0f} img/s"] if "images_per_second" in row else []
+    losses = {name.removeprefix("loss_"): value for name, value in row.items() if name.startswith("loss_")}
+    numbers += [f"{name.replace('_', '-')} {value:.2f}" for name, value in losses.items() if value]
+    return " · ".join(numbers + [text.format(row[name]) for name, text in formats.items() if name in row])

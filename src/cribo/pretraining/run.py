@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import math
 import os
 import signal
 import time
@@ -22,14 +23,12 @@ from rich.console import Console
 from cribo.arguments import ConfigError
 from cribo.files import FolderError, remove_parts, write_json, write_text
 from cribo.models import Backbone, load_backbone, save_backbone
-from cribo.pretraining.cluster_record import ClusterRecord
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import CONFIG, REPORT, SUMMARY, claim_run_folder
 from cribo.pretraining.footprint import peak_rss_bytes
 from cribo.pretraining.monitoring import LoadingFaults, Metrics, Watch
-from cribo.pretraining.nonfinite import NonFiniteSteps
 from cribo.pretraining.presets import DEFAULT_PRESET, config_name, differing, dump_config, load_config
-from cribo.pretraining.progress import RunProgress
+from cribo.pretraining.progress import RunProgress, progress_text
 from cribo.pretraining.report import write_report
 from cribo.pretraining.score import RetrievalScore
 from cribo.pretraining.session import Forever, Session
@@ -65,7 +64,7 @@ class Run:
     summary: dict[str, Any] = field(repr=False)
 
     def backbone(self) -> Backbone:
-        """The teacher's backbone, trained."""
+        """What the run has trained."""
         return load_backbone(self.folder)
 
 
@@ -91,7 +90,8 @@ def pretrain(
         out: folder of run folders.
         name: of this run; it must be new unless `overwrite` or `continue_run` is set.
         default_name: numbered, it names the run when `name` is not given; the configuration's name by default.
-        minutes: about how long to train on this machine: sets the number of epochs by a short timing.
+        minutes: about how long to train on this machine: sets the number of epochs by a short timing, and ends the run
+            at twice the time if the machine becomes slower.
         overwrite: replace a run of the same name.
         continue_run: go on with the run of the same name, if there is one, from its last checkpoint: for schedulers
             that start the same command again. A finished run is left as it is.
@@ -104,7 +104,7 @@ def pretrain(
 
     Raises:
         ValueError: the configuration, the data, the backbone or the run folder cannot be used.
-        NonFiniteLoss: training diverged, more than runtime.on_nonfinite allows; the last checkpoint is sound.
+        NonFiniteLoss: training diverged; the last checkpoint is sound.
         Interrupted: SIGTERM or SIGUSR1 came; a checkpoint was written. (Ctrl-C is a KeyboardInterrupt.)
         TooManyUnreadable: the data is broken.
         WorkersFailed: processes that load were killed or hung too often.
@@ -194,6 +194,7 @@ class _Training:
         self.config = config
         self.console = console or Console(quiet=True)
         self.callbacks = callbacks
+        self._limit = math.inf  # seconds of training
 
     # Everything that can be wrong with a configuration is found before a folder is made.
 
@@ -203,12 +204,13 @@ class _Training:
 
     def go_on(self, out: Path, name: str, *, minutes: float | None) -> Run:
         folder = out / name
+        if minutes is not None and (folder / CONFIG).is_file():  # it was timed when it was begun
+            self.config = with_epochs(self.config, load_config(folder / CONFIG).optim.epochs)
+            minutes = None
         finished = _finished(folder)
         if finished is not None:
+            _require_same(folder, self.config)
             return finished
-        if minutes is not None and (folder / CONFIG).is_file():  # it was timed when it was begun
-            self._set_epochs(load_config(folder / CONFIG).optim.epochs)
-            minutes = None
         self._prepare(minutes)
         return self._run(partial(self._claim_or_reopen, out, name))
 
@@ -226,7 +228,7 @@ class _Training:
         if minutes is not None:
             if self.config.runtime.devices not in (1, "1") or self.config.runtime.num_nodes > 1:
                 raise ConfigError("--minutes times one device only: set optim.epochs instead")
-            self._fit_epochs_into(60 * minutes)
+            self._plan(minutes)
 
     def _run(self, open_folder: Callable[[ExitStack], tuple[Path, Path | None]]) -> Run:
         """Train in the folder and from the checkpoint that the first process opens."""
@@ -274,42 +276,28 @@ class _Training:
         write_text(folder / CONFIG, dump_config(self.config))
         return folder, None
 
-    def _fit_epochs_into(self, seconds: float) -> None:
-        """Time some steps of a throw-away copy and set the number of epochs by them."""
+    def _plan(self, minutes: float) -> None:
+        """Time some steps of a throw-away copy, and set the number of epochs, and what depends on it, by them."""
         timer = _StepTimer(skip=_TIMED_STEPS)
         with quiet_lightning():
             trainer = self.session.trainer(None, [timer], 2 * _TIMED_STEPS)
             with interruptible(trainer), closing(self.session.loader(trainer)) as loader:
                 trainer.fit(self.session.module, Forever(loader))
         seconds_per_epoch = timer.seconds_per_step * self.session.module.schedules.steps_per_epoch
-        epochs = max(1, round(seconds / seconds_per_epoch))
+        epochs = max(1, round(60 * minutes / seconds_per_epoch))
+        self._limit = 2 * max(60 * minutes, seconds_per_epoch)
         log.info(
-            "%.2f s per step on this machine: %d epochs in about %.1f minutes",
+            "%.2f s per step on this machine: %d epochs of %d steps in about %.1f minutes",
             timer.seconds_per_step,
             epochs,
+            self.session.module.schedules.steps_per_epoch,
             epochs * seconds_per_epoch / 60,
         )
-        if epochs <= self.config.optim.warmup_epochs:
-            log.warning(
-                "%d epochs are no more than optim.warmup_epochs %d: allow more minutes, or use a smaller preset",
-                epochs,
-                self.config.optim.warmup_epochs,
-            )
-        self._set_epochs(epochs)
-        self.session.config = self.config
+        self.config = self.session.config = with_epochs(self.config, epochs)
         self.session.module = self.session.make_module()
-
-    def _set_epochs(self, epochs: int) -> None:
-        self.config = dataclasses.replace(self.config, optim=dataclasses.replace(self.config.optim, epochs=epochs))
 
     def _train(self, folder: Path, checkpoint: Path | None) -> Run:
         config, session, module = self.config, self.session, self.session.module
-        if config.losses.cross_image and config.losses.cross_image_from_epoch >= config.optim.epochs:
-            log.warning(
-                "losses.cross_image_from_epoch %d is not reached in optim.epochs %d: the run is without L_ci^o",
-                config.losses.cross_image_from_epoch,
-                config.optim.epochs,
-            )
         metrics = Metrics(folder, every_steps=config.runtime.log_every, batch_size=config.optim.batch_size)
         faults = LoadingFaults(
             folder,
@@ -317,7 +305,7 @@ class _Training:
             max_share=config.data.max_unreadable,
             every_steps=config.runtime.log_every,
         )
-        watch = Watch(metrics, config)
+        watch = Watch(metrics)
         score = RetrievalScore(session.score_data, config, metrics) if session.score_data is not None else None
         # Metrics before those that look at its latest row. Checkpoints last: they hold what the others did.
         checkpoints = Checkpoints(
@@ -326,18 +314,18 @@ class _Training:
             keep=config.runtime.keep_checkpoints,
             resume_from=checkpoint,
         )
-        nonfinite = NonFiniteSteps(config.runtime.on_nonfinite, checkpoints, every_steps=config.runtime.log_every)
-        callbacks: list[Callback] = [nonfinite, metrics, faults, watch]
+        callbacks: list[Callback] = [metrics, faults, watch]
         callbacks += [score] if score is not None else []
-        callbacks += [ClusterRecord(folder, session.dataset, config, metrics)] if config.needs_objects else []
+        callbacks += module.objective.callbacks(folder, session.dataset)
         callbacks += [RunProgress(metrics, self.console), *self.callbacks]
         advice = f"continue with --resume {folder}"
 
         def save(trainer: L.Trainer) -> None:
-            nonfinite.settle(trainer)
             checkpoints.on_train_end(trainer, module)
 
         callbacks += [checkpoints, Interruption(save, advice=advice)]
+        if self._limit < math.inf:
+            callbacks.append(_TimeLimit(self._limit))
         with quiet_lightning():
             trainer = session.trainer(folder, callbacks, module.schedules.total_steps)
             try:
@@ -362,12 +350,14 @@ class _Training:
             "losses": {
                 key.removeprefix("loss_"): value for key, value in metrics.latest.items() if key.startswith("loss_")
             },
-            "bootstrapping_ratio": metrics.latest.get("bootstrapping_ratio", 0.0),
+            **{key: metrics.latest[key] for key in module.objective.columns.progress if key in metrics.latest},
+            "shown": progress_text(
+                {name: value for name, value in metrics.latest.items() if name != "images_per_second"},
+                module.objective.columns.progress,
+            ),
             "unreadable_images": len(faults.reasons),
             "retried_reads": faults.retried,
             "worker_restarts": faults.restarts,
-            "steps_left_out": nonfinite.left_out,
-            "returns_to_checkpoints": [{"step": step, "to": to} for step, to in nonfinite.returns],
             "warnings": [{"step": step, "text": text} for step, text in watch.warnings],
             "versions": {"torch": torch.__version__, "lightning": L.__version__},
         }
@@ -382,18 +372,9 @@ class _Training:
             }
             baselines = {"before training": score.curve[0][1]}
             baselines |= {} if mean_colour is None else {"mean colour": mean_colour}
-        teacher = module.whole_teacher()
         if trainer.is_global_zero:
-            save_backbone(teacher.backbone, folder)
-            write_report(
-                folder,
-                config,
-                metrics.rows,
-                module.schedules,
-                teacher,
-                session.dataset,
-                baselines=baselines,
-            )
+            save_backbone(module.objective.exported(), folder)
+            write_report(folder, metrics.rows, module.schedules, module.objective, session.dataset, baselines=baselines)
             write_json(folder / SUMMARY, summary)
         return Run(folder, summary)
 
@@ -439,3 +420,57 @@ class _StepTimer(Callback):
         elif trainer.global_step > self.skip:
             elapsed = time.perf_counter() - self._started
             self.seconds_per_step = elapsed / (trainer.global_step - self.skip)
+
+
+class _TimeLimit(Callback):
+    """Ends a planned run early on a machine that has become far slower than it was when the run was planned."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._started = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if time.perf_counter() - self._started > self.seconds and not trainer.should_stop:
+            log.warning(
+                "stopping at step %d of %d, after twice the time that was planned: the machine has become slower",
+                trainer.global_step,
+                trainer.max_steps,
+            )
+            trainer.should_stop = True
+
+
+def with_epochs(config: PretrainConfig, epochs: int) -> PretrainConfig:
+    """A run of another length, where what begins or ends at an epoch keeps its place in the run.
+
+    Example:
+        >>> shorter = with_epochs(load_config("imagenet_vits16"), 10)
+        >>> shorter.optim.warmup_epochs
+        1
+    """
+    factor = epochs / config.optim.epochs
+
+    def placed(epoch: int) -> int:
+        return epoch if epoch <= 1 else max(1, round(factor * epoch))
+
+    optim, losses, score = config.optim, config.losses, config.score
+    return dataclasses.replace(
+        config,
+        optim=dataclasses.replace(
+            optim,
+            epochs=epochs,
+            warmup_epochs=placed(optim.warmup_epochs),
+            freeze_last_layers_epochs=placed(optim.freeze_last_layers_epochs),
+            freeze_backbone_epochs=placed(optim.freeze_backbone_epochs),
+        ),
+        losses=dataclasses.replace(
+            losses,
+            cross_image_from_epoch=placed(losses.cross_image_from_epoch),
+            teacher_temperature_epochs=placed(losses.teacher_temperature_epochs),
+        ),
+        score=dataclasses.replace(score, every_epochs=placed(score.every_epochs)),
+    )

@@ -1,61 +1,46 @@
-"""Learning rate, weight decay, teacher momentum and temperature at each step (docs/method.md, "Recipe")."""
+"""Learning rate and weight decay at each step, and the objective's own schedules (docs/method.md, "Recipe")."""
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from cribo.pretraining.config import PretrainConfig
+from cribo.objectives.base import Step
+from cribo.objectives.options import OptimConfig
 
 
-@dataclass(frozen=True)
-class StepValues:
-    """What the schedules say at one step."""
-
-    lr: float
-    weight_decay: float
-    momentum: float
-    teacher_temperature: float
+def _none(step: Step) -> dict[str, float]:
+    return {}
 
 
 @dataclass(frozen=True)
 class Schedules:
-    """The schedules of a run: cosines per step, the temperature one linear step per epoch.
+    """The schedules of a run.
 
     Attributes:
-        config: the run's configuration.
+        optim: of the run's configuration.
         steps_per_epoch: optimiser steps of one pass over the data.
+        own: the objective's (`Objective.schedules`).
     """
 
-    config: PretrainConfig
+    optim: OptimConfig
     steps_per_epoch: int
+    own: Callable[[Step], dict[str, float]] = _none
 
     @property
     def total_steps(self) -> int:
         """Optimiser steps of the run."""
-        return self.config.optim.epochs * self.steps_per_epoch
+        return self.optim.epochs * self.steps_per_epoch
 
-    def at(self, step: int) -> StepValues:
-        """The values of step `step`, counted from 0."""
-        optim, losses = self.config.optim, self.config.losses
+    def step(self, number: int) -> Step:
+        """Step `number`, counted from 0."""
+        return Step(number, self.steps_per_epoch, self.total_steps)
+
+    def at(self, number: int) -> dict[str, float]:
+        """The values of a step by name: `lr`, `weight_decay`, and those of the objective."""
+        optim, step = self.optim, self.step(number)
         warmup = min(optim.warmup_epochs * self.steps_per_epoch, self.total_steps)
         peak = optim.lr * optim.batch_size / 256
-        if step < warmup:
-            lr = peak * step / max(warmup - 1, 1)
+        if number < warmup:
+            lr = peak * number / max(warmup - 1, 1)
         else:
-            lr = _cosine(peak, optim.final_lr, step - warmup, self.total_steps - warmup)
-        return StepValues(
-            lr=lr,
-            weight_decay=_cosine(*optim.weight_decay, step, self.total_steps),
-            momentum=_cosine(*optim.momentum, step, self.total_steps),
-            teacher_temperature=_linear(
-                *losses.teacher_temperature, step // self.steps_per_epoch, losses.teacher_temperature_epochs
-            ),
-        )
-
-
-def _cosine(start: float, end: float, step: int, steps: int) -> float:
-    return end + (start - end) * (1 + math.cos(math.pi * step / max(steps, 1))) / 2
-
-
-def _linear(start: float, end: float, epoch: int, epochs: int) -> float:
-    """From start in epoch 0 to end in epoch `epochs` - 1, and end from there on; over one epoch, start in epoch 0."""
-    return end if epoch >= epochs else start + (end - start) * epoch / max(epochs - 1, 1)
+            lr = Step(number - warmup, 1, self.total_steps - warmup).cosine(peak, optim.final_lr)
+        return {"lr": lr, "weight_decay": step.cosine(*optim.weight_decay), **self.own(step)}

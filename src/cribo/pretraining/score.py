@@ -1,7 +1,6 @@
 """Dense retrieval on labelled images before, during and after training."""
 
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,7 +54,7 @@ def open_score_data(config: PretrainConfig) -> ScoreData | None:
 
 
 class RetrievalScore(L.Callback):
-    """Takes the score of the teacher's backbone, and writes it with the metrics.
+    """Takes the score of what the objective exports, and writes it with the metrics.
 
     Labelled images that cannot be read end the run if it is the first score; later ones are left out.
 
@@ -109,7 +108,7 @@ class RetrievalScore(L.Callback):
 
     def mean_colour(self, module: PretrainingModule) -> float | None:
         """MIoU of the baseline that knows the mean colour of a patch only; None if images have been lost."""
-        patch_size = module.teacher.backbone.patch_size
+        patch_size = module.objective.exported().patch_size
         try:
             return self._score(mean_colour_encoder(patch_size), module.device)
         except (UnreadableImage, DataError) as error:
@@ -118,8 +117,7 @@ class RetrievalScore(L.Callback):
 
     def _take(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(module, PretrainingModule)
-        started = time.perf_counter()
-        backbone = module.whole_teacher().backbone
+        backbone = module.objective.exported()
         untrained = trainer.global_step == 0 and self.config.backbone.pretrained is None
         failed: UnreadableImage | DataError | None = None
         try:
@@ -127,7 +125,7 @@ class RetrievalScore(L.Callback):
                 miou: float | None = self._score(backbone_encoder(backbone), module.device)
         except (UnreadableImage, DataError) as error:
             miou, failed = None, error
-        # All or none: a process that tried again by itself would gather the teacher's shares from nobody.
+        # All or none, so that all have the same curve.
         everywhere = trainer.strategy.reduce_boolean_decision(miou is not None)
         if not everywhere and not self.curve:  # nothing is lost yet
             raise failed or DataError("another process could not read the images of the score")
@@ -137,7 +135,6 @@ class RetrievalScore(L.Callback):
             return
         self.curve.append((trainer.global_step, miou))
         self.metrics.add(trainer, module, {"dense_nn": miou})
-        self.metrics.pause(time.perf_counter() - started)
         log.info("step %d: dense retrieval %.1f %% mIoU", trainer.global_step, 100 * miou)
 
     def _score(self, encoder: PatchEncoder, device: torch.device) -> float:

@@ -12,22 +12,20 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import DoublePrecision
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cribo.allocator import keep_freed_memory
 from cribo.arguments import ConfigError
 from cribo.data import ImageSource, UnreadableImage, open_collection
 from cribo.data.cache import CachedImages
-from cribo.data.loading import PairLoader
-from cribo.data.pairs import StepBatchSampler, ViewPairDataset
+from cribo.data.loading import BatchLoader
+from cribo.data.samples import SampleDataset, StepBatchSampler
 from cribo.data.scenes import Scenes
 from cribo.devices import multiplies_bfloat16
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule
-from cribo.pretraining.nonfinite import LossScaling
 from cribo.pretraining.score import open_score_data
-from cribo.pretraining.sharding import ShardedStrategy
 from cribo.training.checkpoints import WholeFileCheckpointIO
 from cribo.training.events import Events
 from cribo.training.lightning import SyncBatchNorm, agreed, ask_nobody_about_sigterm, quiet_lightning, require_launched
@@ -52,7 +50,7 @@ class Session:
     Attributes:
         source: the images.
         score_data: the labelled images of the score; None without one.
-        dataset: the view pairs.
+        dataset: the samples.
         module: the training step.
         workers: processes that load.
 
@@ -93,33 +91,19 @@ class Session:
                 raise ConfigError(f"views.size: {error}") from error
             raise
         devices = self._probe.world_size
-        _require_shareable(config, devices)
-        backbone = self.module.student.backbone
+        _require_shareable(config, self.module.objective.images_per_group, devices)
+        backbone = self.module.objective.exported()
         if devices > 1 and self._accelerator() == "cpu" and any(isinstance(m, _BatchNorm) for m in backbone.modules()):
             log.warning(
                 "batch norms are synchronised on GPUs alone: on %d CPU processes each has the statistics of its own "
                 "share of the batch, and the run differs from that of one process",
                 devices,
             )
-        side = config.views.size // backbone.patch_size
-        tokens = 2 * side * side
         if self.score_data is not None and any(length % backbone.patch_size for length in config.score.size or ()):
             raise ConfigError(
                 f"score.size must be multiples of the patch size {backbone.patch_size}, got {config.score.size}"
             )
-        if config.needs_objects and config.objects.num_objects > tokens:
-            raise ConfigError(
-                f"objects.num_objects must be at most {tokens}, the patches of both views, got "
-                f"{config.objects.num_objects}: use fewer clusters, larger views.size or smaller patches"
-            )
-        self.dataset = ViewPairDataset(
-            self.source,
-            config.views,
-            grid=(side, side),
-            num_objects=config.objects.num_objects if config.needs_objects else 0,
-            drop_path_sites=backbone.num_drop_path_sites,
-            seed=config.seed,
-        )
+        self.dataset = SampleDataset(self.source, self.module.objective.samples(), seed=config.seed)
 
     def make_module(self) -> PretrainingModule:
         """A fresh training step, as the configuration says now."""
@@ -139,7 +123,7 @@ class Session:
             devices=runtime.devices,
             num_nodes=runtime.num_nodes,
             strategy=self._strategy(),
-            precision=None if runtime.precision in ("64-true", "16-mixed") else runtime.precision,
+            precision=None if runtime.precision == "64-true" else runtime.precision,
             max_steps=max_steps,
             max_epochs=-1,
             callbacks=list(callbacks),
@@ -164,7 +148,7 @@ class Session:
         """
         return agreed(self._probe, make)
 
-    def loader(self, trainer: L.Trainer) -> PairLoader:
+    def loader(self, trainer: L.Trainer) -> BatchLoader:
         """The batches of a trainer's process, from its current step on; to be closed, for it has workers."""
         sampler = StepBatchSampler(
             self.source,
@@ -175,7 +159,7 @@ class Session:
             world_size=trainer.world_size,
         )
         on_gpu = trainer.strategy.root_device.type == "cuda"
-        return PairLoader(
+        return BatchLoader(
             self.dataset,
             sampler,
             workers=self.workers,
@@ -185,27 +169,22 @@ class Session:
         )
 
     def _plugins(self) -> list[Any]:
-        plugins: list[Any] = [WholeFileCheckpointIO(mapped=self.config.runtime.strategy == "fsdp")]
+        plugins: list[Any] = [WholeFileCheckpointIO()]
         if self._accelerator() == "gpu":
             plugins.append(SyncBatchNorm())
         if self.config.runtime.precision == "64-true":
             plugins.append(_Double())
-        if self.config.runtime.precision == "16-mixed":
-            plugins.append(LossScaling("cuda" if self._accelerator() == "gpu" else self._accelerator()))
         return plugins
 
     def _accelerator(self) -> str:
         accelerator = self.config.runtime.accelerator
         return ("gpu" if torch.cuda.is_available() else "cpu") if accelerator == "auto" else accelerator
 
-    def _strategy(self) -> str | ParallelStrategy:
-        runtime, losses = self.config.runtime, self.config.losses
+    def _strategy(self) -> str | Strategy:
+        runtime = self.config.runtime
         if runtime.devices in (1, "1") and runtime.num_nodes == 1:
             return "auto"
-        if runtime.strategy == "fsdp":
-            return ShardedStrategy()
-        # Without a loss its last layer has no gradient, nor has a frozen backbone.
-        unused = not (losses.image and losses.cross_view) or self.config.optim.freeze_backbone_epochs > 0
+        unused = not self.module.objective.uses_all_parameters
         return DDPStrategy(find_unused_parameters=unused, broadcast_buffers=False)
 
 
@@ -229,17 +208,13 @@ def open_source(config: PretrainConfig) -> ImageSource:
     )
 
 
-def _require_shareable(config: PretrainConfig, devices: int) -> None:
-    """Refuse a batch that the devices cannot share in whole groups, and a network that none is there to share."""
-    if config.runtime.strategy == "fsdp" and devices == 1:
-        raise ConfigError(
-            "runtime.strategy fsdp shares the networks among several devices, got 1: use --runtime.strategy ddp, or "
-            "more --runtime.devices"
-        )
-    sizes = (config.objects.group_size, config.optim.micro_batches, devices)
+def _require_shareable(config: PretrainConfig, images_per_group: int, devices: int) -> None:
+    """Refuse a batch that the devices cannot share in whole groups."""
+    sizes = (images_per_group, config.optim.micro_batches, devices)
     if config.optim.batch_size % math.prod(sizes):
+        group = "objects.group_size" if config.objective.name == "cribo" else "the objective's images_per_group"
         raise ConfigError(
-            "optim.batch_size must be a multiple of objects.group_size x optim.micro_batches x devices = "
+            f"optim.batch_size must be a multiple of {group} x optim.micro_batches x devices = "
             f"{sizes[0]} x {sizes[1]} x {sizes[2]} = {math.prod(sizes)}, got {config.optim.batch_size}: "
             "use fewer micro-batches or devices, or a larger batch"
         )
@@ -262,7 +237,16 @@ def _workers(config: PretrainConfig) -> int:
     if config.data.workers is not None:
         return config.data.workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(16, cores - 1))
+    return max(1, min(16, cores // local_processes(config.runtime.devices) - 1))
+
+
+def local_processes(devices: int | str) -> int:
+    """How many processes of the run share this machine's cores."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return max(1, int(os.environ["LOCAL_WORLD_SIZE"]))
+    if str(devices).isdecimal():
+        return max(1, int(devices))
+    return max(1, torch.cuda.device_count())  # auto
 
 
 class Forever:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import numpy as np
 import torch
@@ -12,9 +11,7 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
 
 from cribo.data.randomness import keyed_generator
-
-Interpolation = Literal["bicubic", "bilinear"]
-Unlabelled = Literal["drop", "outvote", "class", "background"]
+from cribo.retrieval.choices import Interpolation, Unlabelled
 
 _MODES = {"bicubic": InterpolationMode.BICUBIC, "bilinear": InterpolationMode.BILINEAR}
 _AUGMENTATION = 0x617567  # keeps its draws apart from others of the same seed

@@ -1,16 +1,14 @@
 """How the nearest labelled patches vote on the label of a new one."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from cribo.retrieval.choices import PatchLabels, Vote
 from cribo.retrieval.search import Neighbours
-
-Vote = Literal["majority", "similarity", "attention"]
-PatchLabels = Literal["hard", "soft"]
 
 _BLOCK = 4096  # queries that vote at once
 _LEAST_SIMILARITY = 1e-6  # so that a query of which all neighbours point away is labelled by all alike

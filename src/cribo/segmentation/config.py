@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cribo.arguments import ConfigError
-from cribo.retrieval.encoders import BackboneSource, FeaturePrecision
-from cribo.retrieval.voting import PatchLabels, Vote
+from cribo.retrieval.choices import FeaturePrecision, PatchLabels, Vote
+from cribo.retrieval.source import BackboneSource
 from cribo.segmentation.settings import Refine, SegmentationSettings
 
 

@@ -17,9 +17,10 @@ from cribo.data.images import DataError
 from cribo.data.segmentation import IGNORE_INDEX, Colour, class_names
 from cribo.devices import resolve_devices
 from cribo.models import Backbone
-from cribo.retrieval.encoders import BackboneSource, PatchEncoder, backbone_encoder, open_encoder
+from cribo.retrieval.encoders import PatchEncoder, backbone_encoder, open_encoder
 from cribo.retrieval.patches import grid_counts, labels_in_memory, resize_labels
 from cribo.retrieval.search import TensorKeys, nearest
+from cribo.retrieval.source import BackboneSource
 from cribo.retrieval.voting import LabelShares, Voters, label_shares
 from cribo.segmentation.encoding import GridEncoder
 from cribo.segmentation.inputs import ImageLike, LabelMap, LabelsLike, open_image, open_labels

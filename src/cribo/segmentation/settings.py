@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cribo.retrieval.encoders import FeaturePrecision
-from cribo.retrieval.voting import PatchLabels, Vote
+from cribo.retrieval.choices import FeaturePrecision, PatchLabels, Vote
 
 Refine = Literal["none", "guided", "bilateral"]
 OF_FEATURES = ("size", "scale", "window", "stride", "layers", "precision")

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from cribo.errors import Stopped
-from cribo.files import FolderError, remove_parts, sync, write_whole
-from cribo.sealing import Damaged, Seal, SealingWriter, check_seal, read_seal
+from cribo.files import Damaged, FolderError, check_archive, remove_parts, sync, write_whole
 from cribo.training.module import ResumableModule
 
 log = logging.getLogger("cribo")
@@ -29,7 +28,8 @@ CHECKPOINTS = "checkpoints"
 """The folder of a run that holds them."""
 
 # Of what a checkpoint holds; to be raised when an older version could not go on from it.
-CHECKPOINT_FORMAT = 2
+CHECKPOINT_FORMAT = 3
+_FORMAT = "cribo_format"
 # Without these a run cannot go on.
 _CONTENT = ("state_dict", "optimizer_states", "loops", "callbacks", "global_step", "cribo")
 _NO_ROOM = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # Windows knows no quotas
@@ -84,7 +84,7 @@ def resume_point(folder: Path) -> Path | None:
     return good
 
 
-def check_checkpoint(path: Path) -> Seal:
+def check_checkpoint(path: Path) -> None:
     """Read a checkpoint whole, without its tensors' taking up memory.
 
     Raises:
@@ -92,18 +92,12 @@ def check_checkpoint(path: Path) -> Seal:
             else than a run's state in tensors, numbers, text, lists and dictionaries. The message does not name it.
     """
     try:
-        seal = check_seal(path)
+        check_archive(path)
     except Damaged as error:
         raise UnusableCheckpoint(str(error)) from error
     except OSError as error:
         raise UnusableCheckpoint(f"it cannot be read: {error.strerror}") from error
-    if seal.version != CHECKPOINT_FORMAT:
-        raise UnusableCheckpoint(
-            f"its format is {seal.version}, and this version of cribo reads format {CHECKPOINT_FORMAT}: resume it with "
-            "the version that wrote it"
-        )
     _load(path, mmap=True)  # tensors are mapped and not touched
-    return seal
 
 
 def _load(path: Path, *, mmap: bool) -> dict[str, Any]:
@@ -124,6 +118,11 @@ def _load(path: Path, *, mmap: bool) -> dict[str, Any]:
     missing = [name for name in _CONTENT if name not in content]
     if missing:
         raise UnusableCheckpoint(f"it holds no {', '.join(missing)}, so it is no state of a run")
+    if (found := content.get(_FORMAT, 2)) != CHECKPOINT_FORMAT:
+        raise UnusableCheckpoint(
+            f"its format is {found}, and this version of cribo reads format {CHECKPOINT_FORMAT}: resume it with the "
+            "version that wrote it"
+        )
     return content
 
 
@@ -172,17 +171,13 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 class WholeFileCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoint files, sealed, checked on the disk, and only then moved into place.
-
-    Args:
-        mapped: leave what is loaded in the file, for who copies a part of each tensor only.
+    """Lightning's checkpoint files, checked on the disk, and only then moved into place.
 
     Attributes:
         path: of the checkpoint that all processes have agreed on; what Lightning asks for is read otherwise.
     """
 
-    def __init__(self, *, mapped: bool = False) -> None:
-        self._mapped = mapped
+    def __init__(self) -> None:
         self.path: Path | None = None
         self._failures: list[Exception] | None = None
 
@@ -223,7 +218,7 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
         content, failed = {}, None
         try:
             check_checkpoint(path)
-            content = _load(path, mmap=self._mapped)
+            content = _load(path, mmap=False)
         except UnusableCheckpoint as error:
             failed = f"{path} on {socket.gethostname()} cannot be used: {error}"
         if failure := _failure_of_any(failed):
@@ -232,14 +227,12 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
 
 
 def _write(checkpoint: dict[str, Any], part: Path) -> None:
-    with part.open("wb") as file:
-        writer: Any = SealingWriter(file, CHECKPOINT_FORMAT)
-        torch.save(checkpoint, writer)
-        writer.seal()
+    with part.open("wb") as file:  # given the path, torch hides the system's error behind its own
+        torch.save(checkpoint | {_FORMAT: CHECKPOINT_FORMAT}, file)
     sync(part)
     _forget_cached(part)
     try:
-        check_seal(part)
+        check_archive(part)
     except Damaged as error:
         raise OSError(errno.EIO, f"what was read back is not what was written: {error}") from error
     _load(part, mmap=True)
@@ -332,36 +325,6 @@ class Checkpoints(L.Callback):
         """Whether one is saved after this many steps."""
         return step % self.every_steps == 0 or step == self._retry_step
 
-    def roll_back(self, trainer: L.Trainer) -> int | None:
-        """Take weights, optimiser, centres and bank from the last good checkpoint; steps go on being counted.
-
-        To be called on all processes.
-
-        Returns:
-            the step it is of; None if there is none yet, and nothing has changed.
-
-        Raises:
-            FolderError: there are checkpoints, and none is good; or not all processes see the same.
-        """
-        own, failed = next(iter(checkpoint_files(self.folder)), None), None
-        try:
-            own = last_checkpoint(self.folder) if trainer.is_global_zero else own
-        except FolderError as error:
-            failed = str(error)
-        if failure := _failure_of_any(failed):
-            raise FolderError(failure)
-        path = _agreed_checkpoint(self.folder, own)
-        if path is None:
-            return None
-        _io(trainer).path = path
-        strategy, module = trainer.strategy, trainer.lightning_module
-        assert isinstance(module, ResumableModule)
-        content = strategy.load_checkpoint(path)
-        strategy.load_model_state_dict(content)
-        strategy.load_optimizer_state_dict(content)
-        module.take_back(content)
-        return _step(path)
-
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save where the run ended, so that it can be looked at or continued."""
         if self.saved_step == trainer.global_step:
@@ -437,9 +400,9 @@ def _agreed_checkpoint(folder: Path, own: Path | None) -> Path | None:
     Raises:
         FolderError: another process would begin, or does not see the same file.
     """
-    name, seal = _of_all((None, None) if own is None else (own.name, _seal_of(own)))[0]
+    name, size = _of_all((None, None) if own is None else (own.name, _size(own)))[0]
     mine = None if name is None else folder / CHECKPOINTS / name
-    unlike = (own is None) != (mine is None) or (mine is not None and _seal_of(mine) != seal)
+    unlike = (own is None) != (mine is None) or (mine is not None and _size(mine) != size)
     hosts = sorted({host for host in _of_all(socket.gethostname() if unlike else None) if host})
     if hosts:
         what = f"the checkpoint {name}" if name is not None else "no checkpoint"
@@ -450,10 +413,10 @@ def _agreed_checkpoint(folder: Path, own: Path | None) -> Path | None:
     return mine
 
 
-def _seal_of(path: Path) -> Seal | None:
+def _size(path: Path) -> int | None:
     try:
-        return read_seal(path)
-    except (OSError, Damaged):
+        return path.stat().st_size
+    except OSError:
         return None
 
 

@@ -45,9 +45,6 @@ class ResumableModule(L.LightningModule):
         if not everywhere.all():
             raise Diverged(self.global_step)
 
-    def take_back(self, checkpoint: dict[str, Any]) -> None:
-        """While training, take up what a checkpoint holds beside weights and optimiser; nothing by default."""
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the module's own entry."""
         checkpoint["cribo"] = {}

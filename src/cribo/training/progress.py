@@ -19,6 +19,7 @@ from rich.progress import (
 from cribo.console import Phases, duration
 
 _LINE_SECONDS = 30.0  # between two lines where there is no terminal to draw a bar on
+_FIRST_LINE_SECONDS = 5.0  # until the first of them
 
 
 class StepProgress(L.Callback):
@@ -50,7 +51,8 @@ class StepProgress(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Show where the training stands."""
-        self._started = self._printed = time.perf_counter()
+        self._started = time.perf_counter()
+        self._printed = self._started - _LINE_SECONDS + min(_FIRST_LINE_SECONDS, _LINE_SECONDS)
         self._first_step = trainer.global_step
         if not (trainer.is_global_zero and self.console.is_terminal):
             return

@@ -8,7 +8,7 @@ from cribo.evaluation.detection.config import DetectionConfig, DetectionData
 from cribo.evaluation.detection.model import build_yolos
 from cribo.evaluation.detection.recipe import RECIPES, Recipe, optimiser, rate_at
 from cribo.models import Backbone
-from cribo.retrieval.encoders import BackboneSource
+from cribo.retrieval.source import BackboneSource
 
 
 def test_the_paper_schedule_is_that_of_yolos_s_with_the_batch_of_cribo() -> None:

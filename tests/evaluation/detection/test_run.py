@@ -25,7 +25,8 @@ from cribo.evaluation.detection.detector import Detector
 from cribo.evaluation.detection.model import build_yolos, require_transformers
 from cribo.evaluation.detection.recipe import Recipe
 from cribo.evaluation.detection.views import Collate, Sample, Sizes, WholeViews
-from cribo.evaluation.training import TrainingRuntime, fit
+from cribo.evaluation.runtime import TrainingRuntime
+from cribo.evaluation.training import fit
 from cribo.models import Backbone, normalise, save_backbone
 
 

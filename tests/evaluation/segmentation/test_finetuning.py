@@ -20,11 +20,11 @@ from cribo.data import open_segmentation
 from cribo.evaluation import read_result
 from cribo.evaluation.data import TrainingDataConfig
 from cribo.evaluation.results import iou
+from cribo.evaluation.runtime import TrainingRuntime
 from cribo.evaluation.segmentation.config import DecoderConfig, SegmenterConfig
 from cribo.evaluation.segmentation.finetuning import build_segmenter, evaluate_segmenter
 from cribo.evaluation.segmentation.task import SegmentationTask
 from cribo.evaluation.segmentation.trained import load_segmenter
-from cribo.evaluation.training import TrainingRuntime
 from cribo.files import FolderError
 from cribo.models import build_backbone, save_backbone
 from cribo.retrieval import BackboneSource

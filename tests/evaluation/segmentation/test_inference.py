@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from cribo.evaluation.segmentation import inference as module
-from cribo.evaluation.segmentation.inference import Inference, segment_image
+from cribo.evaluation.segmentation.inference import segment_image
+from cribo.evaluation.segmentation.modes import Inference
 
 PATCH = 4
 

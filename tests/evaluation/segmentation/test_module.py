@@ -9,7 +9,7 @@ from torch.utils.data import default_collate
 from cribo.data.crops import LabelledCrops, WholeImages
 from cribo.evaluation.results import iou
 from cribo.evaluation.segmentation import module as shared
-from cribo.evaluation.segmentation.inference import Inference
+from cribo.evaluation.segmentation.modes import Inference
 from cribo.evaluation.segmentation.module import SegmentationModule, pixel_cross_entropy, polynomial_decay
 
 from .made import Squares, score, tiny_vit

@@ -19,9 +19,9 @@ from cribo.cli import main
 from cribo.data import DataError
 from cribo.evaluation import read_result
 from cribo.evaluation.data import TrainingDataConfig
+from cribo.evaluation.runtime import TrainingRuntime
 from cribo.evaluation.segmentation.config import LinearConfig
 from cribo.evaluation.segmentation.run import evaluate_linear
-from cribo.evaluation.training import TrainingRuntime
 from cribo.files import FolderError
 from cribo.retrieval import BackboneSource
 

@@ -4,6 +4,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cribo.console import loading
+
 HELP = """\
 Lay results side by side: their settings where they differ, the classes that differ most, and the published
 figures of the paper where the setting is the same.
@@ -17,14 +19,16 @@ LESS_MEMORY = "compare fewer results at once"
 def run(words: list[str]) -> None:
     """Lay results side by side."""
     from cribo.arguments import Parser
-    from cribo.evaluation.compare import compare
 
     parser = Parser(prog="cribo evaluate compare", description=HELP)
     parser.add_argument("results", nargs="+", type=Path, help="folders of evaluations, or their results.json")
     parser.add_argument("--out", type=Path, help="folder for compare.md, compare.json and compare.png")
     parsed = parser.parse_args(words)
-    comparison = compare(parsed.results)
     console = Console(soft_wrap=True)
+    with loading(console):
+        from cribo.evaluation.comparison import compare
+
+    comparison = compare(parsed.results)
     console.print(comparison.table())
     if parsed.out is not None:
         for path in comparison.write(parsed.out):

@@ -5,7 +5,7 @@ import shlex
 from rich.console import Console
 
 from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, print_places
-from cribo.console import log_to
+from cribo.console import loading, log_to
 
 HELP = """\
 Dense nearest-neighbour retrieval: every patch of a new image takes its label from the most similar patches of
@@ -21,7 +21,6 @@ evaluation of the same backbone and images begins with the search. A first try: 
 
 _SHORT = {**BACKBONE_SHORT, "--data": "--data.name", "--cache": "--runtime.cache", "--devices": "--runtime.devices"}
 _SWITCHES = (*BACKBONE_SWITCHES, "--data.partial")
-_LISTS = ("--ratios", "--size", "--runtime.devices")
 
 LESS_MEMORY = "lower --runtime.batch_size or --runtime.memory_gib"
 
@@ -29,20 +28,15 @@ LESS_MEMORY = "lower --runtime.batch_size or --runtime.memory_gib"
 def run(words: list[str]) -> None:
     """Evaluate a backbone."""
     from cribo.cli.evaluate.options import configuration, evaluation_parser
-    from cribo.evaluation.dense_nn.config import DenseNNConfig
-    from cribo.evaluation.dense_nn.run import evaluate_dense_nn
-    from cribo.evaluation.results import result_tables
+    from cribo.evaluation.dense_neighbours.config import DenseNNConfig
 
     console = Console(soft_wrap=True)
     log_to(console)
-    parser = evaluation_parser(
-        "dense-nn",
-        HELP,
-        short=_SHORT,
-        switches=_SWITCHES,
-        lists=_LISTS,
-    )
+    parser = evaluation_parser("dense-nn", HELP, short=_SHORT, switches=_SWITCHES)
     config, how = configuration(parser, words, DenseNNConfig)
+    with loading(console):
+        from cribo.evaluation.dense_neighbours.run import evaluate_dense_nn
+        from cribo.evaluation.results import result_tables
     command = shlex.join(["cribo", "evaluate", "dense-nn", *words])
     result, folder = evaluate_dense_nn(config, **how, command=command, console=console)
     for table in result_tables(result):

@@ -5,7 +5,7 @@ import shlex
 from rich.console import Console
 
 from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, print_places
-from cribo.console import log_to
+from cribo.console import loading, log_to
 from cribo.processes import is_first_process
 
 HELP = """\
@@ -37,8 +37,6 @@ def run(words: list[str]) -> None:
     """Evaluate a backbone."""
     from cribo.cli.evaluate.options import add_resume, configuration, evaluation_parser
     from cribo.evaluation.detection.config import DetectionConfig
-    from cribo.evaluation.detection.run import DETECTIONS, DETECTOR, evaluate_detection
-    from cribo.evaluation.results import percent, result_tables
 
     # The processes of further devices run this command too, and have nothing to add to what the first one says.
     console = Console(soft_wrap=True, quiet=not is_first_process())
@@ -53,6 +51,9 @@ def run(words: list[str]) -> None:
     )
     add_resume(parser)
     config, how = configuration(parser, words, DetectionConfig)
+    with loading(console):
+        from cribo.evaluation.detection.run import DETECTIONS, DETECTOR, evaluate_detection
+        from cribo.evaluation.results import percent, result_tables
     command = shlex.join(["cribo", "evaluate", "detection", *words])
     result, folder = evaluate_detection(config, **how, command=command, console=console)
     if not is_first_process():

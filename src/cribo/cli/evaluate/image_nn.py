@@ -5,7 +5,7 @@ import shlex
 from rich.console import Console
 
 from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, print_places
-from cribo.console import log_to
+from cribo.console import loading, log_to
 
 HELP = """\
 Image-level nearest neighbours: an image takes the class that its most similar training images vote for, by the
@@ -31,7 +31,6 @@ _SHORT = {
     "--devices": "--runtime.devices",
 }
 _SWITCHES = (*BACKBONE_SWITCHES, "--data.partial")
-_LISTS = ("--neighbours", "--runtime.devices")
 
 LESS_MEMORY = "lower --runtime.batch_size or --runtime.memory_gib"
 
@@ -39,21 +38,15 @@ LESS_MEMORY = "lower --runtime.batch_size or --runtime.memory_gib"
 def run(words: list[str]) -> None:
     """Evaluate a backbone."""
     from cribo.cli.evaluate.options import configuration, evaluation_parser
-    from cribo.evaluation.image_nn.config import ImageNNConfig
-    from cribo.evaluation.image_nn.run import confused_table, evaluate_image_nn
-    from cribo.evaluation.results import result_tables
+    from cribo.evaluation.image_neighbours.config import ImageNNConfig
 
     console = Console(soft_wrap=True)
     log_to(console)
-    parser = evaluation_parser(
-        "image-nn",
-        HELP,
-        drawn="the nearest ones are drawn",
-        short=_SHORT,
-        switches=_SWITCHES,
-        lists=_LISTS,
-    )
+    parser = evaluation_parser("image-nn", HELP, drawn="the nearest ones are drawn", short=_SHORT, switches=_SWITCHES)
     config, how = configuration(parser, words, ImageNNConfig)
+    with loading(console):
+        from cribo.evaluation.image_neighbours.run import confused_table, evaluate_image_nn
+        from cribo.evaluation.results import result_tables
     command = shlex.join(["cribo", "evaluate", "image-nn", *words])
     result, folder = evaluate_image_nn(config, **how, command=command, console=console)
     for table in (*result_tables(result), *confused_table(result)):

@@ -4,7 +4,7 @@ import shlex
 
 from rich.console import Console
 
-from cribo.console import log_to
+from cribo.console import loading, log_to
 from cribo.processes import is_first_process
 
 HELP = """\
@@ -29,12 +29,13 @@ def run(words: list[str]) -> None:
     """Evaluate a backbone."""
     from cribo.cli.evaluate.trained import parse, print_result
     from cribo.evaluation.segmentation.config import LinearConfig
-    from cribo.evaluation.segmentation.run import evaluate_linear
 
     # The processes of further devices run this command too, and have nothing to add to what the first one says.
     console = Console(soft_wrap=True, quiet=not is_first_process())
     log_to(console)
     config, how = parse("linear", words, LinearConfig, HELP)
+    with loading(console):
+        from cribo.evaluation.segmentation.run import evaluate_linear
     command = shlex.join(["cribo", "evaluate", "linear", *words])
     result, folder = evaluate_linear(config, **how, command=command, console=console)
     if is_first_process():

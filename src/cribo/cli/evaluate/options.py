@@ -18,7 +18,6 @@ def evaluation_parser(
     drawn: str = "the prediction is drawn",
     short: Mapping[str, str],
     switches: Collection[str],
-    lists: Collection[str] = (),
 ) -> Parser:
     """A parser of an evaluation's own options, to which those of its configuration are added by `configuration`.
 
@@ -29,7 +28,6 @@ def evaluation_parser(
         drawn: of how many images --pictures says what.
         short: options that may be said in fewer words.
         switches: options of two values that stand for `true` when they are given without one.
-        lists: options whose values may be given as `1,8,64`.
     """
     parser = Parser(
         prog=f"cribo evaluate {name}",
@@ -37,7 +35,6 @@ def evaluation_parser(
         usage=f"cribo evaluate {name} --backbone SOURCE --data {data} [options]",
         short=short,
         switches=switches,
-        lists=lists,
     )
     parser.add_argument(
         "--out", type=Path, help=f"folder for results and pictures; evaluations/{name}-..., numbered, by default"

@@ -4,7 +4,7 @@ import shlex
 
 from rich.console import Console
 
-from cribo.console import log_to
+from cribo.console import loading, log_to
 from cribo.processes import is_first_process
 
 HELP = """\
@@ -35,13 +35,14 @@ def run(words: list[str]) -> None:
     """Finetune and evaluate a backbone."""
     from cribo.cli.evaluate.trained import parse, print_result
     from cribo.evaluation.segmentation.config import SegmenterConfig
-    from cribo.evaluation.segmentation.finetuning import evaluate_segmenter
-    from cribo.evaluation.segmentation.trained import SEGMENTER_FILE
 
     # The processes of further devices run this command too, and have nothing to add to what the first one says.
     console = Console(soft_wrap=True, quiet=not is_first_process())
     log_to(console)
     config, how = parse("segmenter", words, SegmenterConfig, HELP)
+    with loading(console):
+        from cribo.evaluation.segmentation.finetuning import evaluate_segmenter
+        from cribo.evaluation.segmentation.trained import SEGMENTER_FILE
     command = shlex.join(["cribo", "evaluate", "segmenter", *words])
     result, folder = evaluate_segmenter(config, **how, command=command, console=console)
     if is_first_process():

@@ -31,7 +31,7 @@ def parse(name: str, words: Sequence[str], config: type[Any], description: str) 
     Raises:
         ConfigError: they cannot be used.
     """
-    parser = evaluation_parser(name, description, short=SHORT, switches=SWITCHES, lists=("--learning_rates",))
+    parser = evaluation_parser(name, description, short=SHORT, switches=SWITCHES)
     add_resume(parser)
     return configuration(parser, words, config)
 

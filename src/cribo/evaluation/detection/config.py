@@ -2,14 +2,16 @@
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from cribo.arguments import ConfigError
-from cribo.data.detection import DetectionSplits, open_detection
 from cribo.evaluation.data import require_limit, spread
-from cribo.evaluation.detection.model import ADVICE
-from cribo.evaluation.detection.recipe import RECIPES, Recipe
-from cribo.evaluation.training import Schedule, TrainingRuntime
-from cribo.retrieval.encoders import MEAN_COLOUR, BackboneSource
+from cribo.evaluation.detection.recipe import ADVICE, RECIPES, Recipe
+from cribo.evaluation.runtime import Schedule, TrainingRuntime
+from cribo.retrieval.source import MEAN_COLOUR, BackboneSource
+
+if TYPE_CHECKING:
+    from cribo.data.detection import DetectionSplits
 
 
 @dataclass
@@ -37,12 +39,14 @@ class DetectionData:
     def __post_init__(self) -> None:
         require_limit(self.limit)
 
-    def open(self) -> DetectionSplits:
+    def open(self) -> "DetectionSplits":
         """Open both splits.
 
         Raises:
             what `open_detection` raises.
         """
+        from cribo.data.detection import open_detection
+
         places = {name: value for name, value in dataclasses.asdict(self).items() if name not in ("root", "limit")}
         splits = open_detection(self.root, **places)
         if self.limit is None:

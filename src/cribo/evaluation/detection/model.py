@@ -14,6 +14,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from cribo.arguments import ConfigError
+from cribo.evaluation.detection.recipe import ADVICE
 from cribo.models import Backbone
 from cribo.models.dialects import DIALECTS, State
 from cribo.models.inverse import write_as
@@ -21,8 +22,6 @@ from cribo.models.linear import use_onednn
 
 if TYPE_CHECKING:
     from transformers import YolosForObjectDetection
-
-ADVICE = "choose a vision transformer with a [CLS] token and no registers, such as vit_small_patch16_224"
 
 _NAMES = next(dialect for dialect in DIALECTS if dialect.name == "Hugging Face ViT")
 _POSITIONS = "embeddings.position_embeddings"

@@ -2,11 +2,15 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from cribo.evaluation.runtime import Schedule
 
-from cribo.evaluation.training import Schedule
+if TYPE_CHECKING:
+    import torch
+
+ADVICE = "choose a vision transformer with a [CLS] token and no registers, such as vit_small_patch16_224"
+"""What to finetune in place of a network that YOLOS cannot be built on."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,10 @@ def rate_at(recipe: Recipe, step: int, steps: int) -> float:
     return recipe.final_learning_rate + (recipe.learning_rate - recipe.final_learning_rate) * share
 
 
-def optimiser(model: Any, recipe: Recipe) -> torch.optim.AdamW:
+def optimiser(model: Any, recipe: Recipe) -> "torch.optim.AdamW":
     """AdamW over a `YolosForObjectDetection`."""
+    import torch  # here, so that a configuration need not wait for it
+
     without_decay = [
         parameter
         for name, parameter in model.vit.named_parameters()

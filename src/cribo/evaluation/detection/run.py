@@ -22,7 +22,8 @@ from cribo.evaluation.training import evaluation_folder, finished_result, fit
 from cribo.files import write_folder_whole, write_json
 from cribo.models import Backbone
 from cribo.processes import is_first_process
-from cribo.retrieval.encoders import about_backbone, backbone_name, open_backbone
+from cribo.retrieval.encoders import about_backbone, open_backbone
+from cribo.retrieval.source import backbone_name
 
 log = logging.getLogger("cribo")
 

@@ -2,17 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from cribo.arguments import ConfigError
-from cribo.data import SEGMENTATION_SETS
-from cribo.data.crops import Scale
 from cribo.evaluation.data import TrainingDataConfig
-from cribo.evaluation.segmentation.inference import Inference, InferenceMode
-from cribo.evaluation.training import Schedule, TrainingRuntime
-from cribo.models import Backbone
+from cribo.evaluation.runtime import Schedule, TrainingRuntime
+from cribo.evaluation.segmentation.modes import Inference, InferenceMode
 from cribo.models.modes import Checkpointing
-from cribo.retrieval.encoders import MEAN_COLOUR, BackboneSource
+from cribo.retrieval.source import MEAN_COLOUR, BackboneSource
+
+if TYPE_CHECKING:
+    from cribo.data.crops import Scale
+    from cribo.models import Backbone
 
 _ITERATIONS = {"paper": 80_000, "short": 300}
 _LONG = 160_000, ("coco-stuff", "ade20k")
@@ -69,8 +70,10 @@ class SegmentationTrainingConfig:
             raise ConfigError(f"learning_rates must be all different, got {twice:g} {rates.count(twice)} times")
 
     @property
-    def scale(self) -> Scale | None:
+    def scale(self) -> "Scale | None":
         """Within which the set's images are resized; None for their own size."""
+        from cribo.data import SEGMENTATION_SETS  # here: a configuration must not wait for torch
+
         return SEGMENTATION_SETS[self.data.name].scale if self.data.name in SEGMENTATION_SETS else None
 
 
@@ -156,12 +159,12 @@ class TrainingSettings:
     batch_size: int
     crop: int
     learning_rates: tuple[float, ...]
-    scale: Scale | None
+    scale: "Scale | None"
     inference: Inference
     seed: int
 
     @classmethod
-    def of(cls, config: SegmentationTrainingConfig, backbone: Backbone) -> "TrainingSettings":
+    def of(cls, config: SegmentationTrainingConfig, backbone: "Backbone") -> "TrainingSettings":
         """Fill in what was left open."""
         long, sets = _LONG
         steps = long if config.schedule == "paper" and config.data.name in sets else _ITERATIONS[config.schedule]
@@ -195,7 +198,7 @@ class TrainingSettings:
         }
 
 
-def _check_crop(crop: int, mode: InferenceMode, backbone: Backbone) -> None:
+def _check_crop(crop: int, mode: InferenceMode, backbone: "Backbone") -> None:
     if not backbone.takes_any_size:
         if crop != backbone.image_size or mode != "slide":
             raise ConfigError(

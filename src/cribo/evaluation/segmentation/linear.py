@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from cribo.data.randomness import keyed_generator
-from cribo.evaluation.segmentation.inference import Inference
+from cribo.evaluation.segmentation.modes import Inference
 from cribo.evaluation.segmentation.module import SegmentationModule
 from cribo.models import Backbone
 

@@ -13,7 +13,8 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 from cribo.data.crops import Crop, WholeImage
 from cribo.data.segmentation import IGNORE_INDEX
 from cribo.evaluation.results import iou
-from cribo.evaluation.segmentation.inference import Inference, segment_image
+from cribo.evaluation.segmentation.inference import segment_image
+from cribo.evaluation.segmentation.modes import Inference
 from cribo.evaluation.training import TrainedModule
 from cribo.models import Backbone, normalise
 

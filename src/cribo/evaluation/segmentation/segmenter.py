@@ -9,8 +9,8 @@ from torch.utils.data import Dataset
 
 from cribo.data.crops import LabelledCrops
 from cribo.data.randomness import keyed_generator
-from cribo.evaluation.segmentation.inference import Inference
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
+from cribo.evaluation.segmentation.modes import Inference
 from cribo.evaluation.segmentation.module import SegmentationModule
 from cribo.models import Backbone
 

@@ -19,7 +19,8 @@ from cribo.evaluation.results import EvaluationResult, iou, versions
 from cribo.evaluation.segmentation.config import SegmentationTrainingConfig, TrainingSettings
 from cribo.evaluation.segmentation.module import SegmentationModule
 from cribo.models import Backbone
-from cribo.retrieval.encoders import MEAN_COLOUR, about_backbone, mean_colour_backbone, open_backbone
+from cribo.retrieval.encoders import about_backbone, mean_colour_backbone, open_backbone
+from cribo.retrieval.source import MEAN_COLOUR
 
 
 @dataclass(frozen=True)

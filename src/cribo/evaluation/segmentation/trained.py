@@ -16,8 +16,9 @@ from torch import Tensor
 
 from cribo.data.crops import Scale, fitted_size, resize
 from cribo.data.segmentation import Colour
-from cribo.evaluation.segmentation.inference import Inference, segment_image
+from cribo.evaluation.segmentation.inference import segment_image
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
+from cribo.evaluation.segmentation.modes import Inference
 from cribo.evaluation.segmentation.segmenter import Segmenter
 from cribo.files import write_whole
 from cribo.models import build_backbone, describe, normalise

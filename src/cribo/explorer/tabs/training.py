@@ -7,7 +7,7 @@ import gradio as gr
 import pandas as pd
 
 from cribo.explorer.tabs.fields import sentence
-from cribo.explorer.training import CURVES, Point, RunState, read_run, summary_table
+from cribo.explorer.training import Point, RunState, read_run, summary_table
 
 _REFRESH_SECONDS = 10
 _AXES: dict[str, Any] = {"x": "epoch", "y": "value", "y_title": " ", "tooltip": "all", "buttons": []}
@@ -25,13 +25,12 @@ def training_tab(run: Path) -> None:
 
     state = read_run(run)
     chosen = next(iter(state.columns), None)
-    losses, ratio, score, column = _frames(state, chosen)
+    losses, score, column = _frames(state, chosen)
     with gr.Row(equal_height=False):
         with gr.Column(scale=2, min_width=280):
             curves = [
-                gr.LinePlot(losses, label="Losses [nats]", color="curve", color_title=" ", **_AXES),
-                gr.LinePlot(ratio, label="Bootstrapping ratio: objects with a valid match [%]", **_AXES),
-                gr.LinePlot(score, label="Dense retrieval: mIoU of the teacher [%]", **_AXES),
+                gr.LinePlot(losses, label="Losses", color="curve", color_title=" ", **_AXES),
+                gr.LinePlot(score, label="Dense retrieval: mIoU [%]", **_AXES),
             ]
         with gr.Column(scale=1, min_width=280):
             table = gr.Markdown(summary_table(state))
@@ -48,7 +47,7 @@ def training_tab(run: Path) -> None:
 def _frames(state: RunState, column: str | None) -> list[pd.DataFrame]:
     """The points of the curves that are always shown, and those of one more column."""
     further = {} if column is None else {column: column}
-    return [_frame(state.curve(names)) for names in (*CURVES.values(), further)]
+    return [_frame(state.curve(names)) for names in (*state.curves.values(), further)]
 
 
 def _frame(points: list[Point]) -> pd.DataFrame:

@@ -1,0 +1,32 @@
+"""Dense retrieval with a model of one's own, on images of one's own.
+
+    uv run python examples/evaluate_own_model.py
+
+Any function from images to one feature per patch can be measured, and any collection of labelled images.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from cribo.data.scenes import Scenes
+from cribo.evaluation import DenseNNSettings, dense_nn
+from cribo.retrieval import PatchEncoder, mean_colour_encoder
+
+PATCH = 8
+network = nn.Sequential(nn.Conv2d(3, 64, PATCH, PATCH), nn.GELU()).requires_grad_(False)
+
+
+def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n d"]:
+    """Features of images in 0-1, one for each patch, row by row from the top left."""
+    return network(images).flatten(2).transpose(1, 2)
+
+
+# Labelled images have __len__, load(index) -> (3, h, w), labels(index) -> (h, w), name(index) and classes.
+memory, queries = Scenes(60), Scenes(20, first=60)
+settings = DenseNNSettings(ratios=(1, 8), neighbours=20)
+encoders = {"random convolution": PatchEncoder(encode, PATCH), "mean colour": mean_colour_encoder(PATCH)}
+torch.set_num_threads(2)
+for name, encoder in encoders.items():
+    for score in dense_nn(encoder, memory, queries, settings).scores:
+        print(f"{name}, one image in {score.ratio} as memory: {100 * score.miou:.1f} % mIoU")

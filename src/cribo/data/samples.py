@@ -1,0 +1,349 @@
+"""Training data: an image becomes a sample, samples become a batch; everything random is keyed by (seed, epoch, image).
+
+What a sample is, the objective says (`SampleTransform`): two views, many crops, a masked image.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Int, UInt8
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+from cribo.data.images import DataError, ImageSource, OrderedSource, PreparedSource, ReducingSource
+from cribo.data.randomness import keyed_generator
+from cribo.data.reading import UnreadableImage, passing_error
+
+# What a keyed draw is for, so that no two purposes share a stream.
+_SAMPLE, _ORDER, _REPLACEMENT = 0, 1, 2
+_REPLACEMENT_ATTEMPTS = 100
+
+RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""Seconds between attempts to read an image from a file system that fails: about a minute together."""
+
+Sample = Mapping[str, Any]
+"""What is made of one image, by name: tensors, and named tuples of tensors."""
+
+
+class LazyImage:
+    """An image of a collection, decoded when a transform asks for it."""
+
+    def __init__(self, source: ImageSource, index: int) -> None:
+        self._source = source
+        self._index = index
+
+    def load(self) -> UInt8[Tensor, "3 h w"]:
+        """The whole image, RGB."""
+        return self._source.load(self._index)
+
+    def load_reduced(self, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
+        """The image at a fraction of its size where that saves decoding, and the factor: 8, 4, 2 or 1.
+
+        Args:
+            reduction: given height and width of the whole image, the largest factor allowed; called once.
+        """
+        if isinstance(self._source, ReducingSource):
+            return self._source.load_reduced(self._index, reduction)
+        image = self.load()
+        reduction(image.shape[1], image.shape[2])
+        return image, 1
+
+
+class SampleTransform(Protocol):
+    """Makes a sample of an image, in a worker of the loader.
+
+    A tensor has the same shape for every image: a batch stacks it to (B, ...) and moves it to the device. A named tuple
+    of tensors is stacked field by field and stays on the host, for parameters that are read there, such as
+    `Photometric`. All randomness comes from the generator.
+    """
+
+    def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
+        """The sample of one image in one epoch."""
+        ...
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """An image that could not be used, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass
+class Batch:
+    """The samples of B images.
+
+    Attributes:
+        samples: by name, stacked: tensors (B, ...) and named tuples of them. `batch["views"]` is short for
+            `batch.samples["views"]`.
+        images: (B,) index of each image in its collection.
+        unreadable: images that had to be replaced by another.
+        retried: how often reading an image was tried again.
+    """
+
+    samples: dict[str, Any]
+    images: Int[Tensor, " b"]
+    unreadable: list[Unreadable]
+    retried: int = 0
+
+    def __getitem__(self, name: str) -> Any:
+        return self.samples[name]
+
+    def __len__(self) -> int:
+        return self.images.shape[0]
+
+    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> "Batch":
+        """The batch with its tensors on `device`; named tuples stay where they are.
+
+        Unless `non_blocking` says otherwise, nobody waits for a copy from page-locked memory to a GPU: what the GPU is
+        asked to do next comes after it anyway. (Lightning asks for that with bare tensors alone.)
+        """
+        to_gpu = torch.device(device).type == "cuda"
+
+        def move(tensor: Tensor) -> Tensor:
+            waitless = to_gpu and tensor.is_pinned() if non_blocking is None else non_blocking
+            return tensor.to(device, non_blocking=waitless)
+
+        return self._map(move)
+
+    def pin_memory(self) -> "Batch":
+        """The batch in page-locked memory; called by the loader."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def split(self, parts: int) -> "list[Batch]":
+        """`parts` batches of equal size, in order.
+
+        Raises:
+            ValueError: the batch does not divide.
+        """
+        if len(self) % parts:
+            raise ValueError(f"a batch of {len(self)} images does not divide into {parts} parts")
+        size = len(self) // parts
+        return [self.narrow(start, start + size) for start in range(0, len(self), size)]
+
+    def narrow(self, start: int, end: int) -> "Batch":
+        """The samples from `start` to before `end`; what was unreadable is reported with the first."""
+
+        def cut(value: Any) -> Any:
+            return value[start:end] if isinstance(value, Tensor) else type(value)(*(part[start:end] for part in value))
+
+        return Batch(
+            samples={name: cut(value) for name, value in self.samples.items()},
+            images=self.images[start:end],
+            unreadable=self.unreadable if start == 0 else [],
+            retried=self.retried if start == 0 else 0,
+        )
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        samples = {name: function(x) if isinstance(x, Tensor) else x for name, x in self.samples.items()}
+        return replace(self, samples=samples, images=function(self.images))
+
+
+class SampleDataset(Dataset[Batch]):
+    """The samples of an image collection, asked for by (epoch, image).
+
+    An unreadable image is replaced by another one drawn in its place, and reported with the batch. Where reading
+    fails for a reason that may pass (see `passing_error`), it is tried again first.
+
+    Args:
+        source: the images.
+        transform: makes a sample of an image.
+        seed: of the run.
+        retry_delays: seconds to wait after each failed attempt; one more attempt follows the last of them.
+    """
+
+    def __init__(
+        self,
+        source: ImageSource,
+        transform: SampleTransform,
+        *,
+        seed: int,
+        retry_delays: Sequence[float] = RETRY_DELAYS,
+    ) -> None:
+        self.source = source
+        self.transform = transform
+        self.seed = seed
+        self.retry_delays = tuple(retry_delays)
+        self._in_vain: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, key: tuple[int, int]) -> Batch:
+        """The sample of one image in one epoch, as a batch of one.
+
+        Raises:
+            DataError: neither the image nor any of a hundred drawn in its place can be read, or samples cannot be
+                stacked.
+        """
+        return self.__getitems__([key])
+
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Batch:
+        """The samples of several images, as one batch; what a loader asks for.
+
+        Raises:
+            DataError: as for one.
+        """
+        if isinstance(self.source, PreparedSource):
+            self.source.prepare([index for _, index in keys])
+        batch = Batch({}, torch.zeros(0, dtype=torch.long), [])
+        made = [self._readable(*key, batch) for key in keys]
+        batch.images = torch.tensor([index for index, _ in made])
+        batch.samples = self._stacked(made)
+        return batch
+
+    def _stacked(self, made: Sequence[tuple[int, Sample]]) -> dict[str, Any]:
+        (first_index, first), *others = made
+        expected = self._shapes(first, first_index)
+        for index, sample in others:
+            if (found := self._shapes(sample, index)) != expected:
+                name = next(n for n in {**expected, **found} if found.get(n) != expected.get(n))
+                of, first_of = (shapes.get(name, "missing") for shapes in (found, expected))
+                raise DataError(
+                    f"samples of one batch must have the same names and shapes: {name!r} is {of} for "
+                    f"{self.source.name(index)} and {first_of} for {self.source.name(first_index)}; {self._advice}"
+                )
+        samples = [sample for _, sample in made]
+        return {name: _stack([sample[name] for sample in samples]) for name in first}
+
+    def _shapes(self, sample: Sample, index: int) -> dict[str, Any]:
+        """Shape of each tensor, or of each of a named tuple."""
+        shapes: dict[str, Any] = {}
+        for name, value in sample.items():
+            if isinstance(value, Tensor):
+                shapes[name] = tuple(value.shape)
+            elif hasattr(value, "_fields") and all(isinstance(part, Tensor) for part in value):
+                shapes[name] = [tuple(part.shape) for part in value]
+            else:
+                kind = type(value).__name__
+                raise DataError(
+                    f"a sample holds tensors and named tuples of tensors: {name!r} is of type {kind} for "
+                    f"{self.source.name(index)}; {self._advice}"
+                )
+        return shapes
+
+    @property
+    def _advice(self) -> str:
+        return f"mend the objective's sample transform {type(self.transform).__name__}"
+
+    def _readable(self, epoch: int, wanted: int, batch: Batch) -> tuple[int, Sample]:
+        """The image itself, or the first one drawn in its place that can be read, and its sample."""
+        before = len(batch.unreadable)
+        replacement = keyed_generator(self.seed, _REPLACEMENT, epoch, wanted)
+        index = wanted
+        for _ in range(_REPLACEMENT_ATTEMPTS):
+            try:
+                return index, self._patiently(epoch, index, batch)
+            except UnreadableImage as error:
+                batch.unreadable.append(Unreadable(self.source.name(index), error.reason))
+                index = int(torch.randint(len(self.source), (1,), generator=replacement))
+        raise DataError(
+            f"{self.source.name(wanted)}: {batch.unreadable[before].reason}; nor could any of "
+            f"{_REPLACEMENT_ATTEMPTS - 1} others drawn in its place be read"
+        )
+
+    def _patiently(self, epoch: int, index: int, batch: Batch) -> Sample:
+        """The sample of an image, tried again for a while if the image may be readable later."""
+        # A bad sector answers as a lost server does: what was waited for in vain once gets one attempt from then on.
+        for delay in (*(() if index in self._in_vain else self.retry_delays), None):
+            try:
+                return self.transform(LazyImage(self.source, index), keyed_generator(self.seed, _SAMPLE, epoch, index))
+            except (UnreadableImage, OSError) as error:
+                passes = passing_error(error) is not None
+                if not passes or delay is None:
+                    if passes:
+                        self._in_vain.add(index)
+                    if isinstance(error, UnreadableImage):
+                        raise
+                    raise UnreadableImage(self.source.name(index), str(error) or type(error).__name__) from error
+            batch.retried += 1
+            time.sleep(delay)
+        raise AssertionError("the last attempt returns or raises")
+
+
+def _stack(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], Tensor):
+        return torch.stack(list(values))
+    return type(values[0])(*(torch.stack(parts) for parts in zip(*values, strict=True)))
+
+
+def epoch_order(source: ImageSource, seed: int, epoch: int) -> Int[Tensor, " n"]:
+    """All indices of a collection in the order of an epoch: its own (see `OrderedSource`), or a permutation."""
+    if isinstance(source, OrderedSource):
+        return source.epoch_order(seed, epoch)
+    return _permutation(len(source), seed, epoch)
+
+
+def _permutation(num_images: int, seed: int, epoch: int) -> Int[Tensor, " n"]:
+    """All indices in an order drawn for an epoch, in which every order is equally likely."""
+    return torch.randperm(num_images, generator=keyed_generator(seed, _ORDER, epoch))
+
+
+class StepBatchSampler(Sampler[list[tuple[int, int]]]):
+    """The batches of one epoch from the current step on, as lists of (epoch, image).
+
+    The order of an epoch is a permutation keyed by (seed, epoch), the collection's own if it has one (see
+    `OrderedSource`); images beyond the last full batch sit that epoch out. The place in the data is a function of
+    the step alone, so resuming at a step, on any number of devices, needs no state of a loader.
+
+    Args:
+        images: the collection, or how many images it has.
+        batch_size: images of one optimiser step, over all devices.
+        seed: of the run.
+        position: tells the optimiser step that comes next, when an epoch begins.
+        rank, world_size: which part of each batch this process gets.
+
+    Raises:
+        ValueError: less than one batch of images, or a batch that the processes cannot share evenly.
+    """
+
+    def __init__(
+        self,
+        images: ImageSource | int,
+        batch_size: int,
+        seed: int,
+        *,
+        position: Callable[[], int],
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        num_images = images if isinstance(images, int) else len(images)
+        if num_images < batch_size:
+            raise ValueError(
+                f"the data has {num_images} images, fewer than one batch: "
+                f"set optim.batch_size to {num_images} or less, got {batch_size}"
+            )
+        if batch_size % world_size:
+            raise ValueError(f"optim.batch_size must be a multiple of the {world_size} processes, got {batch_size}")
+        self.images = images
+        self.num_images = num_images
+        self.batch_size = batch_size
+        self.seed = seed
+        self.position = position
+        self.rank = rank
+        self.world_size = world_size
+
+    def __len__(self) -> int:
+        return self.num_images // self.batch_size
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        """Batches (of this process's share) to the end of the epoch that the current step lies in."""
+        return self.batches_from(self.position())
+
+    def batches_from(self, step: int) -> Iterator[list[tuple[int, int]]]:
+        """Batches (of this process's share) from a step to the end of its epoch."""
+        epoch, first = divmod(step, len(self))
+        order = self._order(epoch)
+        share = self.batch_size // self.world_size
+        for number in range(first, len(self)):
+            start = number * self.batch_size + self.rank * share
+            yield [(epoch, image) for image in order[start : start + share].tolist()]
+
+    def _order(self, epoch: int) -> Int[Tensor, " n"]:
+        if isinstance(self.images, int):
+            return _permutation(self.images, self.seed, epoch)
+        return epoch_order(self.images, self.seed, epoch)

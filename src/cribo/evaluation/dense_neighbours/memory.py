@@ -1,0 +1,116 @@
+"""The memory of dense nearest-neighbour retrieval: labelled patches that are searched, and that vote."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cribo.data.randomness import keyed_generator
+from cribo.evaluation.dense_neighbours.protocols import DenseNNSettings
+from cribo.evaluation.features import EncodedView, PatchFeatures, SelectedKeys
+from cribo.evaluation.machine import Machine
+from cribo.retrieval.patches import labels_in_memory, rarest_patches
+from cribo.retrieval.search import (
+    ApproximateIndex,
+    Neighbours,
+    SearchPlan,
+    nearest,
+    plan_search,
+    recall,
+)
+from cribo.retrieval.voting import LabelShares, Voters, label_shares
+
+_PATCH_DRAW = 0x706174  # keeps the draws of patches apart from others of the same seed
+_RECALL_QUERIES = 1000
+
+
+class PatchMemory:
+    """The patches that may vote: their features as keys of a search, and their labels.
+
+    Args:
+        known: features and classes of the views.
+        views: those in this memory.
+        settings: of the protocol.
+        num_classes: C.
+        draw: number of the draw, on which the patches of a bounded memory depend.
+        device: where votes are counted.
+        progress: is told of every view that is done.
+
+    Attributes:
+        keys: for the search.
+        columns: of a vote, C, or C + 1 where having no class is a class of its own.
+    """
+
+    def __init__(
+        self,
+        known: PatchFeatures,
+        views: Sequence[EncodedView],
+        settings: DenseNNSettings,
+        num_classes: int,
+        *,
+        draw: int = 0,
+        device: torch.device | str = "cpu",
+        progress: Callable[[], None] | None = None,
+    ) -> None:
+        self.columns = num_classes + (settings.unlabelled == "class")
+        limit = max(1, settings.memory_patches // len(views)) if settings.memory_patches else None
+        rows: dict[EncodedView, Tensor] = {}
+        labels: list[LabelShares] = []
+        for view in views:
+            counts, kept = labels_in_memory(known.counts[view].dense(), settings.unlabelled)
+            counts = counts[kept]
+            if limit is not None:
+                key = (_PATCH_DRAW, settings.seed, draw, view.image, view.augmentation or 0)
+                chosen = rarest_patches(counts, limit, keyed_generator(*key))
+                counts, kept = counts[chosen], kept[chosen]
+            rows[view] = kept.int()  # half the room of what torch counts with
+            labels.append(label_shares(counts, settings.patch_labels))
+            if progress is not None:
+                progress()
+        self.keys = SelectedKeys(known, rows)
+        self._voters = Voters(labels, self.columns, device)
+        self._index: ApproximateIndex | None = None
+
+    def search(
+        self,
+        queries: Float[Tensor, "q d"],
+        settings: DenseNNSettings,
+        machine: Machine,
+        progress: Callable[[int], None] | None = None,
+    ) -> tuple[Neighbours, float]:
+        """The nearest patches of each query, and the share of the true ones among them."""
+        if settings.search == "exact":
+            return self._exact(queries, settings, machine, progress), 1.0
+        if self._index is None:
+            self._index = ApproximateIndex(self.keys, probes=settings.probes, seed=settings.seed)
+        found = self._index.search(queries, settings.neighbours)
+        sample = torch.arange(0, len(queries), max(1, len(queries) // _RECALL_QUERIES))
+        exact = self._exact(queries[sample], settings, machine, progress)
+        return found, recall(Neighbours(found.similarity[sample], found.rows[sample]), exact)
+
+    def _exact(
+        self,
+        queries: Float[Tensor, "q d"],
+        settings: DenseNNSettings,
+        machine: Machine,
+        progress: Callable[[int], None] | None,
+    ) -> Neighbours:
+        plan = self.plan(len(queries), settings, machine)
+        return nearest(queries, self.keys, settings.neighbours, devices=machine.devices, plan=plan, progress=progress)
+
+    def plan(self, queries: int, settings: DenseNNSettings, machine: Machine) -> SearchPlan:
+        """How an exact search for so many queries is cut into pieces."""
+        return plan_search(
+            max(1, queries),
+            len(self.keys),
+            self.keys.dim,
+            settings.neighbours,
+            key_bytes=2 if settings.precision == "float16" else 4,
+            budget=machine.budget,
+            device=machine.devices[0],
+        )
+
+    def vote(self, neighbours: Neighbours, settings: DenseNNSettings) -> Float[Tensor, "q p"]:
+        """The share of the vote that each class gets, in blocks of queries."""
+        return self._voters.vote(neighbours, settings.vote, settings.temperature)

@@ -1,0 +1,419 @@
+"""Dense nearest-neighbour retrieval (paper section 4.1), and its sibling of Balazevic et al. 2023.
+
+Patches of labelled images are the memory. Each patch of a new image takes its label from its nearest patches
+there, and the labels are scored. Nothing is trained.
+"""
+
+import itertools
+import statistics
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from cribo.console import Progress
+from cribo.data import LabelledImages
+from cribo.data.randomness import keyed_generator
+from cribo.evaluation.dense_neighbours.memory import PatchMemory
+from cribo.evaluation.dense_neighbours.protocols import DenseNNSettings
+from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, extract_patches
+from cribo.evaluation.machine import Machine
+from cribo.evaluation.results import iou
+from cribo.retrieval.encoders import PatchEncoder
+from cribo.retrieval.patches import majority_label, resize_labels
+from cribo.retrieval.search import Neighbours, available_memory
+
+_LABEL_MAP_BYTES = 2**30  # of label maps that are kept for the next memory; others are read again
+_MEMORY_DRAW = 0x6D656D  # keeps the draws of images apart from others of the same seed
+_NOT_SCORED = -1
+
+
+@dataclass(frozen=True)
+class RatioScore:
+    """The score with one share of the memory's images.
+
+    Attributes:
+        ratio: one in that many images is used.
+        draws: mIoU in 0-1 of each draw.
+        per_class: IoU of every class, mean of the draws, NaN where it occurs neither in labels nor in
+            predictions.
+        confusion: (C, P) patches or pixels, summed over the draws; rows are labels, columns predictions. A
+            column C, where there is one, counts predictions of no class.
+        patches: of the memory, mean of the draws.
+        recall: of the approximate search against the exact one, None for the exact one itself.
+    """
+
+    ratio: int
+    draws: tuple[float, ...]
+    per_class: tuple[float, ...]
+    confusion: Int[Tensor, "c p"]
+    patches: float
+    recall: float | None = None
+
+    @property
+    def miou(self) -> float:
+        """Mean of the draws: the mean IoU of the classes that occur, in 0-1."""
+        return statistics.fmean(self.draws)
+
+    @property
+    def miou_std(self) -> float | None:
+        """Sample standard deviation of the draws, None of one draw."""
+        return statistics.stdev(self.draws) if len(self.draws) > 1 else None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted label of each patch of one image, for pictures.
+
+    Attributes:
+        index: of the image among the queries.
+        labels: (h, w), the grid of patches; C for no class.
+        size: (height, width) in pixels at which the image was encoded.
+    """
+
+    index: int
+    labels: Int[Tensor, "h w"]
+    size: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class DenseRetrieval:
+    """What `dense_nn` finds.
+
+    Attributes:
+        settings: that were used.
+        scores: one for each ratio.
+        predictions: of some images, with the first ratio's memory.
+        memory_patches, query_patches: how many patches were encoded on either side.
+    """
+
+    settings: DenseNNSettings
+    scores: tuple[RatioScore, ...]
+    predictions: tuple[Prediction, ...]
+    memory_patches: int
+    query_patches: int
+
+
+@torch.no_grad()
+def dense_nn(
+    encoder: PatchEncoder,
+    memory: LabelledImages,
+    queries: LabelledImages,
+    settings: DenseNNSettings | None = None,
+    *,
+    machine: Machine | None = None,
+    pictures: int = 0,
+    progress: Progress | None = None,
+) -> DenseRetrieval:
+    """Label every patch of the queries by its nearest patches in the memory, and score the labels.
+
+    Args:
+        encoder: gives the features; on the machine's first device.
+        memory: images whose patches are searched.
+        queries: images whose patches are labelled.
+        settings: of the protocol.
+        machine: where it is computed.
+        pictures: of how many queries the prediction is returned.
+        progress: is told how far it is.
+
+    Raises:
+        ValueError: other classes in the two sets, an empty set, settings that do not fit (`DenseNNSettings`), a
+            memory without a labelled patch or with fewer patches than `neighbours`, queries without any label.
+        UnreadableImage, DataError: an image or label map that cannot be used.
+    """
+    machine = machine or Machine()
+    _check_sets(memory, queries)
+    settings = settings or DenseNNSettings()
+    settings.check(encoder.patch_size, memory.classes)
+    draws = [(ratio, draw) for ratio in settings.ratios for draw in range(settings.draws if ratio > 1 else 1)]
+    images = [draw_images(len(memory), ratio, settings.seed, draw) for ratio, draw in draws]
+    _require_bound(max(len(_views(part, settings)) for part in images), settings)
+
+    def encode(of: LabelledImages, views: list[EncodedView], what: str) -> PatchFeatures:
+        return extract_patches(
+            encoder,
+            of,
+            views,
+            Preparation(encoder.patch_size, settings.size, settings.interpolation, settings.seed),
+            cache=machine.cache,
+            precision=settings.precision,
+            batch_size=machine.batch_size,
+            workers=machine.workers,
+            device=machine.devices[0],
+            progress=progress,
+            what=what,
+        )
+
+    known = encode(memory, _views(sorted(set().union(*images)), settings), "features of the memory")
+    asked = encode(queries, [EncodedView(index) for index in range(len(queries))], "features of the queries")
+    labelled, views = itertools.count(1), sum(len(_views(part, settings)) for part in images)
+
+    def report() -> None:
+        if progress is not None:
+            progress("labels of the memory", next(labelled), views)
+
+    def label(part: list[int], draw: int) -> PatchMemory:
+        return PatchMemory(
+            known,
+            _views(part, settings),
+            settings,
+            len(memory.classes),
+            draw=draw,
+            device=machine.devices[0],
+            progress=report,
+        )
+
+    memories = [label(part, draw) for part, (_, draw) in zip(images, draws, strict=True)]
+    for part, (ratio, _) in zip(memories, draws, strict=True):
+        _require_neighbours(part, ratio, settings)
+    scorer = _Scorer(queries, asked, settings, pictures, machine.devices[0])
+    if not scorer.has_labels():
+        raise ValueError("the queries have nothing to score: the labels of their images are all ignored")
+    tallies, recalls = _score_all(scorer, memories, settings, machine, progress)
+    scores = []
+    for ratio in settings.ratios:
+        places = [place for place, (other, _) in enumerate(draws) if other == ratio]
+        scores.append(
+            _ratio_score(
+                ratio,
+                [tallies[place] for place in places],
+                [len(memories[place].keys) for place in places],
+                [recalls[place] for place in places] if settings.search == "faiss" else [],
+            )
+        )
+    return DenseRetrieval(
+        settings,
+        tuple(scores),
+        tuple(scorer.predictions),
+        sum(counts.patches for counts in known.counts.values()),
+        sum(counts.patches for counts in asked.counts.values()),
+    )
+
+
+def draw_images(count: int, ratio: int, seed: int, draw: int) -> list[int]:
+    """The images of one draw, ascending: one in `ratio`, rounded, one at least, uniformly and without replacement.
+
+    Example:
+        >>> [len(draw_images(10582, ratio, 0, 0)) for ratio in (1, 8, 64, 128)]  # Pascal VOC's trainaug
+        [10582, 1323, 165, 83]
+    """
+    if ratio == 1:
+        return list(range(count))
+    order = torch.randperm(count, generator=keyed_generator(_MEMORY_DRAW, seed, ratio, draw))
+    return sorted(order[: max(1, round(count / ratio))].tolist())
+
+
+class _Scorer:
+    """Turns votes into predictions, and predictions into counts of labels against predictions."""
+
+    def __init__(
+        self,
+        queries: LabelledImages,
+        asked: PatchFeatures,
+        settings: DenseNNSettings,
+        pictures: int,
+        device: torch.device | str,
+    ) -> None:
+        self.queries = queries
+        self.asked = asked
+        self.settings = settings
+        self.device = device
+        self.predictions: list[Prediction] = []
+        shown = min(pictures, len(queries))
+        self._shown = {round(place * (len(queries) - 1) / max(1, shown - 1)) for place in range(shown)}
+        self._patch_labels = {}
+        if settings.score == "patch":
+            self._patch_labels = {
+                view: majority_label(counts.dense(), settings.unlabelled, _NOT_SCORED).short()
+                for view, counts in asked.counts.items()
+            }
+
+    def has_labels(self) -> bool:
+        """Whether there is anything to score."""
+        if self.settings.score == "patch":
+            return any(len(self.rows(view)) for view in self._patch_labels)
+        return any(
+            bool((every.places % every.columns < every.columns - 1).any()) for every in self.asked.counts.values()
+        )
+
+    def rows(self, view: EncodedView) -> Int[Tensor, " m"]:
+        """The patches that have to be searched for: those with a label, or all of them if pixels count."""
+        if self.settings.score == "patch":
+            return (self._patch_labels[view] != _NOT_SCORED).nonzero()[:, 0]
+        return torch.arange(self.asked.counts[view].patches)
+
+    def score(self, chunk: "_Chunk", part: PatchMemory, neighbours: Neighbours, *, keep: bool) -> Int[Tensor, "c p"]:
+        """Labels against predictions of a chunk's images."""
+        votes = part.vote(neighbours, self.settings)
+        tally = torch.zeros(len(self.queries.classes), part.columns, dtype=torch.long, device=self.device)
+        lengths = [len(rows) for rows in chunk.rows.values()]
+        for (view, rows), own in zip(chunk.rows.items(), votes.split(lengths), strict=True):
+            if keep and view.image in self._shown:
+                self.predictions.append(self._prediction(view, rows, own))
+            if self.settings.score == "patch":
+                tally += _tally(self._patch_labels[view][rows].to(self.device).long(), own.argmax(dim=1), tally.shape)
+            else:
+                labels = chunk.label_map(self.queries, view, self.settings).to(self.device)
+                known = labels != self.queries.ignore_index
+                predicted = self._upsampled(own, view, (labels.shape[0], labels.shape[1]))
+                tally += _tally(labels[known].long(), predicted[known], tally.shape)
+        return tally.cpu()
+
+    def _grid(self, view: EncodedView) -> tuple[int, int]:
+        """Patches down and across."""
+        height, width = self.asked.sizes[view]
+        side = round((height * width / self.asked.counts[view].patches) ** 0.5)
+        return height // side, width // side
+
+    def _upsampled(self, votes: Float[Tensor, "n p"], view: EncodedView, size: tuple[int, int]) -> Int[Tensor, "h w"]:
+        """The class of each pixel, from the votes of its patch and those around it (bilinear)."""
+        present = (votes.amax(dim=0) > 0).nonzero()[:, 0]  # the others cannot win
+        grid = votes[:, present].mT.unflatten(1, self._grid(view))[None]
+        return present[F.interpolate(grid, size=size, mode="bilinear")[0].argmax(dim=0)]
+
+    def _prediction(self, view: EncodedView, rows: Int[Tensor, " m"], votes: Float[Tensor, "m p"]) -> Prediction:
+        labels = torch.full((self.asked.counts[view].patches,), len(self.queries.classes))
+        labels[rows] = votes.argmax(dim=1).cpu()
+        return Prediction(view.image, labels.view(self._grid(view)), self.asked.sizes[view])
+
+
+@dataclass
+class _Chunk:
+    """Queries that are searched together: of each view, the patches that are searched for."""
+
+    asked: PatchFeatures
+    rows: dict[EncodedView, Int[Tensor, " m"]] = field(default_factory=dict)
+    _label_maps: dict[EncodedView, Tensor] = field(default_factory=dict)
+    _label_map_bytes: int = 0
+
+    @property
+    def patches(self) -> int:
+        """How many are searched for."""
+        return sum(len(rows) for rows in self.rows.values())
+
+    def features(self) -> Float[Tensor, "q d"]:
+        """Of all of them, image by image."""
+        return torch.cat([self.asked.features(view)[rows] for view, rows in self.rows.items()])
+
+    def label_map(self, images: LabelledImages, view: EncodedView, settings: DenseNNSettings) -> UInt8[Tensor, "h w"]:
+        """The pixels that an image is scored by; read once for all memories, as far as there is room for them."""
+        if view in self._label_maps:
+            return self._label_maps[view]
+        labels = images.labels(view.image)
+        if settings.score == "resized":
+            labels = resize_labels(labels, self.asked.sizes[view])
+        if self._label_map_bytes + labels.nbytes <= _LABEL_MAP_BYTES:
+            self._label_map_bytes += labels.nbytes
+            self._label_maps[view] = labels
+        return labels
+
+
+def _score_all(
+    scorer: _Scorer,
+    memories: Sequence[PatchMemory],
+    settings: DenseNNSettings,
+    machine: Machine,
+    progress: Progress | None,
+) -> tuple[list[Int[Tensor, "c p"]], list[float]]:
+    """Search and score all queries in all memories; labels against predictions, and recall, of each memory."""
+    tallies = [torch.zeros(len(scorer.queries.classes), part.columns, dtype=torch.long) for part in memories]
+    recalls = [0.0] * len(memories)
+    chunks = deque(_chunks(scorer, memories, settings, machine))
+    patches = sum(chunk.patches for chunk in chunks)
+    # To score is counted as one key more, so that the end is said when all is done.
+    pairs = patches * sum(len(part.keys) + 1 for part in memories)
+    done = 0
+
+    def report(chunk: _Chunk, keys: int) -> None:
+        if progress is not None:
+            progress("search [%]", 100 * (done + chunk.patches * keys) // pairs, 100)
+
+    while chunks:
+        chunk = chunks.popleft()  # and what it holds goes with it
+        features = chunk.features()
+        for number, part in enumerate(memories):
+            neighbours, share = part.search(features, settings, machine, partial(report, chunk))
+            recalls[number] += share * chunk.patches / patches
+            tallies[number] += scorer.score(chunk, part, neighbours, keep=number == 0)
+            done += chunk.patches * (len(part.keys) + 1)
+            report(chunk, 0)
+    return tallies, recalls
+
+
+def _chunks(
+    scorer: _Scorer, memories: Sequence[PatchMemory], settings: DenseNNSettings, machine: Machine
+) -> Iterator[_Chunk]:
+    """The queries in as few parts as memory allows, for each part means reading all keys once."""
+    rows = {view: scorer.rows(view) for view in scorer.asked.counts}
+    largest = max(memories, key=lambda part: len(part.keys))
+    limit = largest.plan(sum(map(len, rows.values())), settings, machine).query_chunk
+    # Features, neighbours and votes of a chunk are on the host, too, and each is copied once on the way.
+    row_bytes = 2 * (4 * largest.keys.dim + 12 * settings.neighbours + 4 * largest.columns)
+    limit = min(limit, available_memory("cpu") // 2 // row_bytes)
+    chunk = _Chunk(scorer.asked)
+    for view, own in rows.items():
+        if chunk.rows and chunk.patches + len(own) > limit:
+            yield chunk
+            chunk = _Chunk(scorer.asked)
+        if len(own):
+            chunk.rows[view] = own
+    if chunk.rows:
+        yield chunk
+
+
+def _check_sets(memory: LabelledImages, queries: LabelledImages) -> None:
+    if list(memory.classes) != list(queries.classes):
+        raise ValueError(f"memory and queries have different classes: {memory.classes} and {queries.classes}")
+    for name, images in (("memory", memory), ("queries", queries)):
+        if not len(images):
+            raise ValueError(f"the {name} must hold at least one image, got 0")
+
+
+def _require_bound(views: int, settings: DenseNNSettings) -> None:
+    if 0 < settings.memory_patches < views:
+        raise ValueError(
+            f"memory_patches must be at least the number of images in the memory (times their augmentations), "
+            f"{views}, got {settings.memory_patches}: allow more patches, or 0 for all"
+        )
+
+
+def _require_neighbours(part: PatchMemory, ratio: int, settings: DenseNNSettings) -> None:
+    if not len(part.keys):
+        raise ValueError(
+            f"the memory has no labelled patch at ratio {ratio}: the labels of its images are all ignored"
+            + ("; try a smaller ratio" if ratio > 1 else "")
+        )
+    if len(part.keys) < settings.neighbours:
+        raise ValueError(
+            f"neighbours must be at most the number of patches in the memory, got {settings.neighbours} with "
+            f"{len(part.keys)} patches at ratio {ratio}: ask for fewer neighbours or leave out this ratio"
+        )
+
+
+def _views(images: Sequence[int], settings: DenseNNSettings) -> list[EncodedView]:
+    if not settings.augmentations:
+        return [EncodedView(index) for index in images]
+    return [EncodedView(index, number) for index in images for number in range(settings.augmentations)]
+
+
+def _tally(labels: Int[Tensor, " n"], predicted: Int[Tensor, " n"], shape: torch.Size) -> Int[Tensor, "c p"]:
+    return torch.bincount(labels * shape[1] + predicted, minlength=shape[0] * shape[1]).view(shape)
+
+
+def _ratio_score(
+    ratio: int, tallies: Sequence[Int[Tensor, "c p"]], patches: Sequence[int], recalls: Sequence[float]
+) -> RatioScore:
+    per_class = torch.stack([iou(tally) for tally in tallies])
+    return RatioScore(
+        ratio,
+        tuple(per_class.nanmean(dim=1).tolist()),
+        tuple(per_class.nanmean(dim=0).tolist()),
+        torch.stack(list(tallies)).sum(dim=0),
+        statistics.fmean(patches),
+        statistics.fmean(recalls) if recalls else None,
+    )

@@ -1,0 +1,87 @@
+"""Where and how an evaluation runs, as a configuration says it. Nothing here needs torch until it is asked for."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cribo.arguments import ConfigError
+
+TrainerPrecision = Literal["32-true", "bf16-mixed", "16-mixed"]
+
+Schedule = Literal["paper", "short"]
+"""Whose settings a training has: the paper's, for GPUs, or short ones for small sets and CPUs."""
+
+
+@dataclass
+class EvaluationRuntime:
+    """Where and how it is computed; results do not depend on it beyond rounding.
+
+    Attributes:
+        devices: such as cuda:0,cuda:1 or cpu, which share the search. All GPUs, or the CPU where there is none, when
+            not given.
+        batch_size: images encoded at once, where they are of one size. Lower it if the device runs out of memory.
+        workers: processes that read images; when not given, half of the cores.
+        memory_gib: what the search may use on each device; half of what is free when not given. Less of it means
+            reading the keys more often, with the same result.
+        cache: folder that keeps features for the next evaluation of this backbone; none to hold them in memory.
+    """
+
+    devices: tuple[str, ...] | None = None
+    batch_size: int = 16
+    workers: int | None = None
+    memory_gib: float | None = None
+    cache: str = "~/.cache/cribo/features"
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch_size", 1), ("workers", 0)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ConfigError(f"runtime.{name} must be >= {least}, got {value}")
+        if self.memory_gib is not None and self.memory_gib <= 0:
+            raise ConfigError(f"runtime.memory_gib must be > 0, got {self.memory_gib}")
+
+
+@dataclass
+class TrainingRuntime:
+    """Where and how it is trained; results do not depend on it beyond rounding.
+
+    Attributes:
+        accelerator: of the Lightning Trainer: auto, cpu, gpu, ...
+        devices: how many of each machine, or auto for all GPUs (one process on a CPU).
+        num_nodes: how many machines.
+        precision: 32-true, or on GPUs bf16-mixed (16-mixed on old ones): about twice as fast for half the memory.
+        workers: processes that read images, of each device; when not given, half of the cores.
+        threads: of a CPU; torch's choice when not given.
+        log_every: steps between two points in TensorBoard.
+        checkpoint_every: steps between two checkpoints; one is also written at the end.
+        evaluate_every: steps between two scores on the way; 0 for one at the end only.
+    """
+
+    accelerator: str = "auto"
+    devices: int | str = "auto"
+    num_nodes: int = 1
+    precision: TrainerPrecision = "32-true"
+    workers: int | None = None
+    threads: int | None = None
+    log_every: int = 50
+    checkpoint_every: int = 1000
+    evaluate_every: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("num_nodes", 1),
+            ("workers", 0),
+            ("threads", 1),
+            ("log_every", 1),
+            ("checkpoint_every", 1),
+            ("evaluate_every", 0),
+        ):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ConfigError(f"runtime.{name} must be >= {least}, got {value}")
+        if not (self.devices == "auto" or (str(self.devices).isdecimal() and int(self.devices) > 0)):
+            raise ConfigError(f"runtime.devices must be auto or a number >= 1, got {self.devices!r}")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it is trained on GPUs of NVIDIA or AMD."""
+        import torch
+
+        return self.accelerator in ("gpu", "cuda") or (self.accelerator == "auto" and torch.cuda.is_available())

@@ -1,0 +1,67 @@
+"""What a configuration can say of the method. Nothing here needs torch, so that a command line need not wait for it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Marginals = Literal["adaptive", "uniform"]
+Criterion = Literal["cycle", "none"]
+
+
+@dataclass(frozen=True)
+class ViewRecipe:
+    """How views are drawn. Pairs of numbers are (view 1, view 2) or (low, high), as named.
+
+    Attributes:
+        size: side of a view in pixels.
+        area: (low, high) share of the image that a crop covers.
+        aspect: (low, high) width / height of a crop.
+        flip: probability of a horizontal flip.
+        jitter: probability of colour jitter.
+        brightness: the factor is drawn from 1 - x to 1 + x.
+        contrast: likewise.
+        saturation: likewise.
+        hue: shift drawn from -x to x, in turns.
+        greyscale: probability.
+        blur: (view 1, view 2) probability of Gaussian blur.
+        blur_sigma: (low, high) standard deviation of the blur in pixels of the view.
+        solarise: (view 1, view 2) probability.
+        solarise_threshold: in grey levels, 0 to 255.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    size: int = 224
+    area: tuple[float, float] = (0.25, 1.0)
+    aspect: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: float = 0.5
+    jitter: float = 0.8
+    brightness: float = 0.4
+    contrast: float = 0.4
+    saturation: float = 0.2
+    hue: float = 0.1
+    greyscale: float = 0.2
+    blur: tuple[float, float] = (1.0, 0.1)
+    blur_sigma: tuple[float, float] = (0.1, 2.0)
+    solarise: tuple[float, float] = (0.0, 0.2)
+    solarise_threshold: float = 128
+
+    def __post_init__(self) -> None:
+        def check(name: str, low: float, high: float) -> None:
+            value = getattr(self, name)
+            numbers = value if isinstance(value, (tuple, list)) else (value,)
+            if not all(low <= number <= high for number in numbers):
+                raise ValueError(f"{name} must be between {low:g} and {high:g}, got {value}")
+
+        check("size", 1, 8192)
+        for name in ("flip", "jitter", "greyscale", "blur", "solarise", "brightness", "contrast", "saturation"):
+            check(name, 0, 1)
+        check("area", 1e-4, 1)
+        check("aspect", 0.01, 100)
+        check("hue", 0, 0.5)
+        check("blur_sigma", 0.01, 100)
+        check("solarise_threshold", 0, 255)
+        for name in ("area", "aspect", "blur_sigma"):
+            low, high = getattr(self, name)
+            if low > high:
+                raise ValueError(f"{name} must go from low to high, got ({low}, {high})")

@@ -1,0 +1,279 @@
+"""The interface between an objective and the trainer; docs/extending.md shows how to write one."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from jsonargparse import ArgumentParser
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from cribo.arguments import ConfigError, import_by_path
+from cribo.data.randomness import keyed_generator
+from cribo.data.samples import Batch, SampleDataset, SampleTransform
+from cribo.models import Backbone, build_backbone
+from cribo.models.modes import CompileMode
+from cribo.objectives.options import ObjectiveOptions
+from cribo.training.laps import Laps
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BUILT_IN = {
+    "cribo": "cribo.objectives.cribo.CrIBo",
+    "dino": "cribo.objectives.dino.DINO",
+    "mae": "cribo.objectives.mae.MAE",
+}
+"""Names of the objectives that come with the package."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an objective is made for.
+
+    Attributes:
+        options: the sections of the configuration that say what is learned.
+        num_images: of the collection.
+        steps_per_epoch: optimiser steps of one pass over it.
+    """
+
+    options: ObjectiveOptions
+    num_images: int
+    steps_per_epoch: int
+
+    def build_backbone(self, *, image_size: int | None = None) -> Backbone:
+        """The network that `backbone` names, with its weights; its random ones are keyed by the seed.
+
+        Args:
+            image_size: for which the position embedding is stored; `views.size` by default.
+        """
+        options = self.options
+        backbone = build_backbone(
+            options.backbone.name,
+            args=options.backbone.args,
+            pretrained=options.backbone.pretrained,
+            image_size=image_size or options.views.size,
+            drop_path=options.backbone.drop_path,
+            seed=keyed_generator(options.seed, 0).initial_seed() % 2**31,
+        )
+        backbone.set_checkpointing(options.backbone.checkpointing)
+        return backbone
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    return tensor[None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimiser step.
+
+    Attributes:
+        number: from 0.
+        steps_per_epoch: of the run.
+        total_steps: of the run.
+        gather: a tensor of the same shape on every device -> (devices, ...); to be called on all of them.
+        lap: says what the time since the last lap was spent on, for `cribo profile`.
+    """
+
+    number: int
+    steps_per_epoch: int
+    total_steps: int
+    gather: Callable[[Tensor], Tensor] = _alone
+    lap: Laps = field(default_factory=Laps)
+
+    @property
+    def epoch(self) -> int:
+        """From 0."""
+        return self.number // self.steps_per_epoch
+
+    def cosine(self, start: float, end: float) -> float:
+        """From `start` to `end` along a cosine over the whole run."""
+        return end + (start - end) * (1 + math.cos(math.pi * self.number / max(self.total_steps, 1))) / 2
+
+    def linear(self, start: float, end: float, epochs: int) -> float:
+        """From `start` in epoch 0 to `end` in epoch `epochs` - 1 and from there on; over one epoch, `start` in it."""
+        return end if self.epoch >= epochs else start + (end - start) * self.epoch / max(epochs - 1, 1)
+
+
+@dataclass
+class Output:
+    """What a batch gives.
+
+    Attributes:
+        losses: scalars by name, means over the batch. The total is their sum, each times its weight
+            (`Objective.weights`).
+        metrics: what else is to be recorded, by name: a scalar, whose mean is taken over steps and devices, or a pair
+            (numerator, denominator), whose sums are divided.
+    """
+
+    losses: dict[str, Float[Tensor, ""]]
+    metrics: dict[str, Tensor | tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """How the numbers of an objective are shown.
+
+    Attributes:
+        labels: of losses and metrics in plots, by name; the name itself by default.
+        progress: format of what the progress line shows beside the losses, by name, such as {"ratio": "{:.0%}"}.
+    """
+
+    labels: Mapping[str, str] = field(default_factory=dict)
+    progress: Mapping[str, str] = field(default_factory=dict)
+
+
+class Objective(nn.Module):
+    """What a training step optimises.
+
+    A subclass is made with a `Setting` and arguments of its own, and defines `samples`, `forward` and `exported`; the
+    rest has defaults. State that is to be saved is in parameters, buffers, or `get_extra_state`.
+
+    In a step the trainer calls `forward` for each micro-batch, takes the gradients of the weighted losses with respect
+    to the parameters of `trainable`, updates these, and calls `after_step`.
+
+    Attributes:
+        columns: how numbers are shown.
+        weights: factor of each loss by name; 1 where there is none.
+        images_per_group: micro-batches hold a multiple of so many images.
+        uses_all_parameters: whether each step gives all parameters a gradient, which saves several devices a search.
+    """
+
+    columns = Columns()
+    weights: Mapping[str, float] = {}
+    images_per_group = 1
+    uses_all_parameters = False
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        self.setting = setting
+
+    def samples(self) -> SampleTransform:
+        """What is made of an image, in the workers."""
+        raise NotImplementedError
+
+    def forward(self, batch: Batch, step: Step) -> Output:
+        """The losses of a micro-batch. Nothing that other micro-batches of the step read may change."""
+        raise NotImplementedError
+
+    def exported(self) -> Backbone:
+        """What the run leaves, and what is scored while it goes on."""
+        raise NotImplementedError
+
+    def trainable(self) -> nn.Module:
+        """What the optimiser sees. Names that begin with `backbone.` are subject to `optim.layer_decay`."""
+        return self
+
+    def frozen(self, step: Step) -> Iterable[nn.Parameter]:
+        """Parameters that this step leaves as they are, whatever their gradients."""
+        return ()
+
+    def after_step(self, step: Step) -> None:
+        """Update what no gradient updates (a teacher, centres, a memory bank), once a step."""
+
+    def schedules(self, step: Step) -> dict[str, float]:
+        """Values of the objective's own schedules at a step, to be recorded and drawn."""
+        return {}
+
+    def watch(self, step: Step) -> dict[str, float]:
+        """Further metrics, taken only when a row is logged, on all devices. They may read the device."""
+        return {}
+
+    def advice(self, row: Mapping[str, float]) -> dict[str, str]:
+        """Signs of trouble in a row of metrics: a name and what to do; each is said if it lasts."""
+        return {}
+
+    def compile_parts(self, mode: CompileMode) -> None:
+        """Compile what is worth it."""
+
+    def figures(self, rows: Sequence[dict[str, float]], dataset: SampleDataset) -> dict[str, "Figure"]:
+        """Pictures for the report of a finished run, by name."""
+        return {}
+
+    def callbacks(self, folder: Path, dataset: SampleDataset) -> Iterable[Callback]:
+        """What looks on while a run writes to its folder."""
+        return ()
+
+    @cached_property
+    def options(self) -> ObjectiveOptions:
+        """Short for `setting.options`."""
+        return self.setting.options
+
+
+def make_objective(name: str, args: Mapping[str, Any], setting: Setting) -> Objective:
+    """The objective of a name or import path.
+
+    Raises:
+        ConfigError: there is no such class, it is no Objective, or it does not take the arguments.
+    """
+    kind = import_by_path(BUILT_IN.get(name, name), "objective.name", known=BUILT_IN)
+    if not (inspect.isclass(kind) and issubclass(kind, Objective)):
+        raise ConfigError(
+            f"objective.name {name} is no subclass of cribo.objectives.Objective but {kind!r}: see docs/extending.md"
+        )
+    parser = ArgumentParser(exit_on_error=False)
+    added = parser.add_class_arguments(kind, skip={"setting"}, fail_untyped=False)
+    try:
+        unknown = sorted(set(args) - set(added))
+        if unknown:
+            takes = ", ".join(added) or "none"
+            raise ConfigError(f"objective.args: {name} takes no {', '.join(unknown)}; it takes {takes}")
+        arguments = parser.parse_object(dict(args))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"objective.args of {name}: {error}") from error
+    return kind(setting, **vars(parser.instantiate(arguments)))
+
+
+def check_output(output: Output, weights: Mapping[str, float]) -> None:
+    """Refuse what cannot be recorded.
+
+    Raises:
+        ConfigError: there is no loss, a name is used twice, or a loss or metric is no number.
+    """
+    if not output.losses:
+        raise ConfigError("the objective's forward gave no loss: put at least one into Output.losses")
+    for name in output.losses:
+        if f"loss_{name}" in output.metrics or name == "":
+            raise ConfigError(f"loss_{name} names a loss and a metric: rename one of them")
+    reserved = {"step", "epoch", "seconds", "images_per_second", "loss", "lr", "weight_decay", "dense_nn"}
+    for name in output.metrics:
+        if name in reserved:
+            raise ConfigError(f"the metric {name} has the name of a column of the trainer's own: rename it")
+    for name, loss in output.losses.items():
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            raise ConfigError(f"the loss {name} must be a tensor of one number, got {_described(loss)}")
+    for name, value in output.metrics.items():
+        parts = value if isinstance(value, tuple) and len(value) == 2 else (value,)
+        if not all(isinstance(part, int | float) or (isinstance(part, Tensor) and part.numel() == 1) for part in parts):
+            raise ConfigError(f"the metric {name} must be one number or a pair of them, got {_described(value)}")
+    unknown = sorted(set(weights) - set(output.losses))
+    if unknown:
+        raise ConfigError(f"there are weights for losses that forward does not give: {', '.join(unknown)}")
+
+
+def _described(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
+
+
+def detached(value: Tensor | float, like: Tensor) -> Tensor:
+    """A number as a scalar on the device of `like`, without waiting for it."""
+    if isinstance(value, Tensor):
+        return value.detach().reshape(()).to(like.dtype)
+    return like.new_full((), float(value))
+
+
+@torch.no_grad()
+def move_towards(average: nn.Module, module: nn.Module, momentum: float) -> None:
+    """Exponential moving average: weights <- momentum * weights + (1 - momentum) * the other module's."""
+    from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+    get_ema_multi_avg_fn(momentum)(list(average.parameters()), list(module.parameters()), 0)

@@ -1,0 +1,240 @@
+"""DINO with multi-crop (Caron et al. 2021): the image-level self-distillation that CrIBo builds on, and its baseline.
+
+The teacher sees two global crops, the student these and several local ones; from each crop the student predicts what
+the teacher says of each other global crop.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from cribo.arguments import ConfigError
+from cribo.data.samples import Batch, LazyImage, Sample
+from cribo.method import (
+    Centre,
+    Crops,
+    Photometric,
+    ViewRecipe,
+    apply_photometric,
+    cut_views,
+    sample_crops,
+    sample_photometric,
+    sinkhorn_centre,
+)
+from cribo.method.views import largest_reduction, reduced_crops
+from cribo.models import Backbone, normalise
+from cribo.models.modes import CompileMode
+from cribo.objectives.base import Columns, Objective, Output, Setting, Step, move_towards
+from cribo.objectives.networks import Network
+
+_BLUR_OF_LOCAL_CROPS = 0.5
+
+
+class MultiCrop:
+    """Two global crops by a recipe, and several local ones, smaller in pixels and in the area that they cover.
+
+    A batch holds `global` (B, 2, 3, S, S) and `local` (B, V, 3, s, s) in 8 bits, `photometric` with parameters
+    (B, 2 + V), global crops first, and `drop_path_noise` (B, 2 + V, sites).
+
+    Args:
+        recipe: of the global crops.
+        local_crops: V.
+        local_size: s, pixels.
+        local_area: (low, high) share of the image that a local crop covers.
+        drop_path_sites: uniform numbers to draw per crop.
+    """
+
+    def __init__(
+        self,
+        recipe: ViewRecipe,
+        *,
+        local_crops: int,
+        local_size: int,
+        local_area: tuple[float, float],
+        drop_path_sites: int,
+    ) -> None:
+        self.recipe = recipe
+        blur = (_BLUR_OF_LOCAL_CROPS * max(recipe.blur),) * 2
+        self.local = replace(recipe, size=local_size, area=local_area, blur=blur, solarise=(0.0, 0.0))
+        self.local_crops = local_crops
+        self.drop_path_sites = drop_path_sites
+
+    def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
+        """Decode, cut, draw."""
+        drawn: list[Crops] = []
+
+        def reduction(height: int, width: int) -> int:
+            drawn.append(sample_crops(height, width, self.recipe, generator=generator))
+            pairs = [sample_crops(height, width, self.local, generator=generator) for _ in self._pairs()]
+            boxes, flips = (torch.cat([getattr(pair, part) for pair in pairs]) for part in ("boxes", "flips"))
+            drawn.append(Crops(boxes[: self.local_crops], flips[: self.local_crops]))
+            return min(largest_reduction(drawn[0], self.recipe.size), largest_reduction(drawn[1], self.local.size))
+
+        pixels, reduced = image.load_reduced(reduction)
+        views, local = (reduced_crops(crops, reduced) for crops in drawn)
+        photometric = [sample_photometric(self.recipe, generator=generator)]
+        photometric += [sample_photometric(self.local, generator=generator) for _ in self._pairs()]
+        crops = 2 + self.local_crops
+        return {
+            "global": cut_views(pixels, views, self.recipe.size),
+            "local": cut_views(pixels, local, self.local.size),
+            "photometric": Photometric.cat(photometric).select(slice(0, crops)),
+            "drop_path_noise": torch.rand((crops, self.drop_path_sites), generator=generator),
+        }
+
+    def _pairs(self) -> range:
+        return range((self.local_crops + 1) // 2)
+
+
+class DINO(Objective):
+    """Self-distillation with multi-crop.
+
+    Reads `views` (the global crops), `backbone`, `head`, `losses` (temperatures, centring) and `optim`.
+
+    Args:
+        setting: what it is made for.
+        local_crops: how many local crops an image has.
+        local_size: their side in pixels.
+        local_area: (low, high) share of the image that they cover.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    columns = Columns(labels={"dino": "DINO"}, progress={"teacher_entropy": "entropy {:.2f}"})
+    uses_all_parameters = True
+
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        local_crops: int = 8,
+        local_size: int = 96,
+        local_area: tuple[float, float] = (0.05, 0.25),
+    ) -> None:
+        super().__init__(setting)
+        options = setting.options
+        if local_crops < 1:
+            raise ConfigError(f"objective.args.local_crops must be >= 1, got {local_crops}")
+        if not 0 < local_area[0] <= local_area[1] <= 1:
+            raise ConfigError(f"objective.args.local_area must go from low to high within 0 to 1, got {local_area}")
+        self.uses_all_parameters = not options.optim.freeze_backbone_epochs
+        backbone = setting.build_backbone()
+        if local_size < 1 or local_size % backbone.patch_size:
+            raise ConfigError(
+                f"objective.args.local_size must be a multiple of the patch size {backbone.patch_size}, got "
+                f"{local_size}"
+            )
+        self.student = Network(backbone, options.head, levels=("image",), seed=options.seed)
+        self.teacher = self.student.make_teacher()
+        self.image_centre = Centre(options.head.prototypes, momentum=options.losses.centre_momentum)
+        self.crops = MultiCrop(
+            options.views,
+            local_crops=local_crops,
+            local_size=local_size,
+            local_area=(local_area[0], local_area[1]),
+            drop_path_sites=backbone.num_drop_path_sites,
+        )
+        self._embeddings: list[Float[Tensor, "r e"]] = []
+
+    def samples(self) -> MultiCrop:
+        """Global and local crops."""
+        return self.crops
+
+    def trainable(self) -> Network:
+        """The student."""
+        return self.student
+
+    def exported(self) -> Backbone:
+        """The teacher's backbone."""
+        return self.teacher.backbone
+
+    def frozen(self, step: Step) -> Iterable[nn.Parameter]:
+        """The last layer, and the backbone, in the first epochs."""
+        optim = self.options.optim
+        if step.epoch < optim.freeze_last_layers_epochs:
+            yield from self.student.last_layers
+        if step.epoch < optim.freeze_backbone_epochs:
+            yield from self.student.backbone.parameters()
+
+    def schedules(self, step: Step) -> dict[str, float]:
+        """The teacher's momentum and temperature."""
+        losses = self.options.losses
+        return {
+            "momentum": step.cosine(*self.options.optim.momentum),
+            "teacher_temperature": step.linear(*losses.teacher_temperature, losses.teacher_temperature_epochs),
+        }
+
+    def compile_parts(self, mode: CompileMode) -> None:
+        """Compile both backbones."""
+        self.student.backbone.compile(mode)
+        self.teacher.backbone.compile(mode)
+
+    def forward(self, batch: Batch, step: Step) -> Output:
+        """Cross-entropy between teacher and student over all pairs of different crops."""
+        losses, temperature = self.options.losses, self.schedules(step)["teacher_temperature"]
+        parts = list(self._augmented(batch))
+        step.lap("photometric")
+        with torch.no_grad():
+            embeddings = self.teacher.head(self.teacher.backbone(parts[0].flatten(0, 1)).global_token)
+            self._embeddings.append(embeddings)
+            prototypes = self.teacher.prototypes("image").weight
+            centre = self.image_centre.value
+            if losses.centring == "sinkhorn":
+                centre = sinkhorn_centre(embeddings, prototypes, temperature=temperature)
+            targets = ((F.linear(embeddings, prototypes) - centre) / temperature).softmax(dim=-1)
+            targets = targets.unflatten(0, (2, -1))  # (2, B, L)
+        step.lap("teacher backbone")
+        noise = batch["drop_path_noise"].transpose(0, 1) if self.crops.drop_path_sites else None
+        students, first = [], 0
+        for views in parts:
+            own = None if noise is None else noise[first : first + len(views)].flatten(0, 1)
+            token = self.student.backbone(views.flatten(0, 1), drop_path_noise=own).global_token
+            students.append(self.student.head(token).unflatten(0, (len(views), -1)))
+            first += len(views)
+        logits = F.linear(torch.cat(students), self.student.prototypes("image").weight)
+        step.lap("student backbone")
+        loss = dino_loss(targets, logits / losses.student_temperature)
+        entropy = torch.special.entr(targets).sum(dim=-1).mean() / torch.log(targets.new_tensor(targets.shape[-1]))
+        return Output({"dino": loss}, {"teacher_entropy": entropy})
+
+    @torch.no_grad()
+    def after_step(self, step: Step) -> None:
+        """Move the centre and the teacher."""
+        embeddings = torch.cat(self._embeddings)
+        self._embeddings = []
+        if self.options.losses.centring == "mean":
+            total = torch.cat((embeddings.sum(dim=0), embeddings.new_full((1,), len(embeddings))))
+            total = step.gather(total).sum(dim=0)
+            self.image_centre.update(total[:-1], total[-1], self.teacher.prototypes("image").weight)
+        move_towards(self.teacher, self.student, self.schedules(step)["momentum"])
+
+    def _augmented(self, batch: Batch) -> Iterator[Float[Tensor, "v b 3 h w"]]:
+        """Global and then local crops as the networks take them, crop after crop."""
+        backbone, first = self.student.backbone, 0
+        for name in ("global", "local"):
+            views, threshold = batch[name], self.crops.recipe.solarise_threshold
+            number = views.shape[1]
+            parameters = Photometric(*(values[:, first : first + number] for values in batch["photometric"]))
+            first += number
+            changed = apply_photometric(views.flatten(0, 1), parameters.flatten(), solarise_threshold=threshold)
+            images = normalise(changed, mean=backbone.mean, std=backbone.std)
+            yield images.unflatten(0, (-1, number)).transpose(0, 1)
+
+
+def dino_loss(targets: Float[Tensor, "2 b l"], logits: Float[Tensor, "v b l"]) -> Float[Tensor, ""]:
+    """Mean of H(p_t, p_s) over images and over pairs of a global crop and another crop.
+
+    Args:
+        targets: (2, B, L) the teacher's probabilities for the global crops.
+        logits: (V, B, L) the student's logits over its temperature; the first two crops are the global ones.
+
+    Source: DINO, equation 3.
+    """
+    entropies = -torch.einsum("gbl,vbl->gv", targets, logits.log_softmax(dim=-1)) / logits.shape[1]
+    others = ~torch.eye(*entropies.shape, dtype=torch.bool, device=entropies.device)
+    return entropies[others].mean()

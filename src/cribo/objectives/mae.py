@@ -1,0 +1,209 @@
+"""MAE (He et al. 2022): a vision transformer sees a quarter of the patches, a small decoder fills in the rest."""
+
+import torch
+from jaxtyping import Float, Int
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+
+from cribo.arguments import ConfigError
+from cribo.data.randomness import keyed_generator
+from cribo.data.samples import Batch, LazyImage, Sample
+from cribo.method import Crops, ViewRecipe, cut_views, sample_crops
+from cribo.method.views import largest_reduction, reduced_crops
+from cribo.models import Backbone, normalise
+from cribo.models.modes import CompileMode
+from cribo.objectives.base import Columns, Objective, Output, Setting, Step
+
+
+class MaskedView:
+    """One view of an image, by crop and flip alone, and an order of its patches: the first of them are seen.
+
+    A batch holds `view` (B, 3, S, S) in 8 bits and `order` (B, N).
+
+    Args:
+        recipe: how the view is cropped.
+        patches: N.
+    """
+
+    def __init__(self, recipe: ViewRecipe, *, patches: int) -> None:
+        self.recipe = recipe
+        self.patches = patches
+
+    def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
+        """Decode, cut, draw."""
+        drawn: list[Crops] = []
+
+        def reduction(height: int, width: int) -> int:
+            pair = sample_crops(height, width, self.recipe, generator=generator)
+            drawn.append(Crops(pair.boxes[:1], pair.flips[:1]))
+            return largest_reduction(drawn[0], self.recipe.size)
+
+        pixels, reduced = image.load_reduced(reduction)
+        return {
+            "view": cut_views(pixels, reduced_crops(drawn[0], reduced), self.recipe.size)[0],
+            "order": torch.randperm(self.patches, generator=generator),
+        }
+
+
+class KeepTokens(nn.Module):
+    """Stands where timm drops patches: leaves [CLS] and the like, and the patches of `kept` (B, n); all without it."""
+
+    def __init__(self, prefix_tokens: int) -> None:
+        super().__init__()
+        self.prefix_tokens = prefix_tokens
+        self.kept: Int[Tensor, "b n"] | None = None
+
+    def forward(self, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b s d"]:
+        """Select."""
+        if self.kept is None:
+            return tokens
+        prefix, patches = tokens[:, : self.prefix_tokens], tokens[:, self.prefix_tokens :]
+        return torch.cat((prefix, _gather(patches, self.kept)), dim=1)
+
+
+class Decoder(nn.Module):
+    """Puts a mask token wherever a patch was not seen, and predicts the pixels of every patch.
+
+    Args:
+        embed_dim: D, of the encoder's tokens.
+        grid: (h, w) patches.
+        pixels: P, values of a patch.
+        dim, depth, heads: of its own transformer.
+    """
+
+    def __init__(self, embed_dim: int, grid: tuple[int, int], pixels: int, *, dim: int, depth: int, heads: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(embed_dim, dim)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, dim))
+        nn.init.normal_(self.mask_token, std=0.02)
+        self.register_buffer("positions", sincos_positions(grid, dim), persistent=False)
+        self.blocks = nn.Sequential(*(Block(dim, heads, qkv_bias=True) for _ in range(depth)))
+        self.norm = nn.LayerNorm(dim)
+        self.predict = nn.Linear(dim, pixels)
+
+    def forward(self, seen: Float[Tensor, "b s d"], order: Int[Tensor, "b n"]) -> Float[Tensor, "b n p"]:
+        """Pixels of all patches, in the order of the grid, from the tokens of the first s patches of `order`."""
+        tokens = self.embed(seen)
+        masks = self.mask_token.to(tokens.dtype).expand(len(tokens), order.shape[1] - tokens.shape[1], -1)
+        tokens = _gather(torch.cat((tokens, masks), dim=1), order.argsort(dim=1))
+        positions = self.get_buffer("positions").to(tokens.dtype)
+        return self.predict(self.norm(self.blocks(tokens + positions)))
+
+
+class MAE(Objective):
+    """Masked autoencoding of pixels. Reads `views` (area, aspect, flip, size), `backbone` and `optim`.
+
+    Args:
+        setting: what it is made for.
+        mask_ratio: share of the patches that the encoder does not see.
+        decoder_dim: width of the decoder.
+        decoder_depth: its blocks.
+        decoder_heads: its attention heads.
+        normalise_patches: predict each patch with its own mean and variance taken out.
+
+    Raises:
+        ConfigError: a backbone that cannot leave out patches, or a value out of range.
+    """
+
+    columns = Columns(labels={"mae": "MAE, masked patches"})
+
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        mask_ratio: float = 0.75,
+        decoder_dim: int = 512,
+        decoder_depth: int = 8,
+        decoder_heads: int = 16,
+        normalise_patches: bool = True,
+    ) -> None:
+        super().__init__(setting)
+        options = setting.options
+        self.backbone = setting.build_backbone()
+        if not hasattr(self.backbone.model, "patch_drop"):
+            raise ConfigError(
+                f"MAE needs a vision transformer of timm that can leave out patches, not {options.backbone.name}: use "
+                "vit_small_patch16_224, say"
+            )
+        side = options.views.size // self.backbone.patch_size
+        self.patches, self.normalise_patches = side * side, normalise_patches
+        self.seen = round(self.patches * (1 - mask_ratio))
+        if not 0 < self.seen < self.patches:
+            raise ConfigError(
+                f"objective.args.mask_ratio must leave 1 to {self.patches - 1} of the {self.patches} patches, got "
+                f"{mask_ratio}"
+            )
+        if decoder_dim % 4 or decoder_dim % decoder_heads:
+            raise ConfigError(
+                f"objective.args.decoder_dim must be a multiple of 4 and of decoder_heads {decoder_heads}, got "
+                f"{decoder_dim}"
+            )
+        self.keep = KeepTokens(self.backbone.model.num_prefix_tokens)
+        self.backbone.model.patch_drop = self.keep
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(keyed_generator(options.seed, 1).initial_seed())
+            self.decoder = Decoder(
+                self.backbone.embed_dim,
+                (side, side),
+                3 * self.backbone.patch_size**2,
+                dim=decoder_dim,
+                depth=decoder_depth,
+                heads=decoder_heads,
+            )
+
+    def samples(self) -> MaskedView:
+        """One view and an order of its patches."""
+        return MaskedView(self.options.views, patches=self.patches)
+
+    def exported(self) -> Backbone:
+        """The encoder."""
+        return self.backbone
+
+    def compile_parts(self, mode: CompileMode) -> None:
+        """Compile the decoder; the encoder's choice of tokens changes with every batch."""
+        self.decoder.compile(mode=mode)
+
+    def forward(self, batch: Batch, step: Step) -> Output:
+        """Mean squared error over the patches that the encoder has not seen."""
+        order: Int[Tensor, "b n"] = batch["order"]
+        pixels = batch["view"].float() / 255
+        images = normalise(pixels, mean=self.backbone.mean, std=self.backbone.std)
+        self.keep.kept = order[:, : self.seen]
+        try:
+            seen = self.backbone(images).tokens
+        finally:
+            self.keep.kept = None
+        predicted = self.decoder(seen, order)
+        targets = patchify(images.to(predicted.dtype), self.backbone.patch_size)
+        if self.normalise_patches:
+            variance, mean = torch.var_mean(targets, dim=-1, keepdim=True)
+            targets = (targets - mean) / (variance + 1e-6).sqrt()
+        return Output({"mae": masked_error(predicted, targets, order[:, self.seen :])})
+
+
+def masked_error(
+    predicted: Float[Tensor, "b n p"], targets: Float[Tensor, "b n p"], masked: Int[Tensor, "b m"]
+) -> Float[Tensor, ""]:
+    """Mean squared error over the pixels of the masked patches alone."""
+    return (_gather(predicted, masked) - _gather(targets, masked)).float().square().mean()
+
+
+def patchify(images: Float[Tensor, "b 3 h w"], size: int) -> Float[Tensor, "b n p"]:
+    """The pixels of each patch, row by row: (B, N, 3 * size * size), channels last."""
+    patches = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # (B, 3, h, size, w, size)
+    return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+
+
+def sincos_positions(grid: tuple[int, int], dim: int) -> Float[Tensor, "1 n d"]:
+    """Fixed sine and cosine position embeddings: half of the channels for the row, half for the column.
+
+    Source: MAE, appendix A.1, after Vaswani et al. 2017.
+    """
+    frequencies = 10_000.0 ** (-torch.arange(dim // 4) / (dim // 4))
+    rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
+    angles = [place.flatten()[:, None] * frequencies for place in (rows, columns)]
+    return torch.cat([part for angle in angles for part in (angle.sin(), angle.cos())], dim=1)[None]
+
+
+def _gather(tokens: Float[Tensor, "b n d"], index: Int[Tensor, "b m"]) -> Float[Tensor, "b m d"]:
+    return tokens.gather(1, index[..., None].expand(-1, -1, tokens.shape[2]))

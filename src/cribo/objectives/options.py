@@ -1,0 +1,182 @@
+"""What an objective is told: the sections of a configuration that say what is learned, and how.
+
+Any objective may read any of them; what is its own it takes as arguments (`objective.args`).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cribo.method.recipe import Marginals, ViewRecipe
+from cribo.models.modes import Checkpointing
+
+Centring = Literal["mean", "sinkhorn"]
+
+
+@dataclass
+class BackboneConfig:
+    """The network that is trained.
+
+    Attributes:
+        name: a timm model: a vision transformer, or a network whose last features are a map.
+        args: further arguments of timm's model, such as {depth: 6}.
+        pretrained: weights to start from: a file (.safetensors, .pth), a timm name with its tag, such as
+            vit_small_patch16_224.dino, or `timm` for the default ones of the model's name.
+        drop_path: rate of stochastic depth in the last block, in the student only.
+        checkpointing: less memory for the same result, in vision transformers: `selective` computes all but products
+            and attention a second time in the backward pass, `blocks` whole blocks. Try it before more micro-batches.
+    """
+
+    name: str = "vit_small_patch16_224"
+    args: dict[str, Any] = field(default_factory=dict)
+    pretrained: str | None = None
+    drop_path: float = 0.1
+    checkpointing: Checkpointing = "none"
+
+
+@dataclass
+class ObjectsConfig:
+    """Clustering and matching (paper sections 3.2.1 and 3.2.2).
+
+    Attributes:
+        num_objects: K, clusters an image. Many small ones find better matches than few large ones.
+        position_weight: lambda_pos: larger gives compacter clusters; 1 to 2 is best in the paper.
+        clustering: `sinkhorn` is the paper's; `kmeans` its baseline (needs position_weight 0); or the import path of
+            a function of your own (docs/extending.md).
+        marginals: of the transport plan: `adaptive` as in the published checkpoints, `uniform` as in the text.
+        iterations: rounds of assignment and centroid update.
+        sinkhorn_iterations: rounds of scaling inside each.
+        sharpness: inverse entropic regularisation.
+        bank_images: S, images that the memory bank remembers; min(25000, half the data set) when not given.
+        criterion: which matches are used: `cycle` for cycle-consistent ones, `none` for all, or the import path of a
+            function of your own (docs/extending.md).
+        group_size: images that share a group: the cycle is checked inside it and losses are averaged over it.
+            A device holds a whole number of groups; the result does not depend on how they are spread.
+    """
+
+    num_objects: int = 32
+    position_weight: float = 1.0
+    clustering: str = "sinkhorn"
+    marginals: Marginals = "adaptive"
+    iterations: int = 5
+    sinkhorn_iterations: int = 5
+    sharpness: float = 20.0
+    bank_images: int | None = None
+    criterion: str = "cycle"
+    group_size: int = 32
+
+
+@dataclass
+class HeadConfig:
+    """Projection head and last layers.
+
+    Attributes:
+        hidden_dim: width of the MLP.
+        bottleneck_dim: channels of the embeddings.
+        layers: of the MLP.
+        bias: whether its layers have one.
+        init_std: of its random weights; narrow heads learn sooner with about 1 / sqrt(hidden_dim).
+        prototypes: L, for images and for objects alike. Small data sets want fewer.
+        train_gain: train the weight-norm gain of the last layers; freeze it for ViT-B and larger.
+    """
+
+    hidden_dim: int = 2048
+    bottleneck_dim: int = 256
+    layers: int = 3
+    bias: bool = True
+    init_std: float = 0.02
+    prototypes: int = 65536
+    train_gain: bool = True
+
+
+@dataclass
+class LossConfig:
+    """The three losses (paper section 3.2.3); the total is their sum, with these weights.
+
+    Attributes:
+        image: weight of L_cv^g, image level across views; 0 or false leaves it out.
+        cross_view: weight of L_cv^o, object level across views.
+        cross_image: weight of L_ci^o, object level across images.
+        cross_image_from_epoch: first epoch (from 0) that uses L_ci^o: neighbours of a random network say nothing.
+        student_temperature: tau_s.
+        teacher_temperature: (start, end) of tau_t. Lower the end if the losses stay at their first value.
+        teacher_temperature_epochs: over which it rises, one step an epoch.
+        centring: `mean` is the paper's moving average; `sinkhorn` spreads every group evenly over the
+            prototypes, which starts sooner with small batches and short runs.
+        centre_momentum: of the moving average.
+    """
+
+    image: float | bool = 1.0
+    cross_view: float | bool = 1.0
+    cross_image: float | bool = 1.0
+    cross_image_from_epoch: int = 1
+    student_temperature: float = 0.1
+    teacher_temperature: tuple[float, float] = (0.04, 0.07)
+    teacher_temperature_epochs: int = 30
+    centring: Centring = "mean"
+    centre_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        # Configurations from before there were weights have true and false.
+        self.image, self.cross_view, self.cross_image = map(float, (self.image, self.cross_view, self.cross_image))
+
+
+@dataclass
+class OptimConfig:
+    """Optimiser and schedules (docs/method.md, "Recipe").
+
+    Attributes:
+        epochs: passes over the data.
+        batch_size: images of one optimiser step, over all devices.
+        micro_batches: parts that a device's batch is computed in: changes nothing but memory,
+            unless the network has batch norms, which see one part at a time.
+        lr: peak learning rate for 256 images; scaled linearly with batch_size.
+        final_lr: learning rate of the last step, not scaled.
+        warmup_epochs: of linear learning-rate warm-up.
+        weight_decay: (start, end) of a cosine; none on biases and other 1-D parameters.
+        momentum: (start, end) of the teacher's moving average, a cosine. Start lower for short runs.
+        clip: largest gradient norm of each parameter tensor; none when not given.
+        freeze_last_layers_epochs: epochs in which the last layers are not trained.
+        freeze_backbone_epochs: epochs in which only the head is trained, to spare pretrained weights.
+        layer_decay: learning-rate factor from each block to the one below; below 1 for pretrained weights.
+    """
+
+    epochs: int = 100
+    batch_size: int = 256
+    micro_batches: int = 1
+    lr: float = 5e-4
+    final_lr: float = 1e-5
+    warmup_epochs: int = 10
+    weight_decay: tuple[float, float] = (0.04, 0.4)
+    momentum: tuple[float, float] = (0.996, 1.0)
+    clip: float | None = None
+    freeze_last_layers_epochs: int = 1
+    freeze_backbone_epochs: int = 0
+    layer_decay: float = 1.0
+
+
+@dataclass
+class ObjectiveOptions:
+    """The part of a configuration that objectives see.
+
+    Attributes:
+        seed: every draw is keyed by it: the same seed gives the same run.
+        views: how views are drawn.
+        backbone: the network that is trained.
+        objects: clustering and matching.
+        head: projection head and last layers.
+        losses: weights and temperatures.
+        optim: optimiser and schedules.
+    """
+
+    seed: int = 0
+    views: ViewRecipe = field(default_factory=ViewRecipe)
+    backbone: BackboneConfig = field(default_factory=BackboneConfig)
+    objects: ObjectsConfig = field(default_factory=ObjectsConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
+    losses: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+    @property
+    def needs_objects(self) -> bool:
+        """Whether any loss of CrIBo's works on objects; without one, clustering and matching are left out."""
+        return self.losses.cross_view > 0 or self.losses.cross_image > 0

@@ -1,0 +1,96 @@
+"""What the report of a CrIBo run shows beside its curves: the bootstrapping ratio, clusters on view pairs, matches."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from cribo.data.samples import SampleDataset
+from cribo.drawing import curves_figure, frame, from_zero, hide_ticks, legend, paint_regions, region_colour
+from cribo.objectives.sampling import ObjectSample, match_sample, paint_match, paint_query, sample_objects
+
+if TYPE_CHECKING:
+    from cribo.objectives.cribo import CrIBo
+
+_CLUSTER_PAIRS = 6
+_QUERIES, _NEIGHBOURS, _GALLERY = 4, 6, 256
+
+
+def object_figures(objective: "CrIBo", rows: Sequence[dict[str, float]], dataset: SampleDataset) -> dict[str, Figure]:
+    """Pictures of the run's objects, by name; the teacher lies on the device to use."""
+    figures: dict[str, Figure] = {}
+    if objective.options.losses.cross_image:
+        figures["bootstrapping_ratio"] = draw_bootstrapping({"": rows})
+        figures["bootstrapping_ratio"].axes[0].set_title("Bootstrapping ratio")
+    if objective.options.needs_objects:
+        sample = sample_objects(objective.exported(), dataset.source, objective.options, count=_GALLERY)
+        figures |= {"clusters": draw_clusters(sample), "matches": draw_matches(sample)}
+    return figures
+
+
+def draw_bootstrapping(runs: Mapping[str, Sequence[dict[str, float]]]) -> Figure:
+    """Mean bootstrapping ratio of each epoch, a curve for each run: the share of objects with a valid match.
+
+    The paper's figure.
+
+    Args:
+        runs: rows of the runs' `metrics.csv`, by what they are called; a single run is not named in the figure.
+    """
+    figure, axes = curves_figure()
+    for name, rows in runs.items():
+        epochs: dict[int, list[float]] = {}
+        for row in rows:
+            if "bootstrapping_ratio" in row:
+                # A row that closes an epoch has that epoch's whole number plus one.
+                epochs.setdefault(max(0, int(np.ceil(row["epoch"])) - 1), []).append(row["bootstrapping_ratio"])
+        numbers = sorted(epochs)
+        marker = "o" if len(numbers) < 40 else None
+        ratios = [100 * np.mean(epochs[n]) for n in numbers]
+        axes.plot(numbers, ratios, marker=marker, markersize=3, label=name if len(runs) > 1 else None)
+    axes.set(xlabel="epoch", ylabel="bootstrapping ratio [%]")
+    from_zero(axes)
+    legend(axes)
+    return figure
+
+
+def draw_clusters(sample: ObjectSample) -> Figure:
+    """View pairs beside their clusters; a colour is one cluster of the pair, grey is in one view only."""
+    pairs = min(_CLUSTER_PAIRS, len(sample.pairs))
+    figure = Figure(figsize=(1.9 * pairs, 7.4), layout="constrained")
+    figure.suptitle("Joint-space clusters of view pairs; one colour is one object, grey is seen in one view only")
+    panels = figure.subplots(4, pairs, squeeze=False)
+    for image in range(pairs):
+        kept = sample.objects.clusters[sample.objects.rows == image].tolist()
+        colours = {cluster: region_colour(number, len(kept)) for number, cluster in enumerate(kept)}
+        for view in (0, 1):
+            picture = sample.view(image, view)
+            panels[2 * view, image].imshow(picture)
+            panels[2 * view + 1, image].imshow(paint_regions(picture, sample.label_map(image, view), colours, tint=0.5))
+    for row, label in enumerate(("view 1", "its clusters", "view 2", "its clusters")):
+        panels[row, 0].set_ylabel(label)
+    hide_ticks(panels)
+    return figure
+
+
+def draw_matches(sample: ObjectSample) -> Figure:
+    """Objects of some views and the nearest objects of other images (the paper's matching figures)."""
+    queries = min(_QUERIES, len(sample.pairs) // 2)
+    figure = Figure(figsize=(1.9 * (_NEIGHBOURS + 2), 2.1 * max(queries, 1)), layout="constrained")
+    figure.suptitle("Objects of a view and, in the same colour, their nearest objects in other images")
+    if queries == 0:
+        return figure
+    panels = figure.subplots(queries, _NEIGHBOURS + 2, squeeze=False)
+    for image, matches in enumerate(match_sample(sample, queries, objects=_NEIGHBOURS)):
+        panels[image, 0].imshow(sample.view(image, 0))
+        panels[image, 1].imshow(paint_query(sample, image, matches))
+        for axes, match in zip(panels[image, 2:], matches, strict=False):
+            axes.imshow(paint_match(sample, match))
+            if match.consistent:
+                axes.set_xlabel("cycle-consistent", color="black", fontsize=8)
+            frame(axes, match.colour)
+    panels[0, 0].set_title("query")
+    panels[0, 1].set_title("its largest objects")
+    panels[0, 2].set_title("their neighbours", loc="left")
+    hide_ticks(panels)
+    return figure

@@ -1,0 +1,305 @@
+"""The classifier against a plain statement of the protocol, and its features against what may befall them."""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cribo.arguments import ConfigError
+from cribo.data import ImageFiles, UnreadableImage
+from cribo.data.classification import ClassifiedFiles
+from cribo.evaluation.cache import FeatureCache
+from cribo.evaluation.image_neighbours import features as features_module
+from cribo.evaluation.image_neighbours import retrieval as module
+from cribo.evaluation.image_neighbours.features import SquareCrop, extract_global
+from cribo.evaluation.image_neighbours.retrieval import ImageRetrieval, image_nn, places
+from cribo.evaluation.image_neighbours.settings import ImageNNSettings
+from cribo.evaluation.machine import Machine
+from cribo.retrieval.encoders import ImageEncoder
+
+SIDE = 4
+CLASSES = ["a", "b", "c", "d", "e", "f", "g"]
+
+
+class Colours:
+    """The mean colour of an image; counts what it encodes, and raises after `limit` batches."""
+
+    def __init__(self, limit: int = 10**9) -> None:
+        self.limit = limit
+        self.batches: list[int] = []
+
+    def encoder(self, identity: str | None = "colours") -> ImageEncoder:
+        return ImageEncoder(self._encode, 1, 3, identity)
+
+    def _encode(self, images: torch.Tensor) -> torch.Tensor:
+        if len(self.batches) == self.limit:
+            raise RuntimeError("the power fails")
+        self.batches.append(len(images))
+        return images.mean(dim=(2, 3)) - 0.5
+
+
+def write(folder: Path, colours: np.ndarray, labels: list[int], prefix: str = "") -> ClassifiedFiles:
+    """Images of one colour each, with their labels."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"{prefix}{number:03d}.png" for number in range(len(colours))]
+    for name, colour in zip(names, colours.tolist(), strict=True):
+        Image.new("RGB", (SIDE + 2, SIDE), tuple(colour)).save(folder / name)
+    return ClassifiedFiles(ImageFiles(folder, names), CLASSES, np.array(labels))
+
+
+def drawn(folder: Path, count: int, seed: int, classes: list[int]) -> tuple[ClassifiedFiles, np.ndarray]:
+    """Images whose classes have colours about them, and their features as NumPy has them."""
+    generator = np.random.default_rng(seed)
+    centres = np.random.default_rng(9).integers(30, 225, (len(CLASSES), 3))
+    labels = generator.choice(classes, count)
+    colours = (centres[labels] + generator.integers(-60, 60, (count, 3))).clip(0, 255).astype(np.uint8)
+    features = colours / 255 - 0.5
+    return write(folder, colours, labels.tolist()), features / np.linalg.norm(features, axis=1, keepdims=True)
+
+
+def plain(
+    train: np.ndarray, labels: np.ndarray, val: np.ndarray, k: int, *, temperature: float = 0.07, own: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """The protocol in a few lines: votes of each class for each image, and the classes in their order."""
+    votes = np.zeros((len(val), len(CLASSES)))
+    for number, feature in enumerate(val):
+        similarity = train @ feature
+        if own:
+            similarity[number] = -np.inf
+        for row in np.argsort(-similarity, kind="stable")[:k]:
+            votes[number, labels[row]] += np.exp(similarity[row] / temperature)
+    return votes, np.argsort(-votes, axis=1, kind="stable")
+
+
+def settings(*neighbours: int, **more: float) -> ImageNNSettings:
+    return ImageNNSettings(neighbours or (1,), resize=SIDE, crop=SIDE, **more)  # pyright: ignore[reportArgumentType]
+
+
+def check(
+    found: ImageRetrieval, train: np.ndarray, labels: np.ndarray, val: np.ndarray, truth: np.ndarray, **how: bool
+) -> None:
+    for score in found.scores:
+        votes, order = plain(train, labels, val, score.neighbours, **how)
+        assert score.predicted.tolist() == order[:, 0].tolist()
+        has_votes = votes[np.arange(len(truth)), truth] > 0
+        for number in (1, 3, 5):
+            among = (order[:, :number] == truth[:, None]).any(axis=1) & has_votes
+            assert score.top(number) == pytest.approx(among.mean())
+        accuracy = score.per_class(torch.from_numpy(truth), len(CLASSES)).tolist()
+        for place, value in enumerate(accuracy):
+            own = order[truth == place, 0] == place
+            assert value == pytest.approx(own.mean() if len(own) else np.nan, nan_ok=True)
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_it_is_the_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int | None) -> None:
+    """Class 5 is among the training images only, class 6 nowhere."""
+    train, known = drawn(tmp_path / "train", 80, 0, [0, 1, 2, 3, 4, 5])
+    val, asked = drawn(tmp_path / "val", 40, 1, [0, 1, 2, 3, 4])
+    ks = (1, 4, 20, 80)
+    if chunk is not None:  # queries that are searched, and voted on, at once
+        free = 4 * chunk * (8 * 3 + 24 * ks[-1])
+        monkeypatch.setattr(module, "available_memory", lambda device: free)
+        monkeypatch.setattr(module, "_VOTES_AT_ONCE", 2 * len(CLASSES))
+    found = image_nn([Colours().encoder()], train, val, settings(*reversed(ks)))
+    assert [score.neighbours for score in found.scores] == list(ks)
+    check(found, known, train.labels, asked, val.labels)
+    similarity = asked @ known.T
+    assert torch.allclose(found.nearest.similarity.double(), torch.from_numpy(-np.sort(-similarity)[:, :8]), atol=1e-5)
+
+
+def test_without_a_split_each_image_is_classified_by_the_others(tmp_path: Path) -> None:
+    train, known = drawn(tmp_path, 60, 2, [0, 1, 2])
+    found = image_nn([Colours().encoder()], train, None, settings(1, 5, 59))
+    check(found, known, train.labels, known, train.labels, own=True)
+    assert not (found.nearest.rows == torch.arange(60)[:, None]).any()
+
+
+def test_doubles_do_not_hide_that_an_image_votes_for_itself(tmp_path: Path) -> None:
+    """Six images are the same, of two classes: the last ones do not find themselves among their nearest four."""
+    colours = np.array([[200, 40, 40]] * 6 + [[40, 200, 40]] * 2, dtype=np.uint8)
+    images = write(tmp_path, colours, [0, 0, 1, 1, 1, 0, 2, 2])
+    found = image_nn([Colours().encoder()], images, None, settings(3))
+    assert found.nearest.rows.tolist()[:6] == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2], [0, 1, 2], [0, 1, 2]]
+    assert found.scores[0].predicted.tolist()[:6] == [1, 1, 0, 0, 0, 0]
+
+
+def test_classes_with_as_many_votes_come_in_their_order(tmp_path: Path) -> None:
+    colours = np.array([[200, 40, 40]] * 4, dtype=np.uint8)
+    train = write(tmp_path / "train", colours, [4, 2, 2, 4])
+    val = write(tmp_path / "val", colours[:3], [2, 4, 6])
+    (score,) = image_nn([Colours().encoder()], train, val, settings(4)).scores
+    assert score.predicted.tolist() == [2, 2, 2]
+    assert score.place.tolist() == [0, 1, 7]  # a class without votes is not even among five of seven
+    assert (score.top(1), score.top(5)) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+    assert places(torch.tensor([[0.0, 3.0, 3.0]]), torch.tensor([2])).tolist() == [1]
+
+
+def test_no_temperature_is_too_low(tmp_path: Path) -> None:
+    train, known = drawn(tmp_path / "train", 30, 3, [0, 1, 2])
+    val, asked = drawn(tmp_path / "val", 10, 4, [0, 1, 2])
+    cold = image_nn([Colours().encoder()], train, val, settings(10, temperature=1e-6)).scores[0]
+    _, order = plain(known, train.labels, asked, 1)
+    assert cold.predicted.tolist() == order[:, 0].tolist()
+
+
+# --------------------------------------------------------------------- features
+
+
+def machine(cache: Path | None, encoder: ImageEncoder, **more: object) -> Machine:
+    kept = None if cache is None else FeatureCache(cache, encoder)
+    return Machine(batch_size=3, cache=kept, **more)  # pyright: ignore[reportArgumentType]
+
+
+def rows(images: ClassifiedFiles, colours: Colours, cache: Path | None = None, **more: object) -> torch.Tensor:
+    encoder = colours.encoder()
+    made = machine(cache, encoder, **more)
+    found = extract_global([encoder] * len(made.devices), images, SquareCrop(SIDE, SIDE), machine=made)
+    assert len(found) == len(images)
+    blocks = list(found.blocks(7))
+    assert all(len(block) == 7 for block in blocks[:-1])
+    return torch.cat(blocks)
+
+
+def test_what_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features_module, "_BLOCK", 4)
+    images, known = drawn(tmp_path / "images", 18, 0, [0, 1])
+    cache = tmp_path / "cache"
+    with pytest.raises(RuntimeError, match="the power fails"):
+        rows(images, Colours(limit=4), cache)
+    rest = Colours()
+    found = rows(images, rest, cache)
+    assert sum(rest.batches) == 18 - 12  # 12 images were done, in three files of four
+    assert torch.allclose(found.double(), torch.from_numpy(known), atol=1e-6)
+    none = Colours()
+    assert torch.equal(rows(images, none, cache), found)
+    assert none.batches == []
+    # A file that was cut off, and an image that has changed, are made again; the others are not.
+    sorted(cache.rglob("*.npy"))[0].write_bytes(b"half")
+    assert torch.equal(rows(images, again := Colours(), cache), found)
+    assert sum(again.batches) in (4, 2)
+    Image.new("RGB", (SIDE, SIDE), (9, 250, 9)).save(images.image_path(17))
+    assert not torch.equal(rows(images, changed := Colours(), cache), found)
+    assert sum(changed.batches) == 2
+
+
+def test_images_of_the_same_names_sizes_and_dates_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    for split, colour in (("train", (250, 9, 9)), ("val", (9, 9, 250))):
+        (tmp_path / split).mkdir()
+        Image.new("RGB", (SIDE, SIDE), colour).save(tmp_path / split / "0.bmp")
+        os.utime(tmp_path / split / "0.bmp", (0, 0))
+    splits = [
+        ClassifiedFiles(ImageFiles(tmp_path / split, ["0.bmp"]), CLASSES, np.array([0])) for split in ("train", "val")
+    ]
+    train, val = (rows(images, Colours(), tmp_path / "cache") for images in splits)
+    assert not torch.allclose(train, val)
+
+
+def test_several_devices_and_workers_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features_module, "_BLOCK", 5)
+    images, _ = drawn(tmp_path, 23, 0, [0, 1])
+    alone = rows(images, Colours())
+    assert torch.equal(rows(images, Colours(), devices=("cpu", "cpu", "cpu")), alone)
+    assert torch.equal(rows(images, Colours(), workers=2), alone)
+    train, _ = drawn(tmp_path / "train", 40, 1, [0, 1, 2])
+    one, two = (
+        image_nn([Colours().encoder()] * len(devices), train, images, settings(5), machine=Machine(devices=devices))
+        for devices in (("cpu",), ("cpu", "cpu"))
+    )
+    assert torch.equal(one.nearest.rows, two.nearest.rows)
+    assert torch.equal(one.scores[0].predicted, two.scores[0].predicted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_classifies_as_the_host_does(tmp_path: Path) -> None:
+    train, _ = drawn(tmp_path / "train", 80, 0, [0, 1, 2, 3])
+    val, _ = drawn(tmp_path / "val", 40, 1, [0, 1, 2, 3])
+    host, gpu = (
+        image_nn([Colours().encoder()], train, val, settings(1, 20), machine=Machine(devices=(device,)))
+        for device in ("cpu", "cuda:0")
+    )
+    assert torch.allclose(host.nearest.similarity, gpu.nearest.similarity, atol=1e-3)
+    for one, other in zip(host.scores, gpu.scores, strict=True):
+        assert one.top(1) == pytest.approx(other.top(1), abs=0.05)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_broken_image_is_named(tmp_path: Path, workers: int) -> None:
+    images, _ = drawn(tmp_path, 8, 0, [0, 1])
+    Path(images.image_path(5)).write_bytes(b"no image")
+    with pytest.raises(UnreadableImage, match=r"005\.png: not an image of a known format"):
+        rows(images, Colours(), workers=workers)
+
+
+def test_an_image_that_has_gone_is_named(tmp_path: Path) -> None:
+    images, _ = drawn(tmp_path / "images", 8, 0, [0, 1])
+    Path(images.image_path(5)).unlink()
+    with pytest.raises(UnreadableImage, match=r"005\.png: No such file"):
+        rows(images, Colours(), tmp_path / "cache")
+
+
+def test_features_that_are_not_finite_are_said_with_their_image(tmp_path: Path) -> None:
+    images, _ = drawn(tmp_path / "images", 8, 0, [0, 1])
+
+    def broken(pixels: torch.Tensor) -> torch.Tensor:
+        return torch.cat((pixels.mean(dim=(2, 3))[:-1], torch.full((1, 3), torch.nan)))
+
+    encoder = ImageEncoder(broken, 1, 3, "broken")
+    with pytest.raises(ValueError, match=r"features of 002\.png that are not finite"):
+        extract_global([encoder], images, SquareCrop(SIDE, SIDE), machine=machine(tmp_path / "cache", encoder))
+    assert not list((tmp_path / "cache").rglob("*.npy"))
+
+
+def test_features_that_do_not_fit_are_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images, _ = drawn(tmp_path, 8, 0, [0, 1])
+    monkeypatch.setattr("cribo.evaluation.cache.available_memory", lambda device: 95)  # 8 * 3 * 4 bytes are needed
+    colours = Colours()
+    with pytest.raises(ValueError, match=r"memory has .* free: keep them on disk"):
+        rows(images, colours)
+    assert colours.batches == []
+
+
+def test_an_image_is_resized_by_its_shorter_side_and_cut_from_its_centre() -> None:
+    image = torch.zeros(3, 40, 80, dtype=torch.uint8)
+    image[:, :, 20:60] = 200
+    middle = SquareCrop(20, 18)(image)
+    assert middle.shape == (3, 18, 18)
+    assert int(middle.min()) > 190
+
+
+# --------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("wrong", "pattern"),
+    [
+        ({"neighbours": ()}, "neighbours must be numbers >= 1, at least one"),
+        ({"neighbours": (5, 0)}, "neighbours must be numbers >= 1"),
+        ({"neighbours": (5, 5)}, "neighbours must differ, got 5, 5"),
+        ({"temperature": 0.0}, "temperature must be > 0, got 0.0"),
+        ({"temperature": float("nan")}, "temperature must be > 0"),
+        ({"crop": 0}, "crop must be >= 1"),
+        ({"resize": 100}, "resize must be >= crop, which is cut from it, got 100 and crop 224"),
+    ],
+)
+def test_settings_out_of_range(wrong: dict[str, object], pattern: str) -> None:
+    with pytest.raises(ConfigError, match=pattern):
+        ImageNNSettings(**wrong)  # pyright: ignore[reportArgumentType]
+
+
+def test_more_neighbours_than_images(tmp_path: Path) -> None:
+    images, _ = drawn(tmp_path, 8, 0, [0, 1])
+    encoder = Colours().encoder()
+    with pytest.raises(ConfigError, match="at most the number of training images, 8 here, got 9"):
+        image_nn([encoder], images, images, settings(9))
+    with pytest.raises(ConfigError, match="7 others here, got 8"):
+        image_nn([encoder], images, None, settings(8))
+    other = ClassifiedFiles(ImageFiles(tmp_path, ["000.png"]), ["x", "y"], np.zeros(1))
+    with pytest.raises(ValueError, match="must have the same classes"):
+        image_nn([encoder], images, other, settings(1))
+    assert Counter(images.labels.tolist()).keys() == {0, 1}

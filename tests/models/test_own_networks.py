@@ -1,0 +1,72 @@
+"""Networks of the user's own, by import path."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cribo.models import build_backbone, load_backbone, save_backbone
+
+NETWORK = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.body = nn.Conv2d(3, width, 8, 8)
+
+    def forward_features(self, images):
+        return self.body(images)
+
+def no_network():
+    return 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module that holds a network, and that nothing has imported."""
+    (tmp_path / "nets_of_a_user.py").write_text(NETWORK)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "nets_of_a_user", raising=False)
+    return "nets_of_a_user"
+
+
+def test_it_is_built_and_saved_and_loaded(module: str, tmp_path: Path) -> None:
+    backbone = build_backbone(f"{module}.Net", args={"width": 16}, image_size=64)
+    assert (backbone.embed_dim, backbone.patch_size) == (16, 8)
+    images = torch.randn(2, 3, 64, 32)
+    features = backbone.encode(images)
+    assert features.tokens.shape == (2, 32, 16)
+    assert features.grid == (8, 4)
+    save_backbone(backbone, tmp_path / "saved")
+    assert torch.equal(load_backbone(tmp_path / "saved").encode(images).tokens, features.tokens)
+
+
+def test_weights_import_no_code_by_themselves(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_backbone(build_backbone(f"{module}.Net", image_size=64), tmp_path / "saved")
+    monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(ValueError, match=f"{module}.Net, which is code that nothing has imported yet"):
+        load_backbone(tmp_path / "saved")
+    assert module not in sys.modules
+    assert load_backbone(tmp_path / "saved", trust=True).embed_dim == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("{}.Nets", {}, "there is no 'Nets' in {}: did you mean {}.Net"),
+        ("{}.no_network", {}, "must give a module whose forward_features"),
+        ("{}.Net", {"depth": 3}, "cannot be called with {'depth': 3}"),
+        ("nowhere.Net", {}, "there is no module 'nowhere'"),
+    ],
+)
+def test_what_is_no_network_is_refused(module: str, name: str, args: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("{}", module)):
+        build_backbone(name.format(module), args=args, image_size=64)
+
+
+def test_drop_path_needs_a_network_that_has_it(module: str) -> None:
+    with pytest.raises(ValueError, match="has no drop path: use drop_path=0"):
+        build_backbone(f"{module}.Net", image_size=64, drop_path=0.1)

@@ -1,0 +1,139 @@
+"""An objective from outside of the package trains, and what is wrong with one is said before any work is lost."""
+
+import csv
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cribo.arguments import ConfigError
+from cribo.data import DataError
+from cribo.objectives import Setting, Step, make_objective
+from cribo.pretraining import PretrainConfig, pretrain, resume
+from cribo.training.checkpoints import last_checkpoint
+
+Tiny = Callable[..., PretrainConfig]
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+
+
+def named(tiny: Tiny, name: str, changes: dict[str, Any] | None = None, **args: Any) -> PretrainConfig:
+    return tiny({"objective.name": f"made.{name}", "objective.args": args, **(changes or {})})
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_it_trains_from_the_command_line_with_its_own_names_everywhere(tmp_path: Path) -> None:
+    words = [
+        *("--objective.class_path", "made.Flatten", "--objective.init_args.value", "0.25"),
+        *("--data.scenes.count", "64", "--data.workers", "0", "--optim.epochs", "2", "--score.images", "[20,10]"),
+        *("--runtime.log_every", "1", "--out", str(tmp_path), "--name", "mine"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "cribo", "pretrain", *words],
+        capture_output=True,
+        text=True,
+        cwd=HERE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "mean 0." in done.stdout  # the losses, by their names
+    assert "norm " in done.stdout
+    folder = tmp_path / "mine"
+    trained = [row for row in rows_of(folder) if row["loss"]]
+    assert len(trained) == 4
+    for row in trained:
+        assert float(row["loss"]) == pytest.approx(float(row["loss_mean"]) + 2 * float(row["loss_spread"]), rel=1e-5)
+        assert 0 < float(row["share"]) < 1
+    assert [float(row["tempo"]) for row in trained] == pytest.approx([1.0, 0.853553, 0.5, 0.146447], abs=1e-6)
+    assert any(row["dense_nn"] for row in rows_of(folder))
+    assert {path.name for path in (folder / "report").iterdir()} == {"losses.png", "schedules.png", "dense_nn.png"}
+    events = b"".join(path.read_bytes() for path in (folder / "tensorboard").iterdir())
+    assert all(name in events for name in (b"loss_spread", b"share", b"tempo"))
+
+
+def test_a_resumed_run_is_the_same(tiny: Tiny, tmp_path: Path) -> None:
+    config = named(tiny, "Flatten", {"runtime.checkpoint_every": 5, "runtime.keep_checkpoints": 9})
+    whole = pretrain(config, out=tmp_path, name="whole")
+    half = pretrain(config, out=tmp_path, name="half")
+    for path in [half.folder / "summary.json", *sorted((half.folder / "checkpoints").iterdir())[1:]]:
+        path.unlink()
+    resume(half.folder)
+    states = []
+    for run in (whole, half):
+        path = last_checkpoint(run.folder)
+        assert path is not None
+        states.append(torch.load(path, weights_only=True)["state_dict"])
+    assert states[0]["steps"] == states[1]["steps"] == 12
+    for name, value in states[0].items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, states[1][name]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dinos", "objective.name must be cribo, dino, mae, or an import path .* did you mean dino"),
+        ("nowhere.Objective", "there is no module 'nowhere'"),
+        ("made.Flaten", "there is no 'Flaten' in made: did you mean made.Flatten"),
+        ("made.function", "is no subclass of cribo.objectives.Objective"),
+        ("torch.nn.Linear", "is no subclass of cribo.objectives.Objective"),
+    ],
+)
+def test_a_class_path_that_is_none_is_refused(tiny: Tiny, tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        pretrain(tiny({"objective.name": name}), out=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"valu": 1.0}, "made.Flatten takes no valu; it takes value, spread_weight"),
+        ({"value": "much"}, "objective.args of made.Flatten: .*value"),
+    ],
+)
+def test_arguments_are_checked(tiny: Tiny, args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_objective("made.Flatten", args, Setting(tiny(), 36, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("NoNumber", ConfigError, "the metric norm must be one number or a pair of them, got a tensor of shape"),
+        ("NameTwice", ConfigError, "loss_mean names a loss and a metric"),
+        ("TrainersName", ConfigError, "the metric lr has the name of a column of the trainer's own"),
+        ("NoLoss", ConfigError, "gave no loss"),
+        ("WeightOfNothing", ConfigError, "weights for losses that forward does not give: elsewhere"),
+        ("Uneven", DataError, "samples of one batch must have the same names and shapes: 'image'"),
+    ],
+)
+def test_what_cannot_be_trained_or_recorded_is_refused(
+    tiny: Tiny, tmp_path: Path, name: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        pretrain(named(tiny, name), out=tmp_path)
+
+
+def test_schedules_of_a_step() -> None:
+    steps = [Step(number, steps_per_epoch=4, total_steps=40) for number in range(40)]
+    assert steps[0].cosine(0.9, 1.0) == 0.9
+    assert steps[20].cosine(0.9, 1.0) == pytest.approx(0.95)
+    assert [steps[4 * epoch].linear(0.04, 0.07, 4) for epoch in range(6)] == pytest.approx(
+        [0.04, 0.05, 0.06, 0.07, 0.07, 0.07]
+    )
+    assert steps[3].epoch == 0
+    assert steps[4].epoch == 1

@@ -1,0 +1,299 @@
+"""CrIBo's losses of a batch, by their definition; what it refuses; clusterings and criteria of one's own."""
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cribo.arguments import ConfigError
+from cribo.data.samples import Batch, SampleDataset
+from cribo.data.scenes import Scenes
+from cribo.method import SelfDistillation
+from cribo.objectives import Setting, Step
+from cribo.objectives import cribo as module
+from cribo.objectives.cribo import CrIBo, Result, find_clustering, find_criterion, label_tokens, prototype_entropy
+from cribo.objectives.options import ObjectsConfig
+from cribo.pretraining import PretrainConfig
+
+Tiny = Callable[..., PretrainConfig]
+Train = Callable[..., Any]
+
+
+def make(config: PretrainConfig) -> CrIBo:
+    return CrIBo(Setting(config, num_images=64, steps_per_epoch=4))
+
+
+class Bench:
+    """An objective outside of a run, with a student that is not its teacher, and a bank with some images in it."""
+
+    def __init__(self, config: PretrainConfig) -> None:
+        self.config = config
+        self.objective = make(config)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.objective.student.parameters():
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+            for centre in (self.objective.image_centre, self.objective.object_centre):
+                centre.value += 0.1 * torch.randn(centre.value.shape, generator=generator)
+        remembered = self(list(range(40, 52)), cross_image=False).objects
+        assert remembered is not None
+        assert self.objective.bank is not None
+        self.objective.bank.push(remembered.teacher, remembered.images, remembered.counts)
+
+    def batch(self, images: list[int], epoch: int = 0) -> Batch:
+        dataset = SampleDataset(Scenes(64, size=40), self.objective.samples(), seed=self.config.seed)
+        return dataset.__getitems__([(epoch, image) for image in images])
+
+    def with_objects(self, **changes: Any) -> CrIBo:
+        """The objective with other options of its objects, and the same networks, centres and bank."""
+        objects = dataclasses.replace(self.config.objects, **changes)
+        other = make(dataclasses.replace(self.config, objects=objects))
+        other.load_state_dict(copy.deepcopy(self.objective.state_dict()))
+        return other
+
+    def __call__(self, images: list[int], *, objective: CrIBo | None = None, **how: Any) -> Result:
+        used = self.objective if objective is None else objective
+        return used.compute(self.batch(images), Step(4, 4, 12), teacher_temperature=0.05, **how)
+
+
+@pytest.fixture
+def bench(tiny: Tiny) -> Bench:
+    return Bench(tiny({"objects.group_size": 4, "objects.bank_images": 16, "backbone.drop_path": 0.3}))
+
+
+# ------------------------------------------------------------------ losses
+
+
+def test_the_losses_are_means_over_groups_of_their_own_means(bench: Bench) -> None:
+    whole = bench(list(range(8)))
+    parts = [bench(list(range(4))), bench(list(range(4, 8)))]
+    for name, loss in whole.losses.items():
+        expected = sum(part.losses[name] for part in parts) / 2
+        assert loss > 0
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_group_decides_what_a_cycle_may_end_on(bench: Bench) -> None:
+    """A larger group has more objects that an object's neighbour may return to: never more cycles close."""
+    valid = []
+    for size in (1, 2, 4, 8):
+        matches = bench(list(range(8)), objective=bench.with_objects(group_size=size)).matches
+        assert matches is not None
+        valid.append(int(matches.valid.sum()))
+    assert valid == sorted(valid, reverse=True)
+    assert valid[0] > valid[-1] > 0
+
+
+def test_a_group_without_objects_adds_0_and_stays_in_the_graph(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = module.find_objects
+    with_objects = bench(list(range(4, 8)))
+
+    def find_none_in_the_first_group(*args: Any) -> Any:
+        found = find(*args)
+        keep = found.rows >= 4
+        return dataclasses.replace(
+            found,
+            teacher=found.teacher[:, keep],
+            rows=found.rows[keep],
+            clusters=found.clusters[keep],
+            images=found.images[keep],
+            counts=[0] * 4 + found.counts[4:],
+        )
+
+    monkeypatch.setattr(module, "find_objects", find_none_in_the_first_group)
+    result = bench(list(range(8)))
+    for name in ("cross_view", "cross_image"):
+        torch.testing.assert_close(result.losses[name], with_objects.losses[name] / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_without_any_object_the_object_losses_are_0_and_can_be_differentiated(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = module.find_objects
+
+    def find_none(*args: Any) -> Any:
+        found = find(*args)
+        none = found.rows[:0]
+        return dataclasses.replace(
+            found, teacher=found.teacher[:, :0], rows=none, clusters=none, images=none, counts=[0] * len(found.counts)
+        )
+
+    monkeypatch.setattr(module, "find_objects", find_none)
+    result = bench(list(range(8)))
+    assert result.losses["cross_view"].item() == result.losses["cross_image"].item() == 0
+    bench.objective.zero_grad()
+    (result.losses["image"] + result.losses["cross_view"] + result.losses["cross_image"]).backward()
+    gradients = [p.grad for p in bench.objective.student.parameters() if p.grad is not None]
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_no_gradient_reaches_a_frozen_backbone_or_the_teacher(bench: Bench) -> None:
+    result = bench(list(range(4)), train_backbone=False)
+    bench.objective.zero_grad()
+    torch.stack(list(result.losses.values())).sum().backward()
+    assert all(parameter.grad is None for parameter in bench.objective.student.backbone.parameters())
+    assert all(parameter.grad is None for parameter in bench.objective.teacher.parameters())
+    assert bench.objective.student.head.mlp[0].weight.grad is not None
+
+
+def test_a_forward_pass_changes_nothing_that_other_micro_batches_read(bench: Bench) -> None:
+    before = copy.deepcopy(bench.objective.state_dict())
+    step = Step(4, 4, 12)
+    output = bench.objective(bench.batch(list(range(8))), step)
+    after = bench.objective.state_dict()
+    bank, unchanged = before.pop("_extra_state")["bank"], after.pop("_extra_state")["bank"]
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert all(torch.equal(torch.as_tensor(value), torch.as_tensor(unchanged[name])) for name, value in bank.items())
+    bench.objective.after_step(step)
+    moved = bench.objective.state_dict()
+    for name in ("teacher.head.mlp.0.weight", "image_centre.value", "object_centre.value"):
+        assert not torch.equal(moved[name], before[name])
+    objects, images = output.metrics["objects_per_image"]
+    assert (images, int(moved["_extra_state"]["bank"]["counts"][-8:].sum())) == (8, objects)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("count", [0, 3, 6])
+def test_a_batch_is_a_whole_number_of_groups(bench: Bench, count: int) -> None:
+    batch = bench.batch(list(range(8))).narrow(0, count)
+    with pytest.raises(ValueError, match=f"a whole number of groups of 4 images, got {count}"):
+        bench.objective(batch, Step(0, 4, 12))
+
+
+def test_entropies_tell_collapse_from_uniformity() -> None:
+    prototypes = torch.eye(16)
+
+    def entropies(embeddings: torch.Tensor, temperature: float) -> tuple[float, float]:
+        distillation = SelfDistillation(prototypes, prototypes, torch.zeros(16), 0.1, temperature)
+        of_mean, mean_of = prototype_entropy(embeddings, distillation)
+        return float(of_mean), float(mean_of)
+
+    assert entropies(torch.eye(16)[:1].repeat(32, 1), 0.02) == pytest.approx((0, 0), abs=1e-3)  # all on one
+    assert entropies(torch.eye(16), 0.02) == pytest.approx((1, 0), abs=1e-3)  # each on its own: healthy
+    assert entropies(torch.zeros(32, 16), 0.02) == pytest.approx((1, 1), abs=1e-6)  # uniform
+
+
+# ------------------------------------------------------------------ options that do not go together
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"losses.image": 0, "losses.cross_view": 0, "losses.cross_image": 0}, "are 0: leave one on"),
+        ({"objects.clustering": "kmeans"}, r"set objects.position_weight to 0, not 1\.0"),
+        ({"objects.bank_images": 7}, "must hold at least one batch of 8 images, got 7"),
+        ({"objects.num_objects": 33}, "num_objects must be at most 32, the patches of both views, got 33"),
+        ({"objects.clustering": "kmean"}, "clustering must be sinkhorn, kmeans, or an import .* did you mean kmeans"),
+        ({"objects.criterion": "oracle"}, "criterion must be cycle, none, or an import path .* got 'oracle'"),
+        ({"objects.clustering": "math.pi"}, r"objects.clustering math.pi is no function but 3\.14"),
+        ({"objects.criterion": "no_such_module.f"}, "objects.criterion no_such_module.f: there is no module"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(tiny: Tiny, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(tiny(changes))
+
+
+def test_what_no_loss_uses_may_be_anything(tiny: Tiny) -> None:
+    assert make(tiny({"losses.cross_image": 0, "objects.bank_images": 1})).weights["cross_image"] == 0
+    without_objects = {"losses.cross_view": 0, "losses.cross_image": 0}
+    assert make(tiny({**without_objects, "objects.num_objects": 99})).samples().num_objects == 0
+
+
+@pytest.mark.parametrize(("first", "said"), [(2, False), (3, True)])
+def test_a_cross_image_loss_that_is_never_reached_is_warned_of(
+    tiny: Tiny, caplog: pytest.LogCaptureFixture, first: int, said: bool
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        make(tiny({"losses.cross_image_from_epoch": first}))
+    assert ("losses.cross_image_from_epoch 3 is not reached in optim.epochs 3" in caplog.text) == said
+
+
+# ------------------------------------------------------------------ clusterings and criteria
+
+
+def test_kmeans_finds_objects_too(tiny: Tiny) -> None:
+    bench = Bench(tiny({"objects.clustering": "kmeans", "objects.position_weight": 0.0}))
+    result = bench(list(range(8)))
+    assert result.objects is not None
+    assert sum(result.objects.counts) > 0
+    assert all(loss.isfinite() for loss in result.losses.values())
+
+
+OWN = """
+import torch
+
+def halves(tokens, coordinates, *, num_objects, initial_tokens):
+    "Above and below the middle of what both views show."
+    height = coordinates[..., 1]
+    return (height > height.mean(dim=1, keepdim=True)).long()
+
+def of_the_first_view(objects, jumped, group_rows):
+    valid = torch.zeros(objects.shape[:2], dtype=torch.bool)
+    valid[0] = True
+    return valid
+
+def too_few(tokens, coordinates, *, num_objects, initial_tokens):
+    return torch.zeros(len(tokens), 3, dtype=torch.long)
+
+def shares(tokens, coordinates, *, num_objects, initial_tokens):
+    return torch.zeros(tokens.shape[:2])
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module with functions of one's own."""
+    (tmp_path / "functions_of_mine.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "functions_of_mine"
+
+
+def test_a_clustering_and_a_criterion_of_ones_own(tiny: Tiny, mine: str) -> None:
+    bench = Bench(tiny({"objects.clustering": f"{mine}.halves", "objects.criterion": f"{mine}.of_the_first_view"}))
+    result = bench(list(range(8)))
+    assert result.objects is not None
+    assert result.matches is not None
+    height = bench.batch(list(range(8)))["coordinates"][..., 1]
+    expected = height > height.mean(dim=(1, 2), keepdim=True)
+    assert torch.equal(result.objects.labels, expected.long())
+    assert set(result.objects.counts) <= {1, 2}
+    assert result.matches.valid[0].all()
+    assert not result.matches.valid[1].any()
+
+
+def test_a_run_with_a_clustering_of_ones_own(tiny: Tiny, train: Train, resumed: Train, mine: str) -> None:
+    own = {"objects.clustering": f"{mine}.halves", "objects.criterion": f"{mine}.of_the_first_view"}
+    trained = train(tiny({**own, "losses.cross_image_from_epoch": 0, "optim.epochs": 1}))
+    assert all(1 <= float(row["objects_per_image"]) <= 2 for row in trained.rows)
+    # The bank is empty in the first step.
+    assert [row["bootstrapping_ratio"] for row in trained.rows] == ["0", "0.5", "0.5", "0.5"]
+    assert resumed().run.summary == trained.run.summary
+
+
+@pytest.mark.parametrize(("name", "got"), [("too_few", r"int64 of \(8, 3\)"), ("shares", r"float32 of \(8, 32\)")])
+def test_a_clustering_that_gives_something_else_than_labels_is_named(
+    tiny: Tiny, mine: str, name: str, got: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"{mine}.{name} must give integer labels .* \(B, 2N\) = \(\d+, 32\), got "):
+        Bench(tiny({"objects.clustering": f"{mine}.{name}"}))
+    bench = Bench(tiny({"objects.bank_images": 16}))
+    objects = dataclasses.replace(bench.config.objects, clustering=f"{mine}.{name}")
+    with pytest.raises(ValueError, match=f"got torch.{got}"):
+        label_tokens(torch.randn(8, 2, 16, 32), bench.batch(list(range(8))), objects)
+
+
+def test_clusterings_and_criteria_are_found_by_name() -> None:
+    assert find_criterion(ObjectsConfig(criterion="none")) == "none"
+    assert find_criterion(ObjectsConfig(criterion="cribo.method.cycle_consistency")).__name__ == "cycle_consistency"
+    coordinates = torch.rand(2, 12, 2)
+    tokens, start = torch.randn(2, 12, 8), torch.stack([torch.randperm(12)[:3] for _ in range(2)])
+    for config in (ObjectsConfig(), ObjectsConfig(clustering="kmeans", position_weight=0.0)):
+        labels = find_clustering(config)(tokens, coordinates, num_objects=3, initial_tokens=start)
+        assert labels.shape == (2, 12)
+        assert set(labels.flatten().tolist()) <= {0, 1, 2}

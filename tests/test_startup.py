@@ -1,0 +1,73 @@
+"""Help and refusals come at once: what takes seconds to import is imported after the words are understood."""
+
+import subprocess
+import sys
+
+import pytest
+
+from cribo.cli import COMMANDS
+from cribo.cli.evaluate import EVALUATIONS
+
+_DATA = ["--backbone", "x", "--data", "voc"]
+REFUSED = {
+    "pretrain": ["--optim.epochs", "x"],
+    "profile": ["--optim.lr", "-1"],
+    "evaluate dense-nn": [*_DATA, "--size", "1", "2", "3"],
+    "evaluate linear": [*_DATA, "--learning_rates", "0"],
+    "evaluate segmenter": [*_DATA, "--drop_path", "2"],
+    "evaluate detection": ["--backbone", "mean-colour", "--data", "coco"],
+    "evaluate image-nn": [*_DATA],
+    "evaluate compare": [],
+    "segment": ["--backbone", "x", "--examples", "x", "--images", "x", "--out", "x", "--batch_size", "0"],
+    "index": ["--db", "x", "--batch_size", "0"],
+    "search": ["--db", "x", "--image", "x", "--k", "0"],
+    "explore": [],
+    "figures": ["--run", "x", "--only", "x"],
+    "export": ["--backbone", "x", "--to", "x"],
+    "shard": ["x", "y", "--size", "x"],
+}
+"""A wrong value, or none where one is needed, of each command."""
+
+HEAVY = ("torch", "timm", "lightning", "transformers", "sklearn", "gradio", "lancedb", "matplotlib", "numpy")
+
+PROGRAM = """
+import sys
+from cribo.cli import main
+
+try:
+    status = main(sys.argv[2:])
+except SystemExit as exit:
+    status = exit.code
+print("loaded:", *(name for name in sys.argv[1].split(",") if name in sys.modules))
+sys.exit(status)
+"""
+
+
+def test_each_command_is_tested() -> None:
+    assert set(REFUSED) == {
+        *(name for name in COMMANDS if name != "evaluate"),
+        *(f"evaluate {name}" for name in EVALUATIONS),
+    }
+
+
+@pytest.mark.parametrize("command", REFUSED)
+@pytest.mark.parametrize("case", ["help", "unknown option", "wrong value"])
+def test_nobody_waits_for_torch_to_be_helped_or_refused(command: str, case: str) -> None:
+    words, status = {
+        "help": (["--help"], 0),
+        "unknown option": (["--no_such_option", "1"], 2),
+        "wrong value": (REFUSED[command], 2),
+    }[case]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, ",".join(HEAVY), *command.split(), *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    assert done.stdout.splitlines()[-1].strip() == "loaded:"
+    assert ("usage: cribo" in done.stdout) == (case == "help")
+    assert done.stderr.startswith(f"cribo {command}: ") == (case != "help")
+    assert ("no_such_option" in done.stderr) == (case == "unknown option")
+    assert "loading" not in done.stderr
