@@ -114,7 +114,7 @@ LAYOUTS: tuple[Layout, ...] = (
         signs=(r"^state_dict/(teacher|student)\.backbone\.model\.", r"^cribo/|image_prototypes"),
         teacher=r"state_dict/teacher\.backbone\.model\.",
         student=r"state_dict/student\.backbone\.model\.",
-        dropped=(("queue", r"^cribo/bank/"), ("training state", r"^cribo/")),
+        dropped=(("queue", r"^cribo/bank/|^state_dict/_extra_state/"), ("training state", r"^cribo/")),
     ),
     Layout(
         "CrIBo",

@@ -57,7 +57,7 @@ class PretrainingModule(ResumableModule):
     def on_fit_start(self) -> None:
         """Compile, and take up what a checkpoint has brought, on the device."""
         if self._restored_sums is not None:
-            self.sums.load_state_dict(self._restored_sums, self.device, is_first=self.trainer.is_global_zero)
+            self.sums.load_state_dict(self._restored_sums, self.device)
             self._restored_sums = None
         mode = self.config.runtime.compile_mode
         if mode is not None:

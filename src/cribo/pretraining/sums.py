@@ -47,15 +47,16 @@ class RunningSums:
         return all(math.isfinite(number) for pair in losses for number in pair)
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums of all devices, for a checkpoint."""
+        """The sums, as a mean over the devices, for a checkpoint."""
         return {name: pair.cpu() for name, pair in self._over_devices().items()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor], device: torch.device, *, is_first: bool) -> None:
-        """Take up the sums of all devices; the first one holds them, for they will be added up again."""
-        self._sums = {name: (pair if is_first else torch.zeros_like(pair)).to(device) for name, pair in state.items()}
+    def load_state_dict(self, state: Mapping[str, Tensor], device: torch.device) -> None:
+        """Take up a state, on each device."""
+        self._sums = {name: pair.to(device) for name, pair in state.items()}
 
     def _over_devices(self) -> dict[str, Tensor]:
         if not self._sums:
             return {}
-        gathered = self._gather(torch.stack(list(self._sums.values()))).sum(dim=0)
+        # The mean: a run weighs its steps alike, on however many devices each was taken.
+        gathered = self._gather(torch.stack(list(self._sums.values()))).mean(dim=0)
         return dict(zip(self._sums, gathered, strict=True))
