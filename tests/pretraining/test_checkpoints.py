@@ -455,6 +455,7 @@ for folder in folders:
     except ValueError as error:
         found = f"{type(error).__name__} {error}"
     print(found, flush=True)
+torch.distributed.destroy_process_group()
 """
 
 

@@ -89,7 +89,8 @@ def test_the_pictures_open_and_show_something(whole_run: tuple[PretrainConfig, A
 def test_nothing_else_is_left(whole_run: tuple[PretrainConfig, Any]) -> None:
     _, run = whole_run
     files = {"config.yaml", "metrics.csv", "summary.json", "clusters.npz", "backbone.safetensors", "backbone.json"}
-    assert {path.name for path in run.folder.iterdir()} == files | {"checkpoints", "report", "tensorboard", RUN_LOCK}
+    kept = {path.name for path in run.folder.iterdir()} - {RUN_LOCK}  # filelock removes its file or not, by version
+    assert kept == files | {"checkpoints", "report", "tensorboard"}
     assert not [path for path in run.folder.rglob("*") if path.name.endswith(".part")]
     assert list((run.folder / "tensorboard").glob("events.*"))
 
