@@ -22,7 +22,7 @@ from torch import Tensor
 from cribo.data import ShardedImages, open_images, open_shards, write_shards
 from cribo.data.images import ImageSource, PackedNames
 from cribo.data.samples import SampleDataset
-from cribo.data.storage import LocalShards, Patience
+from cribo.data.storage import LocalShards
 from cribo.data.tars import ShardIndex
 from cribo.method import ViewRecipe
 from cribo.objectives.cribo import ViewPairs
@@ -37,7 +37,7 @@ class _Nowhere(LocalShards):
     """Shards that are never read."""
 
     def __init__(self, shards: int, size: int) -> None:
-        self.root, self.patience = "nowhere", Patience()
+        self.root = "nowhere"
         self.names, self.sizes = tuple(map(str, range(shards))), (size,) * shards
 
 

@@ -1,3 +1,4 @@
+import errno
 import io
 import multiprocessing
 import os
@@ -5,10 +6,13 @@ import pickle
 import shutil
 import tarfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +30,8 @@ from cribo.data.loading import BatchLoader
 from cribo.data.reading import UnreadableImage, read_image
 from cribo.data.samples import Batch, StepBatchSampler
 from cribo.data.shards import ShardedImages, open_collection, open_shards, window_of
-from cribo.data.storage import LocalShards, Patience, RemoteShards, ShardCache, ShardError
+from cribo.data.storage import LocalShards, RemoteShards, ShardCache, ShardError
 from cribo.data.tars import INDEX, ShardIndex
-
-QUICK = Patience(delays=(0.01, 0.01, 0.01), stall=0.3)
 
 
 def encoded(number: int, kind: str = "JPEG", size: tuple[int, int] = (40, 30)) -> bytes:
@@ -63,7 +65,7 @@ def of_sizes(counts: list[int], shard_bytes: int) -> ShardedImages:
 
     class Nowhere(LocalShards):
         def __init__(self) -> None:
-            self.root, self.patience = "nowhere", QUICK
+            self.root = "nowhere"
             self.names, self.sizes = tuple(map(str, range(len(counts)))), (shard_bytes,) * len(counts)
 
     store, total = Nowhere(), sum(counts)
@@ -75,6 +77,7 @@ def of_sizes(counts: list[int], shard_bytes: int) -> ShardedImages:
 def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setattr("cribo.data.storage.RETRY_DELAYS", (0.01, 0.01, 0.01))
     return folder
 
 
@@ -304,7 +307,7 @@ def test_what_is_no_tar_is_refused(tmp_path: Path) -> None:
 
 def test_a_shard_that_is_deleted_while_it_is_needed(tmp_path: Path) -> None:
     write_collection(tmp_path, 2, 3)
-    images = open_shards(tmp_path, patience=QUICK)
+    images = open_shards(tmp_path)
     images.load(0)
     for path in tmp_path.glob("*.tar"):
         path.unlink()
@@ -315,7 +318,7 @@ def test_a_shard_that_is_deleted_while_it_is_needed(tmp_path: Path) -> None:
 
 def test_a_shard_that_is_cut_while_it_is_needed(tmp_path: Path) -> None:
     write_collection(tmp_path, 1, 3)
-    images = open_shards(tmp_path, patience=QUICK)
+    images = open_shards(tmp_path)
     images.load(0)
     with (tmp_path / "part-0000.tar").open("r+b") as file:
         file.truncate(600)
@@ -433,7 +436,7 @@ def test_shards_give_the_batches_of_the_folder_in_the_same_order(tmp_path: Path)
 def test_workers_change_nothing(tmp_path: Path, url: bool) -> None:
     write_collection(tmp_path / "shards", 10, 4)
     root = f"file://{tmp_path}/shards" if url else tmp_path / "shards"
-    images = open_shards(root, cache_dir=tmp_path / "cache", patience=QUICK)
+    images = open_shards(root, cache_dir=tmp_path / "cache")
     images.load(0)  # has its file open, and its connections, when the workers are forked
 
     def batches(workers: int) -> list[Batch]:
@@ -490,8 +493,8 @@ def flaky(tmp_path: Path) -> Iterator[Callable[..., ShardedImages]]:
     for path in (tmp_path / "made").iterdir():
         Flaky().pipe_file(f"/pictures/{path.name}", path.read_bytes())
 
-    def call(patience: Patience = QUICK, **arguments: Any) -> ShardedImages:
-        images = open_shards("flaky://pictures", cache_dir=tmp_path / "cache", patience=patience, **arguments)
+    def call(**arguments: Any) -> ShardedImages:
+        images = open_shards("flaky://pictures", cache_dir=tmp_path / "cache", **arguments)
         Flaky.opened.clear()
         return images
 
@@ -500,30 +503,17 @@ def flaky(tmp_path: Path) -> Iterator[Callable[..., ShardedImages]]:
     Flaky.failures.clear()
 
 
-class Stalling(io.BytesIO):
-    """Gives some bytes, and then nothing until the test is over."""
-
-    over = threading.Event()
-
-    def read(self, size: int | None = -1) -> bytes:
-        if self.tell():
-            Stalling.over.wait(10)
-        return super().read(100)
-
-
 def cut(content: bytes) -> io.BytesIO:
     return io.BytesIO(content[:700])
 
 
-@pytest.mark.parametrize("failure", [OSError("reset by peer"), ValueError("odd answer"), cut, Stalling])
+@pytest.mark.parametrize("failure", [OSError("reset by peer"), ValueError("odd answer"), cut])
 def test_failures_are_overcome(flaky: Callable[..., ShardedImages], tmp_path: Path, failure: Any) -> None:
-    Stalling.over.clear()
     images = flaky()
     Flaky.failures[:] = [failure] * 3
     expected = open_shards(tmp_path / "made").load(0)
     assert torch.equal(images.load(0), expected)
     assert Flaky.opened == ["/pictures/part-0000.tar"] * 4
-    Stalling.over.set()
     assert [path.name for path in (tmp_path / "cache").glob("*/*part*") if path.suffix != ".lock"] == ["part-0000.tar"]
 
 
@@ -545,8 +535,11 @@ def test_a_walk_over_the_shards_overcomes_failures(flaky: Callable[..., ShardedI
     assert len(flaky()) == 20
 
 
-def test_a_shard_that_is_gone_is_not_waited_for(flaky: Callable[..., ShardedImages]) -> None:
-    images = flaky(Patience(delays=(100.0,)))
+def test_a_shard_that_is_gone_is_not_waited_for(
+    flaky: Callable[..., ShardedImages], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = flaky()
+    monkeypatch.setattr("cribo.data.storage.RETRY_DELAYS", (100.0,))
     Flaky().rm("/pictures/part-0003.tar")
     with pytest.raises(ShardError, match=r"the shard flaky://pictures/part-0003\.tar: it is not there \(any more\)"):
         images.load(6)
@@ -554,10 +547,9 @@ def test_a_shard_that_is_gone_is_not_waited_for(flaky: Callable[..., ShardedImag
 
 def test_shards_are_fetched_once_while_there_is_room(flaky: Callable[..., ShardedImages]) -> None:
     images = flaky()
-    images.prepare(range(20))
-    assert sorted(Counter(Flaky.opened).values()) == [1] * 10
     for index in images.epoch_order(0, 0).tolist():
         images.load(index)
+    assert sorted(Counter(Flaky.opened).values()) == [1] * 10
     again = flaky()
     again.load(0)
     assert Flaky.opened == []
@@ -579,12 +571,12 @@ def test_the_cache_forgets_what_was_used_longest_ago(flaky: Callable[..., Sharde
     images = flaky()
     size = images.index.sizes[0]
     cache = ShardCache(tmp_path / "small", limit_bytes=3 * size)
-    store = RemoteShards("flaky://pictures", cache, patience=QUICK)
+    store = RemoteShards("flaky://pictures", cache)
     for number, shard in enumerate((0, 1, 2, 0, 3)):
         with store.open(shard) as file:
-            os.utime(store.folder / store.names[shard], (number, number))  # file systems' clocks are coarse
+            os.utime(store.index_folder / store.names[shard], (number, number))  # file systems' clocks are coarse
             assert len(file.read()) == size
-    assert sorted(path.name[5:9] for path in store.folder.glob("*.tar")) == ["0000", "0002", "0003"]
+    assert sorted(path.name[5:9] for path in store.index_folder.glob("*.tar")) == ["0000", "0002", "0003"]
 
 
 def test_a_cache_that_cannot_hold_what_is_needed_is_refused(
@@ -595,21 +587,38 @@ def test_a_cache_that_cannot_hold_what_is_needed_is_refused(
         flaky(cache_gib=9 * size / 2**30)
     with pytest.raises(DataError, match="cache_gib must be > 0, got 0"):
         flaky(cache_gib=0)
-    store = RemoteShards("flaky://pictures", ShardCache(tmp_path / "tiny", limit_bytes=size - 1), patience=QUICK)
+    store = RemoteShards("flaky://pictures", ShardCache(tmp_path / "tiny", limit_bytes=size - 1))
     with pytest.raises(ShardError, match=r"the shard part-0000\.tar has .* GiB, more than the cache may hold"):
         store.open(0)
 
 
 def test_what_a_killed_process_left_is_removed(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
     size = flaky().index.sizes[0]
-    store = RemoteShards("flaky://pictures", ShardCache(tmp_path / "small", limit_bytes=2 * size), patience=QUICK)
+    store = RemoteShards("flaky://pictures", ShardCache(tmp_path / "small", limit_bytes=2 * size))
     store.open(0).close()
-    left = store.folder / "part-0007.tar.0123.part"
-    left.write_bytes(bytes(size))
+    shard, left = store.index_folder / store.names[7], store.index_folder / f"{store.names[7]}.part"
+    process = multiprocessing.get_context("fork").Process(
+        target=store.cache.open, args=(shard, size, lambda part: time.sleep(60))
+    )
+    process.start()
+    while not left.exists():
+        time.sleep(0.01)
     os.utime(left, (1, 1))
     store.open(1).close()
-    assert not left.exists()
-    assert {path.name for path in store.folder.glob("*.tar")} == {"part-0000.tar", "part-0001.tar"}
+    assert left.stat().st_size == size  # while it is being fetched, others are evicted
+    process.kill()
+    process.join()
+    store.open(2).close()
+    assert {path.name for path in store.index_folder.glob("*[!k]")} == {"part-0001.tar", "part-0002.tar"}
+
+
+def test_a_full_disk_stops_at_once_and_says_what_helps(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
+    images = flaky()
+    Flaky.failures[:] = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
+    with pytest.raises(ShardError, match=r"cannot keep shards in .*No space left on device; lower data\.cache_gib"):
+        images.load(0)
+    assert len(Flaky.opened) == 1
+    assert not list((tmp_path / "cache").glob("*/*.part"))
 
 
 def test_a_shard_of_another_size_is_fetched_again(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
@@ -622,16 +631,15 @@ def test_a_shard_of_another_size_is_fetched_again(flaky: Callable[..., ShardedIm
 
 def _read_all(root: str, cache: str, limit: int, epoch: int, results: Any) -> None:
     """What one process of a machine does: read every image, in an order of its own."""
-    store = RemoteShards(root, ShardCache(cache, limit_bytes=limit), patience=QUICK)
+    store = RemoteShards(root, ShardCache(cache, limit_bytes=limit))
     images = ShardedImages(store)
-    images._files.most = 1  # every shard is opened again and again
     over = 0
     seen: dict[int, int] = {}
     for index in torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch)).tolist():
-        seen[index] = int(images.load(index).sum())
+        seen[index] = int(ShardedImages(store, images.index).load(index).sum())  # opens the shard again
         with FileLock(store.cache.folder / ".room.lock"):  # held by who begins or evicts a shard
             kept: dict[int, int] = {}
-            for path in (path for pattern in ("*.part", "*.tar") for path in store.folder.glob(pattern)):
+            for path in (path for pattern in ("*.part", "*.tar") for path in store.index_folder.glob(pattern)):
                 with suppress(FileNotFoundError):  # whole by now: it comes again
                     kept[path.stat().st_ino] = path.stat().st_size
         used = sum(kept.values())
@@ -656,6 +664,49 @@ def test_two_processes_share_a_tiny_cache(tmp_path: Path) -> None:
     for seen, over in found:
         assert seen == {index: int(expected.load(index).sum()) for index in range(48)}
         assert over <= 2 * size + 10
+
+
+# ------------------------------------------------------------------ HTTP
+
+
+class _Ranges(SimpleHTTPRequestHandler):
+    """Serves the files of a folder, and parts of them, as web servers do."""
+
+    def do_GET(self) -> None:
+        path = Path(self.translate_path(self.path))
+        if "Range" not in self.headers or not path.is_file():
+            super().do_GET()
+            return
+        first, last = self.headers["Range"].removeprefix("bytes=").split("-")
+        part = path.read_bytes()[int(first) : int(last) + 1]
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(part)))
+        self.send_header("Content-Range", f"bytes {first}-{last}/{path.stat().st_size}")
+        self.end_headers()
+        self.wfile.write(part)
+
+    def end_headers(self) -> None:
+        self.send_header("Accept-Ranges", "bytes")
+        super().end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_http_with_a_listing(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    write_collection(tmp_path / "made", 3, 2)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Ranges, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        images = open_shards(f"http://127.0.0.1:{server.server_port}/made/", cache_dir=tmp_path / "cache")
+        expected = open_shards(tmp_path / "made")
+        assert images.index.sizes == expected.index.sizes
+        for index in range(6):
+            assert torch.equal(images.load(index), expected.load(index))
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 # ------------------------------------------------------------------ S3

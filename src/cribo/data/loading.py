@@ -26,7 +26,7 @@ from cribo.errors import Stopped
 log = logging.getLogger("cribo")
 
 TIMEOUT = 420.0
-"""Seconds without a batch after which workers count as hung: more than a shard's storage is given (`Patience`)."""
+"""Seconds without a batch after which workers count as hung: more than all of `storage.RETRY_DELAYS`."""
 
 MAX_RESTARTS = 3
 """Restarts for one batch after which the run stops."""

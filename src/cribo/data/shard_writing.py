@@ -1,18 +1,16 @@
-"""Image files into tar shards, as WebDataset lays them out: what `cribo shard` does."""
+"""Write image files to tar shards in WebDataset's layout, as `cribo shard` does."""
 
 import csv
 import io
+import itertools
 import os
 import posixpath
-import shutil
 import tarfile
-import uuid
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from jaxtyping import UInt8
@@ -26,17 +24,16 @@ from cribo.data.reading import EncodedImage, UnreadableImage, read_image, read_r
 from cribo.data.storage import SUFFIX, LocalShards
 from cribo.data.tars import INDEX, build_index, escaped
 from cribo.errors import Stopped
-from cribo.files import FolderError, sync
+from cribo.files import FolderError, write_folder_whole
 
 SKIPPED = "skipped.csv"
 """The file in a folder of shards that lists the images that were left out, with the reasons."""
 
 JPEG_QUALITY = 95
 
-# What the order of the images is drawn for.
-_WRITING_ORDER = 4
-_AHEAD = 8  # images that each thread may be ahead of the writing
-_LEAST_BYTES = 4096
+_WRITING_ORDER = 4  # what the order of the images is drawn for
+_AHEAD = 16  # images that each thread reads before they are written
+_MIN_SHARD_BYTES = 4096
 
 
 class TooManySkipped(Stopped):
@@ -45,13 +42,13 @@ class TooManySkipped(Stopped):
 
 @dataclass(frozen=True)
 class WrittenShards:
-    """What `write_shards` has left.
+    """The result of `write_shards`.
 
     Attributes:
         folder: of the shards.
         shards: number of them.
-        images: in them.
-        size_bytes: of them.
+        images: number of images in them.
+        size_bytes: of all shards together.
         skipped: name and reason of each image that was left out.
     """
 
@@ -74,23 +71,23 @@ def write_shards(
 ) -> WrittenShards:
     """Write image files to tar shards, with their index.
 
-    The images come in one drawn order, the same each time, so that a shard is a sample of the collection and not
-    a piece of it. Their files are copied as they are, once they are known to be readable; with `size` those whose
-    shorter side is longer become upright JPEGs of that side. `out` appears when it is complete.
+    The images are shuffled, in the same order each time, so that each shard is a sample of the collection. Readable
+    files are copied unchanged; with `size`, those whose shorter side is longer become upright JPEGs of that side.
+    `out` appears when it is complete.
 
     Args:
         source: the image files.
-        out: folder to make.
-        size: of the shorter side in pixels, at most; the files themselves when not given.
-        shard_bytes: of a shard, about: its last image may go beyond.
-        max_unreadable: share of the images that may be unreadable; those are left out and listed in `SKIPPED`.
-        threads: that read and decode; as many as there are cores when not given.
-        progress: is told what is done, how much of it, and how much there is.
+        out: folder to create.
+        size: maximum of the shorter side in pixels; files are copied unchanged when not given.
+        shard_bytes: approximate size of a shard: its last image may exceed it.
+        max_unreadable: fraction of the images that may be unreadable; those are left out and listed in `SKIPPED`.
+        threads: threads that read and decode; one per core when not given.
+        progress: called with the phase, the number of images done and their total.
 
     Raises:
         FolderError: `out` exists, or its folder cannot be written to.
         DataError: a value is out of range, or no image can be read.
-        TooManyUnreadable: nothing is left of what was written.
+        TooManySkipped: more images than allowed are unreadable; nothing is left of what was written.
 
     >>> written = write_shards(open_images("photographs"), "shards", size=512)  # doctest: +SKIP
     """
@@ -98,128 +95,118 @@ def write_shards(
     out = Path(out).expanduser()
     if out.exists() or out.is_symlink():
         raise FolderError(f"{out} exists already: name another folder, or remove it")
-    part = out.with_name(f".{out.name}.{uuid.uuid4().hex}.part")
     try:
-        part.mkdir(parents=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
     except OSError as error:
         raise FolderError(f"cannot write to {out.parent}: {error.strerror}; name another folder") from error
-    try:
-        skipped = _write_all(
-            source,
-            part,
-            size=size,
-            shard_bytes=shard_bytes,
-            most_skipped=max_unreadable * len(source),
-            threads=threads or os.cpu_count() or 1,
-            progress=progress or (lambda what, done, total: None),
-        )
-        index = build_index(LocalShards(part))
-        index.write(part / INDEX)
-        _write_skipped(part / SKIPPED, skipped)
-        sync(part)
-        if out.exists():
-            raise FolderError(f"{out} exists by now: name another folder, or remove it")
-        part.rename(out)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-    return WrittenShards(out, len(index.shards), len(index), sum(index.sizes), skipped)
+    skipped: list[tuple[str, str]] = []
+
+    def write(folder: Path) -> None:
+        read = _encoded(source, size, threads or os.cpu_count() or 1)
+        members = _readable(source, read, max_unreadable, skipped, progress or (lambda what, done, total: None))
+        _write_tars(members, folder, shard_bytes)
+        build_index(LocalShards(folder)).write(folder / INDEX)
+        if skipped:
+            with (folder / SKIPPED).open("w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows([("image", "reason"), *sorted(skipped)])
+
+    write_folder_whole(out, write)
+    sizes = LocalShards(out).sizes
+    return WrittenShards(out, len(sizes), len(source) - len(skipped), sum(sizes), skipped)
 
 
 def _check(size: int | None, shard_bytes: int, max_unreadable: float) -> None:
     if size is not None and size < 2:
         raise DataError(f"size must be >= 2 pixels, got {size}")
-    if shard_bytes < _LEAST_BYTES:
-        raise DataError(f"shard_bytes must be >= {_LEAST_BYTES}, got {shard_bytes}")
+    if shard_bytes < _MIN_SHARD_BYTES:
+        raise DataError(f"shard_bytes must be >= {_MIN_SHARD_BYTES}, got {shard_bytes}")
     if not 0 <= max_unreadable <= 1:
         raise DataError(f"max_unreadable must be between 0 and 1, got {max_unreadable}")
-
-
-def _write_all(
-    source: ImageFiles,
-    folder: Path,
-    *,
-    size: int | None,
-    shard_bytes: int,
-    most_skipped: float,
-    threads: int,
-    progress: Progress,
-) -> list[tuple[str, str]]:
-    """Write all shards; name and reason of each image that was left out."""
-    skipped: list[tuple[str, str]] = []
-    what = "writing shards"
-    progress(what, 0, len(source))
-    with _Shards(folder, shard_bytes) as shards:
-        for done, (index, encoded) in enumerate(_encoded(source, size, threads), start=1):
-            if isinstance(encoded, UnreadableImage):
-                skipped.append((escaped(source.name(index)), encoded.reason))
-                if len(skipped) > most_skipped:
-                    raise TooManySkipped(_too_many(skipped, len(source)))
-            else:
-                content, extension = encoded
-                shards.add(member_name(source.name(index), index, extension), content)
-            progress(what, done, len(source))
-    if len(skipped) == len(source):
-        raise DataError(f"none of the {len(source)} images of {source.folder} can be read: {': '.join(skipped[0])}")
-    return skipped
-
-
-def _too_many(skipped: list[tuple[str, str]], total: int) -> str:
-    last = "; ".join(f"{name}: {reason}" for name, reason in skipped[-3:])
-    return (
-        f"{len(skipped)} of {total} images cannot be read, more than max_unreadable allows; the last ones are {last}. "
-        "Mend or remove them, or raise max_unreadable; nothing was written"
-    )
 
 
 Encoded = tuple[bytes, str]
 """The bytes of an image file, and its extension with the dot."""
 
 
+def _write_tars(members: Iterator[tuple[str, bytes]], folder: Path, shard_bytes: int) -> None:
+    """Write members to one tar file after another, each closed once it has `shard_bytes`."""
+    for number, first in enumerate(members):
+        path = folder / f"images-{number:06d}{SUFFIX}"
+        # GNU's format allows names of any length and any bytes.
+        with tarfile.open(path, "x", format=tarfile.GNU_FORMAT) as tar:
+            for name, content in itertools.chain([first], members):
+                member = tarfile.TarInfo(name)  # without owner and time: the same images give the same bytes
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+                if tar.offset >= shard_bytes:
+                    break
+
+
+def _readable(
+    source: ImageFiles,
+    images: Iterable[tuple[int, Encoded | UnreadableImage]],
+    max_unreadable: float,
+    skipped: list[tuple[str, str]],
+    progress: Progress,
+) -> Iterator[tuple[str, bytes]]:
+    """Member name and content of each readable image; appends the others to `skipped`."""
+    what, total = "writing shards", len(source)
+    progress(what, 0, total)
+    for done, (index, image) in enumerate(images, start=1):
+        if isinstance(image, UnreadableImage):
+            skipped.append((escaped(source.name(index)), image.reason))
+            if len(skipped) > max_unreadable * total:
+                last = "; ".join(f"{name}: {reason}" for name, reason in skipped[-3:])
+                raise TooManySkipped(
+                    f"{len(skipped)} of {total} images cannot be read, more than max_unreadable allows; the last ones "
+                    f"are {last}. Mend or remove them, or raise max_unreadable; nothing was written"
+                )
+        else:
+            content, extension = image
+            yield member_name(source.name(index), index, extension), content
+        progress(what, done, total)
+    if len(skipped) == total:
+        raise DataError(f"none of the {total} images of {source.folder} can be read: {': '.join(skipped[0])}")
+
+
 def _encoded(source: ImageFiles, size: int | None, threads: int) -> Iterator[tuple[int, Encoded | UnreadableImage]]:
-    """All images in the order of writing, read ahead by threads: decoders let go of Python's lock."""
+    """All images in the order of writing, read by threads: decoders release Python's lock."""
     order = torch.randperm(len(source), generator=keyed_generator(0, _WRITING_ORDER)).tolist()
-    waiting: deque[tuple[int, Future[Encoded | UnreadableImage]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
-        try:
-            for index in order:
-                waiting.append((index, pool.submit(_read, source, index, size)))
-                if len(waiting) >= _AHEAD * threads:
-                    done, future = waiting.popleft()
-                    yield done, future.result()
-            while waiting:
-                done, future = waiting.popleft()
-                yield done, future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for start in range(0, len(order), _AHEAD * threads):
+            part = order[start : start + _AHEAD * threads]
+            yield from zip(part, pool.map(lambda index: _read(source, index, size), part), strict=True)
 
 
 def _read(source: ImageFiles, index: int, size: int | None) -> Encoded | UnreadableImage:
     path = source.path(index)
     try:
         image = EncodedImage(path, Path(path).read_bytes())
-        as_it_is = image.content, posixpath.splitext(path)[1]
+        unchanged = image.content, posixpath.splitext(path)[1]
         if size is None:
-            read_image(image, max_pixels=source.max_pixels)  # much that is broken is found by decoding alone
-            return as_it_is
-        whole = (0, 0)
+            read_image(image, max_pixels=source.max_pixels)  # only decoding finds all that is broken
+            return unchanged
+        height = width = 0
 
-        def reduction(height: int, width: int) -> int:
-            nonlocal whole
-            whole = height, width
-            # Twice the size is left to the better filter below.
+        def reduction(whole_height: int, whole_width: int) -> int:
+            nonlocal height, width
+            height, width = whole_height, whole_width
+            # To at least twice the size; the better filter below does the rest.
             return next((by for by in (8, 4, 2) if min(height, width) // by >= 2 * size), 1)
 
         pixels, _ = read_reduced(image, reduction, max_pixels=source.max_pixels)
-        return as_it_is if min(whole) <= size else _shrunk(pixels, whole, size)
+        return unchanged if min(height, width) <= size else _shrunk(pixels, height, width, size)
     except UnreadableImage as error:
         return error
     except OSError as error:
         return UnreadableImage(path, error.strerror or str(error))
 
 
-def _shrunk(pixels: UInt8[Tensor, "3 h w"], whole: tuple[int, int], size: int) -> Encoded:
-    height, width = (max(size, round(side * size / min(whole))) for side in whole)
+def _shrunk(pixels: UInt8[Tensor, "3 h w"], height: int, width: int, size: int) -> Encoded:
+    """A JPEG of the image of `height` x `width` pixels, its shorter side reduced to `size`."""
+    height, width = (max(size, round(side * size / min(height, width))) for side in (height, width))
     image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
     file = io.BytesIO()
     image.resize((width, height), Image.Resampling.LANCZOS).save(file, format="JPEG", quality=JPEG_QUALITY)
@@ -227,10 +214,10 @@ def _shrunk(pixels: UInt8[Tensor, "3 h w"], whole: tuple[int, int], size: int) -
 
 
 def member_name(name: str, index: int, extension: str) -> str:
-    """What an image file is called in a shard.
+    """The name of an image file in a shard.
 
-    Its path below the source's folder, with dots inside the file's name written as %2E, since WebDataset takes
-    what follows the first one for the kind of file; a number in place of the path, where that leads elsewhere.
+    Its path below the source's folder. Dots inside the file's name are written as %2E, since WebDataset takes all
+    after the first one for the extension. A path that leads elsewhere is replaced by a number.
 
     Args:
         name: of the file in its source.
@@ -243,58 +230,10 @@ def member_name(name: str, index: int, extension: str) -> str:
     folder, base = posixpath.split(name)
     stem, own = posixpath.splitext(base)
     if own.lower() != extension.lower() and not {own.lower(), extension.lower()} <= {".jpg", ".jpeg", ".jpe", ".jfif"}:
-        stem = base  # else a.png and a.jpg would become one
+        stem = base  # otherwise a.png and a.jpg would get the same name
     stem = stem.replace(".", "%2E")
-    # os.sep and drives, too: a list may have been written on another system
+    # Backslashes and drives: a list may have been written on another system.
     parts = folder.replace("\\", "/").split("/")
     leads_elsewhere = posixpath.isabs(name) or ".." in parts or ":" in parts[0]
     kept = f"{index:09d}" if leads_elsewhere else folder
     return f"{kept}/{stem}{extension}" if kept else f"{stem}{extension}"
-
-
-class _Shards:
-    """Writes members to one tar file after the other."""
-
-    def __init__(self, folder: Path, shard_bytes: int) -> None:
-        self.folder = folder
-        self.shard_bytes = shard_bytes
-        self._number = 0
-        self._open: tuple[BinaryIO, tarfile.TarFile] | None = None
-
-    def add(self, name: str, content: bytes) -> None:
-        """Write one member, to a new shard if the last one is full."""
-        if self._open is None:
-            path = self.folder / f"images-{self._number:06d}{SUFFIX}"
-            file = path.open("xb")
-            # GNU's format takes names of any length and any bytes.
-            self._open = file, tarfile.TarFile(fileobj=file, mode="w", format=tarfile.GNU_FORMAT)
-            self._number += 1
-        file, tar = self._open
-        member = tarfile.TarInfo(name)  # no owner, no time: the same images give the same bytes
-        member.size = len(content)
-        tar.addfile(member, io.BytesIO(content))
-        if file.tell() >= self.shard_bytes:
-            self._close()
-
-    def _close(self) -> None:
-        if self._open is not None:
-            file, tar = self._open
-            self._open = None
-            with file:
-                tar.close()
-                file.flush()
-                os.fsync(file.fileno())
-
-    def __enter__(self) -> "_Shards":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
-
-
-def _write_skipped(path: Path, skipped: Sequence[tuple[str, str]]) -> None:
-    if skipped:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(("image", "reason"))
-            writer.writerows(sorted(skipped))

@@ -1,9 +1,8 @@
 """Images in tar shards (WebDataset's layout, or any tar files), in a folder or in object storage."""
 
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,40 +19,40 @@ from cribo.data.storage import (
     CACHE_GIB,
     SUFFIX,
     LocalShards,
-    Patience,
     RemoteShards,
     ShardCache,
     ShardStore,
-    holds_tars,
+    list_tars,
+    retry,
 )
 from cribo.data.tars import HEADER, INDEX, ShardIndex, content_of, index_of
 
 WINDOW_SHARDS = 64
-"""Shards that are read from at a time, where that is not more than `WINDOW_BYTES`."""
+"""Shards read at a time, unless they have more than `WINDOW_BYTES` together."""
 
 WINDOW_BYTES = 4 * 2**30
-"""What the shards that are read from at a time have together, as far as they are not fewer than `LEAST_SHARDS`."""
+"""Bytes of the shards read at a time, unless these are fewer than `MIN_WINDOW_SHARDS`."""
 
-LEAST_SHARDS = 8
-"""Shards that are read from at a time, however large they are."""
+MIN_WINDOW_SHARDS = 8
+"""Shards read at a time, however large they are."""
 
-# What the order is drawn for; 0 to 2 are taken by cribo.data.pairs.
+# What the order is drawn for; 0 to 2 are taken by cribo.data.samples.
 _SHARD_ORDER = 3
 
 
 class ShardedImages:
-    """The images of tar shards, with an order of each epoch that needs few shards at a time.
+    """The images of tar shards, with an order of each epoch that reads few shards at a time.
 
-    Index i is the i-th image in the order of the shards' names, and of the members in each. Each process reads
-    by (offset, length) from files that it keeps open; it can be pickled, and used after a fork.
+    Index i is the i-th image in the order of the shards' names, and of the members in each. Images are read by
+    (offset, length) from files that stay open. Can be pickled, and used by threads and after a fork.
 
     Args:
         store: where the shards are.
-        index: of their images; looked up or made when not given.
+        index: of their images; read or made when not given.
         max_pixels: as for `read_image`.
 
     Attributes:
-        window: number of shards that are read from at a time.
+        window: number of shards read at a time.
 
     Raises:
         DataError: a shard is broken, or none holds an image.
@@ -67,7 +66,11 @@ class ShardedImages:
         self.index = index_of(store) if index is None else index
         self.max_pixels = max_pixels
         self.window = window_of(self.index.sizes)
-        self._files = _OpenFiles(store, most=self.window)
+        # An evicted file is closed with its last reference: another thread may be reading it.
+        self._open = lru_cache(self.window)(store.open)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(ShardedImages, self.store, self.index, max_pixels=self.max_pixels), ()
 
     def __len__(self) -> int:
         return len(self.index)
@@ -90,22 +93,13 @@ class ShardedImages:
         """One image at a fraction of its size where that saves work (see `read_reduced`); raises as `load` does."""
         return read_reduced(self._encoded(index), reduction, max_pixels=self.max_pixels)
 
-    def prepare(self, indices: Sequence[int]) -> None:
-        """Bring the shards of these images to this machine, several at a time.
-
-        Raises:
-            ShardError: one of them cannot be read.
-        """
-        shards = {self.index.shard(index) for index in indices}
-        self.store.prepare(sorted(shards - self._files.open_shards))
-
     def epoch_order(self, seed: int, epoch: int) -> Int[Tensor, " n"]:
-        """All indices in the order of an epoch, which reads from `window` shards at a time.
+        """All indices in the order of an epoch, which reads `window` shards at a time.
 
-        The shards come in a drawn order, round a circle: one at a time joins those that are read from, and another
-        leaves. An image is drawn to come anywhere while its shard is among them. At every moment all shards of the
-        window have given the same share of their images, on average, the epoch's first and last steps included;
-        with no more shards than the window, all orders are equally likely.
+        The shards are put in a drawn order round a circle; one at a time joins the window, and another leaves it. An
+        image is drawn to come at any time while its shard is in the window. At every moment, the epoch's first and
+        last steps included, all shards of the window have given the same share of their images on average. With no
+        more shards than the window, all orders are equally likely.
         """
         generator = keyed_generator(seed, _SHARD_ORDER, epoch)
         shards = len(self.index.shards)
@@ -120,87 +114,36 @@ class ShardedImages:
             raise IndexError(f"index must be in 0..{len(self) - 1}, got {index}")
         shard = self.index.shard(index)
         offset, length = int(self.index.offsets[index]), int(self.index.lengths[index])
-        block = self._files.read(shard, offset - HEADER, HEADER + length)
         what = f"the shard {self.store.root}/{self.index.shards[shard]}"
-        return EncodedImage(self.name(index), content_of(block, length, what))
+
+        def attempt() -> bytes:
+            try:
+                return _read_at(self._open(shard), offset - HEADER, HEADER + length)
+            except OSError:
+                self._open.cache_clear()  # a stale handle would fail again
+                raise
+
+        return EncodedImage(self.name(index), content_of(retry(what, attempt), length, what))
 
 
 def window_of(sizes: Sequence[int]) -> int:
-    """How many of the shards of these sizes (bytes) are read from at a time.
+    """How many of the shards of these sizes (bytes) are read at a time.
 
-    A function of the collection alone, so that a run is the same wherever its shards lie.
+    A function of the collection alone, so that a run is the same wherever its shards are stored.
 
     >>> window_of([64 * 2**20] * 1000), window_of([2**30] * 1000), window_of([2**20] * 3)
     (64, 8, 3)
     """
     mean = max(1, sum(sizes) // len(sizes))
-    return min(len(sizes), max(LEAST_SHARDS, min(WINDOW_SHARDS, WINDOW_BYTES // mean)))
-
-
-class _OpenFiles:
-    """The shards that a process reads from, the last used ones kept open."""
-
-    def __init__(self, store: ShardStore, *, most: int) -> None:
-        self.store = store
-        self.most = most
-        self._forget()
-
-    @property
-    def open_shards(self) -> set[int]:
-        """Numbers of the shards that are open."""
-        self._after_fork()
-        return set(self._files)
-
-    def read(self, shard: int, offset: int, length: int) -> bytes:
-        """So many bytes of a shard from an offset on, fewer at its end; raises ShardError."""
-        self._after_fork()
-
-        def attempt() -> bytes:
-            with self._lock:
-                try:
-                    return _read_at(self._open(shard), offset, length)
-                except OSError:
-                    self._close(shard)  # a stale handle is not mended by asking again
-                    raise
-
-        return self.store.patience.try_to(f"the shard {self.store.root}/{self.store.names[shard]}", attempt)
-
-    def _open(self, shard: int) -> BinaryIO:
-        if shard not in self._files:
-            while len(self._files) >= self.most:
-                self._files.popitem(last=False)[1].close()
-            self._files[shard] = self.store.open(shard)
-        self._files.move_to_end(shard)
-        return self._files[shard]
-
-    def _close(self, shard: int) -> None:
-        file = self._files.pop(shard, None)
-        if file is not None:
-            file.close()
-
-    def _after_fork(self) -> None:
-        # A forked process shares the place in a file with its parent: it opens its own.
-        if self._pid != os.getpid():
-            self._forget()
-
-    def _forget(self) -> None:
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._files: OrderedDict[int, BinaryIO] = OrderedDict()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"store": self.store, "most": self.most}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)
+    return min(len(sizes), max(MIN_WINDOW_SHARDS, min(WINDOW_SHARDS, WINDOW_BYTES // mean)))
 
 
 def _read_at(file: BinaryIO, offset: int, length: int) -> bytes:
-    file.seek(offset)
-    parts = []
-    while length > 0 and (part := file.read(length)):  # unbuffered files may give less than is asked for
+    """`length` bytes, fewer at the end of the file; does not use the file's position, which forked processes share."""
+    parts: list[bytes] = []
+    while length > 0 and (part := os.pread(file.fileno(), length, offset)):  # may return fewer bytes
         parts.append(part)
-        length -= len(part)
+        offset, length = offset + len(part), length - len(part)
     return b"".join(parts)
 
 
@@ -210,40 +153,38 @@ def open_shards(
     max_pixels: int = MAX_PIXELS,
     cache_dir: str | os.PathLike[str] = CACHE_DIR,
     cache_gib: float = CACHE_GIB,
-    patience: Patience = Patience(),  # noqa: B008
 ) -> ShardedImages:
     """The images of the tar shards in a folder, of one tar file, or of the shards below a URL.
 
-    The list of images is read from `INDEX`, which `cribo shard` writes, or made by a walk over the shards, once.
-    Shards from a URL pass through `cache_dir`, whole, those used last staying there.
+    The list of images is read from `INDEX`, which `cribo shard` writes, or made by scanning the shards once.
+    Shards from a URL are fetched whole to `cache_dir`, where the most recently used ones are kept.
 
     Args:
         root: a folder, a .tar file, or a URL that fsspec understands, such as s3://bucket/prefix.
         max_pixels: larger images are unreadable.
         cache_dir: where shards from a URL are kept.
-        cache_gib: how much of them together, in GiB.
-        patience: with a storage that fails or stalls.
+        cache_gib: limit of all shards kept there, in GiB.
 
     Raises:
         DataError: nothing there, broken shards, or a cache too small for the shards that are read at a time.
-        ShardError: the storage does not answer.
+        ShardError: the storage failed repeatedly.
 
     >>> images = open_shards("s3://pictures/street", cache_gib=20)  # doctest: +SKIP
     """
     if not is_url(root):
         require(Path(root).expanduser())
-        return ShardedImages(LocalShards(root, patience=patience), max_pixels=max_pixels)
+        return ShardedImages(LocalShards(root), max_pixels=max_pixels)
     if not cache_gib > 0:
         raise DataError(f"cache_gib must be > 0, got {cache_gib}")
     cache = ShardCache(cache_dir, limit_bytes=int(cache_gib * 2**30))
-    images = ShardedImages(RemoteShards(str(root), cache, patience=patience), max_pixels=max_pixels)
+    images = ShardedImages(RemoteShards(str(root), cache), max_pixels=max_pixels)
     _require_room(images, cache)
     return images
 
 
 def _require_room(images: ShardedImages, cache: ShardCache) -> None:
     sizes = images.index.sizes
-    # The window, and the shard that joins it.
+    # The window, and the shard that joins it next.
     needed = min(sum(sizes), (images.window + 1) * max(sizes))
     if needed > cache.limit_bytes:
         raise DataError(
@@ -270,12 +211,12 @@ def open_collection(
     cache_dir: str | os.PathLike[str] = CACHE_DIR,
     cache_gib: float = CACHE_GIB,
 ) -> "ImageFiles | ShardedImages":
-    """Whatever can be trained on: image files (see `open_images`) or tar shards (see `open_shards`).
+    """Image files (see `open_images`) or tar shards (see `open_shards`), whichever `root` holds.
 
-    A folder is one of shards if tar files lie in it and no image lies in or below it, or if `INDEX` does.
+    A folder is read as shards if it holds `INDEX`, or tar files and no image at any depth.
 
     Raises:
-        DataError, MissingData, ShardError: as those two do.
+        DataError, MissingData, ShardError: as those functions do.
     """
     if is_url(root):
         where = f"{os.fspath(root).rstrip('/')}/{images}" if images else root
@@ -284,6 +225,6 @@ def open_collection(
     indexed = (path / INDEX).is_file()
     if path.suffix.lower() == SUFFIX and path.is_file():
         return open_shards(path, max_pixels=max_pixels)
-    if path.is_dir() and (indexed or (holds_tars(path) and not has_images(path))):
+    if path.is_dir() and (indexed or (list_tars(path) and not has_images(path))):
         return open_shards(path, max_pixels=max_pixels)
     return open_images(root, images, max_pixels=max_pixels, inside=inside)

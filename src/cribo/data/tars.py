@@ -1,43 +1,42 @@
-"""Where the images of tar shards lie: found by a walk over the headers, kept in a file."""
+"""Where the images of tar shards are: found in one pass over the headers, kept in a file."""
 
+import errno
 import io
 import logging
-import os
 import posixpath
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
+from filelock import FileLock
 from jaxtyping import Int64
 
-from cribo.console import duration
 from cribo.data.images import EXTENSIONS, DataError, PackedNames
-from cribo.data.storage import CACHE_DIR, RemoteShards, ShardError, ShardStore, key_of, only_one
+from cribo.data.storage import ShardError, ShardStore, retry
 from cribo.files import write_whole
 
 log = logging.getLogger("cribo")
 
 INDEX = "cribo-index.npz"
-"""The file that lists the images of the shards that lie beside it."""
+"""Name of the index file, beside the shards."""
 
 HEADER = 512
-"""Bytes of the header that comes right before a member's content."""
+"""Bytes of the header right before a member's content."""
 
-_MOST_EXTENSION = 2**24  # bytes; names and records have some hundred
-_READERS = 8  # shards that are walked over at a time: waiting for object storage, mostly
-_SAY_EVERY = 30.0
+_READERS = 8  # shards scanned at a time: object storage is mostly waiting
+_LOG_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class ShardIndex:
     """The images of a collection of shards, shard by shard, each in the order of the file.
 
-    Flat arrays without Python objects, which worker processes go on sharing.
+    Flat arrays without Python objects, so that forked workers keep sharing their memory.
 
     Attributes:
         shards: names of the files.
@@ -64,7 +63,7 @@ class ShardIndex:
         return np.diff(self.ends, prepend=0)
 
     def shard(self, image: int) -> int:
-        """Number of the shard that an image lies in."""
+        """Number of an image's shard."""
         return int(np.searchsorted(self.ends, image, side="right"))
 
     def write(self, path: Path) -> None:
@@ -87,10 +86,10 @@ class ShardIndex:
         write_whole(path, save)
 
 
-def read_index(file: Path | BinaryIO, store: ShardStore) -> ShardIndex | None:
-    """The index in a file, if it is one of just these shards; None otherwise."""
+def read_index(read: Callable[[], bytes], store: ShardStore) -> ShardIndex | None:
+    """The index that `read` returns the file of; None if there is none, or not of exactly these shards."""
     try:
-        with np.load(file, allow_pickle=False) as arrays:
+        with np.load(io.BytesIO(read()), allow_pickle=False) as arrays:
             index = ShardIndex(
                 shards=tuple(arrays["shards"].tobytes().decode("utf-8", "surrogateescape").split("\0")),
                 sizes=tuple(arrays["sizes"].tolist()),
@@ -100,7 +99,7 @@ def read_index(file: Path | BinaryIO, store: ShardStore) -> ShardIndex | None:
                 members=PackedNames.from_arrays(arrays["member_text"], arrays["member_ends"]),
             )
         return index if _fits(index, store) else None
-    except Exception:  # whatever is wrong with a file of numbers: the shards themselves say more
+    except Exception:  # missing, damaged or of a storage that fails: the shards are scanned instead
         return None
 
 
@@ -117,62 +116,62 @@ def _fits(index: ShardIndex, store: ShardStore) -> bool:
 
 
 def index_of(store: ShardStore) -> ShardIndex:
-    """The index of a collection: the one that is kept, or a new one, which is then kept.
-
-    A new index is kept beside local shards if that folder can be written to, else in the folder of the cache.
+    """The index of a collection: the stored one, or a new one, which is stored in `store.index_folder`.
 
     Raises:
         DataError: a shard is broken, or none holds an image.
         ShardError: a shard cannot be read.
     """
-    remote = isinstance(store, RemoteShards)
-    home = store.folder if remote else Path(store.root)
-    kept = read_index(home / INDEX, store)
-    if kept is not None:
-        return kept
-    if not remote and not os.access(home, os.W_OK):
-        home = Path(CACHE_DIR).expanduser() / key_of(os.path.realpath(store.root))
+    path = store.index_folder / INDEX
+    index = read_index(path.read_bytes, store)
+    if index is not None:
+        return index
     try:
-        home.mkdir(parents=True, exist_ok=True)
-    except OSError:  # not even a home to keep it in: each process makes its own
-        return build_index(store)
-    with only_one(home, INDEX):
-        index = read_index(home / INDEX, store)  # made by another process meanwhile
-        if index is None:
-            index = (_index_beside(store) if remote else None) or build_index(store)
-            try:
-                index.write(home / INDEX)
-            except OSError as error:
-                log.warning("cannot keep the list of images in %s: %s; the next run makes it again", home, error)
-    return index
-
-
-def _index_beside(store: RemoteShards) -> ShardIndex | None:
-    content = store.read_beside(INDEX)
-    return None if content is None else read_index(io.BytesIO(content), store)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_name(f".{INDEX}.lock")):
+            index = read_index(path.read_bytes, store)  # written by another process meanwhile
+            if index is None:
+                index = read_index(lambda: store.read_beside(INDEX), store) or build_index(store)
+                index.write(path)
+            return index
+    except OSError as error:
+        log.warning("cannot keep the list of images in %s: %s; the next run makes it again", path.parent, error)
+        return index or build_index(store)
 
 
 def build_index(store: ShardStore) -> ShardIndex:
-    """Walk over the headers of all shards.
+    """Scan the headers of all shards.
 
     Raises:
         DataError: a shard is broken, or none holds an image.
         ShardError: a shard cannot be read.
     """
+
+    def scan(shard: int) -> list[tuple[str, int, int]]:
+        what = f"the shard {store.root}/{store.names[shard]}"
+
+        def attempt() -> list[tuple[str, int, int]]:
+            with store.stream(shard) as file:
+                return image_members(file, store.sizes[shard], what)
+
+        return retry(what, attempt)
+
+    total = len(store.names)
     members: list[str] = []
     places: list[tuple[int, int]] = []
     ends: list[int] = []
-    progress = _Progress(store)
+    logged = time.monotonic()
     with ThreadPoolExecutor(_READERS) as pool:
-        for found in pool.map(lambda shard: _images_of(store, shard), range(len(store.names))):
+        for found in pool.map(scan, range(total)):
             members += [name for name, _, _ in found]
             places += [(offset, length) for _, offset, length in found]
             ends.append(len(members))
-            progress(len(ends))
+            if time.monotonic() - logged >= _LOG_SECONDS:
+                log.info("listing the images of %s: %d of %d shards done", store.root, len(ends), total)
+                logged = time.monotonic()
     if not members:
         raise DataError(
-            f"no images in the {len(store.names)} shards of {store.root}: looked for members that end in "
-            f"{' '.join(EXTENSIONS)}"
+            f"no images in the {total} shards of {store.root}: looked for members that end in {' '.join(EXTENSIONS)}"
         )
     offsets, lengths = np.array(places, dtype=np.int64).T
     return ShardIndex(
@@ -185,40 +184,16 @@ def build_index(store: ShardStore) -> ShardIndex:
     )
 
 
-class _Progress:
-    def __init__(self, store: ShardStore) -> None:
-        self.store = store
-        self.started = self.said = time.monotonic()
-
-    def __call__(self, done: int) -> None:
-        now, total = time.monotonic(), len(self.store.names)
-        if now - self.said >= _SAY_EVERY:
-            left = duration((total - done) * (now - self.started) / done)
-            log.info("listing the images of %d shards in %s: %d done, ETA %s", total, self.store.root, done, left)
-            self.said = now
-
-
-def _images_of(store: ShardStore, shard: int) -> list[tuple[str, int, int]]:
-    """Name, offset and length of each image in a shard."""
-    what = f"the shard {store.root}/{store.names[shard]}"
-
-    def walk() -> list[tuple[str, int, int]]:
-        with store.stream(shard) as file:
-            return list(image_members(file, store.sizes[shard], what))
-
-    return store.patience.try_to(what, walk)
-
-
-def image_members(file: BinaryIO, size: int, what: str) -> Iterator[tuple[str, int, int]]:
+def image_members(file: BinaryIO, size: int, what: str) -> list[tuple[str, int, int]]:
     """The images in a tar file: name with unprintable characters escaped, offset and length of the content.
 
-    Regular members with one of `EXTENSIONS` count, except hidden ones, and those that WebDataset takes for a
-    further part of a sample: `7.mask.png` beside `7.jpg`. Nothing is unpacked; a name is a label and no path.
+    Regular members with one of `EXTENSIONS` count, except hidden ones and further parts of a WebDataset sample, such
+    as `7.mask.png` beside `7.jpg`. Nothing is unpacked; names are labels and never used as paths.
 
     Args:
         file: a tar file, not compressed.
-        size: of it in bytes.
-        what: it is, for errors.
+        size: of the file in bytes.
+        what: name of the file for errors.
 
     Raises:
         DataError: the file is broken, truncated or no tar file.
@@ -229,44 +204,20 @@ def image_members(file: BinaryIO, size: int, what: str) -> Iterator[tuple[str, i
         stem, _, extension = base.partition(".")
         if stem and member.isreg() and not member.issparse() and posixpath.splitext(base)[1].lower() in EXTENSIONS:
             found.append((f"{folder}/{stem}", extension, member.offset_data, member.size))
-    whole = {key for key, extension, _, _ in found if "." not in extension}
-    for key, extension, offset, length in found:
-        if "." not in extension or key not in whole:
-            yield escaped(f"{key}.{extension}".removeprefix("/")), offset, length
-
-
-class _Bounded:
-    """A file of which no more is asked for than the extension of a header may have, whatever a forged one declares.
-
-    tarfile reads extensions (long names, extended records, maps of sparse files) whole, into memory.
-    """
-
-    def __init__(self, file: BinaryIO, size: int) -> None:
-        self._file, self._size = file, size
-
-    def read(self, size: int = -1) -> bytes:
-        """As many bytes as there are, up to `size`."""
-        if not 0 <= size <= _MOST_EXTENSION:
-            raise tarfile.ReadError(f"a header declares an extension of {size} bytes")
-        return self._file.read(size)
-
-    def seek(self, place: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a place in the file."""
-        if whence == os.SEEK_SET and not 0 <= place <= self._size:
-            raise tarfile.ReadError("unexpected end of data")
-        return self._file.seek(place, whence)
-
-    def tell(self) -> int:
-        """The place."""
-        return self._file.tell()
+    samples = {key for key, extension, _, _ in found if "." not in extension}
+    return [
+        (escaped(f"{key}.{extension}".removeprefix("/")), offset, length)
+        for key, extension, offset, length in found
+        if "." not in extension or key not in samples
+    ]
 
 
 def _members(file: BinaryIO, size: int, what: str) -> Iterator[tarfile.TarInfo]:
     try:
-        with tarfile.open(fileobj=cast(Any, _Bounded(file, size)), mode="r:") as tar:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
             position = -1
             while (member := tar.next()) is not None:
-                cast(Any, tar).members.clear()  # which it would keep for good
+                cast(Any, tar).members.clear()  # tarfile would keep all of them
                 end = member.offset_data + (member.size if member.isreg() else 0)
                 if member.size < 0 or member.offset <= position or end > size:
                     raise DataError(
@@ -276,20 +227,22 @@ def _members(file: BinaryIO, size: int, what: str) -> Iterator[tarfile.TarInfo]:
                 position = member.offset
                 yield member
             file.seek(tar.offset)
-            # tarfile ends without a word where the next header should be and something else is
+            # tarfile also stops silently at anything that is not a header.
             if file.read(HEADER).strip(b"\0"):
                 raise DataError(
                     f"{what} is broken: no member begins at byte {tar.offset} of {size}; fetch or write it again"
                 )
-    # tarfile meets forged numbers, and extensions of extensions without end, with errors of many kinds.
-    except (tarfile.TarError, ValueError, OverflowError, RecursionError, IndexError, KeyError) as error:
-        if isinstance(error, DataError):
+    except DataError:
+        raise
+    # tarfile believes forged numbers: it seeks and allocates as they say.
+    except (tarfile.TarError, ValueError, ArithmeticError, RecursionError, LookupError, OSError, MemoryError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
         raise DataError(f"{what} is broken, or no uncompressed tar file: {error}; fetch or write it again") from error
 
 
 def escaped(name: str) -> str:
-    r"""A name for people: what cannot be printed is written as an escape.
+    r"""A name with escapes in place of unprintable characters.
 
     >>> escaped("straße\n.jpg")
     'straße\\n.jpg'
@@ -300,15 +253,10 @@ def escaped(name: str) -> str:
 
 
 def content_of(block: bytes, length: int, what: str) -> bytes:
-    """The content of a member, from it and the header before it.
-
-    Args:
-        block: header and content.
-        length: of the content, as the index says.
-        what: it is read from, for errors.
+    """The content of a member of the shard `what`, given its header and content as one block.
 
     Raises:
-        ShardError: the header is not one of such a member: the file is not the one that was indexed.
+        ShardError: the header is not that of a member of `length` bytes: the shard changed after it was indexed.
     """
     try:
         header = tarfile.TarInfo.frombuf(block[:HEADER], "utf-8", "surrogateescape")
