@@ -381,14 +381,15 @@ def test_an_image_that_workers_fail_at_each_time_stops_the_loading(tmp_path: Pat
 
 
 class Deadly(Noise):
-    """Workers die of it before they begin to read any image."""
+    """Workers die of it at their first image."""
 
     def __init__(self, count: int, end: Callable[[], object]) -> None:
         super().__init__(count)
         self.end = end
 
-    def prepare(self, indices: Sequence[int]) -> None:
+    def load(self, index: int) -> Tensor:
         self.end()
+        return super().load(index)
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])

@@ -4,7 +4,7 @@ import difflib
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -79,15 +79,6 @@ class OrderedSource(ImageSource, Protocol):
 
     def epoch_order(self, seed: int, epoch: int) -> Int[Tensor, " n"]:
         """All indices, each once; a function of the arguments and the collection alone."""
-        ...
-
-
-@runtime_checkable
-class PreparedSource(ImageSource, Protocol):
-    """An ImageSource that is told which images a batch will ask for, before it does."""
-
-    def prepare(self, indices: Sequence[int]) -> None:
-        """Have what these images need at hand, as far as it can be had at once."""
         ...
 
 

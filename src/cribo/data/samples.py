@@ -13,7 +13,7 @@ from jaxtyping import Int, UInt8
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from cribo.data.images import DataError, ImageSource, OrderedSource, PreparedSource, ReducingSource
+from cribo.data.images import DataError, ImageSource, OrderedSource, ReducingSource
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import UnreadableImage, passing_error
 
@@ -188,8 +188,6 @@ class SampleDataset(Dataset[Batch]):
         Raises:
             DataError: as for one.
         """
-        if isinstance(self.source, PreparedSource):
-            self.source.prepare([index for _, index in keys])
         batch = Batch({}, torch.zeros(0, dtype=torch.long), [])
         made = [self._readable(*key, batch) for key in keys]
         batch.images = torch.tensor([index for index, _ in made])
