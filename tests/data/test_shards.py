@@ -587,9 +587,6 @@ def test_a_cache_that_cannot_hold_what_is_needed_is_refused(
         flaky(cache_gib=9 * size / 2**30)
     with pytest.raises(DataError, match="cache_gib must be > 0, got 0"):
         flaky(cache_gib=0)
-    store = RemoteShards("flaky://pictures", ShardCache(tmp_path / "tiny", limit_bytes=size - 1))
-    with pytest.raises(ShardError, match=r"the shard part-0000\.tar has .* GiB, more than the cache may hold"):
-        store.open(0)
 
 
 def test_what_a_killed_process_left_is_removed(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
@@ -689,7 +686,7 @@ class _Ranges(SimpleHTTPRequestHandler):
         self.send_header("Accept-Ranges", "bytes")
         super().end_headers()
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         pass
 
 

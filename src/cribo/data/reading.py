@@ -33,16 +33,8 @@ _UPRIGHT = {
 }
 
 
-# What a network file system answers while its server restarts or the network is gone; no system has all of the names.
-_PASSING = frozenset(
-    getattr(errno, name)
-    for name in (
-        *("EIO", "EREMOTEIO", "ESTALE", "ETIMEDOUT", "ETIME", "EAGAIN", "EBUSY", "EINTR", "ENOLCK", "EPROTO", "ECOMM"),
-        *("ENETDOWN", "ENETUNREACH", "ENETRESET", "EHOSTDOWN", "EHOSTUNREACH", "ENOTCONN", "ESHUTDOWN"),
-        *("ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EPIPE", "ENOBUFS", "ENOMEM", "ENFILE", "EKEYEXPIRED"),
-    )
-    if hasattr(errno, name)
-)
+# Errors of the path itself. All others may be of a server or network that is away for a moment.
+_PERMANENT = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL}
 
 
 class UnreadableImage(Stopped):
@@ -63,7 +55,7 @@ class TooManyPixels(UnreadableImage):
 
 
 def passing_error(error: BaseException) -> int | None:
-    """The `errno` of an error of reading that may be gone when it is tried again; None for all others.
+    """The `errno` of a reading error that may be temporary; None for broken files and `_PERMANENT` errors.
 
     >>> passing_error(OSError(errno.ESTALE, "stale handle")) == errno.ESTALE
     True
@@ -71,7 +63,7 @@ def passing_error(error: BaseException) -> int | None:
     True
     """
     cause = error.__cause__ if isinstance(error, UnreadableImage) else error
-    return cause.errno if isinstance(cause, OSError) and cause.errno in _PASSING else None
+    return cause.errno if isinstance(cause, OSError) and cause.errno not in _PERMANENT else None
 
 
 @dataclass(frozen=True)

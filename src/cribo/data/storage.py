@@ -207,12 +207,10 @@ class ShardCache:
 
     Args:
         folder: created when needed.
-        limit_bytes: of all shards together.
+        limit_bytes: of all shards together, which no shard may exceed.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str] = CACHE_DIR, *, limit_bytes: int = int(CACHE_GIB * 2**30)
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, limit_bytes: int) -> None:
         self.folder = Path(folder).expanduser()
         self.limit_bytes = limit_bytes
 
@@ -225,7 +223,7 @@ class ShardCache:
             fetch: writes the shard to the file that it is given.
 
         Raises:
-            ShardError: `fetch` raised it, the shard exceeds the limit, or the folder cannot be written to.
+            ShardError: `fetch` raised it, or the folder cannot be written to.
         """
         try:
             file = _open_complete(path, size)
@@ -252,11 +250,6 @@ class ShardCache:
 
     def _reserve(self, part: Path, size: int) -> None:
         """Create a file of `size` bytes, evicting others as needed."""
-        if size > self.limit_bytes:
-            raise ShardError(
-                f"the shard {part.stem} has {size / 2**30:.3g} GiB, more than the cache may hold: raise "
-                f"data.cache_gib, now {self.limit_bytes / 2**30:.3g}"
-            )
         part.unlink(missing_ok=True)  # of a killed process
         while True:
             with FileLock(self.folder / ".room.lock"):
