@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from benchmarks.measuring import MIB, peak_memory, timed
+from benchmarks.measuring import MIB, model_flops, peak_memory, product_ceiling, timed
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from cribo.allocator import keep_freed_memory
 from cribo.models import Backbone, build_backbone
 from cribo.models.linear import Linear
 from cribo.models.modes import Checkpointing, CompileMode
-from cribo.pretraining.ceiling import model_flops, product_ceiling
 
 # FLOPs of each measurement, in passes of the network.
 PASSES = {"forward": 1, "with backward": 3, "step": 4}

@@ -147,8 +147,7 @@ def measure(options: dict[str, Any]) -> Point:
         subprocess.run(command, check=True, capture_output=True)
         (found,) = Path(folder).glob("*/profile.json")
         step = json.loads(found.read_text())["steps"][0]
-    objects = sum(spread["median"] for spread in step["parts"].values()) * step["object_share"]
-    return Point(step["step"]["median"], objects, step["peak"])
+    return Point(step["step"], step["object_share"] * step["step"], step["peak"])
 
 
 def measure_processes(options: dict[str, Any], processes: int, images: int) -> Point:

@@ -1,5 +1,6 @@
-"""How the benchmarks measure: calls that take turns in one process, and the memory that a call needs."""
+"""How the benchmarks measure: calls that take turns in one process, the memory that a call needs, and FLOPs."""
 
+import copy
 import ctypes
 import gc
 import statistics
@@ -8,8 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch.utils.benchmark import Timer
+from torch.utils.flop_counter import FlopCounterMode
+
+from cribo.models import Backbone
+from cribo.models.linear import linear
 
 MIB = 2**20
+
+# (M, K, N) of the products that `product_ceiling` times: squares, and a transformer's tokens times its weights.
+SHAPES_CPU = ((512, 512, 512), (1024, 1024, 1024), (3136, 384, 1536), (2048, 2048, 2048))
+SHAPES_DEVICE = ((4096, 4096, 4096), (25216, 768, 3072), (8192, 8192, 8192), (16384, 8192, 8192))
 
 
 def timed(call: Callable[[], object], device: str) -> float:
@@ -62,3 +72,23 @@ def peak_memory(call: Callable[[], object], device: str) -> int:
     before = resident("VmRSS")
     call()
     return max(0, resident("VmHWM") - before)
+
+
+def product_ceiling(device: str, dtype: torch.dtype) -> float:
+    """The highest rate of large matrix products, in operations per second; multiplication and addition are two."""
+    best = 0.0
+    for m, k, n in SHAPES_CPU if device == "cpu" else SHAPES_DEVICE:
+        # Random numbers: zeros draw less power, which raises the clock rate.
+        a, b = (torch.randn(rows, k, device=device).to(dtype) for rows in (m, n))
+        product = {"linear": linear, "a": a, "b": b}
+        timer = Timer("linear(a, b)", globals=product, num_threads=torch.get_num_threads())
+        best = max(best, 2 * m * k * n / min(timer.blocked_autorange(min_run_time=0.2).times))
+    return best
+
+
+def model_flops(backbone: Backbone, image_size: int) -> float:
+    """Operations of one image's forward pass: matrix products, convolutions and attention."""
+    on_meta = copy.deepcopy(backbone).to("meta").eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        on_meta.encode(torch.zeros(1, 3, image_size, image_size, device="meta"))
+    return float(counter.get_total_flops())

@@ -4,8 +4,8 @@
     uv run python -m benchmarks.share --device cuda     # ViT-B/16, 128 images, bf16
 
 K = 32 and a full bank, half of the objects with a valid match; 8, 16 and 32 objects per image. The share is that of
-clustering, pooling, retrieval, the bank, and the objects' heads and losses, forward and backward, in the median step.
-Beside it: the goal, and the share that the objects' matrix products would have at the rate that large products reach.
+clustering, pooling, retrieval, the bank, and the objects' heads and losses, forward and backward, in the median step;
+the table shows the goal next to it.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from cribo.console import Phases
 from cribo.pretraining.presets import load_config
-from cribo.pretraining.profile_report import profile_tables
+from cribo.pretraining.profile_report import profile_table
 from cribo.pretraining.profiling import Profile, profile
 
 KEPT = (8, 16, 32)
@@ -54,30 +54,19 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 130)
     precisions = arguments.precision or (["32-true", "bf16-mixed"] if arguments.device == "cpu" else ["bf16-mixed"])
     summary = Table(title="Share of the objects in a step")
-    for column in (
-        "precision",
-        "objects per image",
-        "step, ms",
-        "for the objects",
-        "goal",
-        "bare products",
-        "clustering",
-    ):
+    for column in ("precision", "objects per image", "step, ms", "for the objects", "goal", "clustering"):
         summary.add_column(column, justify="right")
     for precision in precisions:
         found = measure(arguments.device, precision, arguments.bank_images, arguments.steps, console)
-        for table in profile_tables(found):
-            console.print(table)
+        console.print(profile_table(found))
         for step, goal in zip(found.steps, GOALS[arguments.device], strict=True):
-            whole = sum(spread.median for spread in step.parts.values())
             summary.add_row(
                 precision,
                 str(step.fixed_objects),
-                f"{1000 * whole:.0f}",
+                f"{1000 * step.step:.0f}",
                 f"{step.object_share:.1%}",
                 f"{goal:.0%}",
-                f"{found.object_floor(step) / whole:.1%}",
-                f"{step.parts['clustering'].median / whole:.1%}",
+                f"{step.parts['clustering'] / step.step:.1%}",
             )
     console.print(summary)
 

@@ -10,13 +10,13 @@ from cribo.console import Phases, loading, log_to
 
 HELP = """\
 What a training step costs on this machine, part by part: the paper's profiling table for your own configuration, with
-memory by what holds it, and how well the processor is used.
+images per second and peak memory.
 
   cribo profile --config coco_vits16 --data.root COCO --kept 8,16,32
   cribo profile --config imagenet_vitb16 --data.root scenes --data.scenes.size 224 --optim.batch_size 128
 
-Steps of the real training are taken on a full memory bank; nothing is kept of them. Of a run over several devices, one
-device's part is profiled. Without --kept, as many objects count as a random network finds.
+Takes steps of the real training on a full memory bank, and discards them. For a run over several devices, the part of
+one device is profiled. Without --kept, an image has as many objects as an untrained network finds.
 """
 
 LESS_MEMORY = "raise --optim.micro_batches, lower --optim.batch_size, or set --backbone.checkpointing selective"
@@ -43,19 +43,22 @@ def _profile(words: list[str]) -> None:
         "--kept",
         type=list[int],
         default=[],
-        help="objects that every image is given, such as 8,16,32: cost follows them; as found when not given",
+        help="objects to give every image, such as 8,16,32: they decide the cost; as found if not given",
     )
     parser.add_argument(
-        "--bootstrapping_ratio", type=float, default=0.5, help="share of the objects that are given a valid match"
+        "--bootstrapping_ratio", type=float, default=0.5, help="share of the objects to give a valid match"
     )
-    parser.add_argument("--steps", type=int, default=10, help="that are timed, after --warmup others")
+    parser.add_argument("--steps", type=int, default=10, help="steps to time, after --warmup others")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
+    parser.add_argument(
+        "--trace", type=Path | None, help="file for a trace of two more steps, for chrome://tracing or ui.perfetto.dev"
+    )
     add_config_arguments(parser)
     words = with_preset(words)
     parsed = parser.parse_args(words)
     config = config_from(parsed)
     with loading(console):
-        from cribo.pretraining.profile_report import profile_tables, write_profile
+        from cribo.pretraining.profile_report import profile_table, write_profile
         from cribo.pretraining.profiling import profile
 
     with Phases(console) as progress:
@@ -65,10 +68,11 @@ def _profile(words: list[str]) -> None:
             bootstrapping_ratio=parsed.bootstrapping_ratio,
             steps=parsed.steps,
             warmup=parsed.warmup,
+            trace=parsed.trace,
             progress=progress,
         )
     folder = make_numbered_folder(parsed.out, config_name(parsed.config[-1]))
     paths = write_profile(measured, folder, command=shlex.join(["cribo", "profile", *words]))
-    for table in profile_tables(measured):
-        console.print(table)
-    print_places(console, {"numbers": paths[0], "picture": paths[1]})
+    console.print(profile_table(measured))
+    places = {"numbers": paths[0], "picture": paths[1]}
+    print_places(console, places if parsed.trace is None else places | {"trace": parsed.trace})

@@ -20,7 +20,7 @@ from cribo.data.samples import Batch, SampleDataset, SampleTransform
 from cribo.models import Backbone, build_backbone
 from cribo.models.modes import CompileMode
 from cribo.objectives.options import ObjectiveOptions
-from cribo.training.laps import Laps
+from cribo.training.timing import StepTimer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,14 +79,14 @@ class Step:
         steps_per_epoch: of the run.
         total_steps: of the run.
         gather: a tensor of the same shape on every device -> (devices, ...); to be called on all of them.
-        lap: says what the time since the last lap was spent on, for `cribo profile`.
+        lap: assigns the time since its last call to a part of the step, for `cribo profile`.
     """
 
     number: int
     steps_per_epoch: int
     total_steps: int
     gather: Callable[[Tensor], Tensor] = _alone
-    lap: Laps = field(default_factory=Laps)
+    lap: StepTimer = field(default_factory=StepTimer)
 
     @property
     def epoch(self) -> int:

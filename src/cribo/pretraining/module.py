@@ -17,8 +17,8 @@ from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.parameters import clip_each, drop_gradients, parameter_groups
 from cribo.pretraining.schedules import Schedules
 from cribo.pretraining.sums import RunningSums
-from cribo.training.laps import Laps
 from cribo.training.module import ResumableModule
+from cribo.training.timing import StepTimer
 
 
 class PretrainingModule(ResumableModule):
@@ -45,7 +45,7 @@ class PretrainingModule(ResumableModule):
         self.schedules = Schedules(config.optim, steps_per_epoch, self.objective.schedules)
         self.sums = RunningSums(self._gather)
         self._restored_sums: dict[str, Any] | None = None
-        self.laps = Laps()
+        self.timer = StepTimer()
 
     # ------------------------------------------------------------------------------------------------- set-up
 
@@ -77,12 +77,12 @@ class PretrainingModule(ResumableModule):
 
     def at(self, number: int) -> Step:
         """A step of this run."""
-        return replace(self.schedules.step(number), gather=self._gather, lap=self.laps)
+        return replace(self.schedules.step(number), gather=self._gather, lap=self.timer)
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         """One optimiser step."""
         objective, parts = self.objective, self.config.optim.micro_batches
-        self.laps("waiting for data")
+        self.timer("waiting for data")
         step, values = self.at(self.step), self.schedules.at(self.step)
         optimizer: Any = self.optimizers()
         for group in optimizer.param_groups:
@@ -96,13 +96,11 @@ class PretrainingModule(ResumableModule):
             total: Any = sum(objective.weights.get(name, 1.0) * loss for name, loss in output.losses.items())
             with nullcontext() if number == parts else self._gradients_kept_here():
                 self.manual_backward(total / parts)
-            self.laps("backbone, backward")
+            self.timer("backbone, backward")
             self.sums.add(output, objective.weights)
         optimizer.step()
-        self.laps("optimiser")
+        self.timer("optimiser")
         objective.after_step(step)
-        self.laps("bookkeeping")
-        self.laps.end_step()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip, then freeze."""

@@ -3,31 +3,29 @@ import time
 import pytest
 import torch
 
-from cribo.training.laps import Laps
+from cribo.training.timing import StepTimer
 
 
-def test_laps_of_a_part_are_summed_and_steps_kept_apart():
-    laps = Laps()
-    laps("before the start: not counted")
-    laps.start(torch.device("cpu"))
+def test_times_of_a_part_are_summed_and_steps_kept_apart():
+    timer = StepTimer()
+    timer("before the start: not counted")
+    timer.start(torch.device("cpu"))
     for pause in (0.02, 0.05):
         time.sleep(pause)
-        laps("slow")
-        laps("quick")
+        timer("slow")
+        timer("quick")
         time.sleep(pause)
-        laps("slow")
-        laps.end_step()
-    laps("of a step that never ended")
-    first, second = laps.read()
+        timer("slow")
+        timer.end_step()
+    timer("of a step that never ended")
+    first, second = timer.read()
     assert set(first) == set(second) == {"slow", "quick"}
     assert first["slow"] >= 0.04
     assert second["slow"] >= 0.1
     assert first["quick"] < 0.02
-    laps("after the end")
-    assert laps.read() == []
 
 
-def test_a_gradient_ends_the_lap_of_what_comes_before_it_in_the_backward_pass():
+def test_a_gradient_ends_the_part_before_it_in_the_backward_pass():
     class Slow(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -38,18 +36,18 @@ def test_a_gradient_ends_the_lap_of_what_comes_before_it_in_the_backward_pass():
             time.sleep(0.05)
             return gradients[0]
 
-    laps = Laps()
+    timer = StepTimer()
     x = torch.ones(3, requires_grad=True)
-    laps.start(torch.device("cpu"))
+    timer.start(torch.device("cpu"))
     middle = x * 2
-    laps.at_gradient(middle, "head")
-    laps.at_gradient(middle.detach(), "never")
+    timer.at_gradient(middle, "head")
+    timer.at_gradient(middle.detach(), "never")
     loss = Slow.apply(middle).sum()
-    laps("forward")
+    timer("forward")
     loss.backward()
-    laps("body")
-    laps.end_step()
-    (step,) = laps.read()
+    timer("body")
+    timer.end_step()
+    (step,) = timer.read()
     assert list(step) == ["forward", "head", "body"]
     assert step["head"] >= 0.05 > step["body"]
     assert x.grad is not None
