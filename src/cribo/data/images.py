@@ -14,20 +14,13 @@ from torch import Tensor
 
 from cribo.data.limits import MAX_PIXELS
 from cribo.data.reading import read_image, read_reduced
+from cribo.errors import DataError, MissingData
 
 # Compared in lower case: ImageNet's files end in .JPEG.
 EXTENSIONS = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".tif", ".tiff", ".bmp", ".gif"),
     *(".ppm", ".pgm", ".pbm", ".pnm", ".jp2"),
 )
-
-
-class DataError(ValueError):
-    """Data that cannot be used as asked; the message says what was found and what to change."""
-
-
-class MissingData(DataError, FileNotFoundError):
-    """A folder or file that is not there; the message offers the nearest name that is."""
 
 
 class ImageSource(Protocol):
@@ -285,7 +278,7 @@ def require(path: Path) -> None:
     if nearest:
         raise MissingData(f"{message}; did you mean {nearest[0]!r}?")
     folders = [name for name in there if (parent / name).is_dir()]
-    raise MissingData(f"{message}; folders there: {_enumerate(folders) or 'none'}")
+    raise MissingData(f"{message}; folders there: {enumerated(folders) or 'none'}")
 
 
 def _nothing_found(folder: Path) -> str:
@@ -295,10 +288,11 @@ def _nothing_found(folder: Path) -> str:
         for name in files:
             found["hidden" if name.startswith(".") else os.path.splitext(name)[1] or "without extension"] += 1
             broken += not os.path.exists(os.path.join(parent, name))
-    there = _enumerate([f"{count} {kind}" for kind, count in found.most_common()]) or "no files at all"
+    there = enumerated([f"{count} {kind}" for kind, count in found.most_common()]) or "no files at all"
     links = f" ({broken} of them links to files that are not there)" if broken else ""
     return f"no images in {folder}: looked for {' '.join(EXTENSIONS)}, found {there}{links}"
 
 
-def _enumerate(names: list[str], most: int = 8) -> str:
+def enumerated(names: Sequence[str], most: int = 8) -> str:
+    """Names in words, not all of many."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -82,7 +82,7 @@ def _of_coco(coco: CocoLabels, classes: str | Path | None) -> Examples:
         raise DataError(f"--classes {classes} does not go with annotations of COCO's format, which name their own")
 
     def example(index: int) -> Example:
-        return Example(coco.image_path(index), coco.labels(index), coco.name(index))
+        return Example(coco.path(index), coco.labels(index), coco.name(index))
 
     return Examples([coco.name(index) for index in range(len(coco))], coco.classes, coco.palette, example)
 
@@ -96,7 +96,7 @@ def _of_folders(images: Path, labels: Path, classes: str | Path | None) -> Examp
             raise DataError(f"the labels {labels / stem}.png have no image: there is no {stem} in {images}")
 
     def example(index: int) -> Example:
-        return Example(found.image_path(index), found.label_path(index), found.name(index))
+        return Example(found.path(index), found.label_path(index), found.name(index))
 
     return Examples([found.name(index) for index in range(len(found))], names, None, example)
 
