@@ -39,7 +39,7 @@ class ClassifiedFiles(ImageFiles):
     def __init__(self, images: ImageFiles, classes: Sequence[str], labels: Int[np.ndarray, " n"]) -> None:
         if len(labels) != len(images):
             raise ValueError(f"there must be a label for each of the {len(images)} images, got {len(labels)}")
-        super().__init__(images.folder, map(images.name, range(len(images))), max_pixels=images.max_pixels)
+        super().__init__(images.folder, images.names, max_pixels=images.max_pixels)
         self.classes = list(classes)
         self.labels: Int64[np.ndarray, " n"] = labels.astype(np.int64)
 

@@ -159,7 +159,7 @@ class CocoLabels(ImageFiles):
                     "class of a pixel; polygons or run lengths are needed"
                 )
         files = coco.image_files(images, max_pixels=max_pixels)
-        super().__init__(files.folder, map(files.name, range(len(files))), max_pixels=max_pixels)
+        super().__init__(files.folder, files.names, max_pixels=max_pixels)
 
     def labels(self, index: int) -> UInt8[Tensor, "h w"]:
         """The class of each pixel, 0 for background, 255 for crowds.

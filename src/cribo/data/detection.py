@@ -101,7 +101,7 @@ class BoxedImages(ImageFiles):
         self.category_ids: list[int | str] = [category["id"] for category in coco.categories]
         self.image_ids: list[int | str] = [entry["id"] for entry in coco.images]
         files = coco.image_files(images, max_pixels=max_pixels)
-        super().__init__(files.folder, map(files.name, range(len(files))), max_pixels=max_pixels)
+        super().__init__(files.folder, files.names, max_pixels=max_pixels)
         sizes = [self._listed_size(entry, self.path(number)) for number, entry in enumerate(coco.images)]
         # Flat arrays, which workers share.
         self._sizes: Int64[np.ndarray, "n 2"] = np.array(sizes)
@@ -134,7 +134,7 @@ class BoxedImages(ImageFiles):
             IndexError: an index that there is not.
         """
         part = copy.copy(self)
-        part._names = PackedNames(map(self.name, indices))
+        part.names = PackedNames(map(self.name, indices))
         part.image_ids = [self.image_ids[index] for index in indices]
         part._sizes, part._spans = self._sizes[indices], self._spans[indices]
         return part

@@ -121,6 +121,9 @@ class PackedNames:
     def __len__(self) -> int:
         return len(self._ends) - 1
 
+    def __iter__(self) -> Iterator[str]:
+        return map(self.__getitem__, range(len(self)))
+
     def __getitem__(self, index: int) -> str:
         if not 0 <= index < len(self):
             raise IndexError(f"index must be in 0..{len(self) - 1}, got {index}")
@@ -130,7 +133,7 @@ class PackedNames:
 class ImageFiles:
     """Image files as an ImageSource; `open_images` makes one.
 
-    `names` are paths relative to `folder` (or absolute), in the order of the indices.
+    `names` are paths relative to `folder` (or absolute), with `/` on every system, in the order of the indices.
     """
 
     def __init__(self, folder: str | os.PathLike[str], names: Iterable[str], *, max_pixels: int = MAX_PIXELS) -> None:
@@ -138,18 +141,18 @@ class ImageFiles:
             raise DataError(f"max_pixels must be >= 4 (the smallest image is 2 x 2), got {max_pixels}")
         self.folder = os.fspath(folder)
         self.max_pixels = max_pixels
-        self._names = PackedNames(names)
+        self.names = names if isinstance(names, PackedNames) else PackedNames(names)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.names)
 
     def name(self, index: int) -> str:
         """The image's path below `folder`, with `/` on every system."""
-        return self._names[index]
+        return self.names[index]
 
     def path(self, index: int) -> str:
         """Where the image's file is."""
-        return os.path.join(self.folder, self._names[index])
+        return os.path.join(self.folder, self.names[index])
 
     def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
         """One image, RGB, upright. Raises UnreadableImage (see `read_image`)."""
@@ -187,7 +190,7 @@ def open_images(
         if len(files) == 0:
             raise DataError(_nothing_found(path))
         if inside:
-            _require_inside(path, ((files.name(index), files.name(index)) for index in range(len(files))))
+            _require_inside(path, zip(files.names, files.names, strict=True))
         return files
     if path.suffix.lower() != ".txt":
         raise DataError(f"{path} is a file: give a folder of images, or a .txt file that lists one image per line")

@@ -325,11 +325,13 @@ class _ChildHandler:
     @staticmethod
     @contextmanager
     def raising() -> Iterator[None]:
-        """Raise errors in this context."""
-        if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD"):
-            handler = signal.getsignal(signal.SIGCHLD)  # torch sets its own at the first loader with workers
-            if callable(handler) and not isinstance(handler, _ChildHandler):
-                signal.signal(signal.SIGCHLD, _ChildHandler(handler))
+        """Raise errors in this context; signals reach the main thread alone."""
+        if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
+            yield
+            return
+        handler = signal.getsignal(signal.SIGCHLD)  # torch sets its own at the first loader with workers
+        if callable(handler) and not isinstance(handler, _ChildHandler):
+            signal.signal(signal.SIGCHLD, _ChildHandler(handler))
         _ChildHandler.fetching = True
         try:
             yield

@@ -131,7 +131,7 @@ class LabelledFiles(ImageFiles):
         palette: Sequence[Colour] | None = None,
         values: LabelValues | None = None,
     ) -> None:
-        super().__init__(images.folder, map(images.name, range(len(images))), max_pixels=images.max_pixels)
+        super().__init__(images.folder, images.names, max_pixels=images.max_pixels)
         self._label_files = ImageFiles(label_folder, label_names)
         self._classes = list(classes)
         self._palette = palette
@@ -217,7 +217,7 @@ class LabelledFolder(LabelledFiles):
         images = open_images(images_dir, max_pixels=max_pixels)
         folder = Path(labels_dir).expanduser()
         require(folder)
-        stems = by_stem(map(images.name, range(len(images))), EXTENSIONS)
+        stems = by_stem(images.names, EXTENSIONS)
         maps = by_stem(list_files(folder, [".png"]), [".png"])
         for stem, name in stems.items():
             if stem not in maps:

@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from cribo.console import Progress
 from cribo.data import ImageFiles, LabelledImages, LabelledSubset, UnreadableImage
+from cribo.data.crops import resize_labels
 from cribo.evaluation.cache import DTYPES, FeatureCache, require_room
 from cribo.retrieval.choices import FeaturePrecision, Interpolation
 from cribo.retrieval.encoders import PatchEncoder
-from cribo.retrieval.patches import augment_image, augment_labels, class_counts, grid_size, resize_image, resize_labels
+from cribo.retrieval.patches import augment_image, augment_labels, class_counts, grid_size, resize_image
 from cribo.retrieval.search import in_blocks
 
 _PROBE_VIEWS = 32  # to be encoded, after which it is clear how much room all of them need
