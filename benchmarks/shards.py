@@ -98,7 +98,7 @@ def measure_reading(folder: Path, count: int) -> None:
         write_shards(files, Path(temporary, "shards"), shard_bytes=max(2**20, size // 50))
         shards = open_shards(Path(temporary, "shards"))
         cached = open_shards(f"file://{temporary}/shards", cache_dir=Path(temporary, "cache"))
-        places = {name.rpartition(".")[0]: index for index, name in enumerate(map(files.name, range(len(files))))}
+        places = {name.rpartition(".")[0]: index for index, name in enumerate(files.names)}
         order = shards.epoch_order(0, 0)[: count // TURN * TURN].tolist()
         stems = [shards.name(index).partition("/")[2].rpartition(".")[0].replace("%2E", ".") for index in order]
         same = {"folder": [places[stem] for stem in stems], "shards": order, "through the cache": order}

@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -93,6 +94,25 @@ def test_a_value_that_looks_like_a_short_name_is_a_value() -> None:
 def test_a_size_can_be_said_in_any_way(words: list[str]) -> None:
     assert parser().parse_args([*words, "--source", "a"]).size == (364, 364)
     assert parser().parse_args(["--source", "a", *words]).size == (364, 364)
+
+
+@pytest.mark.parametrize(("said", "size"), [("364", (364, 364)), ("[32, 64]", (32, 64)), ("null", None)])
+def test_a_size_in_a_file(tmp_path: Path, said: str, size: tuple[int, int] | None) -> None:
+    made = parser()
+    made.add_argument("--config", action="config")
+    made.add_class_arguments(Options, "inner")
+    (tmp_path / "a.yaml").write_text(f"size: {said}\ninner:\n  size: {said}\n  counts: [7, 8]\n")
+    parsed = made.parse_args(["--config", str(tmp_path / "a.yaml"), "--source", "a", "--inner.source.name", "a"])
+    assert (parsed.size, parsed.inner.size, parsed.inner.counts) == (size, size, (7, 8))
+
+
+@pytest.mark.parametrize("content", ["size: [1, 2, 3]", "size: x", "counts: 7", "size: {a: 7}"])
+def test_a_size_in_a_file_that_is_none(tmp_path: Path, content: str) -> None:
+    made = parser()
+    made.add_argument("--config", action="config")
+    (tmp_path / "a.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=r"must be two ints|two ints or null|Does not validate"):
+        made.parse_args(["--config", str(tmp_path / "a.yaml"), "--source", "a"])
 
 
 def test_height_comes_before_width_and_only_a_size_can_be_square() -> None:

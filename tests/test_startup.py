@@ -28,6 +28,8 @@ REFUSED = {
 }
 """A wrong value, or none where one is needed, of each command."""
 
+UNKNOWN_SET = ["--backbone", "x", "--data", "vox", "--data.root", "x"]
+
 HEAVY = ("torch", "timm", "lightning", "transformers", "sklearn", "gradio", "lancedb", "matplotlib", "numpy")
 
 PROGRAM = """
@@ -41,6 +43,11 @@ except SystemExit as exit:
 print("loaded:", *(name for name in sys.argv[1].split(",") if name in sys.modules))
 sys.exit(status)
 """
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-c", PROGRAM, ",".join(HEAVY)]
+    return subprocess.run([*program, *words], capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_each_command_is_tested() -> None:
@@ -58,16 +65,19 @@ def test_nobody_waits_for_torch_to_be_helped_or_refused(command: str, case: str)
         "unknown option": (["--no_such_option", "1"], 2),
         "wrong value": (REFUSED[command], 2),
     }[case]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, ",".join(HEAVY), *command.split(), *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run(*command.split(), *words)
     assert done.returncode == status, done.stderr
     assert done.stdout.splitlines()[-1].strip() == "loaded:"
     assert ("usage: cribo" in done.stdout) == (case == "help")
     assert done.stderr.startswith(f"cribo {command}: ") == (case != "help")
     assert ("no_such_option" in done.stderr) == (case == "unknown option")
     assert "loading" not in done.stderr
+
+
+@pytest.mark.parametrize("evaluation", ["dense-nn", "linear", "segmenter"])
+def test_nobody_waits_for_torch_to_hear_of_an_unknown_set(evaluation: str) -> None:
+    done = run("evaluate", evaluation, *UNKNOWN_SET)
+    assert done.returncode == 2
+    assert done.stdout.splitlines()[-1].strip() == "loaded:"
+    assert f"cribo evaluate {evaluation}: " in done.stderr
+    assert "there is no segmentation set 'vox'; did you mean 'voc'?" in done.stderr

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
+import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 
@@ -26,7 +27,7 @@ class Parser(ArgumentParser):
     """A parser that takes no abbreviations and offers the nearest valid name for an unknown one.
 
     An option of several values takes them as `1,8,64` or `[1,8,64]`, and numbers as `1 8 64`, too. One of two whole
-    numbers whose name ends in `size` takes a single one for a square.
+    numbers whose name ends in `size` takes a single one for a square, in a file, too.
 
     Args:
         short: options that may be said in fewer words, `--data` for `--data.name`, say.
@@ -49,14 +50,39 @@ class Parser(ArgumentParser):
         """Parse words."""
         return super().parse_args(self.written_out(sys.argv[1:] if args is None else args), **kwargs)
 
-    def written_out(self, words: Sequence[str]) -> list[str]:
-        """Words with short names, switches and lists as jsonargparse wants them."""
-        lists = {
+    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
+        """Parse the content of a configuration file."""
+        return super().parse_string(self._with_squares(content), *args, **kwargs)
+
+    def _with_squares(self, content: str) -> str:
+        """A configuration in which each size has both of its sides."""
+        try:
+            values = yaml.safe_load(content)
+        except yaml.YAMLError:  # the parser's own message names the place
+            return content
+        squares = 0
+        for option in (option for option, elements in self._lists().items() if _is_size(option, elements)):
+            *groups, name = option.removeprefix("--").split(".")
+            place = values
+            for group in groups:
+                place = place.get(group) if isinstance(place, dict) else None
+            if isinstance(place, dict) and type(place.get(name)) is int:
+                place[name] = [place[name]] * 2
+                squares += 1
+        return yaml.safe_dump(values, sort_keys=False) if squares else content
+
+    def _lists(self) -> dict[str, tuple[type, ...]]:
+        """The types of the values of each option that takes several."""
+        return {
             option: elements
             for action in self._actions
             if (elements := _elements(getattr(action, "_typehint", None)))
             for option in action.option_strings
         }
+
+    def written_out(self, words: Sequence[str]) -> list[str]:
+        """Words with short names, switches and lists as jsonargparse wants them."""
+        lists = self._lists()
         result: list[str] = []
         rest = deque(words)
         while rest:
@@ -66,7 +92,7 @@ class Parser(ArgumentParser):
                 continue
             option, given, value = word.partition("=")
             option = self._long(option)
-            square = option.endswith("size") and lists.get(option) == (int, int)
+            square = _is_size(option, lists.get(option, ()))
             if given:
                 result.append(f"{option}={_bracketed([value], square=square) if option in lists else value}")
                 continue
@@ -193,6 +219,10 @@ def _elements(hint: Any) -> tuple[type, ...]:
         return _elements(found[0]) if len(found) == 1 else ()
     elements = tuple(part for part in get_args(hint) if part is not ...)
     return elements if get_origin(hint) in (tuple, list) and set(elements) <= {int, float, str} else ()
+
+
+def _is_size(option: str, elements: tuple[type, ...]) -> bool:
+    return option.endswith("size") and elements == (int, int)
 
 
 def _values(rest: deque[str], elements: tuple[type, ...]) -> Iterator[str]:

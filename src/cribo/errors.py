@@ -11,3 +11,11 @@ class Stopped(Exception):
 
     status = 1
     everywhere = False
+
+
+class DataError(ValueError):
+    """Data that cannot be used as asked; the message says what was found and what to change."""
+
+
+class MissingData(DataError, FileNotFoundError):
+    """A folder or file that is not there; the message offers the nearest name that is."""

@@ -33,7 +33,7 @@ def test_folders_are_classes_in_the_order_of_their_names(tmp_path: Path) -> None
     names = ["a b/0.jpg", "a b/1.jpg", "b/0.jpg", "b/1.jpg", "b/late.JPEG", "c/deeper/0.jpg", "c/deeper/1.jpg"]
     assert [images.name(index) for index in range(len(images))] == names
     assert images.labels.tolist() == [0, 0, 1, 1, 1, 2, 2]
-    assert Path(images.image_path(4)) == tmp_path / "b" / "late.JPEG"
+    assert Path(images.path(4)) == tmp_path / "b" / "late.JPEG"
     assert images.load(4).shape == (3, 3, 4)
     assert images.load(4).dtype == torch.uint8
 
@@ -180,4 +180,4 @@ def test_validation_images_beside_each_other_need_a_list_of_their_classes(tmp_pa
 def test_a_label_for_each_image(tmp_path: Path) -> None:
     images = open_class_folders(folders(tmp_path, "a", "b"))
     with pytest.raises(ValueError, match="a label for each of the 4 images, got 3"):
-        classification.ClassifiedFiles(images._images, images.classes, np.zeros(3, dtype=np.int64))
+        classification.ClassifiedFiles(images, images.classes, np.zeros(3, dtype=np.int64))

@@ -85,7 +85,7 @@ def test_images_in_a_folder_beside_the_file_or_elsewhere(tmp_path: Path) -> None
     path = write(tmp_path / "set", [])
     (tmp_path / "set" / "images").mkdir()
     (tmp_path / "set" / "one.png").rename(tmp_path / "set" / "images" / "one.png")
-    assert CocoLabels(path).image_path(0) == str(tmp_path / "set" / "images" / "one.png")
+    assert CocoLabels(path).path(0) == str(tmp_path / "set" / "images" / "one.png")
     (tmp_path / "set" / "images").rename(tmp_path / "elsewhere")
     assert CocoLabels(path, tmp_path / "elsewhere").load(0).shape == (3, 10, 12)
     with pytest.raises(
@@ -157,7 +157,10 @@ def test_what_is_called_background_is_the_background(tmp_path: Path) -> None:
         ({"categories": [*CATEGORIES, {"id": "8", "name": "other"}]}, "must be all numbers or all texts, got '8'"),
         ({"images": [{"id": 5, "file_name": "one.png"}, {"id": 5, "file_name": "one.png"}]}, "id 5 stands twice"),
         ({"images": [{"id": None, "file_name": "one.png"}]}, "got None"),
-        ({"annotations": [{**annotation([SQUARE]), "image_id": [5]}]}, r"image_id of annotation 1 .* got \[5\]"),
+        (
+            {"annotations": [{**annotation([SQUARE]), "image_id": [5]}]},
+            r"annotation 1 is of image \[5\], which",
+        ),
     ],
 )
 def test_ids_that_do_not_tell_apart(tmp_path: Path, changes: dict[str, Any], said: str) -> None:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from PIL import Image
 
-from cribo.data.datasets import SEGMENTATION_SETS, default_splits, open_segmentation
+from cribo.data.datasets import default_splits, open_segmentation, read_stems
 from cribo.data.images import DataError, MissingData
 from cribo.data.segmentation import LabelledImages
+from cribo.data.sets import SEGMENTATION_SETS
 
 OFFICIAL = [name for name in SEGMENTATION_SETS if name != "folder"]
 
@@ -132,7 +133,7 @@ def test_voc_reads_the_indices_of_its_coloured_maps(tmp_path):
     assert [data.name(index) for index in range(len(data))] == ["2007_000033.jpg", "2007_000042.jpg"]
     assert labels_of(data) == [[0, 255, 1], [20, 1, 0]]
     assert data.load(0).shape == (3, 2, 3)
-    assert data.image_path(0) == str(tmp_path / VOC / "JPEGImages/2007_000033.jpg")
+    assert data.path(0) == str(tmp_path / VOC / "JPEGImages/2007_000033.jpg")
     assert data.ignore_index == 255
     assert data.palette[20] == (0, 64, 128)
 
@@ -426,3 +427,32 @@ def test_label_map_of_another_size(tmp_path):
     write_ade20k(tmp_path, [[1, 1], [1, 1], [1, 1]])
     with pytest.raises(DataError, match=r"size of their image ADE_val_00000001\.jpg, 3 x 2, got 2 x 3"):
         open_segmentation("ade20k", tmp_path, "val", partial=True).labels(0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2007_000032\n2007_000039\n",
+        "\ufeff2007_000032\r\n\r\n2007_000039",
+        "/JPEGImages/2007_000032.jpg /SegmentationClassAug/2007_000032.png\nJPEGImages/2007_000039.jpg\n",
+    ],
+)
+def test_lists(tmp_path, text):
+    path = tmp_path / "val.txt"
+    path.write_bytes(text.encode())
+    assert read_stems(path) == {"2007_000032", "2007_000039"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\n\n", r"val\.txt names no image"),
+        (b"\xff\xfe\x00\x01", "it is not UTF-8 text"),
+        (b"2007_000032\n2007_000039 -1\n", r"val\.txt, line 2: must be a name, .*, got '2007_000039 -1'"),
+    ],
+)
+def test_lists_that_are_none(tmp_path, content, message):
+    path = tmp_path / "val.txt"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_stems(path)

@@ -47,7 +47,7 @@ def test_ids_with_gaps_become_classes_in_their_order_and_images_without_objects_
     assert images.boxes(0).labels.tolist() == [0, 1]
     assert images.boxes(0).corners.tolist() == [[2, 3, 6, 8], [0, 0, 12, 10]]
     assert images.boxes(2).corners.tolist() == [[1, 2, 4, 6]]
-    assert (images.image_id(2), images.num_boxes, images.most_boxes) == (9, 3, 2)
+    assert (images.image_ids[2], images.num_boxes, images.most_boxes) == (9, 3, 2)
     assert images.load(1).shape == (3, 10, 12)
 
 
@@ -78,7 +78,7 @@ def test_crowds_are_marked_and_areas_are_the_objects_own(tmp_path: Path) -> None
 
 def test_a_subset_keeps_classes_and_ids(tmp_path: Path) -> None:
     part = BoxedImages(write(tmp_path, [BOX, annotation([1, 2, 3, 4], 90, 9)])).subset([2, 1])
-    assert (len(part), part.name(0), part.image_id(1), part.classes) == (2, "three.png", 2, ["early", "late"])
+    assert (len(part), part.name(0), part.image_ids[1], part.classes) == (2, "three.png", 2, ["early", "late"])
     assert part.boxes(0).labels.tolist() == [1]
     assert part.subset([1]).name(0) == "two.png"
 
@@ -152,7 +152,7 @@ def test_layouts_are_found_by_themselves(tmp_path: Path, layout: tuple[str, str,
         written.rename(tmp_path / file)
     splits = open_detection(tmp_path)
     assert (splits.train.num_boxes, splits.val.num_boxes) == (2, 1)
-    assert splits.val.image_path(0) == str(tmp_path / val_images / "one.png")
+    assert splits.val.path(0) == str(tmp_path / val_images / "one.png")
     assert splits.name == ("coco" if "2017" in train else "folder")
 
 

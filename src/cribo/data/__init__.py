@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cribo.data.classification import ClassificationSplits, ClassifiedFiles, open_class_folders, open_classification
-    from cribo.data.datasets import SEGMENTATION_SETS, SegmentationSet, default_splits, open_segmentation
+    from cribo.data.datasets import default_splits, open_segmentation
     from cribo.data.images import DataError, ImageFiles, ImageSource, MissingData, open_images
     from cribo.data.reading import UnreadableImage, read_image
     from cribo.data.segmentation import LabelledFiles, LabelledFolder, LabelledImages, LabelledSubset, colour_map
+    from cribo.data.sets import SEGMENTATION_SETS, SegmentationSet
     from cribo.data.shard_writing import WrittenShards, write_shards
     from cribo.data.shards import ShardedImages, open_collection, open_shards
     from cribo.data.storage import ShardError
@@ -44,10 +45,11 @@ __all__ = [
 
 _PLACES = {
     "classification": ("ClassificationSplits", "ClassifiedFiles", "open_class_folders", "open_classification"),
-    "datasets": ("SEGMENTATION_SETS", "SegmentationSet", "default_splits", "open_segmentation"),
+    "datasets": ("default_splits", "open_segmentation"),
     "images": ("DataError", "ImageFiles", "ImageSource", "MissingData", "open_images"),
     "reading": ("UnreadableImage", "read_image"),
     "segmentation": ("LabelledFiles", "LabelledFolder", "LabelledImages", "LabelledSubset", "colour_map"),
+    "sets": ("SEGMENTATION_SETS", "SegmentationSet"),
     "shard_writing": ("WrittenShards", "write_shards"),
     "shards": ("ShardedImages", "open_collection", "open_shards"),
     "storage": ("ShardError",),

@@ -3,15 +3,14 @@
 import csv
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int, Int64, UInt8
-from torch import Tensor
+from jaxtyping import Int, Int64
 
-from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, list_files, require
+from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, enumerated, list_files, require
 from cribo.data.limits import MAX_PIXELS
 
 IMAGENET_SIZES = {"train": 1_281_167, "val": 50_000}
@@ -25,7 +24,7 @@ _IMAGENET_LISTS = ("val.txt", "meta/val.txt")  # Caffe's and MMPretrain's: file 
 _VALIDATION = ("val", "validation", "valid", "test")
 
 
-class ClassifiedFiles:
+class ClassifiedFiles(ImageFiles):
     """Image files, each of one class, as an ImageSource.
 
     Args:
@@ -40,29 +39,9 @@ class ClassifiedFiles:
     def __init__(self, images: ImageFiles, classes: Sequence[str], labels: Int[np.ndarray, " n"]) -> None:
         if len(labels) != len(images):
             raise ValueError(f"there must be a label for each of the {len(images)} images, got {len(labels)}")
-        self._images = images
+        super().__init__(images.folder, images.names, max_pixels=images.max_pixels)
         self.classes = list(classes)
         self.labels: Int64[np.ndarray, " n"] = labels.astype(np.int64)
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    @property
-    def folder(self) -> str:
-        """The folder below which the images lie."""
-        return self._images.folder
-
-    def name(self, index: int) -> str:
-        """The image's path below the folder."""
-        return self._images.name(index)
-
-    def image_path(self, index: int) -> str:
-        """Where the image's file is."""
-        return self._images.path(index)
-
-    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
-        """One image, RGB, upright. Raises UnreadableImage (see `read_image`)."""
-        return self._images.load(index)
 
     def limited(self, number: int) -> "ClassifiedFiles":
         """So many of the images, one of each class in turn, in their order; all of them if there are no more.
@@ -75,7 +54,7 @@ class ClassifiedFiles:
         if number < 1:
             raise ValueError(f"number must be >= 1, got {number}")
         chosen = np.sort(np.lexsort((self.labels, _place_in_class(self.labels)))[:number])
-        files = ImageFiles(self.folder, map(self.name, chosen.tolist()), max_pixels=self._images.max_pixels)
+        files = ImageFiles(self.folder, map(self.name, chosen.tolist()), max_pixels=self.max_pixels)
         return ClassifiedFiles(files, self.classes, self.labels[chosen])
 
 
@@ -126,12 +105,17 @@ def open_class_folders(
     require(root)
     there = _class_folders(root)
     if not there:
-        raise DataError(_no_folders(root))
+        images = sum(1 for _ in list_files(root, EXTENSIONS))
+        found = f"{images} images that lie in no folder of a class" if images else "no images"
+        raise DataError(
+            f"{root} must hold a folder of images for each class ({root}/<class>/*.jpg), got {found}: put the images "
+            "of each class into a folder of its name"
+        )
     if classes is None:
         classes = there
     elif unknown := [name for name in there if name not in set(classes)]:
         raise DataError(
-            f"{root} has classes that the training images lack, {_listed(unknown)}: an image of theirs can never be "
+            f"{root} has classes that the training images lack, {enumerated(unknown)}: an image of theirs can never be "
             "classified right; add training images of them, or leave them out"
         )
     if len(classes) < 2:
@@ -157,7 +141,7 @@ def open_class_folders(
     counts = np.bincount(found, minlength=len(classes))
     if empty := [name for name in there if not counts[number[name]]]:
         raise DataError(
-            f"{root} has folders without an image, {_listed(empty)}: put images there, or remove the folders"
+            f"{root} has folders without an image, {enumerated(empty)}: put images there, or remove the folders"
         )
     return ClassifiedFiles(ImageFiles(root, names, max_pixels=max_pixels), classes, found)
 
@@ -244,11 +228,21 @@ def _require_whole(images: ClassifiedFiles, split: str, folder: str) -> None:
 
 
 def _flat_validation(base: Path, val: str, classes: Sequence[str], max_pixels: int) -> ClassifiedFiles:
-    """Validation images that lie beside each other; a file says their classes."""
+    """Validation images that lie beside each other; a file says the class (WordNet id) of each."""
     names = list(list_files(base / val, EXTENSIONS))
     if not names:
         raise DataError(f"there are neither images nor folders of classes in {base / val}")
-    listed, source = _validation_classes(base)
+    # Kaggle's list lies above ILSVRC/Data/CLS-LOC.
+    readers = {folder / _IMAGENET_SOLUTION: _solution_lines for folder in (base, *base.absolute().parents[:3])}
+    readers |= {base / name: _list_lines for name in _IMAGENET_LISTS}
+    source = next((path for path in readers if path.is_file()), None)
+    if source is None:
+        raise MissingData(
+            f"the validation images in {base} lie in no folders of classes, and nothing says their classes: put "
+            f"Kaggle's {_IMAGENET_SOLUTION}, or a val.txt with a file and its class index on each line, into {base}, "
+            "or sort the images into folders of classes"
+        )
+    listed = dict(readers[source](source))
     number = {name: place for place, name in enumerate(classes)}
     labels = []
     for name in names:
@@ -259,23 +253,6 @@ def _flat_validation(base: Path, val: str, classes: Sequence[str], max_pixels: i
             raise DataError(f"{name} is of the class {wnid}, of which there are no training images in {base}")
         labels.append(number[wnid])
     return ClassifiedFiles(ImageFiles(base / val, names, max_pixels=max_pixels), classes, np.array(labels))
-
-
-def _validation_classes(base: Path) -> tuple[Mapping[str, str], Path]:
-    """The class (WordNet id) of each validation image, by its name without ending, and the file that says it."""
-    # Kaggle's list lies above ILSVRC/Data/CLS-LOC.
-    solutions = [folder / _IMAGENET_SOLUTION for folder in (base, *list(base.absolute().parents)[:3])]
-    for path in solutions:
-        if path.is_file():
-            return dict(_solution_lines(path)), path
-    for path in (base / name for name in _IMAGENET_LISTS):
-        if path.is_file():
-            return dict(_list_lines(path)), path
-    raise MissingData(
-        f"the validation images in {base} lie in no folders of classes, and nothing says their classes: put Kaggle's "
-        f"{_IMAGENET_SOLUTION}, or a val.txt with a file and its class index on each line, into {base}, or sort the "
-        "images into folders of classes"
-    )
 
 
 def _solution_lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -322,16 +299,3 @@ def _class_folders(root: Path) -> list[str]:
             return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     except OSError as error:
         raise DataError(f"cannot list the folder {root}: {error.strerror}") from error
-
-
-def _no_folders(root: Path) -> str:
-    images = sum(1 for _ in list_files(root, EXTENSIONS))
-    found = f"{images} images that lie in no folder of a class" if images else "no images"
-    return (
-        f"{root} must hold a folder of images for each class ({root}/<class>/*.jpg), got {found}: put the images of "
-        "each class into a folder of its name"
-    )
-
-
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,9 +1,8 @@
 """Files of COCO's format, and what they outline as a class for each pixel."""
 
-import itertools
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,14 @@ import torch
 from jaxtyping import Bool, UInt8
 from torch import Tensor
 
-from cribo.data.images import DataError, ImageFiles, MissingData, require
+from cribo.data.images import DataError, ImageFiles, MissingData, enumerated, require
 from cribo.data.limits import MAX_PIXELS
 from cribo.data.reading import image_size
-from cribo.data.segmentation import IGNORE_INDEX, ClassedFiles, class_names, colour_map
+from cribo.data.segmentation import IGNORE_INDEX, class_names, colour_map
 
 BACKGROUND = "background"
 """The class of pixels that lie in no object; it comes first."""
 
-_KEYS = ("images", "annotations", "categories")
 _NEEDED = {"images": ("id", "file_name"), "annotations": ("image_id", "category_id"), "categories": ("id", "name")}
 _POLYGON = 6  # numbers of the smallest one, a triangle
 
@@ -44,34 +42,64 @@ class CocoFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).expanduser()
-        content = _read(self.path)
-        self.images: list[Mapping[str, Any]] = list(content["images"])
-        if not self.images:
+        require(self.path)
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(f"{self.path} is no JSON file ({error})") from error
+        if not _has_lists(content):
+            raise DataError(f"{self.path} is not of COCO's format: it must hold the lists {', '.join(_NEEDED)}")
+        for key, fields in _NEEDED.items():
+            for number, entry in enumerate(content[key]):
+                missing = [field for field in fields if not isinstance(entry, dict) or field not in entry]
+                if missing:
+                    raise DataError(f"{self.path}: number {number} of its {key} lacks {', '.join(missing)}")
+        images, categories = (self._distinct_ids(key, content[key]) for key in ("images", "categories"))
+        if not images:
             raise DataError(f"{self.path} lists no image")
+        self.images: list[Mapping[str, Any]] = content["images"]
         self.categories: list[Mapping[str, Any]] = sorted(content["categories"], key=lambda category: category["id"])
-        self.annotations: dict[Any, list[Mapping[str, Any]]] = {entry["id"]: [] for entry in self.images}
-        known = {category["id"] for category in self.categories}
+        self.annotations: dict[Any, list[Mapping[str, Any]]] = {image: [] for image in images}
         for annotation in content["annotations"]:
-            self._require_listed(annotation, known)
+            for what, known in (("image", images), ("category", categories)):
+                number = annotation[f"{what}_id"]
+                if not isinstance(number, int | str) or number not in known:
+                    raise DataError(
+                        f"{self.path}: {annotation_name(annotation)} is of {what} {number}, which is not listed; "
+                        f"there are {enumerated([str(each) for each in sorted(known)]) or 'none'}"
+                    )
             self.annotations[annotation["image_id"]].append(annotation)
 
-    def _require_listed(self, annotation: Mapping[str, Any], categories: Collection[Any]) -> None:
-        if annotation["image_id"] not in self.annotations:
-            raise DataError(
-                f"{self.path}: {annotation_name(annotation)} is of image {annotation['image_id']}, which is not listed"
-            )
-        if annotation["category_id"] not in categories:
-            raise DataError(
-                f"{self.path}: {annotation_name(annotation)} is of category {annotation['category_id']}, which is not "
-                f"listed; there are {', '.join(map(str, sorted(categories))) or 'none'}"
-            )
+    def _distinct_ids(self, key: str, entries: list[Mapping[str, Any]]) -> dict[Any, None]:
+        ids: dict[Any, None] = {}
+        for entry in entries:
+            each = entry["id"]
+            if not isinstance(each, int | str) or any(type(each) is not type(other) for other in [*ids][:1]):
+                raise DataError(f"{self.path}: the ids of its {key} must be all numbers or all texts, got {each!r}")
+            if each in ids:
+                raise DataError(
+                    f"{self.path}: the id {each!r} stands twice in its {key}: give each its own, also when files are "
+                    "joined"
+                )
+            ids[each] = None
+        return ids
 
-    def image_files(self, folders: Sequence[Path], *, max_pixels: int = MAX_PIXELS) -> ImageFiles:
-        """The images, in the first of these folders that has the first of them.
+    def image_files(
+        self, folders: str | os.PathLike[str] | Sequence[Path] | None, *, max_pixels: int = MAX_PIXELS
+    ) -> ImageFiles:
+        """The images, in the first of some folders that has the first of them.
+
+        Args:
+            folders: one or several; by default, the file's own folder and `images` below it.
+            max_pixels: size of the largest image that is decoded.
 
         Raises:
             MissingData: one of them is not there.
         """
+        if folders is None:
+            folders = self.path.parent, self.path.parent / "images"
+        elif isinstance(folders, str | os.PathLike):
+            folders = [Path(folders).expanduser()]
         names = [str(entry["file_name"]) for entry in self.images]
         folder = next((folder for folder in folders if (folder / names[0]).is_file()), folders[0])
         missing = [name for name in names if not (folder / name).is_file()]
@@ -82,28 +110,16 @@ class CocoFile:
             )
         return ImageFiles(folder, names, max_pixels=max_pixels)
 
-    def size(self, number: int, image: str | os.PathLike[str]) -> tuple[int, int]:
-        """Height and width of one of the images, as its own file has them.
 
-        Args:
-            number: of the image, in the order of the list.
-            image: its file.
-
-        Raises:
-            UnreadableImage: the image's file is broken.
-            DataError: the list has another size.
-        """
-        entry = self.images[number]
-        height, width = image_size(image)
-        if (entry.get("height", height), entry.get("width", width)) != (height, width):
-            raise DataError(
-                f"{self.path}: {entry['file_name']} must have the size of its file, {width} x {height}, "
-                f"got {entry.get('width')} x {entry.get('height')}"
-            )
-        return height, width
+def require_listed_size(file: Path, name: str, listed: tuple[Any, Any], size: tuple[int, int]) -> None:
+    """Raises DataError if an image is not of the size, height and width, that a file of COCO's format lists."""
+    if listed != size:
+        raise DataError(
+            f"{file}: {name} must have the size of its file, {size[1]} x {size[0]}, got {listed[1]} x {listed[0]}"
+        )
 
 
-class CocoLabels(ClassedFiles):
+class CocoLabels(ImageFiles):
     """Images whose objects a file of COCO's format outlines, as `LabelledImages`.
 
     Class 0 is the background, then the categories come in the order of their ids, which need not be without gaps.
@@ -120,6 +136,8 @@ class CocoLabels(ClassedFiles):
         DataError: what `CocoFile` raises, names that occur twice, or annotations without outline.
     """
 
+    ignore_index: int = IGNORE_INDEX
+
     def __init__(
         self,
         annotations: str | os.PathLike[str],
@@ -132,11 +150,16 @@ class CocoLabels(ClassedFiles):
         things = [category for category in coco.categories if str(category["name"]).lower() != BACKGROUND]
         self._label = {category["id"]: 0 for category in coco.categories}
         self._label |= {category["id"]: number for number, category in enumerate(things, start=1)}
-        classes = class_names([BACKGROUND, *(str(category["name"]) for category in things)])
-        for annotation in itertools.chain.from_iterable(coco.annotations.values()):
-            self._require_outline(annotation)
-        folders = [Path(images)] if images is not None else [coco.path.parent, coco.path.parent / "images"]
-        super().__init__(coco.image_files(folders, max_pixels=max_pixels), classes, colour_map(len(classes)))
+        self.classes = class_names([BACKGROUND, *(str(category["name"]) for category in things)])
+        self.palette = colour_map(len(self.classes))
+        for annotation in (annotation for several in coco.annotations.values() for annotation in several):
+            if not annotation.get("segmentation"):
+                raise DataError(
+                    f"{coco.path}: {annotation_name(annotation)} has no segmentation: boxes alone do not tell the "
+                    "class of a pixel; polygons or run lengths are needed"
+                )
+        files = coco.image_files(images, max_pixels=max_pixels)
+        super().__init__(files.folder, files.names, max_pixels=max_pixels)
 
     def labels(self, index: int) -> UInt8[Tensor, "h w"]:
         """The class of each pixel, 0 for background, 255 for crowds.
@@ -145,22 +168,18 @@ class CocoLabels(ClassedFiles):
             UnreadableImage: the image's file is broken.
             DataError: it is not of the size that the file says, or an outline cannot be used.
         """
-        height, width = self._coco.size(index, self.image_path(index))
+        entry = self._coco.images[index]
+        height, width = image_size(self.path(index))
+        listed = entry.get("height", height), entry.get("width", width)
+        require_listed_size(self._coco.path, self.name(index), listed, (height, width))
         labels = np.zeros((height, width), dtype=np.uint8)
-        annotations = self._coco.annotations[self._coco.images[index]["id"]]
+        annotations = self._coco.annotations[entry["id"]]
         outlined = [(annotation, self._mask(annotation, height, width)) for annotation in annotations]
         # Crowds first, then from the largest object to the smallest.
         outlined.sort(key=lambda pair: (not pair[0].get("iscrowd"), -int(pair[1].sum())))
         for annotation, mask in outlined:
             labels[mask] = IGNORE_INDEX if annotation.get("iscrowd") else self._label[annotation["category_id"]]
         return torch.from_numpy(labels)
-
-    def _require_outline(self, annotation: Mapping[str, Any]) -> None:
-        if not annotation.get("segmentation"):
-            raise DataError(
-                f"{self._coco.path}: {annotation_name(annotation)} has no segmentation: boxes alone do not tell the "
-                "class of a pixel; polygons or run lengths are needed"
-            )
 
     def _mask(self, annotation: Mapping[str, Any], height: int, width: int) -> Bool[np.ndarray, "h w"]:
         from faster_coco_eval.core import mask as coco
@@ -187,48 +206,13 @@ class CocoLabels(ClassedFiles):
 def is_coco(path: Path) -> bool:
     """Whether a JSON file is of COCO's format."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return _has_lists(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return False
-    return isinstance(content, dict) and all(isinstance(content.get(key), list) for key in _KEYS)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    require(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} is no JSON file ({error})") from error
-    if not isinstance(content, dict) or not all(isinstance(content.get(key), list) for key in _KEYS):
-        raise DataError(f"{path} is not of COCO's format: it must hold the lists {', '.join(_KEYS)}")
-    for key, fields in _NEEDED.items():
-        for number, entry in enumerate(content[key]):
-            missing = [field for field in fields if not isinstance(entry, dict) or field not in entry]
-            if missing:
-                raise DataError(f"{path}: number {number} of its {key} lacks {', '.join(missing)}")
-    for key in ("images", "categories"):
-        _require_ids(path, key, [entry["id"] for entry in content[key]])
-    for annotation in content["annotations"]:
-        for field in ("image_id", "category_id"):
-            if not isinstance(annotation[field], int | str):
-                raise DataError(
-                    f"{path}: {field} of {annotation_name(annotation)} must be a number or a text, "
-                    f"got {annotation[field]!r}"
-                )
-    return content
-
-
-def _require_ids(path: Path, key: str, ids: list[Any]) -> None:
-    if len({type(each) for each in ids}) > 1 or not all(isinstance(each, int | str) for each in ids):
-        wrong = next((each for each in ids if not isinstance(each, int | str)), ids[-1])
-        raise DataError(f"{path}: the ids of its {key} must be all numbers or all texts, got {wrong!r}")
-    seen: set[Any] = set()
-    for each in ids:
-        if each in seen:
-            raise DataError(
-                f"{path}: the id {each!r} stands twice in its {key}: give each its own, also when files are joined"
-            )
-        seen.add(each)
+def _has_lists(content: object) -> bool:
+    return isinstance(content, dict) and all(isinstance(content.get(key), list) for key in _NEEDED)
 
 
 def annotation_name(annotation: Mapping[str, Any]) -> str:

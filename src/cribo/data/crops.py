@@ -92,7 +92,7 @@ class LabelledCrops(Dataset[Crop]):
         places = torch.rand(_ATTEMPTS + 1, 2, generator=generator).tolist()
         image, labels = self.images.load(index), self.images.labels(index)
         size = fitted_size(image.shape[1], image.shape[2], self.scale, RATIOS[0] + ratio * (RATIOS[1] - RATIOS[0]))
-        labels = TF.resize(labels[None], list(size), interpolation=InterpolationMode.NEAREST_EXACT)[0]
+        labels = resize_labels(labels, size)
         top, left = self._place(labels, places)
         window = slice(top, top + self.size), slice(left, left + self.size)
         pixels, labels = resize(image, size)[:, *window], labels[window]
@@ -176,6 +176,11 @@ def fitted_size(height: int, width: int, scale: Scale | None, ratio: float = 1.0
 def resize(image: UInt8[Tensor, "3 h w"], size: tuple[int, int]) -> UInt8[Tensor, "3 new_h new_w"]:
     """Resize an image as OpenCV does it: bilinear, not anti-aliased."""
     return TF.resize(image, list(size), interpolation=InterpolationMode.BILINEAR, antialias=False)
+
+
+def resize_labels(labels: UInt8[Tensor, "h w"], size: tuple[int, int]) -> UInt8[Tensor, "new_h new_w"]:
+    """Resize a label map; each pixel takes the label of the nearest one."""
+    return TF.resize(labels[None], list(size), interpolation=InterpolationMode.NEAREST_EXACT)[0]
 
 
 def is_varied(labels: UInt8[Tensor, "h w"], ignore_index: int) -> bool:

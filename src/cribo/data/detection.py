@@ -1,30 +1,27 @@
 """Images with boxes around their objects, from files of COCO's format: what detection is trained and scored on."""
 
+import copy
 import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float64, Int64, UInt8
 from torch import Tensor
 
-from cribo.data.coco import CocoFile, annotation_name
-from cribo.data.images import DataError, MissingData, require
+from cribo.data.coco import CocoFile, annotation_name, require_listed_size
+from cribo.data.images import DataError, ImageFiles, MissingData, PackedNames, require
 from cribo.data.limits import MAX_PIXELS
+from cribo.data.reading import image_size
 
 log = logging.getLogger("cribo")
-
-COCO = "coco"
-"""What `DetectionSplits.name` calls the layout of COCO 2017."""
-
-FOLDER = "folder"
-"""What it calls every other one."""
 
 # Where the two files and their images lie below a root, the first that is there.
 _NAMES = {"train": ("train",), "val": ("val", "valid")}
@@ -62,7 +59,7 @@ class Boxes:
         return Boxes(self.corners[which], self.labels[which], self.crowd[which], self.areas[which])
 
 
-class BoxedImages:
+class BoxedImages(ImageFiles):
     """Images whose objects a file of COCO's format puts into boxes.
 
     The classes come in the order of the categories' ids, which need not be without gaps: class c is the category
@@ -76,7 +73,7 @@ class BoxedImages:
         max_pixels: images with more of them are refused.
 
     Attributes:
-        path: the JSON file.
+        file: the JSON file.
         classes: the names of the classes.
         category_ids: the id of each class in the file.
         image_ids: the id of each image in the file.
@@ -94,39 +91,26 @@ class BoxedImages:
         max_pixels: int = MAX_PIXELS,
     ) -> None:
         coco = CocoFile(annotations)
-        self.path = coco.path
+        self.file = coco.path
         if not coco.categories:
-            raise DataError(f"{self.path} lists no category: detection needs the names of what it shall find")
+            raise DataError(f"{self.file} lists no category: detection needs the names of what it shall find")
         self.classes = [str(category["name"]) for category in coco.categories]
         name, times = Counter(self.classes).most_common(1)[0]
         if times > 1:
-            raise DataError(f"{self.path} must name each category once, got {name!r} {times} times")
+            raise DataError(f"{self.file} must name each category once, got {name!r} {times} times")
         self.category_ids: list[int | str] = [category["id"] for category in coco.categories]
         self.image_ids: list[int | str] = [entry["id"] for entry in coco.images]
-        folders = _folders(self.path, images)
-        self._files = coco.image_files(folders, max_pixels=max_pixels)
-        self._listed_sizes = [self._listed_size(coco, number) for number in range(len(coco.images))]
-        self._boxes, self._ends = self._read_boxes(coco)
-        self._chosen = range(len(self.image_ids))
-
-    def __len__(self) -> int:
-        return len(self._chosen)
-
-    def name(self, index: int) -> str:
-        """The image's path below the folder of the images."""
-        return self._files.name(self._chosen[index])
-
-    def image_id(self, index: int) -> int | str:
-        """The image's id in the file."""
-        return self.image_ids[self._chosen[index]]
-
-    def image_path(self, index: int) -> str:
-        """Where the image's file is."""
-        return self._files.path(self._chosen[index])
+        files = coco.image_files(images, max_pixels=max_pixels)
+        super().__init__(files.folder, files.names, max_pixels=max_pixels)
+        sizes = [self._listed_size(entry, self.path(number)) for number, entry in enumerate(coco.images)]
+        # Flat arrays, which workers share.
+        self._sizes: Int64[np.ndarray, "n 2"] = np.array(sizes)
+        self._boxes, self._spans = self._read_boxes(coco, sizes)
 
     def size(self, index: int) -> tuple[int, int]:
         """Height and width of the image in pixels, as listed."""
-        return self._listed_sizes[self._chosen[index]]
+        height, width = self._sizes[index].tolist()
+        return height, width
 
     def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
         """One image, RGB, upright.
@@ -135,89 +119,85 @@ class BoxedImages:
             UnreadableImage: its file is broken.
             DataError: it is not of the size that is listed, so that boxes would lie elsewhere.
         """
-        image = self._files.load(self._chosen[index])
-        height, width = self.size(index)
-        if image.shape[1:] != (height, width):
-            raise DataError(
-                f"{self.path}: {self.name(index)} must have the size of its file, "
-                f"{image.shape[2]} x {image.shape[1]}, got {width} x {height}"
-            )
+        image = super().load(index)
+        require_listed_size(self.file, self.name(index), self.size(index), (image.shape[1], image.shape[2]))
         return image
 
     def boxes(self, index: int) -> Boxes:
         """The objects of one image, may be none."""
-        number = self._chosen[index]
-        return self._boxes[slice(self._ends[number], self._ends[number + 1])]
+        return self._boxes[slice(*self._spans[index].tolist())]
 
-    def subset(self, indices: Iterable[int]) -> "BoxedImages":
+    def subset(self, indices: Sequence[int]) -> "BoxedImages":
         """Some of the images, in this order, of the same classes.
 
         Raises:
             IndexError: an index that there is not.
         """
-        part = object.__new__(BoxedImages)
-        part.__dict__.update(self.__dict__)
-        part._chosen = [self._chosen[index] for index in indices]
+        part = copy.copy(self)
+        part.names = PackedNames(map(self.name, indices))
+        part.image_ids = [self.image_ids[index] for index in indices]
+        part._sizes, part._spans = self._sizes[indices], self._spans[indices]
         return part
 
     @property
     def num_boxes(self) -> int:
         """Boxes of all images together, without crowds."""
-        return sum(int((~self.boxes(index).crowd).sum()) for index in range(len(self)))
+        return sum(self._box_counts())
 
     @property
     def most_boxes(self) -> int:
         """Boxes of the image with the most of them, without crowds."""
-        return max(int((~self.boxes(index).crowd).sum()) for index in range(len(self)))
+        return max(self._box_counts())
 
-    def _listed_size(self, coco: CocoFile, number: int) -> tuple[int, int]:
-        entry = coco.images[number]
-        if "height" not in entry or "width" not in entry:
-            return coco.size(number, self._files.path(number))
-        size = entry["height"], entry["width"]
+    def _box_counts(self) -> list[int]:
+        return [int((~self.boxes(index).crowd).sum()) for index in range(len(self))]
+
+    def _listed_size(self, entry: Mapping[str, Any], path: str) -> tuple[int, int]:
+        size = entry.get("height"), entry.get("width")
+        if None in size:
+            return image_size(path)
         if not all(isinstance(side, int) and side > 0 for side in size):
             raise DataError(
-                f"{self.path}: width and height of {entry['file_name']} must be whole numbers > 0, "
-                f"got {entry['width']!r} and {entry['height']!r}"
+                f"{self.file}: width and height of {entry['file_name']} must be whole numbers > 0, "
+                f"got {size[1]!r} and {size[0]!r}"
             )
-        return size
+        return cast(tuple[int, int], size)
 
-    def _read_boxes(self, coco: CocoFile) -> tuple[Boxes, list[int]]:
-        """All boxes in flat tensors, which workers share, and where those of each image begin and end."""
+    def _read_boxes(self, coco: CocoFile, sizes: Sequence[tuple[int, int]]) -> tuple[Boxes, Int64[np.ndarray, "n 2"]]:
+        """The boxes of all images, and where those of each image begin and end."""
         label = {category: number for number, category in enumerate(self.category_ids)}
         rows: list[tuple[float, ...]] = []
-        ends = [0]
+        spans: list[tuple[int, int]] = []
         left_out: list[str] = []
-        for number, (height, width) in enumerate(self._listed_sizes):
+        for number, (height, width) in enumerate(sizes):
+            start = len(rows)
             for annotation in coco.annotations[self.image_ids[number]]:
                 x, y, w, h = self._box(annotation)
                 left, top, right, bottom = max(0.0, x), max(0.0, y), min(x + w, width), min(y + h, height)
                 if right <= left or bottom <= top:
-                    left_out.append(
-                        f"{annotation_name(annotation)} of {self._files.name(number)}, {annotation['bbox']}"
-                    )
+                    left_out.append(f"{annotation_name(annotation)} of {self.name(number)}, {annotation['bbox']}")
                     continue
                 crowd, area = bool(annotation.get("iscrowd")), self._area(annotation, w * h)
                 rows.append((left, top, right, bottom, label[annotation["category_id"]], crowd, area))
-            ends.append(len(rows))
+            spans.append((start, len(rows)))
         if left_out:
             log.warning(
                 "%s: left out %d of %d boxes, which are empty or lie outside of their image; the first is %s",
-                *(self.path, len(left_out), len(left_out) + len(rows), left_out[0]),
+                *(self.file, len(left_out), len(left_out) + len(rows), left_out[0]),
             )
         if not rows:
-            raise DataError(f"{self.path} has no box in any of its {len(self.image_ids)} images")
+            raise DataError(f"{self.file} has no box in any of its {len(sizes)} images")
         table = torch.tensor(rows, dtype=torch.float64)
         boxes = Boxes(table[:, :4].clone(), table[:, 4].long(), table[:, 5].bool(), table[:, 6].clone())
-        return boxes, ends
+        return boxes, np.array(spans)
 
     def _box(self, annotation: Mapping[str, Any]) -> tuple[float, float, float, float]:
         if "bbox" not in annotation:
-            raise DataError(f"{self.path}: {annotation_name(annotation)} has no bbox (left, top, width, height)")
+            raise DataError(f"{self.file}: {annotation_name(annotation)} has no bbox (left, top, width, height)")
         box = annotation["bbox"]
         if not isinstance(box, list) or len(box) != 4 or not all(map(_is_number, box)) or min(box[2:]) < 0:
             raise DataError(
-                f"{self.path}: the bbox of {annotation_name(annotation)} must be left, top, width and height in "
+                f"{self.file}: the bbox of {annotation_name(annotation)} must be left, top, width and height in "
                 f"pixels, width and height not below 0, got {box!r}"
             )
         return box[0], box[1], box[2], box[3]
@@ -226,7 +206,7 @@ class BoxedImages:
         given = annotation.get("area", area)
         if not _is_number(given) or given < 0:
             raise DataError(
-                f"{self.path}: the area of {annotation_name(annotation)} must be a number >= 0, got {given!r}"
+                f"{self.file}: the area of {annotation_name(annotation)} must be a number >= 0, got {given!r}"
             )
         return given
 
@@ -235,18 +215,12 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _folders(annotations: Path, images: str | os.PathLike[str] | Sequence[Path] | None) -> Sequence[Path]:
-    if images is None:
-        return annotations.parent, annotations.parent / "images"
-    return [Path(images).expanduser()] if isinstance(images, str | os.PathLike) else images
-
-
 @dataclass(frozen=True)
 class DetectionSplits:
     """What a detector is trained on and what it is scored on.
 
     Attributes:
-        name: `COCO` for the layout of COCO 2017, else `FOLDER`.
+        name: `coco` for the layout of COCO 2017, else `folder`.
         root: the folder, or that of the annotations where they were named.
         train, val: of the same categories.
     """
@@ -283,12 +257,22 @@ def open_detection(
         DataError: neither a root nor the files are given, what `BoxedImages` raises, or the splits have different
             categories.
     """
-    given = {"train": (train_annotations, train_images), "val": (val_annotations, val_images)}
-    places = {split: _place(root, split, *paths) for split, paths in given.items()}
-    train, val = (BoxedImages(annotations, images) for annotations, images in places.values())
-    _require_same_categories(train, val)
-    name = COCO if all(places[split][0].name == f"instances_{split}2017.json" for split in places) else FOLDER
-    return DetectionSplits(name, train.path.parent if root is None else Path(root), train, val)
+    # Both are found before either is read.
+    places = [_place(root, "train", train_annotations, train_images), _place(root, "val", val_annotations, val_images)]
+    train, val = (BoxedImages(*place) for place in places)
+    first, second = (dict(zip(split.category_ids, split.classes, strict=True)) for split in (train, val))
+    if first != second:
+        differing = [category for category in (first | second) if first.get(category) != second.get(category)]
+        category = differing[0]
+        raise DataError(
+            f"{train.file} and {val.file} must list the same categories with the same ids, got {len(differing)} that "
+            f"differ: {category!r} is {first.get(category, 'not listed')} for training and "
+            f"{second.get(category, 'not listed')} for validation"
+        )
+    of_coco = (train.file.name, val.file.name) == ("instances_train2017.json", "instances_val2017.json")
+    return DetectionSplits(
+        "coco" if of_coco else "folder", train.file.parent if root is None else Path(root), train, val
+    )
 
 
 def _place(
@@ -322,17 +306,4 @@ def _annotations(folder: Path, split: str) -> Path:
     raise MissingData(
         f"no annotations of the {split} split in {folder}: looked for {', '.join(places)}; name the file by "
         f"data.{split}_annotations and the folder of its images by data.{split}_images"
-    )
-
-
-def _require_same_categories(train: BoxedImages, val: BoxedImages) -> None:
-    first, second = (dict(zip(split.category_ids, split.classes, strict=True)) for split in (train, val))
-    if first == second:
-        return
-    differing = [category for category in (first | second) if first.get(category) != second.get(category)]
-    category = differing[0]
-    raise DataError(
-        f"{train.path} and {val.path} must list the same categories with the same ids, got {len(differing)} that "
-        f"differ: {category!r} is {first.get(category, 'not listed')} for training and "
-        f"{second.get(category, 'not listed')} for validation"
     )

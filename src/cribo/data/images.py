@@ -14,20 +14,13 @@ from torch import Tensor
 
 from cribo.data.limits import MAX_PIXELS
 from cribo.data.reading import read_image, read_reduced
+from cribo.errors import DataError, MissingData
 
 # Compared in lower case: ImageNet's files end in .JPEG.
 EXTENSIONS = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".tif", ".tiff", ".bmp", ".gif"),
     *(".ppm", ".pgm", ".pbm", ".pnm", ".jp2"),
 )
-
-
-class DataError(ValueError):
-    """Data that cannot be used as asked; the message says what was found and what to change."""
-
-
-class MissingData(DataError, FileNotFoundError):
-    """A folder or file that is not there; the message offers the nearest name that is."""
 
 
 class ImageSource(Protocol):
@@ -119,6 +112,9 @@ class PackedNames:
     def __len__(self) -> int:
         return len(self._ends) - 1
 
+    def __iter__(self) -> Iterator[str]:
+        return map(self.__getitem__, range(len(self)))
+
     def __getitem__(self, index: int) -> str:
         if not 0 <= index < len(self):
             raise IndexError(f"index must be in 0..{len(self) - 1}, got {index}")
@@ -128,7 +124,7 @@ class PackedNames:
 class ImageFiles:
     """Image files as an ImageSource; `open_images` makes one.
 
-    `names` are paths relative to `folder` (or absolute), in the order of the indices.
+    `names` are paths relative to `folder` (or absolute), with `/` on every system, in the order of the indices.
     """
 
     def __init__(self, folder: str | os.PathLike[str], names: Iterable[str], *, max_pixels: int = MAX_PIXELS) -> None:
@@ -136,18 +132,18 @@ class ImageFiles:
             raise DataError(f"max_pixels must be >= 4 (the smallest image is 2 x 2), got {max_pixels}")
         self.folder = os.fspath(folder)
         self.max_pixels = max_pixels
-        self._names = PackedNames(names)
+        self.names = names if isinstance(names, PackedNames) else PackedNames(names)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.names)
 
     def name(self, index: int) -> str:
         """The image's path below `folder`, with `/` on every system."""
-        return self._names[index]
+        return self.names[index]
 
     def path(self, index: int) -> str:
         """Where the image's file is."""
-        return os.path.join(self.folder, self._names[index])
+        return os.path.join(self.folder, self.names[index])
 
     def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
         """One image, RGB, upright. Raises UnreadableImage (see `read_image`)."""
@@ -185,7 +181,7 @@ def open_images(
         if len(files) == 0:
             raise DataError(_nothing_found(path))
         if inside:
-            _require_inside(path, ((files.name(index), files.name(index)) for index in range(len(files))))
+            _require_inside(path, zip(files.names, files.names, strict=True))
         return files
     if path.suffix.lower() != ".txt":
         raise DataError(f"{path} is a file: give a folder of images, or a .txt file that lists one image per line")
@@ -276,7 +272,7 @@ def require(path: Path) -> None:
     if nearest:
         raise MissingData(f"{message}; did you mean {nearest[0]!r}?")
     folders = [name for name in there if (parent / name).is_dir()]
-    raise MissingData(f"{message}; folders there: {_enumerate(folders) or 'none'}")
+    raise MissingData(f"{message}; folders there: {enumerated(folders) or 'none'}")
 
 
 def _nothing_found(folder: Path) -> str:
@@ -286,10 +282,11 @@ def _nothing_found(folder: Path) -> str:
         for name in files:
             found["hidden" if name.startswith(".") else os.path.splitext(name)[1] or "without extension"] += 1
             broken += not os.path.exists(os.path.join(parent, name))
-    there = _enumerate([f"{count} {kind}" for kind, count in found.most_common()]) or "no files at all"
+    there = enumerated([f"{count} {kind}" for kind, count in found.most_common()]) or "no files at all"
     links = f" ({broken} of them links to files that are not there)" if broken else ""
     return f"no images in {folder}: looked for {' '.join(EXTENSIONS)}, found {there}{links}"
 
 
-def _enumerate(names: list[str], most: int = 8) -> str:
+def enumerated(names: Sequence[str], most: int = 8) -> str:
+    """Names in words, not all of many."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,23 +1,21 @@
-"""Batches from worker processes; workers that die or hang are replaced, and loading goes on at the batch due."""
+"""Batches from worker processes; workers that die or hang are replaced, and loading continues at the batch due."""
 
 import copy
 import logging
 import multiprocessing
 import multiprocessing.connection
 import os
-import queue
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from cribo.data.images import DataError
 from cribo.data.samples import Batch, SampleDataset, StepBatchSampler
@@ -32,9 +30,13 @@ MAX_RESTARTS = 3
 """Restarts for one batch after which the run stops."""
 
 _PREFETCHED = 4  # batches of each worker
-_AHEAD = 2  # batches that the thread keeps at hand, in page-locked memory if they are to be
-_LOOK_SECONDS = 0.5  # between two looks at the workers, while nothing comes from them
+_SEEN_SECONDS = 0.5  # between the error of a connection to a worker and the end of the worker
 _END_SECONDS = 5.0  # for workers that are to end
+
+_MORE_MEMORY = (
+    "Use fewer data.workers, or give the job more memory (SIGKILL) or shared memory (SIGBUS; --shm-size of docker); "
+    "lower data.max_pixels if single images are too large; set data.workers 0 to see any other failure"
+)
 
 
 class WorkersFailed(Stopped):
@@ -44,15 +46,14 @@ class WorkersFailed(Stopped):
 class BatchLoader:
     """The batches of a data set from the current step to the end of its epoch, each time that it is iterated over.
 
-    Workers that are killed or hang are begun anew at the batch that is due. Since batches are a function of their keys
-    alone, they are the same bit for bit. Nothing that a worker does, or leaves undone, can keep this process waiting
-    for ever: what waits is a thread, which is left behind with it.
+    Workers that are killed or hang are replaced at the batch that is due. Since batches are a function of their keys
+    alone, they are the same bit for bit.
 
     Args:
         dataset: makes a batch of its keys.
         sampler: gives the keys of each batch.
-        workers: processes that load; with 0 this process does, and nobody can help it.
-        pin_memory: have batches in page-locked memory, where there is a GPU.
+        workers: processes that load; with 0 this process does, without protection against hanging.
+        pin_memory: return batches in page-locked memory, where there is a GPU.
         timeout: seconds without a batch after which the workers count as hung.
         max_restarts: how often workers are replaced for one batch.
 
@@ -94,13 +95,13 @@ class BatchLoader:
         return map(self._batch, range(due, end)) if self.workers else self._from_here(due)
 
     def close(self) -> None:
-        """End the workers; they begin again when they are needed."""
+        """End the workers; they start again when they are needed."""
         if self._crew is not None:
             self._crew.end()
             self._crew = None
 
     def __del__(self) -> None:
-        # A process that was forked from this one has no say over its workers.
+        # A forked copy of this process must not end its parent's workers.
         if os.getpid() == self._owner and not sys.is_finalizing():
             self.close()
 
@@ -110,18 +111,18 @@ class BatchLoader:
             yield batch.pin_memory() if self.pin_memory else batch
 
     def _batch(self, step: int) -> Batch:
-        """The batch of a step, whatever it takes."""
-        _let_workers_die()
+        """The batch of a step, from new workers if necessary."""
         failures = 0
         while True:
-            if self._crew is None or self._crew.due != step:
-                self.close()
-                self._crew = _Crew(self.dataset, self.sampler, step, workers=self.workers, pin_memory=self.pin_memory)
             try:
+                if self._crew is None or self._crew.due != step:
+                    self.close()
+                    self._crew = _Crew(self.dataset, self.sampler, step, self.workers, pin_memory=self.pin_memory)
                 return self._crew.next(self.timeout)
             except _Fault as fault:
-                self._crew.kill()
-                self._crew = None
+                if self._crew is not None:
+                    self._crew.kill()
+                    self._crew = None
                 failures += 1
                 if failures > self.max_restarts:
                     raise WorkersFailed(
@@ -131,13 +132,8 @@ class BatchLoader:
                 log.warning("%s; workers are begun anew at the same batch (restart %d)", fault, self.restarts)
 
 
-# Iterators that threads take batches from. A process that is forked meanwhile has the iterators and not the threads:
-# this keeps it from ending the workers of others.
-_IN_USE: set[Any] = set()
-
-
 class _Fault(Exception):
-    """Why workers have to be begun anew, and what helps against it."""
+    """Why workers have to be replaced, and what helps against it."""
 
     def __init__(self, what: str, advice: str) -> None:
         super().__init__(what)
@@ -145,220 +141,207 @@ class _Fault(Exception):
 
 
 class _Crew:
-    """Some workers, and the thread that takes batches from them; both are given up together.
+    """The workers of one iterator of a `DataLoader`, which goes on from epoch to epoch.
 
-    A worker that dies or is stopped may leave half a message behind, a lock that nobody opens any more, or a batch that
-    nobody hands over, and whoever reads on waits for ever: that is not to be the process that trains. Nor is it to end
-    the iterator of a `DataLoader`, which takes such locks, too: the thread does, by dropping its last reference.
+    A worker that dies or is stopped may leave half a message behind, or a lock that is never released, so that whoever
+    reads on waits forever. Torch's handler of SIGCHLD ends that wait: it raises an error in the main thread as soon as
+    a worker dies. Workers that hang are therefore killed, by a timer.
 
     Args:
         dataset, sampler: of the loader.
-        step: that the first batch is for; the others follow, epoch after epoch.
+        step: that the first batch is for.
         workers: how many.
-        pin_memory: have batches in page-locked memory.
+        pin_memory: return batches in page-locked memory.
 
     Attributes:
         due: the step that the next batch is for; None if that is not known.
+
+    Raises:
+        _Fault: the workers cannot be started.
     """
 
     def __init__(
-        self, dataset: SampleDataset, sampler: StepBatchSampler, step: int, *, workers: int, pin_memory: bool
+        self, dataset: SampleDataset, sampler: StepBatchSampler, step: int, workers: int, *, pin_memory: bool
     ) -> None:
         self.due: int | None = step
+        self._hung = False
         self._processes: list[BaseProcess] = []
-        self._loader = DataLoader(
-            cast(Any, _Reported(dataset)),
-            batch_sampler=cast(Any, _BatchesFrom(sampler, step)),
+        self._iterators: list[Iterator[Any]] = []  # one, until the workers are to end
+        loader = DataLoader(
+            _ErrorsAsValues(dataset),
+            batch_sampler=cast(Any, _endless(sampler, step)),
             num_workers=workers,
-            collate_fn=_as_it_is,
+            collate_fn=_unchanged,
+            pin_memory=pin_memory,
             prefetch_factor=_PREFETCHED,
             worker_init_fn=_begin_worker,
-            multiprocessing_context=_noting(self._processes),
-            generator=torch.Generator(),  # which it draws seeds from that nobody uses
+            multiprocessing_context=_recording(self._processes),
+            generator=torch.Generator(),  # instead of the global one, which would be advanced
         )
-        self._device = torch.cuda.current_device() if pin_memory else None
-        self._batches: queue.Queue[Any] = queue.Queue(_AHEAD)
-        self._stop, started = threading.Event(), threading.Event()
-        threading.Thread(target=self._fetch, args=(started,), daemon=True, name="batches of workers").start()
-        started.wait()  # rather than do anything while the thread forks
+        why = None
+        try:
+            self._iterators.append(iter(loader))
+        except OSError as error:
+            why = str(error)
+        self._processes[:] = [process for process in self._processes if process.pid is not None]
+        if why is not None:
+            self.kill()
+            raise _Fault(f"workers could not be started: {why}", "Use fewer data.workers")
 
     def next(self, timeout: float) -> Batch:
         """The batch that is due.
 
         Raises:
-            _Fault: it does not come, because a worker is dead or in that time.
+            _Fault: a worker died, or no batch came within the timeout.
         """
-        since = time.monotonic()
-        due, self.due = self.due, None  # until it is here: an interruption might lose it
+        due, self.due = self.due, None  # an interruption might lose the batch
         assert due is not None
-        while True:
-            try:
-                batch = self._batches.get(timeout=_LOOK_SECONDS)
-            except queue.Empty:
-                if dead := self._dead():
-                    raise self._end_of(dead) from None
-                if time.monotonic() - since > timeout:
-                    raise _Fault(
-                        f"no batch from {len(self._processes)} workers for {timeout:g} s",
-                        "See whether data.root can be read, or raise data.timeout if it is so slow",
-                    ) from None
-            else:
-                if isinstance(batch, _Raised):
-                    # A worker's end may be felt in its connections a moment before it is seen.
-                    raise self._end_of(dead) if (dead := self._dead(_LOOK_SECONDS)) else batch.error
-                self.due = due + 1
-                return batch
+        fault = batch = None
+        timer = threading.Timer(timeout, self._kill_hung)
+        timer.daemon = True
+        timer.start()
+        try:
+            with _ChildHandler.raising():
+                # What died before now raises no error any more.
+                fault = self._fault(timeout)
+                batch = None if fault else next(self._iterators[0])
+        except Exception:
+            fault = self._fault(timeout, wait=_SEEN_SECONDS)
+            if fault is None:
+                raise
+        finally:
+            timer.cancel()
+        if fault is not None:
+            raise fault  # outside of the handler, whose error holds the iterator
+        if isinstance(batch, Exception):
+            raise batch
+        self.due = due + 1
+        return cast(Batch, batch)
 
     def end(self) -> None:
-        """Have the workers end by themselves; those that do not are killed."""
-        self._stop.set()
-        with suppress(queue.Empty):
-            self._batches.get_nowait()  # the thread may wait for room
-        self._wait()
+        """Let the workers end by themselves; kill those that do not."""
+        self._drop_iterator()
+        self._join()
         self.kill()
 
     def kill(self) -> None:
-        """Kill the workers, whatever they do."""
-        self._stop.set()
+        """Kill the workers."""
         for process in self._processes:
             process.kill()
-        self._wait()
+        self._join()
+        self._drop_iterator()
 
-    def _wait(self) -> None:
+    def _drop_iterator(self) -> None:
+        # In a thread: the iterator's destructor may wait forever for a lock that a worker died with.
+        if self._iterators:
+            threading.Thread(target=self._iterators.clear, daemon=True, name="end of workers").start()
+
+    def _join(self) -> None:
         until = time.monotonic() + _END_SECONDS
         for process in self._processes:
             process.join(max(0.0, until - time.monotonic()))
 
-    def _dead(self, seconds: float = 0.0) -> list[BaseProcess]:
-        """The workers that have ended; waits for one so long."""
-        ended = multiprocessing.connection.wait([process.sentinel for process in self._processes], timeout=seconds)
-        return [process for process in self._processes if process.sentinel in ended]
+    def _kill_hung(self) -> None:
+        self._hung = True
+        for process in self._processes:
+            process.kill()
 
-    def _end_of(self, dead: list[BaseProcess]) -> _Fault:
-        dead[0].join(_END_SECONDS)
-        what, advice = _described(dead[0].exitcode)
-        return _Fault(f"a worker of {len(self._processes)} {what}", advice)
-
-    def _fetch(self, started: threading.Event) -> None:
-        """Take batches from the workers until nobody wants them; the end of this ends the workers."""
-        iterator: Any = None
-        try:
-            iterator = self._begin(started)
-            _IN_USE.add(iterator)
-            if self._device is not None:
-                torch.cuda.set_device(self._device)  # each thread has its own
-            while not self._stop.is_set():
-                batch = next(iterator)
-                self._offer(batch if self._device is None else batch.pin_memory())
-        except Exception as error:
-            self._offer(_Raised(error.with_traceback(None)))  # which would have a reference to the iterator
-        self._stop.wait()
-        _IN_USE.discard(iterator)
-
-    def _begin(self, started: threading.Event) -> Iterator[Any]:
-        try:
-            return iter(cast(Any, self._loader))
-        except OSError as error:
-            why = str(error)
-        finally:
-            self._processes[:] = [process for process in self._processes if process.pid is not None]
-            started.set()
-        raise _Fault(f"workers could not be started: {why}", "Use fewer data.workers")
-
-    def _offer(self, item: Any) -> None:
-        while not self._stop.is_set():
-            with suppress(queue.Full):
-                self._batches.put(item, timeout=_LOOK_SECONDS)
-                return
+    def _fault(self, timeout: float, *, wait: float = 0.0) -> _Fault | None:
+        """Why the workers have to be replaced, if they do."""
+        count = len(self._processes)
+        if self._hung:
+            advice = "See whether data.root can be read, or raise data.timeout if it is so slow"
+            return _Fault(f"no batch from {count} workers for {timeout:g} s", advice)
+        ended = multiprocessing.connection.wait([process.sentinel for process in self._processes], timeout=wait)
+        for process in self._processes:
+            if process.sentinel in ended:
+                process.join(_END_SECONDS)
+                return _Fault(f"a worker of {count} {_described(process.exitcode)}", _MORE_MEMORY)
+        return None
 
 
-@dataclass(frozen=True)
-class _Raised:
-    """An error in place of a batch."""
-
-    error: Exception
-
-    def pin_memory(self) -> "_Raised":
-        return self
-
-
-class _Reported(Dataset[Any]):
-    """A data set whose errors for users arrive as they are: others come with the traceback of the worker."""
+class _ErrorsAsValues(Dataset[Any]):
+    """A data set that returns errors for users: raised in a worker, they would arrive as the text of a traceback."""
 
     def __init__(self, dataset: SampleDataset) -> None:
         self.dataset = dataset
 
-    def __getitems__(self, keys: "list[tuple[int, int]] | _Raised") -> "Batch | _Raised":
-        if isinstance(keys, _Raised):
+    def __getitems__(self, keys: "list[tuple[int, int]] | Exception") -> "Batch | Exception":
+        if isinstance(keys, Exception):
             return keys
         try:
             return self.dataset.__getitems__(keys)
         except (Stopped, DataError, ImportError) as error:
-            return _Raised(error)
+            return error
 
 
-class _BatchesFrom(Sampler[Any]):
-    """The batches of a sampler from a step on, epoch after epoch; an error of its own from the batch on that it has."""
-
-    def __init__(self, sampler: StepBatchSampler, step: int) -> None:
-        self.sampler = sampler
-        self.step = step
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]] | _Raised]:
-        step = self.step
-        try:
-            while True:
-                for keys in self.sampler.batches_from(step):
-                    yield keys
-                    step += 1
-        except Exception as error:
-            while True:  # rather than an end, which would end the workers
-                yield _Raised(error)
+def _endless(sampler: StepBatchSampler, step: int) -> Iterator[list[tuple[int, int]] | Exception]:
+    """The keys of all batches from a step on; if they cannot be made, the error in place of each."""
+    try:
+        while True:
+            for keys in sampler.batches_from(step):
+                yield keys
+                step += 1
+    except Exception as error:
+        while True:
+            yield error
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch  # the data set makes whole batches
 
 
-def _noting(processes: list[BaseProcess]) -> Any:
-    """A context of `multiprocessing` that notes the processes made in it."""
+def _recording(processes: list[BaseProcess]) -> Any:
+    """A context of `multiprocessing` that records the processes made in it."""
     context: Any = copy.copy(multiprocessing.get_context())
     make = context.Process
 
-    def noted(*args: Any, **kwargs: Any) -> BaseProcess:
+    def recorded(*args: Any, **kwargs: Any) -> BaseProcess:
         processes.append(make(*args, **kwargs))
         return processes[-1]
 
-    context.Process = noted
+    context.Process = recorded
     return context
 
 
-class _Quiet:
-    """A signal handler without its errors."""
+class _ChildHandler:
+    """Torch's handler of SIGCHLD; its error about a dead worker is raised only while a batch is fetched.
+
+    By itself it would be raised wherever the main thread is, in the middle of a training step, too.
+    """
+
+    fetching = False
 
     def __init__(self, handler: Callable[[int, Any], Any]) -> None:
         self.handler = handler
 
     def __call__(self, number: int, frame: Any) -> None:
-        with suppress(RuntimeError):
+        try:
             self.handler(number, frame)
+        except RuntimeError:
+            if _ChildHandler.fetching:
+                raise
 
-
-def _let_workers_die() -> None:
-    """Keep torch from raising an error about a dead worker wherever the main thread is just then.
-
-    It does so once anybody has used a `DataLoader` with workers in there.
-    """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
-        return
-    handler = signal.getsignal(signal.SIGCHLD)
-    if callable(handler) and not isinstance(handler, _Quiet):
-        signal.signal(signal.SIGCHLD, _Quiet(handler))
+    @staticmethod
+    @contextmanager
+    def raising() -> Iterator[None]:
+        """Raise errors in this context; signals reach the main thread alone."""
+        if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
+            yield
+            return
+        handler = signal.getsignal(signal.SIGCHLD)  # torch sets its own at the first loader with workers
+        if callable(handler) and not isinstance(handler, _ChildHandler):
+            signal.signal(signal.SIGCHLD, _ChildHandler(handler))
+        _ChildHandler.fetching = True
+        try:
+            yield
+        finally:
+            _ChildHandler.fetching = False
 
 
 def _begin_worker(number: int) -> None:
-    """Leave it to the process that trains what to do about signals that everybody gets, such as that of Ctrl-C."""
-    signal.set_wakeup_fd(-1)  # inherited: it would count them once more for each worker
+    """Ignore signals to the whole process group, such as that of Ctrl-C, and end with the parent."""
+    signal.set_wakeup_fd(-1)  # inherited: each worker would report the parent's signals once more
     for name in ("SIGINT", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -369,23 +352,14 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)  # by itself it would wait for room in a pipe that nobody reads any more
+    os._exit(1)  # torch's own check does not end a worker that waits for room in a pipe
 
 
-def _described(status: int | None) -> tuple[str, str]:
-    """How a process ended, and what helps."""
+def _described(status: int | None) -> str:
+    """How a process ended."""
     if status is None or status >= 0:
-        return f"ended with status {status}", "Set data.workers 0 to see what it fails at"
+        return f"ended with status {status}"
     try:
-        name = signal.Signals(-status).name
-    except ValueError:  # not all have one
-        name = f"signal {-status}"
-    if name == "SIGKILL":
-        return "was killed (SIGKILL, as a system does that runs out of memory)", (
-            "Use fewer data.workers, or give the job more memory; lower data.max_pixels if single images are too large"
-        )
-    if name == "SIGBUS":
-        return "was killed (SIGBUS, as a system does without room for shared memory)", (
-            "Give more shared memory (/dev/shm; --shm-size of docker), or use fewer data.workers"
-        )
-    return f"was killed ({name})", "Set data.workers 0 to see what it fails at"
+        return f"was killed ({signal.Signals(-status).name})"
+    except ValueError:  # not all have a name
+        return f"was killed (signal {-status})"

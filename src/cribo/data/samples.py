@@ -96,19 +96,13 @@ class Batch:
     def __len__(self) -> int:
         return self.images.shape[0]
 
-    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> "Batch":
-        """The batch with its tensors on `device`; named tuples stay where they are.
+    def to(self, device: torch.device | str) -> "Batch":
+        """The batch with its tensors on `device`, copied asynchronously from page-locked memory.
 
-        Unless `non_blocking` says otherwise, nobody waits for a copy from page-locked memory to a GPU: what the GPU is
-        asked to do next comes after it anyway. (Lightning asks for that with bare tensors alone.)
+        Named tuples stay where they are.
         """
         to_gpu = torch.device(device).type == "cuda"
-
-        def move(tensor: Tensor) -> Tensor:
-            waitless = to_gpu and tensor.is_pinned() if non_blocking is None else non_blocking
-            return tensor.to(device, non_blocking=waitless)
-
-        return self._map(move)
+        return self._map(lambda tensor: tensor.to(device, non_blocking=to_gpu and tensor.is_pinned()))
 
     def pin_memory(self) -> "Batch":
         """The batch in page-locked memory; called by the loader."""
@@ -195,38 +189,23 @@ class SampleDataset(Dataset[Batch]):
         return batch
 
     def _stacked(self, made: Sequence[tuple[int, Sample]]) -> dict[str, Any]:
-        (first_index, first), *others = made
-        expected = self._shapes(first, first_index)
-        for index, sample in others:
-            if (found := self._shapes(sample, index)) != expected:
+        (first_index, first), *_ = made
+        advice = f"mend the objective's sample transform {type(self.transform).__name__}"
+        expected: dict[str, Any] = {}
+        for index, sample in made:
+            try:
+                found = _shapes(sample)
+            except TypeError as error:
+                raise DataError(f"{error} for {self.source.name(index)}; {advice}") from error
+            expected = expected or found
+            if found != expected:
                 name = next(n for n in {**expected, **found} if found.get(n) != expected.get(n))
                 of, first_of = (shapes.get(name, "missing") for shapes in (found, expected))
                 raise DataError(
                     f"samples of one batch must have the same names and shapes: {name!r} is {of} for "
-                    f"{self.source.name(index)} and {first_of} for {self.source.name(first_index)}; {self._advice}"
+                    f"{self.source.name(index)} and {first_of} for {self.source.name(first_index)}; {advice}"
                 )
-        samples = [sample for _, sample in made]
-        return {name: _stack([sample[name] for sample in samples]) for name in first}
-
-    def _shapes(self, sample: Sample, index: int) -> dict[str, Any]:
-        """Shape of each tensor, or of each of a named tuple."""
-        shapes: dict[str, Any] = {}
-        for name, value in sample.items():
-            if isinstance(value, Tensor):
-                shapes[name] = tuple(value.shape)
-            elif hasattr(value, "_fields") and all(isinstance(part, Tensor) for part in value):
-                shapes[name] = [tuple(part.shape) for part in value]
-            else:
-                kind = type(value).__name__
-                raise DataError(
-                    f"a sample holds tensors and named tuples of tensors: {name!r} is of type {kind} for "
-                    f"{self.source.name(index)}; {self._advice}"
-                )
-        return shapes
-
-    @property
-    def _advice(self) -> str:
-        return f"mend the objective's sample transform {type(self.transform).__name__}"
+        return {name: _stack([sample[name] for _, sample in made]) for name in first}
 
     def _readable(self, epoch: int, wanted: int, batch: Batch) -> tuple[int, Sample]:
         """The image itself, or the first one drawn in its place that can be read, and its sample."""
@@ -263,22 +242,38 @@ class SampleDataset(Dataset[Batch]):
         raise AssertionError("the last attempt returns or raises")
 
 
+def _shapes(sample: Sample) -> dict[str, Any]:
+    """The shape of each tensor, or of each of a named tuple."""
+    shapes: dict[str, Any] = {}
+    for name, value in sample.items():
+        if isinstance(value, Tensor):
+            shapes[name] = tuple(value.shape)
+        elif hasattr(value, "_fields") and all(isinstance(part, Tensor) for part in value):
+            shapes[name] = [tuple(part.shape) for part in value]
+        else:
+            kind = type(value).__name__
+            raise TypeError(f"a sample holds tensors and named tuples of tensors: {name!r} is of type {kind}")
+    return shapes
+
+
 def _stack(values: Sequence[Any]) -> Any:
     if isinstance(values[0], Tensor):
         return torch.stack(list(values))
     return type(values[0])(*(torch.stack(parts) for parts in zip(*values, strict=True)))
 
 
-def epoch_order(source: ImageSource, seed: int, epoch: int) -> Int[Tensor, " n"]:
-    """All indices of a collection in the order of an epoch: its own (see `OrderedSource`), or a permutation."""
-    if isinstance(source, OrderedSource):
-        return source.epoch_order(seed, epoch)
-    return _permutation(len(source), seed, epoch)
+def epoch_order(images: ImageSource | int, seed: int, epoch: int) -> Int[Tensor, " n"]:
+    """All indices of a collection in the order of an epoch: its own (see `OrderedSource`), or a permutation.
 
-
-def _permutation(num_images: int, seed: int, epoch: int) -> Int[Tensor, " n"]:
-    """All indices in an order drawn for an epoch, in which every order is equally likely."""
-    return torch.randperm(num_images, generator=keyed_generator(seed, _ORDER, epoch))
+    Args:
+        images: the collection, or how many images it has.
+        seed: of the run.
+        epoch: counted from 0.
+    """
+    if isinstance(images, OrderedSource):
+        return images.epoch_order(seed, epoch)
+    count = images if isinstance(images, int) else len(images)
+    return torch.randperm(count, generator=keyed_generator(seed, _ORDER, epoch))
 
 
 class StepBatchSampler(Sampler[list[tuple[int, int]]]):
@@ -335,13 +330,8 @@ class StepBatchSampler(Sampler[list[tuple[int, int]]]):
     def batches_from(self, step: int) -> Iterator[list[tuple[int, int]]]:
         """Batches (of this process's share) from a step to the end of its epoch."""
         epoch, first = divmod(step, len(self))
-        order = self._order(epoch)
+        order = epoch_order(self.images, self.seed, epoch)
         share = self.batch_size // self.world_size
         for number in range(first, len(self)):
             start = number * self.batch_size + self.rank * share
             yield [(epoch, image) for image in order[start : start + share].tolist()]
-
-    def _order(self, epoch: int) -> Int[Tensor, " n"]:
-        if isinstance(self.images, int):
-            return _permutation(self.images, self.seed, epoch)
-        return epoch_order(self.images, self.seed, epoch)

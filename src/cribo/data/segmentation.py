@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from jaxtyping import Bool, UInt8
+from jaxtyping import Int16, UInt8
 from torch import Tensor
 
 from cribo.data.images import (
@@ -33,10 +33,7 @@ Colour = tuple[int, int, int]
 
 
 class LabelledImages(ImageSource, Protocol):
-    """An ImageSource in which every image has a class for each pixel.
-
-    Those whose images are files also have `image_path(index)`.
-    """
+    """An ImageSource in which every image has a class for each pixel."""
 
     @property
     def classes(self) -> Sequence[str]:
@@ -91,18 +88,12 @@ class LabelValues:
     ignored: tuple[int, ...] = (IGNORE_INDEX,)
 
     @cached_property
-    def table(self) -> UInt8[np.ndarray, "256"]:
-        """The class of each value, `IGNORE_INDEX` for the others."""
-        table = np.full(256, IGNORE_INDEX, dtype=np.uint8)
+    def table(self) -> Int16[np.ndarray, "256"]:
+        """The class of each value, `IGNORE_INDEX` for those ignored, -1 for all others."""
+        table = np.full(256, -1, dtype=np.int16)
+        table[list(self.ignored)] = IGNORE_INDEX
         table[list(self.classes)] = np.arange(len(self.classes))
         return table
-
-    @cached_property
-    def known(self) -> Bool[np.ndarray, "256"]:
-        """Whether a value stands for a class or is ignored."""
-        known = np.zeros(256, dtype=np.bool_)
-        known[[*self.classes, *self.ignored]] = True
-        return known
 
     def __str__(self) -> str:
         return f"in {_ranges(self.classes)} ({len(self.classes)} classes) or {_ranges(self.ignored)} (ignored)"
@@ -113,49 +104,7 @@ def class_indices(count: int) -> LabelValues:
     return LabelValues(tuple(range(count)))
 
 
-class ClassedFiles:
-    """Image files of some classes, whatever says which pixel is of which class.
-
-    Args:
-        images: the images.
-        classes: names of the classes.
-        palette: a colour for each class.
-    """
-
-    ignore_index: int = IGNORE_INDEX
-
-    def __init__(self, images: ImageFiles, classes: Sequence[str], palette: Sequence[Colour]) -> None:
-        self._images = images
-        self._classes = list(classes)
-        self._palette = list(palette)
-
-    @property
-    def classes(self) -> list[str]:
-        """The names of the classes; label c is `classes[c]`."""
-        return self._classes
-
-    @property
-    def palette(self) -> list[Colour]:
-        """The colour of each class in pictures."""
-        return self._palette
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def name(self, index: int) -> str:
-        """The image's path below the folder of the images."""
-        return self._images.name(index)
-
-    def image_path(self, index: int) -> str:
-        """Where the image's file is."""
-        return self._images.path(index)
-
-    def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
-        """One image, RGB, upright. Raises UnreadableImage (see `read_image`)."""
-        return self._images.load(index)
-
-
-class LabelledFiles(ClassedFiles):
+class LabelledFiles(ImageFiles):
     """Image files, each with a file that holds its label map.
 
     A label map is a grey or palette PNG. (Of a palette PNG the indices are read; its colours do not matter.)
@@ -164,10 +113,13 @@ class LabelledFiles(ClassedFiles):
         images: the images.
         label_folder: where the paths of the label maps start.
         label_names: a path for each image.
-        classes: names of the classes.
-        palette: a colour for each class.
-        values: what the values in the label maps stand for.
+        classes: names of the classes; without any they are numbered up to the highest label, for which all label maps
+            are read once.
+        palette: a colour for each class; those of `colour_map` by default.
+        values: what the values in the label maps stand for; class indices by default.
     """
+
+    ignore_index: int = IGNORE_INDEX
 
     def __init__(
         self,
@@ -175,13 +127,32 @@ class LabelledFiles(ClassedFiles):
         label_folder: str | os.PathLike[str],
         label_names: Iterable[str],
         *,
-        classes: Sequence[str],
-        palette: Sequence[Colour],
-        values: LabelValues,
+        classes: Sequence[str] = (),
+        palette: Sequence[Colour] | None = None,
+        values: LabelValues | None = None,
     ) -> None:
-        super().__init__(images, classes, palette)
-        self._label_files = ImageFiles(label_folder, label_names, max_pixels=images.max_pixels)
-        self._values = values
+        super().__init__(images.folder, images.names, max_pixels=images.max_pixels)
+        self._label_files = ImageFiles(label_folder, label_names)
+        self._classes = list(classes)
+        self._palette = palette
+        self._values = values or class_indices(len(classes) or IGNORE_INDEX)
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of the classes; label c is `classes[c]`."""
+        if not self._classes:
+            known = (labels[labels != IGNORE_INDEX] for labels in map(self.labels, range(len(self))))
+            highest = max((int(labels.max()) for labels in known if labels.numel()), default=-1)
+            if highest < 0:
+                folder = self._label_files.folder
+                raise DataError(f"every pixel of every label map in {folder} is {IGNORE_INDEX} (ignored)")
+            self._classes = [str(number) for number in range(highest + 1)]
+        return self._classes
+
+    @property
+    def palette(self) -> Sequence[Colour]:
+        """The colour of each class in pictures."""
+        return colour_map(len(self.classes)) if self._palette is None else self._palette
 
     def label_path(self, index: int) -> str:
         """Where the file of the image's label map is."""
@@ -194,34 +165,28 @@ class LabelledFiles(ClassedFiles):
         colours instead of indices, or holds a value that is neither a class nor ignored.
         """
         path = self.label_path(index)
-        with open_header(path, max_pixels=self._images.max_pixels) as image:
+        with open_header(path, max_pixels=self.max_pixels) as image:
             mode, values = image.mode, np.array(image)
         if values.ndim != 2 or mode == "F":
             raise DataError(
                 f"{path}: labels must be class indices in a grey or palette PNG, got colours (mode {mode}): "
                 "replace each colour by the index of its class"
             )
-        size = image_size(self.image_path(index))
+        size = image_size(self.path(index))
         if values.shape != size:
             raise DataError(
                 f"{path}: labels must have the size of their image {self.name(index)}, "
                 f"{size[1]} x {size[0]}, got {values.shape[1]} x {values.shape[0]}"
             )
-        return torch.from_numpy(self._values.table.take(self._checked(values, path)))
-
-    def _checked(self, values: np.ndarray, path: str) -> UInt8[np.ndarray, "h w"]:
-        if values.dtype != np.uint8:  # 1 or 16 bits per pixel
-            wrong = (values < 0) | (values > 255)
-            narrow = values.astype(np.uint8)
-        else:
-            wrong, narrow = np.False_, values
-        wrong = wrong | ~self._values.known.take(narrow)
+        narrow = values.astype(np.uint8)  # of 1 or 16 bits per pixel, too
+        labels = self._values.table.take(narrow)
+        wrong = (labels < 0) | (narrow != values)
         if wrong.any():
             raise DataError(
                 f"{path}: labels must be {self._values}, "
                 f"got {int(values[wrong][0])} at {int(wrong.sum())} of {values.size} pixels"
             )
-        return narrow
+        return torch.from_numpy(labels.astype(np.uint8))
 
 
 class LabelledFolder(LabelledFiles):
@@ -252,101 +217,50 @@ class LabelledFolder(LabelledFiles):
         images = open_images(images_dir, max_pixels=max_pixels)
         folder = Path(labels_dir).expanduser()
         require(folder)
-        stems = by_stem(map(images.name, range(len(images))), EXTENSIONS)
+        stems = by_stem(images.names, EXTENSIONS)
         maps = by_stem(list_files(folder, [".png"]), [".png"])
         for stem, name in stems.items():
             if stem not in maps:
                 raise missing_labels(name, folder / f"{stem}.png")
         names = [] if classes is None else class_names(classes)
-        super().__init__(
-            images,
-            folder,
-            [maps[stem] for stem in stems],
-            classes=names,
-            palette=colour_map(len(names)),
-            values=class_indices(len(names) or IGNORE_INDEX),
-        )
-
-    @property
-    def classes(self) -> list[str]:
-        """The names of the classes; label c is `classes[c]`."""
-        if not self._classes:
-            self._classes = self._numbered_classes()
-        return self._classes
-
-    @property
-    def palette(self) -> list[Colour]:
-        """The colour of each class in pictures."""
-        return colour_map(len(self.classes))
-
-    def _numbered_classes(self) -> list[str]:
-        highest = -1
-        for index in range(len(self)):
-            values = self.labels(index)
-            values = values[values != self.ignore_index]
-            if values.numel():
-                highest = max(highest, int(values.max()))
-        if highest < 0:
-            folder = self._label_files.folder
-            raise DataError(f"every pixel of every label map in {folder} is {self.ignore_index} (ignored)")
-        return [str(c) for c in range(highest + 1)]
+        super().__init__(images, folder, (maps[stem] for stem in stems), classes=names)
 
 
 class LabelledSubset:
     """Some of the images of a set, in the order in which they are given.
 
     Args:
-        images: the set.
+        images: the set; `ignore_index` is 255 and `palette` that of `colour_map` if it has none.
         indices: which of them.
 
     Raises:
         IndexError: an index that the set does not have.
     """
 
-    def __init__(self, images: LabelledFiles, indices: Iterable[int]) -> None:
-        self._images = images
-        self._indices = tuple(indices)
-        wrong = next((index for index in self._indices if not 0 <= index < len(images)), None)
+    def __init__(self, images: LabelledImages, indices: Iterable[int]) -> None:
+        self.images = images
+        self.indices = tuple(indices)
+        wrong = next((index for index in self.indices if not 0 <= index < len(images)), None)
         if wrong is not None:
             raise IndexError(f"indices must be in 0..{len(images) - 1}, got {wrong}")
-
-    @property
-    def classes(self) -> list[str]:
-        """The names of the set's classes."""
-        return self._images.classes
-
-    @property
-    def ignore_index(self) -> int:
-        """The label of pixels without class."""
-        return self._images.ignore_index
-
-    @property
-    def palette(self) -> list[Colour]:
-        """The colour of each class in pictures."""
-        return self._images.palette
+        self.classes = images.classes
+        self.ignore_index: int = getattr(images, "ignore_index", IGNORE_INDEX)
+        self.palette: Sequence[Colour] = getattr(images, "palette", None) or colour_map(len(self.classes))
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self.indices)
 
     def name(self, index: int) -> str:
         """The image's name in the set."""
-        return self._images.name(self._indices[index])
-
-    def image_path(self, index: int) -> str:
-        """Where the image's file is."""
-        return self._images.image_path(self._indices[index])
-
-    def label_path(self, index: int) -> str:
-        """Where the file of the image's label map is."""
-        return self._images.label_path(self._indices[index])
+        return self.images.name(self.indices[index])
 
     def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
         """One image, as the set gives it."""
-        return self._images.load(self._indices[index])
+        return self.images.load(self.indices[index])
 
     def labels(self, index: int) -> UInt8[Tensor, "h w"]:
         """The class of each pixel, as the set gives it."""
-        return self._images.labels(self._indices[index])
+        return self.images.labels(self.indices[index])
 
 
 def by_stem(names: Iterable[str], endings: Sequence[str]) -> dict[str, str]:

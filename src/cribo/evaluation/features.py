@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from cribo.console import Progress
-from cribo.data import LabelledImages, UnreadableImage
+from cribo.data import ImageFiles, LabelledImages, LabelledSubset, UnreadableImage
+from cribo.data.crops import resize_labels
 from cribo.evaluation.cache import DTYPES, FeatureCache, require_room
 from cribo.retrieval.choices import FeaturePrecision, Interpolation
 from cribo.retrieval.encoders import PatchEncoder
-from cribo.retrieval.patches import augment_image, augment_labels, class_counts, grid_size, resize_image, resize_labels
+from cribo.retrieval.patches import augment_image, augment_labels, class_counts, grid_size, resize_image
 from cribo.retrieval.search import in_blocks
 
 _PROBE_VIEWS = 32  # to be encoded, after which it is clear how much room all of them need
@@ -232,16 +233,13 @@ def extract_patches(
 
 def content_hash(images: LabelledImages, index: int) -> str:
     """What tells an image from all others: a hash of its file, or of its pixels where it has none."""
-    if isinstance(images, _OnDisk):
-        with Path(images.image_path(index)).open("rb") as file:
+    if isinstance(images, LabelledSubset):
+        return content_hash(images.images, images.indices[index])
+    if isinstance(images, ImageFiles):
+        with Path(images.path(index)).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     pixels = images.load(index)
     return hashlib.sha256(f"{tuple(pixels.shape)}".encode() + pixels.numpy().tobytes()).hexdigest()
-
-
-@runtime_checkable
-class _OnDisk(Protocol):
-    def image_path(self, index: int) -> str: ...
 
 
 class _Prepared(NamedTuple):

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from cribo.data.limits import MAX_PIXELS
 from cribo.models.modes import CUDA_GRAPH_MODES, CompileMode
 from cribo.objectives.options import ObjectiveOptions
 
@@ -56,7 +57,7 @@ class DataConfig:
     max_unreadable: float = 0.01
     timeout: float = 420.0
     max_restarts: int = 3
-    max_pixels: int = 178_956_970
+    max_pixels: int = MAX_PIXELS
     inside: bool = False
     cache_dir: str = "~/.cache/cribo/shards"
     cache_gib: float = 100.0

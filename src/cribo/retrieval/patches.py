@@ -10,6 +10,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
 
+from cribo.data.crops import resize_labels
 from cribo.data.randomness import keyed_generator
 from cribo.retrieval.choices import Interpolation, Unlabelled
 
@@ -56,11 +57,6 @@ def resize_image(
 ) -> UInt8[Tensor, "3 new_h new_w"]:
     """Resize an image, anti-aliased; bytes, as image files hold them."""
     return TF.resize(image, list(size), interpolation=_MODES[interpolation], antialias=True)
-
-
-def resize_labels(labels: UInt8[Tensor, "h w"], size: tuple[int, int]) -> UInt8[Tensor, "new_h new_w"]:
-    """Resize a label map; each pixel takes the label of the nearest one."""
-    return TF.resize(labels[None], list(size), interpolation=InterpolationMode.NEAREST_EXACT)[0]
 
 
 def class_counts(

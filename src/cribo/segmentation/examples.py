@@ -82,23 +82,23 @@ def _of_coco(coco: CocoLabels, classes: str | Path | None) -> Examples:
         raise DataError(f"--classes {classes} does not go with annotations of COCO's format, which name their own")
 
     def example(index: int) -> Example:
-        return Example(coco.image_path(index), coco.labels(index), coco.name(index))
+        return Example(coco.path(index), coco.labels(index), coco.name(index))
 
-    return Examples([coco.name(index) for index in range(len(coco))], coco.classes, coco.palette, example)
+    return Examples([*coco.names], coco.classes, coco.palette, example)
 
 
 def _of_folders(images: Path, labels: Path, classes: str | Path | None) -> Examples:
     names = None if classes is None else class_names(classes)
     found = LabelledFolder(images, labels, names)
-    stems = by_stem((found.name(index) for index in range(len(found))), EXTENSIONS)
+    stems = by_stem(found.names, EXTENSIONS)
     for stem in by_stem(list_files(labels, [".png"]), [".png"]):
         if images.is_dir() and stem not in stems:
             raise DataError(f"the labels {labels / stem}.png have no image: there is no {stem} in {images}")
 
     def example(index: int) -> Example:
-        return Example(found.image_path(index), found.label_path(index), found.name(index))
+        return Example(found.path(index), found.label_path(index), found.name(index))
 
-    return Examples([found.name(index) for index in range(len(found))], names, None, example)
+    return Examples([*found.names], names, None, example)
 
 
 def _side_by_side(folder: Path, classes: str | Path | None) -> Examples:
@@ -158,7 +158,7 @@ def open_targets(source: str, *, apart_from: Path | None = None) -> tuple[Path, 
             raise DataError(f"no image matches {source}: looked for {' '.join(EXTENSIONS)} below {folder.absolute()}")
     else:
         found = open_images(path)
-        folder, names = Path(found.folder), [found.name(index) for index in range(len(found))]
+        folder, names = Path(found.folder), [*found.names]
     if apart_from is not None:
         own = apart_from.absolute()
         names = [name for name in names if own not in (folder / name).absolute().parents]

@@ -13,12 +13,13 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
+from cribo.data.crops import resize_labels
 from cribo.data.images import DataError
 from cribo.data.segmentation import IGNORE_INDEX, Colour, class_names
 from cribo.devices import resolve_devices
 from cribo.models import Backbone
 from cribo.retrieval.encoders import PatchEncoder, backbone_encoder, open_encoder
-from cribo.retrieval.patches import grid_counts, labels_in_memory, resize_labels
+from cribo.retrieval.patches import grid_counts, labels_in_memory
 from cribo.retrieval.search import TensorKeys, nearest
 from cribo.retrieval.source import BackboneSource
 from cribo.retrieval.voting import LabelShares, Voters, label_shares

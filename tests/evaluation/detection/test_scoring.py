@@ -47,7 +47,7 @@ def test_it_is_what_the_written_file_scores_against_the_annotations(images: Boxe
     assert {row["category_id"] for row in rows} == {7, 90}
     assert {row["image_id"] for row in rows} == {100, 101, 102, 103}
     assert len(rows) == found.scores.numel()
-    content = json.loads(images.path.read_text())
+    content = json.loads(images.file.read_text())
     for annotation in content["annotations"]:
         annotation |= {"area": annotation["bbox"][2] * annotation["bbox"][3], "iscrowd": 0}
     truth = COCO(content)
@@ -62,10 +62,10 @@ def test_it_is_what_the_written_file_scores_against_the_annotations(images: Boxe
 
 
 def test_crowds_make_what_is_found_there_neither_right_nor_wrong(images: BoxedImages) -> None:
-    content = json.loads(images.path.read_text())
+    content = json.loads(images.file.read_text())
     content["annotations"].append({"image_id": 102, "category_id": 7, "bbox": [0, 0, 64, 48], "iscrowd": 1})
-    images.path.write_text(json.dumps(content))
-    with_crowd = BoxedImages(images.path, images.path.parent / "images" / "val")
+    images.file.write_text(json.dumps(content))
+    with_crowd = BoxedImages(images.file, images.file.parent / "images" / "val")
     found = detections(images, noise=3)
     found.scores[2], found.labels[2] = 0.95, 0  # surer than all others, in the image that has no object
     without = average_precision(images, found).per_class["red"]

@@ -182,7 +182,7 @@ def test_what_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     sorted(cache.rglob("*.npy"))[0].write_bytes(b"half")
     assert torch.equal(rows(images, again := Colours(), cache), found)
     assert sum(again.batches) in (4, 2)
-    Image.new("RGB", (SIDE, SIDE), (9, 250, 9)).save(images.image_path(17))
+    Image.new("RGB", (SIDE, SIDE), (9, 250, 9)).save(images.path(17))
     assert not torch.equal(rows(images, changed := Colours(), cache), found)
     assert sum(changed.batches) == 2
 
@@ -231,14 +231,14 @@ def test_a_gpu_classifies_as_the_host_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_broken_image_is_named(tmp_path: Path, workers: int) -> None:
     images, _ = drawn(tmp_path, 8, 0, [0, 1])
-    Path(images.image_path(5)).write_bytes(b"no image")
+    Path(images.path(5)).write_bytes(b"no image")
     with pytest.raises(UnreadableImage, match=r"005\.png: not an image of a known format"):
         rows(images, Colours(), workers=workers)
 
 
 def test_an_image_that_has_gone_is_named(tmp_path: Path) -> None:
     images, _ = drawn(tmp_path / "images", 8, 0, [0, 1])
-    Path(images.image_path(5)).unlink()
+    Path(images.path(5)).unlink()
     with pytest.raises(UnreadableImage, match=r"005\.png: No such file"):
         rows(images, Colours(), tmp_path / "cache")
 

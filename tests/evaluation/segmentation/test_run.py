@@ -185,7 +185,6 @@ def test_two_processes_are_as_one(folder: Path, tmp_path: Path) -> None:
         ({"data": TrainingDataConfig("folder", "ROOT", train="trian")}, DataError, "there is no .trian. in .*images"),
         ({"data": TrainingDataConfig("camvid", "ROOT")}, DataError, "must name the classes of CamVid in their order"),
         ({"data": TrainingDataConfig("voc")}, ConfigError, "data.root must be given"),
-        ({"data": TrainingDataConfig("vox", "ROOT")}, DataError, "there is no segmentation set 'vox'"),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_a_folder_is_made(

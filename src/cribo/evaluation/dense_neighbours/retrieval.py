@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cribo.console import Progress
 from cribo.data import LabelledImages
+from cribo.data.crops import resize_labels
 from cribo.data.randomness import keyed_generator
 from cribo.evaluation.dense_neighbours.memory import PatchMemory
 from cribo.evaluation.dense_neighbours.protocols import DenseNNSettings
@@ -25,7 +26,7 @@ from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, e
 from cribo.evaluation.machine import Machine
 from cribo.evaluation.results import iou
 from cribo.retrieval.encoders import PatchEncoder
-from cribo.retrieval.patches import majority_label, resize_labels
+from cribo.retrieval.patches import majority_label
 from cribo.retrieval.search import Neighbours, available_memory
 
 _LABEL_MAP_BYTES = 2**30  # of label maps that are kept for the next memory; others are read again

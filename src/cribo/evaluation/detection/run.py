@@ -126,7 +126,7 @@ def evaluate_detection(
 def _require_boxes(images: BoxedImages) -> None:
     if not images.num_boxes:
         raise ConfigError(
-            f"there must be a box to train on, got none in {len(images)} images of {images.path}: raise data.limit, or "
+            f"there must be a box to train on, got none in {len(images)} images of {images.file}: raise data.limit, or "
             "give another file"
         )
 

@@ -176,7 +176,7 @@ def write_detections(path: Path, images: BoxedImages, found: Detections) -> Path
 
     def rows() -> Iterator[str]:
         for place, index in enumerate(found.indices.tolist()):
-            image = images.image_id(index)
+            image = images.image_ids[index]
             corners = found.corners[place].double()
             boxes = torch.cat((corners[:, :2], corners[:, 2:] - corners[:, :2]), dim=1).tolist()
             for box, label, score in zip(

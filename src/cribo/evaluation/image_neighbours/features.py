@@ -137,7 +137,7 @@ def _path(
     """Where the features of a block of images stand."""
     digest = hashlib.sha256()
     for index in block:
-        path = Path(images.image_path(index))
+        path = Path(images.path(index))
         try:
             status = path.stat()
             if index == block[0]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from cribo.arguments import ConfigError
+from cribo.data.sets import SEGMENTATION_SETS
 from cribo.evaluation.data import TrainingDataConfig
 from cribo.evaluation.runtime import Schedule, TrainingRuntime
 from cribo.evaluation.segmentation.modes import Inference, InferenceMode
@@ -72,8 +73,6 @@ class SegmentationTrainingConfig:
     @property
     def scale(self) -> "Scale | None":
         """Within which the set's images are resized; None for their own size."""
-        from cribo.data import SEGMENTATION_SETS  # here: a configuration must not wait for torch
-
         return SEGMENTATION_SETS[self.data.name].scale if self.data.name in SEGMENTATION_SETS else None
 
 
