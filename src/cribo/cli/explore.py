@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded
-from cribo.console import Phases, loading, log_to
+from cribo.console import loading, log_to
 
 HELP = """\
 Open a page to look at what was learned: the curves of a run, its view pairs and their clusters, nearest objects across
@@ -73,12 +73,4 @@ def _explore(words: list[str]) -> None:
     with loading(console):
         from cribo.explorer.run import explore
 
-    with Phases(console) as progress:
-        explore(
-            asked,
-            host=parsed.host,
-            port=parsed.port,
-            limits=limits,
-            progress=progress,
-            say=lambda address: console.print(f"Open {address} in a browser; Ctrl-C ends it.", highlight=False),
-        )
+    explore(asked, host=parsed.host, port=parsed.port, limits=limits, console=console)
