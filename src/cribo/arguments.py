@@ -25,8 +25,8 @@ class _HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
 class Parser(ArgumentParser):
     """A parser without abbreviations that suggests the nearest valid name for an unknown one.
 
-    Options with several values accept `1,8,64` and `[1,8,64]`, and for numbers also `1 8 64`. Options whose name ends in
-    `size` and that take two whole numbers accept one number for a square.
+    Options with several values accept `1,8,64` and `[1,8,64]`, and for numbers also `1 8 64`. Options of two whole
+    numbers whose name ends in `size` accept one number for a square.
 
     Args:
         short: short names of options, such as `--data` for `--data.name`.

@@ -94,7 +94,7 @@ def test_what_is_shown_is_what_was_asked_for(visitor: Visitor) -> None:
     ("what", "data", "said"),
     [
         ("nearest", (None, 99, 0, 3), "The collection has images 0 to 7, and no image 99."),
-        ("nearest", (None, "../../etc/passwd", 0, 3), "This is no number"),
+        ("nearest", (None, "../../etc/passwd", 0, 3), "Not a number"),
         ("nearest", ({"path": "", "url": "http://127.0.0.1:9/"}, 0, 0, 3), "There is no picture yet"),
         ("likeness", (None, 0, 0), "There is no picture yet"),
         ("add_example", (None,), "There is no picture to paint on yet"),
@@ -280,8 +280,8 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 def test_there_must_be_something_to_look_at(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "nothing to look at: give --run DIR, --db DIR or --backbone SOURCE" in refused()
-    assert "holds no config.yaml, so there is no run in it" in refused("--run", str(tmp_path))
+    assert "nothing to show: give --run DIR, --db DIR or --backbone SOURCE" in refused()
+    assert "has no config.yaml, so it is not a run" in refused("--run", str(tmp_path))
     assert "there is no 'street'" in refused("--run", str(tmp_path / "street"))
     assert "holds no database of objects" in refused("--db", str(tmp_path))
     assert "no images in" in refused("--backbone", "mean-colour", "--images", str(tmp_path))

@@ -53,7 +53,7 @@ def test_a_row_that_is_being_written_is_left_out(run: Path) -> None:
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no config.yaml, so there is no run in it"):
+    with pytest.raises(ValueError, match=r"has no config.yaml, so it is not a run"):
         require_run(tmp_path)
     (tmp_path / "streets").mkdir()
     with pytest.raises(FileNotFoundError, match="did you mean 'streets'"):

@@ -115,6 +115,6 @@ def test_refusals_say_what_can_be_given(run: Path, tmp_path: Path) -> None:
         write_figures({"x": tmp_path}, out)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("")
-    with pytest.raises(FolderError, match="nothing of ours"):
+    with pytest.raises(FolderError, match="not created by cribo"):
         write_figures({"run": run}, out, overwrite=True)
     assert [path.name for path in out.iterdir()] == ["thesis.tex"]
