@@ -78,7 +78,7 @@ def test_a_link_out_of_the_folder_is_not_shown(finder: ObjectFinder, images: Pat
         finder.of_collection(6)
     drawn, found = finder.matches(finder.of_collection(2), 1, 1)
     assert found[0].name == "1-red.png"
-    assert "leads out of the folder" in drawn[0][1]
+    assert "a link to a file outside the folder" in drawn[0][1]
     assert (drawn[0][0] == 128).all()
     thumbnails = finder.thumbnails(0)
     assert (thumbnails[6][0] == 128).all()

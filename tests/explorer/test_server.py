@@ -255,6 +255,9 @@ def test_headers_keep_browsers_at_home(visitor: Visitor) -> None:
     assert own.status_code == 200
     assert not [name for name in own.headers if name.startswith("access-control-")]
     assert visitor.client.get("/config", headers={"origin": "http://evil.example"}).status_code == 403
+    linked = visitor.client.get("/", headers={"host": "192.0.2.7:7860", "origin": "null"})  # as from a sandboxed page
+    assert linked.status_code == 200
+    assert not [name for name in linked.headers if name.startswith("access-control-")]
 
 
 def test_a_page_for_all_is_called_by_the_host_names_its_machine() -> None:

@@ -49,7 +49,7 @@ def test_a_row_that_is_being_written_is_left_out(run: Path) -> None:
         file.write("16,4,2")
     assert len(read_run(run).rows) == 4
     (run / "metrics.csv").unlink()
-    assert summary_table(read_run(run)).startswith("| state | begun, nothing measured yet |")
+    assert summary_table(read_run(run)).startswith("| state | started, no measurements yet |")
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
