@@ -1,4 +1,4 @@
-"""A command line's words into typed values: one parser for all commands."""
+"""Parsing of the command line: one parser class for all commands."""
 
 import difflib
 import importlib
@@ -16,23 +16,23 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used: an unknown name, a value of the wrong type or out of range."""
+    """Invalid configuration: an unknown name, or a value of the wrong type or out of range."""
 
 
 class _HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
-    """Keeps the lines of the description."""
+    """Keeps the line breaks of the description."""
 
 
 class Parser(ArgumentParser):
-    """A parser that takes no abbreviations and offers the nearest valid name for an unknown one.
+    """A parser without abbreviations that suggests the nearest valid name for an unknown one.
 
-    An option of several values takes them as `1,8,64` or `[1,8,64]`, and numbers as `1 8 64`, too. One of two whole
-    numbers whose name ends in `size` takes a single one for a square, in a file, too.
+    Options with several values accept `1,8,64` and `[1,8,64]`, and for numbers also `1 8 64`. Options of two whole
+    numbers whose name ends in `size` accept one number for a square, in files, too.
 
     Args:
-        short: options that may be said in fewer words, `--data` for `--data.name`, say.
-        switches: options of two values that stand for `true` when they are given without one.
-        kwargs: of jsonargparse's parser.
+        short: short names of options, such as `--data` for `--data.name`.
+        switches: boolean options that mean `true` if no value follows.
+        kwargs: passed to jsonargparse's parser.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Parser(ArgumentParser):
         self._switches = switches
 
     def parse_args(self, args: Sequence[str] | None = None, **kwargs: Any) -> Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Parse words."""
+        """Parse the words of a command line."""
         return super().parse_args(self.written_out(sys.argv[1:] if args is None else args), **kwargs)
 
     def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
@@ -55,7 +55,7 @@ class Parser(ArgumentParser):
         return super().parse_string(self._with_squares(content), *args, **kwargs)
 
     def _with_squares(self, content: str) -> str:
-        """A configuration in which each size has both of its sides."""
+        """Replace one number by two wherever a configuration gives a size."""
         try:
             values = yaml.safe_load(content)
         except yaml.YAMLError:  # the parser's own message names the place
@@ -105,22 +105,22 @@ class Parser(ArgumentParser):
         return result
 
     def _long(self, option: str) -> str:
-        """What a short name stands for, also where it begins a longer one, such as `--objective.init_args.crops`."""
+        """Expand a short name, also as the prefix of a longer one, such as `--objective.init_args.crops`."""
         if option in self._short:
             return self._short[option]
         start = next((short for short in self._short if option.startswith(f"{short}.") and "." in short), None)
         return option if start is None else self._short[start] + option.removeprefix(start)
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
-        """The help, with the short names."""
-        # A group can be read from a file of its own; that is a second way beside --config, and left unsaid.
+        """Return the help with short names."""
+        # A group can be read from its own file. This duplicates --config and is not documented.
         text = re.sub(r"\n  --\S+ CONFIG\s+Path to a configuration file\.", "", super().format_help(*args, **kwargs))
         for short, long in self._short.items():
             text = re.sub(rf"{re.escape(long)}(?![\w.])", short, text)
         return text
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Refuse the arguments.
+        """Raise an error about the arguments.
 
         Raises:
             ConfigError: always.
@@ -128,7 +128,7 @@ class Parser(ArgumentParser):
         raise ConfigError(self._in_words(str(message)) or self._with_advice(str(message))) from ex
 
     def _in_words(self, message: str) -> str | None:
-        """What jsonargparse says of a wrong value, in plain words; None of anything else."""
+        """Rewrite an error of jsonargparse about a wrong value in plain words; None for other errors."""
         kinds = (
             r"Parser key \"([\w.]+)\":\s+(?:Expected a .*?Got value|Does not validate .*Given value): (.*)",
             r"Parser key \"([\w.]+)\":\s+Unable to load config '(.*?)'\n",
@@ -144,7 +144,7 @@ class Parser(ArgumentParser):
         return f"{self._shortened(found[1])} must be {allowed}, got {_quoted(found[2])}"
 
     def _shortened(self, text: str) -> str:
-        """A text with the short names of options in place of the long ones."""
+        """Replace long names of options by short ones."""
         for short, long in self._short.items():
             if len(short) < len(long):
                 text = re.sub(rf"(?<![\w.-])(?:--)?{re.escape(long.removeprefix('--'))}(?![\w.])", short, text)
@@ -179,14 +179,14 @@ _NAMES: Mapping[Any, tuple[str, str]] = {
     dict: ("a mapping of names to values", "mappings"),
     types.NoneType: ("null", "null"),
 }
-"""What types are called where one is wanted, and where several are."""
+"""Names of types, singular and plural."""
 
 _COUNTS = {2: "two", 3: "three", 4: "four"}
 _NUMBERS = re.compile(r"[\[(]?[-+\d.,eE]+[\])]?")
 
 
 def _described(hint: Any) -> list[str]:
-    """What a value of a type may be, in words.
+    """Describe the values that a type allows.
 
     Example:
         >>> _described(Literal["exact", "faiss"] | None), _described(tuple[int, int])
@@ -208,7 +208,7 @@ def _described(hint: Any) -> list[str]:
 
 
 def _elements(hint: Any) -> tuple[type, ...]:
-    """The types of the values of an option that takes several; nothing for any other.
+    """Return the element types of an option with several values, or an empty tuple.
 
     Example:
         >>> _elements(tuple[int, int] | None), _elements(list[float]), _elements(int)
@@ -226,7 +226,7 @@ def _is_size(option: str, elements: tuple[type, ...]) -> bool:
 
 
 def _values(rest: deque[str], elements: tuple[type, ...]) -> Iterator[str]:
-    """Take the words that are the values of an option: the next one, and of numbers, those that follow."""
+    """Take the values of an option from the words: the next word, and for numbers all that follow."""
     if rest and not rest[0].startswith("--"):
         yield rest.popleft()
         while rest and str not in elements and _NUMBERS.fullmatch(rest[0]):
@@ -234,7 +234,7 @@ def _values(rest: deque[str], elements: tuple[type, ...]) -> Iterator[str]:
 
 
 def _bracketed(words: Sequence[str], *, square: bool = False) -> str:
-    """1,8 or (1,8), or 1 and 8, as [1,8]; null is left alone. Of a square, one side stands for both."""
+    """Format `1,8`, `(1,8)` or `1 8` as `[1,8]`; null is unchanged, one number for a square is doubled."""
     if list(words) == ["null"]:
         return "null"
     values = [value for value in re.split(r"[\s,]+", ",".join(words).strip("()[] ")) if value]
@@ -242,20 +242,20 @@ def _bracketed(words: Sequence[str], *, square: bool = False) -> str:
 
 
 def _quoted(value: str) -> str:
-    """A value that was given, in quotes if it is a text."""
+    """Quote a value if it is a string."""
     return value if re.fullmatch(r"[-+\d.eE]+|[\[{(].*|None|True|False", value, re.S) else repr(value)
 
 
 def import_by_path(path: str, option: str, *, known: Collection[str] = ()) -> Any:
-    """What an import path such as `package.module.name` names.
+    """Import the object at a path such as `package.module.name`.
 
     Args:
         path: the import path.
-        option: that it was given for, for the message.
-        known: names that could have been given in its place.
+        option: name of the option, for error messages.
+        known: names that are valid instead of a path.
 
     Raises:
-        ConfigError: there is no such module, or nothing of that name in it.
+        ConfigError: the module does not exist, or has no such name.
 
     Example:
         >>> import_by_path("collections.OrderedDict", "objective.class_path")
@@ -268,18 +268,17 @@ def import_by_path(path: str, option: str, *, known: Collection[str] = ()) -> An
         advice = f": did you mean {near[0]}?" if near else ""
         raise ConfigError(f"{choices} such as my_package.name, got {path!r}{advice}")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does: a file beside the user is found
+        sys.path.insert(0, "")  # like `python -m`: find modules in the current directory
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and not (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise  # something that the user's own module needs
+            raise  # an import inside the user's module
         raise ConfigError(
-            f"{option} {path}: there is no module {error.name!r}: install it, or run the command in the folder that "
-            "holds it"
+            f"{option} {path}: module {error.name!r} not found: install it, or run the command in its folder"
         ) from error
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, dir(module), n=1)
         advice = f": did you mean {module_name}.{near[0]}?" if near else ""
-        raise ConfigError(f"{option} {path}: there is no {name!r} in {module_name}{advice}")
+        raise ConfigError(f"{option} {path}: module {module_name} has no {name!r}{advice}")
     return getattr(module, name)

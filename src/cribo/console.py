@@ -1,4 +1,4 @@
-"""What commands show while they work: log lines, and progress with an ETA."""
+"""Console output of commands: log lines, and progress with an ETA."""
 
 import logging
 import sys
@@ -20,13 +20,13 @@ from rich.progress import (
 from rich.progress import Progress as Bars
 
 Progress = Callable[[str, int, int], None]
-"""Told (what is being done, how much of it is done, how much there is)."""
+"""Called with (description, number done, total number)."""
 
-_LINE_SECONDS = 30.0  # between two lines where there is no terminal to draw a bar on
+_LINE_SECONDS = 30.0  # between lines of progress if there is no terminal
 
 
 def log_to(console: Console) -> None:
-    """Show the package's log on a console."""
+    """Print the package's log to a console."""
     log = logging.getLogger("cribo")
     log.setLevel(logging.INFO)
     log.handlers = [RichHandler(console=console, show_path=False, show_level=True, log_time_format="%H:%M:%S")]
@@ -35,7 +35,7 @@ def log_to(console: Console) -> None:
 
 @contextmanager
 def loading(console: Console) -> Iterator[None]:
-    """Say `loading…` to who waits at a terminal while something is imported, and wipe it away again.
+    """Show `loading…` on a terminal during slow imports, and erase it afterwards.
 
     Example:
         >>> with loading(Console()):
@@ -55,7 +55,7 @@ def loading(console: Console) -> Iterator[None]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as h:mm:ss or m:ss.
+    """Format seconds as h:mm:ss or m:ss.
 
     Example:
         >>> duration(3725.2), duration(65)
@@ -67,9 +67,9 @@ def duration(seconds: float) -> str:
 
 
 class Phases:
-    """Progress of work that has several phases: a bar each on a terminal; elsewhere, a line now and then.
+    """Progress of work with several phases: a bar for each on a terminal, otherwise occasional lines.
 
-    Called with (what is being done, how much of it is done, how much there is).
+    Call it as a `Progress`.
 
     Example:
         >>> with Phases(Console(quiet=True)) as progress:
@@ -92,7 +92,7 @@ class Phases:
         self._printed = time.perf_counter()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Show where a phase stands."""
+        """Show the progress of a phase."""
         now = time.perf_counter()
         started = self._started.setdefault(what, now)
         if self.console.is_terminal:
@@ -103,7 +103,7 @@ class Phases:
             self._printed = now
             if done == total:
                 time_said = f", {duration(now - started)}"
-            else:  # the first word of a phase says nothing of its speed
+            else:  # the first call of a phase gives no speed
                 time_said = (
                     f", ETA {duration((total - done) * (now - started) / done)}" if now > started and done else ""
                 )
@@ -117,5 +117,5 @@ class Phases:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self.console.is_terminal:  # elsewhere it would leave an empty line
+        if self.console.is_terminal:  # without a terminal, it would print an empty line
             self._bars.stop()

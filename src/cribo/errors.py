@@ -1,12 +1,12 @@
-"""Errors whose message is for the user; what a user can mend before any work is a ValueError or a FileNotFoundError."""
+"""Errors with messages for the user. Invalid input raises ValueError or FileNotFoundError before any work begins."""
 
 
 class Stopped(Exception):
-    """Work that had begun had to stop.
+    """Work had to stop after it had begun.
 
     Attributes:
-        status: with which the command ends.
-        everywhere: whether all processes of a run stop for it, so that the first one speaks for all.
+        status: exit status of the command.
+        everywhere: whether all ranks of a run stop for this reason, so that only rank 0 reports it.
     """
 
     status = 1

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and folders that are made without harm to what is there."""
+"""Atomic writing of files and folders, and creation of result folders without data loss."""
 
 import contextlib
 import errno
@@ -15,16 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# The temporary names that `write_beside` gives.
+# Temporary names of `write_beside`.
 _PART = re.compile(r"\..+\.[0-9a-f]{32}\.part")
 
 
 class FolderError(ValueError):
-    """A folder that cannot be used for results, with what to do instead."""
+    """A folder cannot be used for results; the message says what to do instead."""
 
 
 def make_numbered_folder(parent: Path, name: str) -> Path:
-    """Make the first folder of `name`, `name-2`, ... that is not there; safe beside others who do the same.
+    """Create the first of the folders `name`, `name-2`, ... that does not exist; safe against concurrent calls.
 
     Raises:
         FolderError: `parent` is a file, or cannot be written to.
@@ -40,21 +40,21 @@ def make_numbered_folder(parent: Path, name: str) -> Path:
         except OSError as error:
             raise FolderError(f"cannot write to {parent}: {error.strerror}; choose another --out") from error
         return folder
-    raise AssertionError("numbers do not end")
+    raise AssertionError("unreachable")
 
 
 def claim_folder(folder: Path, *, marker: str, overwrite: bool, advice: str) -> None:
-    """Make a folder for results, empty; one that holds something is replaced on demand only.
+    """Create an empty folder for results; a non-empty one is replaced only on request.
 
     Args:
-        folder: to make.
-        marker: the file by which results of this kind are known; without it nothing is replaced.
-        overwrite: replace what is there.
-        advice: what to do if it is there, as the end of an error message.
+        folder: to create.
+        marker: file that identifies results of this kind; folders without it are never replaced.
+        overwrite: replace existing results.
+        advice: what to do if the folder exists, as the end of an error message.
 
     Raises:
-        FolderError: the folder exists and `overwrite` is not set, holds something else, is a file, or cannot be
-            written to.
+        FolderError: the folder is not empty and `overwrite` is not set, or it contains something else, is a file, or
+            is not writable.
     """
     try:
         if holds_results(folder, marker=marker, overwrite=overwrite, advice=advice):
@@ -66,7 +66,7 @@ def claim_folder(folder: Path, *, marker: str, overwrite: bool, advice: str) -> 
 
 
 def holds_results(folder: Path, *, marker: str, overwrite: bool, advice: str) -> bool:
-    """Whether there are results that `claim_folder` would replace; nothing is changed yet.
+    """Whether there are results that `claim_folder` would replace; changes nothing.
 
     Raises:
         FolderError: as `claim_folder` does.
@@ -78,7 +78,7 @@ def holds_results(folder: Path, *, marker: str, overwrite: bool, advice: str) ->
         if not overwrite:
             raise FolderError(f"{folder} exists already: {advice}")
         if not (folder / marker).is_file():
-            raise FolderError(f"{folder} holds no {marker}, so it is nothing of ours and is left alone")
+            raise FolderError(f"{folder} has no {marker}: not created by cribo, refusing to replace it")
         _try_writing(folder)
     except OSError as error:
         raise FolderError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
@@ -99,25 +99,25 @@ def _try_writing(folder: Path) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a dictionary as indented JSON, whole or not at all."""
+    """Write a dictionary as indented JSON, atomically."""
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text, whole or not at all."""
+    """Write text, atomically."""
     write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file so that readers see the old one or the new one, whatever happens on the way.
+    """Write a file atomically: readers see the old file or the new one, also after a crash.
 
     Args:
-        path: where it shall stand.
-        write: writes it to the temporary path that it is given, in the same folder.
+        path: of the file.
+        write: called with a temporary path in the same folder, to which it writes the file.
 
     Raises:
-        OSError: writing failed; the file that stood there is untouched and the temporary one is gone. (Should the
-            folder alone fail to be put on the disk, the new file stands there, but may not outlast a power failure.)
+        OSError: writing failed; the old file is unchanged and the temporary one is removed. (If only syncing the folder
+            fails, the new file is in place, but may be lost in a power failure.)
     """
     temporary = write_beside(path, write)
     try:
@@ -129,19 +129,19 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_beside(path: Path, write: Callable[[Path], object]) -> Path:
-    """Write a whole, synchronised file under a temporary name beside `path`; nothing stays on failure.
+    """Write and sync a file under a temporary name beside `path`; removes it on failure.
 
-    For files that belong together: write each beside its place, then move them all.
+    For files that belong together: write each to a temporary path, then move them all.
 
     Returns:
-        the temporary path; whoever calls moves it into place, or removes it.
+        The temporary path, which the caller must move into place or remove.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     try:
         temporary.touch()
         mode = temporary.stat().st_mode
         write(temporary)
-        temporary.chmod(mode)  # some writers leave a file readable for its owner alone
+        temporary.chmod(mode)  # some writers make files readable by their owner only
         sync(temporary)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -150,16 +150,16 @@ def write_beside(path: Path, write: Callable[[Path], object]) -> Path:
 
 
 def write_folder_whole(folder: Path, write: Callable[[Path], object], *, replaces: bool = False) -> None:
-    """Write a folder so that readers see the old one or the new one, whatever happens on the way.
+    """Write a folder as a whole: readers see the old folder or the new one.
 
     Args:
-        folder: where it shall stand.
-        write: writes its files, into the temporary folder beside it that it is given.
-        replaces: whether one that holds something is replaced, once the new one is complete.
+        folder: to write.
+        write: called with a temporary folder beside it, to which it writes the files.
+        replaces: whether a non-empty folder is replaced once the new one is complete.
 
     Raises:
-        FolderError: the folder holds something and `replaces` is not set.
-        OSError: writing failed; what stood there is untouched and the temporary folder is gone.
+        FolderError: the folder is not empty and `replaces` is not set.
+        OSError: writing failed; the old folder is unchanged and the temporary one is removed.
     """
     part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.part")
     aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.part")
@@ -172,7 +172,7 @@ def write_folder_whole(folder: Path, write: Callable[[Path], object], *, replace
         write(part)
         for path in sorted(part.rglob("*")):
             if path.is_file():
-                path.chmod(mode)  # some writers leave a file readable for its owner alone
+                path.chmod(mode)  # some writers make files readable by their owner only
             sync(path)
         sync(part)
         if folder.exists():
@@ -192,28 +192,28 @@ def write_folder_whole(folder: Path, write: Callable[[Path], object], *, replace
 
 
 def is_part(name: str) -> bool:
-    """Whether a file of this name is what `write_beside` has begun."""
+    """Whether a file name is a temporary name of `write_beside`."""
     return _PART.fullmatch(name) is not None
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove the temporary files that a killed process has left; no other may be writing to the folder."""
+    """Remove temporary files of killed processes; no other process may be writing to the folder."""
     for path in folder.glob(".*.part"):
         if is_part(path.name):
-            with contextlib.suppress(OSError):  # it harms nobody
+            with contextlib.suppress(OSError):  # harmless if it stays
                 path.unlink()
 
 
 def sync(path: Path) -> None:
-    """Have the system put a file, or a folder's list of files, on the disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     is_folder = path.is_dir()
     if is_folder and os.name == "nt":
-        return  # Windows opens no folder
+        return  # Windows cannot open folders
     handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some network file systems know this of files only.
+        # Some network file systems support it for files only.
         if not is_folder or error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -221,14 +221,14 @@ def sync(path: Path) -> None:
 
 
 class Damaged(ValueError):
-    """A file that is not what was written; the message says why, without naming the file."""
+    """A file is damaged; the message gives the reason, without the name of the file."""
 
 
 def check_archive(path: Path) -> None:
-    """Compare all that a zip archive holds, such as a file of `torch.save`, with its checksums.
+    """Verify the checksums of a zip archive, such as a file of `torch.save`.
 
     Raises:
-        Damaged: it is not what was written, or no archive.
+        Damaged: a checksum differs, or the file is not an archive.
         OSError: it cannot be read.
     """
     if not path.stat().st_size:

@@ -20,7 +20,7 @@ def test_a_run_without_a_database_gets_the_objects_of_some_of_its_images(run_fol
     contents = opened(Asked(run=run_folder, limit=5, device="cpu"), tmp_path / "work")
     assert contents.finder is not None
     assert len(contents.finder.collection) == 5
-    assert contents.notes == ("Objects are those of 5 of 36 images. For all of them: cribo index, then --db.",)
+    assert contents.notes == ("The objects are those of 5 of 36 images. For all images, use cribo index and --db.",)
     query = contents.finder.of_collection(0)
     _, found = contents.finder.matches(query, 0, 4)
     assert query.name not in {match.name for match in found}
@@ -44,7 +44,7 @@ def test_a_run_that_has_no_network_yet_shows_its_curves(run_folder: Path, tmp_pa
         (run / name).unlink()
     contents = opened(Asked(run=run, device="cpu"), tmp_path / "work")
     assert (contents.run, contents.encoder, contents.pairs, contents.finder) == (run, None, None, None)
-    assert "has not left a network yet" in contents.notes[0]
+    assert "has no network yet" in contents.notes[0]
 
 
 def test_images_that_are_gone_are_missed_in_words(run_folder: Path, tmp_path: Path, squares: Path) -> None:
@@ -53,8 +53,8 @@ def test_images_that_are_gone_are_missed_in_words(run_folder: Path, tmp_path: Pa
     (run / "config.yaml").write_text(config)
     contents = opened(Asked(run=run, device="cpu"), tmp_path / "work")
     assert contents.finder is None
-    assert "There is no collection to search" in contents.notes[0]
-    assert "Start the page with --images DIR or --db DIR" in contents.notes[0]
+    assert "No collection to search" in contents.notes[0]
+    assert "Restart the page with --images DIR or --db DIR" in contents.notes[0]
     assert contents.pairs is not None
     with pytest.raises(Refused, match=r"images of this run cannot be read .*start the page with --images DIR"):
         contents.pairs.picture(0)

@@ -32,7 +32,7 @@ def click_inside(picture: Locator, x: float, y: float) -> None:
 
 def test_curves_and_view_pairs_are_shown(watched: Watched) -> None:
     page = watched.page
-    expect(page.get_by_text("going on, or stopped")).to_be_visible()
+    expect(page.get_by_text("in progress or stopped")).to_be_visible()
     expect(page.locator(".vega-embed, canvas.marks, svg.marks").first).to_be_visible()
     watched.open("View pairs")
     expect(page.get_by_text("Pair 0 of")).to_be_visible()
@@ -68,7 +68,7 @@ def test_an_object_finds_its_like(watched: Watched, red: str) -> None:
     expect(page.locator("#objects-said")).to_contain_text("Object 1 of 2 in 0-red.png")
     expect(page.locator("#objects-said")).to_contain_text("nearest object is in 1-red.png, cosine similarity 1.00")
     expect(page.locator("#nearest")).to_contain_text("1. 1.00 1-red.png")
-    page.get_by_text("Ask with a picture of your own").click()
+    page.get_by_text("Search with your own picture").click()
     page.locator("[role=tabpanel]:visible input[type=file]").first.set_input_files(red)
     expect(page.locator("#objects-said")).to_contain_text("in your picture")
     click_inside(picture, 0.42, 0.42)

@@ -89,9 +89,9 @@ def test_memories_are_each_visitors_own_and_bounded(visitors: Visitors, monkeypa
     for shade in (0, 90):
         picture = Image.fromarray(np.full((96, 96, 3), shade, np.uint8))
         add_example(first, *example_of(as_tensor(picture), layer(("red", (0, 0, 96, 96))), max_pixels=10**6))
-    with pytest.raises(Refused, match="There are 2 examples already, as many as are kept: begin anew"):
+    with pytest.raises(Refused, match=r"The memory is full \(2 examples\): start over"):
         add_example(first, torch.zeros(3, 96, 96, dtype=torch.uint8), torch.zeros(96, 96, dtype=torch.uint8))
-    assert "Paint another class too" in memory_sentence(first)
+    assert "Paint another class, too" in memory_sentence(first)
     assert visitors.memory("first") is first
     assert len(visitors.memory("second")) == 0
     for name in ("third", "first", "fourth"):

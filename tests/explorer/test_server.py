@@ -3,15 +3,17 @@
 import re
 import signal
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 from tests.explorer.conftest import COLOURS, SECRET, Refusal, Served, Visitor, draw_square, serve
 
 from cribo.cli import main
-from cribo.explorer.server import names_of
+from cribo.explorer.server import host_names
 
 
 def test_no_path_leads_out_of_what_was_sent(served: Served, visitor: Visitor, tmp_path: Path, squares: Path) -> None:
@@ -41,7 +43,7 @@ def test_no_path_leads_out_of_what_was_sent(served: Served, visitor: Visitor, tm
     for route in routes:
         for place in places:
             answer = visitor.client.get(route + place)
-            assert answer.status_code in (403, 404), (route, place)
+            assert answer.status_code in (400, 403, 404), (route, place)
             assert SECRET not in answer.text
             assert "root:" not in answer.text
     assert visitor.client.get("/gradio_api/file=" + sent["path"]).status_code == 200
@@ -92,7 +94,7 @@ def test_what_is_shown_is_what_was_asked_for(visitor: Visitor) -> None:
     ("what", "data", "said"),
     [
         ("nearest", (None, 99, 0, 3), "The collection has images 0 to 7, and no image 99."),
-        ("nearest", (None, "../../etc/passwd", 0, 3), "This is no number"),
+        ("nearest", (None, "../../etc/passwd", 0, 3), "Not a number"),
         ("nearest", ({"path": "", "url": "http://127.0.0.1:9/"}, 0, 0, 3), "There is no picture yet"),
         ("likeness", (None, 0, 0), "There is no picture yet"),
         ("add_example", (None,), "There is no picture to paint on yet"),
@@ -127,6 +129,121 @@ def test_examples_are_each_visitors_own(served: Served, visitor: Visitor) -> Non
     assert visitor.ask("begin_anew") == ["No examples yet."]
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/gradio_api/proxy=http://example.org/"),
+        ("GET", "/gradio_api/file=https://example.org/x.png"),
+        ("GET", "/gradio_api/file=HTTPS:/example.org/x.png"),
+        ("GET", "/gradio_api/file/etc/passwd"),
+        ("GET", "/static/../../secret"),
+        ("GET", "/assets/%2e%2e/secret"),
+        ("GET", "/monitoring"),
+        ("GET", "/docs"),
+        ("GET", "/openapi.json"),
+        ("POST", "/gradio_api/run/predict"),
+        ("POST", "/gradio_api/vibe-edit"),
+        ("PUT", "/gradio_api/upload"),
+        ("OPTIONS", "/gradio_api/queue/join"),
+    ],
+)
+def test_what_the_page_does_not_need_is_refused(visitor: Visitor, method: str, path: str) -> None:
+    body = {"data": [], "fn_index": 0, "session_hash": "x", "prompt": "x"}
+    answer = visitor.client.request(method, path, json=body if method == "POST" else None)
+    assert answer.status_code in (400, 403, 404, 405), answer.text
+    assert "root:" not in answer.text
+
+
+@pytest.mark.parametrize("route", ["component_server", "process_recording", "an_unknown_route"])
+def test_files_are_taken_by_the_upload_alone(visitor: Visitor, route: str) -> None:
+    files = {"video": ("x.mp4", b"0" * 100), "files": ("x.png", b"0" * 100)}
+    data = {"data": "{}", "component_id": "1", "session_hash": "x", "fn_name": "accept_blobs"}
+    answer = visitor.client.post(f"/gradio_api/{route}", files=files, data=data)
+    assert (answer.status_code, answer.text) == (400, "Invalid request: the body must be JSON.\n")
+
+
+def test_requests_name_uploaded_files_only(visitor: Visitor, squares: Path) -> None:
+    sent = visitor.send(draw_square(COLOURS["red"], (0, 0)))
+    for path in ("/etc/passwd", f"{squares}/0-red.png", "http://127.0.0.1:9/x.png", f"{sent['path']}/../../../x"):
+        for route in ("queue/join", "run/features", "call/features", "api/features", "component_server"):
+            question = {"data": [1, {"deep": [{**sent, "path": path}]}], "fn_index": 0, "session_hash": "x"}
+            answer = visitor.client.post(f"/gradio_api/{route}", json=question)
+            assert (answer.status_code, answer.text) == (
+                403,
+                "Only files that were uploaded to this page can be used.\n",
+            )
+    for body in (b"[" * 100_000, b"no json"):
+        assert visitor.client.post("/gradio_api/queue/join", content=body).status_code == 400
+
+
+def files_of(visitor: Visitor) -> set[Path]:
+    """All files that visitors have sent."""
+    sent = visitor.send(draw_square(COLOURS["red"], (0, 0)))
+    return {path for path in Path(sent["path"]).parents[1].rglob("*") if path.is_file()}
+
+
+def form_of(size: int) -> tuple[dict[str, str], bytes]:
+    """Headers and body of a form with a file of so many bytes."""
+    request = httpx.Request("POST", "http://x/", files={"files": ("large.png", b"0" * size)})
+    return {"content-type": request.headers["content-type"]}, request.read()
+
+
+def test_an_upload_is_measured_as_it_arrives(visitor: Visitor) -> None:
+    before = files_of(visitor)
+    headers, body = form_of(1_500_000)  # of 1 MB that are allowed
+
+    def chunks() -> Iterator[bytes]:
+        yield from (body[start : start + 50_000] for start in range(0, len(body), 50_000))
+
+    announced = visitor.client.post("/gradio_api/upload", content=body, headers=headers)
+    assert (announced.status_code, announced.text) == (
+        413,
+        "The upload has 1.5 MB and 1 MB are allowed: make the picture smaller, or start the page with a larger "
+        "--max_megabytes.\n",
+    )
+    for more in ({}, {"content-length": "10", "transfer-encoding": "chunked"}):
+        answer = visitor.client.post("/gradio_api/upload", content=chunks(), headers={**headers, **more})
+        assert answer.status_code in (400, 413), answer.text
+    assert files_of(visitor) == before
+
+    small, content = form_of(900_000)
+    assert visitor.client.post("/gradio_api/upload", content=iter([content]), headers=small).status_code == 200
+
+
+def test_an_upload_of_many_files_is_one_upload(visitor: Visitor) -> None:
+    before = files_of(visitor)
+    files = [("files", (f"{n}.png", b"%d" % n * 200_000)) for n in range(8)]
+    request = httpx.Request("POST", "http://x/", files=files)
+    headers = {"content-type": request.headers["content-type"]}
+    answer = visitor.client.post("/gradio_api/upload", content=iter([request.read()]), headers=headers)
+    assert answer.status_code in (400, 413)
+    assert files_of(visitor) == before
+
+
+def test_an_interrupted_upload_leaves_nothing(visitor: Visitor) -> None:
+    before = files_of(visitor)
+    headers, body = form_of(900_000)
+    address = visitor.client.base_url
+    with socket.create_connection((address.host, address.port or 80)) as connection:
+        lines = [
+            "POST /gradio_api/upload HTTP/1.1",
+            f"Host: {address.host}",
+            f"Content-Type: {headers['content-type']}",
+            f"Content-Length: {len(body)}",
+        ]
+        connection.sendall("\r\n".join([*lines, "", ""]).encode() + body[:500_000])
+        for _ in range(100):
+            if files_of(visitor) != before:
+                break
+            time.sleep(0.05)
+        assert files_of(visitor) != before
+    for _ in range(100):
+        if files_of(visitor) == before:
+            break
+        time.sleep(0.05)
+    assert files_of(visitor) == before
+
+
 def test_headers_keep_browsers_at_home(visitor: Visitor) -> None:
     headers = visitor.client.get("/").headers
     assert "default-src 'self'" in headers["content-security-policy"]
@@ -138,12 +255,15 @@ def test_headers_keep_browsers_at_home(visitor: Visitor) -> None:
     assert own.status_code == 200
     assert not [name for name in own.headers if name.startswith("access-control-")]
     assert visitor.client.get("/config", headers={"origin": "http://evil.example"}).status_code == 403
+    linked = visitor.client.get("/", headers={"host": "192.0.2.7:7860", "origin": "null"})  # as from a sandboxed page
+    assert linked.status_code == 200
+    assert not [name for name in linked.headers if name.startswith("access-control-")]
 
 
-def test_a_page_for_all_is_called_by_the_names_of_its_machine() -> None:
+def test_a_page_for_all_is_called_by_the_host_names_its_machine() -> None:
     own = {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
-    assert names_of("0.0.0.0") == names_of("::") == own
-    assert names_of("Lab.example") == {"localhost", "lab.example"}
+    assert host_names("0.0.0.0") == host_names("::") == own
+    assert host_names("Lab.example") == {"localhost", "lab.example"}
 
 
 # ------------------------------------------------------------------ what is refused before the server starts
@@ -163,8 +283,8 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 def test_there_must_be_something_to_look_at(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "nothing to look at: give --run DIR, --db DIR or --backbone SOURCE" in refused()
-    assert "holds no config.yaml, so there is no run in it" in refused("--run", str(tmp_path))
+    assert "nothing to show: give --run DIR, --db DIR or --backbone SOURCE" in refused()
+    assert "has no config.yaml, so it is not a run" in refused("--run", str(tmp_path))
     assert "there is no 'street'" in refused("--run", str(tmp_path / "street"))
     assert "holds no database of objects" in refused("--db", str(tmp_path))
     assert "no images in" in refused("--backbone", "mean-colour", "--images", str(tmp_path))
@@ -186,7 +306,7 @@ def test_an_address_that_cannot_be_used_is_named_with_the_way_out(refused: Calla
         said = refused("--backbone", "mean-colour", "--port", port)
         assert f"cannot listen on 127.0.0.1:{port} (Address already in use): use another --port, or --port 0" in said
     assert "port must be 0 to 65535, got 70000" in refused("--backbone", "mean-colour", "--port", "70000")
-    assert "is not known here" in refused("--backbone", "mean-colour", "--host", "no.such.host.invalid")
+    assert "unknown host" in refused("--backbone", "mean-colour", "--host", "no.such.host.invalid")
     assert "cannot listen on 192.0.2.1" in refused("--backbone", "mean-colour", "--host", "192.0.2.1")
 
 

@@ -49,11 +49,11 @@ def test_a_row_that_is_being_written_is_left_out(run: Path) -> None:
         file.write("16,4,2")
     assert len(read_run(run).rows) == 4
     (run / "metrics.csv").unlink()
-    assert summary_table(read_run(run)).startswith("| state | begun, nothing measured yet |")
+    assert summary_table(read_run(run)).startswith("| state | started, no measurements yet |")
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no config.yaml, so there is no run in it"):
+    with pytest.raises(ValueError, match=r"has no config.yaml, so it is not a run"):
         require_run(tmp_path)
     (tmp_path / "streets").mkdir()
     with pytest.raises(FileNotFoundError, match="did you mean 'streets'"):

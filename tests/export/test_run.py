@@ -188,7 +188,7 @@ def test_nothing_is_overwritten_unless_asked(network: Network, tmp_path: Path) -
     assert load_backbone(tmp_path / "out").fingerprint() == other.fingerprint()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
-    with pytest.raises(FolderError, match="nothing of ours"):
+    with pytest.raises(FolderError, match="not created by cribo"):
         export_backbone(first, "timm", tmp_path / "mine", overwrite=True)
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
 

@@ -95,7 +95,7 @@ def test_the_command_compares_runs(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert main(words) == 2
     assert "exists already: choose another --out, or give --overwrite" in capsys.readouterr().err
     assert main([*words[:3], "--run", str(run), "--out", str(tmp_path / "more")]) == 2
-    assert "needs a --label of its own" in capsys.readouterr().err
+    assert "needs its own --label" in capsys.readouterr().err
 
 
 def test_refusals_say_what_can_be_given(run: Path, tmp_path: Path) -> None:
@@ -115,6 +115,6 @@ def test_refusals_say_what_can_be_given(run: Path, tmp_path: Path) -> None:
         write_figures({"x": tmp_path}, out)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("")
-    with pytest.raises(FolderError, match="nothing of ours"):
+    with pytest.raises(FolderError, match="not created by cribo"):
         write_figures({"run": run}, out, overwrite=True)
     assert [path.name for path in out.iterdir()] == ["thesis.tex"]

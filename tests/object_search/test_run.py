@@ -90,7 +90,7 @@ def test_what_is_known_need_not_be_said_again(cribo: Run, indexed: Path, picture
     write_picture(pictures / "c" / "6.png", 7)
     (pictures / "a" / "broken.png").write_bytes(b"")
     said = cribo("index", "--db", indexed)
-    assert "1 new images, 0 changed, 6 unchanged, 0 removed, 1 that are no image" in said
+    assert "1 new images, 0 changed, 6 unchanged, 0 removed, 1 not readable as images" in said
     assert "a/broken.png: the file is empty" in said
 
 
@@ -103,7 +103,7 @@ def test_images_that_changed_or_vanished_are_told(cribo: Run, indexed: Path, pic
     states = {each["image"]: each["image_state"] for each in results(tmp_path / "found")[0]["found"]}
     gone = dict.fromkeys(("b/3.png", "b/4.png", "b/5.png"), "missing")
     assert states == {"a/0.png": "changed", "a/2.png": "changed", **gone}
-    assert "5 of the images changed or vanished since they were indexed" in said
+    assert "5 of the images were changed or deleted since they were indexed" in said
     assert (tmp_path / "found" / "sheet.png").stat().st_size > 0
 
 

@@ -86,8 +86,8 @@ def test_a_resumed_run_is_the_same(tiny: Tiny, tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("dinos", "objective.name must be cribo, dino, mae, or an import path .* did you mean dino"),
-        ("nowhere.Objective", "there is no module 'nowhere'"),
-        ("made.Flaten", "there is no 'Flaten' in made: did you mean made.Flatten"),
+        ("nowhere.Objective", "module 'nowhere' not found"),
+        ("made.Flaten", "module made has no 'Flaten': did you mean made.Flatten"),
         ("made.function", "is no subclass of cribo.objectives.Objective"),
         ("torch.nn.Linear", "is no subclass of cribo.objectives.Objective"),
     ],

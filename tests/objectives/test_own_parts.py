@@ -63,7 +63,7 @@ def test_the_criterion_says_which_matches_count(tiny: Tiny, tmp_path: Path) -> N
         (
             {"clustering": "quarters"},
             ConfigError,
-            "clustering parts_of_a_user.quarters: there is no 'quarters'",
+            "clustering parts_of_a_user.quarters: module parts_of_a_user has no 'quarters'",
         ),
         ({"criterion": "torch"}, ConfigError, "objects.criterion parts_of_a_user.torch is no function"),
     ],

@@ -44,7 +44,7 @@ def test_overwrite_replaces_a_run_and_nothing_else(tmp_path: Path) -> None:
     other = tmp_path / "holiday"
     other.mkdir()
     (other / "photo.jpg").write_text("photo")
-    with pytest.raises(FolderError, match="nothing of ours and is left alone"):
+    with pytest.raises(FolderError, match="not created by cribo, refusing to replace it"):
         claim_run_folder(tmp_path, "holiday", "run", overwrite=True)
     assert (other / "photo.jpg").is_file()
 

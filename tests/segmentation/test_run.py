@@ -174,7 +174,7 @@ def test_other_settings_or_examples_do_not_go_on(folder: Path) -> None:
     assert files(folder / "out") == before
     (folder / "other").mkdir()
     (folder / "other" / "mine.txt").write_text("mine")
-    with pytest.raises(FolderError, match=r"holds no about\.json, so it is nothing of ours"):
+    with pytest.raises(FolderError, match=r"has no about\.json: not created by cribo"):
         segment(folder, resume=True, out="other")
 
 

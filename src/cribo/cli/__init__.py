@@ -1,4 +1,4 @@
-"""The command `cribo`: one file here per job. Each parses, calls, prints; the work is elsewhere."""
+"""The command `cribo`: one file per command, which parses, calls the library, and prints."""
 
 import sys
 from collections.abc import Sequence
@@ -11,26 +11,26 @@ usage: cribo <command> [options]
 
 commands:
   pretrain    learn dense representations from unlabelled images
-  profile     what a training step of a configuration costs on this machine, part by part
-  evaluate    measure what a backbone has learned, on labelled images
+  profile     measure the cost of each part of a training step on this machine
+  evaluate    evaluate a backbone on labelled images
   segment     label the pixels of many images by a few labelled examples, without training
-  index       find the objects of a folder of images and keep them in a database
-  search      find the objects in such a database that are most like one
-  explore     open a page to look at a run and at a collection's objects
+  index       find the objects of a folder of images and store them in a database
+  search      find the objects in such a database that are most similar to a given one
+  explore     open a web page to inspect a run and a collection's objects
   figures     draw the figures of a paper from a run: matches, clusters, bootstrapping ratio, features
-  export      write a backbone for timm, transformers, ONNX or torch.export, checked after writing
+  export      write a backbone for timm, transformers, ONNX or torch.export, and verify it
   shard       pack images into few large files, to train from a network or from object storage
 
-`cribo pretrain` with no options trains on made-up scenes, a few minutes on a laptop.
-`cribo <command> --help` lists its options; `cribo --version` says which version this is.
+`cribo pretrain` without options trains on synthetic scenes for a few minutes on a laptop.
+`cribo <command> --help` lists its options; `cribo --version` prints the version.
 """
 
 COMMANDS = ("pretrain", "profile", "evaluate", "segment", "index", "search", "explore", "figures", "export", "shard")
-"""Each in a file of its name, whose `main` runs it."""
+"""Each command is the function `main` of the module of its name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; exit status 0 done, 1 failed on the way, 2 refused, 130 interrupted."""
+    """Run the command line; exit status 0 success, 1 failure, 2 invalid arguments or input, 130 interrupted."""
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt:
@@ -43,6 +43,6 @@ def _run(words: list[str]) -> int:
 
         print(cribo.__version__)
         return 0
-    # A command's file is read when it is asked for: `cribo --help` must not wait for torch.
+    # Commands are imported on demand, so that `cribo --help` does not import torch.
     commands = {name: lambda rest, name=name: import_module(f"cribo.cli.{name}").main(rest) for name in COMMANDS}
     return dispatch(words, "cribo", "command", USAGE, commands)

@@ -1,4 +1,4 @@
-"""`python -m cribo.cli` is the command `cribo`, too."""
+"""`python -m cribo.cli` runs the command `cribo`."""
 
 import sys
 

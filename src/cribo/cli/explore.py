@@ -1,23 +1,23 @@
-"""`cribo explore`: a page to look at what was learned."""
+"""`cribo explore`: a web page to inspect a run or a collection."""
 
 from pathlib import Path
 
 from rich.console import Console
 
 from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded
-from cribo.console import Phases, loading, log_to
+from cribo.console import loading, log_to
 
 HELP = """\
-Open a page to look at what was learned: the curves of a run, its view pairs and their clusters, nearest objects across
-a collection of images, features as colours, and segmentation from a few painted examples.
+Open a web page with the curves of a run, its view pairs and their clusters, nearest objects across a collection of
+images, features as colours, and segmentation from a few painted examples.
 
-  cribo explore --run runs/camvid                       a run; objects of some of its images are found at the start
-  cribo explore --db street.db                          a database of objects, as cribo index makes one
+  cribo explore --run runs/camvid                       a run; finds the objects of some of its images at start-up
+  cribo explore --db street.db                          a database of objects, made by cribo index
   cribo explore --run runs/camvid --db street.db        both
   cribo explore --backbone vit_small_patch16_224.dino --images PHOTOGRAPHS
 
-The page is for this machine alone (127.0.0.1). To open it to others, give --host 0.0.0.0: whoever reaches the port can
-then see the images. Nothing is sent to, or loaded from, anywhere else. Ctrl-C ends it.
+The page is served to this machine only (127.0.0.1). With --host 0.0.0.0, everybody who can reach the port can see the
+images. Nothing is sent to, or loaded from, other servers. Ctrl-C stops the server.
 """
 
 LESS_MEMORY = "lower --max_megapixels, or use --device cpu"
@@ -42,23 +42,23 @@ def _explore(words: list[str]) -> None:
         short=BACKBONE_SHORT,
         switches=BACKBONE_SWITCHES,
     )
-    parser.add_argument("--run", type=Path, help="a run folder, as cribo pretrain makes one; it may still be going on")
-    parser.add_argument("--db", type=str, help="a database of objects, a folder or URL, as cribo index makes one")
-    parser.add_argument("--images", type=Path, help="a folder of images, if they are not where run or database say")
+    parser.add_argument("--run", type=Path, help="a run folder of cribo pretrain; the run may still be in progress")
+    parser.add_argument("--db", type=str, help="a database of objects of cribo index, a folder or URL")
+    parser.add_argument("--images", type=Path, help="folder of the images, if not that of the run or database")
     parser.add_argument(
-        "--limit", type=int, default=100, help="of how many images objects are found at the start, without --db"
+        "--limit", type=int, default=100, help="number of images whose objects are found at start-up, without --db"
     )
-    parser.add_argument("--host", type=str, default="127.0.0.1", help="0.0.0.0 lets other machines see the page")
-    parser.add_argument("--port", type=int, default=7860, help="of the page; 0 takes a free one")
-    parser.add_argument("--max_megabytes", type=float, default=20.0, help="of a picture that is dropped on the page")
-    parser.add_argument("--max_megapixels", type=float, default=40.0, help="of such a picture")
-    parser.add_argument("--device", type=str, help="of the network, such as cuda:0; a GPU if there is one")
+    parser.add_argument("--host", type=str, default="127.0.0.1", help="0.0.0.0 allows other machines to open the page")
+    parser.add_argument("--port", type=int, default=7860, help="port of the page; 0 takes a free one")
+    parser.add_argument("--max_megabytes", type=float, default=20.0, help="size limit of an uploaded picture")
+    parser.add_argument("--max_megapixels", type=float, default=40.0, help="pixel limit of an uploaded picture")
+    parser.add_argument("--device", type=str, help="device of the network, such as cuda:0; a GPU if there is one")
     parser.add_class_arguments(BackboneSource, "backbone", skip={"source"})
     parser.add_argument(
         "--backbone.source",
         type=str,
-        help="whose features are shown, if not those of the database or of the run: a run folder, a checkpoint, timm's "
-        "name, or mean-colour",
+        help="backbone to use instead of that of the database or run: a run folder, a checkpoint, a timm name, or "
+        "mean-colour",
     )
     parsed = parser.parse_args(words)
     limits = Limits(megabytes=parsed.max_megabytes, megapixels=parsed.max_megapixels)
@@ -73,12 +73,4 @@ def _explore(words: list[str]) -> None:
     with loading(console):
         from cribo.explorer.run import explore
 
-    with Phases(console) as progress:
-        explore(
-            asked,
-            host=parsed.host,
-            port=parsed.port,
-            limits=limits,
-            progress=progress,
-            say=lambda address: console.print(f"Open {address} in a browser; Ctrl-C ends it.", highlight=False),
-        )
+    explore(asked, host=parsed.host, port=parsed.port, limits=limits, console=console)

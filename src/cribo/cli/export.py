@@ -1,4 +1,4 @@
-"""`cribo export`: a backbone for other programs."""
+"""`cribo export`: write a backbone for other libraries."""
 
 from pathlib import Path
 
@@ -8,19 +8,19 @@ from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_
 from cribo.console import Phases, loading, log_to
 
 HELP = """\
-Write a backbone for other programs. What was written is loaded back by the other library, and stays only if its
-features are those of the backbone, to 1e-4 of the largest, at several sizes.
+Write a backbone for other libraries. The export is loaded back by the other library, and kept only if its features
+agree with those of the backbone to 1e-4 of the largest, at several image sizes.
 
   cribo export --backbone runs/camvid --to timm           timm.create_model("local-dir:...", pretrained=True)
   cribo export --backbone runs/camvid --to transformers   AutoModel.from_pretrained
   cribo export --backbone runs/camvid --to onnx           RGB images in 0-1 to tokens and global token, any size
-  cribo export --backbone runs/camvid --to torch-export   the same for PyTorch alone
+  cribo export --backbone runs/camvid --to torch-export   the same, for PyTorch
 
-Any backbone that can be evaluated can be exported: a run, a checkpoint of another project, a timm name. To train on,
-or to publish weights, choose timm or transformers; to run elsewhere, onnx.
+Any backbone that can be evaluated can be exported: a run, a checkpoint of another project, a timm name. Choose timm or
+transformers to continue training or to publish weights, and onnx for other runtimes.
 """
 
-LESS_MEMORY = "choose --to timm, which needs the least"
+LESS_MEMORY = "use --to timm, which needs least memory"
 
 
 def main(words: list[str]) -> int:
@@ -42,16 +42,16 @@ def _export(words: list[str]) -> None:
         short=BACKBONE_SHORT,
         switches=BACKBONE_SWITCHES,
     )
-    parser.add_argument("--to", required=True, choices=TARGETS, help="whose format to write")
+    parser.add_argument("--to", required=True, choices=TARGETS, help="format to write")
     parser.add_argument("--out", type=Path, help="folder to write; exports/BACKBONE-TARGET by default")
-    parser.add_argument("--overwrite", action="store_true", help="replace an export that stands in --out")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing export in --out")
     parser.add_argument(
         "--image_size",
         type=int,
-        help="size in pixels for which the position embedding is stored, resized if need be; other sizes are resized "
-        "at each use. As it is when not given",
+        help="image size in pixels for which the position embedding is resized and stored; for other sizes it is "
+        "resized at each use. Unchanged by default",
     )
-    parser.add_argument("--opset", type=int, default=20, help="of ONNX: lower it for an older runtime, 18 at least")
+    parser.add_argument("--opset", type=int, default=20, help="ONNX opset; lower it for older runtimes, at least 18")
     parser.add_class_arguments(BackboneSource, "backbone")
     parsed = parser.parse_args(words)
     config = parser.instantiate(parsed)["backbone"]
@@ -73,7 +73,7 @@ def _export(words: list[str]) -> None:
         )
     sizes = ", ".join(f"{batch}x3x{height}x{width}" for batch, height, width in report.checked)
     console.print(
-        f"loaded back, features differ by {report.difference:.1e} of the largest at most (images of {sizes})",
+        f"loaded back: features differ by at most {report.difference:.1e} of the largest (images of {sizes})",
         highlight=False,
     )
     for note in report.notes:

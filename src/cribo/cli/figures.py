@@ -1,4 +1,4 @@
-"""`cribo figures`: the figures of a paper from a run."""
+"""`cribo figures`: draw the figures of a paper from a run."""
 
 from pathlib import Path
 
@@ -8,19 +8,19 @@ from cribo.cli.running import guarded, print_places
 from cribo.console import Phases, loading, log_to
 
 HELP = """\
-The figures of a paper from a run: vector text in embedded fonts, 300 dpi, sized for a page of two columns, no titles.
+Draw the figures of a paper from a run: vector text in embedded fonts, 300 dpi, two-column layout, no titles.
 
   cribo figures --run runs/camvid
   cribo figures --run runs/camvid --images 'holiday/*.jpg' --only features
   cribo figures --run runs/a --label "K = 12" --run runs/b --label "K = 64" --only bootstrapping --out compared
 
   matches        objects of query views and, in the same colour, the nearest object of another image
-  clusters       the same view pairs' clusters at epochs from the first to the last
-  bootstrapping  bootstrapping ratio over the epochs; a curve for each --run
-  features       images beside their dense features in colours (principal components)
+  clusters       clusters of the same view pairs at several epochs, from the first to the last
+  bootstrapping  bootstrapping ratio over the epochs; one curve per --run
+  features       images and their dense features as colours (principal components)
   losses, schedules
 
-Captions for them are written beside them.
+Captions are written to captions.md.
 """
 
 LESS_MEMORY = "lower --size or --count"
@@ -38,27 +38,30 @@ def _figures(words: list[str]) -> None:
     console = Console(soft_wrap=True)
     log_to(console)
     parser = Parser(prog="cribo figures", description=HELP, usage="cribo figures --run RUN [options]")
-    parser.add_argument("--run", action="append", type=str, required=True, help="a run folder; several are compared")
-    parser.add_argument("--label", action="append", type=str, help="what a run is called, in the order of --run")
+    parser.add_argument("--run", action="append", type=str, required=True, help="a run folder; repeat to compare runs")
+    parser.add_argument("--label", action="append", type=str, help="name of a run, in the order of --run")
     parser.add_argument("--out", type=Path, help="folder to write; RUN/figures by default")
-    parser.add_argument("--overwrite", action="store_true", help="replace figures that stand in --out")
-    parser.add_argument("--only", type=str, default=",".join(FIGURES), help="which figures")
-    parser.add_argument("--format", type=str, default=",".join(FIGURE_FORMATS), help="pdf to print, png to look at")
-    parser.add_argument("--objects", type=int, default=12, help="K, clusters of a view pair in the matching figure")
-    parser.add_argument("--queries", type=int, default=3, help="images that ask in the matching figure")
-    parser.add_argument("--images", type=str, help="files whose features are coloured, such as 'photos/*.jpg', quoted")
-    parser.add_argument("--count", type=int, default=6, help="of how many images the features are coloured")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing figures in --out")
+    parser.add_argument("--only", type=str, default=",".join(FIGURES), help="figures to draw")
+    parser.add_argument("--format", type=str, default=",".join(FIGURE_FORMATS), help="pdf for print, png for screens")
+    parser.add_argument("--objects", type=int, default=12, help="K, clusters per view pair in the matching figure")
+    parser.add_argument("--queries", type=int, default=3, help="number of query images in the matching figure")
+    parser.add_argument("--images", type=str, help="images of the features figure, such as 'photos/*.jpg', quoted")
+    parser.add_argument("--count", type=int, default=6, help="number of images in the features figure")
     parser.add_argument(
-        "--size", type=int, default=480, help="pixels of these images' shorter side, at most; higher shows finer parts"
+        "--size",
+        type=int,
+        default=480,
+        help="shorter side of these images in pixels, at most; larger sizes show more detail",
     )
-    parser.add_argument("--root", type=str, help="where the images of the run are now, if they have moved")
-    parser.add_argument("--device", type=str, help="where the network runs; a GPU where there is one")
+    parser.add_argument("--root", type=str, help="folder of the run's images, if they have moved")
+    parser.add_argument("--device", type=str, help="device of the network; a GPU by default if there is one")
     parsed = parser.parse_args(words)
     runs = [Path(run) for run in parsed.run]
     labels: list[str] = parsed.label or [run.name for run in runs]
     if len(labels) != len(runs) or len(set(labels)) != len(labels):
         raise ConfigError(
-            f"every --run needs a --label of its own, got {len(runs)} runs and {', '.join(labels)}: give one after each"
+            f"each --run needs its own --label, got {len(runs)} runs and {', '.join(labels)}: give one after each"
         )
     wanted = Wanted(
         only=tuple(parsed.only.split(",")),
@@ -85,6 +88,6 @@ def _figures(words: list[str]) -> None:
             progress=progress,
         )
     for name, why in written.left_out.items():
-        console.print(f"left out {name}: {why}", highlight=False)
+        console.print(f"skipped {name}: {why}", highlight=False)
     places: dict[str, Path | str] = {name: written.folder / f"{name}.{wanted.formats[0]}" for name in written.captions}
     print_places(console, {**places, "captions": written.folder / "captions.md"})

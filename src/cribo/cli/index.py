@@ -1,4 +1,4 @@
-"""`cribo index`: the objects of a collection of images, into a database."""
+"""`cribo index`: store the objects of a collection of images in a database."""
 
 from rich.console import Console
 
@@ -6,14 +6,14 @@ from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_
 from cribo.console import duration, loading, log_to
 
 HELP = """\
-Find the objects of every image of a folder and keep them in a database (LanceDB), to search among them.
+Find the objects in every image of a folder and store them in a database (LanceDB) for cribo search.
 
   cribo index --backbone runs/camvid --images PHOTOGRAPHS --db photographs.db
-  cribo index --db photographs.db                       again, after images were added, changed or deleted
+  cribo index --db photographs.db                       update it after images were added, changed or deleted
   cribo index --backbone vit_small_patch16_224.dino --images PHOTOGRAPHS --db s3://bucket/photographs
 
-Objects are clusters of an image's patches: nothing is labelled, nothing is trained. Only what is new or changed is
-computed; it can be stopped at any moment and started again. Then: cribo search --db photographs.db --image ONE.jpg
+Objects are clusters of an image's patches: nothing is labelled or trained. Only new and changed images are processed;
+the command can be stopped and restarted at any time. Then: cribo search --db photographs.db --image ONE.jpg
 """
 
 LESS_MEMORY = "lower --batch_size, or --size"
@@ -44,8 +44,8 @@ def _index(words: list[str]) -> None:
     parser.add_argument(
         "--backbone.source",
         type=str,
-        help="a run folder or backbone.safetensors of ours; a timm name; a checkpoint of another project; or "
-        "mean-colour. Not needed where --db is there already",
+        help="a run folder or its backbone.safetensors; a timm name; a checkpoint of another project; or "
+        "mean-colour. Not needed if --db exists",
     )
     parsed = parser.parse_args(words)
     values = {name: parsed[name] for name in IndexConfig.__dataclass_fields__ if name != "backbone"}
@@ -55,16 +55,17 @@ def _index(words: list[str]) -> None:
         from cribo.object_search.run import index_collection
 
     summary, database, recall = index_collection(config, console=console)
-    for title, files in (("no image", summary.unreadable), ("not read this time", summary.unread)):
+    for title, files in (("not an image", summary.unreadable), ("temporarily unreadable", summary.unread)):
         for path, reason in files[:_LISTED]:
-            name = path.encode("utf-8", "backslashreplace").decode()  # it may be no text
+            name = path.encode("utf-8", "backslashreplace").decode()  # it may not be valid UTF-8
             console.print(f"  {title}: {name}: {reason}", highlight=False, markup=False)
         if len(files) > _LISTED:
             console.print(f"  {title}: {len(files) - _LISTED} more", highlight=False)
     speed = f", {summary.images_per_second:.1f} images/s" if summary.images_per_second else ""
     console.print(
         f"{summary.new} new images, {summary.changed} changed, {summary.unchanged} unchanged, "
-        f"{summary.removed} removed, {len(summary.unreadable)} that are no image; {duration(summary.seconds)}{speed}",
+        f"{summary.removed} removed, {len(summary.unreadable)} not readable as images; "
+        f"{duration(summary.seconds)}{speed}",
         highlight=False,
     )
     size = database.size_bytes()

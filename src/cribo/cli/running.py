@@ -1,4 +1,4 @@
-"""What commands share: how one is chosen, guarded and ended, and how a backbone is named."""
+"""Shared by all commands: dispatch, errors and exit status, options of a backbone."""
 
 import difflib
 import sys
@@ -10,7 +10,7 @@ from rich.console import Console
 from cribo.errors import Stopped
 from cribo.processes import is_first_process
 
-# How a command's parser lets a `BackboneSource` be said shortly.
+# Short options for the fields of a `BackboneSource`.
 BACKBONE_SHORT = {
     "--backbone": "--backbone.source",
     "--pretrained": "--backbone.pretrained",
@@ -23,7 +23,7 @@ BACKBONE_SWITCHES = ("--backbone.trust",)
 def dispatch(
     words: list[str], name: str, kind: str, usage: str, commands: Mapping[str, Callable[[list[str]], int]]
 ) -> int:
-    """Run what the first word says with the others."""
+    """Run the command named by the first word with the remaining words."""
     if not words or words[0] in ("-h", "--help"):
         print(usage, end="")
         return 0 if words else 2
@@ -36,29 +36,29 @@ def dispatch(
 
 def _nearest(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, known, n=1)
-    return f": did you mean {near[0]}?" if near else f": there are {', '.join(known)}"
+    return f": did you mean {near[0]}?" if near else f": use one of {', '.join(known)}"
 
 
 def guarded(name: str, command: Callable[[list[str]], None], words: list[str], *, less_memory: str) -> int:
-    """Run a command; what a user can mend becomes one line.
+    """Run a command, and print errors that the user can fix as one line.
 
     Args:
         name: of the command, for messages.
-        command: what runs.
+        command: the function to call.
         words: its arguments.
-        less_memory: what to do where a device has too little memory.
+        less_memory: advice if a device runs out of memory.
 
     Returns:
-        the exit status.
+        The exit status.
     """
     try:
         command(words)
     except Stopped as error:
-        # A process beside the first ends in peace: whoever started it may take any other end for a crash.
+        # Other ranks exit 0; otherwise the launcher would report a crash.
         return 0 if error.everywhere and not is_first_process() else _failed(name, error, error.status)
-    except (ValueError, FileNotFoundError, ConnectionError, ImportError) as error:  # to mend before any work
+    except (ValueError, FileNotFoundError, ConnectionError, ImportError) as error:  # invalid input
         return _failed(name, error, 2)
-    except OSError as error:  # no room for what is written, say
+    except OSError as error:  # a full disk, for example
         return _failed(name, error, 1)
     except Exception as error:
         if not _out_of_memory(error):
@@ -74,12 +74,12 @@ def _failed(name: str, error: object, status: int) -> int:
 
 
 def _out_of_memory(error: Exception) -> bool:
-    torch = sys.modules.get("torch")  # an error of one that was never imported cannot be
+    torch = sys.modules.get("torch")  # not imported: not its error
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def print_places(console: Console, places: Mapping[str, Path | str]) -> None:
-    """Say where results are, a line for each."""
+    """Print the path of each result on its own line."""
     width = max(13, *(len(label) + 1 for label in places))
     for label, place in places.items():
         console.print(f"  {label:<{width}}{place}", highlight=False)

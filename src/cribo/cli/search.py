@@ -1,4 +1,4 @@
-"""`cribo search`: the objects most like one, across a collection."""
+"""`cribo search`: find the objects of a collection that are most similar to a given one."""
 
 import shlex
 from pathlib import Path
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from cribo.object_search.run import SearchResult
 
 HELP = """\
-Find the objects most like one, in the database that `cribo index` has made.
+Find the objects in a database of `cribo index` that are most similar to a given one.
 
   cribo search --db photographs.db --image ONE.jpg --point 320,200     the object at that pixel
-  cribo search --db photographs.db --image ONE.jpg --box 40,60,200,180 what is inside the box
+  cribo search --db photographs.db --image ONE.jpg --box 40,60,200,180 the content of the box
   cribo search --db photographs.db --image ONE.jpg --object 3          its fourth-largest object
   cribo search --db photographs.db --image ONE.jpg                     each of its objects
 
-ONE.jpg may be any image. For one that is indexed, and has not changed, no backbone is needed, except for a box.
---out gets results.json (boxes, masks as in COCO, similarities) and sheet.png, a contact sheet.
+ONE.jpg may be any image. The backbone is not needed for an indexed and unchanged image, except with --box. --out
+receives results.json (boxes, masks as in COCO, similarities) and sheet.png, a contact sheet.
 """
 
 LESS_MEMORY = "use --device cpu"
@@ -48,7 +48,7 @@ def _search(words: list[str]) -> None:
     )
     parser.add_class_arguments(SearchConfig)
     parser.add_argument("--out", type=Path, help="folder for results; searches/<image>, numbered, by default")
-    parser.add_argument("--overwrite", action="store_true", help="replace results that stand in --out")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing results in --out")
     parsed = parser.parse_args(words)
     config = SearchConfig(**{name: parsed[name] for name in SearchConfig.__dataclass_fields__})
     with loading(console):
@@ -60,8 +60,8 @@ def _search(words: list[str]) -> None:
     gone = sorted(path for path, state in result.states.items() if state)
     if gone:
         console.print(
-            f"{len(gone)} of the images changed or vanished since they were indexed, {gone[0]} among them: "
-            f"bring the database up to date with cribo index --db {config.db}",
+            f"{len(gone)} of the images were changed or deleted since they were indexed, such as {gone[0]}: "
+            f"update the database with cribo index --db {config.db}",
             highlight=False,
             markup=False,
         )
@@ -69,11 +69,11 @@ def _search(words: list[str]) -> None:
 
 
 def _table(result: "SearchResult") -> Table:
-    """A row for each object that was found; of several queries, a row each with the nearest."""
+    """One row per object found; for several queries, one row each with the nearest object."""
     query, found, states, _ = result
     several = len(found) > 1
     what = "each object" if several else query.regions[0].name
-    table = Table(title=Text(f"Most like {what} of {query.path.name}"))
+    table = Table(title=Text(f"Most similar to {what} of {query.path.name}"))
     for name in ("query" if several else "rank", "similarity", "image", "object", "box"):
         table.add_column(name, justify="left" if name in ("query", "image", "box") else "right", overflow="fold")
     if any(states.values()):
@@ -82,10 +82,10 @@ def _table(result: "SearchResult") -> Table:
         for rank, one in enumerate(nearest[: 1 if several else None], start=1):
             table.add_row(
                 query.regions[number].name if several else str(rank),
-                *(f"{one.similarity:.3f}", Text(one.image)),  # a name may look like markup
+                *(f"{one.similarity:.3f}", Text(one.image)),  # a name may contain markup
                 *(str(one.object.number), ",".join(map(str, one.object.box))),
                 *((states.get(one.image) or "as indexed",) if any(states.values()) else ()),
             )
     if several:
-        table.caption = "the nearest of each; the others are in the picture and in results.json"
+        table.caption = "the nearest object of each; see the picture and results.json for the others"
     return table

@@ -1,4 +1,4 @@
-"""`cribo segment`: label the pixels of many images by a few examples."""
+"""`cribo segment`: label the pixels of many images by a few labelled examples."""
 
 import shlex
 from pathlib import Path
@@ -17,10 +17,10 @@ label from the most similar patches of the examples.
   cribo segment --backbone runs/mine --examples EXAMPLES --images FRAMES --out RESULT --memory mine.safetensors
   cribo segment --backbone runs/mine --memory mine.safetensors --images 'MORE/**/*.jpg' --out RESULT2
 
-EXAMPLES holds a.jpg beside a.png (or a_labels.png), or images/a.jpg and labels/a.png, or images and one JSON file of
-COCO's format. RESULT gets label maps, overlays, confidences, summary.csv and contact.png. What was interrupted goes on
-with the same command and --resume. Classes mixed up? Add examples of them. Small things lost, in large images?
---scale 1 --window 448. Too slow? --scale 1, or --size 384.
+EXAMPLES contains a.jpg and a.png (or a_labels.png), or images/a.jpg and labels/a.png, or images and one JSON file in
+COCO's format. RESULT receives label maps, overlays, confidences, summary.csv and contact.png. To continue after an
+interruption, repeat the command with --resume. If classes are confused, add examples of them. If small things are
+missed in large images, use --scale 1 --window 448. If it is too slow, use --scale 1 or --size 384.
 """
 
 LESS_MEMORY = "lower --batch_size or --size, or use --window"
@@ -44,11 +44,11 @@ def _segment(words: list[str]) -> None:
         short=BACKBONE_SHORT,
         switches=BACKBONE_SWITCHES,
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder for what is written; it must be new")
-    parser.add_argument("--resume", action="store_true", help="go on with what an interrupted command left in --out")
-    parser.add_argument("--overwrite", action="store_true", help="replace results that stand in --out")
-    parser.add_argument("--pictures", type=int, default=6, help="how many images contact.png shows")
-    parser.add_argument("--config", action="config", help="a YAML file with options, which the others override")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results; it must be new")
+    parser.add_argument("--resume", action="store_true", help="continue the interrupted command that wrote to --out")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing results in --out")
+    parser.add_argument("--pictures", type=int, default=6, help="number of images in contact.png")
+    parser.add_argument("--config", action="config", help="a YAML file of options, overridden by the command line")
     parser.add_class_arguments(SegmentConfig)
     parsed = parser.parse_args(words)
     made = parser.instantiate(parsed)

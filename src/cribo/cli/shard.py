@@ -8,15 +8,15 @@ from cribo.cli.running import guarded, print_places
 from cribo.console import Phases, loading, log_to
 
 HELP = """\
-Pack images into few large tar files, which are read fast where single files are slow: from network file systems and
-from object storage.
+Pack images into few large tar files, which are faster to read from network file systems and object storage than single
+files.
 
   cribo shard IMAGES OUT                 the files as they are
-  cribo shard PHOTOGRAPHS OUT --size 512 the shorter side no longer than 512 pixels
-  cribo pretrain --data.root OUT         or --data.root s3://bucket/prefix, where OUT has been copied
+  cribo shard PHOTOGRAPHS OUT --size 512 shorter side at most 512 pixels
+  cribo pretrain --data.root OUT         or --data.root s3://bucket/prefix, if OUT was copied there
 
-Crops are mostly smaller than photographs: with --size, what is decoded and fetched becomes less. OUT appears when it
-is complete; unreadable images are left out and listed in OUT/skipped.csv.
+Crops are usually smaller than photographs: --size reduces decoding and downloads. OUT appears when it is complete;
+unreadable images are left out and listed in OUT/skipped.csv.
 """
 
 LESS_MEMORY = "lower --threads"
@@ -36,13 +36,13 @@ def _shard(words: list[str]) -> None:
     parser = Parser(prog="cribo shard", description=HELP, usage="cribo shard IMAGES OUT [options]")
     parser.add_argument("images", metavar="IMAGES", type=str, help="a folder, or a text file that lists images")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder of the shards; it must not exist")
-    parser.add_argument("--size", type=int, help="of the shorter side, at most, in pixels; as it is when not given")
-    parser.add_argument("--shard_mb", type=float, default=64.0, help="about how large a shard is, in MB")
+    parser.add_argument("--size", type=int, help="maximum shorter side in pixels; images are unchanged by default")
+    parser.add_argument("--shard_mb", type=float, default=64.0, help="approximate size of a shard in MB")
     parser.add_argument(
-        "--max_unreadable", type=float, default=0.01, help="share of the images that may be unreadable and left out"
+        "--max_unreadable", type=float, default=0.01, help="maximum share of unreadable images, which are left out"
     )
-    parser.add_argument("--max_pixels", type=int, default=MAX_PIXELS, help="larger images are unreadable")
-    parser.add_argument("--threads", type=int, help="that read and decode; as many as there are cores when not given")
+    parser.add_argument("--max_pixels", type=int, default=MAX_PIXELS, help="larger images count as unreadable")
+    parser.add_argument("--threads", type=int, help="number of reading and decoding threads; one per core by default")
     parsed = parser.parse_args(words)
     with loading(console):
         from cribo.data.images import open_images

@@ -1,4 +1,4 @@
-"""The images of a database of objects, by number: names from a browser are never paths."""
+"""The images of a database of objects, by number: requests never contain paths."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -14,12 +14,12 @@ from cribo.object_search import ImageObject, IndexedImage, ObjectDatabase
 
 
 class ShownObject(NamedTuple):
-    """An object that was found.
+    """An object found by a search.
 
     Attributes:
-        similarity: cosine with what was asked for.
+        similarity: cosine similarity to the query.
         name: of its image.
-        object: what it is.
+        object: the object.
     """
 
     similarity: float
@@ -28,14 +28,14 @@ class ShownObject(NamedTuple):
 
 
 class Collection:
-    """Images with their objects: those that there were when the page was started.
+    """Images and their objects, as of the start of the page.
 
     Args:
         database: of the objects.
         max_pixels: larger images are not decoded.
 
     Raises:
-        ValueError: it holds no image with an object.
+        ValueError: no image in the database has an object.
     """
 
     def __init__(self, database: ObjectDatabase, *, max_pixels: int) -> None:
@@ -48,7 +48,7 @@ class Collection:
             )
 
     def __len__(self) -> int:
-        """How many images there are."""
+        """Number of images."""
         return len(self._images)
 
     @cached_property
@@ -56,17 +56,17 @@ class Collection:
         return {image.path: number for number, image in enumerate(self._images)}
 
     def image(self, number: int) -> IndexedImage:
-        """An image by its number.
+        """Return an image by its number.
 
         Raises:
-            Refused: there is none of this number.
+            Refused: the number is out of range.
         """
         if not 0 <= number < len(self):
             raise Refused(f"The collection has images 0 to {len(self) - 1}, and no image {number}.")
         return self._images[number]
 
     def name(self, number: int) -> str:
-        """What an image is called: its path below the folder of the collection."""
+        """Name of an image: its path in the folder of the collection."""
         return self.image(number).path
 
     def number(self, name: str) -> int | None:
@@ -74,27 +74,27 @@ class Collection:
         return self._numbers.get(name)
 
     def objects(self, number: int) -> list[ImageObject]:
-        """The objects of an image, the largest first."""
+        """Objects of an image, largest first."""
         return self.database.objects_of(self.name(number))
 
     def load(self, number: int, longest: int) -> UInt8[Tensor, "3 h w"]:
-        """An image, decoded at no more than twice the size at which it is shown, where that saves work.
+        """Load an image, decoded at a reduced size if that is at least as large as shown.
 
         Args:
             number: of the image.
             longest: side at which it is shown, in pixels.
 
         Raises:
-            Refused: it is gone, has changed since it was indexed, leads out of the folder, or cannot be read.
+            Refused: it was deleted or changed since it was indexed, is outside the folder, or cannot be read.
         """
         image = self.image(number)
         root = self.database.root.resolve()
         path = (root / image.path).resolve()
         if not path.is_relative_to(root):
-            raise Refused(f"{image.path} leads out of the folder of the collection, and is not shown.")
+            raise Refused(f"{image.path} is a link to a file outside the folder of the collection.")
         if trouble := self._trouble(number):
-            said = "is not in its folder any more" if trouble == "missing" else "has changed since it was indexed"
-            raise Refused(f"{image.path} {said}: bring the database up to date with cribo index.")
+            said = "has been deleted" if trouble == "missing" else "has changed since it was indexed"
+            raise Refused(f"{image.path} {said}: update the database with cribo index.")
 
         def reduction(height: int, width: int) -> int:
             return next((factor for factor in (8, 4, 2) if max(height, width) >= 2 * factor * longest), 1)
@@ -105,7 +105,7 @@ class Collection:
             raise Refused(f"{image.path} cannot be read: {error.reason}.") from error
 
     def _trouble(self, number: int) -> str:
-        """How an image's file differs from what was indexed, at the start or since: as `ObjectDatabase.is_changed`."""
+        """`ObjectDatabase.is_changed` of an image, which may have been indexed again since the start."""
         trouble = self.database.is_changed(self._images[number])
         if trouble and (row := self.database.image(self.name(number))) is not None:
             trouble = self.database.is_changed(row)
@@ -114,12 +114,12 @@ class Collection:
         return trouble
 
     def nearest(self, vector: Float[np.ndarray, " d"], count: int, *, without: int | None) -> Sequence[ShownObject]:
-        """The objects that are most like a vector.
+        """Find the objects most similar to a vector.
 
         Args:
             vector: of an object.
-            count: how many.
-            without: an image whose objects are left out.
+            count: number of objects.
+            without: number of an image to exclude.
         """
         excluded = None if without is None else self.name(without)
         found = self.database.search(vector[None], count, exclude_image=excluded)[0]

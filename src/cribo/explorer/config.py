@@ -1,4 +1,4 @@
-"""What a page can be asked to show, and how much a visitor may send; free of torch."""
+"""Contents of a page, and limits of uploads; does not import torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,18 +9,18 @@ from cribo.retrieval.source import BackboneSource
 
 @dataclass(frozen=True)
 class Asked:
-    """What a user wants to look at.
+    """The contents that a user asks for.
 
     Attributes:
         run: a run folder.
         db: a database of objects.
-        backbone: whose features are shown; that of the database or of the run when not given.
-        images: where the images are; where the database or the run says when not given.
-        limit: of images, where objects are found at the start because there is no database.
-        device: of the network; a GPU if there is one when not given.
+        backbone: network of the features; by default that of the database or the run.
+        images: folder of the images; by default that of the database or the run.
+        limit: without a database, the number of images whose objects are found at start-up.
+        device: of the network; by default a GPU if there is one.
 
     Raises:
-        ConfigError: nothing to look at, or a limit of no image.
+        ConfigError: nothing is given, or the limit is less than 1.
     """
 
     run: Path | None = None
@@ -32,21 +32,21 @@ class Asked:
 
     def __post_init__(self) -> None:
         if self.run is None and self.db is None and self.backbone is None:
-            raise ConfigError("there is nothing to look at: give --run DIR, --db DIR or --backbone SOURCE")
+            raise ConfigError("nothing to show: give --run DIR, --db DIR or --backbone SOURCE")
         if self.limit < 1:
             raise ConfigError(f"limit must be >= 1, got {self.limit}")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much a visitor may send.
+    """Limits of uploaded pictures.
 
     Attributes:
-        megabytes: of one picture's file.
-        megapixels: of one picture; the header says so, and nothing larger is decoded.
+        megabytes: file size.
+        megapixels: number of pixels according to the header; larger pictures are not decoded.
 
     Raises:
-        ValueError: a limit that allows nothing.
+        ValueError: a limit is not positive.
     """
 
     megabytes: float = 20.0
@@ -59,12 +59,12 @@ class Limits:
 
     @property
     def bytes(self) -> int:
-        """Of one picture's file."""
+        """File size in bytes."""
         return round(1e6 * self.megabytes)
 
     @property
     def pixels(self) -> int:
-        """Of one picture."""
+        """Number of pixels."""
         return round(1e6 * self.megapixels)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a page is to show, opened and checked before the server starts."""
+"""Open and check the contents of a page before the server starts."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ _BACKBONE = "backbone.safetensors"
 
 @dataclass(frozen=True)
 class Contents:
-    """What there is to show.
+    """Contents of a page.
 
     Attributes:
         title: of the page.
-        notes: what is missing and why, in sentences.
+        notes: sentences about missing contents.
         run: a run folder.
         pairs: view pairs of the run.
         encoder: the network.
@@ -47,16 +47,16 @@ class Contents:
 
 
 def open_contents(asked: Asked, limits: Limits, workspace: Path, progress: Progress) -> Contents:
-    """Open everything that a page shows.
+    """Open the contents of a page.
 
     Args:
         asked: what to show.
         limits: of pictures.
-        workspace: an empty folder; it is needed as long as the page.
-        progress: told how far it is.
+        workspace: an empty folder that exists as long as the page.
+        progress: called with the progress.
 
     Raises:
-        ValueError: something was asked for that is not there, is damaged, or does not go together.
+        ValueError: something does not exist, is damaged, or does not fit together.
     """
     if asked.run is not None:
         require_run(asked.run)
@@ -73,11 +73,11 @@ def open_contents(asked: Asked, limits: Limits, workspace: Path, progress: Progr
     title = _title(asked)
     pairs = None
     if asked.run is not None and of_run is not None:
-        from cribo.explorer.view_pairs import PairSample  # it brings Lightning, which a database can do without
+        from cribo.explorer.view_pairs import PairSample  # imports Lightning, which a database does not need
 
         pairs = PairSample(asked.run, of_run, asked.images, device)
     if config is None:
-        note = "The run has not left a network yet: start the page again when it has written a checkpoint."
+        note = "The run has no network yet: restart the page after its first checkpoint."
         return Contents(title, (note,), asked.run)
     plain, about = open_encoder(config, device)
     encoder = SharedEncoder(plain, device)
@@ -94,7 +94,7 @@ def open_contents(asked: Asked, limits: Limits, workspace: Path, progress: Progr
 
 
 def _network_of(run: Path) -> str | None:
-    """What a run's network is loaded from: what it has left, or its last checkpoint."""
+    """Source of a run's network: its final backbone or its last checkpoint."""
     from cribo.training.checkpoints import checkpoint_files
 
     if (run / _BACKBONE).is_file():
@@ -111,7 +111,7 @@ def _title(asked: Asked) -> str:
 
 @dataclass(frozen=True)
 class _Workplace:
-    """Where objects are found at the start, for there is no database."""
+    """Builds a temporary database of some images at start-up."""
 
     folder: Path
     asked: Asked
@@ -121,17 +121,19 @@ class _Workplace:
     def build(
         self, encoder: SharedEncoder, config: BackboneSource, about: dict[str, object], notes: list[str]
     ) -> ObjectDatabase | None:
-        """A database of some images of the run, or of the folder given; None, and a note why, without images."""
+        """Build a database of some images of the run or folder; None, and a note, if there are no images."""
         try:
             files, total = self._files()
         except (ValueError, OSError) as error:
             if self.asked.images is not None:
                 raise
-            notes.append(f"There is no collection to search: {error}. Start the page with --images DIR or --db DIR.")
+            notes.append(f"No collection to search: {error}. Restart the page with --images DIR or --db DIR.")
             return None
         if files is None:
             return None
-        notes.append(f"Objects are those of {len(files)} of {total} images. For all of them: cribo index, then --db.")
+        notes.append(
+            f"The objects are those of {len(files)} of {total} images. For all images, use cribo index and --db."
+        )
         database = ObjectDatabase.create(
             self.folder / "objects.db", _info(encoder.encoder, encoder.device, config, about, files.folder)
         )
@@ -139,7 +141,7 @@ class _Workplace:
         return database
 
     def _files(self) -> tuple[ImageFiles | None, int]:
-        """Some of the images, evenly spread, and how many there are."""
+        """Return some of the images, evenly spread, and the number of all."""
         if self.asked.images is not None:
             source: ImageSource = open_images(self.asked.images, max_pixels=self.limits.pixels)
         elif self.asked.run is not None:
@@ -156,7 +158,7 @@ class _Workplace:
         return self._written(source, chosen), len(source)
 
     def _written(self, source: ImageSource, chosen: range) -> ImageFiles:
-        """Images that are no files, as files."""
+        """Write generated images to files."""
         from torchvision.transforms.v2.functional import to_pil_image
 
         folder = self.folder / "images"

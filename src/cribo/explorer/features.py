@@ -1,4 +1,4 @@
-"""What the network makes of an image: the colours of its patches, and how alike they are."""
+"""Pictures of dense features: principal components as colours, and similarity between patches."""
 
 from dataclasses import dataclass
 
@@ -14,13 +14,13 @@ from cribo.retrieval import PCAColours
 
 @dataclass(frozen=True)
 class Likeness:
-    """How alike the patches of an image are to one of them.
+    """Similarity of the patches of an image to one of them.
 
     Attributes:
-        picture: the image under a heat map, with the patch framed.
+        picture: a heat map over the image, with the patch framed.
         row, column: of the patch.
-        vector: its features.
-        sentence: what is to be seen.
+        vector: features of the patch.
+        sentence: description of the picture.
     """
 
     picture: UInt8[np.ndarray, "h w 3"]
@@ -31,20 +31,20 @@ class Likeness:
 
 
 def colour_picture(dense: Dense) -> UInt8[np.ndarray, "h w 3"]:
-    """The features of an image in the colours of their own three principal components, enlarged."""
+    """Draw the first three principal components of an image's features as colours, enlarged."""
     size = shown_size(*dense.size)
     colours = PCAColours([dense.tokens])(dense.tokens, size=size)
     return (255 * colours).round().byte().numpy()
 
 
 def cosines(tokens: Float[Tensor, "h w d"], row: int, column: int) -> Float[Tensor, "h w"]:
-    """The cosine similarity of every patch to one of them."""
+    """Cosine similarity of every patch to one of them."""
     directions = F.normalize(tokens, dim=-1)
     return directions @ directions[row, column]
 
 
 def likeness(image: UInt8[Tensor, "3 h w"], dense: Dense, row: int, column: int) -> Likeness:
-    """Compare all patches of an image with one; a place outside stands for the nearest patch."""
+    """Compare all patches of an image with one; positions outside are moved to the nearest patch."""
     row, column = dense.clamped(row, column)
     similarity = cosines(dense.tokens, row, column)
     picture = as_shown(image)

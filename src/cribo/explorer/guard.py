@@ -1,40 +1,39 @@
-"""What stands before the page's server: which requests reach it at all, how large they may be, what browsers may load.
+"""Middleware of the page's server: who may send requests, how many bytes, and which files they may name.
 
-The server's library has more routes than this page needs: proxies, reloading, other people's components. Those that the
-page needs are named here, and no other is answered.
+Gradio decides which files it serves, uvicorn adds the headers in `HEADERS`, and Starlette limits bodies of JSON. The
+rest is here, because no middleware of theirs does it:
+
+- `TrustedHostMiddleware` cannot allow all IP addresses, by which a page in a container or behind a router is opened.
+- `CORSMiddleware` keeps other origins from reading answers, but lets their requests through.
+- Gradio fetches URLs given in place of an uploaded file, and does not limit the total of all uploads.
+
+No rule depends on the names of Gradio's routes, except that only one of them accepts bodies other than JSON.
 """
 
 import ipaddress
 import json
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
+from starlette.formparsers import MultiPartException
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from cribo.explorer.uploads import Uploads
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
-
-_API = "/gradio_api"
-_FILE = f"{_API}/file="
-_READ = re.compile(
-    r"/|/config/?|/theme\.css|/favicon\.ico|/manifest\.json|/robots\.txt|/(static|assets)/[\w./+@-]+"
-    rf"|{_API}/(info|app_id|startup-events|upload_progress|queue/(data|status)|heartbeat/\w+|theme\.css)"
-)
-_UPLOAD = f"{_API}/upload"
-_WRITTEN = (f"{_API}/queue/join", f"{_API}/cancel", f"{_API}/reset", f"{_API}/startup-events")
+_UPLOAD = "/gradio_api/upload"
 _JSON_BYTES = 2**20
-_FORM_BYTES = 2**16  # what a form adds around a file
+_FORM_BYTES = 2**16  # boundaries and headers of a form around one file
 
-# Plots and the painting field compile their own code, and the page begins with scripts that stand in it: `unsafe-*`.
-# Nothing of it is loaded from, or sent to, anywhere else.
+# Plots and the painting field compile code, and the page starts with inline scripts, hence `unsafe-*`. Nothing is
+# loaded from, or sent to, other servers.
 _POLICY = "; ".join(
     (
         "default-src 'self'",
@@ -52,12 +51,13 @@ _POLICY = "; ".join(
         "form-action 'self'",
     )
 )
-_HEADERS = (
-    (b"content-security-policy", _POLICY.encode()),
-    (b"referrer-policy", b"no-referrer"),
-    (b"x-content-type-options", b"nosniff"),
-    (b"x-frame-options", b"DENY"),
-)
+HEADERS = [
+    ("content-security-policy", _POLICY),
+    ("referrer-policy", "no-referrer"),
+    ("x-content-type-options", "nosniff"),
+    ("x-frame-options", "DENY"),
+]
+"""Headers of every response."""
 
 
 class _Denied(Exception):
@@ -66,110 +66,84 @@ class _Denied(Exception):
         self.status = status
 
 
-@dataclass
 class Guard:
-    """An ASGI application before another one.
+    """ASGI middleware that lets only requests of the page itself through, with bodies within limits.
 
-    Attributes:
-        application: that gets what is let through.
-        uploads: the folder of which alone files are served, and the limits of what is sent.
-        folder_bytes: that the folder may hold; more is not taken.
-        hosts: names by which the server may be called, besides numbers: whoever owns another name can let it lead here,
-            and a page of that name would be taken for this one.
+    Args:
+        app: the application behind it.
+        uploads: the folder of uploaded files and the limits of each.
+        folder_bytes: limit of all uploaded files together.
+        hosts: host names of the server. IP addresses are always allowed; other names are refused, because their owner
+            can point them at this server and have a browser treat it as theirs (DNS rebinding).
     """
 
-    application: Application
-    uploads: Uploads
-    folder_bytes: int
-    hosts: frozenset[str]
+    def __init__(self, app: ASGIApp, *, uploads: Uploads, folder_bytes: int, hosts: frozenset[str]) -> None:
+        self._app = app
+        self._uploads = uploads
+        self._hosts = hosts
+        self._upload = _UploadQuota(app, uploads, folder_bytes)
+        self._json = RequestBodyLimitMiddleware(self._with_own_files, _JSON_BYTES)
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        if scope["type"] == "lifespan":
-            await self.application(scope, receive, send)
-            return
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
         if scope["type"] != "http":
-            return  # the page opens no other connection
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        try:
-            self._require_allowed(scope["method"], scope["path"], headers)
-            if scope["method"] == "POST" and scope["path"] in _WRITTEN:
-                receive = await self._checked(receive, int(headers["content-length"]))
-        except _Denied as error:
-            await _answer(error, send)
+            await self._app(scope, receive, send)
             return
-        await self.application(scope, receive, _with_headers(send))
+        try:
+            self._require_own_page(scope)
+            if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+                await self._app(scope, receive, send)
+            elif scope["path"] == _UPLOAD:
+                await self._upload(scope, receive, send)
+            else:
+                await self._json(scope, receive, send)
+        except _Denied as error:
+            # The body may be unread, so the connection cannot be reused.
+            response = PlainTextResponse(f"{error}\n", error.status, headers={"connection": "close"})
+            await response(scope, receive, send)
 
-    def _require_allowed(self, method: str, path: str, headers: dict[str, str]) -> None:
+    def _require_own_page(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
         host = headers.get("host", "").lower()
         name = re.sub(r":\d+$", "", host)
-        if name not in self.hosts and not _is_number(name):
+        if name not in self._hosts and not _is_ip_address(name):
             raise _Denied(
                 HTTPStatus.FORBIDDEN,
-                f"This server is not called {host!r}: open the page by its address, as in http://127.0.0.1:7860.",
+                f"Unknown host name {host!r}: open the page by its IP address, as in http://127.0.0.1:7860, or start "
+                "it with --host NAME.",
             )
-        # Browsers say Sec-Fetch-Site to https and to their own machine only; Origin they say to all.
         origin = headers.get("origin")
-        if origin is not None and not _is_own(origin, host) and not _opens_page(method, path, origin):
-            raise _Denied(HTTPStatus.FORBIDDEN, f"Nothing is answered to the pages of others, such as {origin!r}.")
-        if method in ("GET", "HEAD"):
-            self._require_readable(path)
-        elif method == "POST":
-            if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
-                raise _Denied(HTTPStatus.FORBIDDEN, "Nothing is taken from the pages of others.")
-            self._require_small(path, headers.get("content-length", ""))
-        else:
-            raise _Denied(HTTPStatus.METHOD_NOT_ALLOWED, "Pages are read with GET, and asked with POST.")
+        # Links on sandboxed pages have the origin "null". They may open the page, but cannot read it.
+        opens_page = origin == "null" and scope["method"] in ("GET", "HEAD") and scope["path"] == "/"
+        if origin is not None and not opens_page and not _same_origin(origin, host):
+            raise _Denied(HTTPStatus.FORBIDDEN, f"Requests from pages of other origins are refused: {origin!r}.")
+        if scope["method"] == "POST" and headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+            raise _Denied(HTTPStatus.FORBIDDEN, "Requests from pages of other origins are refused.")
+        if re.search("https?:/", scope["path"], re.IGNORECASE):
+            raise _Denied(HTTPStatus.FORBIDDEN, "This server fetches nothing from other servers.")
 
-    def _require_readable(self, path: str) -> None:
-        if path.startswith(_FILE):
-            if not self.uploads.holds(path.removeprefix(_FILE)):
-                raise _Denied(HTTPStatus.FORBIDDEN, "There is no such file here.")
-        elif not _READ.fullmatch(path) or ".." in path:
-            raise _Denied(HTTPStatus.NOT_FOUND, "There is no such page here.")
-
-    def _require_small(self, path: str, length: str) -> None:
-        if path == _UPLOAD:
-            limit = self.uploads.limits.bytes + _FORM_BYTES
-        elif path in _WRITTEN:
-            limit = _JSON_BYTES
-        else:
-            raise _Denied(HTTPStatus.NOT_FOUND, "There is no such page here.")
-        if not length.isdecimal():
-            raise _Denied(HTTPStatus.LENGTH_REQUIRED, "How much is sent must be said first (Content-Length).")
-        if int(length) > limit:
-            megabytes = self.uploads.limits.megabytes
-            raise _Denied(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"{int(length) / 1e6:.1f} MB are more than {megabytes:g} MB."
-            )
-        if path == _UPLOAD and _size_of(self.uploads.folder) + int(length) > self.folder_bytes:
-            raise _Denied(HTTPStatus.INSUFFICIENT_STORAGE, "Too much was sent lately: try again in some minutes.")
-
-    async def _checked(self, receive: Receive, length: int) -> Receive:
-        """Read a body of JSON, refuse what names a file that was not sent here, and hand it on."""
-        body, more = b"", True
-        while more and len(body) <= length:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                break
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
+    async def _with_own_files(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on a body of JSON that names no files but uploaded ones."""
+        body = await Request(scope, receive).body()
         try:
-            self._require_own_files(json.loads(body) if body else None)
+            if body:
+                value = json.loads(body)
+                self._require_own_files(value)
+                body = json.dumps(value).encode()  # what was checked, however Gradio parses it
         except (ValueError, RecursionError) as error:
-            raise _Denied(HTTPStatus.BAD_REQUEST, "This is no question to this page.") from error
+            raise _Denied(HTTPStatus.BAD_REQUEST, "Invalid request: the body must be JSON.") from error
         pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
             return pending.pop() if pending else await receive()
 
-        return replay
+        await self._app(scope, replay, send)
 
     def _require_own_files(self, value: Any) -> None:
-        # The server's library would fetch addresses, and copy files, that stand where an upload's path belongs.
+        # Gradio would fetch URLs, and copy files, given in place of an uploaded file.
         if isinstance(value, dict):
-            if isinstance(path := value.get("path"), str) and path and not self.uploads.holds(path):
-                raise _Denied(HTTPStatus.FORBIDDEN, "Only files that were sent to this page can be used.")
+            if isinstance(path := value.get("path"), str) and path and not self._uploads.holds(path):
+                raise _Denied(HTTPStatus.FORBIDDEN, "Only files that were uploaded to this page can be used.")
             for part in value.values():
                 self._require_own_files(part)
         elif isinstance(value, list):
@@ -177,7 +151,68 @@ class Guard:
                 self._require_own_files(part)
 
 
-def _is_number(name: str) -> bool:
+class _UploadQuota:
+    """Counts the bytes of uploads as they arrive, and stops an upload at its own limit or at that of the folder.
+
+    It stops by `MultiPartException`, the one exception after which Gradio removes the part that it has written.
+    """
+
+    def __init__(self, app: ASGIApp, uploads: Uploads, folder_bytes: int) -> None:
+        self._app = app
+        self._uploads = uploads
+        self._folder_bytes = folder_bytes
+        self._unfinished = 0
+        self._total = 0  # bytes of the folder when last measured, plus all that arrived since
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one upload."""
+        # Unfinished uploads may be in the folder already: counting them twice is safe, missing them is not.
+        self._total = _size_of(self._uploads.folder) + self._unfinished
+        # Content-Length may be missing or wrong. It only serves to refuse before anything is written.
+        announced = Headers(scope=scope).get("content-length", "")
+        size = int(announced) if announced.isdecimal() else 0
+        self._require_room(size, self._total + size)
+        arrived, complete = 0, False
+
+        async def counted() -> Message:
+            nonlocal arrived, complete
+            message = await receive()
+            if message["type"] == "http.disconnect" and not complete:
+                raise MultiPartException("The upload was interrupted.")
+            size = len(message.get("body", b""))
+            arrived += size
+            self._unfinished += size
+            self._total += size
+            complete = not message.get("more_body", False)
+            try:
+                self._require_room(arrived, self._total)
+            except _Denied as error:
+                raise MultiPartException(str(error)) from error
+            return message
+
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            self._unfinished -= arrived
+
+    def _require_room(self, size: int, total: int) -> None:
+        """Refuse an upload of `size` bytes, with which there would be `total` bytes of uploads."""
+        limits = self._uploads.limits
+        if size > limits.bytes + _FORM_BYTES:
+            raise _Denied(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"The upload has {size / 1e6:.1f} MB and {limits.megabytes:g} MB are allowed: make the picture "
+                "smaller, or start the page with a larger --max_megabytes.",
+            )
+        if total > self._folder_bytes:
+            raise _Denied(
+                HTTPStatus.INSUFFICIENT_STORAGE,
+                f"All uploads together may have {self._folder_bytes / 1e6:.0f} MB, and are kept for an hour: try again "
+                "later.",
+            )
+
+
+def _is_ip_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name[1:-1] if name.startswith("[") and name.endswith("]") else name)
     except ValueError:
@@ -185,8 +220,8 @@ def _is_number(name: str) -> bool:
     return True
 
 
-def _is_own(origin: str, host: str) -> bool:
-    """Whether a page was loaded from the host and port that it asks; the scheme's own port may be left out."""
+def _same_origin(origin: str, host: str) -> bool:
+    """Whether a page was loaded from the host and port of the request; the scheme's default port may be omitted."""
     try:
         page = urlsplit(origin.lower())
         server = urlsplit(f"{page.scheme}://{host}")
@@ -196,39 +231,9 @@ def _is_own(origin: str, host: str) -> bool:
         return False
 
 
-def _opens_page(method: str, path: str, origin: str) -> bool:
-    # Where browsers keep to themselves whence a link came: it does nothing, and other pages cannot read the answer.
-    return origin == "null" and method in ("GET", "HEAD") and path == "/"
-
-
 def _size_of(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
-        with suppress(OSError):  # just removed
+        with suppress(OSError):  # removed meanwhile
             total += path.lstat().st_size
     return total
-
-
-def _with_headers(send: Send) -> Send:
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            own = {name for name, _ in _HEADERS}
-            kept = [
-                (name, value)
-                for name, value in message.get("headers", ())
-                # The server's library lets pages of others read its answers.
-                if name.lower() not in own and not name.lower().startswith(b"access-control-")
-            ]
-            message = {**message, "headers": [*kept, *_HEADERS]}
-        await send(message)
-
-    return sending
-
-
-async def _answer(error: _Denied, send: Send) -> None:
-    body = f"{error}\n".encode()
-    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode()), *_HEADERS]
-    # What was sent is not read: the connection cannot be used again.
-    headers.append((b"connection", b"close"))
-    await send({"type": "http.response.start", "status": int(error.status), "headers": headers})
-    await send({"type": "http.response.body", "body": body})

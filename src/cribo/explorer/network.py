@@ -1,4 +1,4 @@
-"""One network for all visitors of the page: one image at a time, and what it said last is remembered."""
+"""One network for all visitors of the page, with a lock and a cache of features."""
 
 import dataclasses
 import hashlib
@@ -19,7 +19,7 @@ class Dense:
     """The features of one image.
 
     Attributes:
-        tokens: (h, w, D) of the patches, row by row, on the host.
+        tokens: (h, w, D) of the patches, on the host.
         size: (height, width) of the image in pixels.
     """
 
@@ -32,30 +32,30 @@ class Dense:
         return self.tokens.shape[0], self.tokens.shape[1]
 
     def patch_at(self, x: float, y: float) -> tuple[int, int]:
-        """The (row, column) of the patch that lies at a point of the image; the nearest for points outside."""
+        """(row, column) of the patch at a point of the image, or the nearest one for points outside."""
         row = int(y * self.grid[0] / self.size[0])
         column = int(x * self.grid[1] / self.size[1])
         return self.clamped(row, column)
 
     def clamped(self, row: int, column: int) -> tuple[int, int]:
-        """The patch of the image that is nearest to (row, column)."""
+        """(row, column), moved into the grid."""
         return min(max(row, 0), self.grid[0] - 1), min(max(column, 0), self.grid[1] - 1)
 
 
 class SharedEncoder:
     """Features of images for many visitors at once.
 
-    The network sees one image at a time, whoever asks; features that were asked for lately are kept, since a visitor
-    asks about one image many times.
+    The network processes one image at a time. Recently used features are cached, because visitors send several requests
+    for one image.
 
     Args:
         encoder: of patches.
-        device: where it runs.
-        max_patches: of one image; larger images are encoded at a smaller size.
-        cache_bytes: of features that are kept.
+        device: of the network.
+        max_patches: limit per image; larger images are reduced.
+        cache_bytes: size of the cache.
 
     Attributes:
-        encoder: the same, which lets one caller at a time to the network: for object search and segmentation.
+        encoder: the encoder behind the same lock, for object search and segmentation.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class SharedEncoder:
 
     @property
     def kept_bytes(self) -> int:
-        """Of the features that are kept now."""
+        """Size of the cached features."""
         return sum(dense.tokens.nbytes for dense in self._kept.values())
 
     def encode(self, image: UInt8[Tensor, "3 h w"]) -> Dense:
-        """The features of an image.
+        """Compute the features of an image, or return cached ones.
 
         Raises:
-            ValueError: the network does not take images of this size.
+            ValueError: the network does not accept images of this size.
         """
         key = hashlib.sha256(str(tuple(image.shape)).encode() + image.contiguous().numpy().tobytes()).digest()
         with self._lock:

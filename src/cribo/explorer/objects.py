@@ -1,4 +1,4 @@
-"""An object of an image, and the objects of other images that are most like it: the paper's matching figures."""
+"""Search for the objects most similar to one, drawn as in the paper's matching figures."""
 
 import hashlib
 import threading
@@ -18,24 +18,24 @@ from cribo.object_search import GridMask, ImageObject, extract_objects
 from cribo.retrieval.patches import patch_of_pixel
 
 PAGE = 24
-"""Images of one page of the collection."""
+"""Images per page of the collection."""
 
 _THUMBNAIL = 192
 _MATCH = 320
-_FOUND_IMAGES = 64  # pictures of visitors whose objects are kept
+_FOUND_IMAGES = 64  # visitors' pictures whose objects are cached
 
 Captioned = tuple[UInt8[np.ndarray, "h w 3"], str]
 
 
 @dataclass(frozen=True, eq=False)
 class QueryImage:
-    """An image that something is looked for in.
+    """An image with objects to search for.
 
     Attributes:
-        image: as it is shown.
-        objects: of it, the largest first.
+        image: at the size at which it is shown.
+        objects: its objects, largest first.
         number: in the collection; None for a visitor's picture.
-        name: what it is called.
+        name: in messages.
     """
 
     image: UInt8[np.ndarray, "h w 3"]
@@ -44,7 +44,7 @@ class QueryImage:
     name: str
 
     def object(self, number: int) -> ImageObject:
-        """An object by its number; the last one for greater numbers, the first for smaller ones.
+        """Return an object by its number, clamped to the valid range.
 
         Raises:
             Refused: the image has no objects.
@@ -54,24 +54,24 @@ class QueryImage:
         return self.objects[min(max(number, 0), len(self.objects) - 1)]
 
     def object_at(self, x: float, y: float) -> int:
-        """The number of the object at a point of the picture as it is shown.
+        """Number of the object at a point of the shown picture.
 
         Raises:
-            Refused: there is none.
+            Refused: there is no object.
         """
         height, width = self.image.shape[:2]
         for each in self.objects:
             if _mask(each.mask, (height, width))[_within(y, height), _within(x, width)]:
                 return each.number
-        raise Refused("What lies there is too small to be an object: click on something larger.")
+        raise Refused("There is no object at this point: click on a larger region.")
 
 
 class ObjectFinder:
-    """Objects of the collection's images and of visitors' pictures, and what is like them.
+    """Finds objects in images of the collection and in visitors' pictures, and searches for similar ones.
 
     Args:
-        collection: that is searched.
-        encoder: with which it was indexed.
+        collection: to search.
+        encoder: that it was indexed with.
     """
 
     def __init__(self, collection: Collection, encoder: SharedEncoder) -> None:
@@ -82,11 +82,11 @@ class ObjectFinder:
 
     @property
     def pages(self) -> int:
-        """Of thumbnails."""
+        """Number of pages of thumbnails."""
         return -(-len(self.collection) // PAGE)
 
     def thumbnails(self, page: int) -> list[Captioned]:
-        """The images of a page; grey where one cannot be shown."""
+        """Thumbnails of a page; grey if an image cannot be shown."""
         first = PAGE * min(max(page, 0), self.pages - 1)
         return [self._thumbnail(number) for number in range(first, min(first + PAGE, len(self.collection)))]
 
@@ -98,16 +98,16 @@ class ObjectFinder:
             return _blank(self.collection.image(number).height, self.collection.image(number).width), caption
 
     def of_collection(self, number: int) -> QueryImage:
-        """Look for something in an image of the collection.
+        """Return a query with an image of the collection.
 
         Raises:
-            Refused: no such image, or it cannot be shown.
+            Refused: the image does not exist or cannot be shown.
         """
         image = as_shown(self.collection.load(number, SHOWN))
         return QueryImage(image, self.collection.objects(number), number, self.collection.name(number))
 
     def of_picture(self, image: UInt8[Tensor, "3 h w"]) -> QueryImage:
-        """Look for something in a visitor's picture."""
+        """Return a query with a visitor's picture."""
         key = hashlib.sha256(str(tuple(image.shape)).encode() + image.contiguous().numpy().tobytes()).digest()
         with self._lock:
             objects = self._found.get(key)
@@ -123,24 +123,24 @@ class ObjectFinder:
         return QueryImage(as_shown(image), objects, None, "your picture")
 
     def matches(self, query: QueryImage, number: int, count: int) -> tuple[list[Captioned], Sequence[ShownObject]]:
-        """The objects that are most like one of a query's, drawn in their images.
+        """Find and draw the objects most similar to an object of a query.
 
         Args:
             query: the image.
             number: of its object.
-            count: how many.
+            count: number of objects to find.
         """
         return self.like(query.object(number).vector, count, without=query.number)
 
     def like(
         self, vector: Float[np.ndarray, " d"], count: int, *, without: int | None = None
     ) -> tuple[list[Captioned], Sequence[ShownObject]]:
-        """The objects that are most like a vector, drawn in their images.
+        """Find and draw the objects most similar to a vector.
 
         Args:
-            vector: of an object or of a patch.
-            count: how many.
-            without: an image whose objects are left out.
+            vector: of an object or a patch.
+            count: number of objects to find.
+            without: number of an image to exclude.
         """
         found = self.collection.nearest(vector, count, without=without)
         return [self._drawn(rank, match) for rank, match in enumerate(found, start=1)], found
@@ -158,25 +158,25 @@ class ObjectFinder:
 
 
 def query_picture(query: QueryImage, number: int) -> UInt8[np.ndarray, "h w 3"]:
-    """A query's image with the outline of one of its objects; the rest is faded."""
+    """Outline an object in the image of a query, and fade the rest."""
     inside = _mask(query.object(number).mask, query.image.shape[:2])
     return with_outline(query.image, inside, fade=0.6)
 
 
 def query_sentence(query: QueryImage, number: int, found: Sequence[ShownObject]) -> str:
-    """What is to be seen, in words."""
+    """Describe the result of a search."""
     chosen = query.object(number)
     what = (
         f"Object {chosen.number} of {len(query.objects)} in {query.name} (counted from 0, the largest first), "
         f"{chosen.share:.0%} of the image."
     )
     if not found:
-        return f"{what} Nothing like it: the collection has no other image."
+        return f"{what} No match: the collection has no other image."
     return f"{what} The nearest object is in {found[0].name}, cosine similarity {found[0].similarity:.2f}."
 
 
 def _mask(mask: GridMask, size: tuple[int, ...]) -> Bool[np.ndarray, "h w"]:
-    """A mask at the size at which its image is shown."""
+    """Enlarge a mask to the size of the shown image."""
     rows, columns = (patch_of_pixel(pixels, patches) for pixels, patches in zip(size, mask.grid, strict=True))
     return mask.patches()[np.ix_(rows, columns)]
 

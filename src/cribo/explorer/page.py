@@ -1,4 +1,4 @@
-"""The page: its title, its notes, and a tab for each thing that there is to show."""
+"""The page: title, notes, and a tab for each kind of contents."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from cribo.explorer.tabs.training import training_tab
 from cribo.explorer.tabs.view_pairs import view_pairs_tab
 from cribo.explorer.uploads import Uploads
 
-_KEPT_SECONDS = 3600  # of pictures that were sent or shown
+_KEPT_SECONDS = 3600  # for uploaded and shown pictures
 _CLEANED_SECONDS = 300
 _FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif")
 _MONOSPACE = ("ui-monospace", "Consolas", "monospace")
@@ -38,17 +38,17 @@ _STYLE = """
 
 
 def look() -> dict[str, Any]:
-    """Theme and style of the page; fonts are the system's own, for nothing is fetched."""
+    """Theme and style of the page; system fonts only, because nothing is downloaded."""
     theme = themes.Default(primary_hue="indigo", font=list(_FONTS), font_mono=list(_MONOSPACE))
     return {"theme": theme, "css": _STYLE}
 
 
 def build_page(contents: Contents, uploads: Uploads) -> gr.Blocks:
-    """The page of some contents.
+    """Build the page of some contents.
 
     Args:
         contents: to show.
-        uploads: where visitors' pictures go.
+        uploads: folder and limits of uploaded pictures.
     """
     with gr.Blocks(
         title=f"{contents.title} - cribo", analytics_enabled=False, delete_cache=(_CLEANED_SECONDS, _KEPT_SECONDS)

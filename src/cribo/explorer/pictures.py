@@ -1,4 +1,4 @@
-"""Pictures for the page, as bytes: sizes that a browser shows quickly, heat maps, boxes and outlines."""
+"""Pictures for the page in 8 bits: resizing, heat maps, boxes and outlines."""
 
 import matplotlib as mpl
 import numpy as np
@@ -10,14 +10,14 @@ from torchvision.transforms.v2 import functional as TF
 from cribo.data.segmentation import Colour
 
 SHOWN = 768
-"""The longest side of a picture on the page, in pixels."""
+"""Longer side of a picture on the page, in pixels."""
 
 MARK: Colour = (255, 32, 96)
-"""What a visitor has chosen is marked in it."""
+"""Colour of selections."""
 
 
 def shown_size(height: int, width: int, longest: int = SHOWN) -> tuple[int, int]:
-    """The (height, width) at which an image is shown: `longest` at most, and four times enlarged at most.
+    """(height, width) of an image on the page: at most `longest`, and at most four times enlarged.
 
     Example:
         >>> shown_size(1536, 3072), shown_size(32, 48)
@@ -28,7 +28,7 @@ def shown_size(height: int, width: int, longest: int = SHOWN) -> tuple[int, int]
 
 
 def as_shown(image: UInt8[Tensor, "3 h w"], longest: int = SHOWN) -> UInt8[np.ndarray, "new_h new_w 3"]:
-    """An image at the size at which it is shown."""
+    """Resize an image to the size at which it is shown."""
     size = shown_size(image.shape[1], image.shape[2], longest)
     return np.ascontiguousarray(TF.resize(image, list(size), antialias=True).permute(1, 2, 0).numpy())
 
@@ -36,13 +36,13 @@ def as_shown(image: UInt8[Tensor, "3 h w"], longest: int = SHOWN) -> UInt8[np.nd
 def heat_picture(
     picture: UInt8[np.ndarray, "height width 3"], values: Float[Tensor, "h w"], *, low: float, high: float
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """One value per patch, laid over a picture: dark where it is low, bright where it is high.
+    """Draw one value per patch over a picture, from dark (low) to bright (high).
 
     Args:
-        picture: what lies below, dimmed.
-        values: of each patch.
-        low: the value that is darkest.
-        high: the value that is brightest.
+        picture: background, dimmed.
+        values: one per patch.
+        low: darkest value.
+        high: brightest value.
     """
     height, width = picture.shape[:2]
     smooth = F.interpolate(values[None, None].float(), size=(height, width), mode="bilinear", align_corners=False)[0, 0]
@@ -53,7 +53,7 @@ def heat_picture(
 
 
 def box_of_patch(grid: tuple[int, int], row: int, column: int, size: tuple[int, int]) -> tuple[int, int, int, int]:
-    """(left, top, right, bottom) in pixels, of one patch of a picture of (height, width)."""
+    """(left, top, right, bottom) in pixels of a patch of a picture of `size` (height, width)."""
     top, bottom = (round(edge * size[0] / grid[0]) for edge in (row, row + 1))
     left, right = (round(edge * size[1] / grid[1]) for edge in (column, column + 1))
     return left, top, max(right, left + 1), max(bottom, top + 1)
@@ -62,7 +62,7 @@ def box_of_patch(grid: tuple[int, int], row: int, column: int, size: tuple[int, 
 def with_box(
     picture: UInt8[np.ndarray, "h w 3"], box: tuple[int, int, int, int], colour: Colour = MARK
 ) -> UInt8[np.ndarray, "h w 3"]:
-    """A copy of a picture with a frame around (left, top, right, bottom)."""
+    """Return a copy of a picture with a frame around (left, top, right, bottom)."""
     inside = np.zeros(picture.shape[:2], dtype=bool)
     left, top, right, bottom = box
     inside[top:bottom, left:right] = True
@@ -72,13 +72,13 @@ def with_box(
 def with_outline(
     picture: UInt8[np.ndarray, "h w 3"], inside: Bool[np.ndarray, "h w"], colour: Colour = MARK, *, fade: float = 0.0
 ) -> UInt8[np.ndarray, "h w 3"]:
-    """A copy of a picture with an outline around a region, dark and coloured, to be seen on any ground.
+    """Return a copy of a picture with an outline around a region, visible on any background.
 
     Args:
         picture: to draw on.
-        inside: the pixels of the region.
+        inside: pixels of the region.
         colour: of the outline.
-        fade: share by which the pixels outside of the region go to grey.
+        fade: how far pixels outside the region are faded to grey, from 0 to 1.
     """
     painted = picture.astype(np.float32)
     if fade:
@@ -94,7 +94,7 @@ def with_outline(
 
 
 def _grown(inside: Bool[np.ndarray, "h w"], pixels: int) -> Bool[np.ndarray, "h w"]:
-    """A region with all that lies within some pixels of it, to the sides and diagonally."""
+    """Dilate a region by some pixels with a 3 x 3 square."""
     grown = inside
     for _ in range(pixels):
         padded = np.pad(grown, 1)

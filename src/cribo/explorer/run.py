@@ -1,54 +1,59 @@
-"""`cribo explore` from what was asked for to the end of the server."""
+"""`cribo explore`: open what is asked for, serve its page, clean up."""
 
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cribo.console import Progress
+from rich.console import Console
+
+from cribo.console import Phases, loading
 from cribo.explorer.config import Asked, Limits
 from cribo.explorer.contents import open_contents
 from cribo.explorer.server import listening, require_gradio, serve, uploads_folder
 
 
-def explore(
-    asked: Asked, *, host: str, port: int, limits: Limits, progress: Progress, say: Callable[[str], None]
-) -> None:
-    """Open what was asked for and serve its page until Ctrl-C.
+def explore(asked: Asked, *, host: str, port: int, limits: Limits, console: Console) -> None:
+    """Open what is asked for and serve its page until Ctrl-C.
 
     Args:
-        asked: what to look at.
-        host: name or number of this machine under which the page is served.
+        asked: what to show.
+        host: name or IP address of this machine at which the page is served.
         port: of the page; 0 for a free one.
-        limits: of what visitors send.
-        progress: told how far the opening is.
-        say: told the page's address, when it can be opened.
+        limits: of uploaded pictures.
+        console: for progress and the address of the page.
 
     Raises:
-        ValueError: what was asked for cannot be opened, or the address cannot be used.
+        ValueError: what is asked for cannot be opened, or the address cannot be used.
         ImportError: Gradio is not installed.
-        KeyboardInterrupt: Ctrl-C, when the server has ended.
+        KeyboardInterrupt: on Ctrl-C, after the server has stopped.
     """
     require_gradio()
     with (
-        _tidy_end(),
+        _exit_on_sigterm(),
         listening(host, port) as (listener, address),
         tempfile.TemporaryDirectory(prefix="cribo-objects-", ignore_cleanup_errors=True) as workspace,
         uploads_folder(limits) as uploads,
     ):
-        contents = open_contents(asked, limits, Path(workspace), progress)
-        from cribo.explorer.page import build_page, look
+        with Phases(console) as progress:
+            contents = open_contents(asked, limits, Path(workspace), progress)
+        with loading(console):
+            from cribo.explorer.page import build_page, look
 
-        page = build_page(contents, uploads)
-        serve(page, uploads, listener, host=host, look=look(), on_start=lambda: say(address))
+            page = build_page(contents, uploads)
+
+        def announce() -> None:
+            console.print(f"Open {address} in a browser; Ctrl-C stops the server.", highlight=False)
+
+        serve(page, uploads, listener, host=host, look=look(), on_start=announce)
 
 
 @contextmanager
-def _tidy_end() -> Iterator[None]:
-    """Have SIGTERM end the process as an exit does, which removes what was made for the page."""
+def _exit_on_sigterm() -> Iterator[None]:
+    """Exit normally on SIGTERM, so that temporary folders are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

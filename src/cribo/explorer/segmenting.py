@@ -1,4 +1,4 @@
-"""Segmentation from examples that visitors paint: each visitor has a memory of patches, bounded in size and number."""
+"""Segmentation by examples that visitors paint: one bounded memory of patches per visitor."""
 
 import threading
 from collections import OrderedDict
@@ -27,9 +27,9 @@ BRUSHES: dict[str, Colour] = {
     "magenta": (240, 50, 230),
     "cyan": (70, 240, 240),
 }
-"""The colours that can be painted with: each is a class."""
+"""Colours of the brushes, one per class."""
 
-_LONGEST = 768  # pixels of an example's longer side
+_LONGEST = 768  # longer side of an example in pixels
 _PATCHES = 45  # along the shorter side
 _MOST_EXAMPLES = 12
 _MOST_PATCHES = 30_000
@@ -42,9 +42,9 @@ class SegmentedPicture:
     """A picture with its labels.
 
     Attributes:
-        overlay: the picture, tinted in the colours of its classes.
-        confidence: bright where the vote is clear.
-        sentence: the share of each class.
+        overlay: the picture, tinted with the colours of its classes.
+        confidence: of the vote; bright is high.
+        sentence: share of each class.
     """
 
     overlay: UInt8[np.ndarray, "h w 3"]
@@ -53,10 +53,10 @@ class SegmentedPicture:
 
 
 class Visitors:
-    """The memories of the visitors who painted lately; that of whoever painted longest ago goes first.
+    """Memories of the most recently active visitors.
 
     Args:
-        encoder: of all.
+        encoder: shared by all.
     """
 
     def __init__(self, encoder: SharedEncoder) -> None:
@@ -65,11 +65,11 @@ class Visitors:
         self._memories: OrderedDict[str, SegmentationMemory] = OrderedDict()
 
     def __len__(self) -> int:
-        """How many memories there are."""
+        """Number of memories."""
         return len(self._memories)
 
     def memory(self, visitor: str) -> SegmentationMemory:
-        """The memory of a visitor; an empty one for whoever is new."""
+        """Return the memory of a visitor; an empty one for a new visitor."""
         with self._lock:
             memory = self._memories.get(visitor)
             if memory is None:
@@ -80,7 +80,7 @@ class Visitors:
             return memory
 
     def forget(self, visitor: str) -> None:
-        """Have a visitor begin anew."""
+        """Discard the memory of a visitor."""
         with self._lock:
             self._memories.pop(visitor, None)
 
@@ -98,17 +98,17 @@ class Visitors:
 def example_of(
     image: UInt8[Tensor, "3 h w"], layer: bytes, *, max_pixels: int
 ) -> tuple[UInt8[Tensor, "3 new_h new_w"], UInt8[Tensor, "new_h new_w"]]:
-    """A painted picture as an example: the picture and the class of each of its pixels, both made smaller.
+    """Convert a painted picture to an example: the picture and the class of each pixel, both reduced.
 
-    A pixel is of the class of the nearest brush, and of none where nothing was painted.
+    Painted pixels have the class of the brush nearest in colour; other pixels have none.
 
     Args:
-        image: what was painted on.
-        layer: what was painted, an image file with transparency.
+        image: the picture.
+        layer: the painting, an image file with transparency.
         max_pixels: larger layers are not decoded.
 
     Raises:
-        Refused: nothing was painted, or the layer is no image, or of another size than the picture.
+        Refused: nothing is painted, or the layer is not an image or not of the size of the picture.
     """
     size = _bounded(image.shape[1], image.shape[2])
     try:
@@ -120,44 +120,44 @@ def example_of(
     if painted_size != tuple(image.shape[1:]):
         raise Refused(
             f"The painting has {painted_size[1]} x {painted_size[0]} pixels and its picture {image.shape[2]} x "
-            f"{image.shape[1]}: put the picture into the field again and paint anew."
+            f"{image.shape[1]}: upload the picture again and repeat the painting."
         )
     painted = torch.from_numpy(np.array(small))
     brushes = torch.tensor(list(BRUSHES.values()))
     distances = (painted[..., None, :3].int() - brushes).abs().sum(dim=-1)
     labels = torch.where(painted[..., 3] >= 128, distances.argmin(dim=-1), _NO_CLASS).to(torch.uint8)
     if not (labels != _NO_CLASS).any():
-        raise Refused("Nothing is painted yet: choose a colour, and paint over some of each thing.")
+        raise Refused("Nothing is painted yet: choose a colour and paint over parts of each thing.")
     return TF.resize(image, list(size), antialias=True), labels
 
 
 def add_example(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"], labels: UInt8[Tensor, "h w"]) -> None:
-    """Put an example into a memory.
+    """Add an example to a memory.
 
     Raises:
         Refused: the memory is full.
     """
     if len(memory) >= _MOST_EXAMPLES or memory.patches >= _MOST_PATCHES:
-        raise Refused(f"There are {len(memory)} examples already, as many as are kept: begin anew to add others.")
+        raise Refused(f"The memory is full ({len(memory)} examples): start over to add others.")
     memory.add(image, labels)
 
 
 def memory_sentence(memory: SegmentationMemory) -> str:
-    """What a memory holds, in words."""
+    """Describe the contents of a memory."""
     if not len(memory):
         return "No examples yet."
     present = [name for name in memory.classes if name not in memory.absent]
     said = f"{len(memory)} example{'s' * (len(memory) > 1)}, {memory.patches} patches: {', '.join(present)}."
-    return said if len(present) > 1 else f"{said} Paint another class too: with one, everything is of it."
+    return said if len(present) > 1 else f"{said} Paint another class, too: with only one, all pixels get it."
 
 
 def segment(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"], names: Sequence[str]) -> SegmentedPicture:
-    """Label a picture as in the examples.
+    """Label a picture by the examples.
 
     Args:
         memory: of the examples.
         image: to label.
-        names: what the visitor calls the classes, in the order of the brushes; colours where one is empty.
+        names: of the classes, in the order of the brushes; empty names default to the colour.
 
     Raises:
         Refused: there are no examples.

@@ -1,4 +1,4 @@
-"""A run as it goes: its curves and its figures, read anew from the run folder each time."""
+"""Curves and numbers of a run, read from the run folder at each update."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from cribo.pretraining.files import CONFIG, METRICS, SUMMARY
 
 _SCORE = {"dense_nn": "mIoU"}
 _PERCENT = ("bootstrapping_ratio", "dense_nn")
-_POINTS = 500  # of one curve; a screen shows no more
+_POINTS = 500  # per curve, as many as a screen can show
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Point:
 
 @dataclass(frozen=True)
 class RunState:
-    """A run as it stands.
+    """Current state of a run.
 
     Attributes:
         rows: of `metrics.csv`.
-        summary: of `summary.json`; None while the run goes on.
-        epochs: that the run is to take; None where its configuration cannot be read.
+        summary: contents of `summary.json`; None until the run is finished.
+        epochs: planned number of epochs; None if the configuration cannot be read.
     """
 
     rows: Sequence[dict[str, float]]
@@ -45,13 +45,13 @@ class RunState:
 
     @property
     def curves(self) -> dict[str, dict[str, str]]:
-        """The curves that are always shown: title, columns of the metrics, and what they are called."""
+        """Curves that are always shown: title, columns of the metrics, and their names."""
         losses = {name: name.removeprefix("loss_").replace("_", " ") for name in self._names if name[:5] == "loss_"}
         return {"Losses": losses, "Dense retrieval: mIoU [%]": _SCORE}
 
     @property
     def columns(self) -> list[str]:
-        """The other columns; the one that somebody watching wants to see first comes first."""
+        """The other columns, the most interesting one first."""
         shown = {"step", "epoch", "seconds", *(column for names in self.curves.values() for column in names)}
         return sorted(set(self._names) - shown, key=lambda name: (name != "bootstrapping_ratio", name))
 
@@ -60,16 +60,16 @@ class RunState:
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
     def curve(self, names: dict[str, str]) -> list[Point]:
-        """Points of columns of the metrics over the epochs, thinned out; shares are in percent.
+        """Points of columns of the metrics over epochs, subsampled; shares are in percent.
 
         Args:
-            names: what each column is called.
+            names: display name of each column.
         """
         points = []
         for column, name in names.items():
             scale = 100.0 if column in _PERCENT else 1.0
             found = [(row["epoch"], scale * row[column]) for row in self.rows if column in row]
-            if column.startswith("loss_"):  # it is 0 until it begins
+            if column.startswith("loss_"):  # 0 until the loss is switched on
                 found = [point for point in found if point[1]]
             every = max(1, -(-len(found) // _POINTS))
             kept = found[::every] if not found or found[-1] in found[::every] else [*found[::every], found[-1]]
@@ -78,10 +78,10 @@ class RunState:
 
 
 def read_run(folder: Path) -> RunState:
-    """Read what a run has written so far.
+    """Read the current state of a run.
 
     Raises:
-        ValueError: there is no run in the folder.
+        ValueError: the folder does not contain a run.
     """
     from cribo.pretraining.monitoring import read_metrics
     from cribo.pretraining.presets import load_config
@@ -93,40 +93,38 @@ def read_run(folder: Path) -> RunState:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
     try:
         epochs = load_config(folder / CONFIG).optim.epochs
-    except ValueError:  # of another version, say: the curves are worth showing all the same
+    except ValueError:  # written by another version, for example; show the curves anyway
         epochs = None
     return RunState(rows, summary, epochs)
 
 
 def require_run(folder: Path) -> None:
-    """Refuse a folder that holds no run.
+    """Check that a folder contains a run.
 
     Raises:
-        ValueError: it is not there, or holds neither configuration nor metrics.
+        ValueError: it does not exist, or has no configuration.
     """
     from cribo.data.images import require
 
     require(folder)
     if not (folder / CONFIG).is_file():
-        raise ValueError(
-            f"{folder} holds no {CONFIG}, so there is no run in it: give the folder that `cribo pretrain` has printed"
-        )
+        raise ValueError(f"{folder} has no {CONFIG}, so it is not a run: give the folder that `cribo pretrain` printed")
 
 
 def summary_table(state: RunState) -> str:
-    """What there is to say of a run, as a table in Markdown."""
+    """Summary of a run as a Markdown table."""
     head, *lines = (f"| {name} | {value} |" for name, value in _summary(state))
     return "\n".join([head, "|:--|--:|", *lines])
 
 
 def _summary(state: RunState) -> list[tuple[str, str]]:
     if not state.rows:
-        return [("state", "begun, nothing measured yet")]
+        return [("state", "started, no measurements yet")]
     last = state.rows[-1]
     trained = next((row for row in reversed(state.rows) if "loss" in row), {})
     of = f" of {state.epochs}" if state.epochs else ""
     said = [
-        ("state", "finished" if state.is_finished else "going on, or stopped"),
+        ("state", "finished" if state.is_finished else "in progress or stopped"),
         ("steps", f"{last['step']:.0f}"),
         ("epochs", f"{last['epoch']:.1f}{of}"),
         ("time", duration(last["seconds"])),

@@ -1,4 +1,4 @@
-"""What may come from a browser: pictures within limits, read from bytes that nobody has looked at before."""
+"""Validation and reading of uploaded pictures."""
 
 import os
 from pathlib import Path
@@ -12,15 +12,15 @@ from cribo.explorer.config import Limits
 
 
 class Refused(ValueError):
-    """What a visitor asked for and cannot have; the message is a sentence for the page."""
+    """A request is refused; the message is a sentence for the page."""
 
 
 class Uploads:
-    """The pictures that visitors have sent, in one folder.
+    """Uploaded pictures, in one folder.
 
     Args:
-        folder: where the server puts them; nothing outside of it is ever read for a visitor.
-        limits: of each.
+        folder: of the uploads; no file outside it is read on request.
+        limits: of each picture.
     """
 
     def __init__(self, folder: Path, limits: Limits) -> None:
@@ -28,21 +28,21 @@ class Uploads:
         self.limits = limits
 
     def holds(self, path: str | os.PathLike[str]) -> bool:
-        """Whether a path leads, through all links, to something below the folder."""
+        """Whether a path, with links resolved, is inside the folder."""
         try:
             return Path(path).resolve().is_relative_to(self.folder)
-        except (OSError, ValueError):  # a loop of links, a zero byte
+        except (OSError, ValueError):  # a loop of links, or a null byte
             return False
 
     def read(self, sent: Any, *, what: str = "picture") -> UInt8[Tensor, "3 h w"]:
-        """Read the picture that a field of the page has sent.
+        """Read an uploaded picture.
 
         Args:
-            sent: as `content` takes it.
-            what: it is called in messages.
+            sent: as for `content`.
+            what: name of the picture in messages.
 
         Raises:
-            Refused: there is none, it is gone, too large, or no image.
+            Refused: it is missing, too large, or not an image.
         """
         content = self.content(sent, what=what)
         try:
@@ -57,23 +57,23 @@ class Uploads:
             raise Refused(f"The {what} cannot be used: {error.reason}.") from error
 
     def content(self, sent: Any, *, what: str = "picture") -> bytes:
-        """The bytes of a file that a field of the page has sent.
+        """Read the bytes of an uploaded file.
 
         Args:
-            sent: the field's content, as the browser sent it: its `path` below the folder is all that counts.
-            what: it is called in messages.
+            sent: value of a field of the page, as the browser sent it; only its `path` is used.
+            what: name of the file in messages.
 
         Raises:
-            Refused: there is none, it is gone, or too large.
+            Refused: it is missing or too large.
         """
         path = sent.get("path") if isinstance(sent, dict) else None
         if not isinstance(path, str) or not path:
             raise Refused(f"There is no {what} yet: drop one on the page, or choose a file.")
         if not self.holds(path):
-            raise Refused(f"This {what} was not sent to this page: drop the file on the page itself.")
+            raise Refused(f"This {what} was not uploaded to this page: drop the file on the page.")
         file = Path(path)
         if not file.is_file():
-            raise Refused(f"The {what} is no longer kept here: send it again.")
+            raise Refused(f"The {what} has expired: upload it again.")
         size = file.stat().st_size
         if size > self.limits.bytes:
             raise Refused(

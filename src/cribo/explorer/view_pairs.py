@@ -1,4 +1,4 @@
-"""Pairs of views of a run's images and their joint-space clusters, as a training step sees them."""
+"""Pairs of views of a run's images and their joint-space clusters, as in a training step."""
 
 import threading
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from cribo.pretraining.presets import load_config
 from cribo.pretraining.session import open_source
 
 PAIRS = 24
-"""Pairs that are drawn from the data."""
+"""Number of pairs."""
 
 _LONGEST = 384
 
@@ -28,9 +28,9 @@ class PairPicture:
     """One pair of views.
 
     Attributes:
-        views: the two views, as they are cropped.
-        clusters: the same, each cluster that both views have in a colour of its own, the rest grey.
-        sentence: what is to be seen.
+        views: the two views.
+        clusters: the same with clusters in colour if they are in both views, and the rest in grey.
+        sentence: description of the picture.
     """
 
     views: tuple[UInt8[np.ndarray, "h w 3"], UInt8[np.ndarray, "h w 3"]]
@@ -39,12 +39,12 @@ class PairPicture:
 
 
 class PairSample:
-    """Some view pairs of a run, clustered when they are first asked for.
+    """Some view pairs of a run, clustered on first use.
 
     Args:
         run: the run folder.
-        source: of its network, as `load_backbone` takes it.
-        images: where the images are, if not where the run says.
+        source: of its network, for `load_backbone`.
+        images: folder of the images, if not that of the run.
         device: of the network.
     """
 
@@ -57,13 +57,13 @@ class PairSample:
         self._sample: ObjectSample | None = None
 
     def picture(self, number: int) -> tuple[int, PairPicture]:
-        """A pair by its number; numbers beyond the ends begin anew at the other end.
+        """Return a pair by its number, modulo the number of pairs.
 
         Returns:
-            the number, and the pair.
+            The number, and the pair.
 
         Raises:
-            Refused: the run's images are not there, or the run has no clusters.
+            Refused: the images are missing, or the run has no clusters.
         """
         with self._lock:
             if self._sample is None:
@@ -74,7 +74,9 @@ class PairSample:
     def _open(self) -> ObjectSample:
         config = run_config(self._run, self._images)
         if not config.needs_objects:
-            raise Refused("This run was trained at image level alone (losses.cross_view and cross_image are off).")
+            raise Refused(
+                "This run was trained with the image-level loss only (losses.cross_view and cross_image are off)."
+            )
         try:
             source = open_source(config)
         except (ValueError, OSError) as error:
@@ -86,7 +88,7 @@ class PairSample:
 
 
 def run_config(run: Path, images: Path | None) -> PretrainConfig:
-    """A run's configuration, with its images elsewhere if they are.
+    """Load the configuration of a run, optionally with another image folder.
 
     Raises:
         Refused: it cannot be read.
@@ -108,14 +110,14 @@ def _draw(sample: ObjectSample, number: int) -> PairPicture:
         views.append(_enlarged(picture))
         clusters.append(_enlarged(painted))
     sentence = (
-        f"Pair {number} of {len(sample.pairs)} (counted from 0): {len(kept)} objects are seen in both views. One "
-        "colour is one object; grey is seen in one view only."
+        f"Pair {number} of {len(sample.pairs)} (counted from 0): {len(kept)} objects are in both views. Each "
+        "colour is one object; grey regions are in one view only."
     )
     return PairPicture((views[0], views[1]), (clusters[0], clusters[1]), sentence)
 
 
 def _enlarged(picture: np.ndarray) -> UInt8[np.ndarray, "h w 3"]:
-    """A picture (H, W, 3) in 0-1 at the size at which it is shown, with sharp pixels."""
+    """Enlarge a picture (H, W, 3) in 0-1 to the shown size without interpolation."""
     height, width = shown_size(picture.shape[0], picture.shape[1], _LONGEST)
     rows = np.arange(height) * picture.shape[0] // height
     columns = np.arange(width) * picture.shape[1] // width

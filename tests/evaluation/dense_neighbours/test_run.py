@@ -117,7 +117,7 @@ def test_folders_are_numbered_and_nothing_is_overwritten(
     assert Path(taken, "results.json").read_bytes() == before
     assert main([*command, "--out", taken, "--overwrite", "--neighbours", "5"]) == 0
     assert read_result(taken).settings["neighbours"] == 5
-    assert "nothing of ours and is left alone" in refused(*command, "--out", str(data), "--overwrite")
+    assert "not created by cribo, refusing to replace it" in refused(*command, "--out", str(data), "--overwrite")
 
 
 def test_old_results_stay_until_there_are_new_ones(data: Path, refused: Callable[..., str]) -> None:

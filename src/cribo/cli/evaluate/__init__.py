@@ -1,4 +1,4 @@
-"""`cribo evaluate`: measure what a backbone has learned, on labelled images."""
+"""`cribo evaluate`: evaluate a backbone on labelled images."""
 
 import importlib
 from functools import partial
@@ -11,16 +11,16 @@ usage: cribo evaluate <evaluation> [options]
 evaluations:
   dense-nn    dense nearest-neighbour retrieval: label patches by their nearest labelled patches
   linear      linear segmentation: train one linear layer on the frozen features
-  segmenter   finetuning with Segmenter: train the backbone and a mask transformer from end to end
-  detection   object detection with YOLOS: train a detector that begins with the backbone's weights
+  segmenter   finetuning with Segmenter: train the backbone and a mask transformer end to end
+  detection   object detection with YOLOS: train a detector initialised with the backbone's weights
   image-nn    image-level nearest neighbours: classify images by their nearest training images
-  compare     lay results side by side, with published ones where the setting is the same
+  compare     compare results, also with published ones if the settings are the same
 
 `cribo evaluate <evaluation> --help` lists its options.
 """
 
 EVALUATIONS = ("dense-nn", "linear", "segmenter", "detection", "image-nn", "compare")
-"""Each in a file of its name, whose `run` does it."""
+"""Each evaluation is the function `run` of the module of its name."""
 
 
 def main(words: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""`cribo evaluate compare`: results side by side."""
+"""`cribo evaluate compare`: compare results of evaluations."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ from rich.console import Console
 from cribo.console import loading
 
 HELP = """\
-Lay results side by side: their settings where they differ, the classes that differ most, and the published
-figures of the paper where the setting is the same.
+Compare results: the settings that differ, the classes that differ most, and the paper's published figures if the
+settings are the same.
 
   cribo evaluate compare evaluations/dense-nn-voc-mine evaluations/dense-nn-voc-dino
 """
@@ -17,7 +17,7 @@ LESS_MEMORY = "compare fewer results at once"
 
 
 def run(words: list[str]) -> None:
-    """Lay results side by side."""
+    """Compare results."""
     from cribo.arguments import Parser
 
     parser = Parser(prog="cribo evaluate compare", description=HELP)

@@ -9,14 +9,14 @@ from cribo.console import loading, log_to
 
 HELP = """\
 Dense nearest-neighbour retrieval: every patch of a new image takes its label from the most similar patches of
-labelled images, nothing is trained, and the labels are scored (mIoU).
+labelled images, and the labels are scored (mIoU). Nothing is trained.
 
   cribo evaluate dense-nn --backbone runs/camvid --data camvid --data.root CAMVID
   cribo evaluate dense-nn --backbone checkpoint.pth --data voc --data.root VOCdevkit/VOC2012
   cribo evaluate dense-nn --backbone vit_small_patch16_224.dino --data folder --data.root MINE
 
-With --protocol hummingbird as in "Towards in-context scene understanding". Features are kept on disk: the next
-evaluation of the same backbone and images begins with the search. A first try: --data.limit 50 --ratios 1
+--protocol hummingbird follows "Towards in-context scene understanding". Features are cached on disk: the next
+evaluation of the same backbone and images starts with the search. For a first try: --data.limit 50 --ratios 1
 """
 
 _SHORT = {**BACKBONE_SHORT, "--data": "--data.name", "--cache": "--runtime.cache", "--devices": "--runtime.devices"}

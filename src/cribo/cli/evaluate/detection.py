@@ -9,20 +9,20 @@ from cribo.console import loading, log_to
 from cribo.processes import is_first_process
 
 HELP = """\
-Object detection with YOLOS: the backbone gets detection tokens and is finetuned as a whole on images with boxes
-(COCO's format); the boxes that it finds in the validation images are scored (AP, AP50, AP75).
+Object detection with YOLOS: the backbone with detection tokens is finetuned on images with boxes (COCO's format), and
+the boxes predicted for the validation images are scored (AP, AP50, AP75).
 
   cribo evaluate detection --backbone runs/mine --data COCO --runtime.precision bf16-mixed
   cribo evaluate detection --backbone runs/mine --data MINE --schedule short
   cribo evaluate detection --backbone checkpoint.pth --data.train_annotations t.json --data.train_images t/ \\
                            --data.val_annotations v.json --data.val_images v/
 
-The backbone must be a vision transformer with a [CLS] token. The paper's schedule takes days of a GPU on COCO:
---out FOLDER --resume goes on where it was stopped. A first try: --schedule short --limit 20 --epochs 2
-Needs: pip install "cribo-ssl[detection]"
+The backbone must be a vision transformer with a [CLS] token. The paper's schedule takes days on a GPU for COCO; to
+continue after an interruption, use --out FOLDER --resume. For a first try: --schedule short --limit 20 --epochs 2
+Requires: pip install "cribo-ssl[detection]"
 """
 
-LESS_MEMORY = "give --checkpointing, --runtime.precision bf16-mixed, more --devices, or a smaller --size"
+LESS_MEMORY = "use --checkpointing, --runtime.precision bf16-mixed, more --devices, or a smaller --size"
 
 _SHORT = {
     **{short: name for short, name in BACKBONE_SHORT.items() if short != "--layers"},
@@ -38,7 +38,7 @@ def run(words: list[str]) -> None:
     from cribo.cli.evaluate.options import add_resume, configuration, evaluation_parser
     from cribo.evaluation.detection.config import DetectionConfig
 
-    # The processes of further devices run this command too, and have nothing to add to what the first one says.
+    # All ranks run this command; only rank 0 prints.
     console = Console(soft_wrap=True, quiet=not is_first_process())
     log_to(console)
     parser = evaluation_parser(

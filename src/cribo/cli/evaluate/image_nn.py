@@ -8,19 +8,19 @@ from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, print_places
 from cribo.console import loading, log_to
 
 HELP = """\
-Image-level nearest neighbours: an image takes the class that its most similar training images vote for, by the
-backbone's global tokens; nothing is trained, and the classes are scored (top-1, top-5), as in DINO.
+Image-level nearest neighbours: each image is classified by a vote of the training images with the most similar global
+tokens, as in DINO, and the classes are scored (top-1, top-5). Nothing is trained.
 
   cribo evaluate image-nn --backbone runs/imagenet --data imagenet --data.root ILSVRC2012
   cribo evaluate image-nn --backbone vit_small_patch16_224.dino --data folder --data.root MINE
   cribo evaluate image-nn --backbone mean-colour --data folder --data.root MINE
 
-A folder holds train/<class>/* and val/<class>/*, or, without a split, <class>/*: each image is then classified by all
-the others. Where images come in series (frames of one film, crops of one photograph), give a split that keeps each
-series on one side: else an image finds its own series, and the score says little of new images.
+A folder contains train/<class>/* and val/<class>/*, or, without a split, <class>/*: each image is then classified by
+all others. If images come in series (frames of one film, crops of one photograph), provide a split that keeps each
+series on one side; otherwise images are classified by their own series, and the score is too high.
 
-Features are kept on disk. What was interrupted goes on where it stopped when the same command is given again, and the
-next evaluation of the same backbone and images begins with the search. A first try: --limit 200
+Features are cached on disk. An interrupted evaluation continues when the same command is repeated, and the next
+evaluation of the same backbone and images starts with the search. For a first try: --limit 200
 """
 
 _SHORT = {

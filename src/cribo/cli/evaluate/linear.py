@@ -9,17 +9,17 @@ from cribo.processes import is_first_process
 
 HELP = """\
 Linear segmentation: one linear layer is trained on the patch tokens of the frozen backbone, its logits are
-upsampled to the pixels, and the labels of the validation images are scored (mIoU). All learning rates are
-trained in one pass over the features; the best one counts.
+upsampled to pixels, and the labels of the validation images are scored (mIoU). All learning rates are trained
+in one pass over the features; the best one is reported.
 
   cribo evaluate linear --backbone runs/coco --data voc --data.root VOCdevkit/VOC2012
   cribo evaluate linear --backbone vit_small_patch16_224.dino --data ade20k --data.root ADEChallengeData2016 \\
       --layers 4 --runtime.precision bf16-mixed --out linear-ade20k --resume
   cribo evaluate linear --backbone runs/camvid --data camvid --data.root CAMVID --schedule short
 
-The settings are the paper's: 80,000 or 160,000 iterations of 16 crops of 512 pixels are hours on a GPU and out of
-reach of a laptop; --schedule short takes minutes there, and its figures can be compared among each other only. A
-first try: --schedule short --limit 20 --iterations 20
+The default settings are the paper's: 80,000 or 160,000 iterations of 16 crops of 512 pixels, which take hours on a
+GPU. --schedule short takes minutes on a laptop; its scores are only comparable with each other. For a first try:
+--schedule short --limit 20 --iterations 20
 """
 
 LESS_MEMORY = "lower --batch_size or --crop"
@@ -30,7 +30,7 @@ def run(words: list[str]) -> None:
     from cribo.cli.evaluate.trained import parse, print_result
     from cribo.evaluation.segmentation.config import LinearConfig
 
-    # The processes of further devices run this command too, and have nothing to add to what the first one says.
+    # All ranks run this command; only rank 0 prints.
     console = Console(soft_wrap=True, quiet=not is_first_process())
     log_to(console)
     config, how = parse("linear", words, LinearConfig, HELP)

@@ -1,4 +1,4 @@
-"""The options that the commands of evaluations have in common."""
+"""Options that all evaluations share."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
@@ -19,15 +19,15 @@ def evaluation_parser(
     short: Mapping[str, str],
     switches: Collection[str],
 ) -> Parser:
-    """A parser of an evaluation's own options, to which those of its configuration are added by `configuration`.
+    """Return a parser of the shared options; `configuration` adds those of the evaluation.
 
     Args:
-        name: of the evaluation, as the command line has it.
+        name: of the evaluation on the command line.
         description: for the help.
-        data: what follows `--data` in the usage.
-        drawn: of how many images --pictures says what.
-        short: options that may be said in fewer words.
-        switches: options of two values that stand for `true` when they are given without one.
+        data: text after `--data` in the usage.
+        drawn: what --pictures draws, for its help.
+        short: short names of options.
+        switches: boolean options that mean `true` if no value follows.
     """
     parser = Parser(
         prog=f"cribo evaluate {name}",
@@ -39,23 +39,23 @@ def evaluation_parser(
     parser.add_argument(
         "--out", type=Path, help=f"folder for results and pictures; evaluations/{name}-..., numbered, by default"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an evaluation that stands in --out")
-    parser.add_argument("--pictures", type=int, default=6, help=f"of how many images {drawn}")
-    parser.add_argument("--config", action="config", help="a YAML file with options, which the others override")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing evaluation in --out")
+    parser.add_argument("--pictures", type=int, default=6, help=f"number of images for which {drawn}")
+    parser.add_argument("--config", action="config", help="a YAML file of options, overridden by the command line")
     return parser
 
 
 def add_resume(parser: Parser) -> None:
-    """Let an evaluation that trains be gone on with."""
+    """Add the option --resume."""
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on with what stands in --out, if there is something: for a scheduler that starts a command again",
+        help="continue the evaluation in --out, if there is one, or start it; for job schedulers",
     )
 
 
 def configuration(parser: Parser, words: Sequence[str], config: type[Any]) -> tuple[Any, dict[str, Any]]:
-    """Words as the configuration of an evaluation, and how it is to be run.
+    """Parse words as the configuration of an evaluation and options of its run.
 
     Args:
         parser: of `evaluation_parser`.
@@ -63,10 +63,10 @@ def configuration(parser: Parser, words: Sequence[str], config: type[Any]) -> tu
         config: the configuration's dataclass.
 
     Returns:
-        the configuration; and `out`, `overwrite` and `pictures` by name, with `resume` where there is such an option.
+        The configuration, and a dictionary of `out`, `overwrite`, `pictures` and, if the parser has it, `resume`.
 
     Raises:
-        ConfigError: they cannot be used.
+        ConfigError: for invalid options.
     """
     parser.add_class_arguments(config)
     parsed = parser.parse_args(words)

@@ -1,4 +1,4 @@
-"""`cribo evaluate segmenter`: a backbone finetuned from end to end."""
+"""`cribo evaluate segmenter`: a backbone finetuned end to end."""
 
 import shlex
 
@@ -8,9 +8,9 @@ from cribo.console import loading, log_to
 from cribo.processes import is_first_process
 
 HELP = """\
-Finetuning with Segmenter: the backbone is trained from end to end with a mask transformer on its tokens (two
-blocks, a learnable token for each class), and the labels of the validation images are scored (mIoU). Each
-learning rate is trained by itself from the same weights; the best one counts, and its network is kept for use.
+Finetuning with Segmenter: the backbone is trained end to end with a mask transformer on its tokens (two blocks,
+one learnable token per class), and the labels of the validation images are scored (mIoU). Each learning rate is
+trained separately from the same weights; the best one is reported, and its network is saved.
 
   cribo evaluate segmenter --backbone runs/coco --data voc --data.root VOCdevkit/VOC2012 \\
       --runtime.precision bf16-mixed --out segmenter-voc --resume
@@ -18,14 +18,13 @@ learning rate is trained by itself from the same weights; the best one counts, a
   cribo evaluate segmenter --backbone vit_small_patch16_224.dino --data folder --data.root MINE \\
       --iterations 20000 --learning_rates 3e-5
 
-The settings are the paper's, and mean work: of a ViT-S/16, 80,000 iterations of 16 crops of 512 pixels at four
-learning rates are 1.1e18 floating-point operations (ViT-B/16: 3.9e18), and 160,000 iterations twice that. That is
-hours to days on GPUs with --runtime.precision bf16-mixed and out of reach without one. To spend less: one learning
-rate only (a quarter); fewer --iterations; or --schedule short, which takes minutes for a small network on a laptop.
-Figures of other settings than the paper's can be compared among each other only. A first try: --schedule short
---limit 20 --iterations 20 --learning_rates 1e-3
+The default settings are the paper's: 80,000 iterations of 16 crops of 512 pixels at four learning rates take 1.1e18
+floating-point operations for a ViT-S/16 (ViT-B/16: 3.9e18), and 160,000 iterations twice that. This takes hours to
+days on GPUs with --runtime.precision bf16-mixed, and is not feasible on CPUs. To reduce it, use one learning rate (a
+quarter), fewer --iterations, or --schedule short, which takes minutes for a small network on a laptop. Scores are only
+comparable between equal settings. For a first try: --schedule short --limit 20 --iterations 20 --learning_rates 1e-3
 
-Where the memory of a GPU is short: --checkpointing selective, more --devices, or a smaller --batch_size.
+If a GPU runs out of memory: --checkpointing selective, more --devices, or a smaller --batch_size.
 """
 
 LESS_MEMORY = "use --checkpointing selective (vision transformers), or lower --batch_size or --crop"
@@ -36,7 +35,7 @@ def run(words: list[str]) -> None:
     from cribo.cli.evaluate.trained import parse, print_result
     from cribo.evaluation.segmentation.config import SegmenterConfig
 
-    # The processes of further devices run this command too, and have nothing to add to what the first one says.
+    # All ranks run this command; only rank 0 prints.
     console = Console(soft_wrap=True, quiet=not is_first_process())
     log_to(console)
     config, how = parse("segmenter", words, SegmenterConfig, HELP)

@@ -1,4 +1,4 @@
-"""What the commands of trained segmentations have in common: their options, and what they print."""
+"""Shared by the evaluations that train a segmentation: options and printed results."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,16 +20,16 @@ SWITCHES = (*BACKBONE_SWITCHES, "--data.partial")
 
 
 def parse(name: str, words: Sequence[str], config: type[Any], description: str) -> tuple[Any, dict[str, Any]]:
-    """Words as the configuration of a trained segmentation, and how it is to be run (`configuration`).
+    """Parse words as the configuration of a trained segmentation and options of its run (`configuration`).
 
     Args:
-        name: of the evaluation, as the command line has it.
+        name: of the evaluation on the command line.
         words: to parse.
         config: the configuration's dataclass.
         description: for the help.
 
     Raises:
-        ConfigError: they cannot be used.
+        ConfigError: for invalid options.
     """
     parser = evaluation_parser(name, description, short=SHORT, switches=SWITCHES)
     add_resume(parser)
@@ -37,13 +37,13 @@ def parse(name: str, words: Sequence[str], config: type[Any], description: str) 
 
 
 def print_result(console: Console, result: Any, folder: Path, *, also: Mapping[str, Path | str] | None = None) -> None:
-    """The tables of a result, and where everything is.
+    """Print the tables of a result and the paths of its files.
 
     Args:
-        console: where to.
+        console: to print to.
         result: an `EvaluationResult`.
-        folder: that it was written to.
-        also: further places.
+        folder: folder of the result.
+        also: further paths, by name.
     """
     from cribo.evaluation.results import metric_title, percent, result_tables, varied_title, varied_value
 

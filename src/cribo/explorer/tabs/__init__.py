@@ -1,1 +1,1 @@
-"""The tabs of the page, a file each: fields, buttons, and which function fills what; pictures are made elsewhere."""
+"""The tabs of the page: fields, buttons and events, one file per tab."""

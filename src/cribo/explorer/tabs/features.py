@@ -1,4 +1,4 @@
-"""The tab of dense features: any picture in the colours of its principal components, and how alike its patches are."""
+"""The tab of dense features: principal components as colours, and similarity between patches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,16 +20,14 @@ from cribo.explorer.tabs.fields import (
 )
 from cribo.explorer.uploads import Uploads
 
-_ADVICE = "Drop a picture on the field, or choose a file. Nothing is kept: pictures go when the page ends."
-
-
+_ADVICE = "Drop a picture on the field, or choose a file. Pictures are deleted when the server stops."
 _MATCHES = 6
 
 
 def features_tab(encoder: SharedEncoder, uploads: Uploads, finder: ObjectFinder | None) -> None:
-    """A field for a picture, its colours, and what is like a patch that is clicked or chosen by number.
+    """A field for a picture, its features as colours, and the similarity to a selected patch.
 
-    Likeness is shown as a heat map of the picture itself and, where there is a collection, by its nearest objects.
+    The similarity is shown as a heat map and, if there is a collection, by the nearest objects.
     """
 
     def others(vector: Any) -> tuple[Any, ...]:
@@ -78,7 +76,7 @@ def features_tab(encoder: SharedEncoder, uploads: Uploads, finder: ObjectFinder 
             with gr.Row():
                 arrows = [gr.Button(name, min_width=60, size="sm") for name in ("← left", "↑ up", "↓ down", "right →")]
         with gr.Column(min_width=280):
-            heat = shown_picture("How alike all patches are to the chosen one", "Heat map of the similarity")
+            heat = shown_picture("Similarity of all patches to the selected one", "Heat map of the similarity")
     asked: list[Any] = [picture, row, column]
     place: list[Any] = [row, column, heat, said]
     if finder is not None:

@@ -1,4 +1,4 @@
-"""What the tabs share: fields for pictures, places that were clicked, and errors that become sentences."""
+"""Shared by the tabs: picture fields, click positions, and error messages."""
 
 import logging
 from collections.abc import Callable
@@ -15,23 +15,23 @@ log = logging.getLogger("cribo")
 T = TypeVar("T")
 
 HEIGHT = 400
-"""Of the fields for pictures that are sent, in pixels."""
+"""Height of the fields for uploaded pictures, in pixels."""
 
 ASKING: dict[str, Any] = {
-    # Fields are read here and not by Gradio, which would decode pictures of any size before anybody asks.
+    # Without preprocessing by Gradio, which decodes pictures of any size.
     "preprocess": False,
     "concurrency_id": "network",
     "concurrency_limit": 4,
     "show_progress": "minimal",
 }
-"""How events are bound whose functions read what a visitor has sent."""
+"""Arguments of events that read visitors' input."""
 
 HIDDEN: dict[str, Any] = {**ASKING, "api_visibility": "private"}
-"""The same, for events that are another way to what has a name already."""
+"""The same, for events without an API name."""
 
 
 def sentence(function: Callable[..., T]) -> Callable[..., T]:
-    """A function of the page whose errors appear on the page as a sentence."""
+    """Wrap a function of the page so that its errors are shown as sentences."""
 
     @wraps(function)
     def asked(*arguments: Any, **named: Any) -> T:
@@ -43,14 +43,14 @@ def sentence(function: Callable[..., T]) -> Callable[..., T]:
             raise gr.Error(str(error), title="Not possible", print_exception=False) from error
         except Exception as error:
             log.exception("an error on the page")
-            told = f"Something went wrong ({type(error).__name__}); it is written down where the page was started."
+            told = f"Something went wrong ({type(error).__name__}); see the log of `cribo explore`."
             raise gr.Error(told, print_exception=False) from error
 
     return asked
 
 
 def sent_picture(caption: str, alt: str) -> gr.Image:
-    """A field for a picture that a visitor sends."""
+    """A field for an uploaded picture."""
     gr.Markdown(caption, elem_classes="caption")
     return gr.Image(
         label=caption,
@@ -63,7 +63,7 @@ def sent_picture(caption: str, alt: str) -> gr.Image:
 
 
 def shown_picture(caption: str, alt: str) -> gr.Image:
-    """A field for a picture that is shown."""
+    """A field that shows a picture."""
     gr.Markdown(caption, elem_classes="caption")
     return gr.Image(
         label=caption,
@@ -77,7 +77,7 @@ def shown_picture(caption: str, alt: str) -> gr.Image:
 
 
 def found_objects(elem_id: str) -> gr.Gallery:
-    """A gallery of objects that were found."""
+    """A gallery of found objects."""
     return gr.Gallery(
         label="Nearest objects",
         show_label=False,
@@ -92,29 +92,29 @@ def found_objects(elem_id: str) -> gr.Gallery:
 
 
 def whole_number(value: Any) -> int:
-    """The whole number in a field; 0 in an empty one.
+    """Convert the value of a field to a whole number; 0 if it is empty.
 
     Raises:
-        Refused: there is something else in it.
+        Refused: it is not a number.
     """
     if value is None or value == "":
         return 0
     try:
         return int(float(value))
     except (TypeError, ValueError, OverflowError) as error:
-        raise Refused(f"This is no number: {str(value)[:40]!r}.") from error
+        raise Refused(f"Not a number: {str(value)[:40]!r}.") from error
 
 
 def clicked_point(event: gr.SelectData) -> tuple[float, float]:
-    """(x, y) in pixels of the picture that was clicked.
+    """(x, y) of a click, in pixels of the picture.
 
     Raises:
-        Refused: the click has no place.
+        Refused: the event has no position.
     """
     place = event.index
     if not isinstance(place, list | tuple) or len(place) != 2:
-        raise Refused("This click has no place in the picture: click again.")
+        raise Refused("The position of the click is unknown: click again.")
     try:
         return float(place[0]), float(place[1])
     except (TypeError, ValueError) as error:
-        raise Refused("This click has no place in the picture: click again.") from error
+        raise Refused("The position of the click is unknown: click again.") from error

@@ -1,4 +1,4 @@
-"""The tab of objects: one of an image's, and the nearest ones of other images."""
+"""The tab of objects: an object of an image, and the nearest ones in other images."""
 
 from typing import Any
 
@@ -17,12 +17,12 @@ from cribo.explorer.tabs.fields import (
 )
 from cribo.explorer.uploads import Refused, Uploads
 
-_MATCHES = 12  # the paper's figures show as many
+_MATCHES = 12  # as in the paper's figures
 _MOST_MATCHES = 48
 
 
 def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
-    """The collection's images in pages, the one that was chosen, and what is like its object."""
+    """The images of the collection in pages, the selected one, and the objects most similar to its object."""
     last = len(finder.collection) - 1
 
     def query(sent: Any, number: Any) -> QueryImage:
@@ -57,7 +57,7 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
     @sentence
     def picked(page: Any, event: gr.SelectData) -> tuple[Any, ...]:
         if not isinstance(event.index, int):
-            raise Refused("No image was chosen: click again.")
+            raise Refused("No image was selected: click again.")
         return None, whole_number(page) * PAGE + event.index
 
     with gr.Row(equal_height=False):
@@ -66,7 +66,7 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
                 "The image: click on an object of it", "The image with the outline of the chosen object"
             )
         with gr.Column(scale=1, min_width=280):
-            said = gr.Markdown("Objects are looked for when this tab is opened.", elem_id="objects-said")
+            said = gr.Markdown("The search starts when this tab is opened.", elem_id="objects-said")
             with gr.Row():
                 number = gr.Number(0, label=f"Image (0 to {last})", precision=0, minimum=0, maximum=last, min_width=110)
                 chosen = gr.Number(0, label="Object (0 is the largest)", precision=0, minimum=0, min_width=110)
@@ -74,7 +74,7 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
                 smaller = gr.Button("← larger object", min_width=110, size="sm")
                 larger = gr.Button("smaller object →", min_width=110, size="sm")
             count = gr.Slider(1, _MOST_MATCHES, _MATCHES, step=1, label="How many nearest objects")
-            with gr.Accordion("Ask with a picture of your own", open=False):
+            with gr.Accordion("Search with your own picture", open=False):
                 sent = sent_picture(f"Your picture ({uploads.limits})", "The picture that you have sent")
     gr.Markdown("The nearest objects in other images, with their cosine similarity", elem_classes="caption")
     nearest = found_objects("nearest")
@@ -93,7 +93,7 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
     )
     with gr.Row():
         page = gr.Number(0, label=f"Page (0 to {finder.pages - 1})", precision=0, minimum=0, min_width=110)
-        before = gr.Button("← page before", min_width=110)
+        before = gr.Button("← previous page", min_width=110)
         after = gr.Button("next page →", min_width=110)
 
     asked, shown = [sent, number, chosen, count], [chosen, picture, said, nearest]

@@ -1,4 +1,4 @@
-"""The tab of in-context segmentation: examples are painted, added, and new pictures labelled by them."""
+"""The tab of in-context segmentation: paint examples, and label new pictures by them."""
 
 from typing import Any
 
@@ -11,18 +11,18 @@ from cribo.explorer.uploads import Refused, Uploads
 
 _LONGEST_NAME = 40
 _ADVICE = (
-    "1. Put a picture into the field and paint over some of each thing, a colour for each class. What is not painted "
-    "has no class.\n2. Add it as an example; do the same with others, if you like.\n3. Send a picture to be segmented."
+    "1. Upload a picture and paint over parts of each thing, with one colour per class. Unpainted pixels have no "
+    "class.\n2. Add it as an example; repeat with other pictures if you like.\n3. Upload a picture to segment."
 )
 
 
 def segmenting_tab(encoder: SharedEncoder, uploads: Uploads) -> None:
-    """A field to paint in, the examples so far, and a field for the picture that is to be labelled."""
+    """A field to paint in, the examples so far, and a field for the picture to label."""
     visitors = Visitors(encoder)
 
     def visitor(request: gr.Request) -> str:
         if not request.session_hash:
-            raise Refused("This browser did not say whose examples are meant: load the page again.")
+            raise Refused("The session is unknown: reload the page.")
         return request.session_hash
 
     @sentence
@@ -60,7 +60,7 @@ def segmenting_tab(encoder: SharedEncoder, uploads: Uploads) -> None:
                 ]
             examples = gr.Markdown("No examples yet.", elem_id="examples-said")
             added = gr.Button("Add as an example", variant="primary")
-            cleared = gr.Button("Begin anew")
+            cleared = gr.Button("Start over")
     with gr.Row(equal_height=False):
         with gr.Column(min_width=280):
             picture = sent_picture(f"The picture to segment ({uploads.limits})", "The picture to segment")
@@ -68,7 +68,7 @@ def segmenting_tab(encoder: SharedEncoder, uploads: Uploads) -> None:
         with gr.Column(min_width=280):
             overlay = shown_picture("Its segmentation", "The picture in the colours of its classes")
             shares = gr.Markdown(elem_id="segmented-said")
-            confidence = shown_picture("Confidence: bright where the vote is clear", "Confidence of the segmentation")
+            confidence = shown_picture("Confidence: bright is high", "Confidence of the segmentation")
     added.click(add, editor, examples, api_name="add_example", **ASKING)
     cleared.click(forget, None, examples, api_name="begin_anew", **ASKING)
     shown = [overlay, confidence, shares]

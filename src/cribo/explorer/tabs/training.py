@@ -1,4 +1,4 @@
-"""The tab of a run's curves and figures, read again while the run goes on."""
+"""The tab of a run's curves and numbers, updated while the run is in progress."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ _AXES: dict[str, Any] = {"x": "epoch", "y": "value", "y_title": " ", "tooltip": 
 
 
 def training_tab(run: Path) -> None:
-    """Curves beside a table, and a further curve of the visitor's choice."""
+    """Curves, a table, and one more curve of the visitor's choice."""
 
     @sentence
     def read(column: str | None) -> tuple[Any, ...]:
@@ -34,7 +34,7 @@ def training_tab(run: Path) -> None:
             ]
         with gr.Column(scale=1, min_width=280):
             table = gr.Markdown(summary_table(state))
-            again = gr.Button("Read the run again", variant="primary")
+            again = gr.Button("Refresh", variant="primary")
             choice = gr.Dropdown(state.columns, value=chosen, label="Another column of metrics.csv")
             further = gr.LinePlot(column, label="That column", **_AXES)
     timer = gr.Timer(_REFRESH_SECONDS, active=not state.is_finished)
@@ -45,7 +45,7 @@ def training_tab(run: Path) -> None:
 
 
 def _frames(state: RunState, column: str | None) -> list[pd.DataFrame]:
-    """The points of the curves that are always shown, and those of one more column."""
+    """Points of the curves that are always shown, and of one more column."""
     further = {} if column is None else {column: column}
     return [_frame(state.curve(names)) for names in (*state.curves.values(), further)]
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def view_pairs_tab(tab: gr.Tab, pairs: "PairSample") -> None:
-    """Two views over their clusters, and buttons for the pair before and the next one."""
+    """Two views above their clusters, and buttons for the previous and next pair."""
 
     @sentence
     def show(number: Any) -> tuple[Any, ...]:
@@ -21,10 +21,10 @@ def view_pairs_tab(tab: gr.Tab, pairs: "PairSample") -> None:
     def moved(by: int) -> Any:
         return sentence(lambda number: show(whole_number(number) + by))
 
-    said = gr.Markdown("Views are drawn and clustered when this tab is opened for the first time.")
+    said = gr.Markdown("Views are sampled and clustered when this tab is first opened.")
     with gr.Row():
         number = gr.Number(0, label="Pair", precision=0, minimum=0, min_width=110)
-        before = gr.Button("← pair before", min_width=110)
+        before = gr.Button("← previous pair", min_width=110)
         after = gr.Button("next pair →", min_width=110)
     with gr.Row(equal_height=False):
         with gr.Column(min_width=280):

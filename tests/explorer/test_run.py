@@ -1,0 +1,40 @@
+"""The order of `cribo explore`: errors first, then what takes long to import."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from rich.console import Console
+
+pytest.importorskip("gradio")
+from cribo.explorer import run, server
+from cribo.explorer.config import Asked, Limits
+from cribo.explorer.contents import Contents
+from cribo.retrieval.source import BackboneSource
+
+
+def test_the_page_is_imported_while_loading_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    @contextmanager
+    def watched(console: Console) -> Iterator[None]:
+        seen.append("cribo.explorer.page" in sys.modules)
+        yield
+        seen.append("cribo.explorer.page" in sys.modules)
+
+    monkeypatch.delitem(sys.modules, "cribo.explorer.page", raising=False)
+    monkeypatch.setattr(run, "loading", watched)
+    monkeypatch.setattr(run, "open_contents", lambda *given: Contents("nothing"))
+    monkeypatch.setattr(run, "serve", lambda *given, **named: named["on_start"]())
+    console = Console(record=True, width=200)
+    asked = Asked(backbone=BackboneSource("mean-colour"))
+    run.explore(asked, host="127.0.0.1", port=0, limits=Limits(), console=console)
+    assert seen == [False, True]
+    assert "Open http://127.0.0.1:" in console.export_text()
+
+
+def test_without_gradio_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install \"cribo-ssl\[explore\]\""):
+        server.require_gradio()
