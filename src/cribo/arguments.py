@@ -81,7 +81,7 @@ class Parser(ArgumentParser):
         }
 
     def written_out(self, words: Sequence[str]) -> list[str]:
-        """Words with short names, switches and lists as jsonargparse wants them."""
+        """Expand short names, switches and lists to the syntax of jsonargparse."""
         lists = self._lists()
         result: list[str] = []
         rest = deque(words)
