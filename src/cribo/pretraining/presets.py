@@ -5,7 +5,9 @@ import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib import resources
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +39,11 @@ SHORT = {
 
 
 class ConfigParser(Parser):
-    """A parser whose --config takes the name of a preset too, and gives way to every other word."""
+    """A parser whose --config also takes the name of a preset, and is overridden by all other options."""
 
-    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
-        """Parse the content of a configuration file."""
-        return super().parse_string(_in_todays_terms(content), *args, **kwargs)
+    def parse_path(self, path: Any, **kwargs: Any) -> Namespace:
+        """Parse a configuration file."""
+        return self.parse_string(_read(Path(path)), **kwargs)
 
     def parse_args(self, args: Sequence[str] | None = None, **kwargs: Any) -> Namespace:
         """Parse words."""
@@ -53,39 +55,10 @@ class ConfigParser(Parser):
             if option != "--config":
                 others.append(word)
             elif given:
-                configs.append(f"--config={_readable(find_config(value))}")
+                configs.append(f"--config={find_config(value)}")
             else:
-                name = next(words, None)
-                configs += ["--config"] if name is None else ["--config", str(_readable(find_config(name)))]
+                configs += ["--config", *(str(find_config(name)) for name in islice(words, 1))]
         return super().parse_args([*configs, *others], **kwargs)
-
-
-def _in_todays_terms(content: str) -> str:
-    """A configuration without options that were removed, and with one way to say which objective it is."""
-    try:
-        values = yaml.safe_load(content)
-    except yaml.YAMLError:  # the parser's own message names the place
-        return content
-    if not isinstance(values, dict):
-        return content
-    groups = {name: group for name, group in values.items() if isinstance(group, dict)}
-    found = [(group, name) for group, names in _REMOVED.items() for name in names if name in groups.get(group, ())]
-    for group, name in found:
-        log.info("ignoring %s.%s in the configuration: the option was removed", group, name)
-        del values[group][name]
-    objective = values.get("objective")
-    if objective is not None:
-        values["objective"] = _objective(objective)
-    return yaml.safe_dump(values, sort_keys=False) if found or objective is not None else content
-
-
-def _objective(value: Any) -> Any:
-    """An objective by its name alone, or as jsonargparse writes classes, in the terms of `ObjectiveConfig`."""
-    if isinstance(value, str):
-        return {"name": value}
-    if isinstance(value, Mapping):
-        return {{"class_path": "name", "init_args": "args"}.get(key, key): own for key, own in value.items()}
-    return value
 
 
 def preset_names() -> list[str]:
@@ -116,11 +89,11 @@ def find_config(name: str | Path) -> Path:
     raise ConfigError(f"no preset and no file is called {name}: {advice}the presets are {', '.join(names)}")
 
 
-def _readable(path: Path) -> Path:
-    """The file itself, if it is a mapping in YAML that stays small when its aliases are written out.
+def _read(path: Path) -> str:
+    """The text of a configuration file, without removed options and with `ObjectiveConfig`'s names.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not a mapping in YAML that stays small when its aliases are expanded.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -132,28 +105,48 @@ def _readable(path: Path) -> Path:
         if not isinstance(root, yaml.MappingNode):
             kind = "a list" if isinstance(root, yaml.SequenceNode) else "one value"
             raise ConfigError(f"{path} must be a mapping of names to values in YAML, got {kind}")
-        if (count := _written_out(root, {})) > _MOST_VALUES:
-            raise ConfigError(f"{path} must hold at most {_MOST_VALUES:,} values, aliases written out, got {count:,}")
+        if (count := _expanded(root, {})) > _MOST_VALUES:
+            raise ConfigError(f"{path} must hold at most {_MOST_VALUES:,} values, aliases expanded, got {count:,}")
+        values = yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no configuration: it is not UTF-8 text") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path} is not a configuration: it is not UTF-8 text") from error
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2020-99-99
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
-        raise ConfigError(f"{path} is nested too deeply, or a value in it holds itself") from error
-    return path
+        raise ConfigError(f"{path} is nested too deeply, or a value contains itself") from error
+    groups = {name: group for name, group in values.items() if isinstance(group, dict)}
+    removed = [(group, name) for group, names in _REMOVED.items() for name in names if name in groups.get(group, ())]
+    for group, name in removed:
+        log.info("ignoring %s.%s in the configuration: the option was removed", group, name)
+        del values[group][name]
+    objective = values.get("objective")
+    if objective is not None:
+        values["objective"] = _objective(objective)
+    return yaml.safe_dump(values, sort_keys=False) if removed or objective is not None else text
 
 
-def _written_out(node: yaml.Node, counted: dict[int, int]) -> int:
-    """How many values there are in a node when each alias is a copy of what it stands for."""
+def _objective(value: Any) -> Any:
+    """An objective given by name, or as jsonargparse writes classes, with the names of `ObjectiveConfig`."""
+    if isinstance(value, str):
+        return {"name": value}
+    if isinstance(value, Mapping):
+        return {{"class_path": "name", "init_args": "args"}.get(key, key): own for key, own in value.items()}
+    return value
+
+
+def _expanded(node: yaml.Node, counted: dict[int, int]) -> int:
+    """How many values a node has when each alias is replaced by a copy."""
     if id(node) not in counted:
         inner: list[yaml.Node] = []
         if isinstance(node, yaml.MappingNode):
             inner = [part for pair in node.value for part in pair]
         elif isinstance(node, yaml.SequenceNode):
             inner = node.value
-        counted[id(node)] = 1 + sum(_written_out(part, counted) for part in inner)
+        counted[id(node)] = 1 + sum(_expanded(part, counted) for part in inner)
     return counted[id(node)]
 
 
@@ -223,15 +216,15 @@ def load_config(config: str | Path = DEFAULT_PRESET, overrides: Mapping[str, Any
         if name in _COMMAND_OPTIONS:
             raise ConfigError(f"{name} is no value of the configuration")
         if name == "objective":
-            value = _objective(_plain(value))
-        # A text goes as it is: quoted, it would be taken with its quotes where None is allowed too.
-        words.append(f"--{name}={value if isinstance(value, str) else json.dumps(_plain(value))}")
+            value = _objective(value)
+        # Strings are not quoted: where None is allowed too, the quotes would become part of the value.
+        words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
     return config_from(parser.parse_args(words))
 
 
 def dump_config(config: PretrainConfig) -> str:
     """The configuration as YAML that `load_config` reads back to the same values."""
-    return yaml.safe_dump(_plain(config), sort_keys=False)
+    return yaml.safe_dump(asdict(config), sort_keys=False)
 
 
 def differing(one: PretrainConfig, other: PretrainConfig) -> list[tuple[str, Any, Any]]:
@@ -241,13 +234,10 @@ def differing(one: PretrainConfig, other: PretrainConfig) -> list[tuple[str, Any
         >>> differing(load_config("adapt"), load_config("adapt", {"optim.epochs": 7}))
         [('optim.epochs', 20, 7)]
     """
-    values, others = _flat(_plain(one)), _flat(_plain(other))
+    values, others = (_flat(yaml.safe_load(dump_config(config))) for config in (one, other))
     missing = "(not given)"
-    return [
-        (name, values.get(name, missing), others.get(name, missing))
-        for name in dict.fromkeys((*values, *others))
-        if values.get(name, missing) != others.get(name, missing)
-    ]
+    pairs = {name: (values.get(name, missing), others.get(name, missing)) for name in (*values, *others)}
+    return [(name, value, changed) for name, (value, changed) in pairs.items() if value != changed]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -261,13 +251,3 @@ def _config_parser() -> ConfigParser:
     parser = ConfigParser(short={short: long for short, long in SHORT.items() if "." in short})
     add_config_arguments(parser)
     return parser
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "__dataclass_fields__"):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(entry) for entry in value]
-    return value
