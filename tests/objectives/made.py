@@ -71,6 +71,14 @@ class TrainersName(Flatten):
         return Output(output.losses, {"lr": output.losses["mean"]})
 
 
+class NotANumber(Flatten):
+    """Its metric is not a number in the first two steps."""
+
+    def forward(self, batch: Batch, step: Step) -> Output:
+        output = super().forward(batch, step)
+        return Output(output.losses, {"norm": output.metrics["norm"] if step.number > 1 else torch.tensor(torch.nan)})
+
+
 class NoLoss(Flatten):
     def forward(self, batch: Batch, step: Step) -> Output:
         return Output({})

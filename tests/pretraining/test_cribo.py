@@ -69,6 +69,7 @@ class Bench:
         """What an objective finds, with losses that can be differentiated; L_ci^o is on from epoch 1."""
         used = self.objective if objective is None else objective
         output = used(self.batch(images), Step(4 * epoch, 4, 12))
+        used._results.clear()  # no step follows
         assert used.last_result is not None
         return dataclasses.replace(used.last_result, losses=output.losses)
 

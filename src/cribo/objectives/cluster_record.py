@@ -111,7 +111,16 @@ class ClusterRecord(L.Callback):
         self.options = options
         self._due = recorded_epochs(options.optim.epochs)
         self._pairs: Batch | None = None
+        self._labels: dict[int, Int[Tensor, "p 2 n"]] = {}
         self._failed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The labels of each recorded epoch."""
+        return {"labels": dict(self._labels)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the labels."""
+        self._labels = state_dict["labels"]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record the untrained teacher, or an epoch after which the resumed run was stopped before its record."""
@@ -132,17 +141,7 @@ class ClusterRecord(L.Callback):
     def _record(self, epoch: int, backbone: Backbone) -> None:
         if self._pairs is None:
             self._pairs = sample_pairs(self.source, backbone, self.options, count=_PAIRS)
-        views, side = self._pairs["views"], self.options.views.size // backbone.patch_size
-        labels = cluster_pairs(backbone, self._pairs, self.options).labels.long()[None]
-        epochs: tuple[int, ...] = ()
-        if epoch:
-            try:
-                before = read_clusters(self.path.parent)
-            except (FileNotFoundError, ValueError) as error:  # of a run begun by an older version, for example
-                log.warning("the record of clusters begins at epoch %d: %s", epoch, error)
-            else:
-                if torch.equal(before.views, views):
-                    # A resumed run repeats the epochs after its checkpoint.
-                    epochs = tuple(earlier for earlier in before.epochs if earlier < epoch)
-                    labels = torch.cat([before.labels[: len(epochs)], labels])
-        ClusterHistory(views, (side, side), (*epochs, epoch), labels).write(self.path)
+        self._labels[epoch] = cluster_pairs(backbone, self._pairs, self.options).labels.long()
+        side = self.options.views.size // backbone.patch_size
+        labels = torch.stack(list(self._labels.values()))
+        ClusterHistory(self._pairs["views"], (side, side), tuple(self._labels), labels).write(self.path)

@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor, nn
+from torch import Tensor
 
 from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.method import (
-    Centre,
     Matches,
     MemoryBank,
     SelfDistillation,
@@ -25,11 +24,10 @@ from cribo.method import (
     sinkhorn_centre,
 )
 from cribo.method.losses import cross_entropy
-from cribo.models import Backbone
 from cribo.models.modes import CompileMode
-from cribo.objectives.base import Columns, Objective, Output, Setting, Step, move_towards
+from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.collapse import measure_collapse, signs_of_trouble
-from cribo.objectives.networks import Network
+from cribo.objectives.distillation import Distillation
 from cribo.objectives.objects import Objects, find_clustering, find_criterion, find_objects, label_tokens
 from cribo.objectives.options import ObjectiveOptions
 from cribo.objectives.views import ViewPairs, normalised_views
@@ -63,7 +61,7 @@ class Result:
     losses: dict[str, Tensor] = field(default_factory=dict)
 
 
-class CrIBo(Objective):
+class CrIBo(Distillation):
     """Cross-image object-level bootstrapping.
 
     Student and teacher, the memory bank and the centres. `forward` changes none of them, so that all micro-batches of
@@ -85,19 +83,14 @@ class CrIBo(Objective):
     )
 
     def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+        super().__init__(setting, levels=("image", "object"))
         options, losses = setting.options, setting.options.losses
-        backbone = setting.build_backbone()
-        side = options.views.size // backbone.patch_size
+        side = options.views.size // self.student.backbone.patch_size
         _check(options, tokens=2 * side * side)
         self.weights = {"image": losses.image, "cross_view": losses.cross_view, "cross_image": losses.cross_image}
         self.images_per_group = options.objects.group_size
-        # Without a loss its last layer has no gradient, nor has a frozen backbone.
-        self.uses_all_parameters = bool(losses.image and losses.cross_view) and not options.optim.freeze_backbone_epochs
-        self.student = Network(backbone, options.head, levels=("image", "object"), seed=options.seed)
-        self.teacher = self.student.make_teacher()
-        self.image_centre = Centre(options.head.prototypes, momentum=losses.centre_momentum)
-        self.object_centre = Centre(options.head.prototypes, momentum=losses.centre_momentum)
+        # Without its loss, a last layer has no gradient.
+        self.uses_all_parameters = self.uses_all_parameters and bool(losses.image and losses.cross_view)
         self.grid = (side, side)
         self.bank: MemoryBank | None = None
         self.bank_images = resolve_bank_images(options, setting.num_images)
@@ -241,13 +234,12 @@ class CrIBo(Objective):
     ) -> SelfDistillation:
         """What turns embeddings of images or of objects into losses; each group has its own Sinkhorn centre."""
         losses, temperature = self.options.losses, self.schedules(step)["teacher_temperature"]
-        centre: Centre = getattr(self, f"{name}_centre")
         student, teacher = (network.prototypes(name).weight for network in (self.student, self.teacher))
-        value = centre.value
+        centre = self.centre(name).value
         if losses.centring == "sinkhorn":
             groups = [rows.flatten(0, 1) for rows in embeddings.split(group_rows, dim=1)]
-            value = torch.stack([sinkhorn_centre(rows, teacher, temperature=temperature) for rows in groups])
-        return SelfDistillation(student, teacher, value, losses.student_temperature, temperature)
+            centre = torch.stack([sinkhorn_centre(rows, teacher, temperature=temperature) for rows in groups])
+        return SelfDistillation(student, teacher, centre, losses.student_temperature, temperature)
 
     # ---------------------------------------------------------------- what changes after a step, and what is saved
 
@@ -255,22 +247,18 @@ class CrIBo(Objective):
     def after_step(self, step: Step) -> None:
         """Move centres and teacher, and push the step's objects to the bank."""
         results, self._results = self._results, []
-        if self.options.losses.centring == "mean":
-            self._move_centre("image", [result.teacher_images for result in results], step)
-            self._move_centre("object", [result.teacher_objects for result in results], step)
-        step.lap("centres")
-        move_towards(self.teacher, self.student, self.schedules(step)["momentum"])
-        step.lap("moving average")
+        images, objects = zip(*((result.teacher_images, result.teacher_objects) for result in results), strict=True)
+        self.move_teacher(step, {"image": images, "object": objects})
         if self.bank is not None:
             self.bank.push(*_gather_objects(results, step))
         step.lap("bank update")
 
-    def _move_centre(self, name: str, embeddings: Sequence[Float[Tensor, "2 r e"]], step: Step) -> None:
-        """Towards the mean logits of the whole batch."""
-        rows = torch.cat([part.flatten(0, 1) for part in embeddings])
-        total = step.gather(torch.cat((rows.sum(dim=0), rows.new_full((1,), len(rows))))).sum(dim=0)
-        centre: Centre = getattr(self, f"{name}_centre")
-        centre.update(total[:-1], total[-1], self.teacher.prototypes(name).weight)
+    def compile_parts(self, mode: CompileMode) -> None:
+        """Compile both backbones, the clustering, and the formula of the losses."""
+        super().compile_parts(mode)
+        self.cluster = torch.compile(self.cluster)
+        # The number of objects differs from step to step.
+        self._cross_entropy = torch.compile(cross_entropy, dynamic=True)
 
     def _make_bank(self, device: torch.device) -> None:
         """Allocate the bank on the device of the first batch, and restore what a checkpoint holds of it."""
@@ -280,7 +268,7 @@ class CrIBo(Objective):
             num_images=self.bank_images,
             num_objects=self.options.objects.num_objects,
             dim=self.student.backbone.embed_dim,
-            dtype=torch.float16 if device.type == "cuda" else self.image_centre.value.dtype,
+            dtype=torch.float16 if device.type == "cuda" else self.centre("image").value.dtype,
             device=device,
         )
         if self._restored_bank is not None:
@@ -294,40 +282,6 @@ class CrIBo(Objective):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Keep the bank's state until there is a bank."""
         self.bank, self._restored_bank = None, state["bank"]
-
-    # ------------------------------------------------------------------------------------- what the trainer asks
-
-    def trainable(self) -> Network:
-        """The student."""
-        return self.student
-
-    def exported(self) -> Backbone:
-        """The teacher's backbone."""
-        return self.teacher.backbone
-
-    def frozen(self, step: Step) -> Iterable[nn.Parameter]:
-        """The last layers, and the backbone, in the first epochs."""
-        optim = self.options.optim
-        if step.epoch < optim.freeze_last_layers_epochs:
-            yield from self.student.last_layers
-        if step.epoch < optim.freeze_backbone_epochs:
-            yield from self.student.backbone.parameters()
-
-    def schedules(self, step: Step) -> dict[str, float]:
-        """The teacher's momentum and temperature."""
-        losses = self.options.losses
-        return {
-            "momentum": step.cosine(*self.options.optim.momentum),
-            "teacher_temperature": step.linear(*losses.teacher_temperature, losses.teacher_temperature_epochs),
-        }
-
-    def compile_parts(self, mode: CompileMode) -> None:
-        """Compile both backbones, the clustering, and the formula of the losses."""
-        self.student.backbone.compile(mode)
-        self.teacher.backbone.compile(mode)
-        self.cluster = torch.compile(self.cluster)
-        # The number of objects differs from step to step.
-        self._cross_entropy = torch.compile(cross_entropy, dynamic=True)
 
     # --------------------------------------------------------------------------------------- what a run records
 

@@ -21,8 +21,7 @@ from cribo.pretraining.config import PretrainConfig
 log = logging.getLogger("cribo")
 
 DEFAULT_PRESET = "quickstart"
-_MOST_VALUES = 100_000  # in a file, which has some hundred
-# What `cribo pretrain --print_config` prints beside the configuration; such a file can be loaded, too.
+# `cribo pretrain --print_config` prints these beside the configuration; such a file can be loaded too.
 _COMMAND_OPTIONS = ("out", "name", "minutes", "resume", "overwrite", "continue")
 
 
@@ -35,7 +34,7 @@ SHORT = {
     "--objective.class_path": "--objective.name",
     "--objective.init_args": "--objective.args",
 }
-"""Options that may be said otherwise."""
+"""Other names of options."""
 
 
 class ConfigParser(Parser):
@@ -62,16 +61,16 @@ class ConfigParser(Parser):
 
 
 def preset_names() -> list[str]:
-    """Names of the presets that come with the package."""
+    """Names of the presets of the package."""
     folder = resources.files("cribo") / "presets"
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
 def find_config(name: str | Path) -> Path:
-    """The file of a preset's name or of a path.
+    """The file of a preset, or of a path to a file or a run folder.
 
     Raises:
-        ConfigError: neither a preset nor a file; the nearest preset is offered.
+        ConfigError: there is neither a preset nor a file of the name; the message suggests the nearest preset.
     """
     path = Path(name)
     names = preset_names()
@@ -93,31 +92,27 @@ def _read(path: Path) -> str:
     """The text of a configuration file, without removed options and with `ObjectiveConfig`'s names.
 
     Raises:
-        ConfigError: it is not a mapping in YAML that stays small when its aliases are expanded.
+        ConfigError: it is not a mapping in YAML.
     """
     try:
         text = path.read_text(encoding="utf-8")
-        if len(text) > _MOST_VALUES:
-            raise ConfigError(f"{path} must have at most {_MOST_VALUES:,} characters, got {len(text):,}")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if root is None:
-            raise ConfigError(f"{path} is an empty configuration: give it a value, optim: {{epochs: 100}}, say")
-        if not isinstance(root, yaml.MappingNode):
-            kind = "a list" if isinstance(root, yaml.SequenceNode) else "one value"
-            raise ConfigError(f"{path} must be a mapping of names to values in YAML, got {kind}")
-        if (count := _expanded(root, {})) > _MOST_VALUES:
-            raise ConfigError(f"{path} must hold at most {_MOST_VALUES:,} values, aliases expanded, got {count:,}")
         values = yaml.safe_load(text)
+        has_aliases = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not a configuration: it is not UTF-8 text") from error
-    except ConfigError:
-        raise
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2020-99-99
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
-        raise ConfigError(f"{path} is nested too deeply, or a value contains itself") from error
+        raise ConfigError(f"{path} is nested too deeply") from error
+    if values is None:
+        raise ConfigError(f"{path} is an empty configuration: give it a value, optim: {{epochs: 100}}, say")
+    if not isinstance(values, dict):
+        kind = "a list" if isinstance(values, list) else "one value"
+        raise ConfigError(f"{path} must be a mapping of names to values in YAML, got {kind}")
+    if has_aliases:  # of aliases: a short file may hold more values than fit into memory
+        raise ConfigError(f"{path} must not have YAML aliases (*name): write the values themselves")
     groups = {name: group for name, group in values.items() if isinstance(group, dict)}
     removed = [(group, name) for group, names in _REMOVED.items() for name in names if name in groups.get(group, ())]
     for group, name in removed:
@@ -138,32 +133,20 @@ def _objective(value: Any) -> Any:
     return value
 
 
-def _expanded(node: yaml.Node, counted: dict[int, int]) -> int:
-    """How many values a node has when each alias is replaced by a copy."""
-    if id(node) not in counted:
-        inner: list[yaml.Node] = []
-        if isinstance(node, yaml.MappingNode):
-            inner = [part for pair in node.value for part in pair]
-        elif isinstance(node, yaml.SequenceNode):
-            inner = node.value
-        counted[id(node)] = 1 + sum(_expanded(part, counted) for part in inner)
-    return counted[id(node)]
-
-
 def with_preset(words: Sequence[str]) -> list[str]:
-    """The words of a command line, with the default preset before them if they name no configuration."""
+    """The words of a command line, preceded by the default preset if they name no configuration."""
     named = {word.partition("=")[0] for word in words} & {"--config", "--resume"}
     return list(words) if named else ["--config", DEFAULT_PRESET, *words]
 
 
 def config_name(config: object) -> str:
-    """What a run of a configuration is called: after the preset, the file, or the run that it repeats."""
+    """The name of a run by its configuration: the preset, the file, or the run that it repeats."""
     path = Path(str(config))
     return path.resolve().parent.name if path.name == "config.yaml" else path.stem
 
 
 def add_config_arguments(parser: ArgumentParser) -> None:
-    """Give a parser --config and every value of a pretraining configuration."""
+    """Add --config and every value of a pretraining configuration to a parser."""
     parser.add_argument(
         "--config",
         action="config",
@@ -174,7 +157,7 @@ def add_config_arguments(parser: ArgumentParser) -> None:
 
 
 def config_from(arguments: Namespace) -> PretrainConfig:
-    """The checked configuration that parsed arguments hold.
+    """The checked configuration of parsed arguments.
 
     Raises:
         ConfigError: a value out of range.
@@ -184,12 +167,12 @@ def config_from(arguments: Namespace) -> PretrainConfig:
     try:
         made = _config_parser().instantiate(only)
         return PretrainConfig(**{name: made[name] for name in names})
-    except TypeError as error:  # another value in the place of a group is let through by the parser
+    except TypeError as error:  # the parser accepts a value in the place of a group
         wrong = next((name for name in names if name != "seed" and not isinstance(arguments[name], Namespace)), None)
         got = "" if wrong is None else f", got {arguments[wrong]!r} for {wrong}"
         raise ConfigError(f"each group of values must be a mapping of names to values{got}") from error
     except ValueError as error:
-        # A ViewRecipe is the method's own and does not know what it is called here.
+        # ViewRecipe belongs to the method and names its fields without the section.
         in_views = str(error).partition(" ")[0] in ViewRecipe.__dataclass_fields__
         raise ConfigError(f"views.{error}" if in_views else str(error)) from error
 
@@ -214,7 +197,7 @@ def load_config(config: str | Path = DEFAULT_PRESET, overrides: Mapping[str, Any
     words: list[str] = ["--config", str(config)]
     for name, value in (overrides or {}).items():
         if name in _COMMAND_OPTIONS:
-            raise ConfigError(f"{name} is no value of the configuration")
+            raise ConfigError(f"{name} is not a value of the configuration")
         if name == "objective":
             value = _objective(value)
         # Strings are not quoted: where None is allowed too, the quotes would become part of the value.

@@ -29,16 +29,16 @@ _CALIBRATION_IMAGES = 64
 
 @dataclass(frozen=True)
 class ScoreData:
-    """The labelled images of a score: those whose patches are searched, and those that are labelled."""
+    """The labelled images of a score: the memory, whose patches are searched, and the queries."""
 
     memory: LabelledImages
     queries: LabelledImages
 
 
 def open_score_data(config: PretrainConfig) -> ScoreData | None:
-    """The labelled images that the configuration names, None if it names none.
+    """The labelled images that the configuration names; None if it names none.
 
-    Held-out scenes have numbers beyond those that are trained on.
+    The numbers of held-out scenes follow those of the training scenes.
     """
     root = config.data.root if config.score.root == "data" else config.score.root
     if root is None:
