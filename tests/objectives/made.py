@@ -76,7 +76,9 @@ class NotANumber(Flatten):
 
     def forward(self, batch: Batch, step: Step) -> Output:
         output = super().forward(batch, step)
-        return Output(output.losses, {"norm": output.metrics["norm"] if step.number > 1 else torch.tensor(torch.nan)})
+        if step.number < 2:
+            output.metrics["norm"] = torch.tensor(torch.nan)
+        return output
 
 
 class NoLoss(Flatten):

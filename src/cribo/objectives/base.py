@@ -94,7 +94,7 @@ class Step:
         return end + (start - end) * (1 + math.cos(math.pi * self.number / max(self.total_steps, 1))) / 2
 
     def linear(self, start: float, end: float, epochs: int) -> float:
-        """From `start` in epoch 0 to `end` in epoch `epochs` - 1 and later; `start` in epoch 0 even if `epochs` is 1."""
+        """From `start` in epoch 0 to `end` in epoch `epochs` - 1 and later; `start` in epoch 0 if `epochs` is 1."""
         return end if self.epoch >= epochs else start + (end - start) * self.epoch / max(epochs - 1, 1)
 
 

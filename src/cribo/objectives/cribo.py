@@ -15,6 +15,7 @@ from torch import Tensor
 from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.method import (
+    Centre,
     Matches,
     MemoryBank,
     SelfDistillation,
@@ -82,6 +83,9 @@ class CrIBo(Distillation):
         progress={"bootstrapping_ratio": "bootstrapped {:.0%}"},
     )
 
+    image_centre: Centre
+    object_centre: Centre
+
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting, levels=("image", "object"))
         options, losses = setting.options, setting.options.losses
@@ -135,7 +139,8 @@ class CrIBo(Distillation):
         step.lap("image projections")
         step.lap.at_gradient(global_tokens, "image projections, backward")
         # A loss that is off, or has no objects, is 0 and attached to the graph.
-        losses = dict.fromkeys(self.weights, 0 * images.sum())
+        zero: Tensor = 0 * images.sum()
+        losses = dict.fromkeys(self.weights, zero)
         if self.weights["image"]:
             losses["image"] = self._image_loss(images, result, step)
             step.lap("image loss")

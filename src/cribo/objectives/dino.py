@@ -15,6 +15,7 @@ from torch import Tensor
 from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, LazyImage, Sample
 from cribo.method import (
+    Centre,
     Crops,
     Photometric,
     ViewRecipe,
@@ -104,6 +105,8 @@ class DINO(Distillation):
     """
 
     columns = Columns(labels={"dino": "DINO"}, progress={"teacher_entropy": "entropy {:.2f}"})
+
+    image_centre: Centre
 
     def __init__(
         self,

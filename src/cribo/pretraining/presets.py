@@ -40,7 +40,7 @@ SHORT = {
 class ConfigParser(Parser):
     """A parser whose --config also takes the name of a preset, and is overridden by all other options."""
 
-    def parse_path(self, path: Any, **kwargs: Any) -> Namespace:
+    def parse_path(self, path: Any, **kwargs: Any) -> Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parse a configuration file."""
         return self.parse_string(_read(Path(path)), **kwargs)
 
