@@ -83,7 +83,7 @@ def test_help_of_pretrain_lists_and_explains_the_options(capsys: pytest.CaptureF
         (["pretrain", "--config", "nothing like it"], "the presets are adapt, camvid, coco_vits16"),
         (["pretrain", "--config", "unknown_key.yaml"], "did you mean optim.epochs?"),
         (["pretrain", "--config", "unknown_group.yaml"], "did you mean optim.epochs?"),
-        (["pretrain", "--config", "broken.yaml"], "broken.yaml is no YAML: while parsing a flow node"),
+        (["pretrain", "--config", "broken.yaml"], "broken.yaml is not YAML: while parsing a flow node"),
         (["pretrain", "--config"], "expected one argument"),
         (["pretrain", "stray"], "stray"),
         (["pretrain", "--optim.epochs", "many"], "optim.epochs"),

@@ -71,6 +71,16 @@ class TrainersName(Flatten):
         return Output(output.losses, {"lr": output.losses["mean"]})
 
 
+class NotANumber(Flatten):
+    """Its metric is not a number in the first two steps."""
+
+    def forward(self, batch: Batch, step: Step) -> Output:
+        output = super().forward(batch, step)
+        if step.number < 2:
+            output.metrics["norm"] = torch.tensor(torch.nan)
+        return output
+
+
 class NoLoss(Flatten):
     def forward(self, batch: Batch, step: Step) -> Output:
         return Output({})

@@ -128,6 +128,12 @@ def test_what_cannot_be_trained_or_recorded_is_refused(
         pretrain(named(tiny, name), out=tmp_path)
 
 
+def test_a_metric_that_is_not_a_number_leaves_its_cell_empty(tiny: Tiny, tmp_path: Path) -> None:
+    config = named(tiny, "NotANumber", {"optim.epochs": 1, "optim.warmup_epochs": 0})
+    rows = rows_of(pretrain(config, out=tmp_path).folder)
+    assert [row["norm"] != "" for row in rows] == [False, False, True, True]
+
+
 def test_schedules_of_a_step() -> None:
     steps = [Step(number, steps_per_epoch=4, total_steps=40) for number in range(40)]
     assert steps[0].cosine(0.9, 1.0) == 0.9

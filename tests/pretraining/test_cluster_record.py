@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 
 from cribo.models import load_backbone
 from cribo.objectives.cluster_record import ClusterHistory, read_clusters, recorded_epochs
-from cribo.objectives.sampling import cluster_pairs, open_pairs, sample_pairs
+from cribo.objectives.sampling import cluster_pairs, sample_pairs
 from cribo.pretraining import PretrainConfig
 from cribo.pretraining.session import open_source
 
@@ -52,7 +52,7 @@ def test_the_last_record_is_what_the_finished_teacher_says(tiny: Tiny, train: Tr
     assert history.epochs == (0, 1, 2, 3)
     assert history.labels.shape == (4, 6, 2, 16)
     backbone = load_backbone(folder)
-    pairs = sample_pairs(open_pairs(open_source(config), backbone, config), config, count=6)
+    pairs = sample_pairs(open_source(config), backbone, config, count=6)
     assert torch.equal(pairs["views"], history.views)
     objects = cluster_pairs(backbone, pairs, config)
     assert torch.equal(objects.labels.long(), history.labels[-1])
@@ -69,14 +69,13 @@ def test_a_resumed_run_leaves_the_record_of_one_that_was_not_stopped(
     assert_same(read_clusters(resumed("stopped").run.folder), whole)
 
 
-def test_a_damaged_record_ends_no_run_and_is_begun_again(
+def test_a_damaged_record_ends_no_run_and_is_written_again(
     tiny: Tiny, train: Train, resumed: Callable[..., Any], tmp_path: Path
 ) -> None:
     with pytest.raises(RuntimeError, match="stopped"):
         train(tiny({"runtime.checkpoint_every": 5}), callbacks=[StopAt(10)])
     (tmp_path / "run" / "clusters.npz").write_bytes(b"half")
-    history = read_clusters(resumed().run.folder)
-    assert history.epochs == (2, 3)  # the checkpoint is of the second epoch
+    assert read_clusters(resumed().run.folder).epochs == (0, 1, 2, 3)
 
 
 def test_a_run_without_objects_records_nothing(tiny: Tiny, train: Train) -> None:
@@ -88,14 +87,11 @@ def test_a_run_without_objects_records_nothing(tiny: Tiny, train: Train) -> None
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    labels = torch.randint(0, 300, (1, 2, 2, 6))
+    labels = torch.randint(0, 300, (2, 2, 2, 6))
     views = torch.randint(0, 256, (2, 2, 3, 4, 6), dtype=torch.uint8)
-    history = ClusterHistory(views, (2, 3), (4,), labels).with_epoch(7, labels[0] + 1)
+    history = ClusterHistory(views, (2, 3), (4, 7), labels)
     history.write(tmp_path / "clusters.npz")
     assert_same(read_clusters(tmp_path), history)
-    again = history.with_epoch(7, labels[0])  # the same part of the run, done again
-    assert again.epochs == (4, 7)
-    assert torch.equal(again.labels[1], labels[0])
     (tmp_path / "clusters.npz").write_bytes((tmp_path / "clusters.npz").read_bytes()[:300])
     with pytest.raises(ValueError, match="is damaged"):
         read_clusters(tmp_path)

@@ -232,6 +232,12 @@ def test_options_that_were_removed_are_ignored_in_files_and_refused_elsewhere(tm
         load_config("camvid", {"runtime.tf32": True})
 
 
+def test_aliases_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("optim: {warmup_epochs: &n 3}\nlosses: {teacher_temperature_epochs: *n}\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml must not have YAML aliases \(\*name\): write the values"):
+        load_config(tmp_path)
+
+
 def test_what_is_refused() -> None:
     for overrides, message in (
         ({"optim.epoch": 3}, "did you mean optim.epochs"),

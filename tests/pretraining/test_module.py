@@ -128,7 +128,7 @@ def test_the_centre_is_the_moving_average_of_the_teachers_logits(tiny: Tiny, tra
         embeddings = result.teacher_images if level == "image" else result.teacher_objects
         direction = record.teacher[step][f"{level}_prototypes.direction"]  # as it was in the step
         weight = record.teacher[step][f"{level}_prototypes.gain"] * F.normalize(direction, dim=1)
-        expected = 0.8 * expected + 0.2 * (embeddings @ weight.T).mean(dim=0)
+        expected = 0.8 * expected + 0.2 * (embeddings.flatten(0, 1) @ weight.T).mean(dim=0)
     torch.testing.assert_close(trained.weights[f"{level}_centre.value"], expected, rtol=1e-4, atol=1e-6)
 
 

@@ -9,9 +9,9 @@ import lightning as L
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cribo.objectives.cribo import signs_of_trouble
+from cribo.objectives.collapse import signs_of_trouble
 from cribo.pretraining import PretrainConfig
-from cribo.pretraining.monitoring import Rows, read_metrics
+from cribo.pretraining.monitoring import read_metrics
 from cribo.training.events import Events
 
 Tiny = Callable[..., PretrainConfig]
@@ -138,16 +138,6 @@ def test_columns_come_with_their_first_number(tiny: Tiny, train: Train) -> None:
     assert "objects" not in (objectless.folder / "metrics.csv").read_text()
     assert "bootstrapping_ratio" not in objectless.summary
     assert "bootstrapped" not in objectless.summary["shown"]
-
-
-def test_rows_are_dictionaries_without_what_is_no_number() -> None:
-    rows = Rows([{"step": 1.0}, {"step": 2.0, "own": 0.5, "loss": float("nan")}])
-    rows.append({"step": 3.0, "another": float("inf")})
-    assert list(rows) == [{"step": 1.0}, {"step": 2.0, "own": 0.5}, {"step": 3.0, "another": float("inf")}]
-    assert (len(rows), rows[-2]) == (3, {"step": 2.0, "own": 0.5})
-    assert rows.columns == ["step", "epoch", "seconds", "images_per_second", "loss", "own", "another"]
-    with pytest.raises(IndexError):
-        rows[3]
 
 
 # ------------------------------------------------------------------ when a file cannot be written

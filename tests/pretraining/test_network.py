@@ -11,7 +11,7 @@ from torch import nn
 from cribo.models import build_backbone
 from cribo.objectives.base import move_towards
 from cribo.objectives.cribo import CrIBo
-from cribo.objectives.networks import Network
+from cribo.objectives.distillation import Network
 from cribo.objectives.options import HeadConfig
 from cribo.pretraining import PretrainConfig, PretrainingModule
 

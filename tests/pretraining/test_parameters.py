@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from cribo.models import build_backbone
-from cribo.objectives.networks import Network
+from cribo.objectives.distillation import Network
 from cribo.objectives.options import HeadConfig
 from cribo.pretraining.parameters import block_names, clip_each, drop_gradients, parameter_groups
 

@@ -86,6 +86,12 @@ def test_the_pictures_open_and_show_something(whole_run: tuple[PretrainConfig, A
             assert np.asarray(image.convert("L")).std() > 5
 
 
+def test_a_ratio_that_never_appears_has_no_picture(tiny: Tiny, tmp_path: Path) -> None:
+    run = pretrain(tiny({"optim.epochs": 1, "losses.cross_image_from_epoch": 1}), out=tmp_path)
+    pictures = {path.stem for path in (run.folder / "report").iterdir()}
+    assert pictures == {"losses", "schedules", "clusters", "matches"}
+
+
 def test_nothing_else_is_left(whole_run: tuple[PretrainConfig, Any]) -> None:
     _, run = whole_run
     files = {"config.yaml", "metrics.csv", "summary.json", "clusters.npz", "backbone.safetensors", "backbone.json"}

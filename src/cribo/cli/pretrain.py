@@ -23,7 +23,7 @@ With no options: three minutes on made-up scenes, to see that everything works. 
 
 IMAGES is a folder, nested or not, a text file that lists images, or a folder or URL of
 tar shards, such as `cribo shard` writes. Every value below
-can be put in a YAML file, too; the defaults shown hold where the preset says nothing,
+can also be set in a YAML file; the defaults shown apply where the preset sets nothing,
 and --print_config shows what would run.
 """
 
@@ -38,7 +38,7 @@ def main(words: list[str]) -> int:
 
 
 def _pretrain(words: list[str]) -> None:
-    # Imported here, so that `cribo --help` does not wait for torch, nor a wrong word for Lightning.
+    # Imported here, so that neither help nor a wrong option waits for torch and Lightning.
     from cribo.pretraining.presets import (
         SHORT,
         ConfigParser,
@@ -48,7 +48,7 @@ def _pretrain(words: list[str]) -> None:
         with_preset,
     )
 
-    # The processes of further devices run this command too, and have nothing to add to what the first one says.
+    # Other ranks run this command too, and print nothing.
     console = Console(soft_wrap=True, quiet=not is_first_process())
     log_to(console)
     parser = ConfigParser(
@@ -77,14 +77,14 @@ def _pretrain(words: list[str]) -> None:
     parser.add_argument(
         "--continue",
         action="store_true",
-        help="go on with the run of this --name if there is one: for a scheduler that starts the same command again",
+        help="continue the run of this --name if there is one: for a scheduler that starts the same command again",
     )
     add_config_arguments(parser)
     parsed = parser.parse_args(with_preset(words))
     if parsed.resume is not None:
         for option in ("name", "minutes", "config", "overwrite", "continue"):
             if parsed[option]:
-                raise ValueError(f"--{option} does not go with --resume: the run knows its own")
+                raise ValueError(f"--{option} does not go with --resume: it is taken from the run")
         with loading(console):
             from cribo.pretraining.run import latest_run, overrides_in, resume
 

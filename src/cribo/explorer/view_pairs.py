@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
-from cribo.drawing import paint_regions, region_colour
 from cribo.explorer.pictures import shown_size
 from cribo.explorer.uploads import Refused
 from cribo.models import load_backbone
@@ -101,16 +100,11 @@ def run_config(run: Path, images: Path | None) -> PretrainConfig:
 
 
 def _draw(sample: ObjectSample, number: int) -> PairPicture:
-    kept = sample.objects.clusters[sample.objects.rows == number].tolist()
-    colours = {cluster: region_colour(place, len(kept)) for place, cluster in enumerate(kept)}
-    views, clusters = [], []
-    for view in (0, 1):
-        picture = sample.view(number, view)
-        painted = paint_regions(picture, sample.label_map(number, view), colours, tint=0.5)
-        views.append(_enlarged(picture))
-        clusters.append(_enlarged(painted))
+    colours = sample.object_colours(number)
+    views = [_enlarged(sample.view(number, view)) for view in (0, 1)]
+    clusters = [_enlarged(sample.painted(number, view, colours)) for view in (0, 1)]
     sentence = (
-        f"Pair {number} of {len(sample.pairs)} (counted from 0): {len(kept)} objects are in both views. Each "
+        f"Pair {number} of {len(sample.pairs)} (counted from 0): {len(colours)} objects are in both views. Each "
         "colour is one object; grey regions are in one view only."
     )
     return PairPicture((views[0], views[1]), (clusters[0], clusters[1]), sentence)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cribo.drawing import frame, hide_ticks, paint_regions, region_colour
 from cribo.objectives.cluster_record import ClusterHistory
-from cribo.objectives.sampling import ObjectSample, enlarge_labels, match_sample, paint_match, paint_query
+from cribo.objectives.sampling import ObjectSample, enlarge_labels, match_sample
 
 TEXT_WIDTH, COLUMN_WIDTH = 6.9, 3.3
 """Inches of a page of two columns, and of one of them."""
@@ -36,16 +36,16 @@ def lay_out_matches(sample: ObjectSample, *, queries: int, objects: int) -> Figu
     cell = TEXT_WIDTH / columns
     figure = Figure(figsize=(TEXT_WIDTH, cell * rows * queries))
     grid = GridSpec(rows * queries, columns, figure=figure, **_GAP)
-    for query, matches in enumerate(match_sample(sample, queries, objects=objects)):
+    for query, (painted, neighbours) in enumerate(match_sample(sample, queries, objects=objects)):
         top = rows * query
-        for place, picture in enumerate((sample.view(query, 0), paint_query(sample, query, matches))):
+        for place, picture in enumerate((sample.view(query, 0), painted)):
             _picture(figure, grid[top : top + rows, rows * place : rows * (place + 1)], picture)
-        for number, match in enumerate(matches):
+        for number, neighbour in enumerate(neighbours):
             row, column = divmod(number, _MATCH_COLUMNS)
-            axes = _picture(figure, grid[top + row, 2 * rows + column], paint_match(sample, match))
-            frame(axes, match.colour, width=1.2)
+            axes = _picture(figure, grid[top + row, 2 * rows + column], neighbour.picture)
+            frame(axes, neighbour.colour, width=1.2)
             for spine in axes.spines.values():
-                spine.set_linestyle("-" if match.consistent else (0, (2, 1.5)))
+                spine.set_linestyle("-" if neighbour.consistent else (0, (2, 1.5)))
     return figure
 
 

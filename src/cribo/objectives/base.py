@@ -30,16 +30,16 @@ BUILT_IN = {
     "dino": "cribo.objectives.dino.DINO",
     "mae": "cribo.objectives.mae.MAE",
 }
-"""Names of the objectives that come with the package."""
+"""Objectives of the package, by name."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What an objective is made for.
+    """The run that an objective is made for.
 
     Attributes:
-        options: the sections of the configuration that say what is learned.
-        num_images: of the collection.
+        options: the sections of the configuration that objectives read.
+        num_images: in the collection.
         steps_per_epoch: optimiser steps of one pass over it.
     """
 
@@ -47,18 +47,14 @@ class Setting:
     num_images: int
     steps_per_epoch: int
 
-    def build_backbone(self, *, image_size: int | None = None) -> Backbone:
-        """The network that `backbone` names, with its weights; its random ones are keyed by the seed.
-
-        Args:
-            image_size: for which the position embedding is stored; `views.size` by default.
-        """
+    def build_backbone(self) -> Backbone:
+        """The network that `backbone` names, with its weights; random ones are keyed by the seed."""
         options = self.options
         backbone = build_backbone(
             options.backbone.name,
             args=options.backbone.args,
             pretrained=options.backbone.pretrained,
-            image_size=image_size or options.views.size,
+            image_size=options.views.size,
             drop_path=options.backbone.drop_path,
             seed=keyed_generator(options.seed, 0).initial_seed() % 2**31,
         )
@@ -78,7 +74,7 @@ class Step:
         number: from 0.
         steps_per_epoch: of the run.
         total_steps: of the run.
-        gather: a tensor of the same shape on every device -> (devices, ...); to be called on all of them.
+        gather: a tensor of the same shape on every rank -> (ranks, ...); must be called on all ranks.
         lap: assigns the time since its last call to a part of the step, for `cribo profile`.
     """
 
@@ -98,18 +94,18 @@ class Step:
         return end + (start - end) * (1 + math.cos(math.pi * self.number / max(self.total_steps, 1))) / 2
 
     def linear(self, start: float, end: float, epochs: int) -> float:
-        """From `start` in epoch 0 to `end` in epoch `epochs` - 1 and from there on; over one epoch, `start` in it."""
+        """From `start` in epoch 0 to `end` in epoch `epochs` - 1 and later; `start` in epoch 0 if `epochs` is 1."""
         return end if self.epoch >= epochs else start + (end - start) * self.epoch / max(epochs - 1, 1)
 
 
 @dataclass
 class Output:
-    """What a batch gives.
+    """Losses and metrics of a batch.
 
     Attributes:
         losses: scalars by name, means over the batch. The total is their sum, each times its weight
             (`Objective.weights`).
-        metrics: what else is to be recorded, by name: a scalar, whose mean is taken over steps and devices, or a pair
+        metrics: other numbers to record, by name: a scalar, whose mean is taken over steps and ranks, or a pair
             (numerator, denominator), whose sums are divided.
     """
 
@@ -123,7 +119,7 @@ class Columns:
 
     Attributes:
         labels: of losses and metrics in plots, by name; the name itself by default.
-        progress: format of what the progress line shows beside the losses, by name, such as {"ratio": "{:.0%}"}.
+        progress: formats of the metrics that the progress line shows after the losses, such as {"ratio": "{:.0%}"}.
     """
 
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -133,17 +129,17 @@ class Columns:
 class Objective(nn.Module):
     """What a training step optimises.
 
-    A subclass is made with a `Setting` and arguments of its own, and defines `samples`, `forward` and `exported`; the
-    rest has defaults. State that is to be saved is in parameters, buffers, or `get_extra_state`.
+    A subclass takes a `Setting` and arguments of its own, and defines `samples`, `forward` and `exported`; the rest has
+    defaults. State to be saved belongs in parameters, buffers, or `get_extra_state`.
 
     In a step the trainer calls `forward` for each micro-batch, takes the gradients of the weighted losses with respect
     to the parameters of `trainable`, updates these, and calls `after_step`.
 
     Attributes:
         columns: how numbers are shown.
-        weights: factor of each loss by name; 1 where there is none.
-        images_per_group: micro-batches hold a multiple of so many images.
-        uses_all_parameters: whether each step gives all parameters a gradient, which saves several devices a search.
+        weights: factor of each loss by name; 1 if not given.
+        images_per_group: the number of images in a micro-batch is a multiple of it.
+        uses_all_parameters: whether each step gives all parameters a gradient; then DDP does not search for others.
     """
 
     columns = Columns()
@@ -156,23 +152,23 @@ class Objective(nn.Module):
         self.setting = setting
 
     def samples(self) -> SampleTransform:
-        """What is made of an image, in the workers."""
+        """The transform of an image into a sample, which runs in the workers."""
         raise NotImplementedError
 
     def forward(self, batch: Batch, step: Step) -> Output:
-        """The losses of a micro-batch. Nothing that other micro-batches of the step read may change."""
+        """The losses of a micro-batch. Must not change anything that other micro-batches of the step read."""
         raise NotImplementedError
 
     def exported(self) -> Backbone:
-        """What the run leaves, and what is scored while it goes on."""
+        """The backbone that the run exports, and that is scored during training."""
         raise NotImplementedError
 
     def trainable(self) -> nn.Module:
-        """What the optimiser sees. Names that begin with `backbone.` are subject to `optim.layer_decay`."""
+        """The module to optimise. Names that begin with `backbone.` are subject to `optim.layer_decay`."""
         return self
 
     def frozen(self, step: Step) -> Iterable[nn.Parameter]:
-        """Parameters that this step leaves as they are, whatever their gradients."""
+        """Parameters that this step does not change."""
         return ()
 
     def after_step(self, step: Step) -> None:
@@ -183,22 +179,22 @@ class Objective(nn.Module):
         return {}
 
     def watch(self, step: Step) -> dict[str, float]:
-        """Further metrics, taken only when a row is logged, on all devices. They may read the device."""
+        """Further metrics, computed on all ranks, only when a row is logged. May read the device."""
         return {}
 
     def advice(self, row: Mapping[str, float]) -> dict[str, str]:
-        """Signs of trouble in a row of metrics: a name and what to do; each is said if it lasts."""
+        """Signs of trouble in a row of metrics, by name, with advice; a sign that lasts becomes a warning."""
         return {}
 
     def compile_parts(self, mode: CompileMode) -> None:
-        """Compile what is worth it."""
+        """Compile the parts that gain from it."""
 
     def figures(self, rows: Sequence[dict[str, float]], dataset: SampleDataset) -> dict[str, "Figure"]:
         """Pictures for the report of a finished run, by name."""
         return {}
 
     def callbacks(self, folder: Path, dataset: SampleDataset) -> Iterable[Callback]:
-        """What looks on while a run writes to its folder."""
+        """Further callbacks of the run, which may write to its folder."""
         return ()
 
     @cached_property
@@ -211,7 +207,7 @@ def make_objective(name: str, args: Mapping[str, Any], setting: Setting) -> Obje
     """The objective of a name or import path.
 
     Raises:
-        ConfigError: there is no such class, it is no Objective, or it does not take the arguments.
+        ConfigError: there is no such class, it is not an Objective, or it does not take the arguments.
     """
     kind = import_by_path(BUILT_IN.get(name, name), "objective.name", known=BUILT_IN)
     if not (inspect.isclass(kind) and issubclass(kind, Objective)):
@@ -234,10 +230,10 @@ def make_objective(name: str, args: Mapping[str, Any], setting: Setting) -> Obje
 
 
 def check_output(output: Output, weights: Mapping[str, float]) -> None:
-    """Refuse what cannot be recorded.
+    """Refuse an output that cannot be recorded.
 
     Raises:
-        ConfigError: there is no loss, a name is used twice, or a loss or metric is no number.
+        ConfigError: there is no loss, a name is used twice, or a loss or metric is not a number.
     """
     if not output.losses:
         raise ConfigError("the objective's forward gave no loss: put at least one into Output.losses")

@@ -1,9 +1,9 @@
-"""How the clusters of a few fixed view pairs change over a run, kept in the run folder."""
+"""How the clusters of a few fixed view pairs change over a run, recorded in the run folder."""
 
 import logging
 import zipfile
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from cribo.data.samples import Batch
 from cribo.files import write_whole
 from cribo.models import Backbone
 from cribo.objectives.options import ObjectiveOptions
-from cribo.objectives.sampling import cluster_pairs, open_pairs, sample_pairs
+from cribo.objectives.sampling import cluster_pairs, sample_pairs
 
 log = logging.getLogger("cribo")
 
@@ -27,7 +27,7 @@ CLUSTERS = "clusters.npz"
 """The file in the run folder."""
 
 _PAIRS = 6
-_LATER = 7  # times after the beginning
+_LATER = 7  # records after the beginning
 
 
 @dataclass(frozen=True)
@@ -46,37 +46,22 @@ class ClusterHistory:
     epochs: tuple[int, ...]
     labels: Int[Tensor, "e p 2 n"]
 
-    def with_epoch(self, epoch: int, labels: Int[Tensor, "p 2 n"]) -> "ClusterHistory":
-        """With one more time; those after it, of a part of the run that is done again, are forgotten."""
-        kept = sum(earlier < epoch for earlier in self.epochs)
-        return replace(
-            self, epochs=(*self.epochs[:kept], epoch), labels=torch.cat([self.labels[:kept], labels[None].long()])
-        )
-
     def write(self, path: Path) -> None:
-        """Write it as an npz file, whole or not at all."""
-        narrow = np.uint8 if int(self.labels.max()) < 256 else np.uint16
-        write_whole(path, self._save(narrow))
+        """Write the history as an npz file, whole or not at all."""
 
-    def _save(self, dtype: type[np.unsignedinteger[Any]]) -> Any:
         def save(part: Path) -> None:
+            labels = self.labels.numpy().astype(np.uint16)
             with part.open("wb") as file:
-                np.savez_compressed(
-                    file,
-                    views=self.views.numpy(),
-                    grid=np.array(self.grid),
-                    epochs=np.array(self.epochs),
-                    labels=self.labels.numpy().astype(dtype),
-                )
+                np.savez_compressed(file, views=self.views, grid=self.grid, epochs=self.epochs, labels=labels)
 
-        return save
+        write_whole(path, save)
 
 
 def read_clusters(folder: Path) -> ClusterHistory:
     """The clusters that a run has recorded.
 
     Raises:
-        FileNotFoundError: it has recorded none.
+        FileNotFoundError: there is no record.
         ValueError: the file is damaged.
     """
     path = folder / CLUSTERS
@@ -95,7 +80,7 @@ def read_clusters(folder: Path) -> ClusterHistory:
 
 
 def recorded_epochs(epochs: int) -> tuple[int, ...]:
-    """After how many epochs of a run clusters are recorded: closer together at its beginning, and at its end.
+    """After how many epochs of a run clusters are recorded: at both ends, and closer together at the beginning.
 
     Example:
         >>> recorded_epochs(300)
@@ -103,16 +88,16 @@ def recorded_epochs(epochs: int) -> tuple[int, ...]:
         >>> recorded_epochs(3)
         (0, 1, 2, 3)
     """
-    spread = np.geomspace(1, epochs, min(_LATER, epochs))
-    found = {0, *(round(float(epoch)) for epoch in spread), epochs}
-    return tuple(sorted(found if epochs > _LATER else range(epochs + 1)))
+    if epochs <= _LATER:
+        return tuple(range(epochs + 1))
+    return tuple(sorted({0, *(round(float(epoch)) for epoch in np.geomspace(1, epochs, _LATER))}))
 
 
 class ClusterRecord(L.Callback):
     """Records the teacher's clusters of a few view pairs at the beginning, at some epochs, and at the end of a run.
 
-    It looks on: nothing that is trained is changed, no random number is drawn, and what cannot be read or written is
-    said and left out. The first process does it.
+    Training is not affected: no weight changes, no random number is drawn, and clusters that cannot be computed or
+    written are left out with an error in the log.
 
     Args:
         folder: the run folder.
@@ -126,17 +111,24 @@ class ClusterRecord(L.Callback):
         self.options = options
         self._due = recorded_epochs(options.optim.epochs)
         self._pairs: Batch | None = None
+        self._labels: dict[int, Int[Tensor, "p 2 n"]] = {}
         self._failed = False
 
+    def state_dict(self) -> dict[str, Any]:
+        """The labels of each recorded epoch."""
+        return {"labels": dict(self._labels)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the labels."""
+        self._labels = state_dict["labels"]
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Record the untrained teacher, or what a resumed run was stopped before recording."""
-        self._record_if_due(trainer, pl_module)
+        """Record the untrained teacher, or an epoch after which the resumed run was stopped before its record."""
+        self.on_train_epoch_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Record at the epochs that are to be recorded, the last one among them."""
-        self._record_if_due(trainer, pl_module)
-
-    def _record_if_due(self, trainer: L.Trainer, module: Any) -> None:
+        """Record the epoch, if it is due."""
+        module: Any = pl_module
         epoch, rest = divmod(trainer.global_step, module.schedules.steps_per_epoch)
         if rest or epoch not in self._due or self._failed or not trainer.is_global_zero:
             return
@@ -148,17 +140,8 @@ class ClusterRecord(L.Callback):
 
     def _record(self, epoch: int, backbone: Backbone) -> None:
         if self._pairs is None:
-            dataset = open_pairs(self.source, backbone, self.options)
-            self._pairs = sample_pairs(dataset, self.options, count=_PAIRS)
-        labels = cluster_pairs(backbone, self._pairs, self.options).labels
-        nothing = torch.empty(0, *labels.shape, dtype=torch.long)
+            self._pairs = sample_pairs(self.source, backbone, self.options, count=_PAIRS)
+        self._labels[epoch] = cluster_pairs(backbone, self._pairs, self.options).labels.long()
         side = self.options.views.size // backbone.patch_size
-        history = ClusterHistory(self._pairs["views"], (side, side), (), nothing)
-        if epoch:
-            try:
-                before = read_clusters(self.path.parent)
-            except (FileNotFoundError, ValueError) as error:  # a run that was begun by an older version, say
-                log.warning("the record of clusters begins at epoch %d: %s", epoch, error)
-            else:
-                history = before if torch.equal(before.views, history.views) else history
-        history.with_epoch(epoch, labels).write(self.path)
+        labels = torch.stack(list(self._labels.values()))
+        ClusterHistory(self._pairs["views"], (side, side), tuple(self._labels), labels).write(self.path)

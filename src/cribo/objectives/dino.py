@@ -4,13 +4,13 @@ The teacher sees two global crops, the student these and several local ones; fro
 the teacher says of each other global crop.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, LazyImage, Sample
@@ -26,10 +26,9 @@ from cribo.method import (
     sinkhorn_centre,
 )
 from cribo.method.views import largest_reduction, reduced_crops
-from cribo.models import Backbone, normalise
-from cribo.models.modes import CompileMode
-from cribo.objectives.base import Columns, Objective, Output, Setting, Step, move_towards
-from cribo.objectives.networks import Network
+from cribo.models import normalise
+from cribo.objectives.base import Columns, Output, Setting, Step
+from cribo.objectives.distillation import Distillation
 
 _BLUR_OF_LOCAL_CROPS = 0.5
 
@@ -90,7 +89,7 @@ class MultiCrop:
         return range((self.local_crops + 1) // 2)
 
 
-class DINO(Objective):
+class DINO(Distillation):
     """Self-distillation with multi-crop.
 
     Reads `views` (the global crops), `backbone`, `head`, `losses` (temperatures, centring) and `optim`.
@@ -106,7 +105,8 @@ class DINO(Objective):
     """
 
     columns = Columns(labels={"dino": "DINO"}, progress={"teacher_entropy": "entropy {:.2f}"})
-    uses_all_parameters = True
+
+    image_centre: Centre
 
     def __init__(
         self,
@@ -116,24 +116,19 @@ class DINO(Objective):
         local_size: int = 96,
         local_area: tuple[float, float] = (0.05, 0.25),
     ) -> None:
-        super().__init__(setting)
-        options = setting.options
+        super().__init__(setting, levels=("image",))
+        backbone = self.student.backbone
         if local_crops < 1:
             raise ConfigError(f"objective.args.local_crops must be >= 1, got {local_crops}")
         if not 0 < local_area[0] <= local_area[1] <= 1:
             raise ConfigError(f"objective.args.local_area must go from low to high within 0 to 1, got {local_area}")
-        self.uses_all_parameters = not options.optim.freeze_backbone_epochs
-        backbone = setting.build_backbone()
         if local_size < 1 or local_size % backbone.patch_size:
             raise ConfigError(
                 f"objective.args.local_size must be a multiple of the patch size {backbone.patch_size}, got "
                 f"{local_size}"
             )
-        self.student = Network(backbone, options.head, levels=("image",), seed=options.seed)
-        self.teacher = self.student.make_teacher()
-        self.image_centre = Centre(options.head.prototypes, momentum=options.losses.centre_momentum)
         self.crops = MultiCrop(
-            options.views,
+            setting.options.views,
             local_crops=local_crops,
             local_size=local_size,
             local_area=(local_area[0], local_area[1]),
@@ -145,35 +140,6 @@ class DINO(Objective):
         """Global and local crops."""
         return self.crops
 
-    def trainable(self) -> Network:
-        """The student."""
-        return self.student
-
-    def exported(self) -> Backbone:
-        """The teacher's backbone."""
-        return self.teacher.backbone
-
-    def frozen(self, step: Step) -> Iterable[nn.Parameter]:
-        """The last layer, and the backbone, in the first epochs."""
-        optim = self.options.optim
-        if step.epoch < optim.freeze_last_layers_epochs:
-            yield from self.student.last_layers
-        if step.epoch < optim.freeze_backbone_epochs:
-            yield from self.student.backbone.parameters()
-
-    def schedules(self, step: Step) -> dict[str, float]:
-        """The teacher's momentum and temperature."""
-        losses = self.options.losses
-        return {
-            "momentum": step.cosine(*self.options.optim.momentum),
-            "teacher_temperature": step.linear(*losses.teacher_temperature, losses.teacher_temperature_epochs),
-        }
-
-    def compile_parts(self, mode: CompileMode) -> None:
-        """Compile both backbones."""
-        self.student.backbone.compile(mode)
-        self.teacher.backbone.compile(mode)
-
     def forward(self, batch: Batch, step: Step) -> Output:
         """Cross-entropy between teacher and student over all pairs of different crops."""
         losses, temperature = self.options.losses, self.schedules(step)["teacher_temperature"]
@@ -183,7 +149,7 @@ class DINO(Objective):
             embeddings = self.teacher.head(self.teacher.backbone(parts[0].flatten(0, 1)).global_token)
             self._embeddings.append(embeddings)
             prototypes = self.teacher.prototypes("image").weight
-            centre = self.image_centre.value
+            centre = self.centre("image").value
             if losses.centring == "sinkhorn":
                 centre = sinkhorn_centre(embeddings, prototypes, temperature=temperature)
             targets = ((F.linear(embeddings, prototypes) - centre) / temperature).softmax(dim=-1)
@@ -205,13 +171,8 @@ class DINO(Objective):
     @torch.no_grad()
     def after_step(self, step: Step) -> None:
         """Move the centre and the teacher."""
-        embeddings = torch.cat(self._embeddings)
-        self._embeddings = []
-        if self.options.losses.centring == "mean":
-            total = torch.cat((embeddings.sum(dim=0), embeddings.new_full((1,), len(embeddings))))
-            total = step.gather(total).sum(dim=0)
-            self.image_centre.update(total[:-1], total[-1], self.teacher.prototypes("image").weight)
-        move_towards(self.teacher, self.student, self.schedules(step)["momentum"])
+        embeddings, self._embeddings = self._embeddings, []
+        self.move_teacher(step, {"image": embeddings})
 
     def _augmented(self, batch: Batch) -> Iterator[Float[Tensor, "v b 3 h w"]]:
         """Global and then local crops as the networks take them, crop after crop."""

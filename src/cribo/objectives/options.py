@@ -1,7 +1,4 @@
-"""What an objective is told: the sections of a configuration that say what is learned, and how.
-
-Any objective may read any of them; what is its own it takes as arguments (`objective.args`).
-"""
+"""The sections of a configuration that objectives read; arguments of their own are in `objective.args`."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -22,8 +19,8 @@ class BackboneConfig:
         pretrained: weights to start from: a file (.safetensors, .pth), a timm name with its tag, such as
             vit_small_patch16_224.dino, or `timm` for the default ones of the model's name.
         drop_path: rate of stochastic depth in the last block, in the student only.
-        checkpointing: less memory for the same result, in vision transformers: `selective` computes all but products
-            and attention a second time in the backward pass, `blocks` whole blocks. Try it before more micro-batches.
+        checkpointing: less memory for the same result, in vision transformers: the backward pass recomputes everything
+            but products and attention (`selective`), or whole blocks (`blocks`). Try it before more micro-batches.
     """
 
     name: str = "vit_small_patch16_224"
@@ -96,7 +93,7 @@ class LossConfig:
         image: weight of L_cv^g, image level across views; 0 or false leaves it out.
         cross_view: weight of L_cv^o, object level across views.
         cross_image: weight of L_ci^o, object level across images.
-        cross_image_from_epoch: first epoch (from 0) that uses L_ci^o: neighbours of a random network say nothing.
+        cross_image_from_epoch: first epoch (from 0) that uses L_ci^o: neighbours by a random network mean nothing.
         student_temperature: tau_s.
         teacher_temperature: (start, end) of tau_t. Lower the end if the losses stay at their first value.
         teacher_temperature_epochs: over which it rises, one step an epoch.
@@ -116,7 +113,7 @@ class LossConfig:
     centre_momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        # Configurations from before there were weights have true and false.
+        # Configurations older than the weights have true and false.
         self.image, self.cross_view, self.cross_image = map(float, (self.image, self.cross_view, self.cross_image))
 
 
@@ -127,8 +124,8 @@ class OptimConfig:
     Attributes:
         epochs: passes over the data.
         batch_size: images of one optimiser step, over all devices.
-        micro_batches: parts that a device's batch is computed in: changes nothing but memory,
-            unless the network has batch norms, which see one part at a time.
+        micro_batches: parts in which a device computes its batch: only memory changes, unless the network has batch
+            norms, whose statistics are those of one part.
         lr: peak learning rate for 256 images; scaled linearly with batch_size.
         final_lr: learning rate of the last step, not scaled.
         warmup_epochs: of linear learning-rate warm-up.
@@ -156,7 +153,7 @@ class OptimConfig:
 
 @dataclass
 class ObjectiveOptions:
-    """The part of a configuration that objectives see.
+    """The part of a configuration that objectives read.
 
     Attributes:
         seed: every draw is keyed by it: the same seed gives the same run.
@@ -178,5 +175,5 @@ class ObjectiveOptions:
 
     @property
     def needs_objects(self) -> bool:
-        """Whether any loss of CrIBo's works on objects; without one, clustering and matching are left out."""
+        """Whether a loss of CrIBo works on objects; if not, clustering and matching are skipped."""
         return self.losses.cross_view > 0 or self.losses.cross_image > 0

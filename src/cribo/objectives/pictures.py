@@ -7,8 +7,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from cribo.data.samples import SampleDataset
-from cribo.drawing import curves_figure, frame, from_zero, hide_ticks, legend, paint_regions, region_colour
-from cribo.objectives.sampling import ObjectSample, match_sample, paint_match, paint_query, sample_objects
+from cribo.drawing import curves_figure, frame, from_zero, hide_ticks, legend
+from cribo.objectives.sampling import ObjectSample, match_sample, sample_objects
 
 if TYPE_CHECKING:
     from cribo.objectives.cribo import CrIBo
@@ -18,9 +18,9 @@ _QUERIES, _NEIGHBOURS, _GALLERY = 4, 6, 256
 
 
 def object_figures(objective: "CrIBo", rows: Sequence[dict[str, float]], dataset: SampleDataset) -> dict[str, Figure]:
-    """Pictures of the run's objects, by name; the teacher lies on the device to use."""
+    """Pictures of the run's objects, by name; computed on the teacher's device."""
     figures: dict[str, Figure] = {}
-    if objective.options.losses.cross_image:
+    if any("bootstrapping_ratio" in row for row in rows):
         figures["bootstrapping_ratio"] = draw_bootstrapping({"": rows})
         figures["bootstrapping_ratio"].axes[0].set_title("Bootstrapping ratio")
     if objective.options.needs_objects:
@@ -61,12 +61,10 @@ def draw_clusters(sample: ObjectSample) -> Figure:
     figure.suptitle("Joint-space clusters of view pairs; one colour is one object, grey is seen in one view only")
     panels = figure.subplots(4, pairs, squeeze=False)
     for image in range(pairs):
-        kept = sample.objects.clusters[sample.objects.rows == image].tolist()
-        colours = {cluster: region_colour(number, len(kept)) for number, cluster in enumerate(kept)}
+        colours = sample.object_colours(image)
         for view in (0, 1):
-            picture = sample.view(image, view)
-            panels[2 * view, image].imshow(picture)
-            panels[2 * view + 1, image].imshow(paint_regions(picture, sample.label_map(image, view), colours, tint=0.5))
+            panels[2 * view, image].imshow(sample.view(image, view))
+            panels[2 * view + 1, image].imshow(sample.painted(image, view, colours))
     for row, label in enumerate(("view 1", "its clusters", "view 2", "its clusters")):
         panels[row, 0].set_ylabel(label)
     hide_ticks(panels)
@@ -81,14 +79,14 @@ def draw_matches(sample: ObjectSample) -> Figure:
     if queries == 0:
         return figure
     panels = figure.subplots(queries, _NEIGHBOURS + 2, squeeze=False)
-    for image, matches in enumerate(match_sample(sample, queries, objects=_NEIGHBOURS)):
+    for image, (painted, neighbours) in enumerate(match_sample(sample, queries, objects=_NEIGHBOURS)):
         panels[image, 0].imshow(sample.view(image, 0))
-        panels[image, 1].imshow(paint_query(sample, image, matches))
-        for axes, match in zip(panels[image, 2:], matches, strict=False):
-            axes.imshow(paint_match(sample, match))
-            if match.consistent:
+        panels[image, 1].imshow(painted)
+        for axes, neighbour in zip(panels[image, 2:], neighbours, strict=False):
+            axes.imshow(neighbour.picture)
+            if neighbour.consistent:
                 axes.set_xlabel("cycle-consistent", color="black", fontsize=8)
-            frame(axes, match.colour)
+            frame(axes, neighbour.colour)
     panels[0, 0].set_title("query")
     panels[0, 1].set_title("its largest objects")
     panels[0, 2].set_title("their neighbours", loc="left")

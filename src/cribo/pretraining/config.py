@@ -15,7 +15,7 @@ Precision = Literal["64-true", "32-true", "bf16-mixed", "16-mixed"]
 
 @dataclass
 class ScenesConfig:
-    """The scenes that the program makes itself, used when data.root is `scenes`.
+    """Made-up scenes, used when data.root is `scenes`.
 
     Attributes:
         count: how many different scenes to train on.
@@ -36,18 +36,18 @@ class DataConfig:
         root: a folder of images (nested or not), a text file that lists images, a folder of tar shards or the URL
             of one, such as s3://bucket/prefix, or `scenes`.
         images: sub-folder of root to read, such as train2017; the root itself when empty.
-        workers: processes that decode and crop; chosen from the number of cores when not given. More help when
+        workers: processes that decode and crop; chosen by the number of cores when not given. Use more while
             images/s grows with them.
         max_unreadable: share of the images that may be unreadable before training stops; each is skipped,
             counted and listed in the run folder.
-        timeout: seconds without a batch after which the workers count as hung: they are killed and begun anew. Raise it
-            if the images of a batch, or their shards, may take longer.
+        timeout: seconds without a batch after which the workers count as hung and are restarted. Raise it if the images
+            of a batch, or their shards, may take longer.
         max_restarts: of the workers for one batch, after they were killed or hung; one more stops training.
         max_pixels: larger images are refused unread: they are more likely a decompression bomb than a picture.
         inside: refuse image files outside of root's folder that a list or a link leads to.
-        cache_dir: where shards from a URL are kept on this machine.
-        cache_gib: how much of them together; what was used longest ago makes room. Each shard is fetched once an
-            epoch if not all of them fit, by every machine.
+        cache_dir: where shards from a URL are cached on this machine.
+        cache_gib: size of the cache; the least recently used shards are removed first. If not all shards fit, every
+            machine fetches each one once an epoch.
         scenes: the made-up scenes.
     """
 
@@ -70,8 +70,8 @@ class ObjectiveConfig:
 
     Attributes:
         name: `cribo`, `dino`, `mae`, or the import path of an Objective of your own, such as my_package.MyObjective
-            (docs/extending.md). `--objective NAME` for short; `--objective.class_path` says the same.
-        args: its own arguments, such as {crops: 6}; `--objective.init_args` says the same.
+            (docs/extending.md). `--objective NAME` for short; `--objective.class_path` is the same option.
+        args: its own arguments, such as {crops: 6}; `--objective.init_args` is the same option.
     """
 
     name: str = "cribo"
@@ -85,7 +85,7 @@ class ScoreConfig:
     Attributes:
         root: folder with images/{train,val}, labels/{train,val} and classes.txt; `scenes` for held-out scenes;
             `data` for data.root itself; no score when not given.
-        every_epochs: how often; the score is always taken before the first and after the last step.
+        every_epochs: how often; the score is also taken before the first and after the last step.
         size: (height, width) that images are resized to; the closest multiple of the patch size when not given.
         neighbours: k of the k-NN.
         memory_ratio: one memory image out of this many is used.
@@ -108,16 +108,16 @@ class RuntimeConfig:
         accelerator: of the Lightning Trainer: auto, cpu, gpu, ...
         devices: how many, or auto.
         num_nodes: how many machines.
-        precision: bf16-mixed for training on GPUs; 16-mixed for old ones. On CPUs 32-true, or bf16-mixed where the
-            processor multiplies bfloat16 itself (AVX512-BF16, AMX), for vision transformers above all; others are
-            slowed down by it. 64-true, on CPUs only, is for comparing runs.
+        precision: bf16-mixed for training on GPUs; 16-mixed for old ones. On CPUs 32-true, or bf16-mixed for vision
+            transformers if the processor multiplies bfloat16 (AVX512-BF16, AMX); it slows down others. 64-true, on
+            CPUs only, is for comparing runs.
         compile: torch.compile the backbones: a minute or two at the start, then faster steps on GPUs. `default`;
-            `reduce-overhead` replays CUDA graphs, for small networks and batches, whose kernels end sooner than they
-            are launched; `max-autotune` also tries several kernels for each product; `max-autotune-no-cudagraphs`
-            only that. `none` compiles nothing; true and false stand for default and none.
+            `reduce-overhead` replays CUDA graphs, for small networks and batches, whose kernels are shorter than
+            their launch; `max-autotune` also tries several kernels for each product; `max-autotune-no-cudagraphs`
+            does only that. `none` compiles nothing; true and false stand for default and none.
         threads: of a CPU run; torch's choice when not given.
         log_every: steps between two logged rows.
-        checkpoint_every: steps between two checkpoints; one is also written at the end of the run.
+        checkpoint_every: steps between two checkpoints; another is written at the end of the run.
         keep_checkpoints: how many of the last to keep.
     """
 
@@ -132,7 +132,7 @@ class RuntimeConfig:
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
-        if isinstance(self.compile, bool):  # as configurations before there were modes have it
+        if isinstance(self.compile, bool):  # in configurations older than the modes
             self.compile = "default" if self.compile else "none"
 
     @property
@@ -143,7 +143,7 @@ class RuntimeConfig:
 
 @dataclass
 class PretrainConfig(ObjectiveOptions):
-    """One pretraining run.
+    """The configuration of a pretraining run.
 
     Attributes:
         seed: every draw is keyed by it: the same seed gives the same run.
@@ -250,9 +250,9 @@ def _check_combinations(config: PretrainConfig) -> None:
             f"runtime.devices must be a number >= 1, auto, or a list such as 0,2, got {config.runtime.devices!r}"
         )
     if config.runtime.compile in CUDA_GRAPH_MODES and optim.micro_batches > 1:
-        # The gradients of one micro-batch would lie in the memory that the next one's replay overwrites.
+        # The next micro-batch's replay would overwrite the memory that holds the gradients of the one before.
         raise ValueError(
-            f"runtime.compile {config.runtime.compile} replays CUDA graphs, whose gradients cannot be added up over "
+            f"runtime.compile {config.runtime.compile} replays CUDA graphs, whose gradients cannot be accumulated over "
             f"optim.micro_batches, got {optim.micro_batches}: use runtime.compile default, or 1 micro-batch with "
             "backbone.checkpointing selective"
         )

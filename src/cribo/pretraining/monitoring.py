@@ -1,14 +1,11 @@
-"""What is watched while a run goes on: the table of metrics, unreadable images, and signs of trouble."""
+"""What a run records while it trains: the table of metrics, unreadable images, and signs of trouble."""
 
 import csv
 import io
 import logging
 import math
 import time
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,101 +22,70 @@ from cribo.training.events import going_on
 
 log = logging.getLogger("cribo")
 
-_SAY_SECONDS = 60.0  # between two lines about reads that are tried again
+Row = dict[str, float]
+"""Numbers of one step, by the names of their columns."""
+
 _FIRST = ("step", "epoch", "seconds", "images_per_second", "loss")
-"""Columns that every run has; those of the objective follow as they come."""
+"""Columns of every run; those of the objective follow in the order in which they appear."""
 
-
-class Rows(Sequence[dict[str, float]]):
-    """Rows of numbers by name, eight bytes each: a run of weeks has hundreds of thousands of rows.
-
-    Attributes:
-        columns: all names so far.
-
-    Example:
-        >>> rows = Rows([{"step": 10.0, "loss": 7.5}])
-        >>> rows.append({"step": 20.0, "ratio": 0.5})
-        >>> list(rows)
-        [{'step': 10.0, 'loss': 7.5}, {'step': 20.0, 'ratio': 0.5}]
-    """
-
-    def __init__(self, rows: Iterable[Mapping[str, float]] = ()) -> None:
-        self._columns: dict[str, array[float]] = {name: array("d") for name in _FIRST}
-        self._length = 0
-        for row in rows:
-            self.append(row)
-
-    @property
-    def columns(self) -> list[str]:
-        """All names so far, in the order in which they came."""
-        return list(self._columns)
-
-    def append(self, row: Mapping[str, float]) -> None:
-        """Add a row; cells that it has none for, or that are not a number, stay empty."""
-        for name in row:
-            if name not in self._columns:
-                self._columns[name] = array("d", [math.nan] * self._length)
-        for name, numbers in self._columns.items():
-            numbers.append(row.get(name, math.nan))
-        self._length += 1
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> dict[str, float]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        place = range(self._length)[index]
-        row = {name: numbers[place] for name, numbers in self._columns.items()}
-        return {name: number for name, number in row.items() if not math.isnan(number)}
+_SECONDS_BETWEEN_WARNINGS = 60.0  # about reads that are tried again
+_ROWS_BEFORE_WARNING = 5  # a sign of trouble must last: a single row may be a fluke
 
 
 class Metrics(L.Callback):
-    """Reads the module's numbers every `every_steps`, hands them to the loggers, and keeps `metrics.csv`.
+    """Reads the module's numbers every `every_steps`, passes them to the loggers, and writes `metrics.csv`.
 
-    The rows of a resumed run are kept up to the step it resumes from. Images/s leave out what is done between epochs,
-    such as the score.
-
-    Attributes:
-        rows: all rows so far, as in the file.
-        latest: the last row of training numbers.
+    A resumed run keeps the rows up to the step it resumes from. Images/s exclude the time between epochs, such as that
+    of the score.
 
     Args:
         folder: the run folder.
         every_steps: between two rows.
         batch_size: images of one step, over all devices.
+
+    Attributes:
+        latest: the last row of training numbers.
     """
 
     def __init__(self, folder: Path, *, every_steps: int, batch_size: int) -> None:
         self.path = folder / METRICS
         self.every_steps = every_steps
         self.batch_size = batch_size
-        self.rows = Rows()
-        self.latest: dict[str, float] = {}
-        self._in_file: list[str] | None = None  # the columns; None where the file has to be written anew
+        self.latest: Row = {}
+        self._columns = list(_FIRST)
+        self._written = 0  # rows in the file
+        self._unwritten: list[Row] = []  # more than one after a failed write
+        self._resumed_at = -1  # step
         self._seconds_before = 0.0
         self._started = self._marked = self._paused = time.perf_counter()
         self._marked_step = 0
 
     @property
+    def rows(self) -> list[Row]:
+        """All rows so far, read from the file."""
+        return [*self._rows_in_file(), *self._unwritten]
+
+    @property
     def seconds(self) -> float:
-        """Seconds of training so far, those before a resume included."""
+        """Seconds of training so far, including those before a resume."""
         return self._seconds_before + time.perf_counter() - self._started
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take up the rows of the run that is resumed."""
-        if self.path.is_file():
-            self.rows = Rows(row for row in read_metrics(self.path) if row["step"] <= checkpoint["global_step"])
-            self.latest = next((row for row in reversed(self.rows) if "loss" in row), {})
-            self._seconds_before = max((row["seconds"] for row in self.rows), default=0.0)
+        """Restore the clock and the latest row of the resumed run."""
+        self._resumed_at = checkpoint["global_step"]
+        for row in self.rows_until(self._resumed_at):
+            self.latest = row if "loss" in row else self.latest
+            self._seconds_before = max(self._seconds_before, row["seconds"])
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock and the file."""
         if trainer.is_global_zero:
-            self._write_all()
+            self._write_all(self.rows_until(self._resumed_at))
         self._started = self._marked = self._paused = time.perf_counter()
         self._marked_step = trainer.global_step
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave out the time since the last epoch, or since the start."""
+        """Exclude the time since the last epoch, or since the start."""
         self._marked += time.perf_counter() - self._paused
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -129,7 +95,7 @@ class Metrics(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write a row when it is time.
+        """Write a row when one is due.
 
         Raises:
             NonFiniteLoss: a loss since the last row was infinite or not a number.
@@ -144,54 +110,61 @@ class Metrics(L.Callback):
         self.latest = self.add(trainer, pl_module, latest)
         self._marked, self._marked_step = time.perf_counter(), step
 
-    def add(self, trainer: L.Trainer, module: PretrainingModule, values: dict[str, float]) -> dict[str, float]:
-        """Append one row, hand it to the loggers, and return it."""
+    def add(self, trainer: L.Trainer, module: PretrainingModule, values: Row) -> Row:
+        """Append one row, pass it to the loggers, and return it."""
         step = trainer.global_step
-        row = {
-            "step": float(step),
-            "epoch": step / module.schedules.steps_per_epoch,
-            "seconds": self.seconds,
-            **values,
-        }
-        self.rows.append(row)
+        row = {"step": float(step), "epoch": step / module.schedules.steps_per_epoch, "seconds": self.seconds, **values}
         with going_on("the logs"):
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=step)
         if trainer.is_global_zero:
+            self._unwritten.append({name: value for name, value in row.items() if not math.isnan(value)})
             with going_on(self.path):
-                self._write(row)
+                self._write()
         return row
 
-    def _write(self, row: dict[str, float]) -> None:
-        columns, self._in_file = self._in_file, None
-        if columns is None or columns != self.rows.columns:  # a new name, or the last try may have left half a row
-            self._write_all()
+    def _write(self) -> None:
+        if len(self._unwritten) > 1 or not self._unwritten[0].keys() <= set(self._columns):
+            # The last write failed, perhaps in the middle of a row, or there is a new column.
+            self._write_all([*self._rows_in_file()[: self._written], *self._unwritten])
         else:
             with self.path.open("a", newline="", encoding="utf-8") as file:
-                csv.DictWriter(file, columns).writerow(_formatted(row))
-        self._in_file = self.rows.columns
+                self._writer(file).writerows(map(_formatted, self._unwritten))
+            self._written += 1
+        self._unwritten = []
 
-    def _write_all(self) -> None:
+    def _write_all(self, rows: list[Row]) -> None:
+        self._columns = list(dict.fromkeys((*_FIRST, *(name for row in rows for name in row))))
         text = io.StringIO()
-        writer = csv.DictWriter(text, self.rows.columns)
+        writer = self._writer(text)
         writer.writeheader()
-        writer.writerows(_formatted(row) for row in self.rows)
+        writer.writerows(map(_formatted, rows))
         write_text(self.path, text.getvalue())
-        self._in_file = self.rows.columns
+        self._written = len(rows)
+
+    def _writer(self, file: Any) -> "csv.DictWriter[str]":
+        return csv.DictWriter(file, self._columns)
+
+    def _rows_in_file(self) -> list[Row]:
+        return read_metrics(self.path) if self.path.is_file() else []
+
+    def rows_until(self, step: int) -> list[Row]:
+        """The rows up to a step; those after it are of a part of the run that is repeated."""
+        return [row for row in self.rows if row["step"] <= step]
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of a `metrics.csv`; empty cells are left out, and so is a line that was not written whole."""
+def read_metrics(path: Path) -> list[Row]:
+    """The rows of a `metrics.csv`, without empty cells and incomplete lines."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     rows = []
     for row in csv.DictReader(line for line in lines if line.endswith("\n")):
-        with suppress(TypeError, ValueError):  # too many cells, or what is no number
+        with suppress(TypeError, ValueError):  # too many cells, or a cell that is not a number
             if None not in row.values():  # too few
                 rows.append({name: float(value) for name, value in row.items() if value})
     return rows
 
 
-def _formatted(row: dict[str, float]) -> dict[str, str]:
+def _formatted(row: Row) -> dict[str, str]:
     return {name: f"{value:.8g}" for name, value in row.items()}
 
 
@@ -202,10 +175,9 @@ class TooManyUnreadable(Stopped):
 
 
 class LoadingFaults(L.Callback):
-    """Lists every image that had to be skipped in `skipped.csv`, counts what else went wrong with reading.
+    """Lists skipped images in `skipped.csv`, and counts restarts of workers and reads that were tried again.
 
-    Stops a run whose data is broken. Several processes tell each other every so many steps, so that they stop
-    together.
+    Stops a run whose data is broken. Ranks exchange what they found every `every_steps`, so that they stop together.
 
     Args:
         folder: the run folder.
@@ -214,9 +186,9 @@ class LoadingFaults(L.Callback):
         every_steps: between two exchanges.
 
     Attributes:
-        loader: of this process; to be set before training.
-        reasons: of every skipped image, by name.
-        restarts: of workers, in all processes, before a resume included.
+        loader: of this rank; must be set before training.
+        reasons: why each image was skipped, by name.
+        restarts: of workers, on all ranks, including those before a resume.
         retried: reads that were tried again, likewise.
     """
 
@@ -229,20 +201,21 @@ class LoadingFaults(L.Callback):
         self.every_steps = every_steps
         self.reasons: dict[str, str] = {}
         self.restarts = self.retried = 0
-        self._untold = _Told()
-        self._restarts_told = 0
-        self._said_at = -math.inf
+        self._before = (0, 0)  # restarts and retried reads when the run was resumed
+        self._own_retried = 0
+        self._own_reasons: dict[str, str] = {}  # since the last exchange
+        self._warned_at = -math.inf
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The counts."""
         return {"restarts": self.restarts, "retried": self.retried}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the counts of the run that is resumed."""
-        self.restarts, self.retried = state_dict["restarts"], state_dict["retried"]
+        """Restore the counts."""
+        self._before = self.restarts, self.retried = state_dict["restarts"], state_dict["retried"]
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take up the list of the run that is resumed."""
+        """Restore the list of skipped images."""
         if self.path.is_file():
             with self.path.open(newline="", encoding="utf-8") as file:
                 self.reasons = {row["image"]: row["reason"] for row in csv.DictReader(file)}
@@ -250,102 +223,81 @@ class LoadingFaults(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        """Note what the batch reports.
+        """Record the faults of a batch.
 
         Raises:
             TooManyUnreadable: the share of unreadable images is above the limit.
         """
-        self._untold.restarts += self.loader.restarts - self._restarts_told
-        self._restarts_told = self.loader.restarts
-        self._untold.retried += batch.retried
-        self._untold.reasons |= {entry.name: entry.reason for entry in batch.unreadable}
-        told: list[Any] = [self._untold]
+        self._own_retried += batch.retried
+        self._own_reasons |= {entry.name: entry.reason for entry in batch.unreadable}
+        found: list[Any] = [(self.loader.restarts, self._own_retried, self._own_reasons)]
         if trainer.world_size > 1:
             if trainer.global_step % self.every_steps and trainer.global_step != trainer.max_steps:
                 return
-            told = [None] * trainer.world_size
-            torch.distributed.all_gather_object(told, self._untold)
-        self._untold = _Told()
-        self._tell(trainer, told)
-
-    def _tell(self, trainer: L.Trainer, told: "list[_Told]") -> None:
-        self.restarts += sum(part.restarts for part in told)
-        retried = sum(part.retried for part in told)
-        self.retried += retried
-        if retried and trainer.is_global_zero and time.monotonic() - self._said_at >= _SAY_SECONDS:
-            self._said_at = time.monotonic()
-            log.warning("reading has been tried again, %d times so far: storage is slow or fails", self.retried)
-        every = {name: reason for part in told for name, reason in part.reasons.items()}
-        new = {name: reason for name, reason in every.items() if name not in self.reasons}
-        if not new:
-            return
-        self.reasons.update(new)
+            own, found = found[0], [None] * trainer.world_size
+            torch.distributed.all_gather_object(found, own)
+        self._own_reasons = {}
+        retried = self.retried
+        self.restarts = self._before[0] + sum(restarts for restarts, _, _ in found)
+        self.retried = self._before[1] + sum(count for _, count, _ in found)
+        new = {name: reason for *_, reasons in found for name, reason in reasons.items() if name not in self.reasons}
+        self.reasons |= new
         if trainer.is_global_zero:
-            for name, reason in new.items():
-                log.warning("skipped %s: %s", name, reason)
-            text = io.StringIO()
-            writer = csv.writer(text)
-            writer.writerow(("image", "reason"))
-            writer.writerows(sorted(self.reasons.items()))
-            with going_on(self.path):
-                write_text(self.path, text.getvalue())
-        if len(self.reasons) > self.max_share * self.num_images:
+            self._report(new, retried=self.retried > retried)
+        if new and len(self.reasons) > self.max_share * self.num_images:
             raise TooManyUnreadable(
                 f"{len(self.reasons)} of {self.num_images} images cannot be read, more than "
-                f"data.max_unreadable {self.max_share:g} allows; they are listed in {self.path}. Mend or remove "
+                f"data.max_unreadable {self.max_share:g} allows; they are listed in {self.path}. Repair or remove "
                 "them, or raise data.max_unreadable"
             )
 
-
-@dataclass
-class _Told:
-    """What one process has to tell the others."""
-
-    restarts: int = 0
-    retried: int = 0
-    reasons: dict[str, str] = field(default_factory=dict)
+    def _report(self, new: dict[str, str], *, retried: bool) -> None:
+        if retried and time.monotonic() - self._warned_at >= _SECONDS_BETWEEN_WARNINGS:
+            self._warned_at = time.monotonic()
+            log.warning("reading has been tried again, %d times so far: storage is slow or fails", self.retried)
+        for name, reason in new.items():
+            log.warning("skipped %s: %s", name, reason)
+        if new:
+            text = io.StringIO()
+            csv.writer(text).writerows([("image", "reason"), *sorted(self.reasons.items())])
+            with going_on(self.path):
+                write_text(self.path, text.getvalue())
 
 
 class Watch(L.Callback):
-    """Warns when training goes wrong, each kind of trouble once until it is over, with the objective's advice.
+    """Warns of lasting signs of trouble, with the objective's advice; of each once, until it is over.
 
     Args:
-        metrics: whose latest row is looked at.
+        metrics: whose latest row is checked.
 
     Attributes:
-        warnings: (step, text) of all that was said.
+        warnings: (step, text) of all warnings.
     """
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
         self.warnings: list[tuple[int, str]] = []
-        self._seen: dict[str, int] = {}
+        self._seen: dict[str, int] = {}  # consecutive rows that show each sign
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: a resumed run remembers what was said."""
-        return {"warnings": list(self.warnings), "seen": dict(self._seen)}
+        """The warnings so far, which a resumed run does not repeat."""
+        return {"warnings": list(self.warnings), "seen": self._seen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what the resumed run said."""
+        """Restore the warnings."""
         self.warnings = [(step, text) for step, text in state_dict["warnings"]]
-        self._seen = dict(state_dict["seen"])
+        self._seen = state_dict["seen"]
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Look at a new row."""
+        """Check a new row."""
         if trainer.global_step % self.metrics.every_steps:
             return
         assert isinstance(pl_module, PretrainingModule)
         troubles = pl_module.objective.advice(self.metrics.latest)
-        for name in self._seen.keys() - troubles.keys():
-            del self._seen[name]
+        self._seen = {name: self._seen.get(name, 0) + 1 for name in troubles}
         for name, advice in troubles.items():
-            self._seen[name] = self._seen.get(name, 0) + 1
             if self._seen[name] == _ROWS_BEFORE_WARNING:
                 self.warnings.append((trainer.global_step, advice))
                 log.warning("step %d: %s", trainer.global_step, advice)
-
-
-# A sign must last: a single row may be a fluke.
-_ROWS_BEFORE_WARNING = 5

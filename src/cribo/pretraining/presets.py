@@ -5,7 +5,9 @@ import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib import resources
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,7 @@ from cribo.pretraining.config import PretrainConfig
 log = logging.getLogger("cribo")
 
 DEFAULT_PRESET = "quickstart"
-_MOST_VALUES = 100_000  # in a file, which has some hundred
-# What `cribo pretrain --print_config` prints beside the configuration; such a file can be loaded, too.
+# `cribo pretrain --print_config` prints these beside the configuration; such a file can be loaded too.
 _COMMAND_OPTIONS = ("out", "name", "minutes", "resume", "overwrite", "continue")
 
 
@@ -33,15 +34,15 @@ SHORT = {
     "--objective.class_path": "--objective.name",
     "--objective.init_args": "--objective.args",
 }
-"""Options that may be said otherwise."""
+"""Other names of options."""
 
 
 class ConfigParser(Parser):
-    """A parser whose --config takes the name of a preset too, and gives way to every other word."""
+    """A parser whose --config also takes the name of a preset, and is overridden by all other options."""
 
-    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
-        """Parse the content of a configuration file."""
-        return super().parse_string(_in_todays_terms(content), *args, **kwargs)
+    def parse_path(self, path: Any, **kwargs: Any) -> Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Parse a configuration file."""
+        return self.parse_string(_read(Path(path)), **kwargs)
 
     def parse_args(self, args: Sequence[str] | None = None, **kwargs: Any) -> Namespace:
         """Parse words."""
@@ -53,52 +54,23 @@ class ConfigParser(Parser):
             if option != "--config":
                 others.append(word)
             elif given:
-                configs.append(f"--config={_readable(find_config(value))}")
+                configs.append(f"--config={find_config(value)}")
             else:
-                name = next(words, None)
-                configs += ["--config"] if name is None else ["--config", str(_readable(find_config(name)))]
+                configs += ["--config", *(str(find_config(name)) for name in islice(words, 1))]
         return super().parse_args([*configs, *others], **kwargs)
 
 
-def _in_todays_terms(content: str) -> str:
-    """A configuration without options that were removed, and with one way to say which objective it is."""
-    try:
-        values = yaml.safe_load(content)
-    except yaml.YAMLError:  # the parser's own message names the place
-        return content
-    if not isinstance(values, dict):
-        return content
-    groups = {name: group for name, group in values.items() if isinstance(group, dict)}
-    found = [(group, name) for group, names in _REMOVED.items() for name in names if name in groups.get(group, ())]
-    for group, name in found:
-        log.info("ignoring %s.%s in the configuration: the option was removed", group, name)
-        del values[group][name]
-    objective = values.get("objective")
-    if objective is not None:
-        values["objective"] = _objective(objective)
-    return yaml.safe_dump(values, sort_keys=False) if found or objective is not None else content
-
-
-def _objective(value: Any) -> Any:
-    """An objective by its name alone, or as jsonargparse writes classes, in the terms of `ObjectiveConfig`."""
-    if isinstance(value, str):
-        return {"name": value}
-    if isinstance(value, Mapping):
-        return {{"class_path": "name", "init_args": "args"}.get(key, key): own for key, own in value.items()}
-    return value
-
-
 def preset_names() -> list[str]:
-    """Names of the presets that come with the package."""
+    """Names of the presets of the package."""
     folder = resources.files("cribo") / "presets"
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
 def find_config(name: str | Path) -> Path:
-    """The file of a preset's name or of a path.
+    """The file of a preset, or of a path to a file or a run folder.
 
     Raises:
-        ConfigError: neither a preset nor a file; the nearest preset is offered.
+        ConfigError: there is neither a preset nor a file of the name; the message suggests the nearest preset.
     """
     path = Path(name)
     names = preset_names()
@@ -116,61 +88,65 @@ def find_config(name: str | Path) -> Path:
     raise ConfigError(f"no preset and no file is called {name}: {advice}the presets are {', '.join(names)}")
 
 
-def _readable(path: Path) -> Path:
-    """The file itself, if it is a mapping in YAML that stays small when its aliases are written out.
+def _read(path: Path) -> str:
+    """The text of a configuration file, without removed options and with `ObjectiveConfig`'s names.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not a mapping in YAML.
     """
     try:
         text = path.read_text(encoding="utf-8")
-        if len(text) > _MOST_VALUES:
-            raise ConfigError(f"{path} must have at most {_MOST_VALUES:,} characters, got {len(text):,}")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if root is None:
-            raise ConfigError(f"{path} is an empty configuration: give it a value, optim: {{epochs: 100}}, say")
-        if not isinstance(root, yaml.MappingNode):
-            kind = "a list" if isinstance(root, yaml.SequenceNode) else "one value"
-            raise ConfigError(f"{path} must be a mapping of names to values in YAML, got {kind}")
-        if (count := _written_out(root, {})) > _MOST_VALUES:
-            raise ConfigError(f"{path} must hold at most {_MOST_VALUES:,} values, aliases written out, got {count:,}")
+        values = yaml.safe_load(text)
+        has_aliases = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no configuration: it is not UTF-8 text") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path} is not a configuration: it is not UTF-8 text") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2020-99-99
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
-        raise ConfigError(f"{path} is nested too deeply, or a value in it holds itself") from error
-    return path
+        raise ConfigError(f"{path} is nested too deeply") from error
+    if values is None:
+        raise ConfigError(f"{path} is an empty configuration: give it a value, optim: {{epochs: 100}}, say")
+    if not isinstance(values, dict):
+        kind = "a list" if isinstance(values, list) else "one value"
+        raise ConfigError(f"{path} must be a mapping of names to values in YAML, got {kind}")
+    if has_aliases:  # of aliases: a short file may hold more values than fit into memory
+        raise ConfigError(f"{path} must not have YAML aliases (*name): write the values themselves")
+    groups = {name: group for name, group in values.items() if isinstance(group, dict)}
+    removed = [(group, name) for group, names in _REMOVED.items() for name in names if name in groups.get(group, ())]
+    for group, name in removed:
+        log.info("ignoring %s.%s in the configuration: the option was removed", group, name)
+        del values[group][name]
+    objective = values.get("objective")
+    if objective is not None:
+        values["objective"] = _objective(objective)
+    return yaml.safe_dump(values, sort_keys=False) if removed or objective is not None else text
 
 
-def _written_out(node: yaml.Node, counted: dict[int, int]) -> int:
-    """How many values there are in a node when each alias is a copy of what it stands for."""
-    if id(node) not in counted:
-        inner: list[yaml.Node] = []
-        if isinstance(node, yaml.MappingNode):
-            inner = [part for pair in node.value for part in pair]
-        elif isinstance(node, yaml.SequenceNode):
-            inner = node.value
-        counted[id(node)] = 1 + sum(_written_out(part, counted) for part in inner)
-    return counted[id(node)]
+def _objective(value: Any) -> Any:
+    """An objective given by name, or as jsonargparse writes classes, with the names of `ObjectiveConfig`."""
+    if isinstance(value, str):
+        return {"name": value}
+    if isinstance(value, Mapping):
+        return {{"class_path": "name", "init_args": "args"}.get(key, key): own for key, own in value.items()}
+    return value
 
 
 def with_preset(words: Sequence[str]) -> list[str]:
-    """The words of a command line, with the default preset before them if they name no configuration."""
+    """The words of a command line, preceded by the default preset if they name no configuration."""
     named = {word.partition("=")[0] for word in words} & {"--config", "--resume"}
     return list(words) if named else ["--config", DEFAULT_PRESET, *words]
 
 
 def config_name(config: object) -> str:
-    """What a run of a configuration is called: after the preset, the file, or the run that it repeats."""
+    """The name of a run by its configuration: the preset, the file, or the run that it repeats."""
     path = Path(str(config))
     return path.resolve().parent.name if path.name == "config.yaml" else path.stem
 
 
 def add_config_arguments(parser: ArgumentParser) -> None:
-    """Give a parser --config and every value of a pretraining configuration."""
+    """Add --config and every value of a pretraining configuration to a parser."""
     parser.add_argument(
         "--config",
         action="config",
@@ -181,7 +157,7 @@ def add_config_arguments(parser: ArgumentParser) -> None:
 
 
 def config_from(arguments: Namespace) -> PretrainConfig:
-    """The checked configuration that parsed arguments hold.
+    """The checked configuration of parsed arguments.
 
     Raises:
         ConfigError: a value out of range.
@@ -191,12 +167,12 @@ def config_from(arguments: Namespace) -> PretrainConfig:
     try:
         made = _config_parser().instantiate(only)
         return PretrainConfig(**{name: made[name] for name in names})
-    except TypeError as error:  # another value in the place of a group is let through by the parser
+    except TypeError as error:  # the parser accepts a value in the place of a group
         wrong = next((name for name in names if name != "seed" and not isinstance(arguments[name], Namespace)), None)
         got = "" if wrong is None else f", got {arguments[wrong]!r} for {wrong}"
         raise ConfigError(f"each group of values must be a mapping of names to values{got}") from error
     except ValueError as error:
-        # A ViewRecipe is the method's own and does not know what it is called here.
+        # ViewRecipe belongs to the method and names its fields without the section.
         in_views = str(error).partition(" ")[0] in ViewRecipe.__dataclass_fields__
         raise ConfigError(f"views.{error}" if in_views else str(error)) from error
 
@@ -221,17 +197,17 @@ def load_config(config: str | Path = DEFAULT_PRESET, overrides: Mapping[str, Any
     words: list[str] = ["--config", str(config)]
     for name, value in (overrides or {}).items():
         if name in _COMMAND_OPTIONS:
-            raise ConfigError(f"{name} is no value of the configuration")
+            raise ConfigError(f"{name} is not a value of the configuration")
         if name == "objective":
-            value = _objective(_plain(value))
-        # A text goes as it is: quoted, it would be taken with its quotes where None is allowed too.
-        words.append(f"--{name}={value if isinstance(value, str) else json.dumps(_plain(value))}")
+            value = _objective(value)
+        # Strings are not quoted: where None is allowed too, the quotes would become part of the value.
+        words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
     return config_from(parser.parse_args(words))
 
 
 def dump_config(config: PretrainConfig) -> str:
     """The configuration as YAML that `load_config` reads back to the same values."""
-    return yaml.safe_dump(_plain(config), sort_keys=False)
+    return yaml.safe_dump(asdict(config), sort_keys=False)
 
 
 def differing(one: PretrainConfig, other: PretrainConfig) -> list[tuple[str, Any, Any]]:
@@ -241,13 +217,10 @@ def differing(one: PretrainConfig, other: PretrainConfig) -> list[tuple[str, Any
         >>> differing(load_config("adapt"), load_config("adapt", {"optim.epochs": 7}))
         [('optim.epochs', 20, 7)]
     """
-    values, others = _flat(_plain(one)), _flat(_plain(other))
+    values, others = (_flat(yaml.safe_load(dump_config(config))) for config in (one, other))
     missing = "(not given)"
-    return [
-        (name, values.get(name, missing), others.get(name, missing))
-        for name in dict.fromkeys((*values, *others))
-        if values.get(name, missing) != others.get(name, missing)
-    ]
+    pairs = {name: (values.get(name, missing), others.get(name, missing)) for name in (*values, *others)}
+    return [(name, value, changed) for name, (value, changed) in pairs.items() if value != changed]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -261,13 +234,3 @@ def _config_parser() -> ConfigParser:
     parser = ConfigParser(short={short: long for short, long in SHORT.items() if "." in short})
     add_config_arguments(parser)
     return parser
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "__dataclass_fields__"):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(entry) for entry in value]
-    return value

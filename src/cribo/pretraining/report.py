@@ -1,4 +1,4 @@
-"""The pictures of a run: losses, schedules and score, and those of its objective's own."""
+"""The pictures of a run: losses, schedules, score, and those of its objective."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ def write_report(
         schedules: of the run.
         objective: trained, on the device to use.
         dataset: the samples that were trained on.
-        baselines: mIoU by name, drawn beside the run's score.
+        baselines: mIoU by name.
     """
     (folder / REPORT).mkdir(exist_ok=True)
     pictures: dict[str, tuple[str | None, Callable[[], Figure]]] = {
@@ -52,7 +52,7 @@ def write_report(
 
 
 def draw_losses(rows: Sequence[dict[str, float]], columns: Columns | None = None) -> Figure:
-    """Every loss over the epochs; one that is off is left out."""
+    """The losses over the epochs, without those that are off."""
     columns = columns or Columns()
     figure, axes = curves_figure()
     names = dict.fromkeys(name for row in rows for name in row if name.startswith("loss_"))
@@ -73,7 +73,7 @@ def draw_losses(rows: Sequence[dict[str, float]], columns: Columns | None = None
 
 
 def draw_score(rows: Sequence[dict[str, float]], baselines: dict[str, float]) -> Figure:
-    """Dense retrieval over the epochs, beside the baselines."""
+    """Dense retrieval over the epochs, with the baselines."""
     figure, axes = curves_figure()
     points = [(row["epoch"], 100 * row["dense_nn"]) for row in rows if "dense_nn" in row]
     axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label="trained")

@@ -1,6 +1,7 @@
 """Dense retrieval on labelled images before, during and after training."""
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,7 +9,9 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor
+from torch.optim.swa_utils import update_bn
 
 from cribo.data import DataError, LabelledImages, UnreadableImage, open_segmentation
 from cribo.data.scenes import Scenes
@@ -26,16 +29,16 @@ _CALIBRATION_IMAGES = 64
 
 @dataclass(frozen=True)
 class ScoreData:
-    """The labelled images of a score: those whose patches are searched, and those that are labelled."""
+    """The labelled images of a score: the memory, whose patches are searched, and the queries."""
 
     memory: LabelledImages
     queries: LabelledImages
 
 
 def open_score_data(config: PretrainConfig) -> ScoreData | None:
-    """The labelled images that the configuration names, None if it names none.
+    """The labelled images that the configuration names; None if it names none.
 
-    Held-out scenes have numbers beyond those that are trained on.
+    The numbers of held-out scenes follow those of the training scenes.
     """
     root = config.data.root if config.score.root == "data" else config.score.root
     if root is None:
@@ -54,17 +57,17 @@ def open_score_data(config: PretrainConfig) -> ScoreData | None:
 
 
 class RetrievalScore(L.Callback):
-    """Takes the score of what the objective exports, and writes it with the metrics.
+    """Scores what the objective exports, and adds the score to the metrics.
 
-    Labelled images that cannot be read end the run if it is the first score; later ones are left out.
+    Labelled images that cannot be read end the run at the first score; later scores are left out.
 
     Args:
         data: labelled images.
         config: of the run.
-        metrics: where the score is noted.
+        metrics: where the score is recorded.
 
     Attributes:
-        curve: (step, mIoU in 0-1) of every score taken, those before a resume included.
+        curve: (step, mIoU in 0-1) of every score, including those before a resume.
     """
 
     def __init__(self, data: ScoreData, config: PretrainConfig, metrics: Metrics) -> None:
@@ -74,40 +77,29 @@ class RetrievalScore(L.Callback):
         self.curve: list[tuple[int, float]] = []
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take up the scores of the run that is resumed; its metrics have been read."""
-        self.curve = [(int(row["step"]), row["dense_nn"]) for row in self.metrics.rows if "dense_nn" in row]
+        """Restore the scores of the resumed run."""
+        rows = self.metrics.rows_until(checkpoint["global_step"])
+        self.curve = [(int(row["step"]), row["dense_nn"]) for row in rows if "dense_nn" in row]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Score the untrained network, or what a resumed run was stopped before scoring."""
-        if not self.curve or self._is_due(trainer, pl_module):
+        """Score the untrained network, or an epoch after which the resumed run was stopped before its score."""
+        assert isinstance(pl_module, PretrainingModule)
+        epochs, rest = divmod(trainer.global_step, pl_module.schedules.steps_per_epoch)
+        is_due = rest == 0 and epochs % self.config.score.every_epochs == 0 and trainer.global_step < trainer.max_steps
+        if is_due or not self.curve:
             self._take(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Score every so many epochs."""
-        if self._is_due(trainer, pl_module):
-            self._take(trainer, pl_module)
+        """Score every `every_epochs`."""
+        self.on_train_start(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Score the trained network."""
-        if not self.curve or self.curve[-1][0] != trainer.global_step:
-            self._take(trainer, pl_module)
-
-    def _is_due(self, trainer: L.Trainer, module: L.LightningModule) -> bool:
-        """Whether an epoch that is to be scored ends at this step, and has no score yet.
-
-        A run may have been stopped, and be resumed, between the last step of an epoch and its score.
-        """
-        assert isinstance(module, PretrainingModule)
-        epochs, rest = divmod(trainer.global_step, module.schedules.steps_per_epoch)
-        return (
-            rest == 0
-            and epochs % self.config.score.every_epochs == 0
-            and trainer.global_step < trainer.max_steps
-            and (not self.curve or self.curve[-1][0] != trainer.global_step)
-        )
+        assert isinstance(pl_module, PretrainingModule)
+        self._take(trainer, pl_module)
 
     def mean_colour(self, module: PretrainingModule) -> float | None:
-        """MIoU of the baseline that knows the mean colour of a patch only; None if images have been lost."""
+        """MIoU of the baseline whose features are mean colours of patches; None if images have been lost."""
         patch_size = module.objective.exported().patch_size
         try:
             return self._score(mean_colour_encoder(patch_size), module.device)
@@ -115,27 +107,28 @@ class RetrievalScore(L.Callback):
             log.error("no score of the mean colour, %s", error)
             return None
 
-    def _take(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        assert isinstance(module, PretrainingModule)
+    def _take(self, trainer: L.Trainer, module: PretrainingModule) -> None:
+        """Score the network, unless it has been scored at this step."""
+        step = trainer.global_step
+        if self.curve and self.curve[-1][0] == step:
+            return
         backbone = module.objective.exported()
-        untrained = trainer.global_step == 0 and self.config.backbone.pretrained is None
-        failed: UnreadableImage | DataError | None = None
+        untrained = step == 0 and self.config.backbone.pretrained is None
+        miou, failed = math.nan, None
         try:
             with calibrated(backbone, self.data.memory, module.device, needed=untrained):
-                miou: float | None = self._score(backbone_encoder(backbone), module.device)
+                miou = self._score(backbone_encoder(backbone), module.device)
         except (UnreadableImage, DataError) as error:
-            miou, failed = None, error
-        # All or none, so that all have the same curve.
-        everywhere = trainer.strategy.reduce_boolean_decision(miou is not None)
-        if not everywhere and not self.curve:  # nothing is lost yet
-            raise failed or DataError("another process could not read the images of the score")
-        if failed is not None:
-            log.error("step %d: no score, %s; training goes on", trainer.global_step, failed)
-        if miou is None or not everywhere:
-            return
-        self.curve.append((trainer.global_step, miou))
-        self.metrics.add(trainer, module, {"dense_nn": miou})
-        log.info("step %d: dense retrieval %.1f %% mIoU", trainer.global_step, 100 * miou)
+            failed = error
+        # All ranks or none, so that all have the same curve.
+        if trainer.strategy.reduce_boolean_decision(failed is None):
+            self.curve.append((step, miou))
+            self.metrics.add(trainer, module, {"dense_nn": miou})
+            log.info("step %d: dense retrieval %.1f %% mIoU", step, 100 * miou)
+        elif not self.curve:  # nothing is lost yet
+            raise failed or DataError("another rank could not read the images of the score")
+        elif failed is not None:
+            log.error("step %d: no score, %s; training goes on", step, failed)
 
     def _score(self, encoder: PatchEncoder, device: torch.device) -> float:
         score = self.config.score
@@ -154,29 +147,20 @@ class RetrievalScore(L.Callback):
 def calibrated(
     backbone: Backbone, images: LabelledImages, device: torch.device | str, *, needed: bool
 ) -> Iterator[None]:
-    """For the while, give the batch norms of an untrained network the statistics of some images.
+    """Give the batch norms of an untrained network the statistics of some images, until the context is left.
 
-    Without them an untrained network is a poorer opponent than it has to be. The network is left as it was.
+    Without them an untrained network is a poorer baseline than it could be.
     """
-    norms = [part for part in backbone.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-    if not needed or not norms:
-        yield
-        return
-    before = {name: value.clone() for name, value in backbone.state_dict().items()}
-    momenta, training = [norm.momentum for norm in norms], backbone.training
+
+    def normalised(index: int) -> Float[Tensor, "1 3 h w"]:
+        image = images.load(index)[None].to(device).float() / 255
+        height, width = (side // backbone.patch_size * backbone.patch_size for side in image.shape[2:])
+        return normalise(image[..., :height, :width], mean=backbone.mean, std=backbone.std)
+
+    before = {name: value.clone() for name, value in backbone.named_buffers()} if needed else {}
+    if needed:
+        update_bn(map(normalised, range(min(_CALIBRATION_IMAGES, len(images)))), backbone)
     try:
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.momentum = None  # a plain average over all that passes
-        backbone.train()
-        with torch.no_grad():
-            for index in range(min(_CALIBRATION_IMAGES, len(images))):
-                image = images.load(index)[None].to(device).float() / 255
-                height, width = (side // backbone.patch_size * backbone.patch_size for side in image.shape[2:])
-                backbone.encode(normalise(image[..., :height, :width], mean=backbone.mean, std=backbone.std))
         yield
     finally:
-        backbone.load_state_dict(before)
-        backbone.train(training)
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
+        backbone.load_state_dict(before, strict=False)

@@ -1,0 +1,103 @@
+"""Signs that self-distillation collapses or idles: measures on the teacher, and what to do about each."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from cribo.method import NO_MATCH, Matches, SelfDistillation
+
+# Rows that are measured: enough for a mean, few compared with the batch.
+_ROWS = 256
+
+
+def measure_collapse(
+    tokens: Float[Tensor, "b 2 n d"],
+    matches: Matches | None,
+    levels: Mapping[str, tuple[Float[Tensor, "2 r e"], SelfDistillation]],
+) -> dict[str, float]:
+    """Measures of collapse, by the names of their columns; those that are not finite are left out.
+
+    Args:
+        tokens: of the teacher.
+        matches: of the batch's objects.
+        levels: the teacher's embeddings of each level, and what turns them into probabilities.
+    """
+    found: dict[str, float] = {}
+    for name, (embeddings, level) in levels.items():
+        of_mean, mean_of = prototype_entropy(embeddings.flatten(0, 1)[:_ROWS], level)
+        found |= {f"{name}_entropy_of_mean": float(of_mean), f"{name}_mean_entropy": float(mean_of)}
+    directions = F.normalize(tokens.flatten(0, 2).float(), dim=-1)
+    # 1 if directions are spread evenly, 0 if all tokens are the same.
+    found["feature_std"] = float(directions.std(dim=0).mean() * directions.shape[1] ** 0.5)
+    if matches is not None:
+        matched = matches.nearest[matches.nearest != NO_MATCH]
+        if matched.numel():
+            found["distinct_neighbours"] = matched.unique().numel() / matched.numel()
+    return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def prototype_entropy(
+    embeddings: Float[Tensor, "r e"], level: SelfDistillation
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """Entropy of the mean teacher distribution, and mean entropy of the distributions, as shares of ln L.
+
+    The first near 0: all rows share one prototype. The second near 1: every row is uniform. Both are collapse.
+    """
+    logits = F.linear(embeddings, level.teacher_prototypes) - level.centre
+    p = (logits / level.teacher_temperature).softmax(dim=-1)
+    scale = 1 / torch.log(torch.tensor(float(p.shape[1])))
+    mean = p.mean(dim=0)
+    of_mean = -(mean * mean.clamp_min(1e-12).log()).sum() * scale
+    mean_of = -(p * p.clamp_min(1e-12).log()).sum(dim=1).mean() * scale
+    return of_mean, mean_of
+
+
+def signs_of_trouble(
+    row: Mapping[str, float], *, cross_image: bool, needs_objects: bool, prototypes: int
+) -> dict[str, str]:
+    """Name and advice of each sign of collapse or idleness in a row of metrics.
+
+    Args:
+        row: one row of training numbers.
+        cross_image: whether L_ci^o should be active by now.
+        needs_objects: whether any loss works on objects.
+        prototypes: L.
+    """
+    troubles = {}
+    few = 1.5 / math.log(prototypes)  # entropy of about four prototypes, as a share of ln L
+    for level in ("image", "object"):
+        if row.get(f"{level}_entropy_of_mean", 1.0) < few:
+            troubles[f"{level} prototypes"] = (
+                f"collapse: the teacher puts nearly all {level}s on a handful of prototypes. Raise optim.momentum, "
+                "lower optim.lr, or try losses.centring sinkhorn"
+            )
+        elif row.get(f"{level}_mean_entropy", 0.0) > 0.99:
+            troubles[f"{level} uniform"] = (
+                f"the teacher's {level} distributions are uniform, so the loss teaches nothing. Lower "
+                "losses.teacher_temperature, raise optim.lr, or try losses.centring sinkhorn"
+            )
+    if row.get("feature_std", 1.0) < 0.05:
+        troubles["features"] = (
+            f"collapse: all patches have nearly the same feature (spread {row['feature_std']:.3f} of 1). Lower "
+            "optim.lr or lengthen optim.warmup_epochs; a frozen last layer (optim.freeze_last_layers_epochs) helps too"
+        )
+    if row.get("distinct_neighbours", 1.0) < 0.02:
+        troubles["neighbours"] = (
+            f"collapse: all objects have the same few neighbours ({row['distinct_neighbours']:.1%} distinct). "
+            "Use a larger objects.bank_images, or start losses.cross_image_from_epoch later"
+        )
+    if needs_objects and row.get("objects_per_image", 1.0) == 0:
+        troubles["no objects"] = (
+            "no cluster has tokens in both views, so there is no object to learn from. Raise the lower end of "
+            "views.area, lower objects.num_objects, or lower objects.position_weight"
+        )
+    elif cross_image and row.get("bootstrapping_ratio", 1.0) == 0:
+        troubles["no bootstrapping"] = (
+            "no match is cycle-consistent: the bootstrapping ratio stays at 0. Lower objects.num_objects or "
+            "objects.group_size, enlarge objects.bank_images, or train longer before judging"
+        )
+    return troubles

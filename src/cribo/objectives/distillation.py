@@ -1,0 +1,135 @@
+"""Student and teacher: what CrIBo and DINO share, apart from their losses."""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from cribo.data.randomness import keyed_generator
+from cribo.method import Centre, ProjectionHead, PrototypeLayer
+from cribo.models import Backbone
+from cribo.models.modes import CompileMode
+from cribo.objectives.base import Objective, Setting, Step, move_towards
+from cribo.objectives.options import HeadConfig
+
+
+class Network(nn.Module):
+    """A backbone f, a shared projection head h, and a last layer for each level, such as `image_prototypes`.
+
+    Args:
+        backbone: f.
+        config: sizes of the head.
+        levels: names of the last layers.
+        seed: the head's random weights depend on nothing else.
+    """
+
+    def __init__(self, backbone: Backbone, config: HeadConfig, *, levels: Sequence[str], seed: int) -> None:
+        super().__init__()
+        self.backbone = backbone
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(keyed_generator(seed, 1).initial_seed())
+            self.head = ProjectionHead(
+                backbone.embed_dim,
+                hidden_dim=config.hidden_dim,
+                bottleneck_dim=config.bottleneck_dim,
+                num_layers=config.layers,
+                bias=config.bias,
+                init_std=config.init_std,
+            )
+            self.levels = tuple(levels)
+            for level in levels:
+                layer = PrototypeLayer(config.bottleneck_dim, config.prototypes, train_gain=config.train_gain)
+                self.add_module(f"{level}_prototypes", layer)
+
+    @property
+    def last_layers(self) -> list[nn.Parameter]:
+        """Parameters of the last layers."""
+        return [parameter for level in self.levels for parameter in self.prototypes(level).parameters()]
+
+    def prototypes(self, level: str) -> PrototypeLayer:
+        """The last layer of a level."""
+        layer = getattr(self, f"{level}_prototypes")
+        assert isinstance(layer, PrototypeLayer)
+        return layer
+
+    def make_teacher(self) -> "Network":
+        """A copy that no gradient reaches.
+
+        It stays in training mode: batch norms see their own batches, and stochastic depth needs noise that the
+        teacher is never given.
+        """
+        return copy.deepcopy(self).requires_grad_(False)
+
+
+class Distillation(Objective):
+    """A student, its moving average as the teacher, and a centre of the teacher's logits for each level.
+
+    Reads `backbone`, `head`, `losses` (temperatures, centring) and `optim`.
+
+    Args:
+        setting: what it is made for.
+        levels: names of the last layers.
+    """
+
+    def __init__(self, setting: Setting, *, levels: Sequence[str]) -> None:
+        super().__init__(setting)
+        options = setting.options
+        self.student = Network(setting.build_backbone(), options.head, levels=levels, seed=options.seed)
+        self.teacher = self.student.make_teacher()
+        for level in levels:
+            self.add_module(f"{level}_centre", Centre(options.head.prototypes, momentum=options.losses.centre_momentum))
+        self.uses_all_parameters = not options.optim.freeze_backbone_epochs
+
+    def centre(self, level: str) -> Centre:
+        """The centre of a level."""
+        centre = getattr(self, f"{level}_centre")
+        assert isinstance(centre, Centre)
+        return centre
+
+    def trainable(self) -> Network:
+        """The student."""
+        return self.student
+
+    def exported(self) -> Backbone:
+        """The teacher's backbone."""
+        return self.teacher.backbone
+
+    def frozen(self, step: Step) -> Iterable[nn.Parameter]:
+        """The last layers, and the backbone, in the first epochs."""
+        optim = self.options.optim
+        if step.epoch < optim.freeze_last_layers_epochs:
+            yield from self.student.last_layers
+        if step.epoch < optim.freeze_backbone_epochs:
+            yield from self.student.backbone.parameters()
+
+    def schedules(self, step: Step) -> dict[str, float]:
+        """The teacher's momentum and temperature."""
+        losses = self.options.losses
+        return {
+            "momentum": step.cosine(*self.options.optim.momentum),
+            "teacher_temperature": step.linear(*losses.teacher_temperature, losses.teacher_temperature_epochs),
+        }
+
+    def compile_parts(self, mode: CompileMode) -> None:
+        """Compile both backbones."""
+        self.student.backbone.compile(mode)
+        self.teacher.backbone.compile(mode)
+
+    @torch.no_grad()
+    def move_teacher(self, step: Step, embeddings: Mapping[str, Sequence[Float[Tensor, "..."]]]) -> None:
+        """Move the centres towards the mean logits of the whole batch, and the teacher towards the student.
+
+        Args:
+            step: that has been taken.
+            embeddings: (..., E) the teacher's of each level, a tensor for each micro-batch.
+        """
+        if self.options.losses.centring == "mean":
+            for level, parts in embeddings.items():
+                rows = torch.cat([part.flatten(0, -2) for part in parts])
+                total = step.gather(torch.cat((rows.sum(dim=0), rows.new_full((1,), len(rows))))).sum(dim=0)
+                self.centre(level).update(total[:-1], total[-1], self.teacher.prototypes(level).weight)
+        step.lap("centres")
+        move_towards(self.teacher, self.student, self.schedules(step)["momentum"])
+        step.lap("moving average")

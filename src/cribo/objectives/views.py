@@ -1,0 +1,71 @@
+"""View pairs: what a worker makes of an image, and the photometric operations that follow on the device."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cribo.data.samples import Batch, LazyImage, Sample
+from cribo.method import (
+    Crops,
+    ViewRecipe,
+    apply_photometric,
+    cut_views,
+    draw_initial_tokens,
+    patch_coordinates,
+    sample_crops,
+    sample_photometric,
+)
+from cribo.method.views import largest_reduction, reduced_crops
+from cribo.models import Backbone, normalise
+
+
+class ViewPairs:
+    """Two views of an image and the random numbers drawn for it: the sample of CrIBo.
+
+    A batch of them holds `views` (B, 2, 3, H, W) in 8 bits, `coordinates` (B, 2, N, 2), the patch centres (x, y) in
+    pixels of the source image, `initial_tokens` (B, K) of 2N that start the clusters, `drop_path_noise` (B, 2, sites)
+    and `photometric` with parameters (B, 2).
+
+    Args:
+        recipe: how views are drawn.
+        grid: (h, w) patches of a view.
+        num_objects: K, initial tokens to draw; 0 for none.
+        drop_path_sites: uniform numbers to draw per view, for the student's stochastic depth.
+    """
+
+    def __init__(self, recipe: ViewRecipe, *, grid: tuple[int, int], num_objects: int, drop_path_sites: int) -> None:
+        self.recipe = recipe
+        self.grid = grid
+        self.num_objects = num_objects
+        self.drop_path_sites = drop_path_sites
+
+    def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
+        """Decode the image, reduced as far as its two crops allow, cut the views, and draw the rest."""
+        drawn: list[Crops] = []
+
+        def reduction(height: int, width: int) -> int:
+            drawn.append(sample_crops(height, width, self.recipe, generator=generator))
+            return largest_reduction(drawn[0], self.recipe.size)
+
+        pixels, reduced = image.load_reduced(reduction)
+        crops = reduced_crops(drawn[0], reduced)
+        photometric = sample_photometric(self.recipe, generator=generator)
+        tokens = 2 * self.grid[0] * self.grid[1]
+        initial = torch.zeros(0, dtype=torch.long)
+        if self.num_objects:
+            initial = draw_initial_tokens(tokens, self.num_objects, generator=generator)
+        return {
+            "views": cut_views(pixels, crops, self.recipe.size),
+            "coordinates": patch_coordinates(crops.boxes * reduced, crops.flips, self.grid),
+            "initial_tokens": initial,
+            "drop_path_noise": torch.rand((2, self.drop_path_sites), generator=generator),
+            "photometric": photometric,
+        }
+
+
+def normalised_views(batch: Batch, recipe: ViewRecipe, backbone: Backbone) -> Float[Tensor, "2b 3 h w"]:
+    """The views of a batch after the photometric operations, normalised for a backbone; image after image."""
+    views = apply_photometric(
+        batch["views"].flatten(0, 1), batch["photometric"].flatten(), solarise_threshold=recipe.solarise_threshold
+    )
+    return normalise(views, mean=backbone.mean, std=backbone.std)
