@@ -1,4 +1,4 @@
-"""One progress bar for the whole run: ETA, images/s, and what the objective shows."""
+"""Progress of a run: epoch, images/s, losses and the objective's own numbers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from cribo.training.progress import StepProgress
 
 
 class RunProgress(StepProgress):
-    """Where a run stands.
+    """The progress bar of a run.
 
     Args:
         metrics: whose latest row is shown.
@@ -30,13 +30,13 @@ class RunProgress(StepProgress):
         return f"epoch {min(module.epoch + 1, epochs)}/{epochs}"
 
     def numbers(self, trainer: L.Trainer) -> str:
-        """Of the latest row."""
+        """Those of the latest row."""
         module: Any = trainer.lightning_module
         return progress_text(self.metrics.latest, module.objective.columns.progress)
 
 
 def progress_text(row: Mapping[str, float], formats: Mapping[str, str]) -> str:
-    """The numbers of a row that somebody watching wants to see; losses that are off or not yet on are left out.
+    """The numbers of a row to show while training; losses that are 0, so not in use, are left out.
 
     Example:
         >>> progress_text({"images_per_second": 240.0, "loss_cross_view": 2.7, "ratio": 0.1}, {"ratio": "{:.0%} used"})

@@ -1,4 +1,4 @@
-"""One progress bar for a training: steps, ETA, and what is worth watching."""
+"""Progress of a training: steps, ETA and numbers."""
 
 import sys
 import time
@@ -18,17 +18,17 @@ from rich.progress import (
 
 from cribo.console import Phases, duration
 
-_LINE_SECONDS = 30.0  # between two lines where there is no terminal to draw a bar on
-_FIRST_LINE_SECONDS = 5.0  # until the first of them
+_LINE_SECONDS = 30.0  # between two lines where there is no terminal
+_FIRST_LINE_SECONDS = 5.0  # until the first line
 
 
 class StepProgress(L.Callback):
-    """A bar on a terminal; elsewhere (a log file, a scheduler) a line now and then.
+    """A progress bar on a terminal; elsewhere (a log file, a scheduler) a line every half minute.
 
     Args:
         console: where to.
-        label: what is trained, before the bar.
-        every_steps: between two readings of the numbers behind the bar.
+        label: name of the training, before the bar.
+        every_steps: steps between two readings of the numbers behind the bar.
     """
 
     def __init__(self, console: Console, label: str = "", *, every_steps: int = 1) -> None:
@@ -42,15 +42,15 @@ class StepProgress(L.Callback):
         self._first_step = 0
 
     def title(self, module: L.LightningModule) -> str:
-        """What stands before the bar."""
+        """The text before the bar."""
         return self.label
 
     def numbers(self, trainer: L.Trainer) -> str:
-        """What stands behind the bar: by default, what the module logs with `prog_bar=True`."""
+        """The text behind the bar: by default, what the module logs with `prog_bar=True`."""
         return " · ".join(f"{name} {float(value):.4g}" for name, value in trainer.progress_bar_metrics.items())
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show where the training stands."""
+        """Draw the bar."""
         self._started = time.perf_counter()
         self._printed = self._started - _LINE_SECONDS + min(_FIRST_LINE_SECONDS, _LINE_SECONDS)
         self._first_step = trainer.global_step
@@ -74,7 +74,7 @@ class StepProgress(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Move on."""
+        """Advance."""
         step, now = trainer.global_step, time.perf_counter()
         if self._bar is not None:
             if step % self.every_steps == 0:
@@ -90,14 +90,8 @@ class StepProgress(L.Callback):
             )
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave the terminal as it was."""
+        """Remove the bar."""
         self._stop()
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show where a score stands that has no training around it."""
-        if trainer.state.fn == TrainerFn.VALIDATING and trainer.is_global_zero:
-            self._score = Phases(self.console)
-            self._score.__enter__()
 
     def on_validation_batch_end(
         self,
@@ -108,17 +102,20 @@ class StepProgress(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Move on."""
-        if self._score is not None:
+        """Show the progress of a validation outside the training."""
+        if trainer.state.fn == TrainerFn.VALIDATING and trainer.is_global_zero:
+            if self._score is None:
+                self._score = Phases(self.console)
+                self._score.__enter__()
             self._score(f"{self.title(pl_module)}: score", batch_idx + 1, int(sum(trainer.num_val_batches)))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave the terminal as it was."""
+        """Remove the progress of a validation."""
         if self._score is not None:
             self._stop()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         self._stop()
 
     def _stop(self) -> None:
