@@ -232,10 +232,10 @@ def test_tensorboard_has_what_is_logged(tmp_path: Path) -> None:
 
 
 def test_a_line_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr("cribo.training.progress._LINE_SECONDS", 0)
+    monkeypatch.setattr("cribo.console._LINE_SECONDS", 0)
     run(tmp_path, console=Console(soft_wrap=True))
     said = capsys.readouterr().out
-    assert re.search(r"linear step 12/12 ETA 0:00 loss [\d.]+", said)
+    assert re.search(r"linear: 11/12, ETA \d:\d\d loss [\d.]+", said)
     assert "linear: score: 5/5" in said
 
 

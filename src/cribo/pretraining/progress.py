@@ -6,33 +6,21 @@ from typing import Any
 import lightning as L
 from rich.console import Console
 
-from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.monitoring import Metrics
 from cribo.training.progress import StepProgress
 
 
-class RunProgress(StepProgress):
-    """The progress bar of a run.
+def run_progress(metrics: Metrics, console: Console) -> StepProgress:
+    """The progress of a run: the epoch, and the latest row of `metrics`."""
 
-    Args:
-        metrics: whose latest row is shown.
-        console: where to.
-    """
-
-    def __init__(self, metrics: Metrics, console: Console) -> None:
-        super().__init__(console)
-        self.metrics = metrics
-
-    def title(self, module: L.LightningModule) -> str:
-        """The epoch."""
-        assert isinstance(module, PretrainingModule)
-        epochs = module.config.optim.epochs
-        return f"epoch {min(module.epoch + 1, epochs)}/{epochs}"
-
-    def numbers(self, trainer: L.Trainer) -> str:
-        """Those of the latest row."""
+    def numbers(trainer: L.Trainer) -> str:
         module: Any = trainer.lightning_module
-        return progress_text(self.metrics.latest, module.objective.columns.progress)
+        epochs = module.config.optim.epochs
+        epoch = f"epoch {min(module.epoch + 1, epochs)}/{epochs}"
+        shown = progress_text(metrics.latest, module.objective.columns.progress)
+        return f"{epoch} · {shown}" if shown else epoch
+
+    return StepProgress(console, "training", numbers)
 
 
 def progress_text(row: Mapping[str, float], formats: Mapping[str, str]) -> str:

@@ -23,7 +23,7 @@ from cribo.pretraining.footprint import peak_rss_bytes
 from cribo.pretraining.monitoring import LoadingFaults, Metrics, Watch
 from cribo.pretraining.planning import plan, with_epochs
 from cribo.pretraining.presets import DEFAULT_PRESET, config_name, differing, dump_config, load_config
-from cribo.pretraining.progress import RunProgress, progress_text
+from cribo.pretraining.progress import progress_text, run_progress
 from cribo.pretraining.report import write_report
 from cribo.pretraining.score import RetrievalScore
 from cribo.pretraining.session import Session
@@ -84,8 +84,8 @@ def pretrain(
         minutes: about how long to train on this machine: sets the number of epochs by a short timing, and ends the run
             at twice the time if the machine becomes slower.
         overwrite: replace a run of the same name.
-        continue_run: go on with the run of the same name, if there is one, from its last checkpoint: for schedulers
-            that start the same command again. A finished run is left as it is.
+        continue_run: resume the run of the same name, if there is one, from its last checkpoint: for schedulers that
+            start the same command again. A finished run is not changed.
         overrides: dotted names and values on top of the configuration.
         callbacks: further Lightning callbacks.
         console: where progress is shown; silent when not given.
@@ -257,7 +257,7 @@ def _train(session: Session, folder: Path, callbacks: Sequence[Callback], consol
             *(metrics, faults, watch),
             *([score] if score is not None else []),
             *module.objective.callbacks(folder, session.dataset),
-            *(RunProgress(metrics, console), *callbacks),
+            *(run_progress(metrics, console), *callbacks),
             *(checkpoints, interruption),
         ],
         module.schedules.total_steps,

@@ -66,9 +66,7 @@ def resume_point(folder: Path) -> Path | None:
             continue
         for damaged, reason in refused.items():
             aside = damaged.replace(damaged.with_name(f"{damaged.name}.refused"))
-            log.warning(
-                "%s cannot be used: %s. The run resumes from %s; it is kept as %s", damaged, reason, path, aside
-            )
+            log.warning("%s cannot be used: %s. Resuming from %s; the file is kept as %s", damaged, reason, path, aside)
         return path
     if refused:
         tried = "; ".join(f"{path.name}: {reason}" for path, reason in refused.items())
