@@ -206,7 +206,7 @@ def test_devices_that_would_have_nothing_to_score_are_refused(tmp_path: Path) ->
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteLoss, match=r"not finite after step 2: .* lower learning rate"):
+    with pytest.raises(NonFiniteLoss, match=r"not finite, seen at step 2\. .* lower learning rate"):
         run(tmp_path, Regression(lr=float("inf")), runtime={"checkpoint_every": 2})
     assert not checkpoint_files(tmp_path)
 
