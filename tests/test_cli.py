@@ -78,6 +78,7 @@ def test_help_of_pretrain_lists_and_explains_the_options(capsys: pytest.CaptureF
         (["pretrain", "--optim.epoch", "3"], "did you mean optim.epochs?"),
         (["pretrain", "--optim.epo=3"], "did you mean optim.epochs?"),  # no abbreviations
         (["pretrain", "--overwrit"], "did you mean overwrite?"),
+        (["pretrain", "--preset", "adapt"], "did you mean config?"),
         (["pretrain", "--config", "camvit"], "did you mean camvid?"),
         (["pretrain", "--config=imagenet_vitb61"], "did you mean imagenet_vitb16?"),
         (["pretrain", "--config", "nothing like it"], "the presets are adapt, camvid, coco_vits16"),

@@ -30,8 +30,8 @@ def test_a_log_file_gets_the_end_of_each_phase_and_a_line_now_and_then(monkeypat
             progress("searching", done, 2)
     lines = text.getvalue().splitlines()
     assert lines == [
-        "reading: 30/100, ETA 1:08",  # after 29 of 30 seconds: the clock starts with the first word of progress
-        "reading: 60/100, ETA 0:39",
+        "reading: 30/100, ETA 1:10",  # after 29 of 30 seconds: the clock starts with the first word of progress
+        "reading: 60/100, ETA 0:40",
         "reading: 90/100, ETA 0:10",
         "reading: 100/100, 1:39",
         "searching: 2/2, 0:00",
@@ -46,6 +46,17 @@ def test_the_first_word_of_a_phase_foretells_nothing(monkeypatch) -> None:
         now[0] = 40
         progress("reading", 1, 100)
     assert text.getvalue() == "reading: 1/100\n"
+
+
+def test_a_phase_that_does_not_start_at_zero_has_the_speed_of_what_it_does(monkeypatch) -> None:
+    text = io.StringIO()
+    now = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    with Phases(Console(file=text, width=40), first_line=5.0) as progress:
+        for done in range(900, 911):
+            progress("training", done, 1000, "epoch 9/10 · 240 img/s · a line is never wrapped")
+            now[0] += 1
+    assert text.getvalue() == "training: 905/1000, ETA 1:35 epoch 9/10 · 240 img/s · a line is never wrapped\n"
 
 
 def test_a_terminal_gets_bars_and_is_left_as_it_was() -> None:

@@ -165,7 +165,8 @@ class Parser(ArgumentParser):
             unknown = re.findall(r"--([\w.]+)", message) + re.findall(r"[Oo]ption '([\w.]+)'", message)
         known += [option.removeprefix("--") for option in self._short]
         for name in unknown:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            meant = _SYNONYMS.get(name)
+            near = [meant] if meant in known else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             if name not in known and near:
                 return f"{message.rstrip('.')}: did you mean {near[0]}?"
         return message
@@ -180,6 +181,9 @@ _NAMES: Mapping[Any, tuple[str, str]] = {
     types.NoneType: ("null", "null"),
 }
 """Names of types, singular and plural."""
+
+_SYNONYMS = {"preset": "config"}
+"""Options by names that they do not have, and that are spelt like others."""
 
 _COUNTS = {2: "two", 3: "three", 4: "four"}
 _NUMBERS = re.compile(r"[\[(]?[-+\d.,eE]+[\])]?")

@@ -69,14 +69,18 @@ def duration(seconds: float) -> str:
 class Phases:
     """Progress of work with several phases: a bar for each on a terminal, otherwise occasional lines.
 
-    Call it as a `Progress`.
+    Call it as a `Progress`, with further text to show if there is any.
+
+    Args:
+        console: to print to.
+        first_line: seconds until the first line if there is no terminal.
 
     Example:
         >>> with Phases(Console(quiet=True)) as progress:
         ...     progress("features", 1, 10)
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, first_line: float = _LINE_SECONDS) -> None:
         self.console = console
         self._bars = Bars(
             TextColumn("{task.description}"),
@@ -85,29 +89,30 @@ class Phases:
             TimeElapsedColumn(),
             TextColumn("ETA"),
             TimeRemainingColumn(),
+            TextColumn("{task.fields[numbers]}"),
             console=console,
         )
         self._tasks: dict[str, TaskID] = {}
-        self._started: dict[str, float] = {}
-        self._printed = time.perf_counter()
+        self._started: dict[str, tuple[float, int]] = {}
+        self._printed = time.perf_counter() - _LINE_SECONDS + min(first_line, _LINE_SECONDS)
 
-    def __call__(self, what: str, done: int, total: int) -> None:
+    def __call__(self, what: str, done: int, total: int, numbers: str = "") -> None:
         """Show the progress of a phase."""
         now = time.perf_counter()
-        started = self._started.setdefault(what, now)
+        started, begun = self._started.setdefault(what, (now, done))
         if self.console.is_terminal:
             if what not in self._tasks:
-                self._tasks[what] = self._bars.add_task(what, total=total)
-            self._bars.update(self._tasks[what], completed=done, total=total)
+                self._tasks[what] = self._bars.add_task(what, total=total, numbers="")
+            self._bars.update(self._tasks[what], completed=done, total=total, numbers=numbers)
         elif done == total or now - self._printed >= _LINE_SECONDS:
             self._printed = now
             if done == total:
                 time_said = f", {duration(now - started)}"
-            else:  # the first call of a phase gives no speed
-                time_said = (
-                    f", ETA {duration((total - done) * (now - started) / done)}" if now > started and done else ""
-                )
-            self.console.print(f"{what}: {done}/{total}{time_said}", highlight=False)
+            else:  # the first call of a phase tells nothing about its speed
+                left = (total - done) * (now - started) / max(done - begun, 1)
+                time_said = f", ETA {duration(left)}" if done > begun else ""
+            line = f"{what}: {done}/{total}{time_said} {numbers}"
+            self.console.print(line.rstrip(), highlight=False, soft_wrap=True)
 
     def __enter__(self) -> "Phases":
         if self.console.is_terminal:

@@ -24,9 +24,9 @@ from cribo.evaluation.runtime import TrainingRuntime
 from cribo.evaluation.training import KeyStream, TrainedModule, evaluation_folder, fit
 from cribo.files import FolderError
 from cribo.training.checkpoints import checkpoint_files
+from cribo.training.folder import RUN_LOCK, run_lock
 from cribo.training.interruption import Interrupted
-from cribo.training.lock import RUN_LOCK, run_lock
-from cribo.training.module import Diverged
+from cribo.training.module import NonFiniteLoss
 
 STEPS = 12
 
@@ -206,7 +206,7 @@ def test_devices_that_would_have_nothing_to_score_are_refused(tmp_path: Path) ->
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(Diverged, match=r"not finite after step 2: .* lower learning rate"):
+    with pytest.raises(NonFiniteLoss, match=r"not finite, seen at step 2\. .* lower learning rate"):
         run(tmp_path, Regression(lr=float("inf")), runtime={"checkpoint_every": 2})
     assert not checkpoint_files(tmp_path)
 
@@ -232,10 +232,10 @@ def test_tensorboard_has_what_is_logged(tmp_path: Path) -> None:
 
 
 def test_a_line_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr("cribo.training.progress._LINE_SECONDS", 0)
+    monkeypatch.setattr("cribo.console._LINE_SECONDS", 0)
     run(tmp_path, console=Console(soft_wrap=True))
     said = capsys.readouterr().out
-    assert re.search(r"linear step 12/12 ETA 0:00 loss [\d.]+", said)
+    assert re.search(r"linear: 11/12, ETA \d:\d\d loss [\d.]+", said)
     assert "linear: score: 5/5" in said
 
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from cribo.pretraining import PretrainConfig, Run, pretrain, resume
-from cribo.training.checkpoints import last_checkpoint
+from cribo.training.checkpoints import checkpoint_files
 
 
 @dataclass
@@ -32,8 +32,7 @@ class Trained:
     @property
     def checkpoint(self) -> dict[str, Any]:
         """The last checkpoint."""
-        path = last_checkpoint(self.run.folder)
-        assert path is not None
+        path = checkpoint_files(self.run.folder)[0]
         return torch.load(path, weights_only=False)
 
     @property

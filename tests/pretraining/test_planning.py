@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 
 from cribo.pretraining import PretrainConfig, load_config, pretrain
-from cribo.pretraining.run import with_epochs
+from cribo.pretraining.planning import with_epochs
 
 Tiny = Callable[..., PretrainConfig]
 

@@ -17,7 +17,7 @@ from cribo.models import load_backbone
 from cribo.pretraining import ConfigError, PretrainConfig, TooManyUnreadable, load_config, pretrain
 from cribo.pretraining.presets import dump_config
 from cribo.pretraining.run import overrides_in
-from cribo.training.lock import RUN_LOCK
+from cribo.training.folder import RUN_LOCK
 
 Tiny = Callable[..., PretrainConfig]
 Train = Callable[..., Any]

@@ -61,13 +61,25 @@ def test_sums_are_not_rounded_as_the_losses_are(dtype: torch.dtype) -> None:
 
 def test_sums_of_all_devices_are_saved_and_go_on_with_any_number_of_them() -> None:
     """Each of two devices sees what both have."""
-    other = torch.tensor([[3.0, 1.0], [10.0, 1.0], [13.0, 1.0], [3.0, 8.0]])
-    one_of_two = RunningSums(lambda tensor: torch.stack((tensor, other)))
+    # Sums are means over the devices: a pair counts twice on each of two, a single number once.
+    other = torch.tensor([[3.0, 1.0], [10.0, 1.0], [13.0, 1.0], [6.0, 16.0]])
+    one_of_two = RunningSums(lambda tensor: torch.stack((tensor, other)), lambda: 2)
     one_of_two.add(output(1.0, share=(1, 2)), {})
     saved = one_of_two.state_dict()
-    assert one_of_two.read() == pytest.approx({"loss_one": 2, "loss_two": 10, "loss": 12, "share": 0.4})
+    assert one_of_two.read() == pytest.approx({"loss_one": 2, "loss_two": 10, "loss": 12, "share": 4 / 10})
     on = RunningSums(lambda tensor: tensor[None])
     on.load_state_dict(saved, torch.device("cpu"))
     on.add(output(5.0, share=(2, 0)), {})
-    # Two steps of the same weight, the first of which was taken by two devices.
-    assert on.read() == pytest.approx({"loss_one": 3.5, "loss_two": 10, "loss": 13.5, "share": 0.8})
+    # Losses of two steps of the same weight; a share of all objects of both steps.
+    assert on.read() == pytest.approx({"loss_one": 3.5, "loss_two": 10, "loss": 13.5, "share": 6 / 10})
+
+
+def test_a_share_in_a_row_does_not_depend_on_the_devices_of_each_step() -> None:
+    """Two steps of four objects each, the first on two devices, the second on one."""
+    first = [torch.tensor([[1.0, 1.0], [10.0, 1.0], [11.0, 1.0], [2 * 1.0, 2 * 2.0]])]
+    two = RunningSums(lambda tensor: torch.stack((tensor, *first)), lambda: 2)
+    two.add(output(1.0, share=(2, 2)), {})
+    row = RunningSums(lambda tensor: tensor[None])
+    row.load_state_dict(two.state_dict(), torch.device("cpu"))
+    row.add(output(1.0, share=(0, 4)), {})
+    assert row.read()["share"] == 3 / 8

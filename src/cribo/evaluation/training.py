@@ -2,22 +2,18 @@
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from cribo.allocator import keep_freed_memory
 from cribo.arguments import ConfigError
 from cribo.data import UnreadableImage
 from cribo.data.randomness import keyed_generator
@@ -26,20 +22,12 @@ from cribo.errors import Stopped
 from cribo.evaluation.folders import OUT
 from cribo.evaluation.results import RESULTS, EvaluationResult, flat, read_result, setting_value
 from cribo.evaluation.runtime import TrainingRuntime
-from cribo.files import FolderError, claim_folder, make_numbered_folder, remove_parts, write_json
-from cribo.processes import LAUNCHER, end_with_launcher, is_first_process
-from cribo.training.checkpoints import Checkpoints, WholeFileCheckpointIO, checkpoint_files, resume_point
-from cribo.training.events import Events, going_on
-from cribo.training.interruption import Interrupted, Interruption
-from cribo.training.lightning import (
-    SyncBatchNorm,
-    agreed,
-    ask_nobody_about_sigterm,
-    interruptible,
-    quiet_lightning,
-    require_launched,
-)
-from cribo.training.lock import RUN_LOCK, is_barely_begun, run_lock
+from cribo.files import FolderError, remove_parts, write_json
+from cribo.processes import end_with_launcher, is_first_process
+from cribo.training.checkpoints import Checkpoints, checkpoint_files, resume_point
+from cribo.training.folder import RUN_LOCK, claim, open_on_all_ranks
+from cribo.training.interruption import Interruption
+from cribo.training.lightning import interruptible, make_trainer, quiet_lightning, require_launched
 from cribo.training.module import ResumableModule
 from cribo.training.progress import StepProgress
 
@@ -48,7 +36,6 @@ log = logging.getLogger("cribo")
 SETTINGS = "evaluation.json"
 """The file by which the folder of an evaluation that trains is known before it has results."""
 
-_CLAIMED = "CRIBO_EVALUATION"  # the folder, for processes that Lightning starts for further devices
 _KEPT_CHECKPOINTS = 2
 _ORDER = 0x6F7264  # keeps the draws of the order apart from others of the same seed
 _WORKER_DIED = "DataLoader worker (pid"
@@ -160,7 +147,7 @@ def fit(
     Raises:
         ConfigError: devices that are not there, that cannot share a batch, or have nothing to score.
         Interrupted: SIGTERM or SIGUSR1 came; a checkpoint was written. (Ctrl-C is a KeyboardInterrupt.)
-        Diverged: weights are not finite.
+        NonFiniteLoss: weights are not finite.
         Stopped: a process that reads images was killed.
         what reading a sample raises.
     """
@@ -196,11 +183,6 @@ def fit(
             with interruptible(trainer, advice=advice):
                 trainer.fit(module, batches, scored if runtime.evaluate_every else None, ckpt_path=checkpoint)
                 trainer.validate(module, scored, verbose=False)
-        except Interrupted as error:
-            if error.signal.name != "SIGINT":
-                raise
-            log.warning("%s", error)
-            raise KeyboardInterrupt from error
         except RuntimeError as error:
             if _WORKER_DIED not in str(error):
                 raise
@@ -240,25 +222,19 @@ def evaluation_folder(
     end_with_launcher()
     require_launched(runtime.devices, runtime.num_nodes)
     settings = json.loads(json.dumps(settings))
-    claimed = os.environ.get(_CLAIMED)
-    if claimed is not None:  # this process is a further device of an evaluation that the first one has opened
-        yield Path(claimed)
-        return
-    refused: list[Path] = []
-    with ExitStack() as held:
-        held.callback(lambda: [_remove_if_empty(folder) for folder in refused])  # when the lock is gone
-        probe = _trainer(runtime, None, [], 1)
-        claim = partial(_claim, out, name, settings, held, overwrite=overwrite, resume=resume)
-        folder = Path(agreed(probe, lambda: str(claim())))
-        for variable, value in ((_CLAIMED, str(folder)), (LAUNCHER, str(os.getpid()))):
-            os.environ[variable] = value
-            held.callback(os.environ.pop, variable)
+    with (
+        ExitStack() as last,
+        open_on_all_ranks(
+            _trainer(runtime, None, [], 1),
+            lambda held: _open(held, out, name, settings, overwrite=overwrite, resume=resume),
+        ) as folder,
+    ):
         try:
             yield folder
-        except ConfigError:  # refused before anything was done: the next attempt shall find the place as it was
+        except ConfigError:  # refused before any work: leave the place as it was, once the lock is released
             if is_first_process() and {path.name for path in folder.iterdir()} <= {SETTINGS, RUN_LOCK}:
                 (folder / SETTINGS).unlink(missing_ok=True)
-                refused.append(folder)
+                last.callback(_remove_if_empty, folder)
             raise
 
 
@@ -276,27 +252,24 @@ def finished_result(out: Path | None, *, resume: bool) -> EvaluationResult | Non
     return read_result(out)
 
 
-def _claim(
-    out: Path | None, name: str, settings: dict[str, Any], held: ExitStack, *, overwrite: bool, resume: bool
+def _open(
+    held: ExitStack, out: Path | None, name: str, settings: dict[str, Any], *, overwrite: bool, resume: bool
 ) -> Path:
-    if out is None:
-        folder = make_numbered_folder(OUT, name)
-    elif resume and (out / SETTINGS).is_file():
-        held.enter_context(run_lock(out))
-        _require_same(out, settings)
-        remove_parts(out)
-        return out
-    elif resume and is_barely_begun(out):  # a start that was killed, or is under way
-        folder = out
+    folder = claim(
+        held,
+        OUT if out is None else out.parent,
+        None if out is None else out.name,
+        name,
+        marker=SETTINGS,
+        overwrite=overwrite,
+        resume=resume,
+        advice="choose another --out, go on with it by --resume, or replace it with --overwrite",
+    )
+    if (folder / SETTINGS).is_file():
+        _require_same(folder, settings)
+        remove_parts(folder)
     else:
-        folder = out
-        if overwrite and (folder / SETTINGS).is_file():
-            with run_lock(folder):  # none that goes on is taken away
-                pass
-        advice = "choose another --out, go on with it by --resume, or replace it with --overwrite"
-        claim_folder(folder, marker=SETTINGS, overwrite=overwrite, advice=advice)
-    held.enter_context(run_lock(folder))
-    write_json(folder / SETTINGS, settings)
+        write_json(folder / SETTINGS, settings)
     return folder
 
 
@@ -320,57 +293,29 @@ def _require_same(folder: Path, settings: dict[str, Any]) -> None:
 
 def _trainer(runtime: TrainingRuntime, folder: Path | None, callbacks: Sequence[Callback], steps: int) -> L.Trainer:
     """A trainer that stops after `steps`; it logs to `folder`, if there is one."""
-    if not runtime.on_gpu:
-        keep_freed_memory()
-    if runtime.threads is not None:
-        torch.set_num_threads(runtime.threads)
-    plugins: list[Any] = [WholeFileCheckpointIO()]
-    several = runtime.devices not in (1, "1") or runtime.num_nodes > 1
-    if runtime.on_gpu and several:
-        plugins.append(SyncBatchNorm())
     every = runtime.evaluate_every or None
-    try:
-        with quiet_lightning():
-            trainer = L.Trainer(
-                accelerator=runtime.accelerator,
-                devices=runtime.devices,
-                num_nodes=runtime.num_nodes,
-                strategy=DDPStrategy(broadcast_buffers=False) if several and _is_shared(runtime) else "auto",
-                precision=runtime.precision,
-                max_steps=steps,
-                max_epochs=-1,
-                callbacks=list(callbacks),
-                logger=_Events(folder, name="", version="tensorboard") if folder else False,
-                val_check_interval=every,
-                check_val_every_n_epoch=None if every else 1,
-                num_sanity_val_steps=0,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                enable_checkpointing=False,
-                use_distributed_sampler=False,
-                log_every_n_steps=runtime.log_every,
-                plugins=plugins,
-                default_root_dir=folder,
-            )
-    except MisconfigurationException as error:
-        raise ConfigError(f"runtime.accelerator {runtime.accelerator}: {error}") from error
-    ask_nobody_about_sigterm(trainer)
-    return trainer
+    return make_trainer(
+        folder,
+        callbacks,
+        steps,
+        accelerator=runtime.accelerator,
+        threads=runtime.threads,
+        devices=runtime.devices,
+        num_nodes=runtime.num_nodes,
+        strategy=DDPStrategy(broadcast_buffers=False) if _is_shared(runtime) else "auto",
+        precision=runtime.precision,
+        val_check_interval=every,
+        check_val_every_n_epoch=None if every else 1,
+        num_sanity_val_steps=0,
+        log_every_n_steps=runtime.log_every,
+    )
 
 
 def _is_shared(runtime: TrainingRuntime) -> bool:
     """Whether several processes train together."""
     if runtime.num_nodes > 1 or runtime.devices != "auto":
-        return True
+        return runtime.num_nodes > 1 or int(runtime.devices) > 1
     return runtime.on_gpu and torch.cuda.device_count() > 1
-
-
-class _Events(Events):
-    """TensorBoard's log; where it cannot be written, the training goes on."""
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        with going_on(self.log_dir):
-            super().log_metrics(metrics, step)
 
 
 class _Share(Sampler[list[int]]):

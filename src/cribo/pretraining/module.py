@@ -1,5 +1,6 @@
-"""The training step under Lightning: the objective's losses, backward, update, and what follows an update."""
+"""The training step under Lightning: losses, backward, optimiser step, and the objective's own update."""
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
@@ -9,7 +10,6 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from cribo.data.samples import Batch
-from cribo.errors import Stopped
 from cribo.models import describe
 from cribo.objectives import Setting, Step, make_objective
 from cribo.objectives.base import check_output
@@ -17,12 +17,12 @@ from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.parameters import clip_each, drop_gradients, parameter_groups
 from cribo.pretraining.schedules import Schedules
 from cribo.pretraining.sums import RunningSums
-from cribo.training.module import ResumableModule
+from cribo.training.module import NonFiniteLoss, ResumableModule
 from cribo.training.timing import StepTimer
 
 
 class PretrainingModule(ResumableModule):
-    """An objective, and what happens to it in one optimiser step.
+    """One optimiser step of an objective.
 
     One call of `training_step` is one optimiser step, whatever the number of micro-batches.
 
@@ -32,8 +32,13 @@ class PretrainingModule(ResumableModule):
         steps_per_epoch: optimiser steps of one pass.
 
     Raises:
-        ConfigError: an objective that cannot be made.
+        ConfigError: the objective cannot be made.
     """
+
+    advice = (
+        "resume from the last one with --resume, where --runtime.precision bf16-mixed helps if it is 16-mixed; or "
+        "start a new run with a lower optim.lr, a longer optim.warmup_epochs or optim.clip 0.3"
+    )
 
     def __init__(self, config: PretrainConfig, *, num_images: int, steps_per_epoch: int) -> None:
         super().__init__()
@@ -43,7 +48,7 @@ class PretrainingModule(ResumableModule):
         setting = Setting(config, num_images, steps_per_epoch)
         self.objective = make_objective(config.objective.name, config.objective.args, setting)
         self.schedules = Schedules(config.optim, steps_per_epoch, self.objective.schedules)
-        self.sums = RunningSums(self._gather)
+        self.sums = RunningSums(self._gather, lambda: self.trainer.world_size)
         self._restored_sums: dict[str, Any] | None = None
         self.timer = StepTimer()
 
@@ -55,7 +60,7 @@ class PretrainingModule(ResumableModule):
         return torch.optim.AdamW(groups, lr=0.0, fused=True)
 
     def on_fit_start(self) -> None:
-        """Compile, and take up what a checkpoint has brought, on the device."""
+        """Compile, and move restored sums to the device."""
         if self._restored_sums is not None:
             self.sums.load_state_dict(self._restored_sums, self.device)
             self._restored_sums = None
@@ -72,7 +77,7 @@ class PretrainingModule(ResumableModule):
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0, that the next step belongs to."""
+        """The epoch of the next step, from 0."""
         return self.step // self.schedules.steps_per_epoch
 
     def at(self, number: int) -> Step:
@@ -107,7 +112,7 @@ class PretrainingModule(ResumableModule):
         trained = self.objective.trainable()
         if self.config.optim.clip is not None:
             scaler: Any = getattr(self.trainer.precision_plugin, "scaler", None)
-            if scaler is not None:  # of 16-mixed; Lightning leaves it to a fused optimiser to unscale gradients
+            if scaler is not None:  # of 16-mixed; Lightning does not unscale gradients of fused optimisers
                 scaler.unscale_(optimizer)
             clip_each([p.grad for p in trained.parameters() if p.grad is not None], self.config.optim.clip)
         drop_gradients(self.objective.frozen(self.at(self.step)))
@@ -115,12 +120,12 @@ class PretrainingModule(ResumableModule):
     # ------------------------------------------------------------------------------------------- several devices
 
     def _gradients_kept_here(self) -> AbstractContextManager[None]:
-        """Gradients are added up over micro-batches first, and over devices once."""
+        """Accumulate gradients over micro-batches before they are reduced over devices, once."""
         strategy = self.trainer.strategy
         return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
 
     def _gather(self, tensor: Tensor) -> Tensor:
-        """The tensors that all devices call this with, in their order, stacked: (devices, ...)."""
+        """The tensors of all ranks, stacked in their order: (devices, ...)."""
         if self.trainer.world_size == 1:
             return tensor[None]
         gathered = self.all_gather(tensor)
@@ -130,55 +135,50 @@ class PretrainingModule(ResumableModule):
     # ------------------------------------------------------------------------------------------------ numbers
 
     def read_metrics(self) -> dict[str, float]:
-        """Means over the steps since the last reading, the schedules' values, and what the objective watches.
+        """Means over the steps since the last reading, the schedules' values, and those the objective watches.
 
-        Reads the device: call it now and then, on all devices.
+        Waits for the device; to be called on all ranks.
 
         Raises:
             NonFiniteLoss: a loss was infinite or not a number.
         """
         metrics = self.sums.read()
-        self._require_finite(metrics)
+        for name, value in metrics.items():
+            if name.startswith("loss") and not math.isfinite(value):
+                raise NonFiniteLoss(f"the loss {name.removeprefix('loss_')}", self.step, self.advice)
         return {**metrics, **self.schedules.at(self.step - 1), **self.objective.watch(self.at(self.step - 1))}
 
     def check_weights(self) -> None:
-        """Refuse losses or weights that are not finite. Reads the device; to be called on all.
+        """Refuse losses or weights that are not finite; waits for the device, to be called on all ranks.
 
         Raises:
             NonFiniteLoss: naming the step.
         """
         if not self.sums.is_finite():
-            raise NonFiniteLoss("a loss", self.step)
-        trained = [p.detach().isfinite().all() for p in self.objective.trainable().parameters()]
-        if not self._gather(torch.stack(trained).all().float()).all():
-            raise NonFiniteLoss("the weights", self.step)
-
-    def _require_finite(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            if name.startswith("loss") and not abs(value) < float("inf"):
-                raise NonFiniteLoss(f"the loss {name.removeprefix('loss_')}", self.step)
+            raise NonFiniteLoss("a loss", self.step, self.advice)
+        super().check_weights()
 
     # -------------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The objective's, without a prefix: a checkpoint names what the objective names."""
+        """The objective's, without a prefix."""
         return self.objective.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Likewise."""
+        """Load the objective's state."""
         return self.objective.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the row of metrics that was begun, and what the run was."""
+        """Add the unfinished row of metrics and the run's configuration."""
         checkpoint["cribo"] = {
             "sums": self.sums.state_dict(),
             "config": asdict(self.config),
-            "backbone": describe(self.objective.exported()),  # for those who evaluate a run before it is finished
+            "backbone": describe(self.objective.exported()),  # to evaluate an unfinished run
             "num_images": self.num_images,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take up the sums of the row that was begun."""
+        """Restore the unfinished row of metrics."""
         state = checkpoint["cribo"]
         if state["num_images"] != self.num_images:
             raise ValueError(
@@ -186,24 +186,3 @@ class PretrainingModule(ResumableModule):
                 "schedules would change; restore the images, or start a new run"
             )
         self._restored_sums = state["sums"]
-
-
-class NonFiniteLoss(Stopped):
-    """A loss or the weights became infinite or not a number.
-
-    Attributes:
-        what: of these it was.
-        step: at which that was seen.
-    """
-
-    everywhere = True
-
-    def __init__(self, what: str, step: int) -> None:
-        were = "were" if what.endswith("s") and not what.startswith(("the loss", "a loss")) else "was"
-        super().__init__(
-            f"{what} {were} not finite, seen at step {step}. Checkpoints hold nothing of it: go on from the last one "
-            "with --resume, where --runtime.precision bf16-mixed helps if it is 16-mixed; or start a new run with a "
-            "lower optim.lr, a longer optim.warmup_epochs or optim.clip 0.3"
-        )
-        self.what = what
-        self.step = step

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def parameter_groups(trained: nn.Module, layer_decay: float = 1.0) -> list[dict[str, object]]:
-    """Groups for AdamW, each with `lr_scale` and `decay`, which the schedules are multiplied with.
+    """Groups for AdamW, each with `lr_scale` and `decay`, which multiply the schedules.
 
     Biases and other 1-D parameters do not decay. [CLS], the position embedding and the weight-norm gain do:
     they have more than one dimension. With `layer_decay` below 1 the learning rate falls from each block of the
@@ -29,28 +29,28 @@ def parameter_groups(trained: nn.Module, layer_decay: float = 1.0) -> list[dict[
 
 
 def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Take the gradients away, so that the optimiser neither moves nor decays the parameters nor keeps state."""
+    """Remove gradients, so that the optimiser neither moves nor decays the parameters nor keeps state for them."""
     for parameter in parameters:
         parameter.grad = None
 
 
 @torch.no_grad()
 def clip_each(gradients: list[Tensor], limit: float) -> None:
-    """Scale each gradient tensor whose own norm exceeds `limit` down to it, without waiting for the device."""
+    """Clip the norm of each gradient tensor separately, without waiting for the device."""
     if gradients:
         lengths = torch.stack(torch._foreach_norm(gradients))  # pyright: ignore[reportPrivateImportUsage]
         scales = (limit / (lengths + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, list(scales.unbind()))  # pyright: ignore[reportPrivateImportUsage]
 
 
-# What timm's networks call their blocks: blocks.3, stages.2.blocks.1, stages.2.downsample, layer4.0, ...
+# Names of blocks in timm's networks: blocks.3, stages.2.blocks.1, stages.2.downsample, layer4.0, ...
 _BLOCK = re.compile(
     r".*?\b(?:(?:stages|layers)\.\d+\.blocks\.\d+|(?:stages|layers)\.\d+\.\w+|layer\d+\.\d+|blocks\.\d+)\b"
 )
 
 
 def block_names(names: Iterable[str]) -> list[str]:
-    """The blocks that some parameters of a network belong to, by name, each once.
+    """Names of the blocks of a network, from the names of its parameters.
 
     Example:
         >>> block_names(["cls_token", "blocks.0.norm.weight", "blocks.0.norm.bias", "blocks.1.norm.weight"])
@@ -60,7 +60,7 @@ def block_names(names: Iterable[str]) -> list[str]:
 
 
 def _layers(names: Sequence[str]) -> dict[str, int]:
-    """Each parameter's place: 0 before the blocks, 1, 2, ... inside, the next number after them.
+    """Index of each parameter's layer: 0 before the blocks, 1, 2, ... inside, the next number after them.
 
     Parameters are named in the order in which they are used.
     """

@@ -1,4 +1,4 @@
-"""One progress bar for the whole run: ETA, images/s, and what the objective shows."""
+"""Progress of a run: epoch, images/s, losses and the objective's own numbers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,37 +6,25 @@ from typing import Any
 import lightning as L
 from rich.console import Console
 
-from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.monitoring import Metrics
 from cribo.training.progress import StepProgress
 
 
-class RunProgress(StepProgress):
-    """Where a run stands.
+def run_progress(metrics: Metrics, console: Console) -> StepProgress:
+    """The progress of a run: the epoch, and the latest row of `metrics`."""
 
-    Args:
-        metrics: whose latest row is shown.
-        console: where to.
-    """
-
-    def __init__(self, metrics: Metrics, console: Console) -> None:
-        super().__init__(console)
-        self.metrics = metrics
-
-    def title(self, module: L.LightningModule) -> str:
-        """The epoch."""
-        assert isinstance(module, PretrainingModule)
-        epochs = module.config.optim.epochs
-        return f"epoch {min(module.epoch + 1, epochs)}/{epochs}"
-
-    def numbers(self, trainer: L.Trainer) -> str:
-        """Of the latest row."""
+    def numbers(trainer: L.Trainer) -> str:
         module: Any = trainer.lightning_module
-        return progress_text(self.metrics.latest, module.objective.columns.progress)
+        epochs = module.config.optim.epochs
+        epoch = f"epoch {min(module.epoch + 1, epochs)}/{epochs}"
+        shown = progress_text(metrics.latest, module.objective.columns.progress)
+        return f"{epoch} · {shown}" if shown else epoch
+
+    return StepProgress(console, "training", numbers)
 
 
 def progress_text(row: Mapping[str, float], formats: Mapping[str, str]) -> str:
-    """The numbers of a row that somebody watching wants to see; losses that are off or not yet on are left out.
+    """The numbers of a row to show while training; losses that are 0, so not in use, are left out.
 
     Example:
         >>> progress_text({"images_per_second": 240.0, "loss_cross_view": 2.7, "ratio": 0.1}, {"ratio": "{:.0%} used"})

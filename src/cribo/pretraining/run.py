@@ -1,16 +1,10 @@
 """A pretraining run from its configuration to the folder that it leaves."""
 
-import dataclasses
 import json
 import logging
-import math
-import os
-import signal
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,47 +18,44 @@ from cribo.arguments import ConfigError
 from cribo.files import FolderError, remove_parts, write_json, write_text
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.pretraining.config import PretrainConfig
-from cribo.pretraining.files import CONFIG, REPORT, SUMMARY, claim_run_folder
+from cribo.pretraining.files import CONFIG, REPORT, SUMMARY
 from cribo.pretraining.footprint import peak_rss_bytes
 from cribo.pretraining.monitoring import LoadingFaults, Metrics, Watch
+from cribo.pretraining.planning import plan, with_epochs
 from cribo.pretraining.presets import DEFAULT_PRESET, config_name, differing, dump_config, load_config
-from cribo.pretraining.progress import RunProgress, progress_text
+from cribo.pretraining.progress import progress_text, run_progress
 from cribo.pretraining.report import write_report
 from cribo.pretraining.score import RetrievalScore
-from cribo.pretraining.session import Forever, Session
-from cribo.processes import LAUNCHER, end_with_launcher
+from cribo.pretraining.session import Session
+from cribo.processes import end_with_launcher
 from cribo.training.checkpoints import Checkpoints, checkpoint_files, resume_point
-from cribo.training.interruption import Interrupted, Interruption
+from cribo.training.folder import claim, open_on_all_ranks
+from cribo.training.interruption import Interruption
 from cribo.training.lightning import interruptible, quiet_lightning
-from cribo.training.lock import is_barely_begun, run_lock
 
 log = logging.getLogger("cribo")
 
-# What may change beside runtime.* when a run is resumed.
+# Besides runtime.*, these may change when a run is resumed.
 _OF_READING = (
     *("data.root", "data.workers", "data.cache_dir", "data.cache_gib"),
     *("data.max_unreadable", "data.timeout", "data.max_restarts"),
 )
-# Tells the processes that Lightning starts for further devices which run folder is theirs.
-_CLAIMED = "CRIBO_RUN_FOLDER"
-# Steps that are timed, after as many to warm up, to find how many epochs fit into --minutes.
-_TIMED_STEPS = 8
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left.
+    """A finished run.
 
     Attributes:
         folder: the run folder.
-        summary: what `summary.json` holds.
+        summary: the content of `summary.json`.
     """
 
     folder: Path
     summary: dict[str, Any] = field(repr=False)
 
     def backbone(self) -> Backbone:
-        """What the run has trained."""
+        """The trained backbone."""
         return load_backbone(self.folder)
 
 
@@ -93,8 +84,8 @@ def pretrain(
         minutes: about how long to train on this machine: sets the number of epochs by a short timing, and ends the run
             at twice the time if the machine becomes slower.
         overwrite: replace a run of the same name.
-        continue_run: go on with the run of the same name, if there is one, from its last checkpoint: for schedulers
-            that start the same command again. A finished run is left as it is.
+        continue_run: resume the run of the same name, if there is one, from its last checkpoint: for schedulers that
+            start the same command again. A finished run is not changed.
         overrides: dotted names and values on top of the configuration.
         callbacks: further Lightning callbacks.
         console: where progress is shown; silent when not given.
@@ -123,13 +114,20 @@ def pretrain(
     else:
         default_name = default_name or config_name(config)
         config = load_config(config, overrides)
-    training = _Training(config, console=console, callbacks=callbacks)
-    if continue_run:
-        if name is None or overwrite:
-            what = "does not go with --overwrite" if name is not None else "needs the --name of the run"
-            raise ConfigError(f"--continue {what}: it goes on with the run of a name, or begins it")
-        return training.go_on(Path(out), name, minutes=minutes)
-    return training.start(Path(out), name, default_name or "run", minutes=minutes, overwrite=overwrite)
+    if continue_run and (name is None or overwrite):
+        what = "does not go with --overwrite" if name is not None else "needs the --name of the run"
+        raise ConfigError(f"--continue {what}: it resumes the run of that name, or starts it")
+    return _run(
+        config,
+        Path(out),
+        name,
+        default_name or "run",
+        minutes=minutes,
+        overwrite=overwrite,
+        resume=continue_run,
+        callbacks=callbacks,
+        console=console,
+    )
 
 
 def resume(
@@ -161,7 +159,7 @@ def resume(
                 "start a new run instead"
             )
     config = load_config(folder / CONFIG, overrides)
-    return _Training(config, console=console, callbacks=callbacks).resume(folder)
+    return _run(config, folder.parent, folder.name, "", resume=True, callbacks=callbacks, console=console)
 
 
 def overrides_in(words: Sequence[str]) -> dict[str, Any]:
@@ -186,206 +184,126 @@ def latest_run(out: str | Path) -> Path:
     return max(found, key=lambda folder: next(iter(checkpoint_files(folder)), folder / CONFIG).stat().st_mtime)
 
 
-class _Training:
-    """One process's part in a run."""
-
-    def __init__(self, config: PretrainConfig, *, console: Console | None, callbacks: Sequence[Callback]) -> None:
-        end_with_launcher()
-        self.config = config
-        self.console = console or Console(quiet=True)
-        self.callbacks = callbacks
-        self._limit = math.inf  # seconds of training
-
-    # Everything that can be wrong with a configuration is found before a folder is made.
-
-    def start(self, out: Path, name: str | None, default_name: str, *, minutes: float | None, overwrite: bool) -> Run:
-        self._prepare(minutes)
-        return self._run(partial(self._claim, out, name, default_name, overwrite=overwrite))
-
-    def go_on(self, out: Path, name: str, *, minutes: float | None) -> Run:
+def _run(
+    config: PretrainConfig,
+    out: Path,
+    name: str | None,
+    default_name: str,
+    *,
+    minutes: float | None = None,
+    overwrite: bool = False,
+    resume: bool,
+    callbacks: Sequence[Callback],
+    console: Console | None,
+) -> Run:
+    """Train in `out/name`. All that can be wrong with a configuration is found before the folder is made."""
+    end_with_launcher()
+    if resume and name is not None:
         folder = out / name
-        if minutes is not None and (folder / CONFIG).is_file():  # it was timed when it was begun
-            self.config = with_epochs(self.config, load_config(folder / CONFIG).optim.epochs)
-            minutes = None
-        finished = _finished(folder)
-        if finished is not None:
-            _require_same(folder, self.config)
-            return finished
-        self._prepare(minutes)
-        return self._run(partial(self._claim_or_reopen, out, name))
+        if minutes is not None and (folder / CONFIG).is_file():  # the run was planned when it started
+            config, minutes = with_epochs(config, load_config(folder / CONFIG).optim.epochs), None
+        if (folder / SUMMARY).is_file():
+            _require_same(folder, config)
+            log.info("%s is finished already: nothing to resume", folder)
+            return Run(folder, json.loads((folder / SUMMARY).read_text(encoding="utf-8")))
+    session = Session(config)
+    limit = [] if minutes is None else [plan(session, minutes)]
 
-    def resume(self, folder: Path) -> Run:
-        finished = _finished(folder)
-        if finished is not None:
-            return finished
-        self._prepare(None)
-        return self._run(partial(self._reopen, folder))
-
-    def _prepare(self, minutes: float | None) -> None:
-        if minutes is not None and minutes <= 0:
-            raise ConfigError(f"minutes must be > 0, got {minutes}")
-        self.session = Session(self.config)
-        if minutes is not None:
-            if self.config.runtime.devices not in (1, "1") or self.config.runtime.num_nodes > 1:
-                raise ConfigError("--minutes times one device only: set optim.epochs instead")
-            self._plan(minutes)
-
-    def _run(self, open_folder: Callable[[ExitStack], tuple[Path, Path | None]]) -> Run:
-        """Train in the folder and from the checkpoint that the first process opens."""
-        claimed = os.environ.get(_CLAIMED)
-        if claimed is not None:  # this process is a further device of a run that the first process has opened
-            folder = Path(claimed)
-            return self._train(folder, next(iter(checkpoint_files(folder)), None))
-        with ExitStack() as held:
-            folder, checkpoint = self.session.agree(partial(open_folder, held))
-            for variable, value in ((_CLAIMED, str(folder)), (LAUNCHER, str(os.getpid()))):
-                os.environ[variable] = value
-                held.callback(os.environ.pop, variable)
-            return self._train(folder, checkpoint)
-
-    def _claim(
-        self, out: Path, name: str | None, default_name: str, held: ExitStack, *, overwrite: bool
-    ) -> tuple[Path, None]:
-        folder = claim_run_folder(out, name, default_name, overwrite=overwrite)
-        held.enter_context(run_lock(folder))
-        write_text(folder / CONFIG, dump_config(self.config))
-        return folder, None
-
-    def _reopen(self, folder: Path, held: ExitStack) -> tuple[Path, Path | None]:
-        held.enter_context(run_lock(folder))
-        return self._go_on_from_last(folder)
-
-    def _go_on_from_last(self, folder: Path) -> tuple[Path, Path | None]:
-        remove_parts(folder / REPORT)
-        checkpoint = resume_point(folder)
-        if checkpoint is None:
-            log.warning("%s has no checkpoint yet: starting from the beginning", folder)
-        else:
-            log.info("resuming from %s", checkpoint)
-        return folder, checkpoint
-
-    def _claim_or_reopen(self, out: Path, name: str, held: ExitStack) -> tuple[Path, Path | None]:
-        folder = out / name
-        if not ((folder / CONFIG).is_file() or is_barely_begun(folder)):
-            claim_run_folder(out, name, name, overwrite=False)
-        held.enter_context(run_lock(folder))  # the same command may be starting elsewhere
+    def open_folder(held: ExitStack) -> Path:
+        advice = f"choose another --name, resume it by --resume {out / (name or '')} or --continue, or --overwrite it"
+        folder = claim(held, out, name, default_name, marker=CONFIG, overwrite=overwrite, resume=resume, advice=advice)
         if (folder / CONFIG).is_file():
-            _require_same(folder, self.config)
-            return self._go_on_from_last(folder)
-        remove_parts(folder)
-        write_text(folder / CONFIG, dump_config(self.config))
-        return folder, None
+            _require_same(folder, session.config)
+            _find_checkpoint(folder)
+        else:
+            remove_parts(folder)
+            write_text(folder / CONFIG, dump_config(session.config))
+        return folder
 
-    def _plan(self, minutes: float) -> None:
-        """Time some steps of a throw-away copy, and set the number of epochs, and what depends on it, by them."""
-        timer = _StepTimer(skip=_TIMED_STEPS)
-        with quiet_lightning():
-            trainer = self.session.trainer(None, [timer], 2 * _TIMED_STEPS)
-            with interruptible(trainer), closing(self.session.loader(trainer)) as loader:
-                trainer.fit(self.session.module, Forever(loader))
-        seconds_per_epoch = timer.seconds_per_step * self.session.module.schedules.steps_per_epoch
-        epochs = max(1, round(60 * minutes / seconds_per_epoch))
-        self._limit = 2 * max(60 * minutes, seconds_per_epoch)
-        log.info(
-            "%.2f s per step on this machine: %d epochs of %d steps in about %.1f minutes",
-            timer.seconds_per_step,
-            epochs,
-            self.session.module.schedules.steps_per_epoch,
-            epochs * seconds_per_epoch / 60,
-        )
-        self.config = self.session.config = with_epochs(self.config, epochs)
-        self.session.module = self.session.make_module()
+    with open_on_all_ranks(session.probe, open_folder) as folder:
+        return _train(session, folder, [*callbacks, *limit], console or Console(quiet=True))
 
-    def _train(self, folder: Path, checkpoint: Path | None) -> Run:
-        config, session, module = self.config, self.session, self.session.module
-        metrics = Metrics(folder, every_steps=config.runtime.log_every, batch_size=config.optim.batch_size)
-        faults = LoadingFaults(
-            folder,
-            num_images=len(session.source),
-            max_share=config.data.max_unreadable,
-            every_steps=config.runtime.log_every,
-        )
-        watch = Watch(metrics)
-        score = RetrievalScore(session.score_data, config, metrics) if session.score_data is not None else None
-        # Metrics before those that look at its latest row. Checkpoints last: they hold what the others did.
-        checkpoints = Checkpoints(
-            folder,
-            every_steps=config.runtime.checkpoint_every,
-            keep=config.runtime.keep_checkpoints,
-            resume_from=checkpoint,
-        )
-        callbacks: list[Callback] = [metrics, faults, watch]
-        callbacks += [score] if score is not None else []
-        callbacks += module.objective.callbacks(folder, session.dataset)
-        callbacks += [RunProgress(metrics, self.console), *self.callbacks]
-        advice = f"continue with --resume {folder}"
 
-        def save(trainer: L.Trainer) -> None:
-            checkpoints.on_train_end(trainer, module)
+def _find_checkpoint(folder: Path) -> None:
+    remove_parts(folder / REPORT)
+    checkpoint = resume_point(folder)
+    if checkpoint is None:
+        log.warning("%s has no checkpoint yet: starting from the beginning", folder)
+    else:
+        log.info("resuming from %s", checkpoint)
 
-        callbacks += [checkpoints, Interruption(save, advice=advice)]
-        if self._limit < math.inf:
-            callbacks.append(_TimeLimit(self._limit))
-        with quiet_lightning():
-            trainer = session.trainer(folder, callbacks, module.schedules.total_steps)
-            try:
-                with interruptible(trainer, advice=advice), closing(session.loader(trainer)) as loader:
-                    faults.loader = loader
-                    trainer.fit(module, loader, ckpt_path=checkpoint)
-            except Interrupted as error:
-                if error.signal != signal.SIGINT:
-                    raise
-                log.warning("%s", error)
-                raise KeyboardInterrupt from error
-        module.to(trainer.strategy.root_device)  # which Lightning has taken it from
-        if score is not None:  # not yet taken if the run was stopped after its last step
-            score.on_train_end(trainer, module)
-        summary: dict[str, Any] = {
-            "seconds": round(metrics.seconds, 2),
-            "peak_rss_bytes": peak_rss_bytes(),
-            "steps": trainer.global_step,
-            "epochs": config.optim.epochs,
-            "images": len(session.source),
-            "images_per_second": _mean(metrics.rows, "images_per_second"),
-            "losses": {
-                key.removeprefix("loss_"): value for key, value in metrics.latest.items() if key.startswith("loss_")
-            },
-            **{key: metrics.latest[key] for key in module.objective.columns.progress if key in metrics.latest},
-            "shown": progress_text(
-                {name: value for name, value in metrics.latest.items() if name != "images_per_second"},
-                module.objective.columns.progress,
-            ),
-            "unreadable_images": len(faults.reasons),
-            "retried_reads": faults.retried,
-            "worker_restarts": faults.restarts,
-            "warnings": [{"step": step, "text": text} for step, text in watch.warnings],
-            "versions": {"torch": torch.__version__, "lightning": L.__version__},
+
+def _train(session: Session, folder: Path, callbacks: Sequence[Callback], console: Console) -> Run:
+    config, module, runtime = session.config, session.module, session.config.runtime
+    checkpoint = next(iter(checkpoint_files(folder)), None)
+    metrics = Metrics(folder, every_steps=runtime.log_every, batch_size=config.optim.batch_size)
+    faults = LoadingFaults(
+        folder,
+        num_images=len(session.source),
+        max_share=config.data.max_unreadable,
+        every_steps=runtime.log_every,
+    )
+    watch = Watch(metrics)
+    score = RetrievalScore(session.score_data, config, metrics) if session.score_data is not None else None
+    checkpoints = Checkpoints(
+        folder, every_steps=runtime.checkpoint_every, keep=runtime.keep_checkpoints, resume_from=checkpoint
+    )
+    advice = f"continue with --resume {folder}"
+    interruption = Interruption(lambda trainer: checkpoints.on_train_end(trainer, module), advice=advice)
+    # Metrics before those that read its latest row, checkpoints after those whose state they hold.
+    trainer = session.trainer(
+        folder,
+        [
+            *(metrics, faults, watch),
+            *([score] if score is not None else []),
+            *module.objective.callbacks(folder, session.dataset),
+            *(run_progress(metrics, console), *callbacks),
+            *(checkpoints, interruption),
+        ],
+        module.schedules.total_steps,
+    )
+    with quiet_lightning(), interruptible(trainer, advice=advice), closing(session.loader(trainer)) as loader:
+        faults.loader = loader
+        trainer.fit(module, loader, ckpt_path=checkpoint)
+    module.to(trainer.strategy.root_device)  # Lightning has moved it to the CPU
+    summary: dict[str, Any] = {
+        "seconds": round(metrics.seconds, 2),
+        "peak_rss_bytes": peak_rss_bytes(),
+        "steps": trainer.global_step,
+        "epochs": config.optim.epochs,
+        "images": len(session.source),
+        "images_per_second": _mean(metrics.rows, "images_per_second"),
+        "losses": {
+            key.removeprefix("loss_"): value for key, value in metrics.latest.items() if key.startswith("loss_")
+        },
+        **{key: metrics.latest[key] for key in module.objective.columns.progress if key in metrics.latest},
+        "shown": progress_text(
+            {name: value for name, value in metrics.latest.items() if name != "images_per_second"},
+            module.objective.columns.progress,
+        ),
+        "unreadable_images": len(faults.reasons),
+        "retried_reads": faults.retried,
+        "worker_restarts": faults.restarts,
+        "warnings": [{"step": step, "text": text} for step, text in watch.warnings],
+        "versions": {"torch": torch.__version__, "lightning": L.__version__},
+    }
+    baselines = {}
+    if score is not None:
+        score.on_train_end(trainer, module)  # not yet computed if the run was stopped after its last step
+        mean_colour = score.mean_colour(module)
+        summary["dense_nn"] = {
+            "before": score.curve[0][1],
+            "after": score.curve[-1][1] if score.curve[-1][0] == trainer.global_step else None,
+            "mean_color": mean_colour,
+            "curve": [{"step": step, "miou": miou} for step, miou in score.curve],
         }
-        baselines = {}
-        if score is not None:
-            mean_colour = score.mean_colour(module)
-            summary["dense_nn"] = {
-                "before": score.curve[0][1],
-                "after": score.curve[-1][1] if score.curve[-1][0] == trainer.global_step else None,
-                "mean_color": mean_colour,
-                "curve": [{"step": step, "miou": miou} for step, miou in score.curve],
-            }
-            baselines = {"before training": score.curve[0][1]}
-            baselines |= {} if mean_colour is None else {"mean colour": mean_colour}
-        if trainer.is_global_zero:
-            save_backbone(module.objective.exported(), folder)
-            write_report(folder, metrics.rows, module.schedules, module.objective, session.dataset, baselines=baselines)
-            write_json(folder / SUMMARY, summary)
-        return Run(folder, summary)
-
-
-def _finished(folder: Path) -> Run | None:
-    """The run in a folder, if it is finished."""
-    summary = folder / SUMMARY
-    if not summary.is_file():
-        return None
-    log.info("%s is finished already: nothing to resume", folder)
-    return Run(folder, json.loads(summary.read_text(encoding="utf-8")))
+        baselines = {"before training": score.curve[0][1]}
+        baselines |= {} if mean_colour is None else {"mean colour": mean_colour}
+    if trainer.is_global_zero:
+        save_backbone(module.objective.exported(), folder)
+        write_report(folder, metrics.rows, module.schedules, module.objective, session.dataset, baselines=baselines)
+        write_json(folder / SUMMARY, summary)
+    return Run(folder, summary)
 
 
 def _may_change(name: str) -> bool:
@@ -393,7 +311,7 @@ def _may_change(name: str) -> bool:
 
 
 def _require_same(folder: Path, config: PretrainConfig) -> None:
-    """Refuse to go on with a run under a configuration that would make it another."""
+    """Refuse to resume a run with a configuration that would change its results."""
     for name, before, now in differing(load_config(folder / CONFIG), config):
         if not _may_change(name):
             raise ConfigError(
@@ -405,72 +323,3 @@ def _require_same(folder: Path, config: PretrainConfig) -> None:
 def _mean(rows: Sequence[dict[str, float]], name: str) -> float:
     values = [row[name] for row in rows if name in row]
     return sum(values) / len(values) if values else 0.0
-
-
-class _StepTimer(Callback):
-    def __init__(self, *, skip: int) -> None:
-        self.skip = skip
-        self.seconds_per_step = 0.0
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if trainer.global_step == self.skip:
-            self._started = time.perf_counter()
-        elif trainer.global_step > self.skip:
-            elapsed = time.perf_counter() - self._started
-            self.seconds_per_step = elapsed / (trainer.global_step - self.skip)
-
-
-class _TimeLimit(Callback):
-    """Ends a planned run early on a machine that has become far slower than it was when the run was planned."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._started = 0.0
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._started = time.perf_counter()
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if time.perf_counter() - self._started > self.seconds and not trainer.should_stop:
-            log.warning(
-                "stopping at step %d of %d, after twice the time that was planned: the machine has become slower",
-                trainer.global_step,
-                trainer.max_steps,
-            )
-            trainer.should_stop = True
-
-
-def with_epochs(config: PretrainConfig, epochs: int) -> PretrainConfig:
-    """A run of another length, where what begins or ends at an epoch keeps its place in the run.
-
-    Example:
-        >>> shorter = with_epochs(load_config("imagenet_vits16"), 10)
-        >>> shorter.optim.warmup_epochs
-        1
-    """
-    factor = epochs / config.optim.epochs
-
-    def placed(epoch: int) -> int:
-        return epoch if epoch <= 1 else max(1, round(factor * epoch))
-
-    optim, losses, score = config.optim, config.losses, config.score
-    return dataclasses.replace(
-        config,
-        optim=dataclasses.replace(
-            optim,
-            epochs=epochs,
-            warmup_epochs=placed(optim.warmup_epochs),
-            freeze_last_layers_epochs=placed(optim.freeze_last_layers_epochs),
-            freeze_backbone_epochs=placed(optim.freeze_backbone_epochs),
-        ),
-        losses=dataclasses.replace(
-            losses,
-            cross_image_from_epoch=placed(losses.cross_image_from_epoch),
-            teacher_temperature_epochs=placed(losses.teacher_temperature_epochs),
-        ),
-        score=dataclasses.replace(score, every_epochs=placed(score.every_epochs)),
-    )

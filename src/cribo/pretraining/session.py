@@ -1,21 +1,19 @@
-"""What every way of running the training step begins with: images, network, trainer and loader."""
+"""Set-up of a run or a profile: images, network, trainer and loader."""
 
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cribo.allocator import keep_freed_memory
 from cribo.arguments import ConfigError
 from cribo.data import ImageSource, UnreadableImage, open_collection
 from cribo.data.cache import CachedImages
@@ -26,33 +24,30 @@ from cribo.devices import multiplies_bfloat16
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.score import open_score_data
-from cribo.training.checkpoints import WholeFileCheckpointIO
-from cribo.training.events import Events
-from cribo.training.lightning import SyncBatchNorm, agreed, ask_nobody_about_sigterm, quiet_lightning, require_launched
+from cribo.training.lightning import make_trainer, require_launched
 
-# Composing a scene costs more than its crops; a worker keeps this much of them.
+# Composing a scene costs more than its crops; a worker caches this much of them.
 _SCENE_CACHE_BYTES = 256 * 2**20
 # One readable image among this many is enough to start.
 _IMAGES_TRIED = 100
 
-
 log = logging.getLogger("cribo")
-
-T = TypeVar("T")
 
 
 class Session:
-    """A configuration made real: everything that can be wrong with it is found here, before any work.
+    """Images, network and trainer of a configuration; whatever is wrong with it is found here, before any work.
 
     Args:
         config: of the run.
 
     Attributes:
+        config: of the run.
         source: the images.
         score_data: the labelled images of the score; None without one.
         dataset: the samples.
         module: the training step.
         workers: processes that load.
+        probe: a trainer with the run's devices.
 
     Raises:
         ValueError: the configuration, the data or the backbone cannot be used.
@@ -61,41 +56,27 @@ class Session:
     def __init__(self, config: PretrainConfig) -> None:
         self.config = config
         require_launched(config.runtime.devices, config.runtime.num_nodes)
-        if self._accelerator() != "cpu" and config.runtime.precision == "64-true":
-            raise ConfigError(
-                "runtime.precision 64-true is for comparing runs on a CPU: set runtime.accelerator cpu, or use 32-true"
-            )
-        if self._accelerator() == "cpu":
-            keep_freed_memory()
-            if config.runtime.precision == "bf16-mixed" and not multiplies_bfloat16():
-                log.warning(
-                    "runtime.precision bf16-mixed: this processor has no products of bfloat16 (AVX512-BF16 or AMX) and "
-                    "is slower with them than with float32: use --runtime.precision 32-true"
-                )
-        if config.runtime.threads is not None:
-            torch.set_num_threads(config.runtime.threads)
+        on_cpu = self._accelerator() == "cpu"
+        _require_precision(config.runtime.precision, on_cpu=on_cpu)
         self.score_data = open_score_data(config)
         self.source = open_source(config)
         self.workers = _workers(config)
-        # Checked here, where the message comes before any work; the trainer makes its own.
+        # Refuses a batch larger than the collection; the trainer makes its own sampler.
         StepBatchSampler(len(self.source), config.optim.batch_size, config.seed, position=lambda: 0)
         _require_readable(self.source)
         try:
             self.module = self.make_module()
-            with quiet_lightning():
-                self._probe = self.trainer(None, [], 1)  # refuses devices that are not there
-        except MisconfigurationException as error:
-            raise ConfigError(f"runtime.accelerator {config.runtime.accelerator}: {error}") from error
         except ValueError as error:
             if str(error).startswith("image size"):
                 raise ConfigError(f"views.size: {error}") from error
             raise
-        devices = self._probe.world_size
+        self.probe = self.trainer(None, [], 1)
+        devices = self.probe.world_size
         _require_shareable(config, self.module.objective.images_per_group, devices)
         backbone = self.module.objective.exported()
-        if devices > 1 and self._accelerator() == "cpu" and any(isinstance(m, _BatchNorm) for m in backbone.modules()):
+        if devices > 1 and on_cpu and any(isinstance(m, _BatchNorm) for m in backbone.modules()):
             log.warning(
-                "batch norms are synchronised on GPUs alone: on %d CPU processes each has the statistics of its own "
+                "batch norms are synchronised on GPUs only: each of %d CPU processes uses the statistics of its own "
                 "share of the batch, and the run differs from that of one process",
                 devices,
             )
@@ -116,40 +97,26 @@ class Session:
         return module.double() if self.config.runtime.precision == "64-true" else module
 
     def trainer(self, folder: Path | None, callbacks: Sequence[Callback], max_steps: int) -> L.Trainer:
-        """A trainer that stops after `max_steps`; it logs to `folder`, if there is one."""
+        """A trainer that stops after `max_steps`; it logs to `folder`, if given."""
         runtime = self.config.runtime
-        trainer = L.Trainer(
+        double = runtime.precision == "64-true"
+        return make_trainer(
+            folder,
+            callbacks,
+            max_steps,
             accelerator=self._accelerator(),
+            threads=runtime.threads,
             devices=runtime.devices,
             num_nodes=runtime.num_nodes,
             strategy=self._strategy(),
-            precision=None if runtime.precision == "64-true" else runtime.precision,
-            max_steps=max_steps,
-            max_epochs=-1,
-            callbacks=list(callbacks),
-            logger=Events(folder, name="", version="tensorboard") if folder else False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-            use_distributed_sampler=False,
+            precision=None if double else runtime.precision,
+            plugins=[_Double()] if double else [],
             log_every_n_steps=runtime.log_every,
-            plugins=self._plugins(),
-            default_root_dir=folder,
             benchmark=True,
         )
-        ask_nobody_about_sigterm(trainer)
-        return trainer
-
-    def agree(self, make: Callable[[], T]) -> T:
-        """What the first process makes, on all processes that a launcher (torchrun, SLURM) has started.
-
-        Raises:
-            whatever `make` raises, on all of them.
-        """
-        return agreed(self._probe, make)
 
     def loader(self, trainer: L.Trainer) -> BatchLoader:
-        """The batches of a trainer's process, from its current step on; to be closed, for it has workers."""
+        """The batches of a trainer's rank, from its current step on; close it to end its workers."""
         sampler = StepBatchSampler(
             self.source,
             self.config.optim.batch_size,
@@ -167,14 +134,6 @@ class Session:
             timeout=self.config.data.timeout,
             max_restarts=self.config.data.max_restarts,
         )
-
-    def _plugins(self) -> list[Any]:
-        plugins: list[Any] = [WholeFileCheckpointIO()]
-        if self._accelerator() == "gpu":
-            plugins.append(SyncBatchNorm())
-        if self.config.runtime.precision == "64-true":
-            plugins.append(_Double())
-        return plugins
 
     def _accelerator(self) -> str:
         accelerator = self.config.runtime.accelerator
@@ -208,8 +167,20 @@ def open_source(config: PretrainConfig) -> ImageSource:
     )
 
 
+def _require_precision(precision: str, *, on_cpu: bool) -> None:
+    if precision == "64-true" and not on_cpu:
+        raise ConfigError(
+            "runtime.precision 64-true is for comparing runs on a CPU: set runtime.accelerator cpu, or use 32-true"
+        )
+    if precision == "bf16-mixed" and on_cpu and not multiplies_bfloat16():
+        log.warning(
+            "runtime.precision bf16-mixed: this processor has no bfloat16 products (AVX512-BF16 or AMX) and is slower "
+            "with them than with float32: use --runtime.precision 32-true"
+        )
+
+
 def _require_shareable(config: PretrainConfig, images_per_group: int, devices: int) -> None:
-    """Refuse a batch that the devices cannot share in whole groups."""
+    """Refuse a batch that cannot be split into whole groups on each device."""
     sizes = (images_per_group, config.optim.micro_batches, devices)
     if config.optim.batch_size % math.prod(sizes):
         group = "objects.group_size" if config.objective.name == "cribo" else "the objective's images_per_group"
@@ -221,7 +192,7 @@ def _require_shareable(config: PretrainConfig, images_per_group: int, devices: i
 
 
 def _require_readable(source: ImageSource) -> None:
-    """Refuse a collection whose first images all are broken, before any work."""
+    """Refuse a collection whose first images are all unreadable."""
     first: UnreadableImage | None = None
     tried = min(len(source), _IMAGES_TRIED)
     for index in range(tried):
@@ -250,7 +221,7 @@ def local_processes(devices: int | str) -> int:
 
 
 class Forever:
-    """A loader again and again, for a data set whose epoch is shorter than what is timed."""
+    """A loader repeated without end, for an epoch shorter than what is timed."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -261,7 +232,7 @@ class Forever:
 
 
 class _Double(DoublePrecision):
-    """Weights in float64; batches are left as they come, for the network converts what it is given."""
+    """Weights in float64; the network converts the batches itself."""
 
     def convert_input(self, data: Any) -> Any:
         return data

@@ -1,4 +1,4 @@
-"""What the steps gave, added up on the device until somebody reads it."""
+"""Losses and metrics of the steps since the last reading, summed on the device."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -13,27 +13,33 @@ from cribo.objectives.base import Output, detached
 class RunningSums:
     """Numerators and denominators of losses and metrics over the steps since the last reading.
 
-    Only `read` and `state_dict` wait for the device; they are to be called on all devices.
+    A loss, and a metric that is one number, are means over the devices. A metric given as numerator and denominator
+    is a quotient of their sums over the devices. Both are independent of the number of devices, also if it changes
+    between the steps of a row.
+
+    Only `read`, `is_finite` and `state_dict` wait for the device; call them on all ranks.
 
     Args:
-        gather: (...) on every device -> (devices, ...), in their order.
+        gather: (...) on every rank -> (devices, ...), in their order.
+        devices: returns the number of devices.
     """
 
-    def __init__(self, gather: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, gather: Callable[[Tensor], Tensor], devices: Callable[[], int] = lambda: 1) -> None:
         self._gather = gather
+        self._devices = devices
         self._sums: dict[str, Tensor] = {}  # (2,): numerator, denominator
 
     def add(self, output: Output, weights: Mapping[str, float]) -> None:
         """Add a micro-batch: each loss as `loss_` and its name, the weighted total as `loss`, the metrics by name."""
         first = next(iter(output.losses.values())).detach()
         like = first.to(torch.promote_types(first.dtype, torch.float32))  # 16 bits count to 256 or 2048
-        found = {f"loss_{name}": (loss, 1.0) for name, loss in output.losses.items()}
         total = sum(weights.get(name, 1.0) * loss.detach() for name, loss in output.losses.items())
-        found["loss"] = total, 1.0  # pyright: ignore[reportArgumentType]
-        found |= {name: value if isinstance(value, tuple) else (value, 1.0) for name, value in output.metrics.items()}
-        for name, (numerator, denominator) in found.items():
-            pair = torch.stack((detached(numerator, like), detached(denominator, like)))
-            self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+        values = {f"loss_{name}": loss for name, loss in output.losses.items()} | {"loss": total} | output.metrics
+        for name, value in values.items():
+            # Sums are stored as means over the devices.
+            pair, factor = (value, self._devices()) if isinstance(value, tuple) else ((value, 1.0), 1)
+            added = factor * torch.stack([detached(number, like) for number in pair])
+            self._sums[name] = self._sums[name] + added if name in self._sums else added
 
     def read(self) -> dict[str, float]:
         """Quotients over all devices since the last reading; one whose denominator is 0 is left out."""
@@ -47,16 +53,15 @@ class RunningSums:
         return all(math.isfinite(number) for pair in losses for number in pair)
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums, as a mean over the devices, for a checkpoint."""
+        """The sums, as means over the devices, for a checkpoint."""
         return {name: pair.cpu() for name, pair in self._over_devices().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor], device: torch.device) -> None:
-        """Take up a state, on each device."""
+        """Restore a state, on each rank."""
         self._sums = {name: pair.to(device) for name, pair in state.items()}
 
     def _over_devices(self) -> dict[str, Tensor]:
         if not self._sums:
             return {}
-        # The mean: a run weighs its steps alike, on however many devices each was taken.
         gathered = self._gather(torch.stack(list(self._sums.values()))).mean(dim=0)
         return dict(zip(self._sums, gathered, strict=True))

@@ -1,1 +1,1 @@
-"""What every training under Lightning needs: checkpoints, signals, locks, and processes that agree."""
+"""Set-up shared by all training under Lightning: trainer, checkpoints, signals, locks and progress."""

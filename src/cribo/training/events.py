@@ -1,4 +1,4 @@
-"""TensorBoard's log of a training that goes on without it."""
+"""Logs whose write errors do not end a training."""
 
 import logging
 import time
@@ -9,49 +9,43 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 log = logging.getLogger("cribo")
 
+_RETRY_SECONDS = 60.0  # each try leaves an empty file while it fails
+
+
+@contextmanager
+def going_on(what: object) -> Iterator[None]:
+    """Log a write error and continue."""
+    try:
+        yield
+    except OSError as error:
+        log.error("could not write to %s: %s; training goes on", what, error.strerror or error)
+
 
 class Events(TensorBoardLogger):
-    """TensorBoard's log, which begins another file some time after the one before could not be written to.
+    """TensorBoard's log, continued in a new file a minute after a write error.
 
-    TensorBoard's writer gives up at the first error, and raises it again at whatever it is asked, the last time when
-    the run has ended.
+    TensorBoard's writer stops at its first error, and raises it again at each call.
     """
 
     _silent_until = 0.0
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log numbers.
-
-        Raises:
-            OSError: they cannot be written; nothing is for a while.
-        """
+        """Log numbers."""
         if time.monotonic() < self._silent_until:
             return
-        try:
-            super().log_metrics(metrics, step)
-        except (OSError, ValueError) as error:
-            # Lightning takes any failure for numbers that it cannot log.
-            cause = error if isinstance(error, OSError) else error.__cause__
-            if not isinstance(cause, OSError):
-                raise
-            self._experiment = None
-            self._silent_until = time.monotonic() + _SECONDS_BETWEEN_TRIES
-            raise cause from None
+        with going_on(self.log_dir):
+            try:
+                super().log_metrics(metrics, step)
+            except (OSError, ValueError) as error:
+                # Lightning raises ValueError from whatever the writer raises.
+                cause = error if isinstance(error, OSError) else error.__cause__
+                if not isinstance(cause, OSError):
+                    raise
+                self._experiment = None
+                self._silent_until = time.monotonic() + _RETRY_SECONDS
+                raise cause from None
 
     def finalize(self, status: str) -> None:
-        """Write what is left, if it can be written."""
+        """Write what is left."""
         with going_on(self.log_dir):
             super().finalize(status)
-
-
-# Each try leaves an empty file while it fails.
-_SECONDS_BETWEEN_TRIES = 60.0
-
-
-@contextmanager
-def going_on(what: object) -> Iterator[None]:
-    """Say what could not be written, and go on: training is worth more than its protocol."""
-    try:
-        yield
-    except OSError as error:
-        log.error("could not write to %s: %s; training goes on", what, error.strerror or error)

@@ -1,14 +1,12 @@
-"""Signals: a run that is told to stop ends with a checkpoint, on all processes after the same step."""
+"""Signals: a run that is told to stop ends with a checkpoint, on all ranks after the same step."""
 
 import logging
 import os
 import re
 import signal
-import socket
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -21,19 +19,16 @@ from cribo.errors import Stopped
 
 log = logging.getLogger("cribo")
 
-# SIGUSR1 is what SLURM is asked to send before the time is up (`--signal=USR1@90`); Windows does not know it.
+# SLURM sends SIGUSR1 before the time is up (`--signal=USR1@90`). Windows does not have it.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
-_SECONDS_TO_END = 2.0  # for a process that can end by itself
-
-
 class Interrupted(Stopped):
-    """A signal ended the training, which can be resumed.
+    """SIGTERM or SIGUSR1 ended the training, which can be resumed.
 
     Attributes:
         signal: which one.
-        status: what a shell reports for a program that it ended: 128 and its number.
+        status: 128 and the signal's number, as shells report it.
     """
 
     everywhere = True
@@ -45,43 +40,46 @@ class Interrupted(Stopped):
 
 
 class Interruption(L.Callback):
-    """Ends the training after the step in which a signal came, whichever process it came to.
+    """Ends the training after the step in which a signal came to any rank.
 
-    The first SIGINT, SIGTERM or SIGUSR1 asks for a checkpoint at the end of the step; a second SIGINT or SIGTERM ends
-    at once, even while a step hangs. After SIGUSR1 a job of SLURM is put into the queue again. Lightning's own
-    handlers, which save where they are in the step, are replaced while the training lasts.
+    The first SIGINT, SIGTERM or SIGUSR1 asks for a checkpoint at the end of the step, and after SIGUSR1 a SLURM job is
+    requeued. A second SIGINT or SIGTERM ends the process at once. Lightning's own handlers would save in the middle of
+    a step; it restores all previous handlers when its trainer ends.
 
-    A validation by itself, after the training, is ended after the batch in which SIGTERM or SIGUSR1 came, by each
-    process for itself: there is nothing to save. Lightning would take the first for Ctrl-C, and not know the second.
+    A validation after the training ends after its current batch, on each rank separately: there is nothing to save.
 
     Args:
         save: writes the checkpoint.
-        advice: how to go on, for the message.
+        advice: how to resume, for the message.
     """
 
     def __init__(self, save: Callable[[L.Trainer], None], *, advice: str) -> None:
         self.save = save
         self.advice = advice
-        self._received: signal.Signals | None = None
-        self._handlers: dict[signal.Signals, Any] = {}
-        self._impatience: _Impatience | None = None
+        self._received = 0
         self._group: Any = None
         self._agreement: tuple[torch.Tensor, Any] | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Listen."""
+        """Install the handlers."""
         if trainer.world_size > 1:
-            # On the host, beside the devices' own group: nobody waits for a GPU to learn whether to go on.
+            # A group of its own on the host, so that no rank waits for a GPU to know whether to continue.
             self._group = dist.new_group(backend="gloo")
-        self._listen(_SIGNALS)
+        self._listen()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Install the handlers for a validation outside the training."""
+        if trainer.state.fn == TrainerFn.VALIDATING:
+            self._listen()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Ask all processes; they answer while the step is taken."""
+        """Start to exchange the signals received so far, while the step is computed."""
         if self._group is not None:
-            told = torch.tensor(int(self._received or 0))
-            self._agreement = told, dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            received = torch.tensor(self._received)
+            work = dist.all_reduce(received, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            self._agreement = received, work
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -89,29 +87,19 @@ class Interruption(L.Callback):
         """Save and stop, if a signal has come.
 
         Raises:
-            Interrupted: a signal has come, and the checkpoint is written.
+            Interrupted: SIGTERM or SIGUSR1 has come.
+            KeyboardInterrupt: SIGINT has come.
         """
-        number = int(self._received or 0)
+        number = self._received
         if self._agreement is not None:
-            told, work = self._agreement
+            received, work = self._agreement
             work.wait()
-            number = int(told)
-        if not number:
-            return
-        if trainer.global_step >= trainer.max_steps:  # it ends anyway; a validation that follows is ended
-            self._received = signal.Signals(number)
-            return
-        self.save(trainer)
-        self._end(trainer, signal.Signals(number))
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave the signals to who had them."""
-        self._restore()
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Listen, where there is no training around it; Ctrl-C is left to Python."""
-        if trainer.state.fn == TrainerFn.VALIDATING:
-            self._listen([number for number in _SIGNALS if number != signal.SIGINT])
+            number = int(received)
+        if number and trainer.global_step >= trainer.max_steps:  # it ends anyway; a validation that follows does not
+            self._received = number
+        elif number:
+            self.save(trainer)
+            self._end(trainer, number)
 
     def on_validation_batch_end(
         self,
@@ -122,98 +110,49 @@ class Interruption(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Stop, if a signal has come and there is no training around it.
-
-        Raises:
-            Interrupted: a signal has come.
-        """
-        if trainer.state.fn == TrainerFn.VALIDATING and self._received is not None:
+        """Stop a validation outside the training, if a signal has come."""
+        if trainer.state.fn == TrainerFn.VALIDATING and self._received:
             self._end(trainer, self._received)
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave the signals to who had them, unless a training goes on."""
-        if trainer.state.fn == TrainerFn.VALIDATING:
-            self._restore()
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Leave the signals to who had them."""
-        self._restore()
-
-    def _listen(self, signals: Iterable[signal.Signals]) -> None:
+    def _listen(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._note) for number in signals}
-            self._impatience = _Impatience()
+            for number in _SIGNALS:
+                signal.signal(number, self._note)
 
-    def _end(self, trainer: L.Trainer, received: signal.Signals) -> None:
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._received = self._received or number
+        if number in (signal.SIGINT, signal.SIGTERM):
+            # The system's own handling of the second one ends the process even where no Python code runs.
+            for each in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(each, signal.SIG_DFL)
+        if number == signal.SIGINT:
+            # print and logging may be interrupted in this very thread. A progress bar hides the cursor: show it.
+            cursor = b"\x1b[?25h" if os.isatty(2) else b""
+            os.write(2, cursor + b"\nstopping after this step; press Ctrl-C again to stop at once\n")
+
+    def _end(self, trainer: L.Trainer, number: int) -> None:
+        received = signal.Signals(number)
+        if received is signal.SIGINT:
+            raise KeyboardInterrupt
         if trainer.is_global_zero and received.name == "SIGUSR1":
             requeue()
         raise Interrupted(received, trainer.global_step, self.advice)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            if self._received is not None:
-                raise KeyboardInterrupt
-            # Not by print or logging: either may be at work in this very thread.
-            os.write(2, b"\nsaving a checkpoint after this step; press Ctrl-C again to stop at once\n")
-        self._received = self._received or signal.Signals(number)
-
-    def _restore(self) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._handlers = {}
-        if self._impatience is not None:
-            self._impatience.end()
-            self._impatience = None
-
-
-class _Impatience(threading.Thread):
-    """Ends the process at the second SIGINT or SIGTERM, whatever it is waiting for.
-
-    A handler in Python runs between two of its instructions. A process that waits for another one inside of a library
-    gets to none, but the system writes the signal's number to this thread's socket.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(name="impatience", daemon=True)
-        self._numbers, self._written = socket.socketpair()
-        self._written.setblocking(False)
-        self._before = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
-        self.start()
-
-    def run(self) -> None:
-        """Count."""
-        counted = 0
-        while number := self._numbers.recv(1)[0]:
-            counted += number in (signal.SIGINT, signal.SIGTERM)
-            if counted > 1:
-                time.sleep(_SECONDS_TO_END)
-                os._exit(128 + number)
-
-    def end(self) -> None:
-        """Leave the signals to who had them."""
-        signal.set_wakeup_fd(self._before)
-        self._written.send(b"\0")
-        self.join()
-        self._numbers.close()
-        self._written.close()
-
 
 def requeue() -> None:
-    """Have SLURM start this job again; nothing happens outside of one."""
+    """Have SLURM requeue this job; a no-op outside of one."""
     job = os.environ.get("SLURM_JOB_ID")
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"
     if job is None:
         return
     if not re.fullmatch(r"\d+(_\d+)?", job):
-        log.error("SLURM's job id %r is none: the job is not queued again", job)
+        log.error("the job is not requeued: SLURM's job id must be a number, got %r", job)
         return
     try:
-        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        log.error("could not queue job %s again: %s", job, error)
-        return
-    if done.returncode:
-        log.error("could not queue job %s again: %s", job, (done.stderr or done.stdout).strip())
+        subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        log.error("could not requeue job %s: %s", job, str(reason).strip())
     else:
-        log.info("job %s is queued again", job)
+        log.info("job %s is requeued", job)

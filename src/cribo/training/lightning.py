@@ -2,27 +2,82 @@
 
 import logging
 import os
-import signal
-import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from pathlib import Path
+from typing import Any
 
 import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import LayerSync
 from timm.layers.norm_act import convert_sync_batchnorm
 from torch.nn import Module
 
+from cribo.allocator import keep_freed_memory
 from cribo.arguments import ConfigError
+from cribo.training.checkpoints import AtomicCheckpointIO
+from cribo.training.events import Events
 
 log = logging.getLogger("cribo")
 
-T = TypeVar("T")
+
+def make_trainer(
+    folder: Path | None,
+    callbacks: Sequence[Callback],
+    steps: int,
+    *,
+    accelerator: str,
+    threads: int | None,
+    plugins: Sequence[Any] = (),
+    **options: Any,
+) -> L.Trainer:
+    """A trainer that stops after `steps`, with atomic checkpoints and without Lightning's own displays.
+
+    Args:
+        folder: for TensorBoard's log; none is written when None.
+        callbacks: all of them.
+        steps: optimiser steps.
+        accelerator: auto, cpu, gpu, ...
+        threads: of torch on CPUs; its own choice when None.
+        plugins: further ones.
+        options: of `lightning.Trainer`.
+
+    Raises:
+        ConfigError: devices that are not there.
+    """
+    on_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
+    if not on_gpu:
+        keep_freed_memory()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        with quiet_lightning():
+            trainer = L.Trainer(
+                accelerator=accelerator,
+                max_steps=steps,
+                max_epochs=-1,
+                callbacks=list(callbacks),
+                logger=Events(folder, name="", version="tensorboard") if folder else False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                enable_checkpointing=False,
+                use_distributed_sampler=False,
+                plugins=[AtomicCheckpointIO(), *([_SyncBatchNorm()] if on_gpu else []), *plugins],
+                default_root_dir=folder,
+                **options,
+            )
+    except MisconfigurationException as error:
+        raise ConfigError(f"runtime.accelerator {accelerator}: {error}") from error
+    # Lightning would broadcast at every step, on the device, whether SIGTERM has come; `Interruption` handles it.
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+    return trainer
 
 
 def require_launched(devices: int | str, num_nodes: int) -> None:
-    """Refuse to share a run among another number of processes than were started; each would make a run of its own.
+    """Refuse a number of processes that differs from that started; each would start a run of its own.
 
     Args:
         devices: of each node, `runtime.devices`.
@@ -46,61 +101,22 @@ def require_launched(devices: int | str, num_nodes: int) -> None:
         )
 
 
-def agreed(trainer: L.Trainer, make: Callable[[], T]) -> T:
-    """What the first process makes, on all processes that a launcher (torchrun, SLURM) has started.
-
-    Args:
-        trainer: with the strategy of the run.
-        make: called on the first process alone.
-
-    Raises:
-        whatever `make` raises, on all of them.
-    """
-    environment = getattr(trainer.strategy, "cluster_environment", None)
-    if environment is None or not environment.creates_processes_externally:
-        return make()
-    trainer.strategy.setup_environment()
-    made: T | None = None
-    error: Exception | None = None
-    if trainer.is_global_zero:
-        try:
-            made = make()
-        except Exception as raised:
-            error = raised
-    made, error = trainer.strategy.broadcast((made, error))
-    if error is not None:
-        raise error
-    return cast(T, made)
-
-
-def ask_nobody_about_sigterm(trainer: L.Trainer) -> None:
-    """Leave SIGTERM to `Interruption`: Lightning would have every step wait for the device, to learn of one."""
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
-
-
 @contextmanager
 def interruptible(trainer: L.Trainer, *, advice: str = "") -> Iterator[None]:
-    """Let Ctrl-C end the training as it ends anything else in Python.
-
-    Lightning makes it an exit of the whole program, deaf to further ones.
-    """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGINT)
+    """Raise Ctrl-C as a KeyboardInterrupt; Lightning exits the program."""
     try:
         yield
     except SystemExit as error:
         if not trainer.interrupted:
             raise
-        if in_main_thread:
-            signal.signal(signal.SIGINT, handler)
         if advice:
-            log.warning("interrupted at step %d: %s", trainer.global_step, advice)
+            log.warning("interrupted after step %d: %s", trainer.global_step, advice)
         raise KeyboardInterrupt from error
 
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Leave out what Lightning says about choices that were made on purpose."""
+    """Suppress Lightning's messages about deliberate choices."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -111,15 +127,13 @@ def quiet_lightning() -> Iterator[None]:
                 ".*GPU available but not used.*",
                 ".*tensorboardX.*",
                 ".*is smaller than the logging interval.*",
-                ".*in eval mode at the start of training.*",  # what is frozen
-                ".*You defined a `validation_step` but have no `val_dataloader`.*",  # of its own, after the training
-                # The order of the data is a function of the step: StepBatchSampler.
-                ".*your dataloader is not resumable.*",
-                ".*sync_dist=True.*",  # what is logged is of all processes already, or of one on purpose
+                ".*in eval mode at the start of training.*",  # frozen parts
+                ".*You defined a `validation_step` but have no `val_dataloader`.*",  # validation follows the training
+                ".*your dataloader is not resumable.*",  # the order of the data is a function of the step
+                ".*sync_dist=True.*",  # logged values are those of all ranks, or of one on purpose
                 ".*torch.distributed.nn.functional.all_gather is deprecated.*",
                 ".*LeafSpec.*is deprecated.*",
                 ".*`broadcast_buffers` is deprecated.*",  # its successor is not in all versions of torch
-                ".*FSDP2-wrapped module .* returned a view tensor.*",  # nothing changes tokens in place
             ):
                 warnings.filterwarnings("ignore", text)
             yield
@@ -127,13 +141,11 @@ def quiet_lightning() -> Iterator[None]:
         logger.setLevel(level)
 
 
-class SyncBatchNorm(LayerSync):
+class _SyncBatchNorm(LayerSync):
     """Batch norms over all GPUs; timm's conversion keeps the activations inside its own norms."""
 
     def apply(self, model: Module) -> Module:
-        """Convert."""
         return convert_sync_batchnorm(model)
 
     def revert(self, model: Module) -> Module:
-        """Leave them as they are: their state is the same."""
         return model

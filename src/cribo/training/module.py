@@ -1,4 +1,4 @@
-"""What a module must be for its training to be stopped at any time, and gone on with."""
+"""A module whose training can be stopped at any step and resumed."""
 
 from typing import Any
 
@@ -9,42 +9,44 @@ from torch import Tensor
 from cribo.errors import Stopped
 
 
-class Diverged(Stopped):
-    """Weights became infinite or not a number.
+class NonFiniteLoss(Stopped):
+    """A loss or the weights became infinite or not a number.
 
     Attributes:
-        step: after which that was seen.
+        what: the value that was not finite.
+        step: the step at which that was found.
     """
 
     everywhere = True
 
-    def __init__(self, step: int) -> None:
-        super().__init__(
-            f"weights were not finite after step {step}: checkpoints hold nothing of it; start again with a lower "
-            "learning rate, or with --runtime.precision bf16-mixed if it is 16-mixed"
-        )
+    def __init__(self, what: str, step: int, advice: str) -> None:
+        were = "were" if what in ("the weights", "the predictions") else "was"
+        super().__init__(f"{what} {were} not finite, seen at step {step}. No checkpoint contains such values: {advice}")
+        self.what = what
         self.step = step
 
 
 class ResumableModule(L.LightningModule):
-    """A module whose checkpoints are sound.
+    """A module whose checkpoints contain finite weights only.
 
-    Its checkpoints have an entry `cribo`, in which it may keep what is no registered state.
+    Attributes:
+        advice: what to do after a `NonFiniteLoss`.
     """
 
+    advice = "start again with a lower learning rate, or with --runtime.precision bf16-mixed if it is 16-mixed"
+
     def check_weights(self) -> None:
-        """Refuse weights that are not finite, before they are saved. Reads the device; to be called on all.
+        """Refuse trained weights that are not finite on any rank; waits for the device.
 
         Raises:
-            Diverged: a trained weight is not finite.
+            NonFiniteLoss: a trained weight is not finite.
         """
         trained = [parameter.detach().isfinite().all() for parameter in self.parameters() if parameter.requires_grad]
-        finite = torch.stack(trained).all().float() if trained else torch.ones(())
-        everywhere = self.all_gather(finite)
-        assert isinstance(everywhere, Tensor)
-        if not everywhere.all():
-            raise Diverged(self.global_step)
+        finite = self.all_gather(torch.stack(trained).all().float()) if trained else torch.ones(())
+        assert isinstance(finite, Tensor)
+        if not finite.all():
+            raise NonFiniteLoss("the weights", self.global_step, self.advice)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the module's own entry."""
+        """Add the entry `cribo`, for state that is no registered buffer."""
         checkpoint["cribo"] = {}

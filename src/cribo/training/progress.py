@@ -1,103 +1,62 @@
-"""One progress bar for a training: steps, ETA, and what is worth watching."""
+"""Progress of a training: steps, ETA and numbers."""
 
-import sys
-import time
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
-from cribo.console import Phases, duration
+from cribo.console import Phases
 
-_LINE_SECONDS = 30.0  # between two lines where there is no terminal to draw a bar on
-_FIRST_LINE_SECONDS = 5.0  # until the first of them
+_FIRST_LINE_SECONDS = 5.0
+
+
+def logged_numbers(trainer: L.Trainer) -> str:
+    """What the module logs with `prog_bar=True`; waits for the device."""
+    return " · ".join(f"{name} {float(value):.4g}" for name, value in trainer.progress_bar_metrics.items())
 
 
 class StepProgress(L.Callback):
-    """A bar on a terminal; elsewhere (a log file, a scheduler) a line now and then.
+    """The progress of a training, or of a validation outside of one.
 
     Args:
         console: where to.
-        label: what is trained, before the bar.
-        every_steps: between two readings of the numbers behind the bar.
+        label: name of the training.
+        numbers: returns what is shown beside its steps.
+        every_steps: steps between two calls of `numbers`.
     """
 
-    def __init__(self, console: Console, label: str = "", *, every_steps: int = 1) -> None:
+    def __init__(
+        self,
+        console: Console,
+        label: str,
+        numbers: Callable[[L.Trainer], str] = logged_numbers,
+        *,
+        every_steps: int = 1,
+    ) -> None:
         self.console = console
         self.label = label
+        self.numbers = numbers
         self.every_steps = every_steps
-        self._numbers = ""
-        self._bar: Progress | None = None
-        self._score: Phases | None = None
-        self._started = self._printed = 0.0
-        self._first_step = 0
-
-    def title(self, module: L.LightningModule) -> str:
-        """What stands before the bar."""
-        return self.label
-
-    def numbers(self, trainer: L.Trainer) -> str:
-        """What stands behind the bar: by default, what the module logs with `prog_bar=True`."""
-        return " · ".join(f"{name} {float(value):.4g}" for name, value in trainer.progress_bar_metrics.items())
+        self._shown = ""
+        self._phases: Phases | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show where the training stands."""
-        self._started = time.perf_counter()
-        self._printed = self._started - _LINE_SECONDS + min(_FIRST_LINE_SECONDS, _LINE_SECONDS)
-        self._first_step = trainer.global_step
-        if not (trainer.is_global_zero and self.console.is_terminal):
-            return
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("steps"),
-            TimeElapsedColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            console=self.console,
-        )
-        self._bar.start()
-        title = self.title(pl_module)
-        self._task = self._bar.add_task(title, total=trainer.max_steps, completed=trainer.global_step, numbers="")
+        """Show the first step."""
+        self._show(trainer, self.label, trainer.global_step, int(trainer.max_steps))
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Move on."""
-        step, now = trainer.global_step, time.perf_counter()
-        if self._bar is not None:
-            if step % self.every_steps == 0:
-                self._numbers = self.numbers(trainer)
-            self._bar.update(self._task, completed=step, description=self.title(pl_module), numbers=self._numbers)
-        elif trainer.is_global_zero and now - self._printed >= _LINE_SECONDS:
-            self._printed = now
-            left = (trainer.max_steps - step) * (now - self._started) / max(step - self._first_step, 1)
-            self.console.print(
-                f"{self.title(pl_module)} step {step}/{trainer.max_steps} ETA {duration(left)} {self.numbers(trainer)}",
-                highlight=False,
-                soft_wrap=True,
-            )
+        """Advance."""
+        if trainer.global_step % self.every_steps == 0:
+            self._shown = self.numbers(trainer)
+        self._show(trainer, self.label, trainer.global_step, int(trainer.max_steps))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         self._stop()
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show where a score stands that has no training around it."""
-        if trainer.state.fn == TrainerFn.VALIDATING and trainer.is_global_zero:
-            self._score = Phases(self.console)
-            self._score.__enter__()
 
     def on_validation_batch_end(
         self,
@@ -108,24 +67,28 @@ class StepProgress(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Move on."""
-        if self._score is not None:
-            self._score(f"{self.title(pl_module)}: score", batch_idx + 1, int(sum(trainer.num_val_batches)))
+        """Show the progress of a validation outside the training."""
+        if trainer.state.fn == TrainerFn.VALIDATING:
+            self._shown = ""
+            self._show(trainer, f"{self.label}: score", batch_idx + 1, int(sum(trainer.num_val_batches)))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave the terminal as it was."""
-        if self._score is not None:
+        """Restore the terminal."""
+        if trainer.state.fn == TrainerFn.VALIDATING:
             self._stop()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         self._stop()
 
+    def _show(self, trainer: L.Trainer, what: str, done: int, total: int) -> None:
+        if not trainer.is_global_zero:
+            return
+        if self._phases is None:
+            self._phases = Phases(self.console, first_line=_FIRST_LINE_SECONDS).__enter__()
+        self._phases(what, done, total, self._shown)
+
     def _stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-        if self._score is not None:
-            self._score.__exit__(None, None, None)
-            self._score = None
-        sys.stdout.flush()
+        if self._phases is not None:
+            self._phases.__exit__(None, None, None)
+            self._phases = None

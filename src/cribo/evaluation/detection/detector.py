@@ -14,7 +14,7 @@ from cribo.evaluation.detection.scoring import AveragePrecision, Detections, Gat
 from cribo.evaluation.detection.views import Batch
 from cribo.evaluation.training import TrainedModule
 from cribo.models import normalise
-from cribo.training.module import Diverged
+from cribo.training.module import NonFiniteLoss
 
 
 class Detector(TrainedModule):
@@ -71,11 +71,11 @@ class Detector(TrainedModule):
         """The set loss.
 
         Raises:
-            Diverged: predictions are not finite. (Matching reads them on the host, so that looking costs no time.)
+            NonFiniteLoss: predictions are not finite. (Matching reads them on the host, so that looking costs no time.)
         """
         logits, boxes = self(batch.images)
         if not boxes.isfinite().all():
-            raise Diverged(self.global_step)
+            raise NonFiniteLoss("the predictions", self.global_step, self.advice)
         losses = self.loss(logits, boxes, batch.labels, batch.boxes, mean_over_devices=self._mean_over_devices)
         self.log("loss", losses.total.detach(), prog_bar=True)
         for name, value in (("label", losses.label), ("box", losses.box), ("giou", losses.giou)):

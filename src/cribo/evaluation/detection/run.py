@@ -67,7 +67,7 @@ def evaluate_detection(
         FileNotFoundError: a file of the backbone or the data is not there.
         ConnectionError: timm's weights cannot be fetched.
         UnreadableImage: an image is broken.
-        Diverged: weights are not finite.
+        NonFiniteLoss: weights are not finite.
         Interrupted: SIGTERM or SIGUSR1 came; a checkpoint was written. (Ctrl-C is a KeyboardInterrupt.)
     """
     if pictures < 0:

@@ -66,7 +66,7 @@ def evaluate_segmenter(
         FileNotFoundError: a file of the backbone or the data is not there.
         ConnectionError: timm's weights cannot be fetched.
         Interrupted: a signal came; `resume` goes on from there.
-        Diverged: a learning rate is too high.
+        NonFiniteLoss: a learning rate is too high.
     """
     console = console or Console(quiet=True)
     task = SegmentationTask.open(config, pictures=pictures)

@@ -1,0 +1,110 @@
+"""How many epochs fit into some minutes on this machine."""
+
+import dataclasses
+import logging
+import time
+from contextlib import closing
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback, LambdaCallback
+
+from cribo.arguments import ConfigError
+from cribo.pretraining.config import PretrainConfig
+from cribo.pretraining.session import Forever, Session
+from cribo.training.lightning import interruptible, quiet_lightning
+
+log = logging.getLogger("cribo")
+
+_TIMED_STEPS = 8  # after as many to warm up
+
+
+def plan(session: Session, minutes: float) -> "TimeLimit":
+    """Time some steps of a throw-away copy, and give the session the number of epochs that fits.
+
+    Returns:
+        a callback that ends the run at twice the time.
+
+    Raises:
+        ConfigError: `minutes` is not positive, or there are several devices.
+    """
+    if minutes <= 0:
+        raise ConfigError(f"minutes must be > 0, got {minutes}")
+    if session.config.runtime.devices not in (1, "1") or session.config.runtime.num_nodes > 1:
+        raise ConfigError("--minutes times one device only: set optim.epochs instead")
+    times: list[float] = []
+    timer = LambdaCallback(on_train_batch_end=lambda *_: times.append(time.perf_counter()))
+    with quiet_lightning():
+        trainer = session.trainer(None, [timer], 2 * _TIMED_STEPS)
+        with interruptible(trainer), closing(session.loader(trainer)) as loader:
+            trainer.fit(session.module, Forever(loader))
+    seconds_per_step = (times[-1] - times[_TIMED_STEPS - 1]) / _TIMED_STEPS
+    steps_per_epoch = session.module.schedules.steps_per_epoch
+    seconds_per_epoch = seconds_per_step * steps_per_epoch
+    epochs = max(1, round(60 * minutes / seconds_per_epoch))
+    log.info(
+        "%.2f s per step on this machine: %d epochs of %d steps in about %.1f minutes",
+        seconds_per_step,
+        epochs,
+        steps_per_epoch,
+        epochs * seconds_per_epoch / 60,
+    )
+    session.config = with_epochs(session.config, epochs)
+    session.module = session.make_module()
+    return TimeLimit(2 * max(60 * minutes, seconds_per_epoch))
+
+
+class TimeLimit(Callback):
+    """Ends a planned run early if the machine has become far slower than when it was timed."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._started = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start the clock."""
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Stop after the time limit."""
+        if time.perf_counter() - self._started > self.seconds and not trainer.should_stop:
+            log.warning(
+                "stopping at step %d of %d, after twice the time that was planned: the machine has become slower",
+                trainer.global_step,
+                trainer.max_steps,
+            )
+            trainer.should_stop = True
+
+
+def with_epochs(config: PretrainConfig, epochs: int) -> PretrainConfig:
+    """A run of another length; schedules that begin or end at an epoch keep their place in it.
+
+    Example:
+        >>> shorter = with_epochs(load_config("imagenet_vits16"), 10)
+        >>> shorter.optim.warmup_epochs
+        1
+    """
+    factor = epochs / config.optim.epochs
+
+    def placed(epoch: int) -> int:
+        return epoch if epoch <= 1 else max(1, round(factor * epoch))
+
+    optim, losses, score = config.optim, config.losses, config.score
+    return dataclasses.replace(
+        config,
+        optim=dataclasses.replace(
+            optim,
+            epochs=epochs,
+            warmup_epochs=placed(optim.warmup_epochs),
+            freeze_last_layers_epochs=placed(optim.freeze_last_layers_epochs),
+            freeze_backbone_epochs=placed(optim.freeze_backbone_epochs),
+        ),
+        losses=dataclasses.replace(
+            losses,
+            cross_image_from_epoch=placed(losses.cross_image_from_epoch),
+            teacher_temperature_epochs=placed(losses.teacher_temperature_epochs),
+        ),
+        score=dataclasses.replace(score, every_epochs=placed(score.every_epochs)),
+    )

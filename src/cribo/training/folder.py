@@ -1,0 +1,134 @@
+"""The folder of a training: claimed, locked, and the same for all ranks."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import lightning as L
+from filelock import FileLock, Timeout
+
+from cribo.files import FolderError, claim_folder, is_part, make_numbered_folder
+from cribo.processes import LAUNCHER
+
+log = logging.getLogger("cribo")
+
+RUN_LOCK = "run.lock"
+
+# Names the folder for processes that Lightning starts for further devices.
+_OPENED = "CRIBO_FOLDER"
+
+
+@contextmanager
+def open_on_all_ranks(trainer: L.Trainer, open_folder: Callable[[ExitStack], Path]) -> Iterator[Path]:
+    """Open a folder on rank 0, for all ranks.
+
+    Args:
+        trainer: with the strategy of the training.
+        open_folder: called on rank 0 only; what it enters, a lock for example, is left at the end.
+
+    Raises:
+        whatever `open_folder` raises, on all ranks that a launcher (torchrun, SLURM) has started.
+    """
+    if _OPENED in os.environ and os.environ.get(LAUNCHER) != str(os.getpid()):
+        # Lightning has started this process, after rank 0 had opened the folder.
+        yield Path(os.environ.pop(_OPENED))
+        return
+    with ExitStack() as held:
+        folder = _agree(trainer, lambda: open_folder(held))
+        for variable, value in ((_OPENED, str(folder)), (LAUNCHER, str(os.getpid()))):
+            os.environ[variable] = value
+            held.callback(os.environ.pop, variable, None)
+        yield folder
+
+
+def _agree(trainer: L.Trainer, make: Callable[[], Path]) -> Path:
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if environment is None or not environment.creates_processes_externally:
+        return make()
+    trainer.strategy.setup_environment()
+    made: Path | None = None
+    error: Exception | None = None
+    if trainer.is_global_zero:
+        try:
+            made = make()
+        except Exception as raised:
+            error = raised
+    made, error = trainer.strategy.broadcast((made, error))
+    if error is not None:
+        raise error
+    assert made is not None
+    return made
+
+
+def claim(
+    held: ExitStack,
+    out: Path,
+    name: str | None,
+    default_name: str,
+    *,
+    marker: str,
+    overwrite: bool,
+    resume: bool,
+    advice: str,
+) -> Path:
+    """Make and lock `out/name`; or without a name, the first new one of `out/default_name`, `...-2`, `...-3`.
+
+    Args:
+        held: holds the lock.
+        out: folder of such folders.
+        name: of the folder; None to number it.
+        default_name: of a numbered folder.
+        marker: the file by which a folder of this kind is recognised.
+        overwrite: replace a folder of this kind.
+        resume: keep a folder of this kind, or one that was killed before it wrote its `marker`.
+        advice: what to do if the folder exists, as the end of an error message.
+
+    Raises:
+        FolderError: the folder exists and is not to be replaced or kept, is in use, or cannot be written to.
+    """
+    if name is None:
+        folder = make_numbered_folder(out, default_name)
+    else:
+        folder = out / name
+        if not (resume and ((folder / marker).is_file() or _is_barely_begun(folder))):
+            if overwrite and (folder / marker).is_file():
+                with run_lock(folder):  # refuses to replace a folder in use
+                    pass
+            claim_folder(folder, marker=marker, overwrite=overwrite, advice=advice)
+    held.enter_context(run_lock(folder))
+    return folder
+
+
+def _is_barely_begun(folder: Path) -> bool:
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return bool(names) and all(name == RUN_LOCK or is_part(name) for name in names)
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Lock a folder for this process, until it ends, by whatever means. Warns if the file system has no locks.
+
+    Raises:
+        FolderError: another run holds the lock, or the folder cannot be written to.
+    """
+    lock, owner = FileLock(folder / RUN_LOCK), os.getpid()
+    try:
+        lock.acquire(timeout=0)
+    except NotImplementedError:
+        log.warning("%s cannot be locked: make sure that no other run uses this folder", folder)
+    except (Timeout, RuntimeError) as error:  # RuntimeError: held by this process
+        raise FolderError(
+            f"{folder} is in use by another run: wait for its end or stop it, or use another --name or --out"
+        ) from error
+    except OSError as error:
+        raise FolderError(f"cannot write to {folder}: {error.strerror}; use another folder") from error
+    try:
+        yield
+    finally:
+        if os.getpid() == owner:  # not in a fork that ends by an exception
+            with contextlib.suppress(OSError):
+                (folder / RUN_LOCK).unlink()
+            lock.release()
