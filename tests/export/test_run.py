@@ -22,6 +22,7 @@ from cribo.export.run import compare_features
 from cribo.export.timm_folder import load as load_timm
 from cribo.files import FolderError
 from cribo.models import Backbone, build_backbone, normalise, save_backbone
+from cribo.models.backbone import Numerics
 
 Network = Callable[[str], Backbone]
 
@@ -170,7 +171,7 @@ def test_what_fails_its_check_leaves_nothing_and_takes_nothing_away(network: Net
     backbone = network("vit")
     export_backbone(backbone, "timm", tmp_path / "out")
     before = (tmp_path / "out" / "export.json").read_text()
-    backbone.set_norm_eps(0.5)  # timm's file cannot say this
+    backbone.set_numerics(Numerics(norm_eps=0.5))  # timm's file cannot say this
     for folder, overwrite in ((tmp_path / "new", False), (tmp_path / "out", True)):
         with pytest.raises(DifferentFeatures, match="has been removed; use --to transformers or onnx or torch-export"):
             export_backbone(backbone, "timm", folder, overwrite=overwrite)
@@ -243,7 +244,7 @@ def test_the_command_says_where_how_near_and_how_to_load_it(
     assert load_backbone(tmp_path / "out").image_size == 80
     assert main(words) == 2
     assert "exists already" in capsys.readouterr().err
-    backbone.set_norm_eps(0.5)
+    backbone.set_numerics(Numerics(norm_eps=0.5))
     save_backbone(backbone, tmp_path / "run")
     assert main([*words, "--overwrite"]) == 1
     assert "has been removed" in capsys.readouterr().err

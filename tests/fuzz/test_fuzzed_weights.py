@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cribo.models.formats import recognise
-from cribo.models.reading import flatten, read_weights
+from cribo.models.formats.reading import flatten, read_weights
+from cribo.models.formats.recognising import recognise
 
 FUZZED = settings(
     max_examples=settings().max_examples // 4,

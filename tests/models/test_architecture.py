@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 
-from cribo.models.architecture import infer_architecture
+from cribo.models.formats.architecture import infer_architecture
 
 NAMES = [
     *(f"vit_{size}_patch16_224" for size in ("tiny", "small", "base", "large")),

@@ -7,6 +7,7 @@ import torch
 from timm.layers.attention import Attention
 
 from cribo.models import build_backbone
+from cribo.models.backbone import Numerics
 
 TINY_VIT = {"embed_dim": 64, "depth": 3, "num_heads": 2}
 TINY_RESNET = {"layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32)}
@@ -370,7 +371,7 @@ def test_the_fingerprint_changes_with_what_changes_the_features_and_with_nothing
         lambda backbone: backbone.model.cls_token.data.neg_(),
         lambda backbone: setattr(backbone, "mean", (0.5, 0.5, 0.5)),
         lambda backbone: setattr(backbone, "std", (0.5, 0.5, 0.5)),
-        lambda backbone: backbone.set_norm_eps(1e-5),
+        lambda backbone: backbone.set_numerics(Numerics(norm_eps=1e-5)),
         lambda backbone: backbone.double(),
     ):
         backbone = build()

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
 
-from cribo.models import Backbone, build_backbone, load_backbone, load_pretrained
-from cribo.models.backbone import IMAGENET_MEAN
+from cribo.models import Backbone, build_backbone, load_backbone, load_pretrained, save_backbone
+from cribo.models.backbone import IMAGENET_MEAN, Numerics
 
 State = dict[str, Tensor]
 VIT = "vit_small_patch16_224"
@@ -206,20 +206,30 @@ def test_files_of_projects_with_timm_names(
 
 
 @pytest.mark.parametrize("write", [case[0] for case in VIT_FILES.values()], ids=VIT_FILES)
-def test_a_key_that_nothing_explains_is_refused(tmp_path: Path, write: Callable[[State, State], dict[str, Any]]):
-    content = write(network(1).model.state_dict(), network(2).model.state_dict())
+def test_unknown_tensors_of_the_network_are_refused_and_others_ignored(
+    tmp_path: Path, write: Callable[[State, State], dict[str, Any]]
+):
+    teacher = network(1)
+    content = write(teacher.model.state_dict(), network(2).model.state_dict())
     inner: Any = content
     while not any(key.endswith("cls_token") for key in inner):
         inner = inner[next(key for key in ("state_dict", "model_ema", "teacher", "model") if key in inner)]
     prefix = next(key for key in reversed(inner) if key.endswith("cls_token")).removesuffix("cls_token")
-    torch.save(content, tmp_path / "before.pth")
-    load_backbone(tmp_path / "before.pth")
-    for key in ("surprise.weight", f"{prefix}surprise.weight"):
-        inner[key] = torch.ones(2)
-        torch.save(content, tmp_path / "weights.pth")
-        with pytest.raises(ValueError, match=rf"{re.escape(key)}"):
-            load_backbone(tmp_path / "weights.pth")
-        del inner[key]
+    path = tmp_path / "weights.pth"
+    beside = {"best_score": torch.tensor(0.7), "my_optimiser": {"moments": torch.ones(3)}}
+    torch.save({**content, **beside, "class_weights": torch.ones(4)}, path)
+    backbone = load_backbone(path)
+    assert_same_features(backbone, teacher)
+    assert backbone.loaded is not None
+    assert "my_optimiser/moments" in str(backbone.loaded)
+    inner[f"{prefix}surprise.weight"] = torch.ones(2)
+    torch.save(content, path)
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))}.*{re.escape(prefix)}surprise\.weight.*ignore"):
+        load_backbone(path)
+    backbone = load_backbone(path, ignore=[r"surprise\."])
+    assert_same_features(backbone, teacher)
+    assert backbone.loaded is not None
+    assert backbone.loaded.dropped["ignored as asked"][0].endswith("surprise.weight")
 
 
 def test_a_mocov3_vit_s_has_12_heads(tmp_path: Path):
@@ -247,7 +257,8 @@ def test_a_width_with_a_name_has_its_usual_heads(tmp_path: Path):
     backbone = load_backbone(tmp_path / "weights.pth")
     assert_same_features(backbone, source)
     assert backbone.loaded is not None
-    assert backbone.loaded.notes == ()
+    assert [note for note in backbone.loaded.notes if "heads" in note] == []
+    assert "the file has 3 blocks, where networks of this width have 12" in str(backbone.loaded)
 
 
 def test_heads_that_weights_do_not_show_come_from_the_caller(tmp_path: Path):
@@ -331,7 +342,7 @@ def test_dinov2_and_its_training_checkpoints(tmp_path: Path, name: str, args: di
     assert backbone.loaded is not None
     assert backbone.loaded.format == "DINOv2"
     assert backbone.loaded.dropped == {"mask token": ("mask_token",)}
-    assert any("offset of 0.1" in note for note in backbone.loaded.notes) == ("reg4" not in name)
+    assert backbone.numerics.positions == ("timm" if "reg4" in name else "bicubic_offset")
     # Trained in chunks of blocks, the heads beside the backbone.
     chunked = renamed(state, (r"^blocks\.(\d+)\.", r"blocks.0.\1."))
     heads = tensors("dino_head.mlp.0.weight", "ibot_head.last_layer.weight_v")
@@ -378,24 +389,30 @@ def test_dinov3(tmp_path: Path, name: str, args: dict[str, Any]):
     state = dinov3_state(source)
     torch.save(state, tmp_path / "weights.pth")
     backbone = load_backbone(tmp_path / "weights.pth")
+    periods = tuple(state["rope_embed.periods"].float().tolist())  # rounded to bfloat16, as those of the original
+    source.set_numerics(Numerics(rope_periods=periods))
     assert_same_features(backbone, source, 64)
     assert backbone.loaded is not None
     assert backbone.loaded.format == "DINOv3"
     assert set(backbone.loaded.dropped) == {"mask token"}
     assert (backbone.mean, backbone.loaded.notes) == (IMAGENET_MEAN, ())
+    save_backbone(backbone, tmp_path / "saved")
+    assert_same_features(load_backbone(tmp_path / "saved"), source, 64)
+    source.set_numerics(Numerics())
     timm_state = {key: value for key, value in source.model.state_dict().items() if "rope" not in key}
     torch.save({"model": {**timm_state, **tensors("head.weight")}}, tmp_path / "timm.pth")
     assert_same_features(load_backbone(tmp_path / "timm.pth"), source, 64)
-    state["rope_embed.periods"] = state["rope_embed.periods"] ** 2
+    state["rope_embed.periods"] = state["rope_embed.periods"] ** 2  # of another base
     torch.save(state, tmp_path / "weights.pth")
-    with pytest.raises(ValueError, match="not those of a rotary embedding with base 100"):
-        load_backbone(tmp_path / "weights.pth")
+    source.set_numerics(Numerics(rope_periods=tuple(state["rope_embed.periods"].float().tolist())))
+    assert_same_features(load_backbone(tmp_path / "weights.pth"), source, 64)
 
 
 def test_dinov3_of_satellite_images_has_its_own_normalisation(tmp_path: Path):
     source = network(1, "vit_small_patch16_dinov3_qkvb", SMALL)
     torch.save({**dinov3_state(source), **tensors("local_cls_norm.weight")}, tmp_path / "weights.pth")
     backbone = load_backbone(tmp_path / "weights.pth")
+    source.set_numerics(backbone.numerics)
     assert_same_features(backbone, source, 64)
     assert backbone.loaded is not None
     assert (backbone.loaded.format, set(backbone.loaded.dropped)) == (
@@ -609,11 +626,10 @@ def test_hugging_face(
     assert (backbone.loaded.format, set(backbone.loaded.dropped)) == (name, dropped)
     # The same from memory, under the names that transformers uses there; heads and activation have to be given.
     torch.save(source.state_dict(), tmp_path / "weights.pth")
-    resizes_alike = "WithRegisters" in model or "DINOv3" in model
-    assert bool(backbone.loaded.notes) != resizes_alike
-    if resizes_alike:
+    for size in (80, 32):
         with torch.no_grad():
-            assert_features(backbone, encoder(images(80)).last_hidden_state[:, prefix:], 80)
+            any_size = {} if "DINOv3" in model or "Dinov2" in model else {"interpolate_pos_encoding": True}
+            assert_features(backbone, encoder(images(size), **any_size).last_hidden_state[:, prefix:], size)
     args = {"num_heads": 4, **({"act_layer": "gelu_tanh"} if options.get("hidden_act") == "gelu_new" else {})}
     alone = load_backbone(tmp_path / "weights.pth", args=args)
     assert_features(alone, tokens)
@@ -644,7 +660,7 @@ def test_a_folder_of_timm_on_the_hub(tmp_path: Path):
     assert_same_features(backbone, source, 64)
     assert backbone.mean == (0.5, 0.5, 0.5)
     (tmp_path / "config.json").write_text(json.dumps({"architecture": "my convnext"}))  # of another program
-    with pytest.raises(ValueError, match=r"holds no network in a format that is known.*give the timm name"):
+    with pytest.raises(ValueError, match=r"holds no network in a known format.*give the timm name"):
         load_backbone(tmp_path)
     assert_same_features(load_backbone(tmp_path, name="convnext_tiny", args=convnext), source, 64)
 
@@ -703,7 +719,7 @@ def test_mmsegmentation(tmp_path: Path, final_norm: bool):
 
 def test_segmenter_has_another_epsilon_and_its_own_normalisation(tmp_path: Path):
     source = network(1)
-    source.set_norm_eps(1e-5)
+    source.set_numerics(Numerics(norm_eps=1e-5))
     with torch.no_grad():
         source.model.pos_embed.mul_(0.1)
         source.model.patch_embed.proj.weight.mul_(0.01)  # small tokens, for which the epsilon counts
@@ -712,7 +728,7 @@ def test_segmenter_has_another_epsilon_and_its_own_normalisation(tmp_path: Path)
     torch.save({"model": state, **TRAINING}, tmp_path / "checkpoint.pth")
     backbone = load_backbone(tmp_path / "checkpoint.pth")
     assert_same_features(backbone, source)
-    assert (backbone.norm_eps, backbone.mean) == (1e-5, (0.5, 0.5, 0.5))
+    assert (backbone.numerics.norm_eps, backbone.mean) == (1e-5, (0.5, 0.5, 0.5))
     assert backbone.loaded is not None
     assert backbone.loaded.format == "Segmenter"
     assert set(backbone.loaded.dropped) == {"head", "decoder", "training state"}

@@ -1,10 +1,11 @@
 import pytest
 import torch
 
-from cribo.models.dialects import DIALECTS, State
+from cribo.models.formats.naming import State
+from cribo.models.formats.table import NAMINGS
 from cribo.models.inverse import write_as
 
-_DINOV2 = next(dialect for dialect in DIALECTS if dialect.name == "Hugging Face DINOv2")
+_DINOV2 = next(dialect for dialect in NAMINGS if dialect.name == "Hugging Face DINOv2")
 
 
 def own_tensors(dim: int = 4, registers: int = 2) -> State:

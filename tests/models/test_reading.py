@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from cribo.models.reading import flatten, read_weights
+from cribo.models.formats.reading import flatten, read_weights
 
 STATE = {"norm.weight": torch.arange(4.0), "norm.bias": torch.ones(4, dtype=torch.float16)}
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from cribo.models import Backbone, build_backbone, load_backbone, load_pretrained, save_backbone
+from cribo.models.backbone import Numerics
 
 VIT = "vit_small_patch16_224"
 TINY_VIT = {"embed_dim": 64, "depth": 2, "num_heads": 2}
@@ -68,6 +69,8 @@ def test_plain_timm_loads_what_is_saved(tmp_path, name, args):
     model.load_state_dict(state, strict=True)
     expected = model.forward_features(images(size))
     features = backbone.encode(images(size))
+    if name == "convnext_tiny":
+        expected = model.head.norm(expected)
     if expected.ndim == 4:
         assert torch.equal(features.tokens, expected.flatten(2).transpose(1, 2))
     else:
@@ -84,6 +87,16 @@ def test_the_snippet_in_the_description_runs(tmp_path, monkeypatch):
     scope: dict = {}
     exec(json.loads((tmp_path / "backbone.json").read_text())["how_to_load"], scope)
     assert torch.equal(scope["model"].eval()(images()), vit().encode(images()).global_token)
+
+
+def test_timm_finds_the_normalisation_of_what_is_saved(tmp_path):
+    """Timm's own for this name is a mean of 0.5."""
+    save_backbone(vit(), tmp_path)
+    about = json.loads((tmp_path / "backbone.json").read_text())
+    model = timm.create_model(about["name"], **about["args"])
+    found = timm.data.resolve_model_data_config(model)
+    assert (list(found["mean"]), list(found["std"])) == (about["mean"], about["std"])
+    assert about["mean"] == [0.485, 0.456, 0.406]
 
 
 def test_load_backbone_restores_everything_but_drop_path(tmp_path):
@@ -423,11 +436,11 @@ def test_an_interrupted_run_gives_its_teacher(tmp_path, tiny):
 
 def test_another_epsilon_is_kept_and_reaches_plain_timm(tmp_path, monkeypatch):
     source = vit(seed=2)
-    source.set_norm_eps(0.1)
+    source.set_numerics(Numerics(norm_eps=0.1))
     save_backbone(source, tmp_path)
     assert not agree(vit(seed=2), source)
     backbone = load_backbone(tmp_path)
-    assert backbone.norm_eps == 0.1
+    assert backbone.numerics.norm_eps == 0.1
     assert agree(backbone, source)
     again = vit(seed=3)
     load_pretrained(again, tmp_path)

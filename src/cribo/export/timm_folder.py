@@ -1,5 +1,6 @@
 """A folder as on the Hugging Face hub that timm loads: the network's own weights, and what builds and feeds it."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,14 @@ import timm
 import torch
 from jaxtyping import Float
 from timm.data.config import resolve_data_config
+from timm.models import ConvNeXt
 from torch import Tensor, nn
 
 from cribo.export.options import Options
 from cribo.export.target import Encode, Exporter, Written
 from cribo.files import write_json
 from cribo.models import Backbone, normalise
+from cribo.models.backbone import Numerics
 
 _LOAD = """\
 import timm
@@ -69,9 +72,8 @@ def load(folder: Path) -> Encode:
     @torch.no_grad()
     def encode(images: Float[Tensor, "b 3 h w"]) -> tuple[Tensor, Tensor]:
         features = model.forward_features(normalise(images, mean=about["mean"], std=about["std"]))
-        if has_late_norm(model):
-            features = model.fc_norm(features)
-        return split(model, features)
+        norm = late_norm(model)
+        return split(model, features if norm is None else norm(features))
 
     return encode
 
@@ -87,23 +89,30 @@ def split(model: Any, features: Tensor) -> tuple[Float[Tensor, "b n d"], Float[T
     return tokens, features[:, 0] if has_global else tokens.mean(dim=1)
 
 
-def has_late_norm(model: Any) -> bool:
-    """Networks made for average pooling may keep their last norm behind it, where `forward_features` has ended."""
+def late_norm(model: Any) -> nn.Module | None:
+    """The last norm of networks made for average pooling, if it comes after it, where `forward_features` has ended."""
+    if isinstance(model, ConvNeXt):
+        return model.head.norm
     late = getattr(model, "fc_norm", None)
-    return isinstance(getattr(model, "norm", None), nn.Identity) and not isinstance(late, (nn.Identity, type(None)))
+    has_none = isinstance(late, (nn.Identity, type(None))) or not isinstance(getattr(model, "norm", None), nn.Identity)
+    return None if has_none else late
 
 
 def _notes(backbone: Backbone) -> tuple[str, ...]:
     notes = []
-    if backbone.norm_eps is not None:
-        notes.append(
-            f"timm's file has no place for the epsilon of these weights' layer norms, {backbone.norm_eps:g}, and takes "
-            "its own: the difference below is with timm's"
+    if backbone.numerics != Numerics():
+        what = ", ".join(
+            f"{field.name} {getattr(backbone.numerics, field.name)}"
+            for field in fields(Numerics)
+            if getattr(backbone.numerics, field.name) != field.default
         )
-    if has_late_norm(backbone.model):
         notes.append(
-            "the last norm stands behind the pooling: model.fc_norm(tokens) gives the tokens that were compared"
+            f"timm's file has no place for what these weights expect beside timm's own arithmetic ({what}): the "
+            "difference below is with timm's"
         )
+    if late_norm(backbone.model) is not None:
+        norm = "model.head.norm" if isinstance(backbone.model, ConvNeXt) else "model.fc_norm"
+        notes.append(f"the last norm comes after the pooling: {norm}(features) gives the tokens that were compared")
     return tuple(notes)
 
 

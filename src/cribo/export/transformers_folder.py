@@ -22,7 +22,8 @@ from cribo.export.options import Options
 from cribo.export.target import Encode, Exporter, MissingExtra, Written
 from cribo.files import write_json
 from cribo.models import Backbone, normalise
-from cribo.models.dialects import DIALECTS, State, fold_positions
+from cribo.models.formats.naming import State, fold_positions
+from cribo.models.formats.table import NAMINGS
 from cribo.models.inverse import write_as
 
 _LOAD = """\
@@ -35,7 +36,7 @@ _MAP = 'feature_map = model(**processor(picture, return_tensors="pt")).last_hidd
 
 _IMAGES = "preprocessor_config.json"
 _POSITIONS = "embeddings.position_embeddings"
-_DIALECT = {dialect.name: dialect for dialect in DIALECTS}
+_NAMING = {naming.name: naming for naming in NAMINGS}
 _BY_WRAPPER = "transformers holds it as TimmWrapperModel, which needs timm beside it"
 
 
@@ -81,7 +82,7 @@ def load(folder: Path) -> Encode:
 
 def refusal(backbone: Backbone, options: Options) -> str | None:
     """Networks whose tokens transformers would give without their last norm."""
-    if timm_folder.has_late_norm(backbone.model):
+    if timm_folder.late_norm(backbone.model) is not None:
         return f"the last norm of {backbone.name} stands behind its pooling, where it does not reach the tokens"
     return None
 
@@ -123,10 +124,10 @@ def _native(backbone: Backbone, transformers: Any) -> Any | None:
     if build is _as_dinov3 and not hasattr(transformers, "DINOv3ViTModel"):  # older than 4.56
         return None
     try:
-        model, dialect, state = build(backbone, common, transformers)
+        model, naming, state = build(backbone, common, transformers)
         own = {key: value for key, value in model.state_dict().items() if not key.endswith("mask_token")}
         zero = (_POSITIONS,) if _POSITIONS in own else ()
-        tensors = write_as(_DIALECT[dialect], state, {key: value.shape for key, value in own.items()}, zero=zero)
+        tensors = write_as(_NAMING[naming], state, {key: value.shape for key, value in own.items()}, zero=zero)
     except ValueError:  # it has parts that the other has not
         return None
     model.load_state_dict(tensors, strict=False)
@@ -170,7 +171,7 @@ def _as_dinov3(backbone: Backbone, common: dict[str, Any], transformers: Any) ->
         num_register_tokens=state["reg_token"].shape[1],
     )
     if not state["reg_token"].numel():
-        del state["reg_token"]  # as the dialect reads it
+        del state["reg_token"]  # as the naming reads it
     return transformers.DINOv3ViTModel(config), "Hugging Face DINOv3", state
 
 

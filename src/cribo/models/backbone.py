@@ -6,20 +6,26 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import asdict, dataclass
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import timm
 import torch
 from jaxtyping import Float
+from timm.layers import RotaryEmbeddingDinoV3
 from timm.layers.drop import DropPath
 from timm.layers.weight_init import trunc_normal_
-from timm.models import Eva, VisionTransformer
+from timm.models import Beit, ConvNeXt, Eva, VisionTransformer, Xcit
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from cribo.arguments import import_by_path
 from cribo.models.checkpointing import set_checkpointing
 from cribo.models.linear import use_onednn
 from cribo.models.modes import CUDA_GRAPH_MODES, Checkpointing, CompileMode
+from cribo.models.positions import RESIZINGS, Resizing, embed_positions
 
 if TYPE_CHECKING:
     from cribo.models.weights import LoadedWeights
@@ -67,6 +73,33 @@ def normalise(
     return (images - shift[:, None, None]) / scale[:, None, None]
 
 
+@dataclass(frozen=True)
+class Numerics:
+    """Arithmetic that weights expect and timm's constructor has no argument for (or none that JSON holds).
+
+    Attributes:
+        norm_eps: epsilon of every layer norm; None: the one that timm gives the network.
+        positions: how the position embedding is resized to images of another size.
+        rope_periods: of DINOv3's rotary embedding; None: computed. Released files hold them rounded to bfloat16.
+        rope_coordinates: how DINOv3's rotary embedding scales the places of patches: each side to [-1, 1]
+            (`separate`), or both by the longer (`max`) or the shorter (`min`) one.
+
+    Raises:
+        ValueError: an unknown way to resize or to scale.
+    """
+
+    norm_eps: float | None = None
+    positions: Resizing = "timm"
+    rope_periods: tuple[float, ...] | None = None
+    rope_coordinates: Literal["separate", "max", "min"] = "separate"
+
+    def __post_init__(self) -> None:
+        if self.positions not in RESIZINGS:
+            raise ValueError(f"positions must be one of {', '.join(RESIZINGS)}, got {self.positions!r}")
+        if self.rope_coordinates not in ("separate", "max", "min"):
+            raise ValueError(f"rope_coordinates must be separate, max or min, got {self.rope_coordinates!r}")
+
+
 class DropPathNoise:
     """The numbers that the drop path sites of one network share during one call of `encode`."""
 
@@ -102,9 +135,10 @@ class KeyedDropPath(nn.Module):
 class Backbone(nn.Module):
     """A timm network as a dense feature extractor; `build_backbone` makes one by name.
 
-    Vision transformers give [CLS] and their patch tokens after the final norm; without a [CLS] token, and
-    for convolutional networks, the global token is the mean of the tokens. Parameters that `encode` never
-    reads (the norm inside a classifier head, for example) have `requires_grad=False`.
+    Vision transformers give [CLS] and their patch tokens after the final norm. Without a [CLS] token, and for
+    convolutional networks, the global token is the mean of the tokens; networks with attention pooling (SigLIP) or
+    with their last norm behind the pooling (MAE fine-tuned, ConvNeXt) give what their own pooling does. Parameters
+    that `encode` never reads have `requires_grad=False`.
 
     Attributes:
         model: the timm network, with timm's own parameter names.
@@ -118,7 +152,7 @@ class Backbone(nn.Module):
         num_drop_path_sites: residual branches that can be dropped.
         drop_path_rates: the drop probability of each of them.
         mean, std: the RGB normalisation (of values in 0-1) that the weights expect.
-        norm_eps: the epsilon of the layer norms that the weights expect; None: the one that timm gives the network.
+        numerics: epsilon and the like that the weights expect (`set_numerics`).
         checkpointing: what blocks keep for the backward pass (`set_checkpointing`).
         loaded: where the weights came from; None for random ones.
     """
@@ -131,14 +165,19 @@ class Backbone(nn.Module):
         self.image_size = image_size
         self.mean: tuple[float, ...] = IMAGENET_MEAN
         self.std: tuple[float, ...] = IMAGENET_STD
-        self.norm_eps: float | None = None
+        self.numerics = Numerics()
         self._own_eps = {key: norm.eps for key, norm in model.named_modules() if isinstance(norm, nn.LayerNorm)}
         self.loaded: LoadedWeights | None = None
-        self._is_transformer = isinstance(model, VisionTransformer | Eva)
-        self.takes_any_size = "img_size" not in arguments or _has_argument(model, "dynamic_img_size")
+        self._is_transformer = isinstance(model, VisionTransformer | Eva | Beit)
+        self.takes_any_size = (
+            "img_size" not in arguments or isinstance(model, Xcit) or _has_argument(model, "dynamic_img_size")
+        )
         if self._is_transformer:
             self.patch_size = _transformer_patch_size(model, name)
             self.depth = len(self.model.blocks)
+        elif isinstance(model, Xcit):
+            self.patch_size = _transformer_patch_size(model, name)
+            self.depth = 1
         else:
             self.patch_size = _map_stride(model, name, _PROBE_SIZE if self.takes_any_size else image_size)
             # Convolutions over channels-last maps are half as fast again on CPUs, and faster on GPUs in 16 bits.
@@ -165,11 +204,36 @@ class Backbone(nn.Module):
         """The `args` with which `build_backbone` builds the same network."""
         return {key: value for key, value in self.arguments.items() if key not in RESERVED_ARGS}
 
-    def set_norm_eps(self, eps: float | None) -> None:
-        """Give every layer norm this epsilon, which timm takes in no form that JSON holds; None: timm's own again."""
+    def set_numerics(self, numerics: Numerics) -> None:
+        """Have the network compute as its weights expect.
+
+        Raises:
+            ValueError: periods or coordinates for a network without DINOv3's rotary embedding, or of another length.
+        """
         for name, own in self._own_eps.items():
-            self.model.get_submodule(name).eps = own if eps is None else eps
-        self.norm_eps = eps
+            self.model.get_submodule(name).eps = own if numerics.norm_eps is None else numerics.norm_eps
+        if isinstance(self.model, VisionTransformer) and numerics.positions != "timm":
+            self.model.position_resizing = numerics.positions
+            self.model._pos_embed = MethodType(embed_positions, self.model)
+        elif hasattr(self.model, "position_resizing"):
+            del self.model.position_resizing, self.model._pos_embed
+        rope = getattr(self.model, "rope", None)
+        if isinstance(rope, RotaryEmbeddingDinoV3):
+            periods = numerics.rope_periods
+            if periods is not None and len(periods) != len(rope.periods):
+                raise ValueError(
+                    f"rope_periods must be {len(rope.periods)} numbers, one for four channels of a head, got "
+                    f"{len(periods)}"
+                )
+            if periods is not None:
+                rope._compute_periods = partial(torch.tensor, periods)
+            elif "_compute_periods" in vars(rope):
+                del rope._compute_periods
+            rope.init_non_persistent_buffers()
+            rope.normalize_coords = numerics.rope_coordinates
+        elif numerics.rope_periods is not None or numerics.rope_coordinates != "separate":
+            raise ValueError(f"{self.name} has no rotary embedding of DINOv3, got rope_periods or rope_coordinates")
+        self.numerics = numerics
 
     def set_checkpointing(self, mode: Checkpointing) -> None:
         """Trade time for memory: what each block computes for the backward pass is computed again there.
@@ -195,7 +259,7 @@ class Backbone(nn.Module):
     def fingerprint(self) -> str:
         """A name for the features: the same for the same network, weights and normalisation, on any device.
 
-        SHA-256, in hexadecimal, over timm's name and arguments, image size, normalisation, epsilon and every tensor
+        SHA-256, in hexadecimal, over timm's name and arguments, image size, normalisation, numerics and every tensor
         that `encode` reads (name, dtype, shape, bytes). Drop path and where the weights came from have no part in it.
 
         Example:
@@ -206,7 +270,7 @@ class Backbone(nn.Module):
             >>> first.fingerprint() == other.fingerprint()
             False
         """
-        about = [self.name, self.arguments, self.image_size, self.mean, self.std, self.norm_eps]
+        about = [self.name, self.arguments, self.image_size, self.mean, self.std, asdict(self.numerics)]
         digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode())
         for key, value in sorted(self.model.state_dict().items()):
             if key not in self.unused_parameters:
@@ -244,7 +308,9 @@ class Backbone(nn.Module):
         images = images.to(next(self.parameters()).dtype)
         self._noise.value = drop_path_noise
         try:
-            return self._encode_tokens(images, layers) if self._is_transformer else self._encode_map(images)
+            if self._is_transformer:
+                return self._encode_tokens(images, layers)
+            return self._encode_sequence(images) if isinstance(self.model, Xcit) else self._encode_map(images)
         finally:
             self._noise.value = None
 
@@ -293,21 +359,33 @@ class Backbone(nn.Module):
         )
         # Networks made for average pooling keep their final norm behind the pooling, in `fc_norm`.
         late_norm = model.fc_norm if isinstance(model.norm, nn.Identity) else nn.Identity()
-        tokens = [late_norm(block[0] if has_prefix else block) for block in blocks]
-        if model.cls_token is not None:
-            global_token = late_norm(blocks[-1][1][:, 0])
+        patches = [block[0] if has_prefix else block for block in blocks]
+        tokens = [late_norm(each) for each in patches]
+        if getattr(model, "attn_pool", None) is not None:
+            global_token = model.attn_pool(tokens[-1])
+        elif model.cls_token is None or not isinstance(late_norm, nn.Identity):
+            global_token = late_norm(patches[-1].mean(dim=1))
         else:
-            global_token = tokens[-1].mean(dim=1)
+            global_token = blocks[-1][1][:, 0]
         grid = (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
         return Features(global_token, tokens[0] if layers == 1 else torch.cat(tokens, dim=-1), grid)
+
+    def _encode_sequence(self, images: Tensor) -> Features:
+        """XCiT: [CLS] joins the patches in the last blocks only, so that blocks before these give no features."""
+        tokens = self.model.forward_features(images)
+        grid = (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
+        return Features(tokens[:, 0], tokens[:, 1:], grid)
 
     def _encode_map(self, images: Tensor) -> Features:
         feature_map = self.model.forward_features(images.contiguous(memory_format=torch.channels_last))
         if getattr(self.model, "output_fmt", "NCHW") == "NHWC":
             feature_map = feature_map.permute(0, 3, 1, 2)
+        global_token = feature_map.mean(dim=(2, 3))
+        if isinstance(self.model, ConvNeXt):  # its last norm is in its head: each place gets what the mean gets
+            norm = self.model.head.norm
+            feature_map, global_token = norm(feature_map), norm(global_token[:, :, None, None]).flatten(1)
         grid = (feature_map.shape[2], feature_map.shape[3])
-        tokens = feature_map.flatten(2).transpose(1, 2)
-        return Features(tokens.mean(dim=1), tokens, grid)
+        return Features(global_token, feature_map.flatten(2).transpose(1, 2), grid)
 
     def _check(self, images: Tensor, layers: int, drop_path_noise: Tensor | None) -> None:
         if images.ndim != 4 or images.shape[1] != 3:
@@ -364,6 +442,7 @@ def build_backbone(
     image_size: int = 224,
     drop_path: float = 0.0,
     seed: int = 0,
+    initialise: bool = True,
 ) -> Backbone:
     """Build a backbone by its timm name.
 
@@ -378,6 +457,8 @@ def build_backbone(
         image_size: pixels; the size for which the position embedding is stored (for others, interpolated).
         drop_path: rate of the last residual branch; rates rise linearly with depth, from 0.
         seed: the random weights depend on nothing else.
+        initialise: False leaves all tensors without values, for callers that read weights next: most of the time that
+            a large network takes to build goes into random numbers.
 
     Raises:
         ValueError: an unknown name or argument, a network without dense features, a size or rate that does
@@ -396,6 +477,8 @@ def build_backbone(
         raise ValueError(f"drop_path must be >= 0 and < 1, got {drop_path}")
     if image_size < 1:
         raise ValueError(f"image_size must be >= 1, got {image_size}")
+    if not initialise and (backbone := _build_empty(name, args, image_size, drop_path)) is not None:
+        return backbone
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed, which would reseed the GPU's generators as well.
         torch.default_generator.manual_seed(seed)
@@ -406,6 +489,37 @@ def build_backbone(
         from cribo.models.weights import load_pretrained  # weights.py builds backbones too
 
         load_pretrained(backbone, pretrained)
+    return backbone
+
+
+class _SkipInPlace(TorchFunctionMode):
+    """In-place operations do nothing: on the meta device they have no values to change, and still take seconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        changes_values = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+        target = args[0] if args else (kwargs or {}).get("tensor")  # torch.nn.init passes it by name
+        if changes_values and isinstance(target, Tensor) and target.is_meta:
+            return target
+        return func(*args, **(kwargs or {}))
+
+
+def _build_empty(name: str, args: Mapping[str, Any], image_size: int, drop_path: float) -> Backbone | None:
+    """A backbone whose parameters have no values yet; None for networks that cannot be built without."""
+    if is_import_path(name):
+        return None
+    with torch.device("meta"), _SkipInPlace():
+        model, arguments = _create(name, args, image_size, drop_path)
+    computed = [module for module in model.modules() if module._non_persistent_buffers_set]
+    if not all(hasattr(module, "init_non_persistent_buffers") for module in computed):
+        return None
+    model.to_empty(device="cpu")
+    for module in computed:
+        module.init_non_persistent_buffers()
+    backbone = Backbone(model, name, arguments, image_size)
+    for key, value in model.state_dict().items():  # what weights may lack
+        if key in backbone.unused_parameters or key.endswith("num_batches_tracked"):
+            value.zero_()
     return backbone
 
 
@@ -512,6 +626,7 @@ def replace_drop_path(model: nn.Module, noise: DropPathNoise) -> tuple[float, ..
 def _transformer_patch_size(model: Any, name: str) -> int:
     embed = model.patch_embed
     ratio = embed.feat_ratio(as_scalar=False) if hasattr(embed, "feat_ratio") else embed.patch_size
+    ratio = (ratio, ratio) if isinstance(ratio, int) else ratio
     if ratio[0] != ratio[1]:
         raise ValueError(f"the patches of {name} must be square, got {ratio[0]}x{ratio[1]}")
     return int(ratio[0])

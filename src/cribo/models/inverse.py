@@ -1,4 +1,4 @@
-"""Weights under the keys of another project: the inverse of how its dialect is read, so that names are known once."""
+"""Weights under the keys of another project: the inverse of how it is read, so that names are known once."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -6,21 +6,22 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from cribo.models.dialects import Dialect, State
+from cribo.models.formats.naming import State
+from cribo.models.formats.table import Naming
 
 
 def write_as(
-    dialect: Dialect, state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], *, zero: Collection[str] = ()
+    naming: Naming, state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], *, zero: Collection[str] = ()
 ) -> State:
-    """The tensors of a dialect's own keys that are read as `state`.
+    """The tensors of a naming's own keys that are read as `state`.
 
     What renaming does to rows (which key they come under, which are joined, in which order) is seen by renaming
     tensors of numbers: each row of the result is the number of the row that it came from.
 
     Args:
-        dialect: whose `rename` is inverted.
+        naming: whose `rename` is inverted.
         state: tensors under timm's keys, as `rename` gives them.
-        shapes: of all tensors under the dialect's own keys.
+        shapes: of all tensors under its own keys.
         zero: those whose first position `rename` adds to a token, which already holds the sum: it becomes zero.
 
     Returns:
@@ -40,7 +41,7 @@ def write_as(
         if key in zero:
             numbers[:, :1] = 0
         numbered[key] = numbers
-    read = dialect.rename(numbered)
+    read = naming.rename(numbered)
     wrong = [
         f"{key} {tuple(read[key].shape[:-1]) if key in read else 'missing'} for "
         f"{tuple(state[key].shape) if key in state else 'missing'}"
@@ -48,7 +49,7 @@ def write_as(
         if key not in read or key not in state or read[key].shape != _rows(state[key].shape)
     ]
     if wrong:
-        raise ValueError(f"no network of {dialect.name} has these weights: {', '.join(wrong[:4])}")
+        raise ValueError(f"no network of {naming.name} has these weights: {', '.join(wrong[:4])}")
     own = {key: torch.zeros(shape) for key, shape in shapes.items()}
     keys = list(shapes)
     for key, numbers in read.items():
@@ -60,7 +61,7 @@ def write_as(
             target = own[keys[owner]]
             if target.numel() != rows.shape[1] * math.prod(_rows(target.shape)):
                 raise ValueError(
-                    f"no network of {dialect.name} has these weights: {keys[owner]} is {tuple(target.shape)}, for "
+                    f"no network of {naming.name} has these weights: {keys[owner]} is {tuple(target.shape)}, for "
                     f"rows of {rows.shape[1]}"
                 )
             target.view(-1, rows.shape[1])[flat[mine] - starts[owner]] = rows[mine]

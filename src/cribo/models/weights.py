@@ -3,9 +3,10 @@
 import hashlib
 import json
 import logging
+import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,25 @@ import timm
 import torch
 import yaml
 from timm.layers.activations import GELUTanh
-from timm.models import load_state_dict_from_hf
+from timm.models import VisionTransformer, load_state_dict_from_hf
 from torch import Tensor
 
 from cribo.files import Damaged, check_archive, sync, write_beside
-from cribo.models.architecture import Architecture, infer_architecture
 from cribo.models.backbone import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     RESERVED_ARGS,
     Backbone,
+    Numerics,
     build_backbone,
     is_import_path,
     nearest_names,
 )
-from cribo.models.formats import NetworkName, Recognised, first_keys, recognise, required_keys
-from cribo.models.reading import flatten, read_json, read_weights
+from cribo.models.formats.architecture import Architecture, infer_architecture
+from cribo.models.formats.reading import flatten, read_json, read_weights
+from cribo.models.formats.recognising import NetworkName, Recognised, first_keys, recognise, required_keys
+from cribo.models.formats.table import Expected
+from cribo.models.positions import Resizing, resize_positions
 
 WEIGHTS_FILE = "backbone.safetensors"
 DESCRIPTION_FILE = "backbone.json"
@@ -88,11 +92,13 @@ def load_backbone(
     pretrained: bool = True,
     image_size: int | None = None,
     network: NetworkName = "teacher",
+    positions: Resizing | None = None,
+    ignore: Sequence[str] = (),
     trust: bool = False,
     drop_path: float = 0.0,
     seed: int = 0,
 ) -> Backbone:
-    """A backbone from anybody's weights; `backbone.loaded` says what was used of them.
+    """Load a backbone from anybody's weights; `backbone.loaded` says what was used of them.
 
     Args:
         source: a run folder or its `backbone.safetensors`; a timm name, with or without a tag, for its pretrained
@@ -103,6 +109,9 @@ def load_backbone(
         pretrained: False builds a timm name with random weights.
         image_size: pixels; the size to which the position embedding is resized. None: the size it has.
         network: of a teacher and a student in one file, the one to take.
+        positions: how the position embedding is resized to images of another size than in training; None: as the
+            project that wrote the weights does it, or as timm does where the file does not show whose they are.
+        ignore: patterns of keys of a file to leave out, where nothing else explains them.
         trust: run the code that a checkpoint may hold beside its tensors, and import the network of your own that it
             names. Only where you trust its maker.
         drop_path: as in `build_backbone`; weights do not keep it.
@@ -139,30 +148,41 @@ def load_backbone(
     architecture = _declared_architecture(content, path, name, args)
     backbone = None
     if architecture is not None:
-        backbone = _build(architecture, image_size, drop_path, seed, trust=trust)
-    recognised = _recognise(content, path, network=network, backbone=backbone)
+        backbone = _build(architecture, image_size, drop_path, trust=trust)
+    recognised = _recognise(content, path, network=network, backbone=backbone, ignore=ignore)
     if backbone is None:
-        architecture = infer_architecture(recognised.state, **_hidden_arguments(recognised, path, args))
+        try:
+            architecture = infer_architecture(recognised.state, **_hidden_arguments(content, recognised, path, args))
+        except ValueError as error:
+            raise ValueError(f"{path} ({recognised.format}): {error}") from error
         architecture = architecture._replace(args={**architecture.args, **(args or {})})
-        backbone = _build(architecture, image_size, drop_path, seed, trust=trust)
+        backbone = _build(architecture, image_size, drop_path, trust=trust)
         notes += architecture.notes
     else:
         _check_hidden_arguments(backbone, recognised, path)
-    _adopt(backbone, recognised, str(path), notes)
+    _adopt(backbone, recognised, str(path), notes, positions=positions)
     return backbone
 
 
 def load_pretrained(
-    backbone: Backbone, source: str | Path, *, network: NetworkName = "teacher", trust: bool = False
+    backbone: Backbone,
+    source: str | Path,
+    *,
+    network: NetworkName = "teacher",
+    positions: Resizing | None = None,
+    ignore: Sequence[str] = (),
+    trust: bool = False,
 ) -> LoadedWeights:
     """Load weights into a backbone: all of them, or none and an error.
 
     Args:
         backbone: its architecture must be the one of the weights; image size and patch size may differ
-            (position embedding and patch projection are resampled as timm does it).
+            (position embedding and patch projection are resampled).
         source: a file or folder as in `load_backbone`, `"timm"` for timm's default weights of the architecture, or a
             timm name with its tag, such as `vit_small_patch16_224.dino`.
-        network: of a teacher and a student in one file, the one to take.
+        network: as in `load_backbone`.
+        positions: as in `load_backbone`.
+        ignore: as in `load_backbone`.
         trust: run the code that a checkpoint may hold beside its tensors. Only where you trust its maker.
 
     Returns:
@@ -177,12 +197,14 @@ def load_pretrained(
     if path is None:
         return _load_from_timm(backbone, backbone.name if str(source) == "timm" else str(source))
     path, notes = _file_of(path)
-    recognised = _recognise(read_weights(path, trust=trust), path, network=network, backbone=backbone)
+    content = read_weights(path, trust=trust)
+    recognised = _recognise(content, path, network=network, backbone=backbone, ignore=ignore)
     _check_hidden_arguments(backbone, recognised, path)
     description = path.with_name(DESCRIPTION_FILE)
     if _is_saved(path) and description.is_file():
-        recognised = _as_described(recognised, _read_description(description))
-    return _adopt(backbone, recognised, str(path), notes)
+        about = _read_description(description)
+        return _adopt(backbone, _as_described(recognised, about), str(path), notes, numerics=numerics_of(about))
+    return _adopt(backbone, recognised, str(path), notes, positions=positions)
 
 
 _HOW_TO_LOAD = (
@@ -191,20 +213,33 @@ _HOW_TO_LOAD = (
     "model.load_state_dict(safetensors.torch.load_file('backbone.safetensors'))"
 )
 _HOW_TO_SET_EPS = "; [setattr(m, 'eps', about['norm_eps']) for m in model.modules() if type(m).__name__ == 'LayerNorm']"
+_HOW_TO_SET_PERIODS = "; import torch; model.rope.periods = torch.tensor(about['rope_periods'])"
 
 
 def describe(backbone: Backbone) -> dict[str, Any]:
-    """What builds the same backbone again and feeds it, as JSON holds it: all but its weights."""
+    """All but the weights of a backbone: what builds it again and what feeds it, as JSON holds it."""
+    arguments = dict(backbone.arguments)
+    if timm.is_model(backbone.name):
+        # timm's functions for images (`resolve_data_config`) take mean and deviation from the network's configuration.
+        arguments["pretrained_cfg_overlay"] = {"mean": list(backbone.mean), "std": list(backbone.std)}
     return {
         "name": backbone.name,
-        "args": backbone.arguments,
+        "args": arguments,
         "image_size": backbone.image_size,
         "patch_size": backbone.patch_size,
         "embed_dim": backbone.embed_dim,
         "mean": list(backbone.mean),
         "std": list(backbone.std),
-        "norm_eps": backbone.norm_eps,
+        **asdict(backbone.numerics),
     }
+
+
+def numerics_of(about: Mapping[str, Any]) -> Numerics:
+    """Of what `describe` wrote; older descriptions have only an epsilon, or not even that."""
+    known = {field.name: about[field.name] for field in fields(Numerics) if field.name in about}
+    if known.get("rope_periods") is not None:
+        known["rope_periods"] = tuple(known["rope_periods"])
+    return Numerics(**known)
 
 
 def save_backbone(backbone: Backbone, folder: str | Path) -> Path:
@@ -244,7 +279,9 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> Path:
             "timm": timm.__version__,
             "torch": str(torch.__version__),
             "sha256": _sha256(new_weights),
-            "how_to_load": _HOW_TO_LOAD + (_HOW_TO_SET_EPS if backbone.norm_eps is not None else ""),
+            "how_to_load": _HOW_TO_LOAD
+            + (_HOW_TO_SET_EPS if backbone.numerics.norm_eps is not None else "")
+            + (_HOW_TO_SET_PERIODS if backbone.numerics.rope_periods is not None else ""),
         }
         text = json.dumps(content, indent=2) + "\n"
         new_description = write_beside(description, lambda path: path.write_text(text, encoding="utf-8"))
@@ -316,31 +353,42 @@ def _declared_architecture(
 
 
 def _recognise(
-    content: Mapping[str, Any], path: Path, *, network: NetworkName, backbone: Backbone | None
+    content: Mapping[str, Any],
+    path: Path,
+    *,
+    network: NetworkName,
+    backbone: Backbone | None,
+    ignore: Sequence[str],
 ) -> Recognised:
     """Find the network in a file; the files beside it know more of it than its keys do."""
     tensors = flatten(content)
     if not tensors:
         raise ValueError(f"{path} holds no tensors, only {first_keys(content) or 'nothing'}: give a file of weights")
-    recognised = recognise(tensors, str(path), network=network, backbone=backbone)
+    recognised = recognise(tensors, str(path), network=network, backbone=backbone, ignore=ignore)
     if recognised.format == "cribo run":
         return _as_in_run(recognised, content.get("cribo", {}))
     if recognised.format == "Segmenter":
         variant = _read_beside(path, "variant.yml").get("net_kwargs", {}).get("normalization")
-        return replace(recognised, mean=IMAGENET_MEAN, std=IMAGENET_STD) if variant == "deit" else recognised
+        return _expecting(recognised, mean=IMAGENET_MEAN, std=IMAGENET_STD) if variant == "deit" else recognised
     config, images = _read_beside(path, _HUB_CONFIG), _read_beside(path, _HUB_IMAGES)
     images = {**config.get("pretrained_cfg", {}), **images}
     mean, std = images.get("image_mean", images.get("mean")), images.get("image_std", images.get("std"))
     notes = recognised.notes
     if mean is None and "Hugging Face" in recognised.format:
-        notes = (f"no {_HUB_IMAGES} lies beside it: took a mean of {recognised.mean} for images", *notes)
-    return replace(
-        recognised,
-        norm_eps=config.get("layer_norm_eps", recognised.norm_eps),
-        mean=tuple(mean or recognised.mean),
-        std=tuple(std or recognised.std),
-        notes=notes,
+        notes = (
+            f"no {_HUB_IMAGES} lies beside it: took a mean of {recognised.expected.mean or IMAGENET_MEAN} for images",
+            *notes,
+        )
+    return _expecting(
+        replace(recognised, notes=notes),
+        norm_eps=config.get("layer_norm_eps"),
+        mean=mean and tuple(mean),
+        std=std and tuple(std),
     )
+
+
+def _expecting(recognised: Recognised, **values: Any) -> Recognised:
+    return replace(recognised, expected=Expected(**values).over(recognised.expected))
 
 
 def _as_in_run(recognised: Recognised, run: Mapping[str, Any]) -> Recognised:
@@ -352,10 +400,12 @@ def _as_in_run(recognised: Recognised, run: Mapping[str, Any]) -> Recognised:
     return replace(recognised, notes=(*recognised.notes, note))
 
 
-def _hidden_arguments(recognised: Recognised, path: Path, args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What weights do not show of a transformer, as far as its project, a file beside it or the caller tells."""
+def _hidden_arguments(
+    content: Mapping[str, Any], recognised: Recognised, path: Path, args: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What weights do not show of a network, as far as its project, the file, one beside it or the caller says."""
     config = _read_beside(path, _HUB_CONFIG)
-    act_layer = recognised.act_layer
+    act_layer = recognised.expected.act_layer
     # Gated MLPs of these projects keep their own activation.
     if "hidden_act" in config and not (config.get("use_swiglu_ffn") or config.get("use_gated_mlp")):
         if config["hidden_act"] not in _HUB_ACTIVATIONS:
@@ -364,8 +414,15 @@ def _hidden_arguments(recognised: Recognised, path: Path, args: Mapping[str, Any
                 f"{', '.join(_HUB_ACTIVATIONS)}"
             )
         act_layer = _HUB_ACTIVATIONS[config["hidden_act"]]
-    num_heads = (args or {}).get("num_heads", config.get("num_attention_heads", recognised.num_heads))
-    return {"heads": recognised.heads, "num_heads": num_heads, "act_layer": act_layer}
+    options = content.get("args", content.get("hyper_parameters"))
+    options = options if isinstance(options, Mapping) else getattr(options, "__dict__", {})
+    arch = content.get("arch", options.get("arch"))
+    return {
+        "heads": recognised.expected.heads,
+        "num_heads": (args or {}).get("num_heads", config.get("num_attention_heads", recognised.num_heads)),
+        "act_layer": act_layer,
+        "arch": arch if isinstance(arch, str) else None,
+    }
 
 
 _HUB_ACTIVATIONS = {"gelu": None, "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -373,8 +430,8 @@ _HUB_ACTIVATIONS = {"gelu": None, "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": 
 
 def _check_hidden_arguments(backbone: Backbone, recognised: Recognised, path: Path) -> None:
     """Weights fit a network with other heads or another activation, and give features that mean nothing."""
-    num_heads = recognised.num_heads or recognised.heads.get(backbone.embed_dim)
-    expected = {"num_heads": num_heads, "act_layer": recognised.act_layer}
+    num_heads = recognised.num_heads or recognised.expected.heads.get(backbone.embed_dim)
+    expected = {"num_heads": num_heads, "act_layer": recognised.expected.act_layer}
     block = backbone.model.blocks[0] if hasattr(backbone.model, "blocks") else None
     attention, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
     has_tanh = isinstance(getattr(mlp, "act", None), GELUTanh)
@@ -397,9 +454,16 @@ def _read_beside(path: Path, name: str) -> dict[str, Any]:
     if beside.suffix == ".json":
         return read_json(beside)
     try:
-        return yaml.safe_load(beside.read_text(encoding="utf-8")) or {}
+        return yaml.load(beside.read_text(encoding="utf-8"), _YamlLoader) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"{beside} is damaged ({error}): copy it again") from error
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """Plain data and tuples, which Segmenter's files hold; any other tag of Python is refused."""
+
+
+_YamlLoader.add_constructor("tag:yaml.org,2002:python/tuple", yaml.SafeLoader.construct_yaml_seq)
 
 
 # ---------------------------------------------------------------------------------------------------- our own files
@@ -427,24 +491,34 @@ def _load_saved(path: Path, *, image_size: int | None, drop_path: float, trust: 
             f"{path} is not the file that {description} describes (sha256 differs): copy both again from one run"
         )
     args = {key: value for key, value in about["args"].items() if key not in RESERVED_ARGS}
-    backbone = _build(
-        Architecture(about["name"], args, about["image_size"]), image_size, drop_path, seed=0, trust=trust
-    )
+    backbone = _build(Architecture(about["name"], args, about["image_size"]), image_size, drop_path, trust=trust)
     recognised = recognise(flatten(read_weights(path)), str(path), backbone=backbone)
-    _adopt(backbone, replace(_as_described(recognised, about), format="cribo backbone", notes=()), str(path))
+    described = replace(_as_described(recognised, about), format="cribo backbone", notes=())
+    _adopt(backbone, described, str(path), numerics=numerics_of(about))
     return backbone
 
 
 def _as_described(recognised: Recognised, about: Mapping[str, Any]) -> Recognised:
     """With what a description says that the weights expect; older ones say nothing of epsilon."""
-    return replace(
-        recognised, mean=tuple(about["mean"]), std=tuple(about["std"]), norm_eps=about.get("norm_eps"), notes=()
+    numerics = numerics_of(about)
+    expected = Expected(
+        norm_eps=numerics.norm_eps,
+        mean=tuple(about["mean"]),
+        std=tuple(about["std"]),
+        positions=numerics.positions,
     )
+    return replace(recognised, expected=expected, rope_periods=numerics.rope_periods, notes=())
 
 
 def _build(
-    architecture: Architecture, image_size: int | None, drop_path: float, seed: int, *, trust: bool = False
+    architecture: Architecture,
+    image_size: int | None,
+    drop_path: float,
+    *,
+    seed: int | None = None,
+    trust: bool = False,
 ) -> Backbone:
+    """A network whose weights come next, or random ones if a seed is given."""
     module = architecture.name.rpartition(".")[0]
     if is_import_path(architecture.name) and module not in sys.modules and not trust:
         raise ValueError(
@@ -456,7 +530,8 @@ def _build(
         args=architecture.args,
         image_size=image_size or architecture.image_size,
         drop_path=drop_path,
-        seed=seed,
+        seed=seed or 0,
+        initialise=seed is not None,
     )
 
 
@@ -478,7 +553,8 @@ def _build_from_timm(
     if pretrained:
         _check_tag(source)
     size = timm.get_pretrained_cfg_value(source if pretrained else architecture, "input_size") or (3, 224, 224)
-    backbone = _build(Architecture(architecture, dict(args or {}), size[-1]), image_size, drop_path, seed)
+    inferred = Architecture(architecture, dict(args or {}), size[-1])
+    backbone = _build(inferred, image_size, drop_path, seed=None if pretrained else seed)
     if pretrained:
         _load_from_timm(backbone, source)
     return backbone
@@ -520,19 +596,38 @@ def _load_from_timm(backbone: Backbone, name: str) -> LoadedWeights:
     source = f"{architecture}.{config.tag}" if config.tag else architecture
     recognised = recognise(flatten(content), source, backbone=backbone)
     # timm's own network is what its weights expect, epsilon and activation included.
-    recognised = replace(recognised, format="timm", mean=config.mean, std=config.std, norm_eps=None, notes=())
+    expected = Expected(mean=tuple(config.mean), std=tuple(config.std))
+    recognised = replace(recognised, format="timm", expected=expected, notes=())
     return _adopt(backbone, recognised, source)
 
 
 # ------------------------------------------------------------------------------------------------------ all or none
 
 
-def _adopt(backbone: Backbone, recognised: Recognised, source: str, notes: tuple[str, ...] = ()) -> LoadedWeights:
-    """Load what was found in a file, with what its weights expect of images and norms, and keep the record."""
-    state, resampled = _fit(recognised.state, backbone, source)
+def _adopt(
+    backbone: Backbone,
+    recognised: Recognised,
+    source: str,
+    notes: tuple[str, ...] = (),
+    *,
+    positions: Resizing | None = None,
+    numerics: Numerics | None = None,
+) -> LoadedWeights:
+    """Load what was found in a file, with what its weights expect of images and network, and keep the record."""
+    expected = recognised.expected
+    if numerics is None:
+        numerics = Numerics(
+            norm_eps=expected.norm_eps,
+            positions=positions or _original_resizing(recognised),
+            rope_periods=recognised.rope_periods,
+        )
+    state, resampled = _fit(recognised.state, backbone, source, numerics.positions)
     _load_all_or_nothing(backbone, state, source, recognised.used)
-    backbone.mean, backbone.std = recognised.mean, recognised.std
-    backbone.set_norm_eps(recognised.norm_eps)
+    backbone.mean, backbone.std = expected.mean or IMAGENET_MEAN, expected.std or IMAGENET_STD
+    backbone.set_numerics(numerics)
+    resized: tuple[str, ...] = ()
+    if "pos_embed" in state and numerics.positions != "timm":
+        resized = (f"positions are resized as the original does ({numerics.positions})",)
     backbone.loaded = LoadedWeights(
         source,
         format=recognised.format,
@@ -541,26 +636,49 @@ def _adopt(backbone: Backbone, recognised: Recognised, source: str, notes: tuple
         used=recognised.used,
         dropped=recognised.dropped,
         resampled=resampled,
-        notes=(*notes, *recognised.notes),
+        notes=(*notes, *recognised.notes, *resized),
     )
     _logger.info("%s", backbone.loaded)
     return backbone.loaded
 
 
-def _fit(state: dict[str, Tensor], backbone: Backbone, source: str) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Let timm rename foreign keys and resample embeddings, where the family has a filter for that."""
-    checkpoint_filter = getattr(sys.modules[type(backbone.model).__module__], "checkpoint_filter_fn", None)
-    if checkpoint_filter is None:
-        return state, ()
+def _original_resizing(recognised: Recognised) -> Resizing:
+    # DINOv2's networks with registers resize as timm does, whoever trained them further.
+    if "reg_token" in recognised.state:
+        return "timm"
+    return recognised.expected.positions or "timm"
+
+
+def _fit(
+    state: dict[str, Tensor], backbone: Backbone, source: str, resizing: Resizing
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Resize the position embedding; let timm rename foreign keys and resample the rest, where its family can."""
     shapes = {key: value.shape for key, value in state.items()}
-    try:
-        fitted: dict[str, Tensor] = checkpoint_filter(dict(state), backbone.model)
-    except Exception as error:  # each family's filter has its own ways to fail on another family's file
-        raise ValueError(
-            f"{source} does not fit {backbone.name}: timm's filter failed ({type(error).__name__}: {error})"
-        ) from error
+    state = _with_resized_positions(state, backbone, resizing)
+    checkpoint_filter = getattr(sys.modules[type(backbone.model).__module__], "checkpoint_filter_fn", None)
+    fitted = state
+    if checkpoint_filter is not None:
+        try:
+            fitted = checkpoint_filter(dict(state), backbone.model)
+        except Exception as error:  # each family's filter has its own ways to fail on another family's file
+            raise ValueError(
+                f"{source} does not fit {backbone.name}: timm's filter failed ({type(error).__name__}: {error})"
+            ) from error
     resampled = (key for key, value in fitted.items() if key in shapes and shapes[key] != value.shape)
     return fitted, tuple(resampled)
+
+
+def _with_resized_positions(state: dict[str, Tensor], backbone: Backbone, resizing: Resizing) -> dict[str, Tensor]:
+    own = getattr(backbone.model, "pos_embed", None)
+    if not (isinstance(own, Tensor) and "pos_embed" in state and isinstance(backbone.model, VisionTransformer)):
+        return state
+    prefix = 0 if backbone.model.no_embed_class else backbone.model.num_prefix_tokens
+    side = math.isqrt(max(state["pos_embed"].shape[1] - prefix, 0))
+    if side == 0 or side * side + prefix != state["pos_embed"].shape[1]:
+        return state  # timm's filter or the check of shapes says what is wrong
+    grid = backbone.model.patch_embed.grid_size
+    resized = resize_positions(state["pos_embed"], (side, side), grid, resizing, prefix_tokens=prefix)
+    return {**state, "pos_embed": resized}
 
 
 def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source: str, keys: Sequence[str]) -> None:
@@ -571,19 +689,23 @@ def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source
         for key in own
         if key in state and state[key].shape != own[key].shape and key not in backbone.unused_parameters
     ]
+    unexpected = [_name_in_file(key, keys) for key in state if key not in own]
     problems = [
         f"{len(keys)} keys {what}: {first_keys(keys)}"
         for what, keys in (
             ("missing", sorted(required_keys(backbone) - state.keys(), key=list(own).index)),
             ("of another shape", reshaped),
-            ("unexpected", [_name_in_file(key, keys) for key in state if key not in own]),
             ("that are not finite", [key for key in own if key in state and not state[key].isfinite().all()]),
+            ("unexpected", unexpected),
         )
         if keys
     ]
     if problems:
         arguments = f" with {backbone.args}" if backbone.args else ""
-        raise ValueError(f"{source} does not fit {backbone.name}{arguments}; nothing was loaded; {'; '.join(problems)}")
+        way_out = ": leave them out with --backbone.ignore PATTERN (ignore= in Python)" if unexpected else ""
+        raise ValueError(
+            f"{source} does not fit {backbone.name}{arguments}; nothing was loaded; {'; '.join(problems)}{way_out}"
+        )
     usable = {key: state[key] for key in own if key in state and state[key].shape == own[key].shape}
     backbone.model.load_state_dict({**own, **usable})
 

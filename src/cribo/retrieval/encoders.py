@@ -168,6 +168,8 @@ def open_backbone(config: BackboneSource, *, image_size: int | None = None, drop
         pretrained=config.pretrained,
         image_size=image_size,
         network=config.network,
+        positions=None if config.positions == "original" else config.positions,
+        ignore=config.ignore,
         trust=config.trust,
         drop_path=drop_path,
         seed=config.seed,

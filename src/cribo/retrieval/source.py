@@ -21,6 +21,11 @@ class BackboneSource:
         architecture: timm's name of a checkpoint's network, where its weights do not show it (any but ViT,
             DINOv3 and ResNet).
         heads: attention heads, where a checkpoint does not say and they do not have 64 channels each.
+        positions: how the position embedding is resized to images of another size than in training: `original` as the
+            project that wrote a checkpoint does it, `timm` as timm does; or, where a checkpoint does not show whose it
+            is, bicubic_offset (DINO, iBOT, DINOv2), bicubic (MAE, Hugging Face) or another (docs/checkpoints.md).
+        ignore: patterns (regular expressions) of tensors of a checkpoint to leave out, where nothing else explains
+            them.
         trust: run the code that a checkpoint of Python objects holds. Only for files whose maker you trust.
         layers: how many of the last blocks give features, concatenated.
         seed: of random weights.
@@ -31,6 +36,10 @@ class BackboneSource:
     network: Literal["teacher", "student"] = "teacher"
     architecture: str | None = None
     heads: int | None = None
+    positions: Literal[
+        "original", "timm", "bicubic", "bicubic_offset", "bilinear", "bilinear_antialiased", "bilinear_corners"
+    ] = "original"
+    ignore: tuple[str, ...] = ()
     trust: bool = False
     layers: int = 1
     seed: int = 0

@@ -10,6 +10,7 @@ from transformers import YolosForObjectDetection
 from cribo.arguments import ConfigError
 from cribo.evaluation.detection.model import build_yolos
 from cribo.models import Backbone, build_backbone
+from cribo.models.backbone import Numerics
 
 Make = Callable[..., Backbone]
 
@@ -54,7 +55,7 @@ def test_variants_of_the_network(tiny_vit: Make, args: dict[str, Any]) -> None:
     backbone = tiny_vit(**args)
     for parameter in backbone.parameters():
         torch.nn.init.normal_(parameter.data, std=0.2)
-    backbone.set_norm_eps(1e-3)
+    backbone.set_numerics(Numerics(norm_eps=1e-3))
     assert_same_tokens(backbone, atol=1e-4)
 
 

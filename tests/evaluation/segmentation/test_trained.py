@@ -20,6 +20,7 @@ from cribo.evaluation.segmentation.trained import (
     save_segmenter,
 )
 from cribo.models import build_backbone
+from cribo.models.backbone import Numerics
 
 from .made import Squares, tiny_vit, train
 
@@ -57,7 +58,7 @@ def test_it_labels_an_image_as_it_does_when_it_is_scored(tmp_path: Path) -> None
 
 def test_a_layer_norms_epsilon_comes_along(tmp_path: Path) -> None:
     backbone = build_backbone("vit_tiny_patch16_224", args={"depth": 1, "embed_dim": 32, "num_heads": 2})
-    backbone.set_norm_eps(0.5)
+    backbone.set_numerics(Numerics(norm_eps=0.5))
     network = Segmenter(backbone, MaskTransformer(32, 3, width=64, heads=4)).eval()
     save_segmenter(TrainedSegmenter(network, ("a", "b", "c"), (), None, Inference()), tmp_path / "mine.safetensors")
     images = torch.randn(1, 3, 32, 48, generator=torch.Generator().manual_seed(0))

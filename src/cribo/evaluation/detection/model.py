@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from cribo.arguments import ConfigError
 from cribo.evaluation.detection.recipe import ADVICE
 from cribo.models import Backbone
-from cribo.models.dialects import DIALECTS, State
+from cribo.models.formats.naming import State
+from cribo.models.formats.table import NAMINGS
 from cribo.models.inverse import write_as
 from cribo.models.linear import use_onednn
 
 if TYPE_CHECKING:
     from transformers import YolosForObjectDetection
 
-_NAMES = next(dialect for dialect in DIALECTS if dialect.name == "Hugging Face ViT")
+_NAMES = next(naming for naming in NAMINGS if naming.name == "Hugging Face ViT")
 _POSITIONS = "embeddings.position_embeddings"
 _NEW = ("detection_tokens", "mid_position_embeddings")  # at the end of keys: before them, versions differ
 _ACTIVATIONS = {nn.GELU: "gelu", GELUTanh: "gelu_pytorch_tanh"}

@@ -23,6 +23,7 @@ from cribo.evaluation.segmentation.segmenter import Segmenter
 from cribo.files import write_whole
 from cribo.models import build_backbone, describe, normalise
 from cribo.models.backbone import RESERVED_ARGS
+from cribo.models.weights import numerics_of
 
 SEGMENTER_FILE = "segmenter.safetensors"
 """What `cribo evaluate segmenter` leaves of its best learning rate."""
@@ -156,5 +157,5 @@ def _build(of_backbone: Mapping[str, Any], of_decoder: Mapping[str, Any]) -> Seg
         image_size=of_backbone["image_size"],
     )
     backbone.mean, backbone.std = tuple(of_backbone["mean"]), tuple(of_backbone["std"])
-    backbone.set_norm_eps(of_backbone["norm_eps"])
+    backbone.set_numerics(numerics_of(of_backbone))
     return Segmenter(backbone, MaskTransformer(backbone.embed_dim, **of_decoder))

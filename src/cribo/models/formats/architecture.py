@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
+from jaxtyping import Float
 from torch import Tensor
 
 # Widths and depths with a name, and the attention heads of each width. Most have 64 channels a head, but not all:
@@ -53,6 +55,7 @@ def infer_architecture(
     heads: Mapping[int, int] | None = None,
     num_heads: int | None = None,
     act_layer: str | None = None,
+    arch: str | None = None,
 ) -> Architecture:
     """The network that has these weights.
 
@@ -62,6 +65,7 @@ def infer_architecture(
         heads: attention heads by width, before the usual ones; weights do not show them.
         num_heads: attention heads, where they are known.
         act_layer: activation of the MLPs, where it is not the network's usual one.
+        arch: what the training that wrote the file calls its architecture, such as vit_small or resnet50_16s.
 
     Raises:
         ValueError: the weights are of another kind of network, or what they do not show is not known.
@@ -73,7 +77,7 @@ def infer_architecture(
     """
     given = {key: value for key, value in (("num_heads", num_heads), ("act_layer", act_layer)) if value is not None}
     if "layer1.0.conv1.weight" in state:
-        return _resnet(state)
+        return _resnet(state, arch or "")
     if "blocks.0.gamma_1" in state and "pos_embed" not in state:
         return _dinov3(state, given)
     if "blocks.0.norm1.weight" in state and "pos_embed" in state:
@@ -119,9 +123,41 @@ def _vit(state: Mapping[str, Tensor], known_heads: Mapping[int, int], given: Map
         num_heads = known_heads.get(dim) or _VIT_HEADS.get(dim)
         if num_heads is None:
             num_heads, notes = _guess_heads(dim)
+        elif dim == _MOCO_WIDTH and not known_heads and has_fixed_positions(state["pos_embed"][:, -grid * grid :]):
+            num_heads, notes = 12, (_MOCO_NOTE,)
         given = {**given, "num_heads": num_heads}
     args |= {key: value for key, value in given.items() if usual.get(key) != value}
-    return Architecture(name, args, grid * patch_size, notes)
+    return Architecture(name, args, grid * patch_size, (*notes, *_depth_notes(dim, depth)))
+
+
+# MoCo v3's converter to DeiT's names leaves nothing of MoCo v3 but its fixed positions.
+_MOCO_WIDTH = 384
+_MOCO_NOTE = (
+    "took the 12 attention heads of MoCo v3's ViT-S, because the positions are fixed sines and cosines; if the weights "
+    "are not MoCo v3's, give args={'num_heads': 6}"
+)
+
+
+def has_fixed_positions(positions: Float[Tensor, "1 n d"]) -> bool:
+    """Whether a position embedding is MoCo v3's (and MAE's) of sines and cosines.
+
+    Args:
+        positions: (1, N, D) of a square grid, without prefix tokens.
+    """
+    if positions.is_meta:
+        return False
+    side, quarter = math.isqrt(positions.shape[1]), positions.shape[2] // 4
+    angles = torch.arange(side)[:, None] * 10_000.0 ** (-torch.arange(quarter) / quarter)
+    waves = torch.cat([angles.sin(), angles.cos()], dim=1)
+    expected = torch.cat([waves.repeat(side, 1), waves.repeat_interleave(side, dim=0)], dim=1)
+    return positions.shape[2] == 4 * quarter and torch.allclose(positions[0].float(), expected, atol=1e-3)
+
+
+def _depth_notes(dim: int, depth: int) -> tuple[str, ...]:
+    usual = sorted({named for width, named in _VIT_NAMES if width == dim})
+    if not usual or depth in usual:
+        return ()
+    return (f"the file has {depth} blocks, where networks of this width have {usual[0]}: check that it is complete",)
 
 
 _VIT_DEFAULTS = {
@@ -166,6 +202,8 @@ def _dinov3(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architectu
     hidden = state["blocks.0.mlp.fc2.weight"].shape[1]
     size = (_GATED_DINOV3_NAMES if is_gated else _DINOV3_NAMES).get((dim, depth, hidden))
     bias = "_qkvb" if "blocks.0.attn.q_bias" in state else ""
+    if "blocks.0.attn.qkv.bias" in state:  # a bias of the keys, too, which timm's usual attention of this name lacks
+        given = {**given, "attn_type": "rope", "qkv_bias": True}
     found: dict[str, Any] = {"patch_size": patch_size, "num_reg_tokens": 0}
     if "reg_token" in state:
         found["num_reg_tokens"] = state["reg_token"].shape[1]
@@ -179,14 +217,16 @@ def _dinov3(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architectu
         args |= {"embed_dim": dim, "depth": depth, "num_heads": num_heads, "mlp_ratio": _ratio(hidden, dim)}
     elif num_heads != _DINOV3_HEADS[dim]:
         args["num_heads"] = num_heads
+    args |= {key: value for key, value in given.items() if key in ("attn_type", "qkv_bias")}
     if size == "7b" and bias:
         bias, args = "", {**args, "qkv_bias": True}
     if size == "tiny" and not bias:
         bias, args = "_qkvb", {**args, "qkv_bias": False}
+    notes = (*notes, *_depth_notes(dim, depth))
     return Architecture(f"vit_{size}_patch16_dinov3{bias}", args, _USUAL_SIZE // patch_size * patch_size, notes)
 
 
-def _resnet(state: Mapping[str, Tensor]) -> Architecture:
+def _resnet(state: Mapping[str, Tensor], arch: str) -> Architecture:
     layers = tuple(_count(state, rf"layer{stage}") for stage in range(1, 5))
     is_bottleneck = "layer1.0.conv3.weight" in state
     kind = "bottleneck" if is_bottleneck else "basic"
@@ -209,6 +249,8 @@ def _resnet(state: Mapping[str, Tensor]) -> Architecture:
         base_width = inner[0] * 64 // (channels[0] * groups)
         args |= {"cardinality": groups} if groups != 1 else {}
         args |= {"base_width": base_width} if base_width != 64 else {}
+    if stride := re.search(r"_(8|16)s$", arch):  # strides are no part of weights
+        args["output_stride"] = int(stride[1])
     return Architecture(name, args, _USUAL_SIZE)
 
 

@@ -1,0 +1,196 @@
+"""How projects name a network's tensors: functions that give them timm's names. Facts are from their repositories."""
+
+import re
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+Replacements = tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]
+
+
+def substitute(state: State, *rules: tuple[str, str | Callable[[re.Match[str]], str]]) -> State:
+    """Apply regular expressions to every key, one after the other.
+
+    Raises:
+        ValueError: two keys become the same.
+    """
+    renamed: State = {}
+    for key, value in state.items():
+        for pattern, replacement in rules:
+            key = re.sub(pattern, replacement, key)
+        if key in renamed:
+            raise ValueError(f"two keys of the file stand for {key}: it holds parts of two formats")
+        renamed[key] = value
+    return renamed
+
+
+def fold_positions(state: State, token: str, positions: int) -> State:
+    """Make `token` timm's registers, and add the first `positions` position embeddings to [CLS] and registers."""
+    state = dict(state)
+    position = state.pop("pos_embed")
+    tokens = torch.cat([state["cls_token"], state.pop(token)], dim=1)
+    tokens[:, :positions] += position[:, :positions]
+    state["cls_token"], state["reg_token"] = tokens[:, :1], tokens[:, 1:]
+    state["pos_embed"] = position[:, positions:]
+    return state
+
+
+def from_vit(state: State) -> State:
+    """Layer scale as iBOT and BEiT name it, DeiT's distillation token as a register."""
+    state = substitute(state, (r"^(blocks\.\d+)\.gamma_([12])$", r"\1.ls\2.gamma"))
+    return fold_positions(state, "dist_token", 2) if "dist_token" in state else state
+
+
+def from_dinov2(state: State) -> State:
+    """Also of its training."""
+    state = substitute(
+        state,
+        (r"^blocks\.\d+\.(\d+)\.", r"blocks.\1."),  # trained in chunks, whose blocks keep their number
+        (r"\.mlp\.w12\.", ".mlp.fc1."),
+        (r"\.mlp\.w3\.", ".mlp.fc2."),
+    )
+    return fold_positions(state, "register_tokens", 1) if "register_tokens" in state else state
+
+
+def from_dinov3(state: State) -> State:
+    """Also of its training. A bias of the keys stays where it was trained (`mask_k_bias: false`)."""
+    state = dict(state)
+    masks = {key: state.pop(key) for key in list(state) if key.endswith("qkv.bias_mask")}
+    biases = {key: value.chunk(3) for key, value in state.items() if key.endswith("qkv.bias")}
+    if not any(f"{key}_mask" not in masks and parts[1].any() for key, parts in biases.items()):
+        for key, (query, _, value) in biases.items():
+            block = key.removesuffix("qkv.bias")
+            del state[key]
+            state[f"{block}q_bias"], state[f"{block}v_bias"] = query, value
+    return substitute(
+        state,
+        (r"\.ls([12])\.gamma$", r".gamma_\1"),
+        (r"^storage_tokens$", "reg_token"),
+        (r"\.mlp\.w1\.", ".mlp.fc1_g."),
+        (r"\.mlp\.w2\.", ".mlp.fc1_x."),
+        (r"\.mlp\.w3\.", ".mlp.fc2."),
+    )
+
+
+def count_heads_of_dinov3(state: State) -> int | None:
+    """The rotary embedding has a period for every four channels of a head."""
+    periods = state.get("rope_embed.periods")
+    return None if periods is None else len(state["norm.weight"]) // (4 * len(periods))
+
+
+_HF_RULES: Replacements = (
+    # The names in files, and those in memory since transformers 5.
+    (r"^(?:model\.|encoder\.)?layers?\.(\d+)\.", r"blocks.\1."),
+    (r"^embeddings\.(cls_token|register_tokens)$", r"\1"),
+    (r"^embeddings\.position_embeddings$", "pos_embed"),
+    (r"^embeddings\.patch_embeddings\.(?:projection\.)?(weight|bias)$", r"patch_embed.proj.\1"),
+    (r"\.attention\.(?:attention\.)?(?:(query|key|value)|([qkv])_proj)\.", lambda m: f".attn.{(m[1] or m[2])[0]}."),
+    (r"\.attention\.(?:output\.dense|o_proj)\.", ".attn.proj."),
+    (r"^(blocks\.\d+)\.(?:intermediate\.dense|mlp\.weights_in|mlp\.fc1)\.", r"\1.mlp.fc1."),
+    (r"^(blocks\.\d+)\.(?:output\.dense|mlp\.weights_out|mlp\.fc2|mlp\.down_proj)\.", r"\1.mlp.fc2."),
+    (r"\.(?:layernorm_before|norm1)\.", ".norm1."),
+    (r"\.(?:layernorm_after|norm2)\.", ".norm2."),
+    (r"\.layer_scale([12])\.lambda1$", r".ls\1.gamma"),
+    (r"^layernorm\.", "norm."),
+)
+
+
+def from_huggingface(state: State) -> State:
+    """ViT, DINOv2, and DINOv2 with registers."""
+    state = substitute(state, *_HF_RULES)
+    for kind in ("weight", "bias"):
+        state = _join(state, f".attn.{{}}.{kind}", "qkv", f".attn.qkv.{kind}")
+        state = _join(state, f".mlp.{{}}.{kind}", ("gate_proj", "up_proj"), f".mlp.fc1.{kind}")
+    return fold_positions(state, "register_tokens", 1) if "register_tokens" in state else state
+
+
+def from_huggingface_dinov3(state: State) -> State:
+    """Its queries, keys and values have weights of their own, and only some have a bias."""
+    state = substitute(
+        state,
+        *_HF_RULES,
+        (r"\.ls([12])\.gamma$", r".gamma_\1"),
+        (r"\.attn\.([qv])\.bias$", r".attn.\1_bias"),
+        (r"\.mlp\.gate_proj\.", ".mlp.fc1_g."),
+        (r"^register_tokens$", "reg_token"),
+    )
+    gated = any(".mlp.fc1_g." in key for key in state)
+    state = substitute(state, (r"\.mlp\.up_proj\.", ".mlp.fc1_x." if gated else ".mlp.fc1."))
+    if "reg_token" in state and not state["reg_token"].numel():
+        del state["reg_token"]
+    return _join(state, ".attn.{}.weight", "qkv", ".attn.qkv.weight")
+
+
+def _join(state: State, pattern: str, parts: Sequence[str], name: str) -> State:
+    """Put the parts of each block that a project keeps apart under one name, where it has all of them."""
+    state = dict(state)
+    first, *others = (pattern.format(part) for part in parts)
+    for key in [key for key in state if key.endswith(first)]:
+        block = key.removesuffix(first)
+        if all(block + other in state for other in others):
+            state[block + name] = torch.cat([state.pop(key), *(state.pop(block + other) for other in others)])
+    return state
+
+
+def from_mmsegmentation(state: State) -> State:
+    """Its default leaves out the bias of the patch projection (`patch_bias=False`), which is one of zeros in timm."""
+    projection = state["patch_embed.projection.weight"]
+    state = {"patch_embed.projection.bias": projection.new_zeros(len(projection)), **state}
+    return substitute(
+        state,
+        (r"^layers\.", "blocks."),
+        (r"^patch_embed\.projection\.", "patch_embed.proj."),
+        (r"^ln1\.", "norm."),
+        (r"\.ln([12])\.", r".norm\1."),
+        (r"\.attn\.attn\.in_proj_", ".attn.qkv."),
+        (r"\.attn\.attn\.out_proj\.", ".attn.proj."),
+        (r"\.ffn\.layers\.0\.0\.", ".mlp.fc1."),
+        (r"\.ffn\.layers\.1\.", ".mlp.fc2."),
+    )
+
+
+def from_flax(state: State) -> State:
+    """JAX keeps kernels as (in, out), attention by head, and numbers the modules of a block in two ways."""
+    state = substitute(
+        state,
+        (r"^(?:Transformer/)?encoderblock_(\d+)/", r"blocks.\1."),
+        (r"^(?:Transformer/)?encoder_norm/", "norm."),
+        (r"^(?:ToTokenSequence_0/)?embedding/", "patch_embed.proj."),
+        (r"^(?:ToTokenSequence_0|Transformer)/posembed_input(?:/pos_embedding)?$", "pos_embed"),
+        (r"^cls$", "cls_token"),
+        (r"\.LayerNorm_0/", ".norm1."),
+        (r"\.LayerNorm_[12]/", ".norm2."),
+        (r"\.MultiHeadDotProductAttention_[01]/(query|key|value)/", lambda m: f".attn.{m[1][0]}."),
+        (r"\.MultiHeadDotProductAttention_[01]/out/", ".attn.proj."),
+        (r"\.MlpBlock_[0-3]/Dense_0/", ".mlp.fc1."),
+        (r"\.MlpBlock_[0-3]/Dense_1/", ".mlp.fc2."),
+        (r"\.scale$", ".weight"),
+    )
+    state = {key.replace(".kernel", ".weight"): _from_kernel(key, value) for key, value in state.items()}
+    state["pos_embed"] = state["pos_embed"].flatten(1, -2)
+    for kind in ("weight", "bias"):
+        state = _join(state, f".attn.{{}}.{kind}", "qkv", f".attn.qkv.{kind}")
+    return state
+
+
+def count_heads_of_flax(state: State) -> int | None:
+    """Kernels of queries are (D, heads, D / heads)."""
+    kernels = (value for key, value in state.items() if key.endswith("/query/kernel"))
+    return next((kernel.shape[1] for kernel in kernels), None)
+
+
+def _from_kernel(key: str, value: Tensor) -> Tensor:
+    if re.search(r"\.attn\.[qkv]\.bias$", key):
+        return value.flatten()
+    if not key.endswith(".kernel"):
+        return value
+    if key == "patch_embed.proj.kernel":
+        return value.permute(3, 2, 0, 1)
+    return (value.flatten(0, -2) if ".attn.proj." in key else value.flatten(1)).T
+
+
+def unchanged(state: State) -> State:
+    """For networks that already have timm's names."""
+    return state

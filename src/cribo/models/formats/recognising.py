@@ -1,0 +1,255 @@
+"""Finding a network in a file of weights by its keys alone, and accounting for every other tensor.
+
+Tensors of the network that no rule explains are an error, because a network without them computes something else.
+Tensors beside it (heads, decoders, optimiser states, metrics) are left out, and listed.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from cribo.models.backbone import Backbone
+from cribo.models.formats.naming import State
+from cribo.models.formats.table import (
+    BESIDE,
+    METRICS,
+    NAMINGS,
+    OWN,
+    PROJECTS,
+    TRAINING,
+    Expected,
+    Naming,
+    Project,
+    Rules,
+)
+
+NetworkName = Literal["teacher", "student"]
+
+# Names of a network that is the one to evaluate.
+_TEACHER_LIKE = r"(^|[./_])(teacher|ema|model_ema|ema_params|momentum\w*|target\w*)([./_]|$)"
+_WRAPPERS = r"(^|[./])(?:(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.)+"
+_LISTED = 8
+_USED, _BESIDE, _IGNORED = "", "not of the network", "ignored as asked"
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """The network that was found in a file, under timm's names.
+
+    Attributes:
+        format: name of the project, or of the naming where the file holds one network and nothing else.
+        network: the one that was taken; None where the file holds only one.
+        part: its prefix in the file.
+        state: its tensors under timm's names.
+        used: the keys of the file that were used.
+        dropped: the keys of the file that were left out, by group.
+        num_heads: attention heads, where the file shows them.
+        expected: what the weights expect of network and images.
+        rope_periods: of DINOv3's rotary embedding, where the file holds them.
+        notes: what a user should know.
+    """
+
+    format: str
+    network: NetworkName | None
+    part: str
+    state: State
+    used: tuple[str, ...]
+    dropped: dict[str, tuple[str, ...]]
+    num_heads: int | None
+    expected: Expected
+    rope_periods: tuple[float, ...] | None
+    notes: tuple[str, ...]
+
+
+def recognise(
+    tensors: Mapping[str, Tensor],
+    source: str,
+    *,
+    network: NetworkName = "teacher",
+    backbone: Backbone | None = None,
+    ignore: Sequence[str] = (),
+) -> Recognised:
+    """Find a network in a file, account for every key, and give the network's tensors timm's names.
+
+    Args:
+        tensors: every tensor of the file, by path (`reading.flatten`).
+        source: names the file in errors.
+        network: of a teacher and a student, the one to take. A file without a teacher gives its student.
+        backbone: the one that the weights are for, where it is known: keys that it has keep their name, and a file
+            of no known naming is assumed to be its own.
+        ignore: patterns of keys to leave out.
+
+    Raises:
+        ValueError: no format fits, the file holds several networks of which none is named as the teacher, or it has
+            no network of the kind that was asked for.
+    """
+    if network not in get_args(NetworkName):
+        raise ValueError(f"network must be one of {', '.join(get_args(NetworkName))}, got {network!r}")
+    own = dict.fromkeys(backbone.model.state_dict()) if backbone is not None else {}
+    # Wrappers of parallel training and compilation stand anywhere in a key and say nothing.
+    originals = {re.sub(_WRAPPERS, r"\1", key): key for key in tensors}
+    if len(originals) < len(tensors):
+        twice = set(tensors) - set(originals.values())
+        raise ValueError(f"{source} holds keys that only wrappers tell apart: {first_keys(sorted(twice))}")
+    project = next((project for project in PROJECTS if _shows(project.signs, originals)), None)
+    found = _networks(originals, own)
+    if not found:
+        like = f", though its other keys are those of {project.name}" if project else ""
+        raise ValueError(
+            f"{source} holds no network in a known format{like}; its first keys are "
+            f"{first_keys(originals) or 'none'}: give the timm name of its architecture, if it has one"
+        )
+    prefix, taken = _choose(found, project, network, source)
+    naming = found[prefix]
+    groups = {
+        key: _IGNORED
+        if any(re.search(pattern, originals[key]) for pattern in ignore)
+        else _group(key, prefix, found, project, own, tensors[originals[key]])
+        for key in originals
+    }
+    used = [key for key, group in groups.items() if group == _USED]
+    state = {key.removeprefix(prefix): tensors[originals[key]] for key in used}
+    is_own = backbone is not None and required_keys(backbone) <= state.keys()
+    expected = (project.expected if project else Expected()).over(naming.expected)
+    num_heads = naming.count_heads(state)
+    if not is_own:
+        state = naming.rename(state)
+    periods = state.pop("rope_embed.periods", None)
+    return Recognised(
+        format=(project or naming).name,
+        network=taken,
+        part=originals[used[0]].removesuffix(used[0].removeprefix(prefix)),
+        state=state,
+        used=tuple(originals[key] for key in used),
+        dropped={
+            name: tuple(originals[key] for key, group in groups.items() if group == name)
+            for name in dict.fromkeys(group for group in groups.values() if group != _USED)
+        },
+        num_heads=num_heads,
+        expected=expected,
+        rope_periods=None if periods is None else tuple(periods.float().tolist()),
+        notes=tuple(_notes(expected, taken, network, [key for key, group in groups.items() if group == _BESIDE])),
+    )
+
+
+def first_keys(keys: Iterable[str]) -> str:
+    """The first few keys, for an error message."""
+    keys = list(keys)
+    return ", ".join(keys[:_LISTED]) + (", ..." if len(keys) > _LISTED else "")
+
+
+def required_keys(backbone: Backbone) -> set[str]:
+    """The keys that weights must have: old files lack the counters of batch norms, and heads are not read."""
+    return {
+        key
+        for key in backbone.model.state_dict()
+        if key not in backbone.unused_parameters and not key.endswith("num_batches_tracked")
+    }
+
+
+def _shows(signs: Iterable[str], keys: Iterable[str]) -> bool:
+    return all(any(re.search(sign, key) for key in keys) for sign in signs)
+
+
+def _networks(keys: Collection[str], own: Collection[str]) -> dict[str, Naming]:
+    """The networks in a file: the prefix of each, and how its tensors are named."""
+    keys = [key for key in keys if not re.search(TRAINING, key)]  # optimisers keep copies of every weight
+    found: dict[str, Naming] = {}
+    for naming in NAMINGS:
+        for prefix in _prefixes(naming.anchor, keys):
+            inner = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
+            if prefix not in found and _shows(naming.needs, inner):
+                found[prefix] = naming
+    if found or not own:
+        return found
+    for name in own:
+        if prefixes := _prefixes(re.escape(name), keys):
+            return dict.fromkeys(prefixes, OWN)
+    # Names of another library, which timm may know how to read; they lie under one key or none.
+    containers = {key.partition("/")[0] + "/" for key in keys if "/" in key}
+    return dict.fromkeys(containers if len(containers) == 1 else {""}, OWN) if keys else {}
+
+
+def _prefixes(anchor: str, keys: Iterable[str]) -> list[str]:
+    matches = (re.fullmatch(rf"(.*[./])?{anchor}", key) for key in keys)
+    return [match[1] or "" for match in matches if match]
+
+
+def _choose(
+    found: Mapping[str, Naming], project: Project | None, network: NetworkName, source: str
+) -> tuple[str, NetworkName | None]:
+    """The prefix of the network to take, and which of the two it is."""
+    if project is not None:
+        roles: dict[NetworkName, str | None] = {"teacher": project.teacher, "student": project.student}
+        by_role = {
+            role: [prefix for prefix in found if pattern is not None and re.fullmatch(pattern, prefix)]
+            for role, pattern in roles.items()
+        }
+    else:
+        teachers = [prefix for prefix in found if re.search(_TEACHER_LIKE, prefix)]
+        by_role = {"teacher": teachers, "student": [prefix for prefix in found if prefix not in teachers]}
+    named = ", ".join(repr(prefix) for prefix in found)
+    if len(found) == 1 and network == "student" and not any("student" in prefix for prefix in by_role["student"]):
+        raise ValueError(
+            f"{source} holds one network, under the prefix {named}, and no student: leave network as it is"
+        )
+    if len(by_role[network]) == 1:
+        is_only = len(found) == 1 and (project is None or project.student is None)
+        return by_role[network][0], None if is_only else network
+    if network == "teacher" and not by_role["teacher"] and len(by_role["student"]) == 1:
+        return by_role["student"][0], None if project is None else "student"
+    raise ValueError(
+        f"{source} holds several networks and does not say which is the {network}: under the prefixes {named}; save "
+        "the one you want in a file of its own"
+    )
+
+
+def _group(
+    key: str,
+    prefix: str,
+    found: Mapping[str, Naming],
+    project: Project | None,
+    own: Collection[str],
+    tensor: Tensor,
+) -> str:
+    """What a key belongs to: the network that is taken, or a group that is left out."""
+    if re.search(TRAINING, key):
+        return "training state"
+    # One prefix may begin with another: the longer one names the network.
+    owner = max((each for each in found if key.startswith(each)), key=len, default=None)
+    if owner is not None and owner != prefix:
+        roles: dict[str, str | None] = {"student": None, "teacher": None}
+        if project is not None:
+            roles = {"student": project.student, "teacher": project.teacher}
+        return next((role for role, pattern in roles.items() if pattern and re.fullmatch(pattern, owner)), _OTHER)
+    rules = project.dropped if project else ()
+    if owner is None:
+        return _first_match((*rules, *BESIDE), key) or _BESIDE
+    inner = key.removeprefix(prefix)
+    if inner in own:
+        return _USED
+    if group := _first_match(found[prefix].dropped, inner) or _first_match((*rules, METRICS), key):
+        return group
+    # A network lies in one container of a nested file; numbers beside it, such as a best score, are no part of it.
+    if ("/" in inner and not found[prefix].is_nested) or (tensor.ndim == 0 and "num_batches_tracked" not in key):
+        return _first_match(BESIDE, key) or _BESIDE
+    return _USED
+
+
+_OTHER = "other network"
+
+
+def _first_match(rules: Rules, key: str) -> str | None:
+    return next((group for group, pattern in rules if re.search(pattern, key)), None)
+
+
+def _notes(expected: Expected, taken: NetworkName | None, network: NetworkName, beside: Sequence[str]) -> Iterator[str]:
+    if taken is not None and taken != network:
+        yield f"the file holds no {network}, so its {taken} was taken"
+    if expected.note:
+        yield expected.note
+    if beside:
+        yield f"ignored {len(beside)} tensors that are not of the network: {first_keys(beside)}"

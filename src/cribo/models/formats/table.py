@@ -1,0 +1,425 @@
+"""The formats of other projects' weights: a row for each project and for each way of naming a network's tensors.
+
+A file is recognised by its keys alone. A `Project` says which networks its files hold under which prefixes, and what is
+stored beside them; a `Naming` says how the tensors of one network are named. What the weights expect (normalisation,
+epsilon, resizing of positions) is taken from the project first, and then from the naming.
+
+Facts are from each project's public repository, named in its row. To add one: a row here, a function in `naming` where
+its names are new, and a case in tests/models/formats.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from cribo.models.formats import naming
+from cribo.models.formats.naming import State
+from cribo.models.positions import Resizing
+
+Rules = tuple[tuple[str, str], ...]
+"""(group, pattern): keys that match belong to the group and are left out."""
+
+HALF = (0.5, 0.5, 0.5)
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What weights expect of a network and its images; None: timm's own, ImageNet's.
+
+    Attributes:
+        norm_eps: epsilon of the layer norms.
+        mean, std: normalisation of images.
+        act_layer: activation of the MLPs, by timm's name.
+        positions: how the position embedding is resized.
+        heads: attention heads by width, where they are not the usual ones.
+        note: what a user should know.
+    """
+
+    norm_eps: float | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    act_layer: str | None = None
+    positions: Resizing | None = None
+    heads: Mapping[int, int] = field(default_factory=dict)
+    note: str | None = None
+
+    def over(self, other: "Expected") -> "Expected":
+        """This, with the other's values where this has none."""
+        return replace(other, **{name: value for name, value in vars(self).items() if value not in (None, {})})
+
+
+@dataclass(frozen=True)
+class Project:
+    """Which networks a project's file holds, and what is stored beside them.
+
+    Attributes:
+        name: for people.
+        source: its public repository.
+        signs: patterns, each of which some key of the file matches.
+        teacher, student: patterns of the prefixes of the two networks; None: it has no such network.
+        dropped: keys outside of the network, in addition to `BESIDE`.
+        expected: see `Expected`.
+    """
+
+    name: str
+    source: str
+    signs: tuple[str, ...]
+    teacher: str | None
+    student: str | None = None
+    dropped: Rules = ()
+    expected: Expected = Expected()
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How the tensors of one network are named.
+
+    Attributes:
+        name: for people.
+        source: where these names are defined.
+        anchor: pattern of a key that each network of this naming has exactly once.
+        needs: patterns, each of which some key of the network matches.
+        rename: gives the network's tensors timm's names.
+        dropped: keys within the network that are left out.
+        count_heads: reads the attention heads off the network's tensors, where these show them.
+        is_nested: whether the keys of one network have slashes, as Flax's do.
+        expected: see `Expected`.
+    """
+
+    name: str
+    source: str
+    anchor: str
+    rename: Callable[[State], State]
+    needs: tuple[str, ...] = ()
+    dropped: Rules = ()
+    count_heads: Callable[[State], int | None] = lambda state: None
+    is_nested: bool = False
+    expected: Expected = Expected()
+
+
+TRAINING = (
+    r"^(optim\w*|\w*sched\w*|\w*scaler\w*|amp|loops|callbacks|opt_state|rng\w*|meta\w*|message_hub|hyper_parameters|"
+    r"args|config|global_step|step|iteration|epoch|ema_state|state)(/|$)"
+)
+"""Keys of the state of a training, in any project."""
+
+METRICS = ("metric", r"(^|[./])(best_\w+|\w*acc[15]?|\w*miou\w*|class_weights?|\w*metrics?|n_averaged)([./]|$)")
+"""Numbers about a training, wherever they are stored."""
+
+BESIDE: Rules = (
+    (
+        "text encoder",
+        r"^(text|text_model|transformer|token_embedding|positional_embedding|ln_final|text_projection|logit_scale|"
+        r"logit_bias)(\.|$)",
+    ),
+    ("queue", r"(^|[./])\w*queue\w*$"),
+    ("loss", r"(^|[./])\w*(loss|criterion)\w*[./]"),
+    ("centre", r"(^|[./])(centers?|centres?|\w+_centre(\.\w+)?)$"),
+    METRICS,
+    ("decoder", r"(^|[./])\w*decoder\w*([./]|$)"),
+    (
+        "head",
+        r"(^|[./])(\w*heads?|neck|\w*projectors?|projection\w*|predictor\w*|\w*prototypes?|fc\d*|classifier|pooler)"
+        r"(\.\d+)?([./]|$)",
+    ),
+)
+"""What many projects store beside their networks; patterns of whole keys."""
+
+_OFFSET = Expected(positions="bicubic_offset")
+
+PROJECTS: tuple[Project, ...] = (
+    Project(
+        "cribo run",
+        "this project",
+        signs=(r"^state_dict/(teacher|student)\.backbone\.model\.", r"^cribo/|image_prototypes"),
+        teacher=r"state_dict/teacher\.backbone\.model\.",
+        student=r"state_dict/student\.backbone\.model\.",
+        dropped=(("queue", r"^cribo/bank/|^state_dict/_extra_state/"), ("training state", r"^cribo/")),
+    ),
+    Project(
+        "CrIBo",
+        "github.com/tileb1/CrIBo",
+        signs=(r"^(centroids|cls|cpv)_queue_cpu$", r"^(teacher|student)/"),
+        teacher=r"teacher/backbone\.",
+        student=r"student/backbone\.",
+        expected=_OFFSET,
+    ),
+    Project(
+        "CrIBo or CrOC",
+        "github.com/stegmuel/CrOC",
+        signs=(r"^(teacher|student)/head\.last_layer_c\.",),
+        teacher=r"teacher/backbone\.",
+        student=r"student/backbone\.",
+        expected=_OFFSET,
+    ),
+    Project(
+        "iBOT",
+        "github.com/bytedance/ibot",
+        signs=(r"^student/backbone\.masked_embed$|^ibot_loss/|^(teacher|student)/head\.last_layer2\.",),
+        teacher=r"teacher/backbone\.",
+        student=r"student/backbone\.",
+        expected=_OFFSET,
+    ),
+    Project(
+        "DINOv2 or DINOv3 training",
+        "github.com/facebookresearch/dinov2, /dinov3",
+        signs=(r"^(model/)?(teacher|student|model_ema)[./](dino_head|ibot_head)\.",),
+        teacher=r"(model/)?(teacher|model_ema)[./]backbone\.",
+        student=r"(model/)?student[./]backbone\.",
+        dropped=(("other network", r"^(model/)?gram_teacher\."),),
+    ),
+    Project(
+        "DINO",
+        "github.com/facebookresearch/dino",
+        signs=(r"^(teacher|student)/head\.(mlp|last_layer)",),
+        teacher=r"teacher/backbone\.",
+        student=r"student/backbone\.",
+        expected=_OFFSET,
+    ),
+    Project(
+        "MoCo v3",
+        "github.com/facebookresearch/moco-v3",
+        signs=(r"(^|/)(momentum|base)_encoder\.", r"(^|/)(predictor|momentum_encoder)\."),
+        teacher=r"(\w+/)?momentum_encoder\.",
+        student=r"(\w+/)?base_encoder\.",
+        # Its ViT-S has 12 heads of 32 channels, where every other ViT-S has 6.
+        expected=Expected(heads={384: 12}),
+    ),
+    Project(
+        "SlotCon",
+        "github.com/CVMI-Lab/SlotCon",
+        signs=(r"(^|/)encoder_k\.", r"(^|/)grouping_[qk]\.slot_embed\.weight$"),
+        teacher=r"(\w+/)?encoder_k\.",
+        student=r"(\w+/)?encoder_q\.",
+        dropped=(("prototypes", r"(^|/)grouping_[qk]\."), ("head", r"(^|/)(projector_[qk]|predictor_slot)\.")),
+    ),
+    Project(
+        "DenseCL",
+        "github.com/WXinlong/DenseCL",
+        signs=(r"(^|/)encoder_k\.0\.", r"(^|/)queue2$"),
+        teacher=r"(\w+/)?encoder_k\.0\.",
+        student=r"(\w+/)?encoder_q\.0\.",
+        dropped=(("head", r"(^|/)encoder_[qk]\.1\."),),
+    ),
+    Project(
+        "MoCo",
+        "github.com/facebookresearch/moco",
+        signs=(r"(^|/)encoder_q\.", r"(^|/)queue$"),
+        teacher=r"(\w+/)?encoder_k\.(0\.)?",
+        student=r"(\w+/)?encoder_q\.(0\.)?",
+        dropped=(("head", r"(^|/)encoder_[qk]\.(1|fc)\."),),
+    ),
+    Project(
+        "ORL or BYOL",
+        "github.com/Jiahao000/ORL",
+        signs=(r"(^|/)target_net\.0\.",),
+        teacher=r"(\w+/)?target_net\.0\.",
+        student=r"(\w+/)?online_net\.0\.",
+        dropped=(("head", r"(^|/)(target|online)_net\.1\."),),
+    ),
+    Project(
+        "TimeT",
+        "github.com/SMSD75/Timetuning",
+        signs=(r"(^|[./])feature_extractor\.backbone\.",),
+        teacher=r"([\w/]+[./])?teacher\.backbone\.",
+        student=r"([\w/]+[./])?feature_extractor\.backbone\.",
+        expected=_OFFSET,
+    ),
+    Project(
+        "NeCo or Leopart",
+        "github.com/vpariza/NeCo, github.com/MkuuWaUjinga/leopart",
+        signs=(
+            r"^(state_dict/)?(model|teacher)\.cls_token$",
+            r"^(state_dict/)?(model|teacher)\.(projection_head|prototypes)\.|(^|[./])preds_miou",
+        ),
+        teacher=r"(state_dict/)?teacher\.",
+        student=r"(state_dict/)?model\.",
+        dropped=(("metric", r"(^|[./])\w*miou\w*\."),),
+        expected=_OFFSET,
+    ),
+    # With its mask transformer or its linear decoder; its encoder keeps a classifier head.
+    Project(
+        "Segmenter",
+        "github.com/rstrudel/segmenter",
+        signs=(
+            r"^(\w+/)?encoder\.patch_embed\.",
+            r"^(\w+/)?decoder\.(cls_emb|proj_dec\.weight|head\.weight)$",
+            r"^(\w+/)?encoder\.head\.|^(\w+/)?decoder\.cls_emb$",
+        ),
+        teacher=r"(\w+/)?encoder\.",
+        expected=Expected(norm_eps=1e-5, mean=HALF, std=HALF, positions="bilinear"),
+    ),
+    # Its mask transformer keeps class embeddings; the networks it is trained from expect images of mean 0.5.
+    Project(
+        "MMSegmentation Segmenter",
+        "github.com/open-mmlab/mmsegmentation",
+        signs=(r"^(\w+/)?backbone\.", r"^(\w+/)?decode_head\.cls_emb$"),
+        teacher=r"(\w+/)?backbone\.",
+        expected=Expected(mean=HALF, std=HALF),
+    ),
+    Project(
+        "MMSegmentation",
+        "github.com/open-mmlab/mmsegmentation",
+        signs=(r"^(\w+/)?backbone\.", r"^(\w+/)?(decode_head|auxiliary_head)\."),
+        teacher=r"(\w+/)?backbone\.",
+        dropped=(("decoder", r"^(\w+/)?backbone\.fpn\d\."),),
+    ),
+    Project(
+        "LOCA",
+        "github.com/google-research/scenic/tree/main/scenic/projects/loca",
+        signs=(r"(^|/)ToTokenSequence_0/embedding/kernel$",),
+        teacher=r"(ema_params/(params/)?)?",
+        student=r"(params/)+",
+    ),
+    Project(
+        "MAE",
+        "github.com/facebookresearch/mae",
+        signs=(r"(^|/)decoder_blocks\.0\.", r"(^|/)decoder_pred\.weight$"),
+        teacher=r"(\w+/)?",
+        expected=Expected(positions="bicubic"),
+    ),
+)
+
+_MASK: Rules = (("mask token", r"^(mask_token|masked_embed|embeddings\.mask_token)$"),)
+# The head of a network that is kept with it.
+_HEAD: Rules = (
+    ("head", r"^(\w*head\w*|fc|classifier|pooler|pre_logits|projection_head|projector|predictor|prototypes)[./]"),
+    ("head", r"^(head|fc)\d*[./]"),
+)
+# Decoders whose tensors are named as siblings of the encoder's.
+_DECODER: Rules = (("decoder", r"^decoder_\w+([./]|$)"),)
+
+_PATCHES = r"patch_embed\.proj\.weight"
+_HF_PATCHES = r"embeddings\.patch_embeddings\.projection\.weight"
+_TRANSFORMERS = "github.com/huggingface/transformers"
+
+_DINOV3 = Naming(
+    "DINOv3",
+    "github.com/facebookresearch/dinov3",
+    _PATCHES,
+    naming.from_dinov3,
+    needs=(r"^blocks\.0\.ls1\.gamma$", r"^(storage_tokens|rope_embed\.periods)$"),
+    dropped=(*_MASK, *_HEAD, ("norm of local crops", r"^local_cls_norm\.")),
+    count_heads=naming.count_heads_of_dinov3,
+)
+# Weights do not show whether they were trained on web or on satellite images, which are normalised differently. Among
+# the released ones, the ViT-L of satellite images and both ViT-7B have a norm of local crops, and only the ViT-7B has
+# no bias in its attention.
+_DINOV3_SATELLITE = replace(
+    _DINOV3,
+    name="DINOv3 SAT-493M",
+    needs=(*_DINOV3.needs, r"^local_cls_norm\.", r"^blocks\.0\.attn\.qkv\.bias$"),
+    expected=Expected(
+        mean=(0.430, 0.411, 0.296),
+        std=(0.213, 0.156, 0.143),
+        note="took the normalisation of satellite images: the only released weights of this form are for them",
+    ),
+)
+_DINOV3_EITHER = replace(
+    _DINOV3,
+    needs=(*_DINOV3.needs, r"^local_cls_norm\."),
+    expected=Expected(
+        note="took ImageNet's normalisation; if these are the weights for satellite images (SAT-493M), load timm's "
+        "copy by name instead"
+    ),
+)
+
+NAMINGS: tuple[Naming, ...] = (
+    _DINOV3_SATELLITE,
+    _DINOV3_EITHER,
+    _DINOV3,
+    Naming(
+        "timm DINOv3",
+        "github.com/huggingface/pytorch-image-models",
+        _PATCHES,
+        naming.unchanged,
+        needs=(r"^blocks\.0\.gamma_1$", r"^blocks\.0\.attn\.qkv\.weight$", r"^reg_token$"),
+        dropped=_HEAD,
+    ),
+    Naming(
+        "DINOv2",
+        "github.com/facebookresearch/dinov2",
+        _PATCHES,
+        naming.from_dinov2,
+        needs=(r"^blocks\.0\.(\d+\.)?ls1\.gamma$", r"^(mask_token|register_tokens|blocks\.0\.\d+\.norm1\.weight)$"),
+        dropped=(*_MASK, *_HEAD),
+        expected=_OFFSET,
+    ),
+    Naming(
+        "timm ViT",
+        "github.com/huggingface/pytorch-image-models",
+        _PATCHES,
+        naming.from_vit,
+        needs=(r"^blocks\.0\.norm1\.weight$", r"^pos_embed$"),
+        dropped=(*_MASK, *_HEAD, *_DECODER),
+    ),
+    Naming(
+        "Hugging Face DINOv2",
+        f"{_TRANSFORMERS} (dinov2, dinov2_with_registers)",
+        _HF_PATCHES,
+        naming.from_huggingface,
+        needs=(r"\.layer_scale1\.lambda1$",),
+        dropped=(*_MASK, *_HEAD),
+        expected=Expected(positions="bicubic"),
+    ),
+    Naming(
+        "Hugging Face ViT",
+        f"{_TRANSFORMERS} (vit)",
+        _HF_PATCHES,
+        naming.from_huggingface,
+        needs=(r"\.layernorm_before\.weight$",),
+        dropped=(*_MASK, *_HEAD),
+        expected=Expected(norm_eps=1e-12, mean=HALF, std=HALF, positions="bicubic"),
+    ),
+    Naming(
+        "Hugging Face DINOv3",
+        f"{_TRANSFORMERS} (dinov3_vit)",
+        r"embeddings\.patch_embeddings\.weight",
+        naming.from_huggingface_dinov3,
+        needs=(r"\.layer_scale1\.lambda1$",),
+        dropped=(*_MASK, *_HEAD),
+    ),
+    Naming(
+        "MMSegmentation ViT",
+        "github.com/open-mmlab/mmsegmentation",
+        r"patch_embed\.projection\.weight",
+        naming.from_mmsegmentation,
+        needs=(r"^layers\.0\.attn\.attn\.in_proj_weight$",),
+        expected=Expected(positions="bicubic"),
+    ),
+    Naming(
+        "LOCA",
+        "github.com/google-research/scenic/tree/main/scenic/projects/loca",
+        r"ToTokenSequence_0/embedding/kernel",
+        naming.from_flax,
+        dropped=(
+            ("position predictor", r"^(cross_attention_block|final_norm|position_predictor)/"),
+            ("head", r"^projection_head_for_clustering_prediction/"),
+        ),
+        count_heads=naming.count_heads_of_flax,
+        is_nested=True,
+        expected=Expected(act_layer="gelu_tanh", positions="bilinear_antialiased"),
+    ),
+    Naming(
+        "JAX ViT",
+        "github.com/google-research/vision_transformer",
+        r"embedding/kernel",
+        naming.from_flax,
+        needs=(r"^Transformer/encoderblock_0/",),
+        dropped=(("head", r"^(head|pre_logits|output_projection)/"),),
+        count_heads=naming.count_heads_of_flax,
+        is_nested=True,
+        expected=Expected(act_layer="gelu_tanh", mean=HALF, std=HALF, positions="bilinear_corners"),
+    ),
+    Naming(
+        "ResNet",
+        "github.com/pytorch/vision",
+        r"layer1\.0\.conv1\.weight",
+        naming.unchanged,
+        needs=(r"^conv1\.weight$", r"^bn1\.running_mean$"),
+        dropped=(("head", r"^(fc\w*|head\w*|projector|projection_head|prototypes)\."),),
+    ),
+)
+
+OWN = Naming("timm", "", "", naming.unchanged, dropped=(*_MASK, *_HEAD, *_DECODER), is_nested=True)
+"""The names of timm, for networks that are built before their weights are read."""
