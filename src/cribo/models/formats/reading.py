@@ -2,10 +2,13 @@
 
 import argparse
 import codecs
+import datetime
 import json
 import re
+import tarfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -14,21 +17,30 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from cribo.models.formats.distributed import METADATA, read_distributed
+from cribo.models.formats.plain_pickle import PlainUnpickler, as_pickle_module
+
 _AGAIN = "copy or download it again"
-# Training scripts keep their options, paths and best scores beside the weights; none runs code when it is read. Paths
-# come back as pure ones, since those of another system cannot be made here.
-_SCALAR = np.float64(0).__reduce__()[0]
+# Training scripts keep their options, paths, dates and best scores beside the weights; none runs code when it is read.
+# Paths become pure ones, since those of another system cannot be made here.
+_ARRAY, _SCALAR = np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0]
 _PLAIN_OBJECTS: list[Any] = [
     argparse.Namespace,
     np.dtype,
-    *((_SCALAR, f"numpy.{module}.multiarray.scalar") for module in ("core", "_core")),  # before and since NumPy 2
+    np.ndarray,
+    *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
+    *(
+        (function, f"numpy.{core}.multiarray.{name}")  # before and since NumPy 2
+        for core in ("core", "_core")
+        for name, function in (("scalar", _SCALAR), ("_reconstruct", _ARRAY))
+    ),
     *(
         (kind, f"{module}.{prefix}{system}Path")
         for module in ("pathlib", "pathlib._local")  # before and since Python 3.13
         for prefix in ("", "Pure")
         for system, kind in (("Posix", PurePosixPath), ("Windows", PureWindowsPath))
     ),
-    *(type(np.dtype(name)) for name in ("float16", "float32", "float64", "int32", "int64", "bool")),
+    *(type(np.dtype(name)) for name in ("float16", "float32", "float64", "uint8", "int32", "int64", "bool")),
 ]
 _PLAIN_NAMES = {f"{kind.__module__}.{kind.__qualname__}" for kind in _PLAIN_OBJECTS if not isinstance(kind, tuple)} | {
     name for _, name in (kind for kind in _PLAIN_OBJECTS if isinstance(kind, tuple))
@@ -39,10 +51,10 @@ _LISTED = 5
 
 
 def read_weights(path: Path, *, trust: bool = False) -> dict[str, Any]:
-    """What a file of weights holds: safetensors, torch (zip or legacy), NumPy `.npz`, or Flax msgpack.
+    """Read a file of weights: safetensors, torch (zip or legacy), NumPy, Flax, or a pickle of plain data.
 
     Args:
-        path: the file; its suffix does not matter.
+        path: the file, whose suffix does not matter; or a folder of `torch.distributed.checkpoint`.
         trust: run the code that a torch file may hold beside its tensors. Only for files whose maker you trust.
 
     Returns:
@@ -54,6 +66,8 @@ def read_weights(path: Path, *, trust: bool = False) -> dict[str, Any]:
             named) and `trust` is not set.
         ImportError: a Flax file, and msgpack is not installed.
     """
+    if (path / METADATA).is_file():
+        return _read_or_explain(path, read_distributed)
     if not path.is_file():
         raise FileNotFoundError(f"no weights at {path}")
     with path.open("rb") as file:
@@ -61,9 +75,17 @@ def read_weights(path: Path, *, trust: bool = False) -> dict[str, Any]:
     if not start:
         raise ValueError(f"{path} is empty: {_AGAIN}")
     _refuse_text(path, start)
-    read = _reader(path, start)
+    _refuse_archives(path, start)
+    reader = _reader(path, start)
+    content = _read_or_explain(path, partial(_read_torch, trust=trust) if reader is _read_torch else reader)
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path} holds a {type(content).__name__}, expected a mapping of names to tensors")
+    return {str(key): value for key, value in content.items()}
+
+
+def _read_or_explain(path: Path, read: Callable[[Path], Any]) -> Any:
     try:
-        content = read(path) if read is not _read_torch else _read_torch(path, trust=trust)
+        return read(path)
     except (ImportError, UntrustedFile):
         raise
     except Exception as error:  # a damaged file can fail anywhere in its reader
@@ -71,9 +93,6 @@ def read_weights(path: Path, *, trust: bool = False) -> dict[str, Any]:
         raise ValueError(
             f"{path} is damaged or is no file of weights ({type(error).__name__}: {first_line}): {_AGAIN}"
         ) from error
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{path} holds a {type(content).__name__}, expected a mapping of names to tensors")
-    return {str(key): value for key, value in content.items()}
 
 
 def flatten(content: Mapping[Any, Any]) -> dict[str, Tensor]:
@@ -96,6 +115,8 @@ def flatten(content: Mapping[Any, Any]) -> dict[str, Tensor]:
             )
         if isinstance(value, Tensor):
             found[path] = value
+        elif isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
+            found[path] = torch.from_numpy(np.ascontiguousarray(value))
         elif isinstance(value, Mapping):
             for key, inner in value.items():
                 descend(inner, f"{path}/{key}" if path else str(key))
@@ -140,6 +161,22 @@ def _refuse_text(path: Path, start: bytes) -> None:
         raise ValueError(f"{path} is a text file and no file of weights: {_AGAIN}")
 
 
+def _refuse_archives(path: Path, start: bytes) -> None:
+    """Archives around a file of weights; PyTorch's own files are zip files, too, and its oldest ones tar files."""
+    if start[:2] == b"\x1f\x8b":
+        raise ValueError(f"{path} is a gzip archive: unpack it (tar xzf, gunzip), and give the file of weights in it")
+    inside: list[str] = []
+    if start[:4] == b"PK\x03\x04" and zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            inside = archive.namelist()
+    elif tarfile.is_tarfile(path):
+        with tarfile.open(path) as archive:
+            inside = archive.getnames()
+    files = [name for name in inside if re.search(r"\.(pth|pt|pkl|ckpt|bin|safetensors)$", name)]
+    if files and not any(name.endswith("data.pkl") for name in inside):
+        raise ValueError(f"{path} is an archive that holds {files[0]}: unpack it, and give that file")
+
+
 def _is_text(start: bytes) -> bool:
     try:
         text = codecs.getincrementaldecoder("utf-8-sig")().decode(start)  # its last character may be cut off
@@ -178,6 +215,8 @@ def _read_torch(path: Path, *, trust: bool) -> Any:
     # Mapped, so that of a training checkpoint only the network that is used comes into memory. Older files cannot be.
     is_mapped = zipfile.is_zipfile(path)
     try:
+        if _protocol(path) > 2:
+            return _read_plain(path)
         with torch.serialization.safe_globals(_PLAIN_OBJECTS):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except Exception as error:
@@ -189,6 +228,28 @@ def _read_torch(path: Path, *, trust: bool) -> Any:
             f"{path} holds Python objects beside its tensors ({listed}) and is not read, because that could run code "
             "in it: if you trust its maker, allow it with --trust (trust=True in Python), or save only its state dict"
         ) from error
+
+
+def _protocol(path: Path) -> int:
+    """Of the pickle in a file of torch, or of one that is a pickle and nothing else."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            name = next((name for name in archive.namelist() if name.endswith("data.pkl")), None)
+            start = archive.open(name).read(2) if name else b""
+    else:
+        with path.open("rb") as file:
+            start = file.read(2)
+    return start[1] if start[:1] == b"\x80" else 0
+
+
+def _read_plain(path: Path) -> Any:
+    """A file of a later protocol than PyTorch's own safe reader knows, or a pickle of arrays (detectron2)."""
+    with path.open("rb") as file:
+        if not zipfile.is_zipfile(path):
+            first = PlainUnpickler(file, encoding="latin1").load()
+            if first != torch.serialization.MAGIC_NUMBER:
+                return first
+    return torch.load(path, map_location="cpu", weights_only=False, pickle_module=as_pickle_module())
 
 
 def _untrusted_objects(path: Path, error: Exception) -> list[str]:

@@ -1,0 +1,55 @@
+"""Folders of `torch.distributed.checkpoint`, which DINOv2, DINOv3 and CAPI write while they train."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cribo.models.formats.plain_pickle import PlainUnpickler
+
+METADATA = ".metadata"
+
+
+def read_distributed(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, whole, under the path that each had in the state that was saved.
+
+    Raises:
+        ValueError: the metadata does not fit the files, or the files are compressed.
+        UnpicklingError: the metadata names what is not data.
+        OSError: a file is missing.
+    """
+    with (folder / METADATA).open("rb") as file:
+        metadata = PlainUnpickler(file).load()
+    pieces: dict[tuple[str, tuple[int, ...]], Any] = {
+        (index.fqn, tuple(index.offset)): info
+        for index, info in metadata.storage_data.items()
+        if getattr(index, "offset", None) is not None
+    }
+    paths = metadata.planner_data or {}
+    found = {}
+    for name, about in metadata.state_dict_metadata.items():
+        if not hasattr(about, "chunks"):
+            continue
+        whole: Tensor | None = None
+        for chunk in about.chunks:
+            piece = _read_piece(folder, pieces[name, tuple(chunk.offsets)])
+            if whole is None:
+                whole = torch.empty(tuple(about.size), dtype=piece.dtype)
+            places = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[places] = piece
+        if whole is not None:
+            found["/".join(map(str, paths.get(name, (name,))))] = whole
+    return found
+
+
+def _read_piece(folder: Path, info: Any) -> Tensor:
+    if getattr(info, "transform_descriptors", None):
+        raise ValueError("its files are compressed: save it without transforms")
+    if Path(info.relative_path).name != info.relative_path:
+        raise ValueError(f"it names a file outside of its folder: {info.relative_path}")
+    with (folder / info.relative_path).open("rb") as file:
+        file.seek(info.offset)
+        content = file.read(info.length)
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
