@@ -29,7 +29,7 @@ from cribo.models.backbone import (
     is_import_path,
     nearest_names,
 )
-from cribo.models.formats.architecture import Architecture, infer_architecture
+from cribo.models.formats.architecture import Architecture, infer_architecture, whose_fixed_positions
 from cribo.models.formats.reading import flatten, read_json, read_weights
 from cribo.models.formats.recognising import NetworkName, Recognised, first_keys, recognise, required_keys
 from cribo.models.formats.table import Expected
@@ -618,7 +618,7 @@ def _adopt(
     if numerics is None:
         numerics = Numerics(
             norm_eps=expected.norm_eps,
-            positions=positions or _original_resizing(recognised),
+            positions=positions or _original_resizing(recognised) or "timm",
             rope_periods=recognised.rope_periods,
         )
     state, resampled = _fit(recognised.state, backbone, source, numerics.positions)
@@ -626,8 +626,12 @@ def _adopt(
     backbone.mean, backbone.std = expected.mean or IMAGENET_MEAN, expected.std or IMAGENET_STD
     backbone.set_numerics(numerics)
     resized: tuple[str, ...] = ()
-    if "pos_embed" in state and numerics.positions != "timm":
-        resized = (f"positions are resized as the original does ({numerics.positions})",)
+    if "pos_embed" in state and isinstance(backbone.model, VisionTransformer):
+        if numerics.positions != "timm":
+            way = "asked" if positions else "the original does"
+            resized = (f"positions are resized to other sizes as {way} ({numerics.positions})",)
+        elif positions is None and _original_resizing(recognised) is None:
+            resized = (_UNKNOWN_RESIZING,)
     backbone.loaded = LoadedWeights(
         source,
         format=recognised.format,
@@ -642,11 +646,22 @@ def _adopt(
     return backbone.loaded
 
 
-def _original_resizing(recognised: Recognised) -> Resizing:
+_UNKNOWN_RESIZING = (
+    "nothing in the file shows whose weights these are, so positions are resized to other sizes as timm does: for "
+    "those of DINO, iBOT and networks trained from them, give --backbone.positions bicubic_offset (positions=)"
+)
+
+
+def _original_resizing(recognised: Recognised) -> Resizing | None:
+    """How the original resizes positions; None where nothing shows whose the weights are."""
+    state, resizing = recognised.state, recognised.expected.positions
+    if resizing is None and "pos_embed" in state:
+        side = math.isqrt(state["pos_embed"].shape[1])
+        # Encoders under timm's names, which nothing else distinguishes.
+        project = whose_fixed_positions(state["pos_embed"][:, -side * side :])
+        return {"MAE": "bicubic", "MoCo v3": "timm", None: None}[project]
     # DINOv2's networks with registers resize as timm does, whoever trained them further.
-    if "reg_token" in recognised.state:
-        return "timm"
-    return recognised.expected.positions or "timm"
+    return "timm" if "reg_token" in state and resizing in ("bicubic", "bicubic_offset") else resizing
 
 
 def _fit(

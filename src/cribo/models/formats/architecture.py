@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -123,8 +123,8 @@ def _vit(state: Mapping[str, Tensor], known_heads: Mapping[int, int], given: Map
         num_heads = known_heads.get(dim) or _VIT_HEADS.get(dim)
         if num_heads is None:
             num_heads, notes = _guess_heads(dim)
-        elif dim == _MOCO_WIDTH and not known_heads and has_fixed_positions(state["pos_embed"][:, -grid * grid :]):
-            num_heads, notes = 12, (_MOCO_NOTE,)
+        elif dim == _MOCO_WIDTH and whose_fixed_positions(state["pos_embed"][:, -grid * grid :]) == "MoCo v3":
+            num_heads, notes = 12, () if known_heads else (_MOCO_NOTE,)
         given = {**given, "num_heads": num_heads}
     args |= {key: value for key, value in given.items() if usual.get(key) != value}
     return Architecture(name, args, grid * patch_size, (*notes, *_depth_notes(dim, depth)))
@@ -132,25 +132,26 @@ def _vit(state: Mapping[str, Tensor], known_heads: Mapping[int, int], given: Map
 
 # MoCo v3's converter to DeiT's names leaves nothing of MoCo v3 but its fixed positions.
 _MOCO_WIDTH = 384
-_MOCO_NOTE = (
-    "took the 12 attention heads of MoCo v3's ViT-S, because the positions are fixed sines and cosines; if the weights "
-    "are not MoCo v3's, give args={'num_heads': 6}"
-)
+_MOCO_NOTE = "took the 12 attention heads of MoCo v3's ViT-S, because the positions are its fixed sines and cosines"
 
 
-def has_fixed_positions(positions: Float[Tensor, "1 n d"]) -> bool:
-    """Whether a position embedding is MoCo v3's (and MAE's) of sines and cosines.
+def whose_fixed_positions(positions: Float[Tensor, "1 n d"]) -> Literal["MoCo v3", "MAE"] | None:
+    """The project whose sines and cosines a position embedding is; None for a learned one.
+
+    MoCo v3 (vits.py) fills the first half of the channels by row, MAE (util/pos_embed.py) by column.
 
     Args:
         positions: (1, N, D) of a square grid, without prefix tokens.
     """
-    if positions.is_meta:
-        return False
     side, quarter = math.isqrt(positions.shape[1]), positions.shape[2] // 4
+    if positions.is_meta or side < 2 or positions.shape[2] != 4 * quarter:
+        return None
     angles = torch.arange(side)[:, None] * 10_000.0 ** (-torch.arange(quarter) / quarter)
     waves = torch.cat([angles.sin(), angles.cos()], dim=1)
-    expected = torch.cat([waves.repeat(side, 1), waves.repeat_interleave(side, dim=0)], dim=1)
-    return positions.shape[2] == 4 * quarter and torch.allclose(positions[0].float(), expected, atol=1e-3)
+    by_row, by_column = waves.repeat_interleave(side, dim=0), waves.repeat(side, 1)
+    if torch.allclose(positions[0].float(), torch.cat([by_row, by_column], dim=1), atol=1e-3):
+        return "MoCo v3"
+    return "MAE" if torch.allclose(positions[0].float(), torch.cat([by_column, by_row], dim=1), atol=1e-3) else None
 
 
 def _depth_notes(dim: int, depth: int) -> tuple[str, ...]:

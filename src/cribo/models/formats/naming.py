@@ -151,6 +151,13 @@ def from_mmsegmentation(state: State) -> State:
     )
 
 
+def without_cls_token(state: State) -> State:
+    """A network whose blocks never see its [CLS]."""
+    state = dict(state)
+    del state["cls_token"]
+    return {**state, "pos_embed": state["pos_embed"][:, 1:]}
+
+
 def from_flax(state: State) -> State:
     """JAX keeps kernels as (in, out), attention by head, and numbers the modules of a block in two ways."""
     state = substitute(

@@ -117,6 +117,7 @@ def recognise(
     num_heads = naming.count_heads(state)
     if not is_own:
         state = naming.rename(state)
+        state = project.adapt(state) if project else state
     periods = state.pop("rope_embed.periods", None)
     return Recognised(
         format=(project or naming).name,

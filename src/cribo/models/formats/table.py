@@ -59,6 +59,7 @@ class Project:
         teacher, student: patterns of the prefixes of the two networks; None: it has no such network.
         dropped: keys outside of the network, in addition to `BESIDE`.
         expected: see `Expected`.
+        adapt: changes a network's tensors, under timm's names, where the project uses them in a way of its own.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Project:
     student: str | None = None
     dropped: Rules = ()
     expected: Expected = Expected()
+    adapt: Callable[[State], State] = naming.unchanged
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ PROJECTS: tuple[Project, ...] = (
         teacher=r"state_dict/teacher\.backbone\.model\.",
         student=r"state_dict/student\.backbone\.model\.",
         dropped=(("queue", r"^cribo/bank/|^state_dict/_extra_state/"), ("training state", r"^cribo/")),
+        expected=Expected(positions="timm"),
     ),
     Project(
         "CrIBo",
@@ -182,8 +185,8 @@ PROJECTS: tuple[Project, ...] = (
         signs=(r"(^|/)(momentum|base)_encoder\.", r"(^|/)(predictor|momentum_encoder)\."),
         teacher=r"(\w+/)?momentum_encoder\.",
         student=r"(\w+/)?base_encoder\.",
-        # Its ViT-S has 12 heads of 32 channels, where every other ViT-S has 6.
-        expected=Expected(heads={384: 12}),
+        # Its ViT-S has 12 heads of 32 channels, where every other ViT-S has 6. It takes no images of another size.
+        expected=Expected(heads={384: 12}, positions="timm"),
     ),
     Project(
         "SlotCon",
@@ -256,6 +259,30 @@ PROJECTS: tuple[Project, ...] = (
         signs=(r"^(\w+/)?backbone\.", r"^(\w+/)?decode_head\.cls_emb$"),
         teacher=r"(\w+/)?backbone\.",
         expected=Expected(mean=HALF, std=HALF),
+    ),
+    # Its blocks never see [CLS] (`with_cls_token=False` in configs/_base_/models/setr_mla.py).
+    Project(
+        "MMSegmentation SETR-MLA",
+        "github.com/open-mmlab/mmsegmentation",
+        signs=(r"^(\w+/)?backbone\.layers\.0\.attn\.", r"^(\w+/)?neck\.mla\."),
+        teacher=r"(\w+/)?backbone\.",
+        expected=Expected(positions="bilinear"),
+        adapt=naming.without_cls_token,
+    ),
+    Project(
+        "MMSegmentation SETR",
+        "github.com/open-mmlab/mmsegmentation",
+        signs=(r"^(\w+/)?backbone\.layers\.0\.attn\.", r"^(\w+/)?decode_head\.up_convs\."),
+        teacher=r"(\w+/)?backbone\.",
+        expected=Expected(positions="bilinear"),
+    ),
+    # Its configuration leaves the norms' epsilon to mmcv (configs/_base_/models/dpt_vit-b16.py).
+    Project(
+        "MMSegmentation DPT",
+        "github.com/open-mmlab/mmsegmentation",
+        signs=(r"^(\w+/)?backbone\.layers\.0\.attn\.", r"^(\w+/)?decode_head\.reassemble_blocks\."),
+        teacher=r"(\w+/)?backbone\.",
+        expected=Expected(norm_eps=1e-5),
     ),
     Project(
         "MMSegmentation",

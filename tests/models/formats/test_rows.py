@@ -1,0 +1,48 @@
+"""Every row of the table of formats, against the features that the project's own code gives."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from tests.models.formats.cases import Case, deviation, epsilon, load_cases, measure
+
+from cribo.models import load_backbone
+from cribo.models.formats.table import NAMINGS, PROJECTS
+
+TOLERANCE = 1e-5
+CASES = load_cases()
+
+
+def needed(case: Case) -> None:
+    for row, package in (("Hugging Face", "transformers"), ("msgpack", "msgpack")):
+        if row in case.name and importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_file_of_each_project_gives_its_features(tmp_path: Path, case: Case):
+    needed(case)
+    backbone, largest = measure(case, tmp_path)
+    assert backbone.loaded is not None
+    assert backbone.loaded.format == case.row
+    assert (backbone.mean, epsilon(backbone)) == (case.mean, case.norm_eps)
+    if case.positions is not None:
+        assert backbone.numerics.positions == case.positions
+    assert largest < TOLERANCE
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.positions], ids=lambda case: case.name)
+def test_the_sizes_show_how_positions_are_resized(tmp_path: Path, case: Case):
+    """Otherwise the agreement above would say nothing about it."""
+    needed(case)
+    path, teacher, _ = case.write(tmp_path)
+    other = "bilinear_corners" if case.positions == "bilinear" else "bilinear"
+    backbone = load_backbone(path, **{**case.options, "positions": other})
+    training, *others = (deviation(backbone, teacher, size) for size in case.sizes)
+    assert training < TOLERANCE
+    assert max(others) > 100 * TOLERANCE
+
+
+def test_every_row_has_a_case():
+    rows = {row.name for row in (*PROJECTS, *NAMINGS)}
+    assert {case.row for case in CASES} == rows
