@@ -46,3 +46,11 @@ def test_the_sizes_show_how_positions_are_resized(tmp_path: Path, case: Case):
 def test_every_row_has_a_case():
     rows = {row.name for row in (*PROJECTS, *NAMINGS)}
     assert {case.row for case in CASES} == rows
+
+
+def test_the_page_lists_the_rows_of_the_table():
+    page = Path(__file__).parents[3] / "docs/checkpoints.md"
+    written = page.read_text(encoding="utf-8").partition("<!-- table")[2].partition("<!-- end")[0]
+    lines = [line.split(" | ") for line in written.splitlines() if line.startswith("| ")][2:]
+    rows = {row.name: row.source.replace("github.com/", "") for row in (*PROJECTS, *NAMINGS)}
+    assert {line[0].removeprefix("| "): line[1] for line in lines} == rows

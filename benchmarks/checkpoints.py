@@ -1,0 +1,77 @@
+"""What loads, and how far it is from the projects' own features: the table of docs/checkpoints.md.
+
+    uv run python -m benchmarks.checkpoints
+
+Runs the cases of tests/models/formats: each loads a small file in its project's layout and compares the features, at
+three image sizes, with a statement of that project's network. Writes one line for each row of the table of formats.
+"""
+
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console
+from tests.models.formats.cases import Case, epsilon, load_cases, measure
+from torch import Tensor
+
+from cribo.models import Backbone
+from cribo.models.formats.table import NAMINGS, PROJECTS, Naming, Project
+
+PAGE = Path(__file__).parents[1] / "docs/checkpoints.md"
+BEGIN, END = "<!-- table: python -m benchmarks.checkpoints -->", "<!-- end of the table -->"
+HEADER = ("format", "source", "networks", "mean; deviation", "epsilon", "positions", "largest difference")
+
+
+def rows() -> list[Project | Naming]:
+    """Those of the table of formats, once where a name stands for several."""
+    return list({row.name: row for row in (*PROJECTS, *NAMINGS)}.values())
+
+
+def cells(row: Project | Naming, measured: Iterable[tuple[Backbone, float]]) -> tuple[str, ...]:
+    """A line of the table; every value in it is that of a loaded backbone."""
+    backbones, differences = zip(*measured, strict=True)
+    networks = "teacher, student" if isinstance(row, Project) and row.student is not None else "one"
+    images = {f"{numbers(backbone.mean)}; {numbers(backbone.std)}" for backbone in backbones}
+    epsilons = {exponent(value) for backbone in backbones if (value := epsilon(backbone)) is not None}
+    positions = {
+        backbone.numerics.positions
+        for backbone in backbones
+        if isinstance(getattr(backbone.model, "pos_embed", None), Tensor)
+    }
+    source = row.source.replace("github.com/", "")
+    lists = (" or ".join(sorted(values)) or "none" for values in (images, epsilons, positions))
+    return (row.name, source, networks, *lists, exponent(max(differences)))
+
+
+def exponent(value: float) -> str:
+    """One digit, such as 2e-6."""
+    return f"{value:.0e}".replace("e-0", "e-") if value else "0"
+
+
+def numbers(values: Iterable[float]) -> str:
+    """Of three channels; one where they are the same."""
+    return " ".join(dict.fromkeys(f"{value:.3f}".lstrip("0") for value in values))
+
+
+def table(cases: Iterable[Case], console: Console) -> str:
+    """All rows in Markdown."""
+    measured: dict[str, list[tuple[Backbone, float]]] = {}
+    for case in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            backbone, largest = measure(case, Path(folder))
+        measured.setdefault(case.row, []).append((backbone, largest))
+        console.print(f"{largest:.1e}  {case.name}")
+    lines = [HEADER, ("---",) * len(HEADER), *(cells(row, measured[row.name]) for row in rows())]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    """Measure, and replace the table of the page."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    content = table(load_cases(), Console())
+    PAGE.write_text(f"{before}{BEGIN}\n\n{content}\n\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
