@@ -627,10 +627,11 @@ def _adopt(
     backbone.set_numerics(numerics)
     resized: tuple[str, ...] = ()
     if "pos_embed" in state and isinstance(backbone.model, VisionTransformer):
-        if numerics.positions != "timm":
-            way = "asked" if positions else "the original does"
-            resized = (f"positions are resized to other sizes as {way} ({numerics.positions})",)
-        elif positions is None and _original_resizing(recognised) is None:
+        if positions is not None:
+            resized = (f"positions are resized to other sizes as asked ({positions})",)
+        elif numerics.positions != "timm":
+            resized = (f"positions are resized to other sizes as the original does ({numerics.positions})",)
+        elif _original_resizing(recognised) is None:
             resized = (_UNKNOWN_RESIZING,)
     backbone.loaded = LoadedWeights(
         source,

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from tests.models.formats.cases import Case, deviation, epsilon, load_cases, measure
 
-from cribo.models import load_backbone
+from cribo.models import build_backbone, load_backbone, load_pretrained
+from cribo.models.formats.reading import flatten, read_weights
 from cribo.models.formats.table import NAMINGS, PROJECTS
 
 TOLERANCE = 1e-5
@@ -29,6 +30,14 @@ def test_a_file_of_each_project_gives_its_features(tmp_path: Path, case: Case):
     if case.positions is not None:
         assert backbone.numerics.positions == case.positions
     assert largest < TOLERANCE
+    # Nothing in the file is unexplained, and a network that exists already gets the same weights.
+    loaded = backbone.loaded
+    assert "not of the network" not in loaded.dropped
+    tensors = flatten(read_weights(Path(loaded.source)))
+    assert sorted([*loaded.used, *(key for keys in loaded.dropped.values() for key in keys)]) == sorted(tensors)
+    other = build_backbone(backbone.name, args=backbone.args, image_size=backbone.image_size, seed=5)
+    load_pretrained(other, loaded.source, positions=case.options.get("positions"))
+    assert other.fingerprint() == backbone.fingerprint()
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.positions], ids=lambda case: case.name)
