@@ -167,7 +167,7 @@ def test_positions_of_a_backbone_that_nothing_says_whose_it_is(tmp_path: Path):
     assert "as asked (timm)" in str(load_backbone(path, positions="timm").loaded)
 
 
-@pytest.mark.parametrize("name", ["DINO", "DINOv3", "Segmenter", "JAX ViT"])
+@pytest.mark.parametrize("name", ["DINO", "DINOv3", "Segmenter", "JAX ViT", "SlotCon, resnet50_16s"])
 def test_what_is_saved_computes_the_same(tmp_path: Path, name: str):
     path, case, teacher = written(name, tmp_path)
     save_backbone(load_backbone(path), tmp_path / "saved")

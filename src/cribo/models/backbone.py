@@ -17,7 +17,7 @@ from jaxtyping import Float
 from timm.layers import RotaryEmbeddingDinoV3
 from timm.layers.drop import DropPath
 from timm.layers.weight_init import trunc_normal_
-from timm.models import Beit, ConvNeXt, Eva, VisionTransformer, Xcit
+from timm.models import Beit, ConvNeXt, Eva, ResNet, VisionTransformer, Xcit
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -83,6 +83,8 @@ class Numerics:
         rope_periods: of DINOv3's rotary embedding; None: computed. Released files hold them rounded to bfloat16.
         rope_coordinates: how DINOv3's rotary embedding scales the places of patches: each side to [-1, 1]
             (`separate`), or both by the longer (`max`) or the shorter (`min`) one.
+        dilate_entries: whether the first block of a ResNet's dilated stage is dilated as its others are (SlotCon,
+            PixPro); timm and torchvision dilate it as the stage before.
 
     Raises:
         ValueError: an unknown way to resize or to scale.
@@ -92,6 +94,7 @@ class Numerics:
     positions: Resizing = "timm"
     rope_periods: tuple[float, ...] | None = None
     rope_coordinates: Literal["separate", "max", "min"] = "separate"
+    dilate_entries: bool = False
 
     def __post_init__(self) -> None:
         if self.positions not in RESIZINGS:
@@ -233,6 +236,8 @@ class Backbone(nn.Module):
             rope.normalize_coords = numerics.rope_coordinates
         elif numerics.rope_periods is not None or numerics.rope_coordinates != "separate":
             raise ValueError(f"{self.name} has no rotary embedding of DINOv3, got rope_periods or rope_coordinates")
+        if isinstance(self.model, ResNet) and numerics.dilate_entries != self.numerics.dilate_entries:
+            _set_entry_dilations(self.model, as_others=numerics.dilate_entries)
         self.numerics = numerics
 
     def set_checkpointing(self, mode: Checkpointing) -> None:
@@ -597,6 +602,15 @@ def _create_own(name: str, args: Mapping[str, Any], drop_path: float) -> nn.Modu
     if drop_path > 0 and not any(isinstance(part, DropPath) for part in model.modules()):
         raise ValueError(f"{name} has no drop path: use drop_path=0, got {drop_path}")
     return model
+
+
+def _set_entry_dilations(model: ResNet, *, as_others: bool) -> None:
+    """Dilate the first block of each stage as the stage's other blocks, or as the stage before."""
+    dilation = 1
+    for stage in (model.layer2, model.layer3, model.layer4):
+        convolution = next(part for part in stage[0].modules() if getattr(part, "kernel_size", None) == (3, 3))
+        before, dilation = dilation, dilation * (2 // convolution.stride[0])
+        convolution.dilation = convolution.padding = (dilation if as_others else before,) * 2
 
 
 def _has_argument(model: nn.Module, argument: str) -> bool:

@@ -214,6 +214,11 @@ _HOW_TO_LOAD = (
 )
 _HOW_TO_SET_EPS = "; [setattr(m, 'eps', about['norm_eps']) for m in model.modules() if type(m).__name__ == 'LayerNorm']"
 _HOW_TO_SET_PERIODS = "; import torch; model.rope.periods = torch.tensor(about['rope_periods'])"
+_HOW_TO_DILATE = (
+    "; import torch; stages = [s for s in (model.layer2, model.layer3, model.layer4) if max(s[0].conv2.stride) == 1]; "
+    "[(setattr(s[0].conv2, 'dilation', (2 ** i,) * 2), setattr(s[0].conv2, 'padding', (2 ** i,) * 2)) "
+    "for i, s in enumerate(stages, 1)]"
+)
 
 
 def describe(backbone: Backbone) -> dict[str, Any]:
@@ -281,7 +286,8 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> Path:
             "sha256": _sha256(new_weights),
             "how_to_load": _HOW_TO_LOAD
             + (_HOW_TO_SET_EPS if backbone.numerics.norm_eps is not None else "")
-            + (_HOW_TO_SET_PERIODS if backbone.numerics.rope_periods is not None else ""),
+            + (_HOW_TO_SET_PERIODS if backbone.numerics.rope_periods is not None else "")
+            + (_HOW_TO_DILATE if backbone.numerics.dilate_entries else ""),
         }
         text = json.dumps(content, indent=2) + "\n"
         new_description = write_beside(description, lambda path: path.write_text(text, encoding="utf-8"))
@@ -620,6 +626,7 @@ def _adopt(
             norm_eps=expected.norm_eps,
             positions=positions or _original_resizing(recognised) or "timm",
             rope_periods=recognised.rope_periods,
+            dilate_entries=bool(expected.dilate_entries),
         )
     state, resampled = _fit(recognised.state, backbone, source, numerics.positions)
     _load_all_or_nothing(backbone, state, source, recognised.used)

@@ -268,8 +268,10 @@ def flax_vit(arrays: dict[str, np.ndarray], images: Tensor, *, resize: Resize) -
 
 
 @torch.no_grad()
-def resnet(weights: State, images: Tensor) -> Outputs:
+def resnet(weights: State, images: Tensor, *, is_dilated: bool = False) -> Outputs:
     """pytorch/vision, torchvision/models/resnet.py: ResNet v1.5, its stride in the 3 x 3 convolution.
+
+    Dilated as CVMI-Lab/SlotCon, models/resnet.py, `resnet50_16s`: all blocks of the last stage, without a stride.
 
     In float64: the rounding errors of convolutions in float32 are as large as the tolerance of the tests.
     """
@@ -284,9 +286,12 @@ def resnet(weights: State, images: Tensor) -> Outputs:
     for stage in range(1, 5):
         for number in range(_depth(weights, f"layer{stage}.")):
             block = f"layer{stage}.{number}"
-            stride = 2 if stage > 1 and number == 0 else 1
+            dilation = 2 if is_dilated and stage == 4 else 1
+            stride = 2 if stage > 1 and number == 0 and dilation == 1 else 1
             inner = F.relu(normed(F.conv2d(x, weights[f"{block}.conv1.weight"]), f"{block}.bn1"))
-            inner = F.conv2d(inner, weights[f"{block}.conv2.weight"], stride=stride, padding=1)
+            inner = F.conv2d(
+                inner, weights[f"{block}.conv2.weight"], stride=stride, padding=dilation, dilation=dilation
+            )
             inner = F.conv2d(F.relu(normed(inner, f"{block}.bn2")), weights[f"{block}.conv3.weight"])
             inner = normed(inner, f"{block}.bn3")
             if f"{block}.downsample.0.weight" in weights:

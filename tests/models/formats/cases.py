@@ -666,9 +666,8 @@ def jax_vit_gap(folder: Path):
 # ---------------------------------------------------------------------------------------------------------- ResNets
 
 
-@case("SlotCon", sizes=RESNET_SIZES, norm_eps=None)
-def slotcon(folder: Path):
-    teacher, student = resnet_state(1), resnet_state(2)
+def slotcon(folder: Path, arch: str = "resnet50") -> tuple[Path, Network, Network]:
+    teacher, student = (resnet_state(seed, blocks=(1, 2, 1, 2)) for seed in (1, 2))
     state = {
         **under("module.encoder_q.", student),
         **under("module.encoder_k.", teacher),
@@ -676,8 +675,13 @@ def slotcon(folder: Path):
         **junk("module.grouping_q.slot_embed.weight", "module.grouping_k.slot_embed.weight"),
         **junk("module.predictor_slot.mlp.0.weight"),
     }
-    content = {"args": argparse.Namespace(arch="resnet50"), "model": state, "optimizer": OPTIMISER, "scheduler": {}}
-    return save(folder, content), partial(resnet, teacher), partial(resnet, student)
+    content = {"args": argparse.Namespace(arch=arch), "model": state, "optimizer": OPTIMISER, "scheduler": {}}
+    networks = (partial(resnet, each, is_dilated=arch.endswith("_16s")) for each in (teacher, student))
+    return save(folder, content), *networks
+
+
+case("SlotCon", sizes=RESNET_SIZES, norm_eps=None)(slotcon)
+case("SlotCon", "resnet50_16s", sizes=RESNET_SIZES, norm_eps=None)(partial(slotcon, arch="resnet50_16s"))
 
 
 @case("DenseCL", sizes=RESNET_SIZES, norm_eps=None)

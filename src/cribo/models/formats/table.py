@@ -32,6 +32,7 @@ class Expected:
         act_layer: activation of the MLPs, by timm's name.
         positions: how the position embedding is resized.
         heads: attention heads by width, where they are not the usual ones.
+        dilate_entries: see `Numerics`.
         note: what a user should know.
     """
 
@@ -41,6 +42,7 @@ class Expected:
     act_layer: str | None = None
     positions: Resizing | None = None
     heads: Mapping[int, int] = field(default_factory=dict)
+    dilate_entries: bool | None = None
     note: str | None = None
 
     def over(self, other: "Expected") -> "Expected":
@@ -195,6 +197,7 @@ PROJECTS: tuple[Project, ...] = (
         teacher=r"(\w+/)?encoder_k\.",
         student=r"(\w+/)?encoder_q\.",
         dropped=(("prototypes", r"(^|/)grouping_[qk]\."), ("head", r"(^|/)(projector_[qk]|predictor_slot)\.")),
+        expected=Expected(dilate_entries=True),  # of resnet50_16s (models/resnet.py)
     ),
     Project(
         "DenseCL",
