@@ -604,7 +604,7 @@ def _create_own(name: str, args: Mapping[str, Any], drop_path: float) -> nn.Modu
     return model
 
 
-def _set_entry_dilations(model: ResNet, *, as_others: bool) -> None:
+def _set_entry_dilations(model: Any, *, as_others: bool) -> None:
     """Dilate the first block of each stage as the stage's other blocks, or as the stage before."""
     dilation = 1
     for stage in (model.layer2, model.layer3, model.layer4):

@@ -676,8 +676,8 @@ def slotcon(folder: Path, arch: str = "resnet50") -> tuple[Path, Network, Networ
         **junk("module.predictor_slot.mlp.0.weight"),
     }
     content = {"args": argparse.Namespace(arch=arch), "model": state, "optimizer": OPTIMISER, "scheduler": {}}
-    networks = (partial(resnet, each, is_dilated=arch.endswith("_16s")) for each in (teacher, student))
-    return save(folder, content), *networks
+    network = partial(resnet, is_dilated=arch.endswith("_16s"))
+    return save(folder, content), partial(network, teacher), partial(network, student)
 
 
 case("SlotCon", sizes=RESNET_SIZES, norm_eps=None)(slotcon)
