@@ -14,7 +14,7 @@ import safetensors.torch
 import timm
 import torch
 import yaml
-from timm.layers.activations import GELUTanh
+from timm.layers.activations import GELUTanh, QuickGELU
 from timm.models import VisionTransformer, load_state_dict_from_hf
 from torch import Tensor
 
@@ -44,6 +44,7 @@ _FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".tar", ".npz"
 _HUB_FILE = "pytorch_model.bin"  # timm prefers the model.safetensors beside it
 # What a folder holds that is laid out as on the Hugging Face hub, and one of a run that was interrupted.
 _HUB_WEIGHTS, _HUB_CONFIG, _HUB_IMAGES = ("model.safetensors", _HUB_FILE), "config.json", "preprocessor_config.json"
+_OPEN_CLIP_CONFIG = "open_clip_config.json"
 _CHECKPOINTS = "checkpoints/step=*.ckpt"
 
 
@@ -370,7 +371,7 @@ def _recognise(
     if recognised.format == "Segmenter":
         variant = _read_beside(path, "variant.yml").get("net_kwargs", {}).get("normalization")
         return _expecting(recognised, mean=IMAGENET_MEAN, std=IMAGENET_STD) if variant == "deit" else recognised
-    config, images = _read_beside(path, _HUB_CONFIG), _read_beside(path, _HUB_IMAGES)
+    config, images = _hub_config(path), _read_beside(path, _HUB_IMAGES)
     images = {**config.get("pretrained_cfg", {}), **images}
     mean, std = images.get("image_mean", images.get("mean")), images.get("image_std", images.get("std"))
     notes = recognised.notes
@@ -384,7 +385,53 @@ def _recognise(
         norm_eps=config.get("layer_norm_eps"),
         mean=mean and tuple(mean),
         std=std and tuple(std),
+        act_layer=_activation_of(config, path),
     )
+
+
+# What transformers leaves out of the nested configuration of an image tower.
+_TOWER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "clip": {"hidden_act": "quick_gelu", "num_attention_heads": 12, "layer_norm_eps": 1e-5},
+    "siglip": {"hidden_act": "gelu_pytorch_tanh", "num_attention_heads": 12, "layer_norm_eps": 1e-6},
+}
+
+
+def _hub_config(path: Path) -> dict[str, Any]:
+    """The configuration beside a file in transformers' words; of an image tower, where it has a text tower, too."""
+    if path.name.startswith("open_clip") and (config := _read_beside(path, _OPEN_CLIP_CONFIG)):
+        return _from_open_clip_config(config)
+    config = _read_beside(path, _HUB_CONFIG)
+    defaults = _TOWER_DEFAULTS.get(str(config.get("model_type")))
+    if defaults is not None and isinstance(tower := config.get("vision_config"), Mapping):
+        return {**config, **defaults, **tower}
+    return config or _from_open_clip_config(_read_beside(path, _OPEN_CLIP_CONFIG))
+
+
+def _from_open_clip_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of open_clip's own networks; its towers of timm are as timm has them."""
+    about, images = config.get("model_cfg", {}), config.get("preprocess_cfg", {})
+    tower = about.get("vision_cfg", {})
+    found: dict[str, Any] = {"pretrained_cfg": {key: images[key] for key in ("mean", "std") if key in images}}
+    if not about or "timm_model_name" in tower:
+        return found
+    approximate = tower.get("act_kwargs", {}).get("approximate") == "tanh"
+    found["hidden_act"] = "quick_gelu" if about.get("quick_gelu") else "gelu_pytorch_tanh" if approximate else "gelu"
+    found["layer_norm_eps"] = tower.get("norm_kwargs", {}).get("eps", 1e-5)
+    if isinstance(width := tower.get("width", 768), int):
+        found["num_attention_heads"] = width // tower.get("head_width", 64)
+    return found
+
+
+def _activation_of(config: Mapping[str, Any], path: Path) -> str | None:
+    # Gated MLPs of these projects keep their own activation.
+    if "hidden_act" not in config or config.get("use_swiglu_ffn") or config.get("use_gated_mlp"):
+        return None
+    if config["hidden_act"] not in _HUB_ACTIVATIONS:
+        raise ValueError(
+            f"{path.with_name(_HUB_CONFIG)} has hidden_act {config['hidden_act']!r}: it must be one of "
+            f"{', '.join(_HUB_ACTIVATIONS)}"
+        )
+    return _HUB_ACTIVATIONS[config["hidden_act"]]
 
 
 def _expecting(recognised: Recognised, **values: Any) -> Recognised:
@@ -404,28 +451,25 @@ def _hidden_arguments(
     content: Mapping[str, Any], recognised: Recognised, path: Path, args: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """What weights do not show of a network, as far as its project, the file, one beside it or the caller says."""
-    config = _read_beside(path, _HUB_CONFIG)
-    act_layer = recognised.expected.act_layer
-    # Gated MLPs of these projects keep their own activation.
-    if "hidden_act" in config and not (config.get("use_swiglu_ffn") or config.get("use_gated_mlp")):
-        if config["hidden_act"] not in _HUB_ACTIVATIONS:
-            raise ValueError(
-                f"{path.with_name(_HUB_CONFIG)} has hidden_act {config['hidden_act']!r}: it must be one of "
-                f"{', '.join(_HUB_ACTIVATIONS)}"
-            )
-        act_layer = _HUB_ACTIVATIONS[config["hidden_act"]]
+    config, args = _hub_config(path), args or {}
     options = content.get("args", content.get("hyper_parameters"))
     options = options if isinstance(options, Mapping) else getattr(options, "__dict__", {})
     arch = content.get("arch", options.get("arch"))
     return {
         "heads": recognised.expected.heads,
-        "num_heads": (args or {}).get("num_heads", config.get("num_attention_heads", recognised.num_heads)),
-        "act_layer": act_layer,
+        "num_heads": args.get("num_heads", config.get("num_attention_heads", recognised.num_heads)),
+        "act_layer": args.get("act_layer", recognised.expected.act_layer),
+        "assumed_act_layer": recognised.expected.assumed_act_layer,
         "arch": arch if isinstance(arch, str) else None,
     }
 
 
-_HUB_ACTIVATIONS = {"gelu": None, "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+_HUB_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+}
 
 
 def _check_hidden_arguments(backbone: Backbone, recognised: Recognised, path: Path) -> None:
@@ -434,10 +478,10 @@ def _check_hidden_arguments(backbone: Backbone, recognised: Recognised, path: Pa
     expected = {"num_heads": num_heads, "act_layer": recognised.expected.act_layer}
     block = backbone.model.blocks[0] if hasattr(backbone.model, "blocks") else None
     attention, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
-    has_tanh = isinstance(getattr(mlp, "act", None), GELUTanh)
+    activation = {GELUTanh: "gelu_tanh", QuickGELU: "quick_gelu"}.get(type(getattr(mlp, "act", None)))
     has = {
         "num_heads": getattr(attention, "num_heads", None),
-        "act_layer": "gelu_tanh" if has_tanh else backbone.args.get("act_layer", "gelu"),
+        "act_layer": activation or backbone.args.get("act_layer", "gelu"),
     }
     for argument, value in expected.items():
         if value is not None and has[argument] not in (None, value):

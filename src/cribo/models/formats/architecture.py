@@ -55,6 +55,7 @@ def infer_architecture(
     heads: Mapping[int, int] | None = None,
     num_heads: int | None = None,
     act_layer: str | None = None,
+    assumed_act_layer: str | None = None,
     arch: str | None = None,
 ) -> Architecture:
     """The network that has these weights.
@@ -64,7 +65,8 @@ def infer_architecture(
             vision transformer, or a ResNet.
         heads: attention heads by width, before the usual ones; weights do not show them.
         num_heads: attention heads, where they are known.
-        act_layer: activation of the MLPs, where it is not the network's usual one.
+        act_layer: activation of the MLPs, where it is known.
+        assumed_act_layer: the one to take where it is not known.
         arch: what the training that wrote the file calls its architecture, such as vit_small or resnet50_16s.
 
     Raises:
@@ -81,18 +83,30 @@ def infer_architecture(
     if "blocks.0.gamma_1" in state and "pos_embed" not in state:
         return _dinov3(state, given)
     if "blocks.0.norm1.weight" in state and "pos_embed" in state:
-        return _vit(state, heads or {}, given)
+        notes: tuple[str, ...] = ()
+        if act_layer is None and assumed_act_layer is not None:
+            given["act_layer"] = assumed_act_layer
+            notes = (_ACTIVATION_NOTE.format(assumed_act_layer),)
+        found = _vit(state, heads or {}, given)
+        return found._replace(notes=(*notes, *found.notes))
     raise ValueError(
         "the weights are of no vision transformer with a position embedding, DINOv3 or ResNet: give the timm name of "
         "their architecture"
     )
 
 
+_ACTIVATION_NOTE = (
+    "weights do not show the activation of their MLPs: took {}; if it is another, give args={{'act_layer': ...}} "
+    "(gelu, quick_gelu, gelu_tanh)"
+)
+
+
 def _vit(state: Mapping[str, Tensor], known_heads: Mapping[int, int], given: Mapping[str, Any]) -> Architecture:
-    if "norm_pre.weight" in state:
+    if "norm_pre.weight" in state and "act_layer" not in given:
         raise ValueError(
             "the weights have a norm before the first block, as CLIP has, and do not show which activation goes with "
-            "it: give the timm name of their architecture, such as vit_base_patch16_clip_quickgelu_224"
+            "it: give the timm name of their architecture, such as vit_base_patch16_clip_quickgelu_224, or "
+            "args={'act_layer': 'gelu'} or 'quick_gelu'"
         )
     dim, patch_size, depth = _transformer_shape(state)
     hidden = len(state["blocks.0.mlp.fc1.weight"])
@@ -110,8 +124,11 @@ def _vit(state: Mapping[str, Tensor], known_heads: Mapping[int, int], given: Map
         "class_token": "cls_token" in state,
         "reg_tokens": registers,
         "no_embed_class": no_embed_class,
+        "pre_norm": "norm_pre.weight" in state,
     }
-    if not found["class_token"] or "fc_norm.weight" in state:
+    if "attn_pool.latent" in state:
+        found["global_pool"] = "map"
+    elif not found["class_token"] or "fc_norm.weight" in state:
         # Networks made for average pooling may keep their last norm behind it.
         found |= {"global_pool": "avg", "fc_norm": "fc_norm.weight" in state}
     if "norm.weight" not in state and "fc_norm.weight" not in state:
@@ -126,7 +143,7 @@ def _vit(state: Mapping[str, Tensor], known_heads: Mapping[int, int], given: Map
         elif dim == _MOCO_WIDTH and not known_heads and has_fixed_positions(state["pos_embed"][:, -grid * grid :]):
             num_heads, notes = 12, (_MOCO_NOTE,)
         given = {**given, "num_heads": num_heads}
-    args |= {key: value for key, value in given.items() if usual.get(key) != value}
+    args |= {key: value for key, value in given.items() if usual.get(key, _VIT_DEFAULTS.get(key)) != value}
     return Architecture(name, args, grid * patch_size, (*notes, *_depth_notes(dim, depth)))
 
 
@@ -167,6 +184,8 @@ _VIT_DEFAULTS = {
     "class_token": True,
     "reg_tokens": 0,
     "no_embed_class": False,
+    "pre_norm": False,
+    "act_layer": "gelu",
 }
 # ViT-S/16, on which everything without a name of its own is built.
 _SMALL = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6, "mlp_ratio": 4.0}

@@ -134,6 +134,68 @@ def _join(state: State, pattern: str, parts: Sequence[str], name: str) -> State:
     return state
 
 
+def from_open_clip(state: State) -> State:
+    """The image tower, also of OpenAI."""
+    state = substitute(
+        state,
+        (r"^class_embedding$", "cls_token"),
+        (r"^positional_embedding$", "pos_embed"),
+        (r"^conv1\.", "patch_embed.proj."),
+        (r"^ln_pre\.", "norm_pre."),
+        (r"^ln_post\.", "norm."),
+        (r"^transformer\.resblocks\.(\d+)\.", r"blocks.\1."),
+        (r"\.ln_([12])\.", r".norm\1."),
+        (r"\.ls_([12])\.", r".ls\1."),
+        (r"\.attn\.in_proj_", ".attn.qkv."),
+        (r"\.attn\.out_proj\.", ".attn.proj."),
+        (r"\.mlp\.c_fc\.", ".mlp.fc1."),
+        (r"\.mlp\.c_proj\.", ".mlp.fc2."),
+    )
+    return _with_batch_dimension(state)
+
+
+def from_huggingface_clip(state: State) -> State:
+    """The image tower."""
+    state = substitute(
+        state,
+        (r"^embeddings\.class_embedding$", "cls_token"),
+        (r"^embeddings\.position_embedding\.weight$", "pos_embed"),
+        (r"^embeddings\.patch_embedding\.", "patch_embed.proj."),
+        (r"^pre_layrnorm\.", "norm_pre."),
+        (r"^post_layernorm\.", "norm."),
+        (r"^encoder\.layers\.(\d+)\.", r"blocks.\1."),
+        (r"\.layer_norm([12])\.", r".norm\1."),
+        (r"\.self_attn\.([qkv])_proj\.", r".attn.\1."),
+        (r"\.self_attn\.out_proj\.", ".attn.proj."),
+    )
+    for kind in ("weight", "bias"):
+        state = _join(state, f".attn.{{}}.{kind}", "qkv", f".attn.qkv.{kind}")
+    return _with_batch_dimension(state)
+
+
+def from_huggingface_siglip(state: State) -> State:
+    """The image tower, with its attention pooling where it has one."""
+    state = substitute(
+        from_huggingface_clip(state),
+        (r"^head\.probe$", "attn_pool.latent"),
+        (r"^head\.attention\.in_proj_", "attn_pool.qkv."),
+        (r"^head\.attention\.out_proj\.", "attn_pool.proj."),
+        (r"^head\.layernorm\.", "attn_pool.norm."),
+        (r"^head\.mlp\.", "attn_pool.mlp."),
+    )
+    for kind in ("weight", "bias"):
+        if (joint := state.pop(f"attn_pool.qkv.{kind}", None)) is not None:
+            dim = len(joint) // 3
+            state[f"attn_pool.q.{kind}"], state[f"attn_pool.kv.{kind}"] = joint[:dim], joint[dim:]
+    return state
+
+
+def _with_batch_dimension(state: State) -> State:
+    """[CLS] and positions without their first dimension, as (D,) and (N, D)."""
+    shapes = {"cls_token": (1, 1, -1), "pos_embed": (1, *state["pos_embed"].shape[-2:])}
+    return {key: value.reshape(shapes[key]) if key in shapes else value for key, value in state.items()}
+
+
 def from_mmsegmentation(state: State) -> State:
     """Its default leaves out the bias of the patch projection (`patch_bias=False`), which is one of zeros in timm."""
     projection = state["patch_embed.projection.weight"]

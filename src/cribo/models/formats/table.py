@@ -30,6 +30,7 @@ class Expected:
         norm_eps: epsilon of the layer norms.
         mean, std: normalisation of images.
         act_layer: activation of the MLPs, by timm's name.
+        assumed_act_layer: the same, where the project has several and files do not show which.
         positions: how the position embedding is resized.
         heads: attention heads by width, where they are not the usual ones.
         note: what a user should know.
@@ -39,6 +40,7 @@ class Expected:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     act_layer: str | None = None
+    assumed_act_layer: str | None = None
     positions: Resizing | None = None
     heads: Mapping[int, int] = field(default_factory=dict)
     note: str | None = None
@@ -109,12 +111,13 @@ METRICS = ("metric", r"(^|[./])(best_\w+|\w*acc[15]?|\w*miou\w*|class_weights?|\
 BESIDE: Rules = (
     (
         "text encoder",
-        r"^(text|text_model|transformer|token_embedding|positional_embedding|ln_final|text_projection|logit_scale|"
+        r"^([\w/]+/)?(text|text_model|transformer|token_embedding|positional_embedding|ln_final|text_projection|logit_scale|"
         r"logit_bias)(\.|$)",
     ),
     ("queue", r"(^|[./])\w*queue\w*$"),
     ("loss", r"(^|[./])\w*(loss|criterion)\w*[./]"),
     ("centre", r"(^|[./])(centers?|centres?|\w+_centre(\.\w+)?)$"),
+    ("projection", r"^([\w/]+[./])?visual_projection\."),
     METRICS,
     ("decoder", r"(^|[./])\w*decoder\w*([./]|$)"),
     (
@@ -127,7 +130,35 @@ BESIDE: Rules = (
 
 _OFFSET = Expected(positions="bicubic_offset")
 
+_TOWER_PROJECTS: tuple[Project, ...] = (
+    # The state of its TorchScript archives; once loaded into a module of its own, it is as open_clip's.
+    Project(
+        "OpenAI CLIP",
+        "github.com/openai/CLIP (clip/model.py)",
+        signs=(r"(^|/)input_resolution$", r"(^|/)visual\.class_embedding$"),
+        teacher=r"([\w/]+/)?visual\.",
+        dropped=(("text encoder", r"(^|/)(input_resolution|context_length|vocab_size)$"),),
+        expected=Expected(act_layer="quick_gelu"),
+    ),
+    # SigLIP's loss has a bias beside its temperature.
+    Project(
+        "open_clip SigLIP, tower of timm",
+        "github.com/mlfoundations/open_clip (timm_model.py)",
+        signs=(r"(^|[./])visual\.trunk\.", r"(^|[./])logit_bias$"),
+        teacher=r"([\w/]+/)?visual\.trunk\.",
+        expected=Expected(mean=HALF, std=HALF),
+    ),
+    Project(
+        "open_clip, tower of timm",
+        "github.com/mlfoundations/open_clip (timm_model.py)",
+        signs=(r"(^|[./])visual\.trunk\.", r"(^|[./])logit_scale$"),
+        teacher=r"([\w/]+/)?visual\.trunk\.",
+        expected=Expected(mean=_CLIP_MEAN, std=_CLIP_STD),
+    ),
+)
+
 PROJECTS: tuple[Project, ...] = (
+    *_TOWER_PROJECTS,
     Project(
         "cribo run",
         "this project",
@@ -324,7 +355,69 @@ _DINOV3_EITHER = replace(
     ),
 )
 
+# Image towers that were trained with a text tower.
+_CLIP = Expected(norm_eps=1e-5, mean=_CLIP_MEAN, std=_CLIP_STD)
+_SIGLIP = Expected(norm_eps=1e-6, mean=HALF, std=HALF)
+_HF_TOWER = r"embeddings\.patch_embedding\.weight"
+_BUFFERS: Rules = (("buffer", r"(^|\.)(position_ids|relative_position_index|relative_coords_table|attn_mask)$"),)
+_TOWERS: tuple[Naming, ...] = (
+    # Its default activation is GELU; weights of OpenAI, DFN and MetaCLIP have configurations with quick_gelu.
+    Naming(
+        "open_clip",
+        "github.com/mlfoundations/open_clip (transformer.py; pos_embed.py resizes as timm does)",
+        r"conv1\.weight",
+        naming.from_open_clip,
+        needs=(r"^class_embedding$", r"^positional_embedding$", r"^transformer\.resblocks\.0\."),
+        dropped=(("projection", r"^proj$"),),
+        expected=replace(_CLIP, assumed_act_layer="gelu"),
+    ),
+    Naming(
+        "Hugging Face CLIP",
+        f"{_TRANSFORMERS} (clip)",
+        _HF_TOWER,
+        naming.from_huggingface_clip,
+        needs=(r"^embeddings\.class_embedding$", r"^pre_layrnorm\.weight$"),
+        dropped=_BUFFERS,
+        expected=replace(
+            _CLIP,
+            assumed_act_layer="quick_gelu",
+            positions="bicubic",
+            note="tokens are after the final norm (post_layernorm), last_hidden_state of transformers is before it",
+        ),
+    ),
+    Naming(
+        "Hugging Face SigLIP",
+        f"{_TRANSFORMERS} (siglip)",
+        _HF_TOWER,
+        naming.from_huggingface_siglip,
+        needs=(r"^embeddings\.patch_embedding\.bias$", r"^encoder\.layers\.0\.layer_norm1\.weight$"),
+        dropped=_BUFFERS,
+        expected=replace(_SIGLIP, act_layer="gelu_tanh", positions="bicubic"),
+    ),
+    # Also open_clip's, whose SigLIP has timm's network as `visual.trunk`.
+    Naming(
+        "timm SigLIP",
+        "github.com/huggingface/pytorch-image-models (vision_transformer.py)",
+        _PATCHES,
+        naming.unchanged,
+        needs=(r"^attn_pool\.latent$", r"^blocks\.0\.norm1\.weight$", r"^pos_embed$"),
+        dropped=_HEAD,
+        expected=replace(_SIGLIP, assumed_act_layer="gelu"),
+    ),
+    # timm has networks with both activations under one naming, so none is assumed.
+    Naming(
+        "timm CLIP",
+        "github.com/huggingface/pytorch-image-models (vision_transformer.py)",
+        _PATCHES,
+        naming.unchanged,
+        needs=(r"^norm_pre\.weight$", r"^blocks\.0\.norm1\.weight$", r"^pos_embed$"),
+        dropped=_HEAD,
+        expected=_CLIP,
+    ),
+)
+
 NAMINGS: tuple[Naming, ...] = (
+    *_TOWERS,
     _DINOV3_SATELLITE,
     _DINOV3_EITHER,
     _DINOV3,
