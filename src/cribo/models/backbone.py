@@ -18,6 +18,7 @@ from timm.layers import RotaryEmbeddingDinoV3
 from timm.layers.drop import DropPath
 from timm.layers.weight_init import trunc_normal_
 from timm.models import Beit, ConvNeXt, Eva, VisionTransformer, Xcit
+from timm.models.swin_transformer import SwinTransformerBlock
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -25,11 +26,12 @@ from cribo.arguments import import_by_path
 from cribo.models.checkpointing import set_checkpointing
 from cribo.models.linear import use_onednn
 from cribo.models.modes import CUDA_GRAPH_MODES, Checkpointing, CompileMode
-from cribo.models.positions import RESIZINGS, Resizing, embed_positions
+from cribo.models.positions import RESIZINGS, Resizing, Windows, attend_in_windows, embed_positions
 
 if TYPE_CHECKING:
     from cribo.models.weights import LoadedWeights
 
+_FINAL_NORMS = ("norm", "fc_norm", "head.norm")
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -79,19 +81,23 @@ class Numerics:
 
     Attributes:
         norm_eps: epsilon of every layer norm; None: the one that timm gives the network.
+        final_norm_eps: epsilon of the last layer norm, where it differs.
         positions: how the position embedding is resized to images of another size.
         rope_periods: of DINOv3's rotary embedding; None: computed. Released files hold them rounded to bfloat16.
         rope_coordinates: how DINOv3's rotary embedding scales the places of patches: each side to [-1, 1]
             (`separate`), or both by the longer (`max`) or the shorter (`min`) one.
+        windows: how Swin pads and shifts its windows.
 
     Raises:
         ValueError: an unknown way to resize or to scale.
     """
 
     norm_eps: float | None = None
+    final_norm_eps: float | None = None
     positions: Resizing = "timm"
     rope_periods: tuple[float, ...] | None = None
     rope_coordinates: Literal["separate", "max", "min"] = "separate"
+    windows: Windows = "timm"
 
     def __post_init__(self) -> None:
         if self.positions not in RESIZINGS:
@@ -211,12 +217,19 @@ class Backbone(nn.Module):
             ValueError: periods or coordinates for a network without DINOv3's rotary embedding, or of another length.
         """
         for name, own in self._own_eps.items():
-            self.model.get_submodule(name).eps = own if numerics.norm_eps is None else numerics.norm_eps
+            given = numerics.norm_eps
+            if name in _FINAL_NORMS and numerics.final_norm_eps is not None:
+                given = numerics.final_norm_eps
+            self.model.get_submodule(name).eps = own if given is None else given
         if isinstance(self.model, VisionTransformer) and numerics.positions != "timm":
             self.model.position_resizing = numerics.positions
             self.model._pos_embed = MethodType(embed_positions, self.model)
         elif hasattr(self.model, "position_resizing"):
             del self.model.position_resizing, self.model._pos_embed
+        for block in (each for each in self.model.modules() if isinstance(each, SwinTransformerBlock)):
+            vars(block).pop("_attn", None)
+            if numerics.windows == "original":
+                vars(block)["_attn"] = MethodType(attend_in_windows, block)
         rope = getattr(self.model, "rope", None)
         if isinstance(rope, RotaryEmbeddingDinoV3):
             periods = numerics.rope_periods
@@ -381,7 +394,8 @@ class Backbone(nn.Module):
         if getattr(self.model, "output_fmt", "NCHW") == "NHWC":
             feature_map = feature_map.permute(0, 3, 1, 2)
         global_token = feature_map.mean(dim=(2, 3))
-        if isinstance(self.model, ConvNeXt):  # its last norm is in its head: each place gets what the mean gets
+        # The last norm of ConvNeXt is in its head: each place gets what the mean gets.
+        if isinstance(self.model, ConvNeXt) and hasattr(self.model.head, "norm"):
             norm = self.model.head.norm
             feature_map, global_token = norm(feature_map), norm(global_token[:, :, None, None]).flatten(1)
         grid = (feature_map.shape[2], feature_map.shape[3])

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
+from timm.models.swin_transformer import window_partition, window_reverse
 from torch import Tensor
 
 Resizing = Literal["timm", "bicubic", "bicubic_offset", "bilinear", "bilinear_antialiased", "bilinear_corners"]
@@ -17,6 +18,9 @@ Resizing = Literal["timm", "bicubic", "bicubic_offset", "bilinear", "bilinear_an
 MMSegmentation, MAE). `bicubic_offset`: the same by a scale factor of (h + 0.1) / H (DINO, iBOT, DINOv2).
 `bilinear`: Segmenter. `bilinear_antialiased`: JAX's `image.resize` (LOCA). `bilinear_corners`: corners stay corners, as
 SciPy's `zoom` of order 1 (the original ViT in JAX)."""
+
+Windows = Literal["timm", "original"]
+"""How Swin pads and shifts the windows of maps whose size is not the one it was built for: see `attend_in_windows`."""
 
 RESIZINGS: tuple[Resizing, ...] = get_args(Resizing)
 
@@ -59,6 +63,35 @@ def resize_positions(
             pass
     resized = F.interpolate(grid, **options).permute(0, 2, 3, 1).flatten(1, 2)
     return torch.cat([prefix, resized.to(patches.dtype)], dim=1)
+
+
+def attend_in_windows(block: Any, x: Float[Tensor, "b h w d"]) -> Float[Tensor, "b h w d"]:
+    """Window attention of Swin for a map of any size: `SwinTransformerBlock._attn` as its originals compute it.
+
+    The originals pad a map before they shift it, timm pads it afterwards; and they shift it unless the map itself is
+    one window high or wide, where timm looks at the size for which the network was built.
+
+    Args:
+        block: timm's block.
+        x: the map.
+
+    Raises:
+        ValueError: a map that is smaller than a window.
+    """
+    height, width = x.shape[1:3]
+    window = block.window_size
+    if min(height, width) < max(window):
+        raise ValueError(
+            f"images of this size give a map of {height}x{width} places, fewer than the {max(window)} of a window: use "
+            "larger images"
+        )
+    block.shift_size = block.target_shift_size if min(height, width) > max(window) else (0, 0)
+    x = F.pad(x, (0, 0, 0, -width % window[1], 0, -height % window[0]))
+    shifted = torch.roll(x, [-shift for shift in block.shift_size], (1, 2))
+    parts = window_partition(shifted, window).flatten(1, 2)
+    parts = block.attn(parts, mask=block.get_attn_mask(shifted)).unflatten(1, window)
+    shifted = window_reverse(parts, window, *x.shape[1:3])
+    return torch.roll(shifted, block.shift_size, (1, 2))[:, :height, :width]
 
 
 def embed_positions(model: Any, patches: Float[Tensor, "b h w d"]) -> Float[Tensor, "b n d"]:

@@ -214,6 +214,7 @@ _HOW_TO_LOAD = (
     "model.load_state_dict(safetensors.torch.load_file('backbone.safetensors'))"
 )
 _HOW_TO_SET_EPS = "; [setattr(m, 'eps', about['norm_eps']) for m in model.modules() if type(m).__name__ == 'LayerNorm']"
+_HOW_TO_SET_FINAL_EPS = "; model.head.norm.eps = about['final_norm_eps']"
 _HOW_TO_SET_PERIODS = "; import torch; model.rope.periods = torch.tensor(about['rope_periods'])"
 
 
@@ -282,6 +283,7 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> Path:
             "sha256": _sha256(new_weights),
             "how_to_load": _HOW_TO_LOAD
             + (_HOW_TO_SET_EPS if backbone.numerics.norm_eps is not None else "")
+            + (_HOW_TO_SET_FINAL_EPS if backbone.numerics.final_norm_eps is not None else "")
             + (_HOW_TO_SET_PERIODS if backbone.numerics.rope_periods is not None else ""),
         }
         text = json.dumps(content, indent=2) + "\n"
@@ -380,9 +382,10 @@ def _recognise(
             f"no {_HUB_IMAGES} lies beside it: took a mean of {recognised.expected.mean or IMAGENET_MEAN} for images",
             *notes,
         )
+    eps = "norm_eps" if recognised.expected.final_norm_eps is None else "final_norm_eps"
     return _expecting(
         replace(recognised, notes=notes),
-        norm_eps=config.get("layer_norm_eps"),
+        **{eps: config.get("layer_norm_eps")},
         mean=mean and tuple(mean),
         std=std and tuple(std),
         act_layer=_activation_of(config, path),
@@ -452,6 +455,9 @@ def _hidden_arguments(
 ) -> dict[str, Any]:
     """What weights do not show of a network, as far as its project, the file, one beside it or the caller says."""
     config, args = _hub_config(path), args or {}
+    for option in ("downsample_in_bottleneck", "downsample_in_first_stage"):
+        if config.get(option):
+            raise ValueError(f"{path.with_name(_HUB_CONFIG)} has {option} set: timm has no such ResNet")
     options = content.get("args", content.get("hyper_parameters"))
     options = options if isinstance(options, Mapping) else getattr(options, "__dict__", {})
     arch = content.get("arch", options.get("arch"))
@@ -469,6 +475,7 @@ _HUB_ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "quick_gelu": "quick_gelu",
+    "relu": "relu",
 }
 
 
@@ -481,7 +488,7 @@ def _check_hidden_arguments(backbone: Backbone, recognised: Recognised, path: Pa
     activation = {GELUTanh: "gelu_tanh", QuickGELU: "quick_gelu"}.get(type(getattr(mlp, "act", None)))
     has = {
         "num_heads": getattr(attention, "num_heads", None),
-        "act_layer": activation or backbone.args.get("act_layer", "gelu"),
+        "act_layer": activation or (backbone.args.get("act_layer", "gelu") if mlp is not None else None),
     }
     for argument, value in expected.items():
         if value is not None and has[argument] not in (None, value):
@@ -662,8 +669,10 @@ def _adopt(
     if numerics is None:
         numerics = Numerics(
             norm_eps=expected.norm_eps,
+            final_norm_eps=expected.final_norm_eps,
             positions=positions or _original_resizing(recognised),
             rope_periods=recognised.rope_periods,
+            windows=expected.windows or "timm",
         )
     state, resampled = _fit(recognised.state, backbone, source, numerics.positions)
     _load_all_or_nothing(backbone, state, source, recognised.used)

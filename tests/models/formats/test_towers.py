@@ -155,9 +155,7 @@ class OpenTower(nn.Module):
     def block(self, width: int, heads: int) -> nn.ModuleDict:
         mlp = nn.ModuleDict({"c_fc": nn.Linear(width, 4 * width), "c_proj": nn.Linear(4 * width, width)})
         attention = nn.MultiheadAttention(width, heads, batch_first=True)
-        return nn.ModuleDict(
-            {"ln_1": nn.LayerNorm(width), "attn": attention, "ln_2": nn.LayerNorm(width), "mlp": mlp}
-        )
+        return nn.ModuleDict({"ln_1": nn.LayerNorm(width), "attn": attention, "ln_2": nn.LayerNorm(width), "mlp": mlp})
 
     def positions(self, height: int, width: int) -> Tensor:
         """open_clip's `resize_pos_embed`, which it calls when a model is built for images of another size."""
@@ -247,7 +245,7 @@ def test_openai_has_quick_gelu(tmp_path: Path, size: tuple[int, int]):
     plain = build_backbone(
         "vit_base_patch16_clip_224", args={"embed_dim": 128, "depth": 2, "num_heads": 2}, image_size=48
     )
-    with pytest.raises(ValueError, match="OpenAI CLIP.* act_layer quick_gelu, the backbone has gelu"):
+    with pytest.raises(ValueError, match=r"OpenAI CLIP.* act_layer quick_gelu, the backbone has gelu"):
         load_pretrained(plain, tmp_path / "clip.pt")
 
 

@@ -62,7 +62,7 @@ def infer_architecture(
 
     Args:
         state: tensors under timm's keys: a vision transformer (with a learned or fixed position embedding), a DINOv3
-            vision transformer, or a ResNet.
+            vision transformer, a ResNet, a ConvNeXt or a Swin transformer.
         heads: attention heads by width, before the usual ones; weights do not show them.
         num_heads: attention heads, where they are known.
         act_layer: activation of the MLPs, where it is known.
@@ -79,7 +79,11 @@ def infer_architecture(
     """
     given = {key: value for key, value in (("num_heads", num_heads), ("act_layer", act_layer)) if value is not None}
     if "layer1.0.conv1.weight" in state:
-        return _resnet(state, arch or "")
+        return _resnet(state, arch or "", given)
+    if "stages.0.blocks.0.conv_dw.weight" in state:
+        return _convnext(state, given)
+    if "layers.0.blocks.0.attn.relative_position_bias_table" in state:
+        return _swin(state, given)
     if "blocks.0.gamma_1" in state and "pos_embed" not in state:
         return _dinov3(state, given)
     if "blocks.0.norm1.weight" in state and "pos_embed" in state:
@@ -90,8 +94,8 @@ def infer_architecture(
         found = _vit(state, heads or {}, given)
         return found._replace(notes=(*notes, *found.notes))
     raise ValueError(
-        "the weights are of no vision transformer with a position embedding, DINOv3 or ResNet: give the timm name of "
-        "their architecture"
+        "the weights are of no vision transformer with a position embedding, DINOv3, Swin, ConvNeXt or ResNet: give "
+        "the timm name of their architecture"
     )
 
 
@@ -245,7 +249,9 @@ def _dinov3(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architectu
     return Architecture(f"vit_{size}_patch16_dinov3{bias}", args, _USUAL_SIZE // patch_size * patch_size, notes)
 
 
-def _resnet(state: Mapping[str, Tensor], arch: str) -> Architecture:
+def _resnet(state: Mapping[str, Tensor], arch: str, given: Mapping[str, Any]) -> Architecture:
+    if given.get("act_layer", "relu") != "relu":
+        raise ValueError(f"a ResNet has the activation relu, got {given['act_layer']}")
     layers = tuple(_count(state, rf"layer{stage}") for stage in range(1, 5))
     is_bottleneck = "layer1.0.conv3.weight" in state
     kind = "bottleneck" if is_bottleneck else "basic"
@@ -271,6 +277,98 @@ def _resnet(state: Mapping[str, Tensor], arch: str) -> Architecture:
     if stride := re.search(r"_(8|16)s$", arch):  # strides are no part of weights
         args["output_stride"] = int(stride[1])
     return Architecture(name, args, _USUAL_SIZE)
+
+
+_CONVNEXT_NAMES = {
+    ("convnext", (3, 3, 9, 3), 96): "convnext_tiny",
+    ("convnext", (3, 3, 27, 3), 96): "convnext_small",
+    ("convnext", (3, 3, 27, 3), 128): "convnext_base",
+    ("convnext", (3, 3, 27, 3), 192): "convnext_large",
+    ("convnext", (3, 3, 27, 3), 256): "convnext_xlarge",
+    ("convnext", (3, 4, 30, 3), 384): "convnext_xxlarge",
+    ("convnextv2", (3, 3, 9, 3), 96): "convnextv2_tiny",
+    ("convnextv2", (3, 3, 27, 3), 128): "convnextv2_base",
+    ("convnextv2", (3, 3, 27, 3), 192): "convnextv2_large",
+    ("convnextv2", (3, 3, 27, 3), 352): "convnextv2_huge",
+}
+
+
+def _convnext(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture:
+    if state["stem.1.weight"].ndim != 1:
+        raise ValueError("the stem has overlapping convolutions: give the timm name, such as convnext_atto_ols")
+    depths = tuple(_count(state, rf"stages\.{stage}\.blocks") for stage in range(_count(state, "stages")))
+    dims = tuple(len(state[f"stages.{stage}.blocks.0.conv_dw.weight"]) for stage in range(len(depths)))
+    block = "stages.0.blocks.0"
+    has_response_norm = f"{block}.mlp.grn.weight" in state
+    family = "convnextv2" if has_response_norm else "convnext"
+    args: dict[str, Any] = {}
+    name = _CONVNEXT_NAMES.get((family, depths, dims[0])) if dims == _doubled(dims[0], len(dims)) else None
+    if name is None:
+        name, args = f"{family}_tiny", {"depths": depths, "dims": dims}
+    found = {
+        "patch_size": state["stem.0.weight"].shape[-1],
+        "kernel_sizes": state[f"{block}.conv_dw.weight"].shape[-1],
+        "conv_mlp": state[f"{block}.mlp.fc1.weight"].ndim == 4,
+        "conv_bias": f"{block}.conv_dw.bias" in state,
+        "ls_init_value": 1e-6 if f"{block}.gamma" in state else None,
+        "head_norm_first": "norm_pre.weight" in state,
+        "act_layer": given.get("act_layer", "gelu"),
+    }
+    usual: dict[str, Any] = {
+        "patch_size": 4,
+        "act_layer": "gelu",
+        "kernel_sizes": 7,
+        "conv_mlp": False,
+        "conv_bias": True,
+        "head_norm_first": False,
+    }
+    usual["ls_init_value"] = None if has_response_norm else 1e-6
+    args |= {key: value for key, value in found.items() if usual[key] != value}
+    return Architecture(name, args, _USUAL_SIZE)
+
+
+_SWIN_NAMES = {
+    ((2, 2, 6, 2), 96, 7): "swin_tiny_patch4_window7_224",
+    ((2, 2, 18, 2), 96, 7): "swin_small_patch4_window7_224",
+    ((2, 2, 18, 2), 128, 7): "swin_base_patch4_window7_224",
+    ((2, 2, 18, 2), 192, 7): "swin_large_patch4_window7_224",
+    ((2, 2, 18, 2), 128, 12): "swin_base_patch4_window12_384",
+    ((2, 2, 18, 2), 192, 12): "swin_large_patch4_window12_384",
+}
+
+
+def _swin(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture:
+    depths = tuple(_count(state, rf"layers\.{stage}\.blocks") for stage in range(_count(state, "layers")))
+    tables = [state[f"layers.{stage}.blocks.0.attn.relative_position_bias_table"] for stage in range(len(depths))]
+    windows, heads = {(math.isqrt(len(table)) + 1) // 2 for table in tables}, tuple(table.shape[1] for table in tables)
+    if len(windows) > 1:
+        raise ValueError(f"the windows of the stages differ, {sorted(windows)}: give the timm name of the architecture")
+    window, (dim, _, _, patch_size) = windows.pop(), state["patch_embed.proj.weight"].shape
+    hidden = len(state["layers.0.blocks.0.mlp.fc1.weight"])
+    found = {
+        "patch_size": patch_size,
+        "embed_dim": dim,
+        "depths": depths,
+        "num_heads": heads,
+        "window_size": window,
+        "mlp_ratio": _ratio(hidden, dim),
+        "qkv_bias": "layers.0.blocks.0.attn.qkv.bias" in state,
+    }
+    usual: dict[str, Any] = {"patch_size": 4, "mlp_ratio": 4.0, "qkv_bias": True}
+    name = _SWIN_NAMES.get((depths, dim, window))
+    if name is None:
+        name = "swin_tiny_patch4_window7_224"
+    elif heads == _doubled(dim // 32, len(heads)):
+        usual |= {"embed_dim": dim, "depths": depths, "num_heads": heads, "window_size": window}
+    args = {key: value for key, value in found.items() if key not in usual or usual[key] != value}
+    if given.get("act_layer", "gelu") != "gelu":
+        raise ValueError(f"timm has no Swin transformer with the activation {given['act_layer']}")
+    # The original trains with maps that are as large as the window after the last stage.
+    return Architecture(name, args, patch_size * 2 ** (len(depths) - 1) * window)
+
+
+def _doubled(first: int, count: int) -> tuple[int, ...]:
+    return tuple(first * 2**index for index in range(count))
 
 
 def _transformer_shape(state: Mapping[str, Tensor]) -> tuple[int, int, int]:

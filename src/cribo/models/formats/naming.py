@@ -196,6 +196,83 @@ def _with_batch_dimension(state: State) -> State:
     return {key: value.reshape(shapes[key]) if key in shapes else value for key, value in state.items()}
 
 
+def from_convnext(state: State) -> State:
+    """Both versions; the parameters of the second one's response norm have four dimensions there."""
+    state = substitute(
+        state,
+        (r"^downsample_layers\.0\.", "stem."),
+        (r"^downsample_layers\.(\d+)\.", r"stages.\1.downsample."),
+        (r"^stages\.(\d+)\.(\d+)\.", r"stages.\1.blocks.\2."),
+        (r"\.dwconv\.", ".conv_dw."),
+        (r"\.pwconv([12])\.", r".mlp.fc\1."),
+        (r"\.grn\.gamma$", ".mlp.grn.weight"),
+        (r"\.grn\.beta$", ".mlp.grn.bias"),
+        (r"^norm\.", "head.norm."),
+    )
+    return {key: value.flatten() if ".grn." in key else value for key, value in state.items()}
+
+
+def from_huggingface_convnext(state: State) -> State:
+    """Both versions."""
+    state = substitute(
+        state,
+        (r"^embeddings\.patch_embeddings\.", "downsample_layers.0.0."),
+        (r"^embeddings\.layernorm\.", "downsample_layers.0.1."),
+        (r"^encoder\.stages\.(\d+)\.downsampling_layer\.", r"downsample_layers.\1."),
+        (r"^encoder\.stages\.(\d+)\.layers\.(\d+)\.", r"stages.\1.\2."),
+        (r"^layernorm\.", "norm."),
+        (r"\.layernorm\.", ".norm."),
+        (r"\.layer_scale_parameter$", ".gamma"),
+        (r"\.grn\.weight$", ".grn.gamma"),
+        (r"\.grn\.bias$", ".grn.beta"),
+    )
+    return from_convnext(state)
+
+
+def from_huggingface_resnet(state: State) -> State:
+    """A convolution and its norm are one layer there."""
+
+    def numbered(match: re.Match[str]) -> str:
+        kind = "conv" if match[2] == "convolution" else "bn"
+        return f".{kind}{int(match[1]) + 1}."
+
+    return substitute(
+        state,
+        (r"^embedder\.embedder\.convolution\.", "conv1."),
+        (r"^embedder\.embedder\.normalization\.", "bn1."),
+        (r"^encoder\.stages\.(\d+)\.layers\.", lambda m: f"layer{int(m[1]) + 1}."),
+        (r"\.layer\.(\d+)\.(convolution|normalization)\.", numbered),
+        (r"\.shortcut\.convolution\.", ".downsample.0."),
+        (r"\.shortcut\.normalization\.", ".downsample.1."),
+    )
+
+
+def from_swin(state: State) -> State:
+    """A stage merges patches at its end there, and at its start in timm."""
+    return substitute(state, (r"^layers\.(\d+)\.downsample\.", lambda m: f"layers.{int(m[1]) + 1}.downsample."))
+
+
+def from_huggingface_swin(state: State) -> State:
+    """With the names in files, and those in memory since transformers 5."""
+    state = substitute(
+        state,
+        (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
+        (r"^embeddings\.norm\.", "patch_embed.norm."),
+        (r"^encoder\.layers\.", "layers."),
+        (r"\.attention\.(?:self\.)?(?:(query|key|value)|([qkv])_proj)\.", lambda m: f".attn.{(m[1] or m[2])[0]}."),
+        (r"\.attention\.(?:self\.|relative_position_bias\.)relative_position_", ".attn.relative_position_"),
+        (r"\.attention\.(?:output\.dense|o_proj)\.", ".attn.proj."),
+        (r"\.(?:intermediate\.dense|mlp\.fc1)\.", ".mlp.fc1."),
+        (r"\.(?:output\.dense|mlp\.fc2)\.", ".mlp.fc2."),
+        (r"\.layernorm_before\.", ".norm1."),
+        (r"\.layernorm_after\.", ".norm2."),
+        (r"^layernorm\.", "norm."),
+    )
+    for kind in ("weight", "bias"):
+        state = _join(state, f".attn.{{}}.{kind}", "qkv", f".attn.qkv.{kind}")
+    return from_swin(state)
+
+
 def from_mmsegmentation(state: State) -> State:
     """Its default leaves out the bias of the patch projection (`patch_bias=False`), which is one of zeros in timm."""
     projection = state["patch_embed.projection.weight"]

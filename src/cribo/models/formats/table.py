@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from cribo.models.formats import naming
 from cribo.models.formats.naming import State
-from cribo.models.positions import Resizing
+from cribo.models.positions import Resizing, Windows
 
 Rules = tuple[tuple[str, str], ...]
 """(group, pattern): keys that match belong to the group and are left out."""
@@ -28,21 +28,25 @@ class Expected:
 
     Attributes:
         norm_eps: epsilon of the layer norms.
+        final_norm_eps: epsilon of the last one, where it differs.
         mean, std: normalisation of images.
         act_layer: activation of the MLPs, by timm's name.
         assumed_act_layer: the same, where the project has several and files do not show which.
         positions: how the position embedding is resized.
         heads: attention heads by width, where they are not the usual ones.
+        windows: how Swin pads and shifts its windows.
         note: what a user should know.
     """
 
     norm_eps: float | None = None
+    final_norm_eps: float | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     act_layer: str | None = None
     assumed_act_layer: str | None = None
     positions: Resizing | None = None
     heads: Mapping[int, int] = field(default_factory=dict)
+    windows: Windows | None = None
     note: str | None = None
 
     def over(self, other: "Expected") -> "Expected":
@@ -416,8 +420,74 @@ _TOWERS: tuple[Naming, ...] = (
     ),
 )
 
+_TIMM = "github.com/huggingface/pytorch-image-models"
+_SWIN = Expected(norm_eps=1e-5, windows="original")
+_PYRAMIDS: tuple[Naming, ...] = (
+    Naming(
+        "ConvNeXt",
+        "github.com/facebookresearch/ConvNeXt, /ConvNeXt-V2 (models/convnext.py, convnextv2.py)",
+        r"downsample_layers\.0\.0\.weight",
+        naming.from_convnext,
+        needs=(r"^stages\.0\.0\.dwconv\.weight$",),
+        dropped=_HEAD,
+        expected=Expected(norm_eps=1e-6),
+    ),
+    Naming(
+        "Hugging Face ConvNeXt",
+        f"{_TRANSFORMERS} (convnext, convnextv2)",
+        r"embeddings\.patch_embeddings\.weight",
+        naming.from_huggingface_convnext,
+        needs=(r"^encoder\.stages\.0\.layers\.0\.dwconv\.weight$",),
+        dropped=_HEAD,
+        # Its configuration speaks of the last norm only.
+        expected=Expected(norm_eps=1e-6, final_norm_eps=1e-12),
+    ),
+    Naming(
+        "timm ConvNeXt",
+        f"{_TIMM} (convnext.py)",
+        r"stem\.0\.weight",
+        naming.unchanged,
+        needs=(r"^stages\.0\.blocks\.0\.conv_dw\.weight$",),
+        dropped=(("head", r"^head\.fc\."),),
+    ),
+    Naming(
+        "Hugging Face ResNet",
+        f"{_TRANSFORMERS} (resnet)",
+        r"embedder\.embedder\.convolution\.weight",
+        naming.from_huggingface_resnet,
+        dropped=_HEAD,
+    ),
+    Naming(
+        "Swin",
+        "github.com/microsoft/Swin-Transformer (models/swin_transformer.py)",
+        _PATCHES,
+        naming.from_swin,
+        needs=(r"^layers\.0\.blocks\.0\.attn\.relative_position_bias_table$", r"^layers\.0\.downsample\."),
+        dropped=(*_MASK, *_HEAD, *_BUFFERS),
+        expected=_SWIN,
+    ),
+    Naming(
+        "timm Swin",
+        f"{_TIMM} (swin_transformer.py)",
+        _PATCHES,
+        naming.unchanged,
+        needs=(r"^layers\.0\.blocks\.0\.attn\.relative_position_bias_table$",),
+        dropped=(*_HEAD, *_BUFFERS),
+    ),
+    Naming(
+        "Hugging Face Swin",
+        f"{_TRANSFORMERS} (swin)",
+        _HF_PATCHES,
+        naming.from_huggingface_swin,
+        needs=(r"^encoder\.layers\.0\.blocks\.0\.layernorm_before\.weight$",),
+        dropped=(*_MASK, *_HEAD, *_BUFFERS),
+        expected=_SWIN,
+    ),
+)
+
 NAMINGS: tuple[Naming, ...] = (
     *_TOWERS,
+    *_PYRAMIDS,
     _DINOV3_SATELLITE,
     _DINOV3_EITHER,
     _DINOV3,
