@@ -18,6 +18,7 @@ from timm.layers import RotaryEmbeddingDinoV3
 from timm.layers.drop import DropPath
 from timm.layers.weight_init import trunc_normal_
 from timm.models import Beit, ConvNeXt, Eva, VisionTransformer, Xcit
+from timm.models.beit import Attention as BeitAttention
 from timm.models.swin_transformer import SwinTransformerBlock
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -26,7 +27,15 @@ from cribo.arguments import import_by_path
 from cribo.models.checkpointing import set_checkpointing
 from cribo.models.linear import use_onednn
 from cribo.models.modes import CUDA_GRAPH_MODES, Checkpointing, CompileMode
-from cribo.models.positions import RESIZINGS, Resizing, Windows, attend_in_windows, embed_positions
+from cribo.models.positions import (
+    RESIZINGS,
+    RelativePositions,
+    RelativeResizing,
+    Resizing,
+    Windows,
+    attend_in_windows,
+    embed_positions,
+)
 
 if TYPE_CHECKING:
     from cribo.models.weights import LoadedWeights
@@ -87,6 +96,7 @@ class Numerics:
         rope_coordinates: how DINOv3's rotary embedding scales the places of patches: each side to [-1, 1]
             (`separate`), or both by the longer (`max`) or the shorter (`min`) one.
         windows: how Swin pads and shifts its windows.
+        relative_positions: how the position biases of BEiT are resized.
 
     Raises:
         ValueError: an unknown way to resize or to scale.
@@ -98,6 +108,7 @@ class Numerics:
     rope_periods: tuple[float, ...] | None = None
     rope_coordinates: Literal["separate", "max", "min"] = "separate"
     windows: Windows = "timm"
+    relative_positions: RelativeResizing = "timm"
 
     def __post_init__(self) -> None:
         if self.positions not in RESIZINGS:
@@ -173,6 +184,7 @@ class Backbone(nn.Module):
         self.std: tuple[float, ...] = IMAGENET_STD
         self.numerics = Numerics()
         self._own_eps = {key: norm.eps for key, norm in model.named_modules() if isinstance(norm, nn.LayerNorm)}
+        self._positions: RelativePositions | None = None
         self.loaded: LoadedWeights | None = None
         self._is_transformer = isinstance(model, VisionTransformer | Eva | Beit)
         self.takes_any_size = (
@@ -230,6 +242,8 @@ class Backbone(nn.Module):
             vars(block).pop("_attn", None)
             if numerics.windows == "original":
                 vars(block)["_attn"] = MethodType(attend_in_windows, block)
+        if isinstance(self.model, Beit):
+            self._set_relative_positions(numerics.relative_positions)
         rope = getattr(self.model, "rope", None)
         if isinstance(rope, RotaryEmbeddingDinoV3):
             periods = numerics.rope_periods
@@ -247,6 +261,20 @@ class Backbone(nn.Module):
         elif numerics.rope_periods is not None or numerics.rope_coordinates != "separate":
             raise ValueError(f"{self.name} has no rotary embedding of DINOv3, got rope_periods or rope_coordinates")
         self.numerics = numerics
+
+    def _set_relative_positions(self, how: RelativeResizing) -> None:
+        """BEiT takes images of any size where Hugging Face's does: its biases are resized in each call."""
+        is_any_size = how == "bilinear" and self.model.pos_embed is None
+        self._positions = RelativePositions(self.model) if is_any_size else None
+        self.takes_any_size = is_any_size
+        self.model.patch_embed.strict_img_size = not is_any_size
+        for module in self.model.modules():
+            if getattr(module, "relative_position_bias_table", None) is None:
+                continue
+            name = "_get_rel_pos_bias" if isinstance(module, BeitAttention) else "forward"
+            vars(module).pop(name, None)
+            if self._positions is not None:
+                vars(module)[name] = partial(self._positions.bias, module)
 
     def set_checkpointing(self, mode: Checkpointing) -> None:
         """Trade time for memory: what each block computes for the backward pass is computed again there.
@@ -361,6 +389,9 @@ class Backbone(nn.Module):
 
     def _encode_tokens(self, images: Tensor, layers: int) -> Features:
         model = self.model
+        grid = (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
+        if self._positions is not None:
+            self._positions.grid = grid
         has_prefix = model.num_prefix_tokens > 0
         blocks = model.forward_intermediates(
             images,
@@ -380,7 +411,6 @@ class Backbone(nn.Module):
             global_token = late_norm(patches[-1].mean(dim=1))
         else:
             global_token = blocks[-1][1][:, 0]
-        grid = (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
         return Features(global_token, tokens[0] if layers == 1 else torch.cat(tokens, dim=-1), grid)
 
     def _encode_sequence(self, images: Tensor) -> Features:

@@ -8,14 +8,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import safetensors.torch
 import timm
 import torch
 import yaml
 from timm.layers.activations import GELUTanh, QuickGELU
-from timm.models import VisionTransformer, load_state_dict_from_hf
+from timm.models import Beit, VisionTransformer, load_state_dict_from_hf
 from torch import Tensor
 
 from cribo.files import Damaged, check_archive, sync, write_beside
@@ -33,7 +33,7 @@ from cribo.models.formats.architecture import Architecture, infer_architecture
 from cribo.models.formats.reading import flatten, read_json, read_weights
 from cribo.models.formats.recognising import NetworkName, Recognised, first_keys, recognise, required_keys
 from cribo.models.formats.table import Expected
-from cribo.models.positions import Resizing, resize_positions
+from cribo.models.positions import Resizing, resize_positions, resize_relative_positions
 
 WEIGHTS_FILE = "backbone.safetensors"
 DESCRIPTION_FILE = "backbone.json"
@@ -673,8 +673,9 @@ def _adopt(
             positions=positions or _original_resizing(recognised),
             rope_periods=recognised.rope_periods,
             windows=expected.windows or "timm",
+            relative_positions=(positions != "timm" and expected.relative_positions) or "timm",
         )
-    state, resampled = _fit(recognised.state, backbone, source, numerics.positions)
+    state, resampled = _fit(recognised.state, backbone, source, numerics)
     _load_all_or_nothing(backbone, state, source, recognised.used)
     backbone.mean, backbone.std = expected.mean or IMAGENET_MEAN, expected.std or IMAGENET_STD
     backbone.set_numerics(numerics)
@@ -703,11 +704,13 @@ def _original_resizing(recognised: Recognised) -> Resizing:
 
 
 def _fit(
-    state: dict[str, Tensor], backbone: Backbone, source: str, resizing: Resizing
+    state: dict[str, Tensor], backbone: Backbone, source: str, numerics: Numerics
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Resize the position embedding; let timm rename foreign keys and resample the rest, where its family can."""
     shapes = {key: value.shape for key, value in state.items()}
-    state = _with_resized_positions(state, backbone, resizing)
+    state = _with_resized_positions(state, backbone, numerics.positions)
+    if numerics.relative_positions != "timm" and isinstance(backbone.model, Beit):
+        state = _with_resized_biases(state, backbone, numerics.relative_positions)
     checkpoint_filter = getattr(sys.modules[type(backbone.model).__module__], "checkpoint_filter_fn", None)
     fitted = state
     if checkpoint_filter is not None:
@@ -723,15 +726,27 @@ def _fit(
 
 def _with_resized_positions(state: dict[str, Tensor], backbone: Backbone, resizing: Resizing) -> dict[str, Tensor]:
     own = getattr(backbone.model, "pos_embed", None)
-    if not (isinstance(own, Tensor) and "pos_embed" in state and isinstance(backbone.model, VisionTransformer)):
+    if not (isinstance(own, Tensor) and "pos_embed" in state and isinstance(backbone.model, VisionTransformer | Beit)):
         return state
-    prefix = 0 if backbone.model.no_embed_class else backbone.model.num_prefix_tokens
+    is_without_prefix = getattr(backbone.model, "no_embed_class", False)
+    prefix = 0 if is_without_prefix else backbone.model.num_prefix_tokens
     side = math.isqrt(max(state["pos_embed"].shape[1] - prefix, 0))
     if side == 0 or side * side + prefix != state["pos_embed"].shape[1]:
         return state  # timm's filter or the check of shapes says what is wrong
     grid = backbone.model.patch_embed.grid_size
     resized = resize_positions(state["pos_embed"], (side, side), grid, resizing, prefix_tokens=prefix)
     return {**state, "pos_embed": resized}
+
+
+def _with_resized_biases(
+    state: dict[str, Tensor], backbone: Backbone, how: Literal["geometric_spline", "bilinear"]
+) -> dict[str, Tensor]:
+    grid = backbone.model.patch_embed.grid_size
+    state = dict(state)
+    for key in (key for key in state if key.endswith("relative_position_bias_table")):
+        side = (math.isqrt(len(state[key]) - 3) + 1) // 2
+        state[key] = resize_relative_positions(state[key], (side, side), grid, how)
+    return state
 
 
 def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source: str, keys: Sequence[str]) -> None:

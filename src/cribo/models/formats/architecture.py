@@ -84,6 +84,8 @@ def infer_architecture(
         return _convnext(state, given)
     if "layers.0.blocks.0.attn.relative_position_bias_table" in state:
         return _swin(state, given)
+    if any(key.endswith("relative_position_bias_table") for key in state) and "blocks.0.norm1.weight" in state:
+        return _beit(state, given)
     if "blocks.0.gamma_1" in state and "pos_embed" not in state:
         return _dinov3(state, given)
     if "blocks.0.norm1.weight" in state and "pos_embed" in state:
@@ -277,6 +279,50 @@ def _resnet(state: Mapping[str, Tensor], arch: str, given: Mapping[str, Any]) ->
     if stride := re.search(r"_(8|16)s$", arch):  # strides are no part of weights
         args["output_stride"] = int(stride[1])
     return Architecture(name, args, _USUAL_SIZE)
+
+
+def _beit(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture:
+    dim, patch_size, depth = _transformer_shape(state)
+    if given.get("act_layer", "gelu") != "gelu":
+        raise ValueError(f"timm has no BEiT with the activation {given['act_layer']}")
+    table = next(value for key, value in state.items() if key.endswith("relative_position_bias_table"))
+    found = {
+        "patch_size": patch_size,
+        "embed_dim": dim,
+        "depth": depth,
+        "num_heads": table.shape[1],
+        "mlp_ratio": _ratio(len(state["blocks.0.mlp.fc1.weight"]), dim),
+        "qkv_bias": "blocks.0.attn.q_bias" in state,
+        "init_values": 0.1 if "blocks.0.gamma_1" in state else None,
+        "use_abs_pos_emb": "pos_embed" in state,
+        "use_rel_pos_bias": "blocks.0.attn.relative_position_bias_table" in state,
+        "use_shared_rel_pos_bias": "rel_pos_bias.relative_position_bias_table" in state,
+        "use_fc_norm": "fc_norm.weight" in state,
+    }
+    usual: dict[str, Any] = {
+        "patch_size": 16,
+        "mlp_ratio": 4.0,
+        "qkv_bias": True,
+        "init_values": 0.1,
+        "use_abs_pos_emb": False,
+        "use_rel_pos_bias": True,
+        "use_shared_rel_pos_bias": False,
+        "use_fc_norm": True,
+    }
+    name = "beit_large_patch16_224" if (dim, depth) == (1024, 24) else "beit_base_patch16_224"
+    sizes = {"base": (768, 12, 12), "large": (1024, 24, 16)}[name.split("_")[1]]
+    usual |= dict(zip(("embed_dim", "depth", "num_heads"), sizes, strict=True))
+    args = {key: value for key, value in found.items() if usual[key] != value}
+    side = (math.isqrt(len(table) - 3) + 1) // 2
+    if (2 * side - 1) ** 2 + 3 != len(table):
+        raise ValueError(f"a table of {len(table)} position biases is that of no square image")
+    return Architecture(name, args, side * patch_size, (*_beit_notes(state), *_depth_notes(dim, depth)))
+
+
+def _beit_notes(state: Mapping[str, Tensor]) -> tuple[str, ...]:
+    if "fc_norm.weight" not in state:
+        return ()
+    return ("the global token is the norm of the mean of the tokens, as the file has no norm of [CLS]",)
 
 
 _CONVNEXT_NAMES = {

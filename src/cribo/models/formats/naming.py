@@ -106,6 +106,26 @@ def from_huggingface(state: State) -> State:
     return fold_positions(state, "register_tokens", 1) if "register_tokens" in state else state
 
 
+def count_heads_of_beit(state: State) -> int | None:
+    """A table of position biases has a column for each head."""
+    tables = (value for key, value in state.items() if key.endswith("relative_position_bias_table"))
+    return next((table.shape[1] for table in tables), None)
+
+
+def from_huggingface_beit(state: State) -> State:
+    """The pooler has the norm of the mean."""
+    state = substitute(
+        state,
+        (r"^(?:encoder\.relative_position_bias|shared_position_bias)\.", "rel_pos_bias."),
+        (r"^((?:encoder\.)?layers?\.\d+)\.(?:attention\.attention\.)?relative_position_bias\.", r"\1.attn."),
+        *_HF_RULES,
+        (r"\.lambda_([12])$", r".gamma_\1"),
+        (r"\.attn\.([qv])\.bias$", r".attn.\1_bias"),
+        (r"^pooler\.layernorm\.", "fc_norm."),
+    )
+    return _join(state, ".attn.{}.weight", "qkv", ".attn.qkv.weight")
+
+
 def from_huggingface_dinov3(state: State) -> State:
     """Its queries, keys and values have weights of their own, and only some have a bias."""
     state = substitute(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from cribo.models.formats import naming
 from cribo.models.formats.naming import State
-from cribo.models.positions import Resizing, Windows
+from cribo.models.positions import RelativeResizing, Resizing, Windows
 
 Rules = tuple[tuple[str, str], ...]
 """(group, pattern): keys that match belong to the group and are left out."""
@@ -35,6 +35,7 @@ class Expected:
         positions: how the position embedding is resized.
         heads: attention heads by width, where they are not the usual ones.
         windows: how Swin pads and shifts its windows.
+        relative_positions: how the position biases of BEiT are resized.
         note: what a user should know.
     """
 
@@ -47,6 +48,7 @@ class Expected:
     positions: Resizing | None = None
     heads: Mapping[int, int] = field(default_factory=dict)
     windows: Windows | None = None
+    relative_positions: RelativeResizing | None = None
     note: str | None = None
 
     def over(self, other: "Expected") -> "Expected":
@@ -135,6 +137,13 @@ BESIDE: Rules = (
 _OFFSET = Expected(positions="bicubic_offset")
 
 _TOWER_PROJECTS: tuple[Project, ...] = (
+    Project(
+        "SimMIM",
+        "github.com/microsoft/SimMIM (models/simmim.py)",
+        signs=(r"(^|/)encoder\.mask_token$", r"(^|/)decoder\.0\.weight$"),
+        teacher=r"([\w/]+/)?encoder\.",
+        expected=Expected(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), note=""),
+    ),
     # The state of its TorchScript archives; once loaded into a module of its own, it is as open_clip's.
     Project(
         "OpenAI CLIP",
@@ -485,7 +494,47 @@ _PYRAMIDS: tuple[Naming, ...] = (
     ),
 )
 
+_BEITS: tuple[Naming, ...] = (
+    # Its fine-tuning resizes both kinds of positions when it loads weights; its networks take images of one size.
+    Naming(
+        "BEiT",
+        "github.com/microsoft/unilm/tree/master/beit (modeling_finetune.py, run_class_finetuning.py)",
+        _PATCHES,
+        naming.unchanged,
+        needs=(r"^blocks\.0\.norm1\.weight$", r"(^rel_pos_bias|\.attn)\.relative_position_bias_table$"),
+        dropped=(*_MASK, *_HEAD, *_BUFFERS),
+        count_heads=naming.count_heads_of_beit,
+        expected=Expected(
+            norm_eps=1e-6,
+            mean=HALF,
+            std=HALF,
+            positions="bicubic",
+            relative_positions="geometric_spline",
+            note="took a mean of 0.5 for images, as BEiT has; BEiT v2 and the fine-tuned networks of SimMIM have "
+            "ImageNet's",
+        ),
+    ),
+    Naming(
+        "Hugging Face BEiT",
+        f"{_TRANSFORMERS} (beit)",
+        _HF_PATCHES,
+        naming.from_huggingface_beit,
+        needs=(r"relative_position_bias_table$", r"\.layernorm_before\.weight$"),
+        dropped=(*_MASK, *_BUFFERS),
+        count_heads=naming.count_heads_of_beit,
+        expected=Expected(
+            norm_eps=1e-12,
+            mean=HALF,
+            std=HALF,
+            positions="bicubic",
+            relative_positions="bilinear",
+            note="tokens are after the norm of the pooled features, last_hidden_state of transformers is before it",
+        ),
+    ),
+)
+
 NAMINGS: tuple[Naming, ...] = (
+    *_BEITS,
     *_TOWERS,
     *_PYRAMIDS,
     _DINOV3_SATELLITE,
