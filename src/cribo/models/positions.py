@@ -116,7 +116,7 @@ def _resize_by_spline(grid: Float[Tensor, "heads h w"], new_h: int, new_w: int) 
 
 def _geometric_distances(old: int, new: int) -> list[float]:
     """Distances of 0, 1, 1 + q, 1 + q + q**2 to both sides, with q such that the last one is that of the new table."""
-    low, high = 1.01, 1.5
+    low, high, ratio = 1.01, 1.5, 0.0
     while high - low > 1e-6:
         ratio = (low + high) / 2
         is_beyond = (1 - ratio ** (old // 2)) / (1 - ratio) > new // 2

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from cribo.models import Backbone, load_backbone, save_backbone
 
 State = dict[str, Tensor]
+ARGS: dict[str, Any] = {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 48}
 
 
 def randomise(module: nn.Module, seed: int = 0) -> None:
@@ -63,17 +64,17 @@ class Beit(nn.Module):
     def __init__(self, side: int = 3, *, shared: bool, mean_pooling: bool, absolute: bool = False) -> None:
         super().__init__()
         dim, self.heads = 64, 4
-        self.patch_embed = nn.Module()
+        self.patch_embed: Any = nn.Module()
         self.patch_embed.proj = nn.Conv2d(3, dim, 16, 16)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, side**2 + 1, dim)) if absolute else None
         self.rel_pos_bias = Bias(side, self.heads) if shared else None
-        self.blocks = nn.ModuleList(self.block(dim, None if shared else side) for _ in range(2))
+        self.blocks: Any = nn.ModuleList(self.block(dim, None if shared else side) for _ in range(2))
         self.norm = nn.Identity() if mean_pooling else nn.LayerNorm(dim, eps=1e-6)
         self.fc_norm = nn.LayerNorm(dim, eps=1e-6) if mean_pooling else None
 
-    def block(self, dim: int, side: int | None) -> nn.Module:
-        block = nn.Module()
+    def block(self, dim: int, side: int | None) -> Any:
+        block: Any = nn.Module()
         block.norm1, block.norm2 = nn.LayerNorm(dim, eps=1e-6), nn.LayerNorm(dim, eps=1e-6)
         block.gamma_1, block.gamma_2 = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.ones(dim))
         block.attn = nn.Module() if side is None else Bias(side, self.heads)
@@ -105,7 +106,7 @@ class Beit(nn.Module):
 def resize_as_the_original(table: Tensor, old: int, new: int) -> Tensor:
     """A cubic spline along each axis, over distances whose steps grow by a constant factor."""
     old_side, new_side = 2 * old - 1, 2 * new - 1
-    low, high = 1.01, 1.5
+    low, high, middle = 1.01, 1.5, 0.0
     while high - low > 1e-6:
         middle = (low + high) / 2
         reach = sum(middle**power for power in range(old_side // 2))
@@ -219,9 +220,36 @@ def test_beit_of_hugging_face_with_absolute_positions(tmp_path: Path):
         backbone.encode(images(80))
 
 
+@pytest.mark.parametrize("is_bare", [False, True])
+@pytest.mark.parametrize("size", [(48, 48), (80, 80), (32, 64)], ids=str)
+def test_beit_of_hugging_face_for_masked_patches(tmp_path: Path, size: tuple[int, int], is_bare: bool):
+    config = transformers.BeitConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=48,
+        use_shared_relative_position_bias=True,
+        use_mask_token=True,
+        vocab_size=16,
+    )
+    model: Any = transformers.BeitForMaskedImageModeling(config).eval()
+    randomise(model)
+    if is_bare:
+        torch.save(model.state_dict(), tmp_path / "weights.pth")
+    else:
+        model.save_pretrained(tmp_path)
+    backbone = load_backbone(tmp_path / "weights.pth" if is_bare else tmp_path)
+    with torch.no_grad():
+        normed = model.layernorm(model.beit(images(*size)).last_hidden_state)
+    assert_agrees(backbone, images(*size), normed[:, 1:], normed[:, 0])
+    assert backbone.loaded is not None
+    assert set(backbone.loaded.dropped) == {"mask token", "head"}
+
+
 @pytest.mark.parametrize("name", ["beit_base_patch16_224", "beitv2_large_patch16_224"])
 def test_beit_of_timm_without_a_name(tmp_path: Path, name: str):
-    model: Any = timm.create_model(name, embed_dim=64, depth=2, num_heads=4, img_size=48).eval()
+    model: Any = timm.create_model(name, **ARGS).eval()
     randomise(model)
     torch.save(model.state_dict(), tmp_path / "weights.pth")
     with torch.no_grad():

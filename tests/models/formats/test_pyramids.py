@@ -45,7 +45,7 @@ def format_of(backbone: Backbone) -> str:
 
 # -------------------------------------------------------------------------------------------------- Hugging Face
 
-MAPS = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 2, 1, 1]}
+MAPS: dict[str, Any] = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 2, 1, 1]}
 OF_HUGGING_FACE = {
     "ConvNeXt": lambda: transformers.ConvNextModel(transformers.ConvNextConfig(**MAPS)),
     "ConvNeXt V2": lambda: transformers.ConvNextV2Model(transformers.ConvNextV2Config(**MAPS)),
@@ -90,7 +90,7 @@ def test_a_resnet_that_timm_does_not_have_is_refused(tmp_path: Path):
         load_backbone(tmp_path)
 
 
-SWIN = {"embed_dim": 16, "depths": [1, 2, 2], "num_heads": [1, 2, 4], "window_size": 4}
+SWIN: dict[str, Any] = {"embed_dim": 16, "depths": [1, 2, 2], "num_heads": [1, 2, 4], "window_size": 4}
 
 
 @pytest.mark.parametrize("is_bare", [False, True])
@@ -123,8 +123,8 @@ class ConvNeXt(nn.Module):
     def __init__(self, version: int, dims: tuple[int, ...] = (8, 16, 24, 32), depths: tuple[int, ...] = (1, 2, 1, 1)):
         super().__init__()
         self.version = version
-        self.downsample_layers = nn.ModuleList()
-        self.stages = nn.ModuleList()
+        self.downsample_layers: Any = nn.ModuleList()
+        self.stages: Any = nn.ModuleList()
         for index, (dim, depth) in enumerate(zip(dims, depths, strict=True)):
             norm = nn.LayerNorm(dims[index - 1] if index else dim, eps=1e-6)
             convolution = nn.Conv2d(dims[index - 1], dim, 2, 2) if index else nn.Conv2d(3, dim, 4, 4)
@@ -132,8 +132,8 @@ class ConvNeXt(nn.Module):
             self.stages.append(nn.ModuleList(self.block(dim) for _ in range(depth)))
         self.norm = nn.LayerNorm(dims[-1], eps=1e-6)
 
-    def block(self, dim: int) -> nn.Module:
-        block = nn.Module()
+    def block(self, dim: int) -> Any:
+        block: Any = nn.Module()
         block.dwconv = nn.Conv2d(dim, dim, 7, padding=3, groups=dim)
         block.norm = nn.LayerNorm(dim, eps=1e-6)
         block.pwconv1, block.pwconv2 = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
@@ -178,7 +178,7 @@ def test_convnext(tmp_path: Path, version: int, size: tuple[int, int]):
 
 @pytest.mark.parametrize("name", ["convnext_tiny", "convnext_atto", "convnextv2_atto", "convnext_tiny_hnf"])
 def test_convnext_of_timm_without_a_name(tmp_path: Path, name: str):
-    args = {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)}
+    args: dict[str, Any] = {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)}
     model: Any = timm.create_model(name, **args).eval()
     randomise(model)
     # As in open_clip's files, whose towers are timm's.
@@ -202,21 +202,22 @@ class Swin(nn.Module):
     def __init__(self, size: tuple[int, int], window: int = 4, dim: int = 16, heads: tuple[int, ...] = (1, 2, 4)):
         super().__init__()
         self.size, self.window, self.heads = size, window, heads
-        self.patch_embed = nn.Module()
+        self.patch_embed: Any = nn.Module()
         self.patch_embed.proj, self.patch_embed.norm = nn.Conv2d(3, dim, 4, 4), nn.LayerNorm(dim)
-        self.layers = nn.ModuleList()
+        self.layers: Any = nn.ModuleList()
         for stage, count in enumerate(heads):
-            layer, width = nn.Module(), dim * 2**stage
+            layer: Any = nn.Module()
+            width = dim * 2**stage
             layer.blocks = nn.ModuleList(self.block(width, count) for _ in range(2))
             if stage + 1 < len(heads):
                 layer.downsample = nn.Module()
                 layer.downsample.norm = nn.LayerNorm(4 * width)
                 layer.downsample.reduction = nn.Linear(4 * width, 2 * width, bias=False)
             self.layers.append(layer)
-        self.norm = nn.LayerNorm(width)
+        self.norm = nn.LayerNorm(dim * 2 ** (len(heads) - 1))
 
-    def block(self, dim: int, heads: int) -> nn.Module:
-        block = nn.Module()
+    def block(self, dim: int, heads: int) -> Any:
+        block: Any = nn.Module()
         block.norm1, block.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         block.attn = nn.Module()
         block.attn.qkv, block.attn.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)

@@ -17,8 +17,20 @@ from cribo.models.backbone import build_backbone
 
 State = dict[str, Tensor]
 SIZES = ((48, 48), (80, 80), (32, 64))
-TOWER = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "image_size": 48, "patch_size": 16}
-TEXT = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 10}
+TOWER: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "image_size": 48,
+    "patch_size": 16,
+}
+TEXT: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 10,
+}
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 
 
@@ -148,11 +160,11 @@ class OpenTower(nn.Module):
         self.class_embedding = nn.Parameter(torch.zeros(width))
         self.positional_embedding = nn.Parameter(torch.zeros(grid**2 + 1, width))
         self.ln_pre, self.ln_post = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.transformer = nn.ModuleDict({"resblocks": nn.ModuleList(self.block(width, heads) for _ in range(2))})
+        self.transformer: Any = nn.ModuleDict({"resblocks": nn.ModuleList(self.block(width, heads) for _ in range(2))})
         self.proj = nn.Parameter(torch.zeros(width, 16))
         self.activation, self.grid = activation, grid
 
-    def block(self, width: int, heads: int) -> nn.ModuleDict:
+    def block(self, width: int, heads: int) -> Any:
         mlp = nn.ModuleDict({"c_fc": nn.Linear(width, 4 * width), "c_proj": nn.Linear(4 * width, width)})
         attention = nn.MultiheadAttention(width, heads, batch_first=True)
         return nn.ModuleDict({"ln_1": nn.LayerNorm(width), "attn": attention, "ln_2": nn.LayerNorm(width), "mlp": mlp})
@@ -251,7 +263,7 @@ def test_openai_has_quick_gelu(tmp_path: Path, size: tuple[int, int]):
 
 # ------------------------------------------------------------------------------------------------------------ timm
 
-TIMM = {"embed_dim": 128, "depth": 2, "num_heads": 2}
+TIMM: dict[str, Any] = {"embed_dim": 128, "depth": 2, "num_heads": 2}
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

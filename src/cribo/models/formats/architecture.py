@@ -325,7 +325,7 @@ def _beit_notes(state: Mapping[str, Tensor]) -> tuple[str, ...]:
     return ("the global token is the norm of the mean of the tokens, as the file has no norm of [CLS]",)
 
 
-_CONVNEXT_NAMES = {
+_CONVNEXT_NAMES: dict[tuple[str, tuple[int, ...], int], str] = {
     ("convnext", (3, 3, 9, 3), 96): "convnext_tiny",
     ("convnext", (3, 3, 27, 3), 96): "convnext_small",
     ("convnext", (3, 3, 27, 3), 128): "convnext_base",
@@ -373,7 +373,7 @@ def _convnext(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architec
     return Architecture(name, args, _USUAL_SIZE)
 
 
-_SWIN_NAMES = {
+_SWIN_NAMES: dict[tuple[tuple[int, ...], int, int], str] = {
     ((2, 2, 6, 2), 96, 7): "swin_tiny_patch4_window7_224",
     ((2, 2, 18, 2), 96, 7): "swin_small_patch4_window7_224",
     ((2, 2, 18, 2), 128, 7): "swin_base_patch4_window7_224",

@@ -113,9 +113,10 @@ def count_heads_of_beit(state: State) -> int | None:
 
 
 def from_huggingface_beit(state: State) -> State:
-    """The pooler has the norm of the mean."""
+    """The pooler has the norm of the mean; a network with a head for masked patches has its norm beside it."""
     state = substitute(
         state,
+        (r"^beit\.", ""),
         (r"^(?:encoder\.relative_position_bias|shared_position_bias)\.", "rel_pos_bias."),
         (r"^((?:encoder\.)?layers?\.\d+)\.(?:attention\.attention\.)?relative_position_bias\.", r"\1.attn."),
         *_HF_RULES,

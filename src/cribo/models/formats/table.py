@@ -494,6 +494,14 @@ _PYRAMIDS: tuple[Naming, ...] = (
     ),
 )
 
+_HF_BEIT = Expected(
+    norm_eps=1e-12,
+    mean=HALF,
+    std=HALF,
+    positions="bicubic",
+    relative_positions="bilinear",
+    note="tokens are after the last norm; where it is the pooler's, last_hidden_state of transformers is before it",
+)
 _BEITS: tuple[Naming, ...] = (
     # Its fine-tuning resizes both kinds of positions when it loads weights; its networks take images of one size.
     Naming(
@@ -519,17 +527,25 @@ _BEITS: tuple[Naming, ...] = (
         f"{_TRANSFORMERS} (beit)",
         _HF_PATCHES,
         naming.from_huggingface_beit,
-        needs=(r"relative_position_bias_table$", r"\.layernorm_before\.weight$"),
+        needs=(
+            r"relative_position_bias_table$",
+            r"^(encoder\.)?layers?\.0\.layernorm_before\.weight$",
+            r"^(pooler\.)?layernorm\.weight$",
+        ),
         dropped=(*_MASK, *_BUFFERS),
         count_heads=naming.count_heads_of_beit,
-        expected=Expected(
-            norm_eps=1e-12,
-            mean=HALF,
-            std=HALF,
-            positions="bicubic",
-            relative_positions="bilinear",
-            note="tokens are after the norm of the pooled features, last_hidden_state of transformers is before it",
-        ),
+        expected=_HF_BEIT,
+    ),
+    # BeitForMaskedImageModeling has the last norm beside the network.
+    Naming(
+        "Hugging Face BEiT, masked image modelling",
+        f"{_TRANSFORMERS} (beit)",
+        r"beit\.embeddings\.patch_embeddings\.projection\.weight",
+        naming.from_huggingface_beit,
+        needs=(r"relative_position_bias_table$", r"^layernorm\.weight$"),
+        dropped=(("mask token", r"embeddings\.mask_token$"), *_HEAD, *_BUFFERS),
+        count_heads=naming.count_heads_of_beit,
+        expected=replace(_HF_BEIT, note=None),
     ),
 )
 
@@ -579,7 +595,7 @@ NAMINGS: tuple[Naming, ...] = (
         f"{_TRANSFORMERS} (vit)",
         _HF_PATCHES,
         naming.from_huggingface,
-        needs=(r"\.layernorm_before\.weight$",),
+        needs=(r"\.layernorm_before\.weight$", r"^embeddings\.position_embeddings$"),
         dropped=(*_MASK, *_HEAD),
         expected=Expected(norm_eps=1e-12, mean=HALF, std=HALF, positions="bicubic"),
     ),
