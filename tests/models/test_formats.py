@@ -250,9 +250,9 @@ def test_variants_of_the_vit_are_read_off_its_weights(tmp_path: Path, args: dict
 
 def test_an_activation_that_is_not_known_is_refused(tmp_path: Path):
     transformers = pytest.importorskip("transformers")
-    config = transformers.ViTConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, hidden_act="relu")
+    config = transformers.ViTConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, hidden_act="silu")
     transformers.ViTModel(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"has hidden_act 'relu': it must be one of gelu, gelu_new"):
+    with pytest.raises(ValueError, match=r"has hidden_act 'silu': it must be one of gelu, gelu_new"):
         load_backbone(tmp_path)
 
 
@@ -271,8 +271,7 @@ def test_a_folder_of_timm_on_the_hub(tmp_path: Path):
     assert_same_features(backbone, source, 64)
     assert backbone.mean == (0.5, 0.5, 0.5)
     (tmp_path / "config.json").write_text(json.dumps({"architecture": "my convnext"}))  # of another program
-    with pytest.raises(ValueError, match=r"holds no network in a known format.*give the timm name"):
-        load_backbone(tmp_path)
+    assert_same_features(load_backbone(tmp_path), source, 64)
     assert_same_features(load_backbone(tmp_path, name="convnext_tiny", args=convnext), source, 64)
 
 

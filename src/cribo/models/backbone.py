@@ -18,6 +18,8 @@ from timm.layers import RotaryEmbeddingDinoV3
 from timm.layers.drop import DropPath
 from timm.layers.weight_init import trunc_normal_
 from timm.models import Beit, ConvNeXt, Eva, ResNet, VisionTransformer, Xcit
+from timm.models.beit import Attention as BeitAttention
+from timm.models.swin_transformer import SwinTransformerBlock
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -25,11 +27,20 @@ from cribo.arguments import import_by_path
 from cribo.models.checkpointing import set_checkpointing
 from cribo.models.linear import use_onednn
 from cribo.models.modes import CUDA_GRAPH_MODES, Checkpointing, CompileMode
-from cribo.models.positions import RESIZINGS, Resizing, embed_positions
+from cribo.models.positions import (
+    RESIZINGS,
+    RelativePositions,
+    RelativeResizing,
+    Resizing,
+    Windows,
+    attend_in_windows,
+    embed_positions,
+)
 
 if TYPE_CHECKING:
     from cribo.models.weights import LoadedWeights
 
+_FINAL_NORMS = ("norm", "fc_norm", "head.norm")
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -79,22 +90,28 @@ class Numerics:
 
     Attributes:
         norm_eps: epsilon of every layer norm; None: the one that timm gives the network.
+        final_norm_eps: epsilon of the last layer norm, where it differs.
         positions: how the position embedding is resized to images of another size.
         rope_periods: of DINOv3's rotary embedding; None: computed. Released files hold them rounded to bfloat16.
         rope_coordinates: how DINOv3's rotary embedding scales the places of patches: each side to [-1, 1]
             (`separate`), or both by the longer (`max`) or the shorter (`min`) one.
         dilate_entries: whether the first block of a ResNet's dilated stage is dilated as its others are (SlotCon,
             PixPro); timm and torchvision dilate it as the stage before.
+        windows: how Swin pads and shifts its windows.
+        relative_positions: how the position biases of BEiT are resized.
 
     Raises:
         ValueError: an unknown way to resize or to scale.
     """
 
     norm_eps: float | None = None
+    final_norm_eps: float | None = None
     positions: Resizing = "timm"
     rope_periods: tuple[float, ...] | None = None
     rope_coordinates: Literal["separate", "max", "min"] = "separate"
     dilate_entries: bool = False
+    windows: Windows = "timm"
+    relative_positions: RelativeResizing = "timm"
 
     def __post_init__(self) -> None:
         if self.positions not in RESIZINGS:
@@ -170,6 +187,7 @@ class Backbone(nn.Module):
         self.std: tuple[float, ...] = IMAGENET_STD
         self.numerics = Numerics()
         self._own_eps = {key: norm.eps for key, norm in model.named_modules() if isinstance(norm, nn.LayerNorm)}
+        self._positions: RelativePositions | None = None
         self.loaded: LoadedWeights | None = None
         self._is_transformer = isinstance(model, VisionTransformer | Eva | Beit)
         self.takes_any_size = (
@@ -214,12 +232,21 @@ class Backbone(nn.Module):
             ValueError: periods or coordinates for a network without DINOv3's rotary embedding, or of another length.
         """
         for name, own in self._own_eps.items():
-            self.model.get_submodule(name).eps = own if numerics.norm_eps is None else numerics.norm_eps
+            given = numerics.norm_eps
+            if name in _FINAL_NORMS and numerics.final_norm_eps is not None:
+                given = numerics.final_norm_eps
+            self.model.get_submodule(name).eps = own if given is None else given
         if isinstance(self.model, VisionTransformer) and numerics.positions != "timm":
             self.model.position_resizing = numerics.positions
             self.model._pos_embed = MethodType(embed_positions, self.model)
         elif hasattr(self.model, "position_resizing"):
             del self.model.position_resizing, self.model._pos_embed
+        for block in (each for each in self.model.modules() if isinstance(each, SwinTransformerBlock)):
+            vars(block).pop("_attn", None)
+            if numerics.windows == "original":
+                vars(block)["_attn"] = MethodType(attend_in_windows, block)
+        if isinstance(self.model, Beit):
+            self._set_relative_positions(numerics.relative_positions)
         rope = getattr(self.model, "rope", None)
         if isinstance(rope, RotaryEmbeddingDinoV3):
             periods = numerics.rope_periods
@@ -239,6 +266,20 @@ class Backbone(nn.Module):
         if isinstance(self.model, ResNet) and numerics.dilate_entries != self.numerics.dilate_entries:
             _set_entry_dilations(self.model, as_others=numerics.dilate_entries)
         self.numerics = numerics
+
+    def _set_relative_positions(self, how: RelativeResizing) -> None:
+        """BEiT takes images of any size where Hugging Face's does: its biases are resized in each call."""
+        is_any_size = how == "bilinear" and self.model.pos_embed is None
+        self._positions = RelativePositions(self.model) if is_any_size else None
+        self.takes_any_size = is_any_size
+        self.model.patch_embed.strict_img_size = not is_any_size
+        for module in self.model.modules():
+            if getattr(module, "relative_position_bias_table", None) is None:
+                continue
+            name = "_get_rel_pos_bias" if isinstance(module, BeitAttention) else "forward"
+            vars(module).pop(name, None)
+            if self._positions is not None:
+                vars(module)[name] = partial(self._positions.bias, module)
 
     def set_checkpointing(self, mode: Checkpointing) -> None:
         """Trade time for memory: what each block computes for the backward pass is computed again there.
@@ -353,6 +394,9 @@ class Backbone(nn.Module):
 
     def _encode_tokens(self, images: Tensor, layers: int) -> Features:
         model = self.model
+        grid = (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
+        if self._positions is not None:
+            self._positions.grid = grid
         has_prefix = model.num_prefix_tokens > 0
         blocks = model.forward_intermediates(
             images,
@@ -372,7 +416,6 @@ class Backbone(nn.Module):
             global_token = late_norm(patches[-1].mean(dim=1))
         else:
             global_token = blocks[-1][1][:, 0]
-        grid = (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
         return Features(global_token, tokens[0] if layers == 1 else torch.cat(tokens, dim=-1), grid)
 
     def _encode_sequence(self, images: Tensor) -> Features:
@@ -386,7 +429,8 @@ class Backbone(nn.Module):
         if getattr(self.model, "output_fmt", "NCHW") == "NHWC":
             feature_map = feature_map.permute(0, 3, 1, 2)
         global_token = feature_map.mean(dim=(2, 3))
-        if isinstance(self.model, ConvNeXt):  # its last norm is in its head: each place gets what the mean gets
+        # The last norm of ConvNeXt is in its head: each place gets what the mean gets.
+        if isinstance(self.model, ConvNeXt) and hasattr(self.model.head, "norm"):
             norm = self.model.head.norm
             feature_map, global_token = norm(feature_map), norm(global_token[:, :, None, None]).flatten(1)
         grid = (feature_map.shape[2], feature_map.shape[3])

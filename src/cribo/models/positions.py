@@ -10,6 +10,8 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
+from timm.models.beit import gen_relative_position_index
+from timm.models.swin_transformer import window_partition, window_reverse
 from torch import Tensor
 
 Resizing = Literal["timm", "bicubic", "bicubic_offset", "bilinear", "bilinear_antialiased", "bilinear_corners"]
@@ -17,6 +19,14 @@ Resizing = Literal["timm", "bicubic", "bicubic_offset", "bilinear", "bilinear_an
 MMSegmentation, MAE). `bicubic_offset`: the same by a scale factor of (h + 0.1) / H (DINO, iBOT, DINOv2).
 `bilinear`: Segmenter. `bilinear_antialiased`: JAX's `image.resize` (LOCA). `bilinear_corners`: corners stay corners, as
 SciPy's `zoom` of order 1 (the original ViT in JAX)."""
+
+Windows = Literal["timm", "original"]
+"""How Swin pads and shifts the windows of maps whose size is not the one it was built for: see `attend_in_windows`."""
+
+RelativeResizing = Literal["timm", "geometric_spline", "bilinear"]
+"""How a table of relative position biases is resized. `timm`: as timm's filter does, when weights are loaded.
+`geometric_spline`: also then, by a cubic spline over distances that grow geometrically (BEiT, SimMIM). `bilinear`: to
+the size of each image (Hugging Face)."""
 
 RESIZINGS: tuple[Resizing, ...] = get_args(Resizing)
 
@@ -59,6 +69,107 @@ def resize_positions(
             pass
     resized = F.interpolate(grid, **options).permute(0, 2, 3, 1).flatten(1, 2)
     return torch.cat([prefix, resized.to(patches.dtype)], dim=1)
+
+
+def resize_relative_positions(
+    table: Float[Tensor, "p heads"],
+    old_grid: Sequence[int],
+    new_grid: Sequence[int],
+    how: Literal["geometric_spline", "bilinear"],
+) -> Float[Tensor, "q heads"]:
+    """Resize BEiT's table of relative position biases, whose last three rows are those of [CLS].
+
+    Args:
+        table: ((2h - 1) * (2w - 1) + 3, heads).
+        old_grid: (h, w).
+        new_grid: (h', w').
+        how: see `RelativeResizing`.
+
+    Raises:
+        ImportError: the spline, and scipy is not installed.
+    """
+    if tuple(old_grid) == tuple(new_grid):
+        return table
+    (old_h, old_w), (new_h, new_w) = ([2 * side - 1 for side in grid] for grid in (old_grid, new_grid))
+    grid = table[:-3].float().T.unflatten(1, (old_h, old_w))
+    if how == "bilinear":
+        resized = F.interpolate(grid[None], size=(new_h, new_w), mode="bilinear", align_corners=False)[0]
+    else:
+        resized = _resize_by_spline(grid, new_h, new_w)
+    return torch.cat([resized.flatten(1).T.to(table), table[-3:]])
+
+
+def _resize_by_spline(grid: Float[Tensor, "heads h w"], new_h: int, new_w: int) -> Float[Tensor, "heads h2 w2"]:
+    try:
+        from scipy.interpolate import RectBivariateSpline
+    except ImportError as error:
+        raise ImportError(
+            "BEiT's position biases are resized by a spline of scipy, which is not installed: pip install scipy, or "
+            "leave out image_size"
+        ) from error
+    old_h, old_w = grid.shape[1:]
+    down, across = _geometric_distances(old_h, new_h), _geometric_distances(old_w, new_w)
+    new_down, new_across = (torch.arange(side) - side // 2 for side in (new_h, new_w))
+    splines = (RectBivariateSpline(down, across, each.numpy()) for each in grid.cpu())
+    return torch.stack([torch.from_numpy(spline(new_down.numpy(), new_across.numpy())) for spline in splines]).float()
+
+
+def _geometric_distances(old: int, new: int) -> list[float]:
+    """Distances of 0, 1, 1 + q, 1 + q + q**2 to both sides, with q such that the last one is that of the new table."""
+    low, high, ratio = 1.01, 1.5, 0.0
+    while high - low > 1e-6:
+        ratio = (low + high) / 2
+        is_beyond = (1 - ratio ** (old // 2)) / (1 - ratio) > new // 2
+        low, high = (low, ratio) if is_beyond else (ratio, high)
+    steps = [sum(ratio**power for power in range(count + 1)) for count in range(old // 2)]
+    return [*(-step for step in reversed(steps)), 0.0, *steps]
+
+
+class RelativePositions:
+    """The position biases of a Beit network for images of any size, as Hugging Face computes them.
+
+    Args:
+        model: timm's network, with relative positions and without absolute ones.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.built = model.patch_embed.grid_size
+        self.grid = self.built
+
+    def bias(self, holder: Any) -> Float[Tensor, "heads n n"]:
+        """Of the table in a module of timm, for the current grid."""
+        table = resize_relative_positions(holder.relative_position_bias_table, self.built, self.grid, "bilinear")
+        index = gen_relative_position_index(self.grid, device=table.device)
+        return table[index.flatten()].unflatten(0, index.shape).permute(2, 0, 1).contiguous()
+
+
+def attend_in_windows(block: Any, x: Float[Tensor, "b h w d"]) -> Float[Tensor, "b h w d"]:
+    """Window attention of Swin for a map of any size: `SwinTransformerBlock._attn` as its originals compute it.
+
+    The originals pad a map before they shift it, timm pads it afterwards; and they shift it unless the map itself is
+    one window high or wide, where timm looks at the size for which the network was built.
+
+    Args:
+        block: timm's block.
+        x: the map.
+
+    Raises:
+        ValueError: a map that is smaller than a window.
+    """
+    height, width = x.shape[1:3]
+    window = block.window_size
+    if min(height, width) < max(window):
+        raise ValueError(
+            f"images of this size give a map of {height}x{width} places, fewer than the {max(window)} of a window: use "
+            "larger images"
+        )
+    block.shift_size = block.target_shift_size if min(height, width) > max(window) else (0, 0)
+    x = F.pad(x, (0, 0, 0, -width % window[1], 0, -height % window[0]))
+    shifted = torch.roll(x, [-shift for shift in block.shift_size], (1, 2))
+    parts = window_partition(shifted, window).flatten(1, 2)
+    parts = block.attn(parts, mask=block.get_attn_mask(shifted)).unflatten(1, window)
+    shifted = window_reverse(parts, window, *x.shape[1:3])
+    return torch.roll(shifted, block.shift_size, (1, 2))[:, :height, :width]
 
 
 def embed_positions(model: Any, patches: Float[Tensor, "b h w d"]) -> Float[Tensor, "b n d"]:

@@ -8,14 +8,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import safetensors.torch
 import timm
 import torch
 import yaml
-from timm.layers.activations import GELUTanh
-from timm.models import VisionTransformer, load_state_dict_from_hf
+from timm.layers.activations import GELUTanh, QuickGELU
+from timm.models import Beit, VisionTransformer, load_state_dict_from_hf
 from torch import Tensor
 
 from cribo.files import Damaged, check_archive, sync, write_beside
@@ -33,7 +33,7 @@ from cribo.models.formats.architecture import Architecture, infer_architecture, 
 from cribo.models.formats.reading import flatten, read_json, read_weights
 from cribo.models.formats.recognising import NetworkName, Recognised, first_keys, recognise, required_keys
 from cribo.models.formats.table import Expected
-from cribo.models.positions import Resizing, resize_positions
+from cribo.models.positions import Resizing, resize_positions, resize_relative_positions
 
 WEIGHTS_FILE = "backbone.safetensors"
 DESCRIPTION_FILE = "backbone.json"
@@ -44,6 +44,7 @@ _FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".tar", ".npz"
 _HUB_FILE = "pytorch_model.bin"  # timm prefers the model.safetensors beside it
 # What a folder holds that is laid out as on the Hugging Face hub, and one of a run that was interrupted.
 _HUB_WEIGHTS, _HUB_CONFIG, _HUB_IMAGES = ("model.safetensors", _HUB_FILE), "config.json", "preprocessor_config.json"
+_OPEN_CLIP_CONFIG = "open_clip_config.json"
 _CHECKPOINTS = "checkpoints/step=*.ckpt"
 
 
@@ -213,6 +214,7 @@ _HOW_TO_LOAD = (
     "model.load_state_dict(safetensors.torch.load_file('backbone.safetensors'))"
 )
 _HOW_TO_SET_EPS = "; [setattr(m, 'eps', about['norm_eps']) for m in model.modules() if type(m).__name__ == 'LayerNorm']"
+_HOW_TO_SET_FINAL_EPS = "; model.head.norm.eps = about['final_norm_eps']"
 _HOW_TO_SET_PERIODS = "; import torch; model.rope.periods = torch.tensor(about['rope_periods'])"
 _HOW_TO_DILATE = (
     "; import torch; stages = [s for s in (model.layer2, model.layer3, model.layer4) if max(s[0].conv2.stride) == 1]; "
@@ -286,6 +288,7 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> Path:
             "sha256": _sha256(new_weights),
             "how_to_load": _HOW_TO_LOAD
             + (_HOW_TO_SET_EPS if backbone.numerics.norm_eps is not None else "")
+            + (_HOW_TO_SET_FINAL_EPS if backbone.numerics.final_norm_eps is not None else "")
             + (_HOW_TO_SET_PERIODS if backbone.numerics.rope_periods is not None else "")
             + (_HOW_TO_DILATE if backbone.numerics.dilate_entries else ""),
         }
@@ -376,7 +379,7 @@ def _recognise(
     if recognised.format == "Segmenter":
         variant = _read_beside(path, "variant.yml").get("net_kwargs", {}).get("normalization")
         return _expecting(recognised, mean=IMAGENET_MEAN, std=IMAGENET_STD) if variant == "deit" else recognised
-    config, images = _read_beside(path, _HUB_CONFIG), _read_beside(path, _HUB_IMAGES)
+    config, images = _hub_config(path), _read_beside(path, _HUB_IMAGES)
     images = {**config.get("pretrained_cfg", {}), **images}
     mean, std = images.get("image_mean", images.get("mean")), images.get("image_std", images.get("std"))
     notes = recognised.notes
@@ -385,12 +388,59 @@ def _recognise(
             f"no {_HUB_IMAGES} lies beside it: took a mean of {recognised.expected.mean or IMAGENET_MEAN} for images",
             *notes,
         )
+    eps = "norm_eps" if recognised.expected.final_norm_eps is None else "final_norm_eps"
     return _expecting(
         replace(recognised, notes=notes),
-        norm_eps=config.get("layer_norm_eps"),
+        **{eps: config.get("layer_norm_eps")},
         mean=mean and tuple(mean),
         std=std and tuple(std),
+        act_layer=_activation_of(config, path),
     )
+
+
+# What transformers leaves out of the nested configuration of an image tower.
+_TOWER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "clip": {"hidden_act": "quick_gelu", "num_attention_heads": 12, "layer_norm_eps": 1e-5},
+    "siglip": {"hidden_act": "gelu_pytorch_tanh", "num_attention_heads": 12, "layer_norm_eps": 1e-6},
+}
+
+
+def _hub_config(path: Path) -> dict[str, Any]:
+    """The configuration beside a file in transformers' words; of an image tower, where it has a text tower, too."""
+    if path.name.startswith("open_clip") and (config := _read_beside(path, _OPEN_CLIP_CONFIG)):
+        return _from_open_clip_config(config)
+    config = _read_beside(path, _HUB_CONFIG)
+    defaults = _TOWER_DEFAULTS.get(str(config.get("model_type")))
+    if defaults is not None and isinstance(tower := config.get("vision_config"), Mapping):
+        return {**config, **defaults, **tower}
+    return config or _from_open_clip_config(_read_beside(path, _OPEN_CLIP_CONFIG))
+
+
+def _from_open_clip_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of open_clip's own networks; its towers of timm are as timm has them."""
+    about, images = config.get("model_cfg", {}), config.get("preprocess_cfg", {})
+    tower = about.get("vision_cfg", {})
+    found: dict[str, Any] = {"pretrained_cfg": {key: images[key] for key in ("mean", "std") if key in images}}
+    if not about or "timm_model_name" in tower:
+        return found
+    approximate = tower.get("act_kwargs", {}).get("approximate") == "tanh"
+    found["hidden_act"] = "quick_gelu" if about.get("quick_gelu") else "gelu_pytorch_tanh" if approximate else "gelu"
+    found["layer_norm_eps"] = tower.get("norm_kwargs", {}).get("eps", 1e-5)
+    if isinstance(width := tower.get("width", 768), int):
+        found["num_attention_heads"] = width // tower.get("head_width", 64)
+    return found
+
+
+def _activation_of(config: Mapping[str, Any], path: Path) -> str | None:
+    # Gated MLPs of these projects keep their own activation.
+    if "hidden_act" not in config or config.get("use_swiglu_ffn") or config.get("use_gated_mlp"):
+        return None
+    if config["hidden_act"] not in _HUB_ACTIVATIONS:
+        raise ValueError(
+            f"{path.with_name(_HUB_CONFIG)} has hidden_act {config['hidden_act']!r}: it must be one of "
+            f"{', '.join(_HUB_ACTIVATIONS)}"
+        )
+    return _HUB_ACTIVATIONS[config["hidden_act"]]
 
 
 def _expecting(recognised: Recognised, **values: Any) -> Recognised:
@@ -410,28 +460,29 @@ def _hidden_arguments(
     content: Mapping[str, Any], recognised: Recognised, path: Path, args: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """What weights do not show of a network, as far as its project, the file, one beside it or the caller says."""
-    config = _read_beside(path, _HUB_CONFIG)
-    act_layer = recognised.expected.act_layer
-    # Gated MLPs of these projects keep their own activation.
-    if "hidden_act" in config and not (config.get("use_swiglu_ffn") or config.get("use_gated_mlp")):
-        if config["hidden_act"] not in _HUB_ACTIVATIONS:
-            raise ValueError(
-                f"{path.with_name(_HUB_CONFIG)} has hidden_act {config['hidden_act']!r}: it must be one of "
-                f"{', '.join(_HUB_ACTIVATIONS)}"
-            )
-        act_layer = _HUB_ACTIVATIONS[config["hidden_act"]]
+    config, args = _hub_config(path), args or {}
+    for option in ("downsample_in_bottleneck", "downsample_in_first_stage"):
+        if config.get(option):
+            raise ValueError(f"{path.with_name(_HUB_CONFIG)} has {option} set: timm has no such ResNet")
     options = content.get("args", content.get("hyper_parameters"))
     options = options if isinstance(options, Mapping) else getattr(options, "__dict__", {})
     arch = content.get("arch", options.get("arch"))
     return {
         "heads": recognised.expected.heads,
-        "num_heads": (args or {}).get("num_heads", config.get("num_attention_heads", recognised.num_heads)),
-        "act_layer": act_layer,
+        "num_heads": args.get("num_heads", config.get("num_attention_heads", recognised.num_heads)),
+        "act_layer": args.get("act_layer", recognised.expected.act_layer),
+        "assumed_act_layer": recognised.expected.assumed_act_layer,
         "arch": arch if isinstance(arch, str) else None,
     }
 
 
-_HUB_ACTIVATIONS = {"gelu": None, "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+_HUB_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+}
 
 
 def _check_hidden_arguments(backbone: Backbone, recognised: Recognised, path: Path) -> None:
@@ -440,10 +491,10 @@ def _check_hidden_arguments(backbone: Backbone, recognised: Recognised, path: Pa
     expected = {"num_heads": num_heads, "act_layer": recognised.expected.act_layer}
     block = backbone.model.blocks[0] if hasattr(backbone.model, "blocks") else None
     attention, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
-    has_tanh = isinstance(getattr(mlp, "act", None), GELUTanh)
+    activation = {GELUTanh: "gelu_tanh", QuickGELU: "quick_gelu"}.get(type(getattr(mlp, "act", None)))
     has = {
         "num_heads": getattr(attention, "num_heads", None),
-        "act_layer": "gelu_tanh" if has_tanh else backbone.args.get("act_layer", "gelu"),
+        "act_layer": activation or (backbone.args.get("act_layer", "gelu") if mlp is not None else None),
     }
     for argument, value in expected.items():
         if value is not None and has[argument] not in (None, value):
@@ -624,11 +675,14 @@ def _adopt(
     if numerics is None:
         numerics = Numerics(
             norm_eps=expected.norm_eps,
+            final_norm_eps=expected.final_norm_eps,
             positions=positions or _original_resizing(recognised) or "timm",
             rope_periods=recognised.rope_periods,
             dilate_entries=bool(expected.dilate_entries),
+            windows=expected.windows or "timm",
+            relative_positions=(positions != "timm" and expected.relative_positions) or "timm",
         )
-    state, resampled = _fit(recognised.state, backbone, source, numerics.positions)
+    state, resampled = _fit(recognised.state, backbone, source, numerics)
     _load_all_or_nothing(backbone, state, source, recognised.used)
     backbone.mean, backbone.std = expected.mean or IMAGENET_MEAN, expected.std or IMAGENET_STD
     backbone.set_numerics(numerics)
@@ -673,11 +727,13 @@ def _original_resizing(recognised: Recognised) -> Resizing | None:
 
 
 def _fit(
-    state: dict[str, Tensor], backbone: Backbone, source: str, resizing: Resizing
+    state: dict[str, Tensor], backbone: Backbone, source: str, numerics: Numerics
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Resize the position embedding; let timm rename foreign keys and resample the rest, where its family can."""
     shapes = {key: value.shape for key, value in state.items()}
-    state = _with_resized_positions(state, backbone, resizing)
+    state = _with_resized_positions(state, backbone, numerics.positions)
+    if numerics.relative_positions != "timm" and isinstance(backbone.model, Beit):
+        state = _with_resized_biases(state, backbone, numerics.relative_positions)
     checkpoint_filter = getattr(sys.modules[type(backbone.model).__module__], "checkpoint_filter_fn", None)
     fitted = state
     if checkpoint_filter is not None:
@@ -693,15 +749,27 @@ def _fit(
 
 def _with_resized_positions(state: dict[str, Tensor], backbone: Backbone, resizing: Resizing) -> dict[str, Tensor]:
     own = getattr(backbone.model, "pos_embed", None)
-    if not (isinstance(own, Tensor) and "pos_embed" in state and isinstance(backbone.model, VisionTransformer)):
+    if not (isinstance(own, Tensor) and "pos_embed" in state and isinstance(backbone.model, VisionTransformer | Beit)):
         return state
-    prefix = 0 if backbone.model.no_embed_class else backbone.model.num_prefix_tokens
+    is_without_prefix = getattr(backbone.model, "no_embed_class", False)
+    prefix = 0 if is_without_prefix else backbone.model.num_prefix_tokens
     side = math.isqrt(max(state["pos_embed"].shape[1] - prefix, 0))
     if side == 0 or side * side + prefix != state["pos_embed"].shape[1]:
         return state  # timm's filter or the check of shapes says what is wrong
     grid = backbone.model.patch_embed.grid_size
     resized = resize_positions(state["pos_embed"], (side, side), grid, resizing, prefix_tokens=prefix)
     return {**state, "pos_embed": resized}
+
+
+def _with_resized_biases(
+    state: dict[str, Tensor], backbone: Backbone, how: Literal["geometric_spline", "bilinear"]
+) -> dict[str, Tensor]:
+    grid = backbone.model.patch_embed.grid_size
+    state = dict(state)
+    for key in (key for key in state if key.endswith("relative_position_bias_table")):
+        side = (math.isqrt(len(state[key]) - 3) + 1) // 2
+        state[key] = resize_relative_positions(state[key], (side, side), grid, how)
+    return state
 
 
 def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source: str, keys: Sequence[str]) -> None:

@@ -55,16 +55,18 @@ def infer_architecture(
     heads: Mapping[int, int] | None = None,
     num_heads: int | None = None,
     act_layer: str | None = None,
+    assumed_act_layer: str | None = None,
     arch: str | None = None,
 ) -> Architecture:
     """The network that has these weights.
 
     Args:
         state: tensors under timm's keys: a vision transformer (with a learned or fixed position embedding), a DINOv3
-            vision transformer, or a ResNet.
+            vision transformer, a ResNet, a ConvNeXt or a Swin transformer.
         heads: attention heads by width, before the usual ones; weights do not show them.
         num_heads: attention heads, where they are known.
-        act_layer: activation of the MLPs, where it is not the network's usual one.
+        act_layer: activation of the MLPs, where it is known.
+        assumed_act_layer: the one to take where it is not known.
         arch: what the training that wrote the file calls its architecture, such as vit_small or resnet50_16s.
 
     Raises:
@@ -77,22 +79,40 @@ def infer_architecture(
     """
     given = {key: value for key, value in (("num_heads", num_heads), ("act_layer", act_layer)) if value is not None}
     if "layer1.0.conv1.weight" in state:
-        return _resnet(state, arch or "")
+        return _resnet(state, arch or "", given)
+    if "stages.0.blocks.0.conv_dw.weight" in state:
+        return _convnext(state, given)
+    if "layers.0.blocks.0.attn.relative_position_bias_table" in state:
+        return _swin(state, given)
+    if any(key.endswith("relative_position_bias_table") for key in state) and "blocks.0.norm1.weight" in state:
+        return _beit(state, given)
     if "blocks.0.gamma_1" in state and "pos_embed" not in state:
         return _dinov3(state, given)
     if "blocks.0.norm1.weight" in state and "pos_embed" in state:
-        return _vit(state, heads or {}, given)
+        notes: tuple[str, ...] = ()
+        if act_layer is None and assumed_act_layer is not None:
+            given["act_layer"] = assumed_act_layer
+            notes = (_ACTIVATION_NOTE.format(assumed_act_layer),)
+        found = _vit(state, heads or {}, given)
+        return found._replace(notes=(*notes, *found.notes))
     raise ValueError(
-        "the weights are of no vision transformer with a position embedding, DINOv3 or ResNet: give the timm name of "
-        "their architecture"
+        "the weights are of no vision transformer with a position embedding, DINOv3, Swin, ConvNeXt or ResNet: give "
+        "the timm name of their architecture"
     )
 
 
+_ACTIVATION_NOTE = (
+    "weights do not show the activation of their MLPs: took {}; if it is another, give args={{'act_layer': ...}} "
+    "(gelu, quick_gelu, gelu_tanh)"
+)
+
+
 def _vit(state: Mapping[str, Tensor], known_heads: Mapping[int, int], given: Mapping[str, Any]) -> Architecture:
-    if "norm_pre.weight" in state:
+    if "norm_pre.weight" in state and "act_layer" not in given:
         raise ValueError(
             "the weights have a norm before the first block, as CLIP has, and do not show which activation goes with "
-            "it: give the timm name of their architecture, such as vit_base_patch16_clip_quickgelu_224"
+            "it: give the timm name of their architecture, such as vit_base_patch16_clip_quickgelu_224, or "
+            "args={'act_layer': 'gelu'} or 'quick_gelu'"
         )
     dim, patch_size, depth = _transformer_shape(state)
     hidden = len(state["blocks.0.mlp.fc1.weight"])
@@ -110,8 +130,11 @@ def _vit(state: Mapping[str, Tensor], known_heads: Mapping[int, int], given: Map
         "class_token": "cls_token" in state,
         "reg_tokens": registers,
         "no_embed_class": no_embed_class,
+        "pre_norm": "norm_pre.weight" in state,
     }
-    if not found["class_token"] or "fc_norm.weight" in state:
+    if "attn_pool.latent" in state:
+        found["global_pool"] = "map"
+    elif not found["class_token"] or "fc_norm.weight" in state:
         # Networks made for average pooling may keep their last norm behind it.
         found |= {"global_pool": "avg", "fc_norm": "fc_norm.weight" in state}
     if "norm.weight" not in state and "fc_norm.weight" not in state:
@@ -126,7 +149,7 @@ def _vit(state: Mapping[str, Tensor], known_heads: Mapping[int, int], given: Map
         elif dim == _MOCO_WIDTH and whose_fixed_positions(state["pos_embed"][:, -grid * grid :]) == "MoCo v3":
             num_heads, notes = 12, () if known_heads else (_MOCO_NOTE,)
         given = {**given, "num_heads": num_heads}
-    args |= {key: value for key, value in given.items() if usual.get(key) != value}
+    args |= {key: value for key, value in given.items() if usual.get(key, _VIT_DEFAULTS.get(key)) != value}
     return Architecture(name, args, grid * patch_size, (*notes, *_depth_notes(dim, depth)))
 
 
@@ -168,6 +191,8 @@ _VIT_DEFAULTS = {
     "class_token": True,
     "reg_tokens": 0,
     "no_embed_class": False,
+    "pre_norm": False,
+    "act_layer": "gelu",
 }
 # ViT-S/16, on which everything without a name of its own is built.
 _SMALL = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6, "mlp_ratio": 4.0}
@@ -227,7 +252,9 @@ def _dinov3(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architectu
     return Architecture(f"vit_{size}_patch16_dinov3{bias}", args, _USUAL_SIZE // patch_size * patch_size, notes)
 
 
-def _resnet(state: Mapping[str, Tensor], arch: str) -> Architecture:
+def _resnet(state: Mapping[str, Tensor], arch: str, given: Mapping[str, Any]) -> Architecture:
+    if given.get("act_layer", "relu") != "relu":
+        raise ValueError(f"a ResNet has the activation relu, got {given['act_layer']}")
     layers = tuple(_count(state, rf"layer{stage}") for stage in range(1, 5))
     is_bottleneck = "layer1.0.conv3.weight" in state
     kind = "bottleneck" if is_bottleneck else "basic"
@@ -253,6 +280,142 @@ def _resnet(state: Mapping[str, Tensor], arch: str) -> Architecture:
     if stride := re.search(r"_(8|16)s$", arch):  # strides are no part of weights
         args["output_stride"] = int(stride[1])
     return Architecture(name, args, _USUAL_SIZE)
+
+
+def _beit(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture:
+    dim, patch_size, depth = _transformer_shape(state)
+    if given.get("act_layer", "gelu") != "gelu":
+        raise ValueError(f"timm has no BEiT with the activation {given['act_layer']}")
+    table = next(value for key, value in state.items() if key.endswith("relative_position_bias_table"))
+    found = {
+        "patch_size": patch_size,
+        "embed_dim": dim,
+        "depth": depth,
+        "num_heads": table.shape[1],
+        "mlp_ratio": _ratio(len(state["blocks.0.mlp.fc1.weight"]), dim),
+        "qkv_bias": "blocks.0.attn.q_bias" in state,
+        "init_values": 0.1 if "blocks.0.gamma_1" in state else None,
+        "use_abs_pos_emb": "pos_embed" in state,
+        "use_rel_pos_bias": "blocks.0.attn.relative_position_bias_table" in state,
+        "use_shared_rel_pos_bias": "rel_pos_bias.relative_position_bias_table" in state,
+        "use_fc_norm": "fc_norm.weight" in state,
+    }
+    usual: dict[str, Any] = {
+        "patch_size": 16,
+        "mlp_ratio": 4.0,
+        "qkv_bias": True,
+        "init_values": 0.1,
+        "use_abs_pos_emb": False,
+        "use_rel_pos_bias": True,
+        "use_shared_rel_pos_bias": False,
+        "use_fc_norm": True,
+    }
+    name = "beit_large_patch16_224" if (dim, depth) == (1024, 24) else "beit_base_patch16_224"
+    sizes = {"base": (768, 12, 12), "large": (1024, 24, 16)}[name.split("_")[1]]
+    usual |= dict(zip(("embed_dim", "depth", "num_heads"), sizes, strict=True))
+    args = {key: value for key, value in found.items() if usual[key] != value}
+    side = (math.isqrt(len(table) - 3) + 1) // 2
+    if (2 * side - 1) ** 2 + 3 != len(table):
+        raise ValueError(f"a table of {len(table)} position biases is that of no square image")
+    return Architecture(name, args, side * patch_size, (*_beit_notes(state), *_depth_notes(dim, depth)))
+
+
+def _beit_notes(state: Mapping[str, Tensor]) -> tuple[str, ...]:
+    if "fc_norm.weight" not in state:
+        return ()
+    return ("the global token is the norm of the mean of the tokens, as the file has no norm of [CLS]",)
+
+
+_CONVNEXT_NAMES: dict[tuple[str, tuple[int, ...], int], str] = {
+    ("convnext", (3, 3, 9, 3), 96): "convnext_tiny",
+    ("convnext", (3, 3, 27, 3), 96): "convnext_small",
+    ("convnext", (3, 3, 27, 3), 128): "convnext_base",
+    ("convnext", (3, 3, 27, 3), 192): "convnext_large",
+    ("convnext", (3, 3, 27, 3), 256): "convnext_xlarge",
+    ("convnext", (3, 4, 30, 3), 384): "convnext_xxlarge",
+    ("convnextv2", (3, 3, 9, 3), 96): "convnextv2_tiny",
+    ("convnextv2", (3, 3, 27, 3), 128): "convnextv2_base",
+    ("convnextv2", (3, 3, 27, 3), 192): "convnextv2_large",
+    ("convnextv2", (3, 3, 27, 3), 352): "convnextv2_huge",
+}
+
+
+def _convnext(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture:
+    if state["stem.1.weight"].ndim != 1:
+        raise ValueError("the stem has overlapping convolutions: give the timm name, such as convnext_atto_ols")
+    depths = tuple(_count(state, rf"stages\.{stage}\.blocks") for stage in range(_count(state, "stages")))
+    dims = tuple(len(state[f"stages.{stage}.blocks.0.conv_dw.weight"]) for stage in range(len(depths)))
+    block = "stages.0.blocks.0"
+    has_response_norm = f"{block}.mlp.grn.weight" in state
+    family = "convnextv2" if has_response_norm else "convnext"
+    args: dict[str, Any] = {}
+    name = _CONVNEXT_NAMES.get((family, depths, dims[0])) if dims == _doubled(dims[0], len(dims)) else None
+    if name is None:
+        name, args = f"{family}_tiny", {"depths": depths, "dims": dims}
+    found = {
+        "patch_size": state["stem.0.weight"].shape[-1],
+        "kernel_sizes": state[f"{block}.conv_dw.weight"].shape[-1],
+        "conv_mlp": state[f"{block}.mlp.fc1.weight"].ndim == 4,
+        "conv_bias": f"{block}.conv_dw.bias" in state,
+        "ls_init_value": 1e-6 if f"{block}.gamma" in state else None,
+        "head_norm_first": "norm_pre.weight" in state,
+        "act_layer": given.get("act_layer", "gelu"),
+    }
+    usual: dict[str, Any] = {
+        "patch_size": 4,
+        "act_layer": "gelu",
+        "kernel_sizes": 7,
+        "conv_mlp": False,
+        "conv_bias": True,
+        "head_norm_first": False,
+    }
+    usual["ls_init_value"] = None if has_response_norm else 1e-6
+    args |= {key: value for key, value in found.items() if usual[key] != value}
+    return Architecture(name, args, _USUAL_SIZE)
+
+
+_SWIN_NAMES: dict[tuple[tuple[int, ...], int, int], str] = {
+    ((2, 2, 6, 2), 96, 7): "swin_tiny_patch4_window7_224",
+    ((2, 2, 18, 2), 96, 7): "swin_small_patch4_window7_224",
+    ((2, 2, 18, 2), 128, 7): "swin_base_patch4_window7_224",
+    ((2, 2, 18, 2), 192, 7): "swin_large_patch4_window7_224",
+    ((2, 2, 18, 2), 128, 12): "swin_base_patch4_window12_384",
+    ((2, 2, 18, 2), 192, 12): "swin_large_patch4_window12_384",
+}
+
+
+def _swin(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture:
+    depths = tuple(_count(state, rf"layers\.{stage}\.blocks") for stage in range(_count(state, "layers")))
+    tables = [state[f"layers.{stage}.blocks.0.attn.relative_position_bias_table"] for stage in range(len(depths))]
+    windows, heads = {(math.isqrt(len(table)) + 1) // 2 for table in tables}, tuple(table.shape[1] for table in tables)
+    if len(windows) > 1:
+        raise ValueError(f"the windows of the stages differ, {sorted(windows)}: give the timm name of the architecture")
+    window, (dim, _, _, patch_size) = windows.pop(), state["patch_embed.proj.weight"].shape
+    hidden = len(state["layers.0.blocks.0.mlp.fc1.weight"])
+    found = {
+        "patch_size": patch_size,
+        "embed_dim": dim,
+        "depths": depths,
+        "num_heads": heads,
+        "window_size": window,
+        "mlp_ratio": _ratio(hidden, dim),
+        "qkv_bias": "layers.0.blocks.0.attn.qkv.bias" in state,
+    }
+    usual: dict[str, Any] = {"patch_size": 4, "mlp_ratio": 4.0, "qkv_bias": True}
+    name = _SWIN_NAMES.get((depths, dim, window))
+    if name is None:
+        name = "swin_tiny_patch4_window7_224"
+    elif heads == _doubled(dim // 32, len(heads)):
+        usual |= {"embed_dim": dim, "depths": depths, "num_heads": heads, "window_size": window}
+    args = {key: value for key, value in found.items() if key not in usual or usual[key] != value}
+    if given.get("act_layer", "gelu") != "gelu":
+        raise ValueError(f"timm has no Swin transformer with the activation {given['act_layer']}")
+    # The original trains with maps that are as large as the window after the last stage.
+    return Architecture(name, args, patch_size * 2 ** (len(depths) - 1) * window)
+
+
+def _doubled(first: int, count: int) -> tuple[int, ...]:
+    return tuple(first * 2**index for index in range(count))
 
 
 def _transformer_shape(state: Mapping[str, Tensor]) -> tuple[int, int, int]:

@@ -106,6 +106,27 @@ def from_huggingface(state: State) -> State:
     return fold_positions(state, "register_tokens", 1) if "register_tokens" in state else state
 
 
+def count_heads_of_beit(state: State) -> int | None:
+    """A table of position biases has a column for each head."""
+    tables = (value for key, value in state.items() if key.endswith("relative_position_bias_table"))
+    return next((table.shape[1] for table in tables), None)
+
+
+def from_huggingface_beit(state: State) -> State:
+    """The pooler has the norm of the mean; a network with a head for masked patches has its norm beside it."""
+    state = substitute(
+        state,
+        (r"^beit\.", ""),
+        (r"^(?:encoder\.relative_position_bias|shared_position_bias)\.", "rel_pos_bias."),
+        (r"^((?:encoder\.)?layers?\.\d+)\.(?:attention\.attention\.)?relative_position_bias\.", r"\1.attn."),
+        *_HF_RULES,
+        (r"\.lambda_([12])$", r".gamma_\1"),
+        (r"\.attn\.([qv])\.bias$", r".attn.\1_bias"),
+        (r"^pooler\.layernorm\.", "fc_norm."),
+    )
+    return _join(state, ".attn.{}.weight", "qkv", ".attn.qkv.weight")
+
+
 def from_huggingface_dinov3(state: State) -> State:
     """Its queries, keys and values have weights of their own, and only some have a bias."""
     state = substitute(
@@ -132,6 +153,145 @@ def _join(state: State, pattern: str, parts: Sequence[str], name: str) -> State:
         if all(block + other in state for other in others):
             state[block + name] = torch.cat([state.pop(key), *(state.pop(block + other) for other in others)])
     return state
+
+
+def from_open_clip(state: State) -> State:
+    """The image tower, also of OpenAI."""
+    state = substitute(
+        state,
+        (r"^class_embedding$", "cls_token"),
+        (r"^positional_embedding$", "pos_embed"),
+        (r"^conv1\.", "patch_embed.proj."),
+        (r"^ln_pre\.", "norm_pre."),
+        (r"^ln_post\.", "norm."),
+        (r"^transformer\.resblocks\.(\d+)\.", r"blocks.\1."),
+        (r"\.ln_([12])\.", r".norm\1."),
+        (r"\.ls_([12])\.", r".ls\1."),
+        (r"\.attn\.in_proj_", ".attn.qkv."),
+        (r"\.attn\.out_proj\.", ".attn.proj."),
+        (r"\.mlp\.c_fc\.", ".mlp.fc1."),
+        (r"\.mlp\.c_proj\.", ".mlp.fc2."),
+    )
+    return _with_batch_dimension(state)
+
+
+def from_huggingface_clip(state: State) -> State:
+    """The image tower."""
+    state = substitute(
+        state,
+        (r"^embeddings\.class_embedding$", "cls_token"),
+        (r"^embeddings\.position_embedding\.weight$", "pos_embed"),
+        (r"^embeddings\.patch_embedding\.", "patch_embed.proj."),
+        (r"^pre_layrnorm\.", "norm_pre."),
+        (r"^post_layernorm\.", "norm."),
+        (r"^encoder\.layers\.(\d+)\.", r"blocks.\1."),
+        (r"\.layer_norm([12])\.", r".norm\1."),
+        (r"\.self_attn\.([qkv])_proj\.", r".attn.\1."),
+        (r"\.self_attn\.out_proj\.", ".attn.proj."),
+    )
+    for kind in ("weight", "bias"):
+        state = _join(state, f".attn.{{}}.{kind}", "qkv", f".attn.qkv.{kind}")
+    return _with_batch_dimension(state)
+
+
+def from_huggingface_siglip(state: State) -> State:
+    """The image tower, with its attention pooling where it has one."""
+    state = substitute(
+        from_huggingface_clip(state),
+        (r"^head\.probe$", "attn_pool.latent"),
+        (r"^head\.attention\.in_proj_", "attn_pool.qkv."),
+        (r"^head\.attention\.out_proj\.", "attn_pool.proj."),
+        (r"^head\.layernorm\.", "attn_pool.norm."),
+        (r"^head\.mlp\.", "attn_pool.mlp."),
+    )
+    for kind in ("weight", "bias"):
+        if (joint := state.pop(f"attn_pool.qkv.{kind}", None)) is not None:
+            dim = len(joint) // 3
+            state[f"attn_pool.q.{kind}"], state[f"attn_pool.kv.{kind}"] = joint[:dim], joint[dim:]
+    return state
+
+
+def _with_batch_dimension(state: State) -> State:
+    """[CLS] and positions without their first dimension, as (D,) and (N, D)."""
+    shapes = {"cls_token": (1, 1, -1), "pos_embed": (1, *state["pos_embed"].shape[-2:])}
+    return {key: value.reshape(shapes[key]) if key in shapes else value for key, value in state.items()}
+
+
+def from_convnext(state: State) -> State:
+    """Both versions; the parameters of the second one's response norm have four dimensions there."""
+    state = substitute(
+        state,
+        (r"^downsample_layers\.0\.", "stem."),
+        (r"^downsample_layers\.(\d+)\.", r"stages.\1.downsample."),
+        (r"^stages\.(\d+)\.(\d+)\.", r"stages.\1.blocks.\2."),
+        (r"\.dwconv\.", ".conv_dw."),
+        (r"\.pwconv([12])\.", r".mlp.fc\1."),
+        (r"\.grn\.gamma$", ".mlp.grn.weight"),
+        (r"\.grn\.beta$", ".mlp.grn.bias"),
+        (r"^norm\.", "head.norm."),
+    )
+    return {key: value.flatten() if ".grn." in key else value for key, value in state.items()}
+
+
+def from_huggingface_convnext(state: State) -> State:
+    """Both versions."""
+    state = substitute(
+        state,
+        (r"^embeddings\.patch_embeddings\.", "downsample_layers.0.0."),
+        (r"^embeddings\.layernorm\.", "downsample_layers.0.1."),
+        (r"^encoder\.stages\.(\d+)\.downsampling_layer\.", r"downsample_layers.\1."),
+        (r"^encoder\.stages\.(\d+)\.layers\.(\d+)\.", r"stages.\1.\2."),
+        (r"^layernorm\.", "norm."),
+        (r"\.layernorm\.", ".norm."),
+        (r"\.layer_scale_parameter$", ".gamma"),
+        (r"\.grn\.weight$", ".grn.gamma"),
+        (r"\.grn\.bias$", ".grn.beta"),
+    )
+    return from_convnext(state)
+
+
+def from_huggingface_resnet(state: State) -> State:
+    """A convolution and its norm are one layer there."""
+
+    def numbered(match: re.Match[str]) -> str:
+        kind = "conv" if match[2] == "convolution" else "bn"
+        return f".{kind}{int(match[1]) + 1}."
+
+    return substitute(
+        state,
+        (r"^embedder\.embedder\.convolution\.", "conv1."),
+        (r"^embedder\.embedder\.normalization\.", "bn1."),
+        (r"^encoder\.stages\.(\d+)\.layers\.", lambda m: f"layer{int(m[1]) + 1}."),
+        (r"\.layer\.(\d+)\.(convolution|normalization)\.", numbered),
+        (r"\.shortcut\.convolution\.", ".downsample.0."),
+        (r"\.shortcut\.normalization\.", ".downsample.1."),
+    )
+
+
+def from_swin(state: State) -> State:
+    """A stage merges patches at its end there, and at its start in timm."""
+    return substitute(state, (r"^layers\.(\d+)\.downsample\.", lambda m: f"layers.{int(m[1]) + 1}.downsample."))
+
+
+def from_huggingface_swin(state: State) -> State:
+    """With the names in files, and those in memory since transformers 5."""
+    state = substitute(
+        state,
+        (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
+        (r"^embeddings\.norm\.", "patch_embed.norm."),
+        (r"^encoder\.layers\.", "layers."),
+        (r"\.attention\.(?:self\.)?(?:(query|key|value)|([qkv])_proj)\.", lambda m: f".attn.{(m[1] or m[2])[0]}."),
+        (r"\.attention\.(?:self\.|relative_position_bias\.)relative_position_", ".attn.relative_position_"),
+        (r"\.attention\.(?:output\.dense|o_proj)\.", ".attn.proj."),
+        (r"\.(?:intermediate\.dense|mlp\.fc1)\.", ".mlp.fc1."),
+        (r"\.(?:output\.dense|mlp\.fc2)\.", ".mlp.fc2."),
+        (r"\.layernorm_before\.", ".norm1."),
+        (r"\.layernorm_after\.", ".norm2."),
+        (r"^layernorm\.", "norm."),
+    )
+    for kind in ("weight", "bias"):
+        state = _join(state, f".attn.{{}}.{kind}", "qkv", f".attn.qkv.{kind}")
+    return from_swin(state)
 
 
 def from_mmsegmentation(state: State) -> State:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from cribo.models.formats import naming
 from cribo.models.formats.naming import State
-from cribo.models.positions import Resizing
+from cribo.models.positions import RelativeResizing, Resizing, Windows
 
 Rules = tuple[tuple[str, str], ...]
 """(group, pattern): keys that match belong to the group and are left out."""
@@ -28,21 +28,29 @@ class Expected:
 
     Attributes:
         norm_eps: epsilon of the layer norms.
+        final_norm_eps: epsilon of the last one, where it differs.
         mean, std: normalisation of images.
         act_layer: activation of the MLPs, by timm's name.
+        assumed_act_layer: the same, where the project has several and files do not show which.
         positions: how the position embedding is resized.
         heads: attention heads by width, where they are not the usual ones.
         dilate_entries: see `Numerics`.
+        windows: how Swin pads and shifts its windows.
+        relative_positions: how the position biases of BEiT are resized.
         note: what a user should know.
     """
 
     norm_eps: float | None = None
+    final_norm_eps: float | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     act_layer: str | None = None
+    assumed_act_layer: str | None = None
     positions: Resizing | None = None
     heads: Mapping[int, int] = field(default_factory=dict)
     dilate_entries: bool | None = None
+    windows: Windows | None = None
+    relative_positions: RelativeResizing | None = None
     note: str | None = None
 
     def over(self, other: "Expected") -> "Expected":
@@ -113,12 +121,13 @@ METRICS = ("metric", r"(^|[./])(best_\w+|\w*acc[15]?|\w*miou\w*|class_weights?|\
 BESIDE: Rules = (
     (
         "text encoder",
-        r"^(text|text_model|transformer|token_embedding|positional_embedding|ln_final|text_projection|logit_scale|"
+        r"^([\w/]+/)?(text|text_model|transformer|token_embedding|positional_embedding|ln_final|text_projection|logit_scale|"
         r"logit_bias)(\.|$)",
     ),
     ("queue", r"(^|[./])\w*queue\w*$"),
     ("loss", r"(^|[./])\w*(loss|criterion)\w*[./]"),
     ("centre", r"(^|[./])(centers?|centres?|\w+_centre(\.\w+)?)$"),
+    ("projection", r"^([\w/]+[./])?visual_projection\."),
     METRICS,
     ("decoder", r"(^|[./])\w*decoder\w*([./]|$)"),
     (
@@ -131,7 +140,42 @@ BESIDE: Rules = (
 
 _OFFSET = Expected(positions="bicubic_offset")
 
+_TOWER_PROJECTS: tuple[Project, ...] = (
+    Project(
+        "SimMIM",
+        "github.com/microsoft/SimMIM (models/simmim.py)",
+        signs=(r"(^|/)encoder\.mask_token$", r"(^|/)decoder\.0\.weight$"),
+        teacher=r"([\w/]+/)?encoder\.",
+        expected=Expected(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), note=""),
+    ),
+    # The state of its TorchScript archives; once loaded into a module of its own, it is as open_clip's.
+    Project(
+        "OpenAI CLIP",
+        "github.com/openai/CLIP (clip/model.py)",
+        signs=(r"(^|/)input_resolution$", r"(^|/)visual\.class_embedding$"),
+        teacher=r"([\w/]+/)?visual\.",
+        dropped=(("text encoder", r"(^|/)(input_resolution|context_length|vocab_size)$"),),
+        expected=Expected(act_layer="quick_gelu"),
+    ),
+    # SigLIP's loss has a bias beside its temperature.
+    Project(
+        "open_clip SigLIP, tower of timm",
+        "github.com/mlfoundations/open_clip (timm_model.py)",
+        signs=(r"(^|[./])visual\.trunk\.", r"(^|[./])logit_bias$"),
+        teacher=r"([\w/]+/)?visual\.trunk\.",
+        expected=Expected(mean=HALF, std=HALF),
+    ),
+    Project(
+        "open_clip, tower of timm",
+        "github.com/mlfoundations/open_clip (timm_model.py)",
+        signs=(r"(^|[./])visual\.trunk\.", r"(^|[./])logit_scale$"),
+        teacher=r"([\w/]+/)?visual\.trunk\.",
+        expected=Expected(mean=_CLIP_MEAN, std=_CLIP_STD),
+    ),
+)
+
 PROJECTS: tuple[Project, ...] = (
+    *_TOWER_PROJECTS,
     Project(
         "cribo run",
         "this project",
@@ -354,7 +398,191 @@ _DINOV3_EITHER = replace(
     ),
 )
 
+# Image towers that were trained with a text tower.
+_CLIP = Expected(norm_eps=1e-5, mean=_CLIP_MEAN, std=_CLIP_STD)
+_SIGLIP = Expected(norm_eps=1e-6, mean=HALF, std=HALF)
+_HF_TOWER = r"embeddings\.patch_embedding\.weight"
+_BUFFERS: Rules = (("buffer", r"(^|\.)(position_ids|relative_position_index|relative_coords_table|attn_mask)$"),)
+_TOWERS: tuple[Naming, ...] = (
+    # Its default activation is GELU; weights of OpenAI, DFN and MetaCLIP have configurations with quick_gelu.
+    Naming(
+        "open_clip",
+        "github.com/mlfoundations/open_clip (transformer.py; pos_embed.py resizes as timm does)",
+        r"conv1\.weight",
+        naming.from_open_clip,
+        needs=(r"^class_embedding$", r"^positional_embedding$", r"^transformer\.resblocks\.0\."),
+        dropped=(("projection", r"^proj$"),),
+        expected=replace(_CLIP, assumed_act_layer="gelu"),
+    ),
+    Naming(
+        "Hugging Face CLIP",
+        f"{_TRANSFORMERS} (clip)",
+        _HF_TOWER,
+        naming.from_huggingface_clip,
+        needs=(r"^embeddings\.class_embedding$", r"^pre_layrnorm\.weight$"),
+        dropped=_BUFFERS,
+        expected=replace(
+            _CLIP,
+            assumed_act_layer="quick_gelu",
+            positions="bicubic",
+            note="tokens are after the final norm (post_layernorm), last_hidden_state of transformers is before it",
+        ),
+    ),
+    Naming(
+        "Hugging Face SigLIP",
+        f"{_TRANSFORMERS} (siglip)",
+        _HF_TOWER,
+        naming.from_huggingface_siglip,
+        needs=(r"^embeddings\.patch_embedding\.bias$", r"^encoder\.layers\.0\.layer_norm1\.weight$"),
+        dropped=_BUFFERS,
+        expected=replace(_SIGLIP, act_layer="gelu_tanh", positions="bicubic"),
+    ),
+    # Also open_clip's, whose SigLIP has timm's network as `visual.trunk`.
+    Naming(
+        "timm SigLIP",
+        "github.com/huggingface/pytorch-image-models (vision_transformer.py)",
+        _PATCHES,
+        naming.unchanged,
+        needs=(r"^attn_pool\.latent$", r"^blocks\.0\.norm1\.weight$", r"^pos_embed$"),
+        dropped=_HEAD,
+        expected=replace(_SIGLIP, assumed_act_layer="gelu"),
+    ),
+    # timm has networks with both activations under one naming, so none is assumed.
+    Naming(
+        "timm CLIP",
+        "github.com/huggingface/pytorch-image-models (vision_transformer.py)",
+        _PATCHES,
+        naming.unchanged,
+        needs=(r"^norm_pre\.weight$", r"^blocks\.0\.norm1\.weight$", r"^pos_embed$"),
+        dropped=_HEAD,
+        expected=_CLIP,
+    ),
+)
+
+_TIMM = "github.com/huggingface/pytorch-image-models"
+_SWIN = Expected(norm_eps=1e-5, windows="original")
+_PYRAMIDS: tuple[Naming, ...] = (
+    Naming(
+        "ConvNeXt",
+        "github.com/facebookresearch/ConvNeXt, /ConvNeXt-V2 (models/convnext.py, convnextv2.py)",
+        r"downsample_layers\.0\.0\.weight",
+        naming.from_convnext,
+        needs=(r"^stages\.0\.0\.dwconv\.weight$",),
+        dropped=_HEAD,
+        expected=Expected(norm_eps=1e-6),
+    ),
+    Naming(
+        "Hugging Face ConvNeXt",
+        f"{_TRANSFORMERS} (convnext, convnextv2)",
+        r"embeddings\.patch_embeddings\.weight",
+        naming.from_huggingface_convnext,
+        needs=(r"^encoder\.stages\.0\.layers\.0\.dwconv\.weight$",),
+        dropped=_HEAD,
+        # Its configuration speaks of the last norm only.
+        expected=Expected(norm_eps=1e-6, final_norm_eps=1e-12),
+    ),
+    Naming(
+        "timm ConvNeXt",
+        f"{_TIMM} (convnext.py)",
+        r"stem\.0\.weight",
+        naming.unchanged,
+        needs=(r"^stages\.0\.blocks\.0\.conv_dw\.weight$",),
+        dropped=(("head", r"^head\.fc\."),),
+    ),
+    Naming(
+        "Hugging Face ResNet",
+        f"{_TRANSFORMERS} (resnet)",
+        r"embedder\.embedder\.convolution\.weight",
+        naming.from_huggingface_resnet,
+        dropped=_HEAD,
+    ),
+    Naming(
+        "Swin",
+        "github.com/microsoft/Swin-Transformer (models/swin_transformer.py)",
+        _PATCHES,
+        naming.from_swin,
+        needs=(r"^layers\.0\.blocks\.0\.attn\.relative_position_bias_table$", r"^layers\.0\.downsample\."),
+        dropped=(*_MASK, *_HEAD, *_BUFFERS),
+        expected=_SWIN,
+    ),
+    Naming(
+        "timm Swin",
+        f"{_TIMM} (swin_transformer.py)",
+        _PATCHES,
+        naming.unchanged,
+        needs=(r"^layers\.0\.blocks\.0\.attn\.relative_position_bias_table$",),
+        dropped=(*_HEAD, *_BUFFERS),
+    ),
+    Naming(
+        "Hugging Face Swin",
+        f"{_TRANSFORMERS} (swin)",
+        _HF_PATCHES,
+        naming.from_huggingface_swin,
+        needs=(r"^encoder\.layers\.0\.blocks\.0\.layernorm_before\.weight$",),
+        dropped=(*_MASK, *_HEAD, *_BUFFERS),
+        expected=_SWIN,
+    ),
+)
+
+_HF_BEIT = Expected(
+    norm_eps=1e-12,
+    mean=HALF,
+    std=HALF,
+    positions="bicubic",
+    relative_positions="bilinear",
+    note="tokens are after the last norm; where it is the pooler's, last_hidden_state of transformers is before it",
+)
+_BEITS: tuple[Naming, ...] = (
+    # Its fine-tuning resizes both kinds of positions when it loads weights; its networks take images of one size.
+    Naming(
+        "BEiT",
+        "github.com/microsoft/unilm/tree/master/beit (modeling_finetune.py, run_class_finetuning.py)",
+        _PATCHES,
+        naming.unchanged,
+        needs=(r"^blocks\.0\.norm1\.weight$", r"(^rel_pos_bias|\.attn)\.relative_position_bias_table$"),
+        dropped=(*_MASK, *_HEAD, *_BUFFERS),
+        count_heads=naming.count_heads_of_beit,
+        expected=Expected(
+            norm_eps=1e-6,
+            mean=HALF,
+            std=HALF,
+            positions="bicubic",
+            relative_positions="geometric_spline",
+            note="took a mean of 0.5 for images, as BEiT has; BEiT v2 and the fine-tuned networks of SimMIM have "
+            "ImageNet's",
+        ),
+    ),
+    Naming(
+        "Hugging Face BEiT",
+        f"{_TRANSFORMERS} (beit)",
+        _HF_PATCHES,
+        naming.from_huggingface_beit,
+        needs=(
+            r"relative_position_bias_table$",
+            r"^(encoder\.)?layers?\.0\.layernorm_before\.weight$",
+            r"^(pooler\.)?layernorm\.weight$",
+        ),
+        dropped=(*_MASK, *_BUFFERS),
+        count_heads=naming.count_heads_of_beit,
+        expected=_HF_BEIT,
+    ),
+    # BeitForMaskedImageModeling has the last norm beside the network.
+    Naming(
+        "Hugging Face BEiT, masked image modelling",
+        f"{_TRANSFORMERS} (beit)",
+        r"beit\.embeddings\.patch_embeddings\.projection\.weight",
+        naming.from_huggingface_beit,
+        needs=(r"relative_position_bias_table$", r"^layernorm\.weight$"),
+        dropped=(("mask token", r"embeddings\.mask_token$"), *_HEAD, *_BUFFERS),
+        count_heads=naming.count_heads_of_beit,
+        expected=replace(_HF_BEIT, note=None),
+    ),
+)
+
 NAMINGS: tuple[Naming, ...] = (
+    *_BEITS,
+    *_TOWERS,
+    *_PYRAMIDS,
     _DINOV3_SATELLITE,
     _DINOV3_EITHER,
     _DINOV3,
@@ -397,7 +625,7 @@ NAMINGS: tuple[Naming, ...] = (
         f"{_TRANSFORMERS} (vit)",
         _HF_PATCHES,
         naming.from_huggingface,
-        needs=(r"\.layernorm_before\.weight$",),
+        needs=(r"\.layernorm_before\.weight$", r"^embeddings\.position_embeddings$"),
         dropped=(*_MASK, *_HEAD),
         expected=Expected(norm_eps=1e-12, mean=HALF, std=HALF, positions="bicubic"),
     ),
