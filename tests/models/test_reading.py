@@ -111,7 +111,7 @@ class Payload:
 def test_code_in_a_file_is_run_only_where_the_user_trusts_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "weights.pth"
     torch.save({"model": STATE, "folder": datetime.date(2024, 1, 1), "extra": Payload()}, path)
-    with pytest.raises(ValueError, match=r"\(builtins\.print, datetime\.date\) and is not read.*--trust"):
+    with pytest.raises(ValueError, match=r"\(builtins\.print\) and is not read.*--trust"):
         read_weights(path)
     assert "code in a checkpoint" not in capsys.readouterr().out
     assert torch.equal(read_weights(path, trust=True)["model"]["norm.weight"], STATE["norm.weight"])
