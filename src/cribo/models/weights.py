@@ -1,11 +1,12 @@
 """Weights on disk: anybody's files into a backbone, a backbone into files that plain timm reads."""
 
+import contextlib
 import hashlib
 import json
 import logging
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import safetensors.torch
 import timm
 import torch
-import yaml
 from timm.layers.activations import GELUTanh
 from timm.models import VisionTransformer, load_state_dict_from_hf
 from torch import Tensor
@@ -30,9 +30,18 @@ from cribo.models.backbone import (
     nearest_names,
 )
 from cribo.models.formats.architecture import Architecture, infer_architecture
-from cribo.models.formats.reading import flatten, read_json, read_weights
+from cribo.models.formats.beside import (
+    as_of_detectron2,
+    as_trained_by_dino,
+    expecting,
+    output_stride,
+    read_yaml,
+    whole_network_near,
+)
+from cribo.models.formats.distributed import METADATA
+from cribo.models.formats.reading import ORBAX_FILES, flatten, read_json, read_weights
 from cribo.models.formats.recognising import NetworkName, Recognised, first_keys, recognise, required_keys
-from cribo.models.formats.table import Expected
+from cribo.models.formats.table import SHARD, Expected
 from cribo.models.positions import Resizing, resize_positions
 
 WEIGHTS_FILE = "backbone.safetensors"
@@ -144,6 +153,34 @@ def load_backbone(
             if value:
                 raise ValueError(f"{option}={value!r} does not go with {path}, which says what its network is")
         return _load_saved(path, image_size=image_size, drop_path=drop_path, trust=trust)
+    with _naming(path):
+        return _load_foreign(
+            path,
+            notes,
+            name=name,
+            args=args,
+            image_size=image_size,
+            network=network,
+            positions=positions,
+            ignore=ignore,
+            trust=trust,
+            drop_path=drop_path,
+        )
+
+
+def _load_foreign(
+    path: Path,
+    notes: tuple[str, ...],
+    *,
+    name: str | None,
+    args: Mapping[str, Any] | None,
+    image_size: int | None,
+    network: NetworkName,
+    positions: Resizing | None,
+    ignore: Sequence[str],
+    trust: bool,
+    drop_path: float,
+) -> Backbone:
     content = read_weights(path, trust=trust)
     architecture = _declared_architecture(content, path, name, args)
     backbone = None
@@ -158,10 +195,42 @@ def load_backbone(
         architecture = architecture._replace(args={**architecture.args, **(args or {})})
         backbone = _build(architecture, image_size, drop_path, trust=trust)
         notes += architecture.notes
+        if "MMSegmentation" in recognised.format and "layer1.0.conv1.weight" in recognised.state:
+            notes += _stride_notes(content, architecture)
     else:
         _check_hidden_arguments(backbone, recognised, path)
-    _adopt(backbone, recognised, str(path), notes, positions=positions)
+    try:
+        _adopt(backbone, recognised, str(path), notes, positions=positions)
+    except ValueError as error:
+        raise ValueError(f"{error}{_nearer_name(content, path, backbone, network)}") from error
     return backbone
+
+
+def _nearer_name(content: Mapping[str, Any], path: Path, backbone: Backbone, network: NetworkName) -> str:
+    """The network that a file holds, where another one was named: the end of an error message."""
+    try:
+        recognised = _recognise(content, path, network=network, backbone=None, ignore=())
+        found = infer_architecture(recognised.state, **_hidden_arguments(content, recognised, path, None))
+    except ValueError:
+        return ""
+    if (found.name, found.args) == (backbone.name, backbone.args):
+        return ""
+    arguments = f" with {found.args}" if found.args else ""
+    return f"; the file holds a {found.name}{arguments}: give that name, or none"
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Every error names the file, and one of a shard names the whole network if that is near."""
+    try:
+        yield
+    except ValueError as error:
+        message = str(error) if str(path) in str(error) else f"{path}: {error}"
+        if SHARD in message and (whole := whole_network_near(path)):
+            message += f"; {whole} may be it"
+        if message == str(error):
+            raise
+        raise ValueError(message) from error
 
 
 def load_pretrained(
@@ -197,8 +266,9 @@ def load_pretrained(
     if path is None:
         return _load_from_timm(backbone, backbone.name if str(source) == "timm" else str(source))
     path, notes = _file_of(path)
-    content = read_weights(path, trust=trust)
-    recognised = _recognise(content, path, network=network, backbone=backbone, ignore=ignore)
+    with _naming(path):
+        content = read_weights(path, trust=trust)
+        recognised = _recognise(content, path, network=network, backbone=backbone, ignore=ignore)
     _check_hidden_arguments(backbone, recognised, path)
     description = path.with_name(DESCRIPTION_FILE)
     if _is_saved(path) and description.is_file():
@@ -315,6 +385,12 @@ def _file_of(path: Path) -> tuple[Path, tuple[str, ...]]:
     for name in _HUB_WEIGHTS:
         if (path / name).is_file():
             return path / name, ()
+    if _is_read_whole(path):
+        return path, ()
+    distributed = [folder for folder in path.glob("ckpt/*") if _is_read_whole(folder) and folder.name.isdecimal()]
+    if distributed:
+        last = max(distributed, key=lambda folder: int(folder.name))
+        return last, (f"took the last checkpoint of the training, {last.relative_to(path)}",)
     damaged: list[str] = []
     for checkpoint in sorted(path.glob(_CHECKPOINTS), reverse=True):
         try:
@@ -326,8 +402,13 @@ def _file_of(path: Path) -> tuple[Path, tuple[str, ...]]:
     raise FileNotFoundError(
         f"no backbone at {path}{''.join(f' ({reason})' for reason in damaged)}: give a folder that holds "
         f"{WEIGHTS_FILE} (a run), or config.json and "
-        f"{_HUB_WEIGHTS[0]} (the Hugging Face hub), or give a file"
+        f"{_HUB_WEIGHTS[0]} (the Hugging Face hub), or .metadata (torch.distributed.checkpoint), or give a file"
     )
+
+
+def _is_read_whole(folder: Path) -> bool:
+    """Whether a folder is a checkpoint itself: of torch.distributed.checkpoint, or of Orbax."""
+    return any((folder / name).exists() for name in (METADATA, *ORBAX_FILES))
 
 
 # -------------------------------------------------------------------------------- what is known beside the weights
@@ -368,8 +449,12 @@ def _recognise(
     if recognised.format == "cribo run":
         return _as_in_run(recognised, content.get("cribo", {}))
     if recognised.format == "Segmenter":
-        variant = _read_beside(path, "variant.yml").get("net_kwargs", {}).get("normalization")
-        return _expecting(recognised, mean=IMAGENET_MEAN, std=IMAGENET_STD) if variant == "deit" else recognised
+        variant = (_read_beside(path, "variant.yml").get("net_kwargs") or {}).get("normalization")
+        return expecting(recognised, mean=IMAGENET_MEAN, std=IMAGENET_STD) if variant == "deit" else recognised
+    if recognised.format == "detectron2":
+        return as_of_detectron2(recognised, path)
+    if recognised.format in ("DINOv2 or DINOv3 training", "DINOv2", "DINOv3"):
+        return as_trained_by_dino(recognised, path)
     config, images = _read_beside(path, _HUB_CONFIG), _read_beside(path, _HUB_IMAGES)
     images = {**config.get("pretrained_cfg", {}), **images}
     mean, std = images.get("image_mean", images.get("mean")), images.get("image_std", images.get("std"))
@@ -379,16 +464,12 @@ def _recognise(
             f"no {_HUB_IMAGES} lies beside it: took a mean of {recognised.expected.mean or IMAGENET_MEAN} for images",
             *notes,
         )
-    return _expecting(
+    return expecting(
         replace(recognised, notes=notes),
         norm_eps=config.get("layer_norm_eps"),
         mean=mean and tuple(mean),
         std=std and tuple(std),
     )
-
-
-def _expecting(recognised: Recognised, **values: Any) -> Recognised:
-    return replace(recognised, expected=Expected(**values).over(recognised.expected))
 
 
 def _as_in_run(recognised: Recognised, run: Mapping[str, Any]) -> Recognised:
@@ -417,12 +498,24 @@ def _hidden_arguments(
     options = content.get("args", content.get("hyper_parameters"))
     options = options if isinstance(options, Mapping) else getattr(options, "__dict__", {})
     arch = content.get("arch", options.get("arch"))
+    if "MMSegmentation" in recognised.format and (stride := output_stride(content)):
+        arch = f"resnet_{stride}s"
     return {
         "heads": recognised.expected.heads,
         "num_heads": (args or {}).get("num_heads", config.get("num_attention_heads", recognised.num_heads)),
         "act_layer": act_layer,
         "arch": arch if isinstance(arch, str) else None,
     }
+
+
+def _stride_notes(content: Mapping[str, Any], architecture: Architecture) -> tuple[str, ...]:
+    if output_stride(content) is not None or "output_stride" in architecture.args:
+        return ()
+    way_out = "" if "avg_down" in architecture.args else ": args={'output_stride': 8}"
+    return (
+        "the file does not say which strides and dilations its ResNet has: took an output stride of 32; most of "
+        f"MMSegmentation's have 8{way_out}",
+    )
 
 
 _HUB_ACTIVATIONS = {"gelu": None, "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -453,17 +546,7 @@ def _read_beside(path: Path, name: str) -> dict[str, Any]:
         return {}
     if beside.suffix == ".json":
         return read_json(beside)
-    try:
-        return yaml.load(beside.read_text(encoding="utf-8"), _YamlLoader) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{beside} is damaged ({error}): copy it again") from error
-
-
-class _YamlLoader(yaml.SafeLoader):
-    """Plain data and tuples, which Segmenter's files hold; any other tag of Python is refused."""
-
-
-_YamlLoader.add_constructor("tag:yaml.org,2002:python/tuple", yaml.SafeLoader.construct_yaml_seq)
+    return read_yaml(beside)
 
 
 # ---------------------------------------------------------------------------------------------------- our own files
@@ -472,6 +555,8 @@ _YamlLoader.add_constructor("tag:yaml.org,2002:python/tuple", yaml.SafeLoader.co
 def _is_saved(path: Path) -> bool:
     """Whether a file is of `save_backbone`, under whatever name."""
     description = path.with_name(DESCRIPTION_FILE)
+    if path.is_dir():
+        return False
     if path.name == WEIGHTS_FILE or not description.is_file():
         return path.name == WEIGHTS_FILE
     return read_json(description).get("sha256") == _sha256(path)
@@ -506,6 +591,7 @@ def _as_described(recognised: Recognised, about: Mapping[str, Any]) -> Recognise
         mean=tuple(about["mean"]),
         std=tuple(about["std"]),
         positions=numerics.positions,
+        rope_coordinates=numerics.rope_coordinates,
     )
     return replace(recognised, expected=expected, rope_periods=numerics.rope_periods, notes=())
 
@@ -620,6 +706,7 @@ def _adopt(
             norm_eps=expected.norm_eps,
             positions=positions or _original_resizing(recognised),
             rope_periods=recognised.rope_periods,
+            rope_coordinates=expected.rope_coordinates or "separate",
         )
     state, resampled = _fit(recognised.state, backbone, source, numerics.positions)
     _load_all_or_nothing(backbone, state, source, recognised.used)
@@ -643,6 +730,8 @@ def _adopt(
 
 
 def _original_resizing(recognised: Recognised) -> Resizing:
+    if recognised.positions is not None:
+        return recognised.positions
     # DINOv2's networks with registers resize as timm does, whoever trained them further.
     if "reg_token" in recognised.state:
         return "timm"

@@ -20,9 +20,11 @@ from torch import Tensor
 
 from cribo.models.formats.distributed import METADATA, read_distributed
 from cribo.models.formats.plain_pickle import ForbiddenName, PlainUnpickler, as_pickle_module, forbidden_names
+from cribo.models.formats.table import SHARD
 
 _AGAIN = "copy or download it again"
 _HEADER_BYTES = 512
+ORBAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
 _DEEPEST = 100
 _LISTED = 5
 
@@ -45,6 +47,12 @@ def read_weights(path: Path, *, trust: bool = False) -> dict[str, Any]:
     """
     if (path / METADATA).is_file():
         return _read_or_explain(path, read_distributed)
+    if path.is_dir() and any((path / name).exists() for name in ORBAX_FILES):
+        raise ValueError(
+            f"{path} is a checkpoint of Orbax (JAX): where orbax and flax are installed, save its arrays with "
+            'numpy.savez("weights.npz", **flax.traverse_util.flatten_dict('
+            f'orbax.checkpoint.PyTreeCheckpointer().restore("{path.absolute()}"), sep="/")), and give that file'
+        )
     if not path.is_file():
         raise FileNotFoundError(f"no weights at {path}")
     with path.open("rb") as file:
@@ -246,13 +254,6 @@ def _refuse_shards(path: Path, names: Sequence[str]) -> None:
     if not any("_shard." in name or ".distributed.tensor" in name or "DTensor" in name for name in names):
         return
     raise UntrustedFile(f"{path} {SHARD}")
-
-
-SHARD = (
-    "holds one rank's part of a network that was trained in shards (FSDP): give the whole network, such as the "
-    "eval/training_<step>/teacher_checkpoint.pth that DINOv2 and DINOv3 write, or the folder of a checkpoint of "
-    "torch.distributed.checkpoint"
-)
 
 
 def _read_numpy(path: Path) -> dict[str, Tensor]:
