@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import _utils
 
 from cribo.models.formats import plain_pickle
 from cribo.models.formats.plain_pickle import ForbiddenName, PlainUnpickler, Record
@@ -36,7 +37,7 @@ FORBIDDEN = [
 ]
 SHARED: list[Any] = [
     *(argparse.Namespace, collections.OrderedDict, datetime.datetime, PurePosixPath, Record, torch.Size, torch.Tensor),
-    *(torch._utils._rebuild_tensor_v2, torch._utils._rebuild_parameter, PlainUnpickler, plain_pickle, torch._utils),
+    *(_utils._rebuild_tensor_v2, _utils._rebuild_parameter, PlainUnpickler, plain_pickle, _utils),
     *(plain_pickle._dtype, plain_pickle._bytearray, np),
 ]
 DTYPES = ("<f4", "<f8", "<i8", "|b1", "|O", "<M8[s]")

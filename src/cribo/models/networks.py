@@ -7,7 +7,6 @@ import timm
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from timm.models.resnet import ResNet
 from torch import Tensor, nn
 
 
@@ -21,8 +20,7 @@ def resnet_with_stem(name: str, stem_channels: int, **args: Any) -> nn.Module:
 
     Source: github.com/facebookresearch/swav, `src/resnet50.py`.
     """
-    model = timm.create_model(name, num_classes=0, **args)
-    assert isinstance(model, ResNet)
+    model: Any = timm.create_model(name, num_classes=0, **args)
     model.conv1 = nn.Conv2d(3, stem_channels, kernel_size=7, stride=2, padding=3, bias=False)
     model.bn1 = nn.BatchNorm2d(stem_channels)
     first: Any = model.layer1[0]

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import timm
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import yaml
+from timm.data.config import resolve_data_config
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from cribo.models import build_backbone, load_backbone, load_pretrained, save_backbone
 
@@ -300,7 +301,9 @@ def test_a_folder_of_torch_distributed_checkpoint(tmp_path: Path):
     }
     optimizer = {"state": {"student.backbone.cls_token": {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1}]}
     for step in (9, 99):
-        dcp.save({"iteration": step, "model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / f"ckpt/{step}")
+        save_distributed(
+            {"iteration": step, "model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / f"ckpt/{step}"
+        )
     dinov3_config(tmp_path)
     for given in (tmp_path / "ckpt/99", str(tmp_path / "ckpt/99"), tmp_path):
         backbone = load_backbone(given)
@@ -422,8 +425,9 @@ def test_student_and_teacher_of_densecl_and_orl(tmp_path: Path, networks: tuple[
         assert backbone.loaded is not None
         assert backbone.loaded.network == which
         torch.testing.assert_close(backbone.model.conv1.weight.data, source["conv1.weight"])
+    wrong: dict[str, Any] = {"network": "foo"}
     with pytest.raises(ValueError, match=r"weights\.pth.*network must be one of teacher, student, got 'foo'"):
-        load_backbone(tmp_path / "weights.pth", network="foo")  # pyright: ignore[reportArgumentType]
+        load_backbone(tmp_path / "weights.pth", **wrong)
 
 
 @pytest.mark.parametrize(
@@ -468,4 +472,4 @@ def test_our_description_gives_plain_timm_the_normalisation_that_weights_expect(
     save_backbone(load_backbone(tmp_path / "weights.pth"), tmp_path)
     about = json.loads((tmp_path / "backbone.json").read_text())
     model = timm.create_model(about["name"], **about["args"])
-    assert timm.data.resolve_data_config(model=model)["mean"] == [0.485, 0.456, 0.406]
+    assert resolve_data_config(model=model)["mean"] == [0.485, 0.456, 0.406]

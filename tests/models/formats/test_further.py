@@ -67,8 +67,8 @@ def layer_norm(state: State, name: str, tokens: Tensor, eps: float = 1e-6) -> Te
 
 
 def batch_norm(state: State, name: str, value: Tensor) -> Tensor:
-    numbers = (state[f"{name}.{part}"] for part in ("running_mean", "running_var", "weight", "bias"))
-    return F.batch_norm(value, *numbers, eps=1e-5)
+    mean, var, weight, bias = (state[f"{name}.{part}"] for part in ("running_mean", "running_var", "weight", "bias"))
+    return F.batch_norm(value, mean, var, weight, bias, eps=1e-5)
 
 
 def norm_shapes(name: str, width: int, *, is_batch: bool = False) -> dict[str, tuple[int, ...]]:

@@ -120,8 +120,9 @@ def output_stride(content: Mapping[str, Any]) -> int | None:
         for name, numbers in re.findall(r"\b(strides|dilations)=[(\[]([\d,\s]+)[)\]]", match[0])
     }
     strides, dilations = settings.get("strides", (1, 2, 2, 2)), settings.get("dilations", (1, 1, 1, 1))
-    strided = {(1, 2, 2, 2): 32, (1, 2, 2, 1): 16, (1, 2, 1, 1): 8}.get(strides)
-    expected = {32: (1, 1, 1, 1), 16: (1, 1, 1, 2), 8: (1, 1, 2, 4)}
+    known: dict[tuple[int, ...], int] = {(1, 2, 2, 2): 32, (1, 2, 2, 1): 16, (1, 2, 1, 1): 8}
+    strided = known.get(strides)
+    expected: dict[int, tuple[int, ...]] = {32: (1, 1, 1, 1), 16: (1, 1, 1, 2), 8: (1, 1, 2, 4)}
     contracts = "contract_dilation=True" in match[0] or strided == 32
     if strided is None or dilations != expected[strided] or not contracts:
         raise ValueError(

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import numpy as np
 import torch
+from torch._utils import _rebuild_parameter, _rebuild_tensor_v2
 
 # The functions that rebuild arrays and tensors, by the names that pickles give them.
 _NUMPY_ARRAY: Any = np.empty(0).__reduce__()[0]
@@ -89,8 +90,8 @@ _ALLOWED: dict[str, Callable[[], Any]] = {
     "builtins.set": _as_is(set),
     "builtins.slice": _as_is(slice),
     "argparse.Namespace": _python_class(argparse.Namespace),
-    "torch._utils._rebuild_tensor_v2": _function(torch._utils._rebuild_tensor_v2),
-    "torch._utils._rebuild_parameter": _function(torch._utils._rebuild_parameter),
+    "torch._utils._rebuild_tensor_v2": _function(_rebuild_tensor_v2),
+    "torch._utils._rebuild_parameter": _function(_rebuild_parameter),
     "torch._utils._rebuild_parameter_with_state": _function(lambda data, *rest: data),
     "torch._tensor._rebuild_from_type_v2": _function(lambda function, kind, arguments, state: function(*arguments)),
     "torch.Size": _as_is(torch.Size),
@@ -145,7 +146,7 @@ class PlainUnpickler(pickle.Unpickler):
         """Read one object."""
         start = self._file.tell()
         for count, (opcode, argument, _) in enumerate(pickletools.genops(self._file)):
-            if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument) > max(count, 255):
+            if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > max(count, 255):
                 raise pickle.UnpicklingError(f"place {argument} of the memo after {count} steps")
         self._file.seek(start)
         return super().load()
