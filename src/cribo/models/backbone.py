@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from cribo.arguments import import_by_path
+from cribo.models import networks
 from cribo.models.checkpointing import set_checkpointing
 from cribo.models.linear import use_onednn
 from cribo.models.modes import CUDA_GRAPH_MODES, Checkpointing, CompileMode
@@ -198,6 +199,9 @@ class Backbone(nn.Module):
             self.depth = len(self.model.blocks)
         elif isinstance(model, Xcit):
             self.patch_size = _transformer_patch_size(model, name)
+            self.depth = 1
+        elif isinstance(model, networks.Capi):
+            self.patch_size = model.patch_size
             self.depth = 1
         else:
             self.patch_size = _map_stride(model, name, _PROBE_SIZE if self.takes_any_size else image_size)
@@ -555,7 +559,7 @@ class _SkipInPlace(TorchFunctionMode):
 
 def _build_empty(name: str, args: Mapping[str, Any], image_size: int, drop_path: float) -> Backbone | None:
     """A backbone whose parameters have no values yet; None for networks that cannot be built without."""
-    if is_import_path(name):
+    if is_import_path(name) and not name.startswith(f"{networks.__name__}."):
         return None
     with torch.device("meta"), _SkipInPlace():
         model, arguments = _create(name, args, image_size, drop_path)

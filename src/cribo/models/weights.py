@@ -1,11 +1,12 @@
 """Weights on disk: anybody's files into a backbone, a backbone into files that plain timm reads."""
 
+import contextlib
 import hashlib
 import json
 import logging
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,6 @@ from typing import Any, Literal
 import safetensors.torch
 import timm
 import torch
-import yaml
 from timm.layers.activations import GELUTanh, QuickGELU
 from timm.models import Beit, VisionTransformer, load_state_dict_from_hf
 from torch import Tensor
@@ -30,9 +30,18 @@ from cribo.models.backbone import (
     nearest_names,
 )
 from cribo.models.formats.architecture import Architecture, infer_architecture, whose_fixed_positions
-from cribo.models.formats.reading import flatten, read_json, read_weights
+from cribo.models.formats.beside import (
+    as_of_detectron2,
+    as_trained_by_dino,
+    expecting,
+    output_stride,
+    read_yaml,
+    whole_network_near,
+)
+from cribo.models.formats.distributed import METADATA
+from cribo.models.formats.reading import ORBAX_FILES, flatten, read_json, read_weights
 from cribo.models.formats.recognising import NetworkName, Recognised, first_keys, recognise, required_keys
-from cribo.models.formats.table import Expected
+from cribo.models.formats.table import SHARD, Expected
 from cribo.models.positions import Resizing, resize_positions, resize_relative_positions
 
 WEIGHTS_FILE = "backbone.safetensors"
@@ -145,6 +154,34 @@ def load_backbone(
             if value:
                 raise ValueError(f"{option}={value!r} does not go with {path}, which says what its network is")
         return _load_saved(path, image_size=image_size, drop_path=drop_path, trust=trust)
+    with _naming(path):
+        return _load_foreign(
+            path,
+            notes,
+            name=name,
+            args=args,
+            image_size=image_size,
+            network=network,
+            positions=positions,
+            ignore=ignore,
+            trust=trust,
+            drop_path=drop_path,
+        )
+
+
+def _load_foreign(
+    path: Path,
+    notes: tuple[str, ...],
+    *,
+    name: str | None,
+    args: Mapping[str, Any] | None,
+    image_size: int | None,
+    network: NetworkName,
+    positions: Resizing | None,
+    ignore: Sequence[str],
+    trust: bool,
+    drop_path: float,
+) -> Backbone:
     content = read_weights(path, trust=trust)
     architecture = _declared_architecture(content, path, name, args)
     backbone = None
@@ -159,10 +196,42 @@ def load_backbone(
         architecture = architecture._replace(args={**architecture.args, **(args or {})})
         backbone = _build(architecture, image_size, drop_path, trust=trust)
         notes += architecture.notes
+        if "MMSegmentation" in recognised.format and "layer1.0.conv1.weight" in recognised.state:
+            notes += _stride_notes(content, architecture)
     else:
         _check_hidden_arguments(backbone, recognised, path)
-    _adopt(backbone, recognised, str(path), notes, positions=positions)
+    try:
+        _adopt(backbone, recognised, str(path), notes, positions=positions)
+    except ValueError as error:
+        raise ValueError(f"{error}{_nearer_name(content, path, backbone, network)}") from error
     return backbone
+
+
+def _nearer_name(content: Mapping[str, Any], path: Path, backbone: Backbone, network: NetworkName) -> str:
+    """The network that a file holds, where another one was named: the end of an error message."""
+    try:
+        recognised = _recognise(content, path, network=network, backbone=None, ignore=())
+        found = infer_architecture(recognised.state, **_hidden_arguments(content, recognised, path, None))
+    except ValueError:
+        return ""
+    if (found.name, found.args) == (backbone.name, backbone.args):
+        return ""
+    arguments = f" with {found.args}" if found.args else ""
+    return f"; the file holds a {found.name}{arguments}: give that name, or none"
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Every error names the file, and one of a shard names the whole network if that is near."""
+    try:
+        yield
+    except ValueError as error:
+        message = str(error) if str(path) in str(error) else f"{path}: {error}"
+        if SHARD in message and (whole := whole_network_near(path)):
+            message += f"; {whole} may be it"
+        if message == str(error):
+            raise
+        raise ValueError(message) from error
 
 
 def load_pretrained(
@@ -198,8 +267,9 @@ def load_pretrained(
     if path is None:
         return _load_from_timm(backbone, backbone.name if str(source) == "timm" else str(source))
     path, notes = _file_of(path)
-    content = read_weights(path, trust=trust)
-    recognised = _recognise(content, path, network=network, backbone=backbone, ignore=ignore)
+    with _naming(path):
+        content = read_weights(path, trust=trust)
+        recognised = _recognise(content, path, network=network, backbone=backbone, ignore=ignore)
     _check_hidden_arguments(backbone, recognised, path)
     description = path.with_name(DESCRIPTION_FILE)
     if _is_saved(path) and description.is_file():
@@ -324,6 +394,12 @@ def _file_of(path: Path) -> tuple[Path, tuple[str, ...]]:
     for name in _HUB_WEIGHTS:
         if (path / name).is_file():
             return path / name, ()
+    if _is_read_whole(path):
+        return path, ()
+    distributed = [folder for folder in path.glob("ckpt/*") if _is_read_whole(folder) and folder.name.isdecimal()]
+    if distributed:
+        last = max(distributed, key=lambda folder: int(folder.name))
+        return last, (f"took the last checkpoint of the training, {last.relative_to(path)}",)
     damaged: list[str] = []
     for checkpoint in sorted(path.glob(_CHECKPOINTS), reverse=True):
         try:
@@ -335,8 +411,13 @@ def _file_of(path: Path) -> tuple[Path, tuple[str, ...]]:
     raise FileNotFoundError(
         f"no backbone at {path}{''.join(f' ({reason})' for reason in damaged)}: give a folder that holds "
         f"{WEIGHTS_FILE} (a run), or config.json and "
-        f"{_HUB_WEIGHTS[0]} (the Hugging Face hub), or give a file"
+        f"{_HUB_WEIGHTS[0]} (the Hugging Face hub), or .metadata (torch.distributed.checkpoint), or give a file"
     )
+
+
+def _is_read_whole(folder: Path) -> bool:
+    """Whether a folder is a checkpoint itself: of torch.distributed.checkpoint, or of Orbax."""
+    return any((folder / name).exists() for name in (METADATA, *ORBAX_FILES))
 
 
 # -------------------------------------------------------------------------------- what is known beside the weights
@@ -377,8 +458,12 @@ def _recognise(
     if recognised.format == "cribo run":
         return _as_in_run(recognised, content.get("cribo", {}))
     if recognised.format == "Segmenter":
-        variant = _read_beside(path, "variant.yml").get("net_kwargs", {}).get("normalization")
-        return _expecting(recognised, mean=IMAGENET_MEAN, std=IMAGENET_STD) if variant == "deit" else recognised
+        variant = (_read_beside(path, "variant.yml").get("net_kwargs") or {}).get("normalization")
+        return expecting(recognised, mean=IMAGENET_MEAN, std=IMAGENET_STD) if variant == "deit" else recognised
+    if recognised.format == "detectron2":
+        return as_of_detectron2(recognised, path)
+    if recognised.format in ("DINOv2 or DINOv3 training", "DINOv2", "DINOv3"):
+        return as_trained_by_dino(recognised, path)
     config, images = _hub_config(path), _read_beside(path, _HUB_IMAGES)
     images = {**config.get("pretrained_cfg", {}), **images}
     mean, std = images.get("image_mean", images.get("mean")), images.get("image_std", images.get("std"))
@@ -389,7 +474,7 @@ def _recognise(
             *notes,
         )
     eps = "norm_eps" if recognised.expected.final_norm_eps is None else "final_norm_eps"
-    return _expecting(
+    return expecting(
         replace(recognised, notes=notes),
         **{eps: config.get("layer_norm_eps")},
         mean=mean and tuple(mean),
@@ -443,10 +528,6 @@ def _activation_of(config: Mapping[str, Any], path: Path) -> str | None:
     return _HUB_ACTIVATIONS[config["hidden_act"]]
 
 
-def _expecting(recognised: Recognised, **values: Any) -> Recognised:
-    return replace(recognised, expected=Expected(**values).over(recognised.expected))
-
-
 def _as_in_run(recognised: Recognised, run: Mapping[str, Any]) -> Recognised:
     if "backbone" in run:
         return _as_described(recognised, run["backbone"])
@@ -467,6 +548,8 @@ def _hidden_arguments(
     options = content.get("args", content.get("hyper_parameters"))
     options = options if isinstance(options, Mapping) else getattr(options, "__dict__", {})
     arch = content.get("arch", options.get("arch"))
+    if "MMSegmentation" in recognised.format and (stride := output_stride(content)):
+        arch = f"resnet_{stride}s"
     return {
         "heads": recognised.expected.heads,
         "num_heads": args.get("num_heads", config.get("num_attention_heads", recognised.num_heads)),
@@ -483,6 +566,16 @@ _HUB_ACTIVATIONS = {
     "quick_gelu": "quick_gelu",
     "relu": "relu",
 }
+
+
+def _stride_notes(content: Mapping[str, Any], architecture: Architecture) -> tuple[str, ...]:
+    if output_stride(content) is not None or "output_stride" in architecture.args:
+        return ()
+    way_out = "" if "avg_down" in architecture.args else ": args={'output_stride': 8}"
+    return (
+        "the file does not say which strides and dilations its ResNet has: took an output stride of 32; most of "
+        f"MMSegmentation's have 8{way_out}",
+    )
 
 
 def _check_hidden_arguments(backbone: Backbone, recognised: Recognised, path: Path) -> None:
@@ -510,17 +603,7 @@ def _read_beside(path: Path, name: str) -> dict[str, Any]:
         return {}
     if beside.suffix == ".json":
         return read_json(beside)
-    try:
-        return yaml.load(beside.read_text(encoding="utf-8"), _YamlLoader) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{beside} is damaged ({error}): copy it again") from error
-
-
-class _YamlLoader(yaml.SafeLoader):
-    """Plain data and tuples, which Segmenter's files hold; any other tag of Python is refused."""
-
-
-_YamlLoader.add_constructor("tag:yaml.org,2002:python/tuple", yaml.SafeLoader.construct_yaml_seq)
+    return read_yaml(beside)
 
 
 # ---------------------------------------------------------------------------------------------------- our own files
@@ -529,6 +612,8 @@ _YamlLoader.add_constructor("tag:yaml.org,2002:python/tuple", yaml.SafeLoader.co
 def _is_saved(path: Path) -> bool:
     """Whether a file is of `save_backbone`, under whatever name."""
     description = path.with_name(DESCRIPTION_FILE)
+    if path.is_dir():
+        return False
     if path.name == WEIGHTS_FILE or not description.is_file():
         return path.name == WEIGHTS_FILE
     return read_json(description).get("sha256") == _sha256(path)
@@ -563,6 +648,7 @@ def _as_described(recognised: Recognised, about: Mapping[str, Any]) -> Recognise
         mean=tuple(about["mean"]),
         std=tuple(about["std"]),
         positions=numerics.positions,
+        rope_coordinates=numerics.rope_coordinates,
     )
     return replace(recognised, expected=expected, rope_periods=numerics.rope_periods, notes=())
 
@@ -678,6 +764,7 @@ def _adopt(
             final_norm_eps=expected.final_norm_eps,
             positions=positions or _original_resizing(recognised) or "timm",
             rope_periods=recognised.rope_periods,
+            rope_coordinates=expected.rope_coordinates or "separate",
             dilate_entries=bool(expected.dilate_entries),
             windows=expected.windows or "timm",
             relative_positions=(positions != "timm" and expected.relative_positions) or "timm",
@@ -716,6 +803,8 @@ _UNKNOWN_RESIZING = (
 
 def _original_resizing(recognised: Recognised) -> Resizing | None:
     """How the original resizes positions; None where nothing shows whose the weights are."""
+    if recognised.positions is not None:
+        return recognised.positions
     state, resizing = recognised.state, recognised.expected.positions
     if resizing is None and "pos_embed" in state:
         side = math.isqrt(state["pos_embed"].shape[1])
@@ -786,7 +875,7 @@ def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source
         for what, keys in (
             ("missing", sorted(required_keys(backbone) - state.keys(), key=list(own).index)),
             ("of another shape", reshaped),
-            ("that are not finite", [key for key in own if key in state and not state[key].isfinite().all()]),
+            ("that are not finite", [key for key in own if key in state and not _is_finite(state[key])]),
             ("unexpected", unexpected),
         )
         if keys
@@ -799,6 +888,11 @@ def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source
         )
     usable = {key: state[key] for key in own if key in state and state[key].shape == own[key].shape}
     backbone.model.load_state_dict({**own, **usable})
+
+
+def _is_finite(value: Tensor) -> bool:
+    """Whether all values are; a sum, which takes a tenth of the time, shows it unless it overflows."""
+    return bool(value.sum().isfinite()) or bool(value.isfinite().all())
 
 
 def _name_in_file(key: str, keys: Sequence[str]) -> str:

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from cribo.models import networks
+
 # Widths and depths with a name, and the attention heads of each width. Most have 64 channels a head, but not all:
 # ViT-H of MAE and LOCA has 80, DINOv3's largest has 128.
 _VIT_NAMES = {(192, 12): "tiny", (384, 12): "small", (768, 12): "base", (1024, 24): "large", (1280, 32): "huge"}
@@ -62,7 +64,8 @@ def infer_architecture(
 
     Args:
         state: tensors under timm's keys: a vision transformer (with a learned or fixed position embedding), a DINOv3
-            vision transformer, a ResNet, a ConvNeXt or a Swin transformer.
+            vision transformer, a ResNet, a ConvNeXt or a Swin transformer; or XCiT, CAPI, and MoCo v3's convolutional
+            stem under their own.
         heads: attention heads by width, before the usual ones; weights do not show them.
         num_heads: attention heads, where they are known.
         act_layer: activation of the MLPs, where it is known.
@@ -86,6 +89,12 @@ def infer_architecture(
         return _swin(state, given)
     if any(key.endswith("relative_position_bias_table") for key in state) and "blocks.0.norm1.weight" in state:
         return _beit(state, given)
+    if "encoder.blocks.0.residual1.fn.rope.freqs" in state:
+        return _capi(state)
+    if "cls_attn_blocks.0.norm1.weight" in state:
+        return _xcit(state)
+    if "patch_embed.proj.12.weight" in state:
+        return _conv_stem_vit(state, heads or {}, given)
     if "blocks.0.gamma_1" in state and "pos_embed" not in state:
         return _dinov3(state, given)
     if "blocks.0.norm1.weight" in state and "pos_embed" in state:
@@ -252,23 +261,78 @@ def _dinov3(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architectu
     return Architecture(f"vit_{size}_patch16_dinov3{bias}", args, _USUAL_SIZE // patch_size * patch_size, notes)
 
 
+def _conv_stem_vit(
+    state: Mapping[str, Tensor], known_heads: Mapping[int, int], given: Mapping[str, Any]
+) -> Architecture:
+    """MoCo v3's: its four convolutions of stride 2 give patches of 16 pixels."""
+    plain = {key: value for key, value in state.items() if not key.startswith("patch_embed.proj.")}
+    dim = len(state["patch_embed.proj.12.weight"])
+    plain["patch_embed.proj.weight"] = torch.empty(dim, 3, 16, 16, device="meta")
+    found = _vit(plain, known_heads, given)
+    args = {"name": found.name, "size": found.image_size, **found.args}
+    # It has one block less than networks without the stem.
+    notes = tuple(note for note in found.notes if "check that it is complete" not in note)
+    return Architecture(f"{networks.__name__}.vit_with_convolutional_stem", args, found.image_size, notes)
+
+
+def _capi(state: Mapping[str, Tensor]) -> Architecture:
+    if "encoder.blocks.0.residual1.norm.bias" in state:
+        raise ValueError("a CAPI network with layer norms instead of its RMS norms cannot be built")
+    patches = state["patch_embed.weight"]
+    dim, depth, patch_size = len(patches), _count(state, r"encoder\.blocks"), patches.shape[-1]
+    channels = state["encoder.blocks.0.residual1.fn.rope.freqs"].shape[1]
+    args = {"dim": dim, "depth": depth, "heads": dim // channels, "patch_size": patch_size}
+    args["registers"] = state["registers"].shape[1]
+    note = "the global token is the mean of the patch tokens; CAPI's own is the mean of what its predictor gives"
+    notes = (note, *_depth_notes(dim, depth))
+    return Architecture(f"{networks.__name__}.Capi", args, _USUAL_SIZE // patch_size * patch_size, notes)
+
+
+# Names and attention heads by width and depth.
+_XCIT_NAMES = {
+    (128, 12): ("nano_12", 4),
+    (192, 12): ("tiny_12", 4),
+    (192, 24): ("tiny_24", 4),
+    (384, 12): ("small_12", 8),
+    (384, 24): ("small_24", 8),
+    (512, 24): ("medium_24", 8),
+    (768, 24): ("large_24", 16),
+}
+
+
+def _xcit(state: Mapping[str, Tensor]) -> Architecture:
+    dim, depth = state["cls_token"].shape[-1], _count(state, "blocks")
+    patch_size = 2 ** len({key.split(".")[2] for key in state if re.match(r"patch_embed\.proj\.\d+\.0\.weight", key)})
+    num_heads = len(state["blocks.0.attn.temperature"])
+    if (dim, depth) in _XCIT_NAMES and patch_size in (8, 16):
+        size, usual = _XCIT_NAMES[dim, depth]
+        args = {} if num_heads == usual else {"num_heads": num_heads}
+        return Architecture(f"xcit_{size}_p{patch_size}_224", args, _USUAL_SIZE)
+    args = {"embed_dim": dim, "depth": depth, "num_heads": num_heads}
+    note = (
+        "weights do not show whether XCiT's last blocks normalise all tokens: took that they do, as all but its "
+        "smallest network; if not, give args={'tokens_norm': False}"
+    )
+    return Architecture(f"xcit_small_12_p{patch_size}_224", args, _USUAL_SIZE, (note,))
+
+
 def _resnet(state: Mapping[str, Tensor], arch: str, given: Mapping[str, Any]) -> Architecture:
     if given.get("act_layer", "relu") != "relu":
         raise ValueError(f"a ResNet has the activation relu, got {given['act_layer']}")
     layers = tuple(_count(state, rf"layer{stage}") for stage in range(1, 5))
     is_bottleneck = "layer1.0.conv3.weight" in state
     kind = "bottleneck" if is_bottleneck else "basic"
-    inner = [state[f"layer{stage}.0.conv1.weight"].shape[0] for stage in range(1, 5) if layers[stage - 1]]
+    stages = [stage for stage in range(1, 5) if layers[stage - 1]]
+    inner = [len(state[f"layer{stage}.0.conv1.weight"]) for stage in stages]
     last = "conv3" if is_bottleneck else "conv2"
-    channels = tuple(
-        len(state[f"layer{stage}.0.{last}.weight"]) // (4 if is_bottleneck else 1)
-        for stage in range(1, 5)
-        if layers[stage - 1]
-    )
+    channels = tuple(len(state[f"layer{stage}.0.{last}.weight"]) // (4 if is_bottleneck else 1) for stage in stages)
     name = _RESNET_NAMES.get((kind, layers))
     args: dict[str, Any] = {}
+    notes: tuple[str, ...] = ()
     if name is None:
         name, args = ("resnet50" if is_bottleneck else "resnet18"), {"layers": layers}
+        counts = ", ".join(map(str, layers))
+        notes = (f"the file's stages have {counts} blocks, as no usual ResNet has: check that it is complete",)
     if channels != _RESNET_CHANNELS[: len(channels)]:
         args["channels"] = channels
     if is_bottleneck:
@@ -279,7 +343,18 @@ def _resnet(state: Mapping[str, Tensor], arch: str, given: Mapping[str, Any]) ->
         args |= {"base_width": base_width} if base_width != 64 else {}
     if stride := re.search(r"_(8|16)s$", arch):  # strides are no part of weights
         args["output_stride"] = int(stride[1])
-    return Architecture(name, args, _USUAL_SIZE)
+    # ResNet-D averages before the convolution of a shortcut.
+    if getattr(state.get(f"layer{stages[-1]}.0.downsample.1.weight"), "ndim", 1) == 4:
+        args["avg_down"] = True
+        if "output_stride" in args:
+            raise ValueError("timm averages in the shortcuts of a dilated ResNet-D, where MMSegmentation does not")
+    if "conv1.0.weight" in state:  # ResNet-C and -D: three convolutions
+        first, second = len(state["conv1.0.weight"]), len(state["conv1.3.weight"])
+        args |= {"stem_type": "deep" if first == second else "deep_tiered", "stem_width": second}
+    elif (stem_channels := len(state["conv1.weight"])) != 64:
+        args = {"name": name, "stem_channels": stem_channels, **args}
+        name = f"{networks.__name__}.resnet_with_stem"
+    return Architecture(name, args, _USUAL_SIZE, notes)
 
 
 def _beit(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture:

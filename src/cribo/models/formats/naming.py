@@ -318,6 +318,23 @@ def without_cls_token(state: State) -> State:
     return {**state, "pos_embed": state["pos_embed"][:, 1:]}
 
 
+def from_resnet_v1c(state: State) -> State:
+    """MMSegmentation's ResNet with a stem of three convolutions."""
+    return substitute(state, (r"^stem\.7\.", "bn1."), (r"^stem\.(\d)\.", r"conv1.\1."))
+
+
+def from_detectron2(state: State) -> State:
+    """Its stages are numbered from 2, and norms lie in their convolutions."""
+    return substitute(
+        state,
+        (r"^stem\.conv1\.", "conv1."),
+        (r"^res(\d)\.", lambda match: f"layer{int(match[1]) - 1}."),
+        (r"\.shortcut\.norm\.", ".downsample.1."),
+        (r"\.shortcut\.", ".downsample.0."),
+        (r"(^|\.)conv(\d)\.norm\.", r"\1bn\2."),
+    )
+
+
 def from_flax(state: State) -> State:
     """JAX keeps kernels as (in, out), attention by head, and numbers the modules of a block in two ways."""
     state = substitute(

@@ -1,26 +1,30 @@
 """Pickles of plain data, read with a list of the only names that they may hold, so that no code of theirs runs.
 
-PyTorch's own reader (`weights_only=True`) knows the opcodes of protocol 2 and its own files. This one reads the rest:
-checkpoints that were saved with a later protocol, detectron2's `.pkl` of NumPy arrays, and the metadata of
-`torch.distributed.checkpoint`.
+PyTorch's own reader (`weights_only=True`) knows the opcodes of protocol 2 and its own objects. This one reads the rest:
+options, paths, dates and scores that training scripts keep beside the weights, checkpoints of a later protocol,
+detectron2's `.pkl` of NumPy arrays, and the metadata of `torch.distributed.checkpoint`.
 """
 
 import argparse
 import collections
+import contextlib
 import datetime
 import pickle
+import pickletools
 from collections.abc import Callable
 from functools import partial
 from pathlib import PurePosixPath, PureWindowsPath
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
+from torch._utils import _rebuild_parameter, _rebuild_tensor_v2
 
 # The functions that rebuild arrays and tensors, by the names that pickles give them.
 _NUMPY_ARRAY: Any = np.empty(0).__reduce__()[0]
 _NUMPY_SCALAR: Any = np.float64(0).__reduce__()[0]
+_NUMPY_BUFFER: Any = np.zeros(1).__reduce_ex__(5)[0]
 
 
 class Record:
@@ -43,21 +47,53 @@ def _python_class(kind: type) -> Callable[[], type]:
     return lambda: type(kind.__name__, (kind,), {})
 
 
+def _bytearray(content: str | bytes = b"", encoding: str = "latin1") -> bytearray:
+    """Of its content only: `bytearray(n)` would take n bytes of memory."""
+    return bytearray(content.encode(encoding) if isinstance(content, str) else bytes(memoryview(content)))
+
+
+def _dtype(name: str | np.dtype, align: bool = False, copy: bool = True) -> np.dtype:
+    """Always a copy: NumPy's own are shared, and a pickle may set the state of what it makes."""
+    return np.dtype(name, bool(align), True)
+
+
 def _as_is(value: Any) -> Callable[[], Any]:
     """Types implemented in C, and values: their attributes cannot be set."""
     return lambda: value
 
 
-_DTYPES = ("float16", "float32", "float64", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool")
+_DTYPES = (
+    *("float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"),
+    *("uint8", "int8", "int16", "int32", "int64", "bool", "half", "float", "double", "int", "long"),
+)
 _DCP = "torch.distributed.checkpoint"
+# The types that a `defaultdict` calls for missing keys; here it is a plain dictionary.
+_FACTORIES = ("bool", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "object", "str", "tuple")
+# Options and records of other libraries that training scripts keep beside the weights. `getattr` is how MMEngine's
+# history names its methods; here it gives nothing.
+_OF_NO_INTEREST = (
+    *("torch.serialization._get_layout", "torch.Tensor", "torch.nn.parameter.Parameter"),
+    *("builtins.getattr", "types.SimpleNamespace", "typing.Any", "collections.Counter"),
+    "mmengine.logging.history_buffer.HistoryBuffer",
+    *("omegaconf.dictconfig.DictConfig", "omegaconf.listconfig.ListConfig", "omegaconf.nodes.AnyNode"),
+    *("omegaconf.base.ContainerMetadata", "omegaconf.base.Metadata"),
+)
+_MAPPINGS = (
+    *("yacs.config.CfgNode", "fvcore.common.config.CfgNode", "detectron2.config.config.CfgNode", "easydict.EasyDict"),
+    *("addict.addict.Dict", "mmcv.utils.config.ConfigDict", "mmengine.config.config.ConfigDict"),
+)
 _ALLOWED: dict[str, Callable[[], Any]] = {
     "collections.OrderedDict": _as_is(collections.OrderedDict),
-    "collections.defaultdict": _as_is(collections.OrderedDict),
+    "collections.defaultdict": _function(lambda factory=None: {}),
+    **{f"builtins.{name}": _python_class(Record) for name in _FACTORIES},
+    "builtins.bytearray": _function(_bytearray),
     "builtins.set": _as_is(set),
     "builtins.slice": _as_is(slice),
     "argparse.Namespace": _python_class(argparse.Namespace),
-    "torch._utils._rebuild_tensor_v2": _function(torch._utils._rebuild_tensor_v2),
-    "torch._utils._rebuild_parameter": _function(torch._utils._rebuild_parameter),
+    "torch._utils._rebuild_tensor_v2": _function(_rebuild_tensor_v2),
+    "torch._utils._rebuild_parameter": _function(_rebuild_parameter),
+    "torch._utils._rebuild_parameter_with_state": _function(lambda data, *rest: data),
+    "torch._tensor._rebuild_from_type_v2": _function(lambda function, kind, arguments, state: function(*arguments)),
     "torch.Size": _as_is(torch.Size),
     **{f"torch.{name}": _as_is(getattr(torch, name)) for name in _DTYPES},
     "torch.device": _as_is(torch.device),
@@ -69,8 +105,12 @@ _ALLOWED: dict[str, Callable[[], Any]] = {
         for core in ("core", "_core")
         for name, function in (("_reconstruct", _NUMPY_ARRAY), ("scalar", _NUMPY_SCALAR))
     },
+    **{
+        f"numpy.{core}.numeric._frombuffer": _function(_NUMPY_BUFFER)  # protocol 5
+        for core in ("core", "_core")
+    },
     "numpy.ndarray": _as_is(np.ndarray),
-    "numpy.dtype": _as_is(np.dtype),
+    "numpy.dtype": _function(_dtype),
     **{
         f"{module}.{prefix}{system}Path": _python_class(kind)
         for module in ("pathlib", "pathlib._local")  # before and since Python 3.13
@@ -85,7 +125,8 @@ _ALLOWED: dict[str, Callable[[], Any]] = {
             *("metadata._MEM_FORMAT_ENCODING", "filesystem._StorageInfo"),
         )
     },
-    "torch.serialization._get_layout": _python_class(Record),
+    **{name: _python_class(Record) for name in _OF_NO_INTEREST},
+    **{name: _python_class(dict) for name in _MAPPINGS},
 }
 
 
@@ -93,23 +134,63 @@ class PlainUnpickler(pickle.Unpickler):
     """Reads plain data, NumPy arrays and tensors, and refuses every other name.
 
     Raises:
-        UnpicklingError: another name, given as `GLOBAL module.name`.
+        ForbiddenName: another name, given as `module.name`.
+        UnpicklingError: a place in its memo that no pickle of its length needs, for which Python would take memory.
     """
+
+    def __init__(self, file: IO[bytes], **options: Any) -> None:
+        super().__init__(file, **options)
+        self._file = file
+
+    def load(self) -> Any:
+        """Read one object."""
+        start = self._file.tell()
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(self._file)):
+            if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > max(count, 255):
+                raise pickle.UnpicklingError(f"place {argument} of the memo after {count} steps")
+        self._file.seek(start)
+        return super().load()
 
     def find_class(self, module: str, name: str) -> Any:
         """What stands for a name of the list."""
-        allowed = _ALLOWED.get(f"{module}.{name}")
+        full_name = f"{module}.{name}".replace("__builtin__.", "builtins.").replace("builtins.long", "builtins.int")
+        allowed = _ALLOWED.get(full_name)
         if allowed is None:
-            raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
+            raise ForbiddenName(full_name)
         return allowed()
 
 
-def as_pickle_module() -> ModuleType:
+class ForbiddenName(pickle.UnpicklingError):
+    """A pickle names a class or function that is not on the list."""
+
+
+def as_pickle_module(unpickler: type[pickle.Unpickler] = PlainUnpickler) -> ModuleType:
     """For `torch.load`, whose `pickle_module` it can be."""
     module = ModuleType("plain_pickle")
     module.__dict__.update(
-        Unpickler=PlainUnpickler,
-        load=lambda file, **options: PlainUnpickler(file, **options).load(),
+        Unpickler=unpickler,
+        load=lambda file, **options: unpickler(file, **options).load(),
         UnpicklingError=pickle.UnpicklingError,
     )
     return module
+
+
+def forbidden_names(read: Callable[[ModuleType], Any]) -> list[str]:
+    """The names that a file holds and may not, as far as it can be read without them.
+
+    Args:
+        read: reads the file with a `pickle_module`; nothing that it gives is kept.
+    """
+    names: list[str] = []
+
+    class Lister(PlainUnpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            try:
+                return super().find_class(module, name)
+            except ForbiddenName as error:
+                names.append(str(error))
+                return _python_class(Record)()
+
+    with contextlib.suppress(Exception):
+        read(as_pickle_module(Lister))
+    return sorted(set(names))

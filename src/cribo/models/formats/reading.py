@@ -1,15 +1,16 @@
 """Files of weights, read without running code in them and recognised by their first bytes, never by their name."""
 
-import argparse
 import codecs
-import datetime
+import contextlib
 import json
+import pickle
 import re
 import tarfile
+import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,34 +19,12 @@ import torch
 from torch import Tensor
 
 from cribo.models.formats.distributed import METADATA, read_distributed
-from cribo.models.formats.plain_pickle import PlainUnpickler, as_pickle_module
+from cribo.models.formats.plain_pickle import ForbiddenName, PlainUnpickler, as_pickle_module, forbidden_names
+from cribo.models.formats.table import SHARD
 
 _AGAIN = "copy or download it again"
-# Training scripts keep their options, paths, dates and best scores beside the weights; none runs code when it is read.
-# Paths become pure ones, since those of another system cannot be made here.
-_ARRAY, _SCALAR = np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0]
-_PLAIN_OBJECTS: list[Any] = [
-    argparse.Namespace,
-    np.dtype,
-    np.ndarray,
-    *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
-    *(
-        (function, f"numpy.{core}.multiarray.{name}")  # before and since NumPy 2
-        for core in ("core", "_core")
-        for name, function in (("scalar", _SCALAR), ("_reconstruct", _ARRAY))
-    ),
-    *(
-        (kind, f"{module}.{prefix}{system}Path")
-        for module in ("pathlib", "pathlib._local")  # before and since Python 3.13
-        for prefix in ("", "Pure")
-        for system, kind in (("Posix", PurePosixPath), ("Windows", PureWindowsPath))
-    ),
-    *(type(np.dtype(name)) for name in ("float16", "float32", "float64", "uint8", "int32", "int64", "bool")),
-]
-_PLAIN_NAMES = {f"{kind.__module__}.{kind.__qualname__}" for kind in _PLAIN_OBJECTS if not isinstance(kind, tuple)} | {
-    name for _, name in (kind for kind in _PLAIN_OBJECTS if isinstance(kind, tuple))
-}
 _HEADER_BYTES = 512
+ORBAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
 _DEEPEST = 100
 _LISTED = 5
 
@@ -68,6 +47,12 @@ def read_weights(path: Path, *, trust: bool = False) -> dict[str, Any]:
     """
     if (path / METADATA).is_file():
         return _read_or_explain(path, read_distributed)
+    if path.is_dir() and any((path / name).exists() for name in ORBAX_FILES):
+        raise ValueError(
+            f"{path} is a checkpoint of Orbax (JAX): where orbax and flax are installed, save its arrays with "
+            'numpy.savez("weights.npz", **flax.traverse_util.flatten_dict('
+            f'orbax.checkpoint.PyTreeCheckpointer().restore("{path.absolute()}"), sep="/")), and give that file'
+        )
     if not path.is_file():
         raise FileNotFoundError(f"no weights at {path}")
     with path.open("rb") as file:
@@ -163,8 +148,11 @@ def _refuse_text(path: Path, start: bytes) -> None:
 
 def _refuse_archives(path: Path, start: bytes) -> None:
     """Archives around a file of weights; PyTorch's own files are zip files, too, and its oldest ones tar files."""
-    if start[:2] == b"\x1f\x8b":
-        raise ValueError(f"{path} is a gzip archive: unpack it (tar xzf, gunzip), and give the file of weights in it")
+    for magic, (kind, program) in _ARCHIVES.items():
+        if start.startswith(magic):
+            raise ValueError(f"{path} is a {kind} archive: unpack it ({program}), and give the file of weights in it")
+    if start.startswith(b"\x89HDF\r\n"):
+        raise ValueError(f"{path} is an HDF5 file, as Keras writes it: save its arrays as .npz (numpy.savez)")
     inside: list[str] = []
     if start[:4] == b"PK\x03\x04" and zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
@@ -175,6 +163,16 @@ def _refuse_archives(path: Path, start: bytes) -> None:
     files = [name for name in inside if re.search(r"\.(pth|pt|pkl|ckpt|bin|safetensors)$", name)]
     if files and not any(name.endswith("data.pkl") for name in inside):
         raise ValueError(f"{path} is an archive that holds {files[0]}: unpack it, and give that file")
+
+
+_ARCHIVES = {
+    b"\x1f\x8b": ("gzip", "tar xzf, gunzip"),
+    b"BZh": ("bzip2", "tar xjf, bunzip2"),
+    b"\xfd7zXZ\0": ("xz", "tar xJf, unxz"),
+    b"\x28\xb5\x2f\xfd": ("Zstandard", "tar --zstd -xf, unzstd"),
+    b"7z\xbc\xaf\x27\x1c": ("7-Zip", "7z x"),
+    b"Rar!\x1a\x07": ("RAR", "unrar x"),
+}
 
 
 def _is_text(start: bytes) -> bool:
@@ -206,23 +204,23 @@ def _reader(path: Path, start: bytes) -> Any:
 def _read_torch(path: Path, *, trust: bool) -> Any:
     if trust:
         try:
-            return torch.load(path, map_location="cpu", weights_only=False)
+            return _load(path, pickle, _is_torch(path))
         except ModuleNotFoundError as error:
             raise UntrustedFile(
                 f"{path} holds objects of {error.name}, which is not installed: install it, or save only the file's "
                 "state dict where it is"
             ) from error
-    # Mapped, so that of a training checkpoint only the network that is used comes into memory. Older files cannot be.
-    is_mapped = zipfile.is_zipfile(path)
+    is_torch = _is_torch(path)
+    if is_torch:
+        # PyTorch's own safe reader knows more kinds of tensors, ours more of what lies beside them.
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol")
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     try:
-        if _protocol(path) > 2:
-            return _read_plain(path)
-        with torch.serialization.safe_globals(_PLAIN_OBJECTS):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
-    except Exception as error:
-        names = _untrusted_objects(path, error)
-        if not names:
-            raise
+        return _load(path, as_pickle_module(), is_torch)
+    except ForbiddenName as error:
+        names = forbidden_names(lambda module: _load(path, module, is_torch)) or [str(error)]
+        _refuse_shards(path, names)
         listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
         raise UntrustedFile(
             f"{path} holds Python objects beside its tensors ({listed}) and is not read, because that could run code "
@@ -230,38 +228,32 @@ def _read_torch(path: Path, *, trust: bool) -> Any:
         ) from error
 
 
-def _protocol(path: Path) -> int:
-    """Of the pickle in a file of torch, or of one that is a pickle and nothing else."""
+def _is_torch(path: Path) -> bool:
+    """Whether PyTorch wrote a file; other pickles hold arrays of NumPy."""
     if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            name = next((name for name in archive.namelist() if name.endswith("data.pkl")), None)
-            start = archive.open(name).read(2) if name else b""
-    else:
+        return True
+    with path.open("rb") as file, contextlib.suppress(Exception):
+        return PlainUnpickler(file).load() == torch.serialization.MAGIC_NUMBER or tarfile.is_tarfile(path)
+    return tarfile.is_tarfile(path)
+
+
+def _load(path: Path, pickle_module: Any, is_torch: bool) -> Any:
+    if not is_torch:
         with path.open("rb") as file:
-            start = file.read(2)
-    return start[1] if start[:1] == b"\x80" else 0
+            return pickle_module.Unpickler(file, encoding="latin1").load()
+    # Mapped, so that of a training checkpoint only the network that is used comes into memory. Older files cannot be.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected pickle protocol")
+        return torch.load(
+            path, map_location="cpu", weights_only=False, pickle_module=pickle_module, mmap=zipfile.is_zipfile(path)
+        )
 
 
-def _read_plain(path: Path) -> Any:
-    """A file of a later protocol than PyTorch's own safe reader knows, or a pickle of arrays (detectron2)."""
-    with path.open("rb") as file:
-        if not zipfile.is_zipfile(path):
-            first = PlainUnpickler(file, encoding="latin1").load()
-            if first != torch.serialization.MAGIC_NUMBER:
-                return first
-    return torch.load(path, map_location="cpu", weights_only=False, pickle_module=as_pickle_module())
-
-
-def _untrusted_objects(path: Path, error: Exception) -> list[str]:
-    """The classes and functions that a torch file wants to call; none if that is not why it cannot be read."""
-    if "Weights only load failed" not in str(error) and "GLOBAL" not in str(error):
-        return []
-    try:
-        with torch.serialization.safe_globals(_PLAIN_OBJECTS):
-            names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # older files hold several pickles and cannot be listed
-        names = []
-    return sorted(set(names) - _PLAIN_NAMES) or re.findall(r"GLOBAL ([\w.]+)", str(error))[:1]
+def _refuse_shards(path: Path, names: Sequence[str]) -> None:
+    """The part of a network that one rank of a training with FSDP kept, as PyTorch's sharded tensors."""
+    if not any("_shard." in name or ".distributed.tensor" in name or "DTensor" in name for name in names):
+        return
+    raise UntrustedFile(f"{path} {SHARD}")
 
 
 def _read_numpy(path: Path) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ Tensors beside it (heads, decoders, optimiser states, metrics) are left out, and
 """
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -19,12 +20,14 @@ from cribo.models.formats.table import (
     NAMINGS,
     OWN,
     PROJECTS,
+    REFUSED,
     TRAINING,
     Expected,
     Naming,
     Project,
     Rules,
 )
+from cribo.models.positions import Resizing
 
 NetworkName = Literal["teacher", "student"]
 
@@ -49,6 +52,7 @@ class Recognised:
         num_heads: attention heads, where the file shows them.
         expected: what the weights expect of network and images.
         rope_periods: of DINOv3's rotary embedding, where the file holds them.
+        positions: how its training resizes the position embedding, where its configuration says so.
         notes: what a user should know.
     """
 
@@ -62,6 +66,7 @@ class Recognised:
     expected: Expected
     rope_periods: tuple[float, ...] | None
     notes: tuple[str, ...]
+    positions: Resizing | None = None
 
 
 def recognise(
@@ -94,6 +99,9 @@ def recognise(
     if len(originals) < len(tensors):
         twice = set(tensors) - set(originals.values())
         raise ValueError(f"{source} holds keys that only wrappers tell apart: {first_keys(sorted(twice))}")
+    for pattern, reason in REFUSED:
+        if any(re.search(pattern, key) for key in originals):
+            raise ValueError(f"{source} {reason}")
     project = next((project for project in PROJECTS if _shows(project.signs, originals)), None)
     found = _networks(originals, own)
     if not found:
@@ -116,8 +124,13 @@ def recognise(
     expected = (project.expected if project else Expected()).over(naming.expected)
     num_heads = naming.count_heads(state)
     if not is_own:
-        state = naming.rename(state)
-        state = project.adapt(state) if project else state
+        try:
+            state = naming.rename(state)
+            state = project.adapt(state) if project else state
+        except Exception as error:  # of tensors that are missing or have shapes that no network has
+            raise ValueError(
+                f"{source} holds no whole network of {naming.name} ({type(error).__name__}: {error})"
+            ) from error
     periods = state.pop("rope_embed.periods", None)
     return Recognised(
         format=(project or naming).name,
@@ -166,9 +179,12 @@ def _networks(keys: Collection[str], own: Collection[str]) -> dict[str, Naming]:
                 found[prefix] = naming
     if found or not own:
         return found
-    for name in own:
-        if prefixes := _prefixes(re.escape(name), keys):
-            return dict.fromkeys(prefixes, OWN)
+    fitting = Counter(
+        key[: match.end()] for key in keys for match in re.finditer(r"^|[./]", key) if key[match.end() :] in own
+    )
+    if fitting:
+        most = max(fitting.values())
+        return dict.fromkeys((prefix for prefix, count in fitting.items() if count == most), OWN)
     # Names of another library, which timm may know how to read; they lie under one key or none.
     containers = {key.partition("/")[0] + "/" for key in keys if "/" in key}
     return dict.fromkeys(containers if len(containers) == 1 else {""}, OWN) if keys else {}

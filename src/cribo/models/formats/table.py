@@ -10,6 +10,7 @@ its names are new, and a case in tests/models/formats.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from cribo.models.formats import naming
 from cribo.models.formats.naming import State
@@ -33,6 +34,7 @@ class Expected:
         act_layer: activation of the MLPs, by timm's name.
         assumed_act_layer: the same, where the project has several and files do not show which.
         positions: how the position embedding is resized.
+        rope_coordinates: how DINOv3's rotary embedding scales places (`Numerics`).
         heads: attention heads by width, where they are not the usual ones.
         dilate_entries: see `Numerics`.
         windows: how Swin pads and shifts its windows.
@@ -47,6 +49,7 @@ class Expected:
     act_layer: str | None = None
     assumed_act_layer: str | None = None
     positions: Resizing | None = None
+    rope_coordinates: Literal["separate", "max", "min"] | None = None
     heads: Mapping[int, int] = field(default_factory=dict)
     dilate_entries: bool | None = None
     windows: Windows | None = None
@@ -137,6 +140,32 @@ BESIDE: Rules = (
     ),
 )
 """What many projects store beside their networks; patterns of whole keys."""
+
+SHARD = (
+    "holds one rank's part of a network that was trained in shards (FSDP): give the whole network, such as the "
+    "eval/training_<step>/teacher_checkpoint.pth of DINOv2 and DINOv3, or a folder of torch.distributed.checkpoint"
+)
+REFUSED: tuple[tuple[str, str], ...] = (
+    (r"(^|[./])_?flat_params?(_\d+)?$|\.parametrizations\.\w+\.original$", SHARD),
+    (
+        r"(^|[./])patch_generator\.embedder\.weight$",
+        "is of RADIO, which crops its positions to the image's form: load timm's copy by name, such as "
+        "vit_large_patch16_radio_v3.c_radio",
+    ),
+    (
+        r"^visual_model\.head\.|^(text_model\.)?backbone\.token_embedding\.",
+        "is of dino.txt, which stores its vision head and its text encoder without the image network: give the "
+        "weights of the DINOv2 or DINOv3 network that it was trained with",
+    ),
+    (
+        r"(^|/)res2_0_branch2a_w$",
+        "is a network of Caffe2, whose strides lie in the first convolution of a block; no network of timm has that, "
+        "so that features could not be the same",
+    ),
+)
+"""Files that are known and cannot be loaded: a pattern of a key that only they have, and why. Sources:
+github.com/NVlabs/RADIO, github.com/facebookresearch/dinov2 (`hub/dinotxt.py`), github.com/facebookresearch/detectron2
+(`checkpoint/c2_model_loading.py`), github.com/facebookresearch/capi (`fsdp.py`)."""
 
 _OFFSET = Expected(positions="bicubic_offset")
 
@@ -362,6 +391,8 @@ _HEAD: Rules = (
 )
 # Decoders whose tensors are named as siblings of the encoder's.
 _DECODER: Rules = (("decoder", r"^decoder_\w+([./]|$)"),)
+
+_RESNET_HEAD = ("head", r"^(fc\w*|head\w*|projector|projection_head|prototypes)\.")
 
 _PATCHES = r"patch_embed\.proj\.weight"
 _HF_PATCHES = r"embeddings\.patch_embeddings\.projection\.weight"
@@ -674,8 +705,48 @@ NAMINGS: tuple[Naming, ...] = (
         "github.com/pytorch/vision",
         r"layer1\.0\.conv1\.weight",
         naming.unchanged,
-        needs=(r"^conv1\.weight$", r"^bn1\.running_mean$"),
-        dropped=(("head", r"^(fc\w*|head\w*|projector|projection_head|prototypes)\."),),
+        needs=(r"^conv1\.(0\.)?weight$", r"^bn1\.running_mean$"),
+        dropped=(_RESNET_HEAD,),
+    ),
+    Naming(
+        "MMSegmentation ResNetV1c",
+        "github.com/open-mmlab/mmsegmentation, mmseg/models/backbones/resnet.py",
+        r"stem\.0\.weight",
+        naming.from_resnet_v1c,
+        needs=(r"^stem\.7\.running_mean$", r"^layer1\.0\.conv1\.weight$"),
+        dropped=(_RESNET_HEAD,),
+    ),
+    Naming(
+        "detectron2",
+        "github.com/facebookresearch/detectron2, detectron2/modeling/backbone/resnet.py",
+        r"stem\.conv1\.weight",
+        naming.from_detectron2,
+        needs=(r"^stem\.conv1\.norm\.running_mean$", r"^res2\.0\.conv1\.norm\.weight$"),
+        dropped=(("head", r"^(stem\.)?(fc|linear)\."),),
+    ),
+    Naming(
+        "XCiT",
+        "github.com/facebookresearch/xcit, github.com/facebookresearch/dino",
+        r"patch_embed\.proj\.0\.0\.weight",
+        naming.unchanged,
+        needs=(r"^blocks\.0\.attn\.temperature$", r"^cls_attn_blocks\.0\.gamma1$"),
+        dropped=_HEAD,
+    ),
+    Naming(
+        "CAPI",
+        "github.com/facebookresearch/capi, model.py",
+        r"registers",
+        naming.unchanged,
+        needs=(r"^encoder\.blocks\.0\.residual1\.fn\.rope\.freqs$", r"^patch_embed\.weight$"),
+        dropped=(*_MASK, ("decoder", r"^(decoder|dec_norm)\.")),
+    ),
+    Naming(
+        "ViT with a convolutional stem",
+        "github.com/facebookresearch/moco-v3, vits.py (vit_conv_small, vit_conv_base)",
+        r"patch_embed\.proj\.0\.weight",
+        naming.unchanged,
+        needs=(r"^patch_embed\.proj\.12\.weight$", r"^blocks\.0\.norm1\.weight$", r"^pos_embed$"),
+        dropped=_HEAD,
     ),
 )
 

@@ -1,0 +1,175 @@
+"""What lies beside the tensors: configurations that a training kept in its checkpoint, beside it or above it."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cribo.models.formats.recognising import Recognised
+from cribo.models.formats.table import Expected
+from cribo.models.positions import Resizing
+
+
+class PlainYamlLoader(yaml.SafeLoader):
+    """Plain data and tuples, which Segmenter's files hold; any other tag of Python is refused."""
+
+
+PlainYamlLoader.add_constructor("tag:yaml.org,2002:python/tuple", yaml.SafeLoader.construct_yaml_seq)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; empty where it holds something else.
+
+    Raises:
+        ValueError: the file is damaged, or has tags that could run code.
+    """
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), PlainYamlLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): copy it again") from error
+    return content if isinstance(content, dict) else {}
+
+
+def expecting(recognised: Recognised, *notes: str, **values: Any) -> Recognised:
+    """With other expectations, and notes in front of those that are known."""
+    expected = Expected(**values).over(recognised.expected)
+    return replace(recognised, expected=expected, notes=(*notes, *recognised.notes))
+
+
+# ------------------------------------------------------------------------------------------------ DINOv2 and DINOv3
+
+_ABOVE = 4
+_DINOV3_EPS = {"layernorm": 1e-6, "layernormbf16": 1e-5}
+_RESIZINGS: dict[tuple[bool, bool], Resizing] = {  # antialiased, with an offset
+    (False, True): "bicubic_offset",
+    (False, False): "bicubic",
+    (True, False): "timm",
+}
+
+
+def as_trained_by_dino(recognised: Recognised, path: Path) -> Recognised:
+    """What the training of DINOv2 or DINOv3 wrote into `config.yaml`, at the top of its folder.
+
+    Its checkpoints lie up to three folders deeper (`eval/training_<step>/teacher_checkpoint.pth`, `ckpt/<step>/`).
+
+    Source: github.com/facebookresearch/dinov2, /dinov3: `configs/ssl_default_config.yaml`.
+
+    Raises:
+        ValueError: the configuration asks for arithmetic that cannot be built.
+    """
+    state = recognised.state
+    is_rotary = recognised.rope_periods is not None
+    registers = state["reg_token"].shape[1] if "reg_token" in state else 0
+    for folder in [path if path.is_dir() else path.parent, *path.absolute().parents][:_ABOVE]:
+        config = folder / "config.yaml"
+        content = read_yaml(config) if config.is_file() else {}
+        student = content.get("student")
+        if not isinstance(student, Mapping) or "arch" not in student:
+            continue
+        stored = student.get("n_storage_tokens" if is_rotary else "num_register_tokens", registers)
+        if (student.get("patch_size"), stored) == (state["patch_embed.proj.weight"].shape[-1], registers):
+            return _as_configured(recognised, student, content.get("crops") or {}, config)
+    if is_rotary and "training" in recognised.format:
+        note = (
+            "no config.yaml of its training lies beside or above it: took an epsilon of 1e-5 and rotary coordinates "
+            "that are scaled for each side by itself, as in the released networks"
+        )
+        return expecting(recognised, note)
+    return recognised
+
+
+def _as_configured(
+    recognised: Recognised, student: Mapping[str, Any], crops: Mapping[str, Any], config: Path
+) -> Recognised:
+    note = f"epsilon, positions and normalisation are those of {config}"
+    values: dict[str, Any] = {key: tuple(crops[f"rgb_{key}"]) for key in ("mean", "std") if crops.get(f"rgb_{key}")}
+    if recognised.rope_periods is None:
+        how = (bool(student.get("interpolate_antialias", False)), bool(student.get("interpolate_offset", 0.1)))
+        if how not in _RESIZINGS:
+            raise ValueError(f"{config} resizes positions antialiased and by an offset, which is not supported")
+        return replace(expecting(recognised, note, **values), positions=_RESIZINGS[how])
+    norm = student.get("norm_layer", "layernorm")
+    if norm not in _DINOV3_EPS:
+        raise ValueError(f"{config} has norm_layer {norm!r}: it must be one of {', '.join(_DINOV3_EPS)}")
+    notes = [note]
+    if student.get("pos_embed_rope_dtype", "bf16") != "fp32":
+        notes.append("its training computes the rotary embedding in bfloat16; here it is computed in float32")
+    coordinates = student.get("pos_embed_rope_normalize_coords", "separate")
+    return expecting(recognised, *notes, norm_eps=_DINOV3_EPS[norm], rope_coordinates=coordinates, **values)
+
+
+# ------------------------------------------------------------------------------------------------------- ResNets
+
+
+def output_stride(content: Mapping[str, Any]) -> int | None:
+    """Of a ResNet of MMSegmentation, from the configuration in its file; None where there is none.
+
+    Raises:
+        ValueError: strides and dilations that no network of timm has.
+    """
+    meta = content.get("meta")
+    text = next((meta[key] for key in ("cfg", "config") if isinstance(meta.get(key), str)), "") if meta else ""
+    match = re.search(r"backbone=dict\(.*?(?=decode_head|neck=|auxiliary_head|$)", text, flags=re.DOTALL)
+    if match is None:
+        return None
+    settings = {
+        name: tuple(int(number) for number in re.findall(r"\d+", numbers))
+        for name, numbers in re.findall(r"\b(strides|dilations)=[(\[]([\d,\s]+)[)\]]", match[0])
+    }
+    strides, dilations = settings.get("strides", (1, 2, 2, 2)), settings.get("dilations", (1, 1, 1, 1))
+    known: dict[tuple[int, ...], int] = {(1, 2, 2, 2): 32, (1, 2, 2, 1): 16, (1, 2, 1, 1): 8}
+    strided = known.get(strides)
+    expected: dict[int, tuple[int, ...]] = {32: (1, 1, 1, 1), 16: (1, 1, 1, 2), 8: (1, 1, 2, 4)}
+    contracts = "contract_dilation=True" in match[0] or strided == 32
+    if strided is None or dilations != expected[strided] or not contracts:
+        raise ValueError(
+            f"its configuration has strides {strides}, dilations {dilations} and contract_dilation {contracts}, which "
+            "no ResNet of timm has"
+        )
+    return strided
+
+
+def as_of_detectron2(recognised: Recognised, path: Path) -> Recognised:
+    """Colours, normalisation and strides of detectron2, which the `config.yaml` of its training tells.
+
+    Files with bare names are made from networks of PyTorch (`tools/convert-torchvision-to-d2.py`), which take RGB.
+
+    Raises:
+        ValueError: there is no such file, or its network has strides that no network of timm has.
+    """
+    if not recognised.part.endswith("bottom_up."):
+        note = "took RGB images with ImageNet's normalisation, as of networks that were converted for detectron2"
+        return expecting(recognised, note)
+    config = path.with_name("config.yaml")
+    content = read_yaml(config) if config.is_file() else {}
+    if not isinstance(model := content.get("MODEL"), Mapping):
+        raise ValueError(
+            f"{path} is of a training of detectron2, and no config.yaml of it lies beside it: only that shows the "
+            "order of colours, the normalisation and the strides that the weights expect"
+        )
+    if model.get("RESNETS", {}).get("STRIDE_IN_1X1", True):
+        raise ValueError(
+            f"{config} has STRIDE_IN_1X1: true, as networks of Caffe, whose strides lie in the first convolution of a "
+            "block; no network of timm has that, so that features could not be the same"
+        )
+    mean, std = (tuple(value / 255 for value in model[key]) for key in ("PIXEL_MEAN", "PIXEL_STD"))
+    if content.get("INPUT", {}).get("FORMAT", "BGR") == "BGR":
+        state = {**recognised.state, "conv1.weight": recognised.state["conv1.weight"].flip(1)}
+        recognised, mean, std = replace(recognised, state=state), mean[::-1], std[::-1]
+    return expecting(recognised, f"colours and normalisation are those of {config}", mean=mean, std=std)
+
+
+# --------------------------------------------------------------------------------------------------------- shards
+
+
+def whole_network_near(path: Path) -> Path | None:
+    """The whole network that DINOv2, DINOv3 or CAPI wrote while it trained in shards; the last one."""
+    found = [
+        whole
+        for folder in (path.parent, *path.absolute().parents[1:3])
+        for whole in folder.glob("eval/*/*_checkpoint.pth")
+    ]
+    return max(found, key=lambda whole: whole.stat().st_mtime, default=None)
