@@ -103,7 +103,10 @@ def with_epochs(config: PretrainConfig, epochs: int) -> PretrainConfig:
         ),
         losses=dataclasses.replace(
             losses,
-            cross_image_from_epoch=placed(losses.cross_image_from_epoch),
+            # The shortest run has one epoch, and uses every loss that the longer one uses.
+            cross_image_from_epoch=placed(losses.cross_image_from_epoch)
+            if epochs > 1 or losses.cross_image_from_epoch >= optim.epochs
+            else 0,
             teacher_temperature_epochs=placed(losses.teacher_temperature_epochs),
         ),
         score=dataclasses.replace(score, every_epochs=placed(score.every_epochs)),
