@@ -82,6 +82,7 @@ def with_epochs(config: PretrainConfig, epochs: int) -> PretrainConfig:
     """A run of another length; schedules that begin or end at an epoch keep their place in it.
 
     Example:
+        >>> from cribo.pretraining import load_config
         >>> shorter = with_epochs(load_config("imagenet_vits16"), 10)
         >>> shorter.optim.warmup_epochs
         1
