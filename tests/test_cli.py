@@ -118,7 +118,7 @@ def test_words_that_are_refused(words: list[str], message: str, refused: Callabl
         (["--backbone.pretrained", "nothing.pth"], "no weights at nothing.pth"),
         (["--out", "file"], "file is a file, not a folder: choose another --out"),
         (["--out", "file/deeper"], "file is a file, not a folder"),
-        (["--name", "file", "--out", "."], "file is a file, not a run folder"),
+        (["--name", "file", "--out", "."], "file is a file, not a folder"),
         (["--minutes", "0"], "minutes must be > 0, got 0.0"),
         (["--score.root", "empty"], "there is no 'images'"),
         (["--score.root", "scenes", "--score.size", "[30, 32]"], "score.size must be multiples of the patch size 8"),

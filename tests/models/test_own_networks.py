@@ -56,10 +56,10 @@ def test_weights_import_no_code_by_themselves(module: str, tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("{}.Nets", {}, "there is no 'Nets' in {}: did you mean {}.Net"),
+        ("{}.Nets", {}, "module {} has no 'Nets': did you mean {}.Net"),
         ("{}.no_network", {}, "must give a module whose forward_features"),
         ("{}.Net", {"depth": 3}, "cannot be called with {'depth': 3}"),
-        ("nowhere.Net", {}, "there is no module 'nowhere'"),
+        ("nowhere.Net", {}, "module 'nowhere' not found"),
     ],
 )
 def test_what_is_no_network_is_refused(module: str, name: str, args: dict[str, int], message: str) -> None:

@@ -9,8 +9,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
@@ -143,9 +143,9 @@ class _Fault(Exception):
 class _Crew:
     """The workers of one iterator of a `DataLoader`, which goes on from epoch to epoch.
 
-    A worker that dies or is stopped may leave half a message behind, or a lock that is never released, so that whoever
-    reads on waits forever. Torch's handler of SIGCHLD ends that wait: it raises an error in the main thread as soon as
-    a worker dies. Workers that hang are therefore killed, by a timer.
+    A worker that dies may leave half a message behind, or a lock that is never released, so that the next read waits
+    forever. A handler of SIGCHLD ends that wait: it raises an error in the main thread as soon as a worker dies.
+    Workers that hang are killed by a timer, which has the same effect.
 
     Args:
         dataset, sampler: of the loader.
@@ -178,15 +178,30 @@ class _Crew:
             multiprocessing_context=_recording(self._processes),
             generator=torch.Generator(),  # instead of the global one, which would be advanced
         )
-        why = None
+        errors: list[BaseException] = []
+
+        def start() -> None:
+            try:
+                self._iterators.append(iter(loader))
+            except BaseException as error:
+                errors.append(error)
+
+        # In a thread, because signal handlers run in the main one: an error that a handler raises inside a fork is
+        # lost, and leaves the locks of `logging` held for good.
+        thread = threading.Thread(target=start, name="start of workers")
+        thread.start()
         try:
-            self._iterators.append(iter(loader))
-        except OSError as error:
-            why = str(error)
+            thread.join()
+        except BaseException as error:  # an interruption
+            thread.join()  # `kill` must know all workers
+            errors.append(error)
         self._processes[:] = [process for process in self._processes if process.pid is not None]
-        if why is not None:
+        if errors:
             self.kill()
-            raise _Fault(f"workers could not be started: {why}", "Use fewer data.workers")
+        for error in errors:
+            if isinstance(error, OSError):
+                raise _Fault(f"workers could not be started: {error}", "Use fewer data.workers")
+            raise error
 
     def next(self, timeout: float) -> Batch:
         """The batch that is due.
@@ -201,8 +216,8 @@ class _Crew:
         timer.daemon = True
         timer.start()
         try:
-            with _ChildHandler.raising():
-                # What died before now raises no error any more.
+            with _raising_when_ended(self._processes):
+                # Workers that died before now send no signal any more.
                 fault = self._fault(timeout)
                 batch = None if fault else next(self._iterators[0])
         except Exception:
@@ -304,39 +319,44 @@ def _recording(processes: list[BaseProcess]) -> Any:
     return context
 
 
-class _ChildHandler:
-    """Torch's handler of SIGCHLD; its error about a dead worker is raised only while a batch is fetched.
+@contextmanager
+def _raising_when_ended(processes: Sequence[BaseProcess]) -> Iterator[None]:
+    """Raise a RuntimeError in this context as soon as one of the processes ends.
 
-    By itself it would be raised wherever the main thread is, in the middle of a training step, too.
+    Only in the main thread of systems that know SIGCHLD; elsewhere, torch notices an ended worker within seconds,
+    unless it left half a message.
     """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
+        yield
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    usual = _WithoutErrors(before) if callable(before) and not isinstance(before, _WithoutErrors) else before
 
-    fetching = False
+    def handle(number: int, frame: Any) -> None:
+        if callable(usual):
+            usual(number, frame)
+        if multiprocessing.connection.wait([process.sentinel for process in processes], timeout=0):
+            raise RuntimeError("a worker ended")
+
+    signal.signal(signal.SIGCHLD, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL if usual is None else usual)
+
+
+class _WithoutErrors:
+    """Torch's handler of SIGCHLD, which any loader in the main thread installs, without its error about dead workers.
+
+    It would be raised wherever the main thread is, in the middle of a training step, too.
+    """
 
     def __init__(self, handler: Callable[[int, Any], Any]) -> None:
         self.handler = handler
 
     def __call__(self, number: int, frame: Any) -> None:
-        try:
+        with suppress(RuntimeError):
             self.handler(number, frame)
-        except RuntimeError:
-            if _ChildHandler.fetching:
-                raise
-
-    @staticmethod
-    @contextmanager
-    def raising() -> Iterator[None]:
-        """Raise errors in this context; signals reach the main thread alone."""
-        if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
-            yield
-            return
-        handler = signal.getsignal(signal.SIGCHLD)  # torch sets its own at the first loader with workers
-        if callable(handler) and not isinstance(handler, _ChildHandler):
-            signal.signal(signal.SIGCHLD, _ChildHandler(handler))
-        _ChildHandler.fetching = True
-        try:
-            yield
-        finally:
-            _ChildHandler.fetching = False
 
 
 def _begin_worker(number: int) -> None:

@@ -82,6 +82,7 @@ def with_epochs(config: PretrainConfig, epochs: int) -> PretrainConfig:
     """A run of another length; schedules that begin or end at an epoch keep their place in it.
 
     Example:
+        >>> from cribo.pretraining import load_config
         >>> shorter = with_epochs(load_config("imagenet_vits16"), 10)
         >>> shorter.optim.warmup_epochs
         1
@@ -103,7 +104,10 @@ def with_epochs(config: PretrainConfig, epochs: int) -> PretrainConfig:
         ),
         losses=dataclasses.replace(
             losses,
-            cross_image_from_epoch=placed(losses.cross_image_from_epoch),
+            # The shortest run has one epoch, and uses every loss that the longer one uses.
+            cross_image_from_epoch=placed(losses.cross_image_from_epoch)
+            if epochs > 1 or losses.cross_image_from_epoch >= optim.epochs
+            else 0,
             teacher_temperature_epochs=placed(losses.teacher_temperature_epochs),
         ),
         score=dataclasses.replace(score, every_epochs=placed(score.every_epochs)),

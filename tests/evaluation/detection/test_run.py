@@ -307,7 +307,7 @@ def test_help_advises(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["evaluate", "detection", "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "A first try: --schedule short --limit 20 --epochs 2" in said
+    assert "first try: --schedule short --limit 20 --epochs 2" in said
     assert "[2.5e-5, short:" in said
 
 
