@@ -1,7 +1,9 @@
 """Dense visual representations from unlabelled images by cross-image object-level bootstrapping (CrIBo)."""
 
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cribo.models import load_backbone
@@ -11,19 +13,11 @@ if TYPE_CHECKING:
 __version__ = version("cribo-ssl")
 __all__ = ["SegmentationMemory", "__version__", "load_backbone", "load_config", "pretrain", "resume"]
 
-
-def __getattr__(name: str) -> Any:
-    # Imported when first used: `import cribo.method` must not wait for Lightning.
-    if name == "load_backbone":
-        from cribo.models import load_backbone
-
-        return load_backbone
-    if name in ("load_config", "pretrain", "resume"):
-        from cribo import pretraining
-
-        return getattr(pretraining, name)
-    if name == "SegmentationMemory":
-        from cribo.segmentation import SegmentationMemory
-
-        return SegmentationMemory
-    raise AttributeError(f"module 'cribo' has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        ".models": ("load_backbone",),
+        ".pretraining": ("load_config", "pretrain", "resume"),
+        ".segmentation": ("SegmentationMemory",),
+    },
+)

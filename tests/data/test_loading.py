@@ -253,7 +253,6 @@ def test_a_worker_that_goes_on_in_time_is_not_replaced() -> None:
 
 
 def test_workers_that_are_killed_again_and_again() -> None:
-    before = threads()
     training = Training(Noise(IMAGES), max_restarts=1)
     batches = []
     for _ in range(3):
@@ -265,7 +264,7 @@ def test_workers_that_are_killed_again_and_again() -> None:
     training.loader.close()
     assert_same(batches, expected(3))
     assert training.loader.restarts == 4
-    assert ended([thread for thread in threads() if thread not in before])
+    assert training.workers == []
 
 
 def test_an_interruption_while_a_batch_is_waited_for_loses_nothing(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """What can be trained on and evaluated on."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cribo.data.classification import ClassificationSplits, ClassifiedFiles, open_class_folders, open_classification
@@ -43,22 +44,17 @@ __all__ = [
     "write_shards",
 ]
 
-_PLACES = {
-    "classification": ("ClassificationSplits", "ClassifiedFiles", "open_class_folders", "open_classification"),
-    "datasets": ("default_splits", "open_segmentation"),
-    "images": ("DataError", "ImageFiles", "ImageSource", "MissingData", "open_images"),
-    "reading": ("UnreadableImage", "read_image"),
-    "segmentation": ("LabelledFiles", "LabelledFolder", "LabelledImages", "LabelledSubset", "colour_map"),
-    "sets": ("SEGMENTATION_SETS", "SegmentationSet"),
-    "shard_writing": ("WrittenShards", "write_shards"),
-    "shards": ("ShardedImages", "open_collection", "open_shards"),
-    "storage": ("ShardError",),
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Imported when first used: a configuration must not wait for torch.
-    for module, names in _PLACES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"cribo.data.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        ".classification": ("ClassificationSplits", "ClassifiedFiles", "open_class_folders", "open_classification"),
+        ".datasets": ("default_splits", "open_segmentation"),
+        ".images": ("DataError", "ImageFiles", "ImageSource", "MissingData", "open_images"),
+        ".reading": ("UnreadableImage", "read_image"),
+        ".segmentation": ("LabelledFiles", "LabelledFolder", "LabelledImages", "LabelledSubset", "colour_map"),
+        ".sets": ("SEGMENTATION_SETS", "SegmentationSet"),
+        ".shard_writing": ("WrittenShards", "write_shards"),
+        ".shards": ("ShardedImages", "open_collection", "open_shards"),
+        ".storage": ("ShardError",),
+    },
+)

@@ -1,7 +1,8 @@
 """The field's evaluation protocols on labelled images, one folder each, and one format for their results."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cribo.evaluation.cache import FeatureCache
@@ -44,27 +45,22 @@ __all__ = [
     "read_result",
 ]
 
-_PLACES = {
-    "cache": ("FeatureCache",),
-    "comparison": ("Comparison", "compare"),
-    "data": ("LabelledDataConfig",),
-    "dense_neighbours.config": ("DenseNNConfig",),
-    "dense_neighbours.protocols": ("DenseNNSettings", "protocol_settings"),
-    "dense_neighbours.retrieval": ("DenseRetrieval", "RatioScore", "dense_nn", "draw_images"),
-    "dense_neighbours.run": ("evaluate_dense_nn",),
-    "image_neighbours.config": ("ImageDataConfig", "ImageNNConfig"),
-    "image_neighbours.retrieval": ("ImageRetrieval", "image_nn"),
-    "image_neighbours.run": ("evaluate_image_nn",),
-    "image_neighbours.settings": ("ImageNNSettings",),
-    "machine": ("Machine",),
-    "results": ("EvaluationResult", "read_result"),
-    "runtime": ("EvaluationRuntime",),
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Imported when first used: a configuration must not wait for torch.
-    for module, names in _PLACES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"cribo.evaluation.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        ".cache": ("FeatureCache",),
+        ".comparison": ("Comparison", "compare"),
+        ".data": ("LabelledDataConfig",),
+        ".dense_neighbours.config": ("DenseNNConfig",),
+        ".dense_neighbours.protocols": ("DenseNNSettings", "protocol_settings"),
+        ".dense_neighbours.retrieval": ("DenseRetrieval", "RatioScore", "dense_nn", "draw_images"),
+        ".dense_neighbours.run": ("evaluate_dense_nn",),
+        ".image_neighbours.config": ("ImageDataConfig", "ImageNNConfig"),
+        ".image_neighbours.retrieval": ("ImageRetrieval", "image_nn"),
+        ".image_neighbours.run": ("evaluate_image_nn",),
+        ".image_neighbours.settings": ("ImageNNSettings",),
+        ".machine": ("Machine",),
+        ".results": ("EvaluationResult", "read_result"),
+        ".runtime": ("EvaluationRuntime",),
+    },
+)

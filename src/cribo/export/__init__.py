@@ -1,7 +1,8 @@
 """A backbone for other programs: timm, transformers, ONNX, torch.export; each checked after writing."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cribo.export.options import TARGETS, Target
@@ -9,15 +10,10 @@ if TYPE_CHECKING:
 
 __all__ = ["TARGETS", "DifferentFeatures", "ExportReport", "Target", "export_backbone"]
 
-_PLACES = {
-    "options": ("TARGETS", "Target"),
-    "run": ("DifferentFeatures", "ExportReport", "export_backbone"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Imported when first used: a configuration must not wait for torch.
-    for module, names in _PLACES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"cribo.export.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        ".options": ("TARGETS", "Target"),
+        ".run": ("DifferentFeatures", "ExportReport", "export_backbone"),
+    },
+)

@@ -1,7 +1,8 @@
 """The figures of a paper from a run: matches, clusters over epochs, bootstrapping ratio, colours of features."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cribo.figures.config import FIGURES
@@ -10,16 +11,11 @@ if TYPE_CHECKING:
 
 __all__ = ["FIGURES", "PCAColours", "WrittenFigures", "pca_colours", "write_figures"]
 
-_PLACES = {
-    "cribo.figures.config": ("FIGURES",),
-    "cribo.figures.run": ("WrittenFigures", "write_figures"),
-    "cribo.retrieval.pca": ("PCAColours", "pca_colours"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Imported when first used: a configuration must not wait for torch.
-    for module, names in _PLACES.items():
-        if name in names:
-            return getattr(importlib.import_module(module), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        ".config": ("FIGURES",),
+        ".run": ("WrittenFigures", "write_figures"),
+        "cribo.retrieval.pca": ("PCAColours", "pca_colours"),
+    },
+)

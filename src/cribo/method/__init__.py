@@ -4,8 +4,9 @@
 order of a step: `views`, `clustering`, `objects`, `matching`, `bank`, `heads`, `losses`.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cribo.method.bank import Matches, MemoryBank
@@ -60,36 +61,31 @@ __all__ = [
     "weighted_cross_entropy",
 ]
 
-_PLACES = {
-    "bank": ("Matches", "MemoryBank"),
-    "clustering": ("cluster_tokens", "cluster_tokens_kmeans", "draw_initial_tokens"),
-    "heads": ("ProjectionHead", "PrototypeLayer"),
-    "losses": (
-        "Centre",
-        "SelfDistillation",
-        "cross_image_loss",
-        "cross_view_loss",
-        "sinkhorn_centre",
-        "weighted_cross_entropy",
-    ),
-    "matching": ("NO_MATCH", "cycle_consistency", "match_objects"),
-    "objects": ("pool_objects",),
-    "views": (
-        "Crops",
-        "Photometric",
-        "apply_photometric",
-        "cut_views",
-        "patch_coordinates",
-        "sample_crops",
-        "sample_photometric",
-    ),
-    "recipe": ("ViewRecipe",),
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Imported when first used: a configuration must not wait for torch.
-    for module, names in _PLACES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"cribo.method.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        ".bank": ("Matches", "MemoryBank"),
+        ".clustering": ("cluster_tokens", "cluster_tokens_kmeans", "draw_initial_tokens"),
+        ".heads": ("ProjectionHead", "PrototypeLayer"),
+        ".losses": (
+            "Centre",
+            "SelfDistillation",
+            "cross_image_loss",
+            "cross_view_loss",
+            "sinkhorn_centre",
+            "weighted_cross_entropy",
+        ),
+        ".matching": ("NO_MATCH", "cycle_consistency", "match_objects"),
+        ".objects": ("pool_objects",),
+        ".recipe": ("ViewRecipe",),
+        ".views": (
+            "Crops",
+            "Photometric",
+            "apply_photometric",
+            "cut_views",
+            "patch_coordinates",
+            "sample_crops",
+            "sample_photometric",
+        ),
+    },
+)

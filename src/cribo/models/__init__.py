@@ -1,7 +1,8 @@
 """Backbones (timm) behind one dense interface, and their weights on disk."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cribo.models.backbone import Backbone, Features, build_backbone, normalise
@@ -19,12 +20,10 @@ __all__ = [
     "save_backbone",
 ]
 
-_IN_BACKBONE = ("Backbone", "Features", "build_backbone", "normalise")
-
-
-def __getattr__(name: str) -> Any:
-    # Imported when first used: a configuration must not wait for timm.
-    if name in __all__:
-        place = "backbone" if name in _IN_BACKBONE else "weights"
-        return getattr(importlib.import_module(f"cribo.models.{place}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        ".backbone": ("Backbone", "Features", "build_backbone", "normalise"),
+        ".weights": ("LoadedWeights", "describe", "load_backbone", "load_pretrained", "save_backbone"),
+    },
+)

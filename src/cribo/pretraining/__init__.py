@@ -1,7 +1,8 @@
 """Pretraining: configuration, the training step under Lightning, and what a run leaves behind."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cribo.arguments import ConfigError
@@ -26,23 +27,15 @@ __all__ = [
     "resume",
 ]
 
-_PLACES = {
-    "ConfigError": "cribo.arguments",
-    "NonFiniteLoss": "cribo.pretraining.module",
-    "PretrainConfig": "cribo.pretraining.config",
-    "PretrainingModule": "cribo.pretraining.module",
-    "Profile": "cribo.pretraining.profiling",
-    "Run": "cribo.pretraining.run",
-    "TooManyUnreadable": "cribo.pretraining.monitoring",
-    "load_config": "cribo.pretraining.presets",
-    "pretrain": "cribo.pretraining.run",
-    "profile": "cribo.pretraining.profiling",
-    "resume": "cribo.pretraining.run",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Imported when first used: help and refusals of the command line must not wait for Lightning.
-    if name in _PLACES:
-        return getattr(importlib.import_module(_PLACES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "cribo.arguments": ("ConfigError",),
+        ".config": ("PretrainConfig",),
+        ".module": ("NonFiniteLoss", "PretrainingModule"),
+        ".monitoring": ("TooManyUnreadable",),
+        ".presets": ("load_config",),
+        ".profiling": ("Profile", "profile"),
+        ".run": ("Run", "pretrain", "resume"),
+    },
+)

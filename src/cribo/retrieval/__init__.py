@@ -1,7 +1,8 @@
 """Retrieval on dense features: images on the grid of patches, their encoders, nearest neighbours and colours."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cribo.retrieval.encoders import (
@@ -29,17 +30,12 @@ __all__ = [
     "pca_colours",
 ]
 
-_PLACES = {
-    "encoders": ("PatchEncoder", "backbone_encoder", "mean_colour_encoder", "open_backbone", "open_encoder"),
-    "pca": ("PCAColours", "pca_colours"),
-    "search": ("Neighbours", "nearest"),
-    "source": ("BackboneSource", "backbone_name"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Imported when first used: a configuration must not wait for torch.
-    for module, names in _PLACES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"cribo.retrieval.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        ".encoders": ("PatchEncoder", "backbone_encoder", "mean_colour_encoder", "open_backbone", "open_encoder"),
+        ".pca": ("PCAColours", "pca_colours"),
+        ".search": ("Neighbours", "nearest"),
+        ".source": ("BackboneSource", "backbone_name"),
+    },
+)

@@ -1,7 +1,8 @@
 """Segmentation with trained heads: a linear one on frozen features, Segmenter's on features that are finetuned."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cribo.evaluation.data import TrainingDataConfig
@@ -29,21 +30,16 @@ __all__ = [
     "save_segmenter",
 ]
 
-_PLACES = {
-    "cribo.evaluation.data": ("TrainingDataConfig",),
-    "cribo.evaluation.segmentation.config": ("DecoderConfig", "LinearConfig", "SegmenterConfig"),
-    "cribo.evaluation.segmentation.finetuning": ("evaluate_segmenter",),
-    "cribo.evaluation.segmentation.linear": ("LinearSegmentation",),
-    "cribo.evaluation.segmentation.mask_transformer": ("MaskTransformer",),
-    "cribo.evaluation.segmentation.run": ("evaluate_linear",),
-    "cribo.evaluation.segmentation.segmenter": ("Segmenter", "SegmenterFinetuning"),
-    "cribo.evaluation.segmentation.trained": ("TrainedSegmenter", "load_segmenter", "save_segmenter"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Imported when first used: a configuration must not wait for torch.
-    for module, names in _PLACES.items():
-        if name in names:
-            return getattr(importlib.import_module(module), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "cribo.evaluation.data": ("TrainingDataConfig",),
+        ".config": ("DecoderConfig", "LinearConfig", "SegmenterConfig"),
+        ".finetuning": ("evaluate_segmenter",),
+        ".linear": ("LinearSegmentation",),
+        ".mask_transformer": ("MaskTransformer",),
+        ".run": ("evaluate_linear",),
+        ".segmenter": ("Segmenter", "SegmenterFinetuning"),
+        ".trained": ("TrainedSegmenter", "load_segmenter", "save_segmenter"),
+    },
+)
