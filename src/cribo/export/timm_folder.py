@@ -71,22 +71,24 @@ def load(folder: Path) -> Encode:
 
     @torch.no_grad()
     def encode(images: Float[Tensor, "b 3 h w"]) -> tuple[Tensor, Tensor]:
-        features = model.forward_features(normalise(images, mean=about["mean"], std=about["std"]))
-        norm = late_norm(model)
-        return split(model, features if norm is None else norm(features))
+        return split(model, model.forward_features(normalise(images, mean=about["mean"], std=about["std"])))
 
     return encode
 
 
 def split(model: Any, features: Tensor) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b d"]]:
-    """Tokens and global token of what `forward_features` of a timm network gives."""
+    """Tokens and global token of what `forward_features` of a timm network gives, each after the last norm."""
+    norm = late_norm(model) or nn.Identity()
+    if features.ndim == 4 and getattr(model, "output_fmt", "NCHW") == "NHWC":
+        features = features.permute(0, 3, 1, 2)
     if features.ndim == 4:
-        is_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
-        tokens = features.flatten(1, 2) if is_last else features.flatten(2).mT
-        return tokens, tokens.mean(dim=1)
-    tokens = features[:, model.num_prefix_tokens :]
-    has_global = model.num_prefix_tokens and model.cls_token is not None
-    return tokens, features[:, 0] if has_global else tokens.mean(dim=1)
+        return norm(features).flatten(2).mT, norm(features.mean(dim=(2, 3), keepdim=True)).flatten(1)
+    patches = features[:, model.num_prefix_tokens :]
+    tokens = norm(patches)
+    if getattr(model, "attn_pool", None) is not None:
+        return tokens, model.attn_pool(tokens)
+    has_global = model.cls_token is not None and late_norm(model) is None
+    return tokens, features[:, 0] if has_global else norm(patches.mean(dim=1))
 
 
 def late_norm(model: Any) -> nn.Module | None:

@@ -87,7 +87,7 @@ def test_clip_of_hugging_face(tmp_path: Path, size: tuple[int, int], hidden_act:
     assert backbone.loaded is not None
     assert backbone.loaded.format == "Hugging Face CLIP"
     assert set(backbone.loaded.dropped) == {"text encoder", "projection"}
-    assert "positions are resized as the original does (bicubic)" in notes(backbone)
+    assert "positions are resized to other sizes as the original does (bicubic)" in notes(backbone)
 
 
 def test_a_configuration_may_leave_out_the_defaults(tmp_path: Path):
