@@ -21,11 +21,12 @@ BENCHMARKS = {
     "input": "decoding, cropping and photometric work against a PIL pipeline",
     "growth": "a step against batch, objects, bank, patches and processes",
     "startup": "what a user waits for",
+    "loading": "loading of a large network against timm",
     "search": "exact search of dense retrieval against faiss",
     "segmentation": "segmentation by a few examples: what an image costs, part by part",
     "object_search": "indexing of images and search among their objects, LanceDB against faiss",
 }
-WITHOUT_DEVICE = ("startup", "object_search", "step")
+WITHOUT_DEVICE = ("startup", "loading", "object_search", "step")
 
 
 def main() -> int:

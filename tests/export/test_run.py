@@ -22,7 +22,7 @@ from cribo.export.run import compare_features
 from cribo.export.timm_folder import load as load_timm
 from cribo.files import FolderError
 from cribo.models import Backbone, build_backbone, normalise, save_backbone
-from cribo.models.backbone import Numerics
+from cribo.models.numerics import Numerics
 
 Network = Callable[[str], Backbone]
 

@@ -7,7 +7,7 @@ import torch
 from timm.layers.attention import Attention
 
 from cribo.models import build_backbone
-from cribo.models.backbone import Numerics
+from cribo.models.numerics import Numerics
 
 TINY_VIT = {"embed_dim": 64, "depth": 3, "num_heads": 2}
 TINY_RESNET = {"layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32)}

@@ -10,10 +10,11 @@ import pytest
 import safetensors.torch
 import timm
 import torch
+from timm.data.config import resolve_model_data_config
 from torch import nn
 
 from cribo.models import Backbone, build_backbone, load_backbone, load_pretrained, save_backbone
-from cribo.models.backbone import Numerics
+from cribo.models.numerics import Numerics
 
 VIT = "vit_small_patch16_224"
 TINY_VIT = {"embed_dim": 64, "depth": 2, "num_heads": 2}
@@ -94,7 +95,7 @@ def test_timm_finds_the_normalisation_of_what_is_saved(tmp_path):
     save_backbone(vit(), tmp_path)
     about = json.loads((tmp_path / "backbone.json").read_text())
     model = timm.create_model(about["name"], **about["args"])
-    found = timm.data.resolve_model_data_config(model)
+    found = resolve_model_data_config(model)
     assert (list(found["mean"]), list(found["std"])) == (about["mean"], about["std"])
     assert about["mean"] == [0.485, 0.456, 0.406]
 
@@ -171,7 +172,7 @@ def test_a_release_checkpoint_gives_its_teacher(tmp_path, caplog):
     }
     torch.save(checkpoint, tmp_path / "checkpoint.pth")
     backbone = vit(seed=3)
-    with caplog.at_level(logging.INFO, "cribo.models.weights"):
+    with caplog.at_level(logging.INFO, "cribo.models.adopting"):
         loaded = load_pretrained(backbone, tmp_path / "checkpoint.pth")
     assert agree(backbone, teacher)
     assert (loaded.network, loaded.part) == ("teacher", "teacher/module.backbone.")

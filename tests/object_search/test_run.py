@@ -9,8 +9,7 @@ from PIL import Image
 
 from cribo.cli import main
 from cribo.data.reading import read_image
-from cribo.models import build_backbone
-from cribo.models.weights import save_backbone
+from cribo.models import build_backbone, save_backbone
 from cribo.object_search import ObjectDatabase, index_vectors
 
 from .conftest import write_picture

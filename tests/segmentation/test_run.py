@@ -13,8 +13,7 @@ from cribo.arguments import ConfigError
 from cribo.cli import main
 from cribo.data.images import DataError, MissingData
 from cribo.files import FolderError
-from cribo.models import build_backbone
-from cribo.models.weights import save_backbone
+from cribo.models import build_backbone, save_backbone
 from cribo.retrieval import BackboneSource
 from cribo.segmentation.config import SegmentConfig
 from cribo.segmentation.run import NothingSegmented, Segmented, segment_images

@@ -16,7 +16,7 @@ from cribo.export.options import Options
 from cribo.export.target import Encode, Exporter, Written
 from cribo.files import write_json
 from cribo.models import Backbone, normalise
-from cribo.models.backbone import Numerics
+from cribo.models.numerics import Numerics
 
 _LOAD = """\
 import timm
@@ -91,11 +91,12 @@ def split(model: Any, features: Tensor) -> tuple[Float[Tensor, "b n d"], Float[T
     return tokens, features[:, 0] if has_global else norm(patches.mean(dim=1))
 
 
-def late_norm(model: Any) -> nn.Module | None:
+def late_norm(network: nn.Module) -> nn.Module | None:
     """The last norm of networks made for average pooling, if it comes after it, where `forward_features` has ended."""
-    if isinstance(model, ConvNeXt):
+    model: Any = network
+    if isinstance(network, ConvNeXt):
         return model.head.norm
-    late = getattr(model, "fc_norm", None)
+    late: nn.Module | None = getattr(model, "fc_norm", None)
     has_none = isinstance(late, (nn.Identity, type(None))) or not isinstance(getattr(model, "norm", None), nn.Identity)
     return None if has_none else late
 

@@ -5,8 +5,11 @@ from typing import TYPE_CHECKING
 from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from cribo.models.backbone import Backbone, Features, build_backbone, normalise
-    from cribo.models.weights import LoadedWeights, describe, load_backbone, load_pretrained, save_backbone
+    from cribo.models.adopting import LoadedWeights
+    from cribo.models.backbone import Backbone, Features, normalise
+    from cribo.models.building import build_backbone
+    from cribo.models.saving import describe, save_backbone
+    from cribo.models.weights import load_backbone, load_pretrained
 
 __all__ = [
     "Backbone",
@@ -23,7 +26,10 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        ".backbone": ("Backbone", "Features", "build_backbone", "normalise"),
-        ".weights": ("LoadedWeights", "describe", "load_backbone", "load_pretrained", "save_backbone"),
+        ".adopting": ("LoadedWeights",),
+        ".backbone": ("Backbone", "Features", "normalise"),
+        ".building": ("build_backbone",),
+        ".saving": ("describe", "save_backbone"),
+        ".weights": ("load_backbone", "load_pretrained"),
     },
 )

@@ -1,47 +1,29 @@
 """Every network of timm that has patch tokens or a feature map, behind one call: `encode`."""
 
-import difflib
 import hashlib
 import inspect
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import timm
 import torch
 from jaxtyping import Float
-from timm.layers import RotaryEmbeddingDinoV3
 from timm.layers.drop import DropPath
-from timm.layers.weight_init import trunc_normal_
-from timm.models import Beit, ConvNeXt, Eva, ResNet, VisionTransformer, Xcit
+from timm.models import Beit, ConvNeXt, Eva, VisionTransformer, Xcit
 from timm.models.beit import Attention as BeitAttention
-from timm.models.swin_transformer import SwinTransformerBlock
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from cribo.arguments import import_by_path
 from cribo.models import networks
 from cribo.models.checkpointing import set_checkpointing
 from cribo.models.linear import use_onednn
 from cribo.models.modes import CUDA_GRAPH_MODES, Checkpointing, CompileMode
-from cribo.models.positions import (
-    RESIZINGS,
-    RelativePositions,
-    RelativeResizing,
-    Resizing,
-    Windows,
-    attend_in_windows,
-    embed_positions,
-)
+from cribo.models.numerics import Numerics, apply_numerics, norm_epsilons
+from cribo.models.positions import RelativePositions, RelativeResizing
 
 if TYPE_CHECKING:
-    from cribo.models.weights import LoadedWeights
-
-_FINAL_NORMS = ("norm", "fc_norm", "head.norm")
+    from cribo.models.adopting import LoadedWeights
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -83,42 +65,6 @@ def normalise(
     """Subtract the channels' mean and divide by their standard deviation; images in 0-1."""
     shift, scale = (torch.tensor(values, dtype=images.dtype, device=images.device) for values in (mean, std))
     return (images - shift[:, None, None]) / scale[:, None, None]
-
-
-@dataclass(frozen=True)
-class Numerics:
-    """Arithmetic that weights expect and timm's constructor has no argument for (or none that JSON holds).
-
-    Attributes:
-        norm_eps: epsilon of every layer norm; None: the one that timm gives the network.
-        final_norm_eps: epsilon of the last layer norm, where it differs.
-        positions: how the position embedding is resized to images of another size.
-        rope_periods: of DINOv3's rotary embedding; None: computed. Released files hold them rounded to bfloat16.
-        rope_coordinates: how DINOv3's rotary embedding scales the places of patches: each side to [-1, 1]
-            (`separate`), or both by the longer (`max`) or the shorter (`min`) one.
-        dilate_entries: whether the first block of a ResNet's dilated stage is dilated as its others are (SlotCon,
-            PixPro); timm and torchvision dilate it as the stage before.
-        windows: how Swin pads and shifts its windows.
-        relative_positions: how the position biases of BEiT are resized.
-
-    Raises:
-        ValueError: an unknown way to resize or to scale.
-    """
-
-    norm_eps: float | None = None
-    final_norm_eps: float | None = None
-    positions: Resizing = "timm"
-    rope_periods: tuple[float, ...] | None = None
-    rope_coordinates: Literal["separate", "max", "min"] = "separate"
-    dilate_entries: bool = False
-    windows: Windows = "timm"
-    relative_positions: RelativeResizing = "timm"
-
-    def __post_init__(self) -> None:
-        if self.positions not in RESIZINGS:
-            raise ValueError(f"positions must be one of {', '.join(RESIZINGS)}, got {self.positions!r}")
-        if self.rope_coordinates not in ("separate", "max", "min"):
-            raise ValueError(f"rope_coordinates must be separate, max or min, got {self.rope_coordinates!r}")
 
 
 class DropPathNoise:
@@ -187,7 +133,7 @@ class Backbone(nn.Module):
         self.mean: tuple[float, ...] = IMAGENET_MEAN
         self.std: tuple[float, ...] = IMAGENET_STD
         self.numerics = Numerics()
-        self._own_eps = {key: norm.eps for key, norm in model.named_modules() if isinstance(norm, nn.LayerNorm)}
+        self._own_epsilons = norm_epsilons(model)
         self._positions: RelativePositions | None = None
         self.loaded: LoadedWeights | None = None
         self._is_transformer = isinstance(model, VisionTransformer | Eva | Beit)
@@ -235,40 +181,9 @@ class Backbone(nn.Module):
         Raises:
             ValueError: periods or coordinates for a network without DINOv3's rotary embedding, or of another length.
         """
-        for name, own in self._own_eps.items():
-            given = numerics.norm_eps
-            if name in _FINAL_NORMS and numerics.final_norm_eps is not None:
-                given = numerics.final_norm_eps
-            self.model.get_submodule(name).eps = own if given is None else given
-        if isinstance(self.model, VisionTransformer) and numerics.positions != "timm":
-            self.model.position_resizing = numerics.positions
-            self.model._pos_embed = MethodType(embed_positions, self.model)
-        elif hasattr(self.model, "position_resizing"):
-            del self.model.position_resizing, self.model._pos_embed
-        for block in (each for each in self.model.modules() if isinstance(each, SwinTransformerBlock)):
-            vars(block).pop("_attn", None)
-            if numerics.windows == "original":
-                vars(block)["_attn"] = MethodType(attend_in_windows, block)
+        apply_numerics(self.model, numerics, before=self.numerics, own_epsilons=self._own_epsilons)
         if isinstance(self.model, Beit):
             self._set_relative_positions(numerics.relative_positions)
-        rope = getattr(self.model, "rope", None)
-        if isinstance(rope, RotaryEmbeddingDinoV3):
-            periods = numerics.rope_periods
-            if periods is not None and len(periods) != len(rope.periods):
-                raise ValueError(
-                    f"rope_periods must be {len(rope.periods)} numbers, one for four channels of a head, got "
-                    f"{len(periods)}"
-                )
-            if periods is not None:
-                rope._compute_periods = partial(torch.tensor, periods)
-            elif "_compute_periods" in vars(rope):
-                del rope._compute_periods
-            rope.init_non_persistent_buffers()
-            rope.normalize_coords = numerics.rope_coordinates
-        elif numerics.rope_periods is not None or numerics.rope_coordinates != "separate":
-            raise ValueError(f"{self.name} has no rotary embedding of DINOv3, got rope_periods or rope_coordinates")
-        if isinstance(self.model, ResNet) and numerics.dilate_entries != self.numerics.dilate_entries:
-            _set_entry_dilations(self.model, as_others=numerics.dilate_entries)
         self.numerics = numerics
 
     def _set_relative_positions(self, how: RelativeResizing) -> None:
@@ -434,8 +349,9 @@ class Backbone(nn.Module):
             feature_map = feature_map.permute(0, 3, 1, 2)
         global_token = feature_map.mean(dim=(2, 3))
         # The last norm of ConvNeXt is in its head: each place gets what the mean gets.
-        if isinstance(self.model, ConvNeXt) and hasattr(self.model.head, "norm"):
-            norm = self.model.head.norm
+        head: Any = getattr(self.model, "head", None)
+        if isinstance(self.model, ConvNeXt) and hasattr(head, "norm"):
+            norm = head.norm
             feature_map, global_token = norm(feature_map), norm(global_token[:, :, None, None]).flatten(1)
         grid = (feature_map.shape[2], feature_map.shape[3])
         return Features(global_token, feature_map.flatten(2).transpose(1, 2), grid)
@@ -487,190 +403,9 @@ class Backbone(nn.Module):
         return features.tokens.shape[-1], frozenset(unused)
 
 
-def build_backbone(
-    name: str,
-    *,
-    args: Mapping[str, Any] | None = None,
-    pretrained: str | None = None,
-    image_size: int = 224,
-    drop_path: float = 0.0,
-    seed: int = 0,
-    initialise: bool = True,
-) -> Backbone:
-    """Build a backbone by its timm name.
-
-    Args:
-        name: such as `vit_small_patch16_224`, `vit_base_patch14_reg4_dinov2`, `resnet50`, `convnext_tiny`; or the
-            import path of a function or class of your own, called with `args`, whose module's
-            `forward_features(images)` gives a feature map (B, D, h, w).
-        args: arguments of timm's constructor (`depth`, `embed_dim`, `num_heads`, `output_stride`, ...).
-        pretrained: weights to start from: a file, `"timm"`, or a timm name with its tag (`load_pretrained`).
-            None: random weights, [CLS] and position embedding from a truncated normal of 0.02, the rest as
-            in timm.
-        image_size: pixels; the size for which the position embedding is stored (for others, interpolated).
-        drop_path: rate of the last residual branch; rates rise linearly with depth, from 0.
-        seed: the random weights depend on nothing else.
-        initialise: False leaves all tensors without values, for callers that read weights next: most of the time that
-            a large network takes to build goes into random numbers.
-
-    Raises:
-        ValueError: an unknown name or argument, a network without dense features, a size or rate that does
-            not fit.
-
-    Example:
-        >>> small = {"depth": 6, "embed_dim": 192, "num_heads": 3}
-        >>> backbone = build_backbone("vit_small_patch16_224", args=small)
-        >>> backbone.embed_dim, backbone.patch_size
-        (192, 16)
-    """
-    args = dict(args or {})
-    _check_name(name)
-    _check_args(name, args)
-    if not 0.0 <= drop_path < 1.0:
-        raise ValueError(f"drop_path must be >= 0 and < 1, got {drop_path}")
-    if image_size < 1:
-        raise ValueError(f"image_size must be >= 1, got {image_size}")
-    if not initialise and (backbone := _build_empty(name, args, image_size, drop_path)) is not None:
-        return backbone
-    with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed, which would reseed the GPU's generators as well.
-        torch.default_generator.manual_seed(seed)
-        model, arguments = _create(name, args, image_size, drop_path)
-        _initialise_embeddings(model)
-        backbone = Backbone(model, name, arguments, image_size)
-    if pretrained is not None:
-        from cribo.models.weights import load_pretrained  # weights.py builds backbones too
-
-        load_pretrained(backbone, pretrained)
-    return backbone
-
-
-class _SkipInPlace(TorchFunctionMode):
-    """In-place operations do nothing: on the meta device they have no values to change, and still take seconds."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        changes_values = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-        target = args[0] if args else (kwargs or {}).get("tensor")  # torch.nn.init passes it by name
-        if changes_values and isinstance(target, Tensor) and target.is_meta:
-            return target
-        return func(*args, **(kwargs or {}))
-
-
-def _build_empty(name: str, args: Mapping[str, Any], image_size: int, drop_path: float) -> Backbone | None:
-    """A backbone whose parameters have no values yet; None for networks that cannot be built without."""
-    if is_import_path(name) and not name.startswith(f"{networks.__name__}."):
-        return None
-    with torch.device("meta"), _SkipInPlace():
-        model, arguments = _create(name, args, image_size, drop_path)
-    computed = [module for module in model.modules() if module._non_persistent_buffers_set]
-    if not all(hasattr(module, "init_non_persistent_buffers") for module in computed):
-        return None
-    model.to_empty(device="cpu")
-    for module in computed:
-        module.init_non_persistent_buffers()
-    backbone = Backbone(model, name, arguments, image_size)
-    for key, value in model.state_dict().items():  # what weights may lack
-        if key in backbone.unused_parameters or key.endswith("num_batches_tracked"):
-            value.zero_()
-    return backbone
-
-
-def nearest_names(name: str) -> str:
-    """The timm names most like `name`, as the end of an error message."""
-    near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
-    return f": did you mean {', '.join(near)}?" if near else ": timm.list_models() lists them"
-
-
-def is_import_path(name: str) -> bool:
-    """Whether a name is that of a network of the user's own, such as my_package.my_network.
-
-    Example:
-        >>> is_import_path("my_package.my_network"), is_import_path("vit_small_patch16_224.dino")
-        (True, False)
-    """
-    return "." in name and not timm.is_model(name.partition(".")[0])
-
-
-def _check_name(name: str) -> None:
-    if is_import_path(name):
-        return
-    architecture, _, tag = name.partition(".")
-    if not timm.is_model(architecture):
-        raise ValueError(f"unknown backbone {name!r}{nearest_names(architecture)}")
-    if tag:
-        raise ValueError(f"{name!r} names pretrained weights: use name={architecture!r} and pretrained={name!r}")
-
-
-def _check_args(name: str, args: Mapping[str, Any]) -> None:
-    for key, value in args.items():
-        if key in RESERVED_ARGS:
-            raise ValueError(f"the argument {key!r} of {name} is set by build_backbone: {RESERVED_ARGS[key]}")
-        if key.endswith("drop_rate") and value:
-            raise ValueError(
-                f"the argument {key!r} of {name} must be 0, got {value}: dropout draws from the global "
-                "generator, so that a run could not be repeated; use drop_path"
-            )
-
-
-def _create(name: str, args: Mapping[str, Any], image_size: int, drop_path: float) -> tuple[nn.Module, dict[str, Any]]:
-    """Build the network; the second value is what builds it again, without drop path."""
-    if is_import_path(name):
-        return _create_own(name, args, drop_path), dict(args)
-    rate: dict[str, Any] = {"drop_path_rate": drop_path} if drop_path > 0 else {}
-    # Which of the three a network takes is known only by trying; one that does not take an argument says so
-    # at once.
-    for size_args in ({"img_size": image_size, "dynamic_img_size": True}, {"img_size": image_size}, {}):
-        try:
-            arguments: dict[str, Any] = {**args, **size_args, "num_classes": 0}
-            return timm.create_model(name, pretrained=False, **arguments, **rate), arguments
-        except (TypeError, AssertionError, ValueError, RuntimeError) as error:
-            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-            if unknown and unknown[1] in size_args:
-                continue
-            if unknown and unknown[1] == "drop_path_rate":
-                raise ValueError(f"{name} has no drop path: use drop_path=0, got {drop_path}") from error
-            if unknown:
-                raise ValueError(f"{name} has no argument {unknown[1]!r}: see timm's documentation") from error
-            raise ValueError(f"{name} cannot be built with {dict(args)} at {image_size} pixels: {error}") from error
-    raise AssertionError("the last attempt sets no size argument")
-
-
-def _create_own(name: str, args: Mapping[str, Any], drop_path: float) -> nn.Module:
-    factory = import_by_path(name, "backbone.name")
-    try:
-        model = factory(**args)
-    except TypeError as error:
-        raise ValueError(f"{name} cannot be called with {dict(args)}: {error}") from error
-    if not (isinstance(model, nn.Module) and hasattr(model, "forward_features")):
-        raise ValueError(
-            f"{name} must give a module whose forward_features(images) is a feature map (B, D, h, w), got "
-            f"{type(model).__name__}"
-        )
-    if drop_path > 0 and not any(isinstance(part, DropPath) for part in model.modules()):
-        raise ValueError(f"{name} has no drop path: use drop_path=0, got {drop_path}")
-    return model
-
-
-def _set_entry_dilations(model: Any, *, as_others: bool) -> None:
-    """Dilate the first block of each stage as the stage's other blocks, or as the stage before."""
-    dilation = 1
-    for stage in (model.layer2, model.layer3, model.layer4):
-        convolution = next(part for part in stage[0].modules() if getattr(part, "kernel_size", None) == (3, 3))
-        before, dilation = dilation, dilation * (2 // convolution.stride[0])
-        convolution.dilation = convolution.padding = (dilation if as_others else before,) * 2
-
-
 def _has_argument(model: nn.Module, argument: str) -> bool:
     """Whether a network has an argument of its own; Swin, until timm 1.0.26 at least, takes any and ignores it."""
     return any(argument in inspect.signature(kind.__init__).parameters for kind in type(model).__mro__)
-
-
-def _initialise_embeddings(model: nn.Module) -> None:
-    for key in ("cls_token", "pos_embed"):
-        embedding = getattr(model, key, None)
-        if isinstance(embedding, nn.Parameter):
-            trunc_normal_(embedding, std=0.02)
 
 
 def replace_drop_path(model: nn.Module, noise: DropPathNoise) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from transformers import YolosForObjectDetection
 from cribo.arguments import ConfigError
 from cribo.evaluation.detection.model import build_yolos
 from cribo.models import Backbone, build_backbone
-from cribo.models.backbone import Numerics
+from cribo.models.numerics import Numerics
 
 Make = Callable[..., Backbone]
 

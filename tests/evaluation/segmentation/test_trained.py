@@ -20,7 +20,7 @@ from cribo.evaluation.segmentation.trained import (
     save_segmenter,
 )
 from cribo.models import build_backbone
-from cribo.models.backbone import Numerics
+from cribo.models.numerics import Numerics
 
 from .made import Squares, tiny_vit, train
 

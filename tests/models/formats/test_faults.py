@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from cribo.models import build_backbone, load_backbone, load_pretrained, save_backbone
+from cribo.models.formats.recognising import NetworkName
 
 State = dict[str, Tensor]
 WIDTH, HEADS, DEPTH, PATCH, SIDE = 64, 1, 2, 16, 3
@@ -394,7 +395,15 @@ def test_the_stride_of_a_resnet_is_that_of_the_files_own_options(tmp_path: Path,
         {"hyper_parameters": {"arch": arch}, "state_dict": resnet_state()},
     ):
         torch.save(content, tmp_path / "weights.pth")
-        assert load_backbone(tmp_path / "weights.pth").patch_size == {"8s": 8, "16s": 16}.get(arch[9:], 32)
+        backbone = load_backbone(tmp_path / "weights.pth")
+        assert backbone.patch_size == {"8s": 8, "16s": 16}.get(arch[9:], 32)
+    if backbone.patch_size < 32:
+        other = build_backbone("resnet50", args={**backbone.args, "output_stride": 32}, image_size=64)
+        with pytest.raises(ValueError, match=rf"stride of {backbone.patch_size}, the backbone has 32: build it with"):
+            load_pretrained(other, tmp_path / "weights.pth")
+    else:  # a file that says nothing of strides allows any
+        other = build_backbone("resnet50", args={**backbone.args, "output_stride": 8}, image_size=64)
+        load_pretrained(other, tmp_path / "weights.pth")
 
 
 def test_files_that_are_cut_off_between_blocks_say_so(tmp_path: Path):
@@ -420,7 +429,8 @@ def test_student_and_teacher_of_densecl_and_orl(tmp_path: Path, networks: tuple[
     state = {**under(networks[0], student), **under(networks[1], teacher)}
     state |= {"queue": torch.ones(2, 2), "queue2": torch.ones(2, 2)} if "encoder" in networks[0] else {}
     torch.save({"state_dict": state}, tmp_path / "weights.pth")
-    for which, source in (("student", student), ("teacher", teacher)):
+    expected: tuple[tuple[NetworkName, State], ...] = (("student", student), ("teacher", teacher))
+    for which, source in expected:
         backbone = load_backbone(tmp_path / "weights.pth", network=which)
         assert backbone.loaded is not None
         assert backbone.loaded.network == which

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from cribo.models import Backbone, load_backbone, load_pretrained
-from cribo.models.backbone import build_backbone
+from cribo.models import Backbone, build_backbone, load_backbone, load_pretrained
 
 State = dict[str, Tensor]
 SIZES = ((48, 48), (80, 80), (32, 64))

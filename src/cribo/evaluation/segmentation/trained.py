@@ -23,7 +23,7 @@ from cribo.evaluation.segmentation.segmenter import Segmenter
 from cribo.files import write_whole
 from cribo.models import build_backbone, describe, normalise
 from cribo.models.backbone import RESERVED_ARGS
-from cribo.models.weights import numerics_of
+from cribo.models.saving import numerics_of
 
 SEGMENTER_FILE = "segmenter.safetensors"
 """What `cribo evaluate segmenter` leaves of its best learning rate."""

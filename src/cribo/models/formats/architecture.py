@@ -316,6 +316,12 @@ def _xcit(state: Mapping[str, Tensor]) -> Architecture:
     return Architecture(f"xcit_small_12_p{patch_size}_224", args, _USUAL_SIZE, (note,))
 
 
+def named_stride(arch: str | None) -> int | None:
+    """Output stride in the name of a ResNet such as resnet50_16s: strides are no part of weights."""
+    found = re.search(r"_(8|16)s$", arch or "")
+    return int(found[1]) if found else None
+
+
 def _resnet(state: Mapping[str, Tensor], arch: str, given: Mapping[str, Any]) -> Architecture:
     if given.get("act_layer", "relu") != "relu":
         raise ValueError(f"a ResNet has the activation relu, got {given['act_layer']}")
@@ -341,8 +347,8 @@ def _resnet(state: Mapping[str, Tensor], arch: str, given: Mapping[str, Any]) ->
         base_width = inner[0] * 64 // (channels[0] * groups)
         args |= {"cardinality": groups} if groups != 1 else {}
         args |= {"base_width": base_width} if base_width != 64 else {}
-    if stride := re.search(r"_(8|16)s$", arch):  # strides are no part of weights
-        args["output_stride"] = int(stride[1])
+    if (stride := named_stride(arch)) is not None:
+        args["output_stride"] = stride
     # ResNet-D averages before the convolution of a shortcut.
     if getattr(state.get(f"layer{stages[-1]}.0.downsample.1.weight"), "ndim", 1) == 4:
         args["avg_down"] = True

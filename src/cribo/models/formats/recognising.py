@@ -27,6 +27,7 @@ from cribo.models.formats.table import (
     Project,
     Rules,
 )
+from cribo.models.numerics import Numerics
 from cribo.models.positions import Resizing
 
 NetworkName = Literal["teacher", "student"]
@@ -53,6 +54,7 @@ class Recognised:
         expected: what the weights expect of network and images.
         rope_periods: of DINOv3's rotary embedding, where the file holds them.
         positions: how its training resizes the position embedding, where its configuration says so.
+        numerics: all of what the weights expect of the network, where their description says it.
         notes: what a user should know.
     """
 
@@ -67,6 +69,7 @@ class Recognised:
     rope_periods: tuple[float, ...] | None
     notes: tuple[str, ...]
     positions: Resizing | None = None
+    numerics: Numerics | None = None
 
 
 def recognise(

@@ -1,0 +1,236 @@
+"""Weights that were recognised, into a network: all of them or none, with the arithmetic that they expect."""
+
+import logging
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from timm.models import Beit, VisionTransformer
+from torch import Tensor
+
+from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, Backbone
+from cribo.models.building import build_backbone, is_import_path
+from cribo.models.formats.architecture import Architecture, whose_fixed_positions
+from cribo.models.formats.recognising import NetworkName, Recognised, first_keys, required_keys
+from cribo.models.numerics import Numerics
+from cribo.models.positions import Resizing, resize_positions, resize_relative_positions
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """Where the weights of a backbone came from, key by key.
+
+    Attributes:
+        source: the file or the timm name.
+        format: what it was recognised as, such as `MoCo v3`.
+        network: `teacher` or `student`; None where the source holds one network.
+        part: the prefix of the network's keys in the file, such as `teacher/module.backbone.`; empty for all of it.
+        used: the keys that were used.
+        dropped: the keys that were left out on purpose, by what they are (head, decoder, student, ...).
+        resampled: parameters that were resized to the backbone's patch or image size.
+        notes: what a user should know, such as a position embedding that the original resizes in another way.
+    """
+
+    source: str
+    format: str
+    network: NetworkName | None = None
+    part: str = ""
+    used: tuple[str, ...] = ()
+    dropped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    resampled: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """One line for people."""
+        network = f", its {self.network}" if self.network else ""
+        part = f" ({self.part})" if self.part else ""
+        left_out = ", ".join(f"{len(keys)} keys of {group}" for group, keys in self.dropped.items())
+        resampled = f"; resized {', '.join(self.resampled)}" if self.resampled else ""
+        notes = "".join(f"; {note}" for note in self.notes)
+        return (
+            f"{self.source}: {self.format}{network}{part}, {len(self.used)} keys used; left out "
+            f"{left_out or 'nothing'}{resampled}{notes}"
+        )
+
+
+def build(
+    architecture: Architecture,
+    image_size: int | None,
+    drop_path: float,
+    *,
+    seed: int | None = None,
+    trust: bool = False,
+) -> Backbone:
+    """A network whose weights come next, or random ones if a seed is given."""
+    module = architecture.name.rpartition(".")[0]
+    if is_import_path(architecture.name) and module not in sys.modules and not trust:
+        raise ValueError(
+            f"the weights say that their network is {architecture.name}, which is code that nothing has imported yet: "
+            f"import {module} first, or allow it with --trust (trust=True in Python)"
+        )
+    return build_backbone(
+        architecture.name,
+        args=architecture.args,
+        image_size=image_size or architecture.image_size,
+        drop_path=drop_path,
+        seed=seed or 0,
+        initialise=seed is not None,
+    )
+
+
+def adopt(
+    backbone: Backbone,
+    recognised: Recognised,
+    source: str,
+    notes: tuple[str, ...] = (),
+    *,
+    positions: Resizing | None = None,
+) -> LoadedWeights:
+    """Load what was found in a file, with what its weights expect of images and network, and keep the record."""
+    expected, original = recognised.expected, _original_resizing(recognised)
+    numerics = recognised.numerics or Numerics(
+        norm_eps=expected.norm_eps,
+        final_norm_eps=expected.final_norm_eps,
+        positions=original or "timm",
+        rope_periods=recognised.rope_periods,
+        rope_coordinates=expected.rope_coordinates or "separate",
+        dilate_entries=bool(expected.dilate_entries),
+        windows=expected.windows or "timm",
+        relative_positions=(positions != "timm" and expected.relative_positions) or "timm",
+    )
+    if positions is not None:
+        numerics = replace(numerics, positions=positions)
+    state, resampled = _fit(recognised.state, backbone, source, numerics)
+    _load_all_or_nothing(backbone, state, source, recognised.used)
+    backbone.mean, backbone.std = expected.mean or IMAGENET_MEAN, expected.std or IMAGENET_STD
+    backbone.set_numerics(numerics)
+    resized: tuple[str, ...] = ()
+    if "pos_embed" in state and isinstance(backbone.model, VisionTransformer):
+        if positions is not None:
+            resized = (f"positions are resized to other sizes as asked ({positions})",)
+        elif numerics.positions != "timm":
+            resized = (f"positions are resized to other sizes as the original does ({numerics.positions})",)
+        elif original is None:
+            resized = (_UNKNOWN_RESIZING,)
+    backbone.loaded = LoadedWeights(
+        source,
+        format=recognised.format,
+        network=recognised.network,
+        part=recognised.part,
+        used=recognised.used,
+        dropped=recognised.dropped,
+        resampled=resampled,
+        notes=(*notes, *recognised.notes, *resized),
+    )
+    _logger.info("%s", backbone.loaded)
+    return backbone.loaded
+
+
+_UNKNOWN_RESIZING = (
+    "nothing in the file shows whose weights these are, so positions are resized to other sizes as timm does: for "
+    "those of DINO, iBOT and networks trained from them, give --backbone.positions bicubic_offset (positions=)"
+)
+
+
+def _original_resizing(recognised: Recognised) -> Resizing | None:
+    """How the original resizes positions; None where nothing shows whose the weights are."""
+    if recognised.numerics is not None:
+        return recognised.numerics.positions
+    if recognised.positions is not None:
+        return recognised.positions
+    state, resizing = recognised.state, recognised.expected.positions
+    if resizing is None and "pos_embed" in state:
+        side = math.isqrt(state["pos_embed"].shape[1])
+        # Encoders under timm's names, which nothing else distinguishes.
+        project = whose_fixed_positions(state["pos_embed"][:, -side * side :])
+        return {"MAE": "bicubic", "MoCo v3": "timm", None: None}[project]
+    # DINOv2's networks with registers resize as timm does, whoever trained them further.
+    return "timm" if "reg_token" in state and resizing in ("bicubic", "bicubic_offset") else resizing
+
+
+def _fit(
+    state: dict[str, Tensor], backbone: Backbone, source: str, numerics: Numerics
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Resize the position embedding; let timm rename foreign keys and resample the rest, where its family can."""
+    shapes = {key: value.shape for key, value in state.items()}
+    state = _with_resized_positions(state, backbone, numerics.positions)
+    if numerics.relative_positions != "timm" and isinstance(backbone.model, Beit):
+        state = _with_resized_biases(state, backbone, numerics.relative_positions)
+    checkpoint_filter = getattr(sys.modules[type(backbone.model).__module__], "checkpoint_filter_fn", None)
+    fitted = state
+    if checkpoint_filter is not None:
+        try:
+            fitted = checkpoint_filter(dict(state), backbone.model)
+        except Exception as error:  # each family's filter has its own ways to fail on another family's file
+            raise ValueError(
+                f"{source} does not fit {backbone.name}: timm's filter failed ({type(error).__name__}: {error})"
+            ) from error
+    resampled = (key for key, value in fitted.items() if key in shapes and shapes[key] != value.shape)
+    return fitted, tuple(resampled)
+
+
+def _with_resized_positions(state: dict[str, Tensor], backbone: Backbone, resizing: Resizing) -> dict[str, Tensor]:
+    own = getattr(backbone.model, "pos_embed", None)
+    if not (isinstance(own, Tensor) and "pos_embed" in state and isinstance(backbone.model, VisionTransformer | Beit)):
+        return state
+    is_without_prefix = getattr(backbone.model, "no_embed_class", False)
+    prefix = 0 if is_without_prefix else backbone.model.num_prefix_tokens
+    side = math.isqrt(max(state["pos_embed"].shape[1] - prefix, 0))
+    if side == 0 or side * side + prefix != state["pos_embed"].shape[1]:
+        return state  # timm's filter or the check of shapes says what is wrong
+    grid = backbone.model.patch_embed.grid_size
+    resized = resize_positions(state["pos_embed"], (side, side), grid, resizing, prefix_tokens=prefix)
+    return {**state, "pos_embed": resized}
+
+
+def _with_resized_biases(
+    state: dict[str, Tensor], backbone: Backbone, how: Literal["geometric_spline", "bilinear"]
+) -> dict[str, Tensor]:
+    grid = backbone.model.patch_embed.grid_size
+    state = dict(state)
+    for key in (key for key in state if key.endswith("relative_position_bias_table")):
+        side = (math.isqrt(len(state[key]) - 3) + 1) // 2
+        state[key] = resize_relative_positions(state[key], (side, side), grid, how)
+    return state
+
+
+def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source: str, keys: Sequence[str]) -> None:
+    """Check every key, shape and value, then load; `keys` are the names in the file, for messages."""
+    own = backbone.model.state_dict()
+    reshaped = [
+        f"{key} {tuple(state[key].shape)} instead of {tuple(own[key].shape)}"
+        for key in own
+        if key in state and state[key].shape != own[key].shape and key not in backbone.unused_parameters
+    ]
+    unexpected = [_name_in_file(key, keys) for key in state if key not in own]
+    problems = [
+        f"{len(keys)} keys {what}: {first_keys(keys)}"
+        for what, keys in (
+            ("missing", sorted(required_keys(backbone) - state.keys(), key=list(own).index)),
+            ("of another shape", reshaped),
+            ("that are not finite", [key for key in own if key in state and not _is_finite(state[key])]),
+            ("unexpected", unexpected),
+        )
+        if keys
+    ]
+    if problems:
+        arguments = f" with {backbone.args}" if backbone.args else ""
+        way_out = ": leave them out with --backbone.ignore PATTERN (ignore= in Python)" if unexpected else ""
+        raise ValueError(
+            f"{source} does not fit {backbone.name}{arguments}; nothing was loaded; {'; '.join(problems)}{way_out}"
+        )
+    usable = {key: state[key] for key in own if key in state and state[key].shape == own[key].shape}
+    backbone.model.load_state_dict({**own, **usable})
+
+
+def _is_finite(value: Tensor) -> bool:
+    """Whether all values are; a sum, which takes a tenth of the time, shows it unless it overflows."""
+    return bool(value.sum().isfinite()) or bool(value.isfinite().all())
+
+
+def _name_in_file(key: str, keys: Sequence[str]) -> str:
+    return next((name for name in keys if name.endswith(key)), key)

@@ -1,0 +1,189 @@
+"""Backbones by their name."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import timm
+import torch
+from timm.layers.drop import DropPath
+from timm.layers.weight_init import trunc_normal_
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from cribo.arguments import import_by_path
+from cribo.models import networks
+from cribo.models.backbone import RESERVED_ARGS, Backbone
+
+
+def build_backbone(
+    name: str,
+    *,
+    args: Mapping[str, Any] | None = None,
+    pretrained: str | None = None,
+    image_size: int = 224,
+    drop_path: float = 0.0,
+    seed: int = 0,
+    initialise: bool = True,
+) -> Backbone:
+    """Build a backbone by its timm name.
+
+    Args:
+        name: such as `vit_small_patch16_224`, `vit_base_patch14_reg4_dinov2`, `resnet50`, `convnext_tiny`; or the
+            import path of a function or class of your own, called with `args`, whose module's
+            `forward_features(images)` gives a feature map (B, D, h, w).
+        args: arguments of timm's constructor (`depth`, `embed_dim`, `num_heads`, `output_stride`, ...).
+        pretrained: weights to start from: a file, `"timm"`, or a timm name with its tag (`load_pretrained`).
+            None: random weights, [CLS] and position embedding from a truncated normal of 0.02, the rest as
+            in timm.
+        image_size: pixels; the size for which the position embedding is stored (for others, interpolated).
+        drop_path: rate of the last residual branch; rates rise linearly with depth, from 0.
+        seed: the random weights depend on nothing else.
+        initialise: False leaves all tensors without values, for callers that read weights next: most of the time that
+            a large network takes to build goes into random numbers.
+
+    Raises:
+        ValueError: an unknown name or argument, a network without dense features, a size or rate that does
+            not fit.
+
+    Example:
+        >>> small = {"depth": 6, "embed_dim": 192, "num_heads": 3}
+        >>> backbone = build_backbone("vit_small_patch16_224", args=small)
+        >>> backbone.embed_dim, backbone.patch_size
+        (192, 16)
+    """
+    args = dict(args or {})
+    _check_name(name)
+    _check_args(name, args)
+    if not 0.0 <= drop_path < 1.0:
+        raise ValueError(f"drop_path must be >= 0 and < 1, got {drop_path}")
+    if image_size < 1:
+        raise ValueError(f"image_size must be >= 1, got {image_size}")
+    if not initialise and (backbone := _build_empty(name, args, image_size, drop_path)) is not None:
+        return backbone
+    with torch.random.fork_rng(devices=[]):
+        # Not torch.manual_seed, which would reseed the GPU's generators as well.
+        torch.default_generator.manual_seed(seed)
+        model, arguments = _create(name, args, image_size, drop_path)
+        _initialise_embeddings(model)
+        backbone = Backbone(model, name, arguments, image_size)
+    if pretrained is not None:
+        from cribo.models.weights import load_pretrained  # which builds backbones too
+
+        load_pretrained(backbone, pretrained)
+    return backbone
+
+
+class _SkipInPlace(TorchFunctionMode):
+    """In-place operations do nothing: on the meta device they have no values to change, and still take seconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        changes_values = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+        target = args[0] if args else (kwargs or {}).get("tensor")  # torch.nn.init passes it by name
+        if changes_values and isinstance(target, Tensor) and target.is_meta:
+            return target
+        return func(*args, **(kwargs or {}))
+
+
+def _build_empty(name: str, args: Mapping[str, Any], image_size: int, drop_path: float) -> Backbone | None:
+    """A backbone whose parameters have no values yet; None for networks that cannot be built without."""
+    if is_import_path(name) and not name.startswith(f"{networks.__name__}."):
+        return None
+    with torch.device("meta"), _SkipInPlace():
+        model, arguments = _create(name, args, image_size, drop_path)
+    computed: list[Any] = [module for module in model.modules() if module._non_persistent_buffers_set]
+    if not all(hasattr(module, "init_non_persistent_buffers") for module in computed):
+        return None
+    model.to_empty(device="cpu")
+    for module in computed:
+        module.init_non_persistent_buffers()
+    backbone = Backbone(model, name, arguments, image_size)
+    for key, value in model.state_dict().items():  # what weights may lack
+        if key in backbone.unused_parameters or key.endswith("num_batches_tracked"):
+            value.zero_()
+    return backbone
+
+
+def _create(name: str, args: Mapping[str, Any], image_size: int, drop_path: float) -> tuple[nn.Module, dict[str, Any]]:
+    """Build the network; the second value is what builds it again, without drop path."""
+    if is_import_path(name):
+        return _create_own(name, args, drop_path), dict(args)
+    rate: dict[str, Any] = {"drop_path_rate": drop_path} if drop_path > 0 else {}
+    # Which of the three a network takes is known only by trying; one that does not take an argument says so
+    # at once.
+    for size_args in ({"img_size": image_size, "dynamic_img_size": True}, {"img_size": image_size}, {}):
+        try:
+            arguments: dict[str, Any] = {**args, **size_args, "num_classes": 0}
+            return timm.create_model(name, pretrained=False, **arguments, **rate), arguments
+        except (TypeError, AssertionError, ValueError, RuntimeError) as error:
+            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if unknown and unknown[1] in size_args:
+                continue
+            if unknown and unknown[1] == "drop_path_rate":
+                raise ValueError(f"{name} has no drop path: use drop_path=0, got {drop_path}") from error
+            if unknown:
+                raise ValueError(f"{name} has no argument {unknown[1]!r}: see timm's documentation") from error
+            raise ValueError(f"{name} cannot be built with {dict(args)} at {image_size} pixels: {error}") from error
+    raise AssertionError("the last attempt sets no size argument")
+
+
+def _create_own(name: str, args: Mapping[str, Any], drop_path: float) -> nn.Module:
+    factory = import_by_path(name, "backbone.name")
+    try:
+        model = factory(**args)
+    except TypeError as error:
+        raise ValueError(f"{name} cannot be called with {dict(args)}: {error}") from error
+    if not (isinstance(model, nn.Module) and hasattr(model, "forward_features")):
+        raise ValueError(
+            f"{name} must give a module whose forward_features(images) is a feature map (B, D, h, w), got "
+            f"{type(model).__name__}"
+        )
+    if drop_path > 0 and not any(isinstance(part, DropPath) for part in model.modules()):
+        raise ValueError(f"{name} has no drop path: use drop_path=0, got {drop_path}")
+    return model
+
+
+def _initialise_embeddings(model: nn.Module) -> None:
+    for key in ("cls_token", "pos_embed"):
+        embedding = getattr(model, key, None)
+        if isinstance(embedding, nn.Parameter):
+            trunc_normal_(embedding, std=0.02)
+
+
+def is_import_path(name: str) -> bool:
+    """Whether a name is that of a network of the user's own, such as my_package.my_network.
+
+    Example:
+        >>> is_import_path("my_package.my_network"), is_import_path("vit_small_patch16_224.dino")
+        (True, False)
+    """
+    return "." in name and not timm.is_model(name.partition(".")[0])
+
+
+def nearest_names(name: str) -> str:
+    """The timm names most like `name`, as the end of an error message."""
+    near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
+    return f": did you mean {', '.join(near)}?" if near else ": timm.list_models() lists them"
+
+
+def _check_name(name: str) -> None:
+    if is_import_path(name):
+        return
+    architecture, _, tag = name.partition(".")
+    if not timm.is_model(architecture):
+        raise ValueError(f"unknown backbone {name!r}{nearest_names(architecture)}")
+    if tag:
+        raise ValueError(f"{name!r} names pretrained weights: use name={architecture!r} and pretrained={name!r}")
+
+
+def _check_args(name: str, args: Mapping[str, Any]) -> None:
+    for key, value in args.items():
+        if key in RESERVED_ARGS:
+            raise ValueError(f"the argument {key!r} of {name} is set by build_backbone: {RESERVED_ARGS[key]}")
+        if key.endswith("drop_rate") and value:
+            raise ValueError(
+                f"the argument {key!r} of {name} must be 0, got {value}: dropout draws from the global "
+                "generator, so that a run could not be repeated; use drop_path"
+            )

@@ -1,0 +1,79 @@
+"""Configurations as on the Hugging Face hub: of transformers, timm and open_clip."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cribo.models.formats.beside import read_yaml
+from cribo.models.formats.reading import read_json
+
+HUB_CONFIG = "config.json"
+
+_OPEN_CLIP_CONFIG = "open_clip_config.json"
+
+# What transformers leaves out of the nested configuration of an image tower.
+_TOWER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "clip": {"hidden_act": "quick_gelu", "num_attention_heads": 12, "layer_norm_eps": 1e-5},
+    "siglip": {"hidden_act": "gelu_pytorch_tanh", "num_attention_heads": 12, "layer_norm_eps": 1e-6},
+}
+
+
+def hub_config(path: Path) -> dict[str, Any]:
+    """The configuration beside a file in transformers' words; of an image tower, where it has a text tower, too."""
+    if path.name.startswith("open_clip") and (config := read_beside(path, _OPEN_CLIP_CONFIG)):
+        return _from_open_clip_config(config)
+    config = read_beside(path, HUB_CONFIG)
+    defaults = _TOWER_DEFAULTS.get(str(config.get("model_type")))
+    if defaults is not None and isinstance(tower := config.get("vision_config"), Mapping):
+        return {**config, **defaults, **tower}
+    return config or _from_open_clip_config(read_beside(path, _OPEN_CLIP_CONFIG))
+
+
+def _from_open_clip_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of open_clip's own networks; its towers of timm are as timm has them."""
+    about, images = config.get("model_cfg", {}), config.get("preprocess_cfg", {})
+    tower = about.get("vision_cfg", {})
+    found: dict[str, Any] = {"pretrained_cfg": {key: images[key] for key in ("mean", "std") if key in images}}
+    if not about or "timm_model_name" in tower:
+        return found
+    approximate = tower.get("act_kwargs", {}).get("approximate") == "tanh"
+    found["hidden_act"] = "quick_gelu" if about.get("quick_gelu") else "gelu_pytorch_tanh" if approximate else "gelu"
+    found["layer_norm_eps"] = tower.get("norm_kwargs", {}).get("eps", 1e-5)
+    if isinstance(width := tower.get("width", 768), int):
+        found["num_attention_heads"] = width // tower.get("head_width", 64)
+    return found
+
+
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+}
+
+
+def activation_of(config: Mapping[str, Any], path: Path) -> str | None:
+    """Timm's name of the activation that a configuration of transformers names; gated MLPs keep their own.
+
+    Raises:
+        ValueError: an activation that timm has under no name.
+    """
+    if "hidden_act" not in config or config.get("use_swiglu_ffn") or config.get("use_gated_mlp"):
+        return None
+    if config["hidden_act"] not in _ACTIVATIONS:
+        raise ValueError(
+            f"{path.with_name(HUB_CONFIG)} has hidden_act {config['hidden_act']!r}: it must be one of "
+            f"{', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[config["hidden_act"]]
+
+
+def read_beside(path: Path, name: str) -> dict[str, Any]:
+    """The mapping in a JSON or YAML file beside another one; empty where there is none."""
+    beside = path.with_name(name)
+    if not beside.is_file():
+        return {}
+    if beside.suffix == ".json":
+        return read_json(beside)
+    return read_yaml(beside)

@@ -1,0 +1,183 @@
+"""`backbone.safetensors` and `backbone.json`: a backbone on disk, for this package and for plain timm."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import timm
+import torch
+from torch import Tensor
+
+from cribo.files import sync, write_beside
+from cribo.models.adopting import adopt, build
+from cribo.models.backbone import RESERVED_ARGS, Backbone
+from cribo.models.formats.architecture import Architecture
+from cribo.models.formats.reading import flatten, read_json, read_weights
+from cribo.models.formats.recognising import Recognised, recognise
+from cribo.models.formats.table import Expected
+from cribo.models.numerics import Numerics
+from cribo.models.positions import Resizing
+
+WEIGHTS_FILE = "backbone.safetensors"
+DESCRIPTION_FILE = "backbone.json"
+_HOW_TO_LOAD = (
+    "import json, timm, safetensors.torch; about = json.load(open('backbone.json')); "
+    "model = timm.create_model(about['name'], **about['args']); "
+    "model.load_state_dict(safetensors.torch.load_file('backbone.safetensors'))"
+)
+_HOW_TO_SET_EPS = "; [setattr(m, 'eps', about['norm_eps']) for m in model.modules() if type(m).__name__ == 'LayerNorm']"
+_HOW_TO_SET_FINAL_EPS = "; model.head.norm.eps = about['final_norm_eps']"
+_HOW_TO_SET_PERIODS = "; import torch; model.rope.periods = torch.tensor(about['rope_periods'])"
+_HOW_TO_DILATE = (
+    "; import torch; stages = [s for s in (model.layer2, model.layer3, model.layer4) if max(s[0].conv2.stride) == 1]; "
+    "[(setattr(s[0].conv2, 'dilation', (2 ** i,) * 2), setattr(s[0].conv2, 'padding', (2 ** i,) * 2)) "
+    "for i, s in enumerate(stages, 1)]"
+)
+
+
+def save_backbone(backbone: Backbone, folder: str | Path) -> Path:
+    """Write `backbone.safetensors` and `backbone.json`, which plain timm can load without this package.
+
+    Both files are written under other names and moved into place when they are complete, so that a full disk
+    or a kill while writing leaves an older pair as it was.
+
+    Args:
+        backbone: any device or precision.
+        folder: created where missing.
+
+    Returns:
+        The path of `backbone.safetensors`.
+
+    Raises:
+        ValueError: the backbone was built with arguments that JSON cannot hold.
+        OSError: the folder cannot be written.
+    """
+    folder = Path(folder)
+    # Clones, because safetensors refuses tensors that share memory.
+    state = {key: value.detach().cpu().contiguous().clone() for key, value in backbone.model.state_dict().items()}
+    try:
+        json.dumps(backbone.arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"the arguments of {backbone.name} cannot be written as JSON ({error}): give names where timm "
+            f'takes them (norm_layer="layernorm"), got {backbone.args}'
+        ) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    weights, description = folder / WEIGHTS_FILE, folder / DESCRIPTION_FILE
+    new_weights = write_beside(weights, lambda path: _save_tensors(state, path, weights))
+    new_description = None
+    try:
+        content = {
+            **describe(backbone),
+            "timm": timm.__version__,
+            "torch": str(torch.__version__),
+            "sha256": _sha256(new_weights),
+            "how_to_load": _HOW_TO_LOAD
+            + (_HOW_TO_SET_EPS if backbone.numerics.norm_eps is not None else "")
+            + (_HOW_TO_SET_FINAL_EPS if backbone.numerics.final_norm_eps is not None else "")
+            + (_HOW_TO_SET_PERIODS if backbone.numerics.rope_periods is not None else "")
+            + (_HOW_TO_DILATE if backbone.numerics.dilate_entries else ""),
+        }
+        text = json.dumps(content, indent=2) + "\n"
+        new_description = write_beside(description, lambda path: path.write_text(text, encoding="utf-8"))
+        new_weights.replace(weights)
+        new_description.replace(description)
+    finally:
+        for leftover in filter(None, (new_weights, new_description)):
+            leftover.unlink(missing_ok=True)
+    sync(folder)
+    return weights
+
+
+def describe(backbone: Backbone) -> dict[str, Any]:
+    """All but the weights of a backbone: what builds it again and what feeds it, as JSON holds it."""
+    arguments = dict(backbone.arguments)
+    if timm.is_model(backbone.name):
+        # timm's functions for images (`resolve_data_config`) take mean and deviation from the network's configuration.
+        arguments["pretrained_cfg_overlay"] = {"mean": list(backbone.mean), "std": list(backbone.std)}
+    return {
+        "name": backbone.name,
+        "args": arguments,
+        "image_size": backbone.image_size,
+        "patch_size": backbone.patch_size,
+        "embed_dim": backbone.embed_dim,
+        "mean": list(backbone.mean),
+        "std": list(backbone.std),
+        **asdict(backbone.numerics),
+    }
+
+
+def _save_tensors(state: Mapping[str, Tensor], path: Path, stands_for: Path) -> None:
+    try:
+        safetensors.torch.save_file(dict(state), path)
+    except safetensors.SafetensorError as error:
+        raise OSError(f"cannot write {stands_for}: {error}") from error
+
+
+def is_saved(path: Path) -> bool:
+    """Whether a file is of `save_backbone`, under whatever name."""
+    description = path.with_name(DESCRIPTION_FILE)
+    if path.is_dir():
+        return False
+    if path.name == WEIGHTS_FILE or not description.is_file():
+        return path.name == WEIGHTS_FILE
+    return read_json(description).get("sha256") == _sha256(path)
+
+
+def load_saved(
+    path: Path, *, image_size: int | None, positions: Resizing | None, drop_path: float, trust: bool
+) -> Backbone:
+    """What `save_backbone` wrote."""
+    description = path.with_name(DESCRIPTION_FILE)
+    if not description.is_file():
+        raise FileNotFoundError(
+            f"{path} has no {DESCRIPTION_FILE} beside it: copy it from the run, or build the backbone by name with "
+            f"pretrained={str(path)!r}"
+        )
+    about = read_description(description)
+    if _sha256(path) != about["sha256"]:
+        raise ValueError(
+            f"{path} is not the file that {description} describes (sha256 differs): copy both again from one run"
+        )
+    args = {key: value for key, value in about["args"].items() if key not in RESERVED_ARGS}
+    backbone = build(Architecture(about["name"], args, about["image_size"]), image_size, drop_path, trust=trust)
+    recognised = recognise(flatten(read_weights(path)), str(path), backbone=backbone)
+    described = replace(as_described(recognised, about), format="cribo backbone")
+    adopt(backbone, described, str(path), positions=positions)
+    return backbone
+
+
+def as_described(recognised: Recognised, about: Mapping[str, Any]) -> Recognised:
+    """With what a description says that the weights expect."""
+    expected = Expected(mean=tuple(about["mean"]), std=tuple(about["std"]))
+    return replace(recognised, expected=expected, numerics=numerics_of(about), notes=())
+
+
+def numerics_of(about: Mapping[str, Any]) -> Numerics:
+    """Of what `describe` wrote; older descriptions have only an epsilon, or not even that."""
+    known = {field.name: about[field.name] for field in fields(Numerics) if field.name in about}
+    if known.get("rope_periods") is not None:
+        known["rope_periods"] = tuple(known["rope_periods"])
+    return Numerics(**known)
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """The content of a `backbone.json`.
+
+    Raises:
+        ValueError: it lacks what describes a backbone.
+    """
+    content = read_json(path)
+    missing = {"name", "args", "image_size", "mean", "std", "sha256"} - set(content)
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: it is not a description of a backbone")
+    return content
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
