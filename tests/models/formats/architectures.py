@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+import scipy.interpolate
 import scipy.ndimage
 import torch
 import torch.nn.functional as F
@@ -86,14 +87,20 @@ def _norm(x: Tensor, weights: State, name: str, eps: float) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], eps)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | float = 0.0) -> Tensor:
     """Softmax attention of (B, heads, N, D / heads); gives (B, N, D)."""
-    similarity = query @ key.mT / math.sqrt(query.shape[-1])
+    similarity = query @ key.mT / math.sqrt(query.shape[-1]) + bias
     return (similarity.softmax(-1) @ value).transpose(1, 2).flatten(2)
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _multihead_attention(x: Tensor, weights: State, name: str, heads: int) -> Tensor:
+    """`nn.MultiheadAttention` of one input."""
+    qkv = F.linear(x, weights[f"{name}.in_proj_weight"], weights[f"{name}.in_proj_bias"])
+    return _linear(_attend(*(_by_head(part, heads) for part in qkv.chunk(3, dim=-1))), weights, f"{name}.out_proj")
 
 
 def _depth(weights: State, prefix: str) -> int:
@@ -187,6 +194,106 @@ def dinov3(weights: State, images: Tensor, *, heads: int, eps: float = 1e-5) -> 
     return x[:, 0], x[:, -h * w :]
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    """openai/CLIP, clip/model.py."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+@torch.no_grad()
+def open_clip(
+    weights: State, images: Tensor, *, heads: int, activation: Callable[[Tensor], Tensor], eps: float = 1e-5
+) -> Outputs:
+    """openai/CLIP, clip/model.py; mlfoundations/open_clip, transformer.py (`ls_1`, `ls_2`) and pos_embed.py.
+
+    open_clip resizes positions when it builds a network for images of another size.
+    """
+    kernel = weights["conv1.weight"]
+    grid = F.conv2d(images, kernel, stride=kernel.shape[-1])
+    h, w = grid.shape[2:]
+    tokens = torch.cat([weights["class_embedding"].expand(len(images), 1, -1), grid.flatten(2).mT], dim=1)
+    x = _add_positions(tokens, weights["positional_embedding"][None], h, w, antialiased_bicubic)
+    x = _norm(x, weights, "ln_pre", eps)
+    blocks = "transformer.resblocks."
+    for block in (f"{blocks}{number}" for number in range(_depth(weights, blocks))):
+        scales = [weights.get(f"{block}.ls_{i}.gamma", torch.ones(())) for i in (1, 2)]
+        normed = _norm(x, weights, f"{block}.ln_1", eps)
+        x = x + scales[0] * _multihead_attention(normed, weights, f"{block}.attn", heads)
+        hidden = activation(_linear(_norm(x, weights, f"{block}.ln_2", eps), weights, f"{block}.mlp.c_fc"))
+        x = x + scales[1] * _linear(hidden, weights, f"{block}.mlp.c_proj")
+    x = _norm(x, weights, "ln_post", eps)
+    return x[:, 0], x[:, 1:]
+
+
+def _biases_of_beit(table: Tensor) -> Tensor:
+    """(heads, 1 + N, 1 + N), entry by entry from the places of two patches; the last three rows are [CLS]'s."""
+    width = math.isqrt(len(table) - 3)
+    side = (width + 1) // 2
+    places = [None, *((row, column) for row in range(side) for column in range(side))]
+    rows: list[int] = []
+    for one in places:
+        for other in places:
+            if one is None or other is None:
+                rows.append(-1 if one is other else -3 if one is None else -2)
+            else:
+                down, across = (a - b + side - 1 for a, b in zip(one, other, strict=True))
+                rows.append(down * width + across)
+    return table[rows].unflatten(0, (len(places),) * 2).permute(2, 0, 1)
+
+
+@torch.no_grad()
+def beit(weights: State, images: Tensor, *, eps: float = 1e-6) -> Outputs:
+    """microsoft/unilm, beit/modeling_finetune.py; microsoft/SimMIM, models/vision_transformer.py. For one size.
+
+    Position biases are those of each block, or the same for all (`rel_pos_bias`). With `fc_norm` the original gives the
+    norm of the mean; each token gets the same norm.
+    """
+    patches = F.conv2d(images, weights["patch_embed.proj.weight"], weights["patch_embed.proj.bias"], stride=16)
+    x = torch.cat([weights["cls_token"].expand(len(images), -1, -1), patches.flatten(2).mT], dim=1)
+    x = x + weights.get("pos_embed", torch.zeros(()))
+    for block in (f"blocks.{number}" for number in range(_depth(weights, "blocks."))):
+        owner = "rel_pos_bias" if "rel_pos_bias.relative_position_bias_table" in weights else f"{block}.attn"
+        table = weights[f"{owner}.relative_position_bias_table"]
+        query_bias, value_bias = weights[f"{block}.attn.q_bias"], weights[f"{block}.attn.v_bias"]
+        bias = torch.cat([query_bias, torch.zeros_like(query_bias), value_bias])
+        qkv = _linear(_norm(x, weights, f"{block}.norm1", eps), weights, f"{block}.attn.qkv") + bias
+        heads = (_by_head(part, table.shape[1]) for part in qkv.chunk(3, dim=-1))
+        mixed = _attend(*heads, bias=_biases_of_beit(table))
+        x = x + weights[f"{block}.gamma_1"] * _linear(mixed, weights, f"{block}.attn.proj")
+        x = x + weights[f"{block}.gamma_2"] * _gelu_mlp(_norm(x, weights, f"{block}.norm2", eps), weights, block)
+    if "fc_norm.weight" in weights:
+        return _norm(x[:, 1:].mean(1), weights, "fc_norm", eps), _norm(x[:, 1:], weights, "fc_norm", eps)
+    x = _norm(x, weights, "norm", eps)
+    return x[:, 0], x[:, 1:]
+
+
+def resize_beit(weights: State, old: int, new: int) -> State:
+    """microsoft/unilm, beit/run_class_finetuning.py: positions for `new` patches a side, when weights are loaded.
+
+    Biases by a cubic spline along each axis, over distances whose steps grow by a constant factor.
+    """
+    old_side, new_side = 2 * old - 1, 2 * new - 1
+    low, high, middle = 1.01, 1.5, 0.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        reach = sum(middle**power for power in range(old_side // 2))
+        low, high = (low, middle) if reach > new_side // 2 else (middle, high)
+    half = torch.cumsum(middle ** torch.arange(old_side // 2, dtype=torch.float64), 0)
+    known = torch.cat([-half.flip(0), torch.zeros(1), half]).numpy()
+    wanted = (torch.arange(new_side) - new_side // 2).clamp(known[0], known[-1]).numpy()
+
+    def resize_biases(table: Tensor) -> Tensor:
+        values = table[:-3].unflatten(0, (old_side, old_side)).double().numpy()
+        for axis in (0, 1):
+            values = scipy.interpolate.make_interp_spline(known, values, k=3, axis=axis)(wanted)
+        return torch.cat([torch.from_numpy(values).float().flatten(0, 1), table[-3:]])
+
+    resized = {key: resize_biases(value) for key, value in weights.items() if key.endswith("bias_table")}
+    if "pos_embed" in weights:
+        grid = bicubic(weights["pos_embed"][0, 1:].unflatten(0, (old, old)), new, new)
+        resized["pos_embed"] = torch.cat([weights["pos_embed"][0, :1], grid.flatten(0, 1)])[None]
+    return {**weights, **resized}
+
+
 @torch.no_grad()
 def mmsegmentation_vit(
     weights: State, images: Tensor, *, heads: int, resize: Resize = bicubic, eps: float = 1e-6, has_cls: bool = True
@@ -203,10 +310,7 @@ def mmsegmentation_vit(
     x = _add_positions(tokens, weights["pos_embed"], h, w, resize)
     x = x if has_cls else x[:, 1:]
     for layer in (f"layers.{number}" for number in range(_depth(weights, "layers."))):
-        normed = _norm(x, weights, f"{layer}.ln1", eps)
-        kernel, bias = (weights[f"{layer}.attn.attn.in_proj_{kind}"] for kind in ("weight", "bias"))
-        qkv = F.linear(normed, kernel, bias).chunk(3, dim=-1)
-        x = x + _linear(_attend(*(_by_head(part, heads) for part in qkv)), weights, f"{layer}.attn.attn.out_proj")
+        x = x + _multihead_attention(_norm(x, weights, f"{layer}.ln1", eps), weights, f"{layer}.attn.attn", heads)
         hidden = F.gelu(_linear(_norm(x, weights, f"{layer}.ln2", eps), weights, f"{layer}.ffn.layers.0.0"))
         x = x + _linear(hidden, weights, f"{layer}.ffn.layers.1")
     if "ln1.weight" in weights:
@@ -398,6 +502,55 @@ def dinov3_state(
         else:
             state |= {**draw.linear(f"{block}.mlp.fc1", dim, 4 * dim), **draw.linear(f"{block}.mlp.fc2", 4 * dim, dim)}
         state |= {f"{block}.ls{branch}.gamma": draw(dim, mean=0.8) for branch in (1, 2)}
+    return state
+
+
+def open_clip_state(seed: int, *, dim: int = 128, scale: bool = False) -> State:
+    """Of `open_clip`, with its projection; `scale`: with layer scale."""
+    draw = Draw(seed)
+    state = {
+        "class_embedding": draw(dim, std=0.02),
+        "positional_embedding": draw(10, dim, std=0.02),
+        "proj": draw(dim, 16),
+        **draw.patches("conv1", dim, 16, bias=False),
+        **draw.norm("ln_pre", dim),
+        **draw.norm("ln_post", dim),
+    }
+    for block in (f"transformer.resblocks.{number}" for number in range(2)):
+        state |= {**draw.norm(f"{block}.ln_1", dim), **draw.norm(f"{block}.ln_2", dim)}
+        qkv = draw.linear("", dim, 3 * dim)
+        state |= {f"{block}.attn.in_proj_{kind.removeprefix('.')}": value for kind, value in qkv.items()}
+        state |= draw.linear(f"{block}.attn.out_proj", dim, dim)
+        state |= {**draw.linear(f"{block}.mlp.c_fc", dim, 4 * dim), **draw.linear(f"{block}.mlp.c_proj", 4 * dim, dim)}
+        if scale:
+            state |= {f"{block}.ls_{branch}.gamma": draw(dim, mean=0.8) for branch in (1, 2)}
+    return state
+
+
+def beit_state(
+    seed: int, *, shared: bool, mean_pooling: bool, absolute: bool = False, side: int = 4, dim: int = 64, heads: int = 4
+) -> State:
+    """Of `beit`: position biases shared by all blocks, the norm of the mean instead of [CLS]'s, absolute positions."""
+    draw = Draw(seed)
+    entries = (2 * side - 1) ** 2 + 3
+
+    def biases(owner: str) -> State:
+        index = torch.zeros(side**2 + 1, side**2 + 1, dtype=torch.long)
+        table = draw(entries, heads, std=1.0)
+        return {f"{owner}.relative_position_bias_table": table, f"{owner}.relative_position_index": index}
+
+    state = {"cls_token": draw(1, 1, dim, std=0.02), "mask_token": draw(1, 1, dim)}
+    state |= {**draw.patches("patch_embed.proj", dim, 16), **draw.norm("fc_norm" if mean_pooling else "norm", dim)}
+    state |= {"pos_embed": draw(1, side**2 + 1, dim, std=0.02)} if absolute else {}
+    state |= biases("rel_pos_bias") if shared else {}
+    for block in (f"blocks.{number}" for number in range(2)):
+        state |= {**draw.norm(f"{block}.norm1", dim), **draw.norm(f"{block}.norm2", dim)}
+        state |= {} if shared else biases(f"{block}.attn")
+        state |= {f"{block}.attn.q_bias": draw(dim), f"{block}.attn.v_bias": draw(dim)}
+        state |= draw.linear(f"{block}.attn.qkv", dim, 3 * dim, bias=False)
+        state |= draw.linear(f"{block}.attn.proj", dim, dim)
+        state |= {**draw.linear(f"{block}.mlp.fc1", dim, 4 * dim), **draw.linear(f"{block}.mlp.fc2", 4 * dim, dim)}
+        state |= {f"{block}.gamma_{branch}": draw(dim, mean=0.8) for branch in (1, 2)}
     return state
 
 

@@ -6,6 +6,7 @@ A row can have several cases. Files `cases_*.py` in this folder add theirs with 
 
 import argparse
 import importlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,11 +60,12 @@ class Case:
         row: name of the row of the table.
         about: what sets it apart from the row's other cases; empty for the first.
         write: writes a file into a folder, and returns its path, its teacher (or only network), and its student.
-        sizes: of images: that of training first, then another square, then one that is not square.
+        sizes: of images: that of training first, then another square, then one that is not square; fewer for networks
+            that take fewer.
         mean: that the images have to be normalised with.
         norm_eps: of the layer norms; None for networks without.
         positions: how positions have to be resized; None for networks without.
-        options: of `load_backbone`, for what weights do not show.
+        options: of `load_backbone`, for what weights do not show; with `image_size`, positions are resized at loading.
     """
 
     row: str
@@ -383,6 +385,14 @@ def randomise(module: nn.Module, seed: int, std: float = 0.05) -> None:
                 value.add_(std * torch.randn(value.shape, generator=draw))
                 if key.endswith("running_var"):
                     value.abs_()
+
+
+def shrink_embeddings(module: nn.Module) -> None:
+    """Make the inputs of the first norms small, so that their epsilon shows in the features."""
+    with torch.no_grad():
+        for key, value in module.state_dict().items():
+            if re.search(r"embed|cls_token|stem\.0", key) and value.is_floating_point():
+                value.mul_(0.02)
 
 
 @case("timm DINOv3", norm_eps=1e-5)
