@@ -18,9 +18,10 @@ from cribo.models.building import nearest_names
 from cribo.models.formats.architecture import Architecture, infer_architecture, named_stride
 from cribo.models.formats.beside import (
     as_of_detectron2,
+    as_of_mmsegmentation,
     as_trained_by_dino,
     expecting,
-    output_stride,
+    resnet_strides,
     whole_network_near,
 )
 from cribo.models.formats.distributed import METADATA
@@ -141,8 +142,8 @@ def _load_foreign(
         architecture = architecture._replace(args={**architecture.args, **(args or {})})
         backbone = build(architecture, image_size, drop_path, trust=trust)
         notes += architecture.notes
-        if "MMSegmentation" in recognised.format and "layer1.0.conv1.weight" in recognised.state:
-            notes += _stride_notes(content, architecture)
+        if _is_resnet_of_mmsegmentation(recognised) and resnet_strides(content, path) is None:
+            notes += _stride_notes(recognised, architecture)
     else:
         _check_hidden_arguments(backbone, content, recognised, path)
     try:
@@ -311,6 +312,8 @@ def _recognise(
         return expecting(recognised, mean=IMAGENET_MEAN, std=IMAGENET_STD) if variant == "deit" else recognised
     if recognised.format == "detectron2":
         return as_of_detectron2(recognised, path)
+    if _is_resnet_of_mmsegmentation(recognised):
+        recognised = as_of_mmsegmentation(recognised, content, path)
     if recognised.format in ("DINOv2 or DINOv3 training", "DINOv2", "DINOv3"):
         return as_trained_by_dino(recognised, path)
     config, images = hub_config(path), read_beside(path, _HUB_IMAGES)
@@ -354,24 +357,29 @@ def _hidden_arguments(
         "num_heads": args.get("num_heads", config.get("num_attention_heads", recognised.num_heads)),
         "act_layer": args.get("act_layer", recognised.expected.act_layer),
         "assumed_act_layer": recognised.expected.assumed_act_layer,
-        "arch": _name_of_architecture(content, recognised),
+        "arch": _name_of_architecture(content, recognised, path),
     }
 
 
-def _name_of_architecture(content: Mapping[str, Any], recognised: Recognised) -> str | None:
+def _name_of_architecture(content: Mapping[str, Any], recognised: Recognised, path: Path) -> str | None:
     """What the training that wrote a file calls its architecture."""
     options = content.get("args", content.get("hyper_parameters"))
     options = options if isinstance(options, Mapping) else getattr(options, "__dict__", {})
     arch = content.get("arch", options.get("arch"))
-    if "MMSegmentation" in recognised.format and (stride := output_stride(content)):
-        arch = f"resnet_{stride}s"
+    if _is_resnet_of_mmsegmentation(recognised) and (strides := resnet_strides(content, path)):
+        arch = f"resnet_{strides.output_stride}s"
     return arch if isinstance(arch, str) else None
 
 
-def _stride_notes(content: Mapping[str, Any], architecture: Architecture) -> tuple[str, ...]:
-    if output_stride(content) is not None or "output_stride" in architecture.args:
+def _is_resnet_of_mmsegmentation(recognised: Recognised) -> bool:
+    return "MMSegmentation" in recognised.format and "layer1.0.conv1.weight" in recognised.state
+
+
+def _stride_notes(recognised: Recognised, architecture: Architecture) -> tuple[str, ...]:
+    if "output_stride" in architecture.args:
         return ()
-    way_out = "" if "avg_down" in architecture.args else ": args={'output_stride': 8}"
+    can_dilate = "layer1.0.conv3.weight" in recognised.state and "avg_down" not in architecture.args
+    way_out = ": args={'output_stride': 8}" if can_dilate else ""
     return (
         "the file does not say which strides and dilations its ResNet has: took an output stride of 32; most of "
         f"MMSegmentation's have 8{way_out}",
@@ -380,7 +388,7 @@ def _stride_notes(content: Mapping[str, Any], architecture: Architecture) -> tup
 
 def _check_hidden_arguments(backbone: Backbone, content: Mapping[str, Any], recognised: Recognised, path: Path) -> None:
     """Weights fit a network of other heads, activation or strides, too, and give features that mean nothing."""
-    stride = named_stride(_name_of_architecture(content, recognised))
+    stride = named_stride(_name_of_architecture(content, recognised, path))
     if stride not in (None, backbone.patch_size):
         raise ValueError(
             f"{path} is of a ResNet with an output stride of {stride}, the backbone has {backbone.patch_size}: build "

@@ -87,6 +87,14 @@ def _norm(x: Tensor, weights: State, name: str, eps: float) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], eps)
 
 
+def batch_norm(x: Tensor, weights: State, name: str) -> Tensor:
+    """Of a map, by the running mean and variance."""
+    mean, variance, scale, bias = (
+        weights[f"{name}.{part}"] for part in ("running_mean", "running_var", "weight", "bias")
+    )
+    return F.batch_norm(x, mean, variance, scale, bias, eps=1e-5)
+
+
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | float = 0.0) -> Tensor:
     """Softmax attention of (B, heads, N, D / heads); gives (B, N, D)."""
     similarity = query @ key.mT / math.sqrt(query.shape[-1]) + bias
@@ -372,35 +380,43 @@ def flax_vit(arrays: dict[str, np.ndarray], images: Tensor, *, resize: Resize) -
 
 
 @torch.no_grad()
-def resnet(weights: State, images: Tensor, *, is_dilated: bool = False) -> Outputs:
+def resnet(
+    weights: State, images: Tensor, *, dilations: tuple[int, ...] = (1, 1, 1, 1), contracts: bool = False
+) -> Outputs:
     """pytorch/vision, torchvision/models/resnet.py: ResNet v1.5, its stride in the 3 x 3 convolution.
 
-    Dilated as CVMI-Lab/SlotCon, models/resnet.py, `resnet50_16s`: all blocks of the last stage, without a stride.
+    A dilated stage has no stride. All its blocks have its dilation, as in CVMI-Lab/SlotCon, models/resnet.py
+    (`resnet50_16s`: the last stage by 2) and in open-mmlab/mmsegmentation, mmseg/models/utils/res_layer.py; with that
+    one's `contract_dilation`, the first block has half of it. ResNetV1c and V1d of MMSegmentation, backbones/resnet.py,
+    begin with three convolutions (`stem`); V1d averages in a shortcut before its convolution.
 
     In float64: the rounding errors of convolutions in float32 are as large as the tolerance of the tests.
     """
     weights, images = {key: value.double() for key, value in weights.items()}, images.double()
-
-    def normed(x: Tensor, name: str) -> Tensor:
-        mean, variance = weights[f"{name}.running_mean"], weights[f"{name}.running_var"]
-        return F.batch_norm(x, mean, variance, weights[f"{name}.weight"], weights[f"{name}.bias"], eps=1e-5)
-
-    x = F.relu(normed(F.conv2d(images, weights["conv1.weight"], stride=2, padding=3), "bn1"))
+    x = images
+    if "stem.0.weight" in weights:
+        for number, stride in ((0, 2), (3, 1), (6, 1)):
+            x = F.conv2d(x, weights[f"stem.{number}.weight"], stride=stride, padding=1)
+            x = F.relu(batch_norm(x, weights, f"stem.{number + 1}"))
+    else:
+        x = F.relu(batch_norm(F.conv2d(x, weights["conv1.weight"], stride=2, padding=3), weights, "bn1"))
     x = F.max_pool2d(x, 3, stride=2, padding=1)
-    for stage in range(1, 5):
+    for stage, dilation in enumerate(dilations, 1):
         for number in range(_depth(weights, f"layer{stage}.")):
             block = f"layer{stage}.{number}"
-            dilation = 2 if is_dilated and stage == 4 else 1
             stride = 2 if stage > 1 and number == 0 and dilation == 1 else 1
-            inner = F.relu(normed(F.conv2d(x, weights[f"{block}.conv1.weight"]), f"{block}.bn1"))
-            inner = F.conv2d(
-                inner, weights[f"{block}.conv2.weight"], stride=stride, padding=dilation, dilation=dilation
-            )
-            inner = F.conv2d(F.relu(normed(inner, f"{block}.bn2")), weights[f"{block}.conv3.weight"])
-            inner = normed(inner, f"{block}.bn3")
-            if f"{block}.downsample.0.weight" in weights:
-                shortcut = F.conv2d(x, weights[f"{block}.downsample.0.weight"], stride=stride)
-                x = normed(shortcut, f"{block}.downsample.1")
+            own = dilation // 2 if contracts and number == 0 and dilation > 1 else dilation
+            inner = F.relu(batch_norm(F.conv2d(x, weights[f"{block}.conv1.weight"]), weights, f"{block}.bn1"))
+            inner = F.conv2d(inner, weights[f"{block}.conv2.weight"], stride=stride, padding=own, dilation=own)
+            inner = F.conv2d(F.relu(batch_norm(inner, weights, f"{block}.bn2")), weights[f"{block}.conv3.weight"])
+            inner = batch_norm(inner, weights, f"{block}.bn3")
+            if f"{block}.downsample.2.weight" in weights:
+                x = F.avg_pool2d(x, stride, stride, ceil_mode=True, count_include_pad=False)
+                x = F.conv2d(x, weights[f"{block}.downsample.1.weight"])
+                x = batch_norm(x, weights, f"{block}.downsample.2")
+            elif f"{block}.downsample.0.weight" in weights:
+                x = F.conv2d(x, weights[f"{block}.downsample.0.weight"], stride=stride)
+                x = batch_norm(x, weights, f"{block}.downsample.1")
             x = F.relu(x + inner)
     return x.mean((2, 3)), x.flatten(2).mT
 
@@ -427,6 +443,10 @@ class Draw:
     def batch_norm(self, name: str, dim: int) -> State:
         statistics = {f"{name}.running_mean": self(dim), f"{name}.running_var": self(dim, std=0.3).abs() + 0.5}
         return {**self.norm(name, dim), **statistics, f"{name}.num_batches_tracked": torch.tensor(1)}
+
+    def convolution(self, name: str, inputs: int, outputs: int, size: int, *, bias: bool = False) -> State:
+        state = {f"{name}.weight": self(outputs, inputs, size, size, std=1.0 / math.sqrt(inputs * size * size))}
+        return {**state, f"{name}.bias": self(outputs)} if bias else state
 
     def patches(self, name: str, dim: int, size: int, *, bias: bool = True) -> State:
         """Small, so that the epsilon of the first norms shows."""
@@ -606,28 +626,35 @@ def flax_arrays(
     return {key: value.numpy() for key, value in state.items()}
 
 
-def resnet_state(seed: int, *, blocks: tuple[int, ...] = (1, 2, 1, 1), channels: int = 24) -> State:
-    """Of `resnet`, with bottleneck blocks behind the usual stem."""
+def resnet_state(
+    seed: int,
+    *,
+    blocks: tuple[int, ...] = (1, 2, 1, 1),
+    channels: int = 24,
+    stem: int = 64,
+    has_deep_stem: bool = False,
+    averages: bool = False,
+) -> State:
+    """Of `resnet`, with bottleneck blocks: `has_deep_stem` as ResNetV1c, `averages` in the shortcuts as ResNetV1d."""
     draw = Draw(seed)
-
-    def convolution(name: str, inputs: int, outputs: int, size: int) -> State:
-        return {f"{name}.weight": draw(outputs, inputs, size, size, std=1.0 / math.sqrt(inputs * size * size))}
-
-    state = {**convolution("conv1", 3, 64, 7), **draw.batch_norm("bn1", 64)}
-    width = 64
+    if has_deep_stem:
+        state = {**draw.convolution("stem.0", 3, 32, 3), **draw.batch_norm("stem.1", 32)}
+        state |= {**draw.convolution("stem.3", 32, 32, 3), **draw.batch_norm("stem.4", 32)}
+        state |= {**draw.convolution("stem.6", 32, stem, 3), **draw.batch_norm("stem.7", stem)}
+    else:
+        state = {**draw.convolution("conv1", 3, stem, 7), **draw.batch_norm("bn1", stem)}
+    width = stem
     for stage, count in enumerate(blocks):
         inner = channels * 2**stage
         for number in range(count):
             block = f"layer{stage + 1}.{number}"
-            state |= {**convolution(f"{block}.conv1", width, inner, 1), **draw.batch_norm(f"{block}.bn1", inner)}
-            state |= {**convolution(f"{block}.conv2", inner, inner, 3), **draw.batch_norm(f"{block}.bn2", inner)}
-            state |= {
-                **convolution(f"{block}.conv3", inner, 4 * inner, 1),
-                **draw.batch_norm(f"{block}.bn3", 4 * inner),
-            }
+            state |= {**draw.convolution(f"{block}.conv1", width, inner, 1), **draw.batch_norm(f"{block}.bn1", inner)}
+            state |= {**draw.convolution(f"{block}.conv2", inner, inner, 3), **draw.batch_norm(f"{block}.bn2", inner)}
+            state |= draw.convolution(f"{block}.conv3", inner, 4 * inner, 1)
+            state |= draw.batch_norm(f"{block}.bn3", 4 * inner)
             if number == 0:
-                state |= convolution(f"{block}.downsample.0", width, 4 * inner, 1)
-                state |= draw.batch_norm(f"{block}.downsample.1", 4 * inner)
+                state |= draw.convolution(f"{block}.downsample.{0 + averages}", width, 4 * inner, 1)
+                state |= draw.batch_norm(f"{block}.downsample.{1 + averages}", 4 * inner)
             width = 4 * inner
     return state
 

@@ -6,7 +6,7 @@ A row can have several cases. Files `cases_*.py` in this folder add theirs with 
 
 import argparse
 import importlib
-import re
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,6 +64,7 @@ class Case:
             that take fewer.
         mean: that the images have to be normalised with.
         norm_eps: of the layer norms; None for networks without.
+        final_norm_eps: of the last layer norm, where it differs.
         positions: how positions have to be resized; None for networks without.
         options: of `load_backbone`, for what weights do not show; with `image_size`, positions are resized at loading.
     """
@@ -74,6 +75,7 @@ class Case:
     sizes: tuple[tuple[int, int], ...] = VIT_SIZES
     mean: tuple[float, ...] = IMAGENET
     norm_eps: float | None = 1e-6
+    final_norm_eps: float | None = None
     positions: Resizing | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -104,7 +106,9 @@ def deviation(backbone: Backbone, network: Network, size: tuple[int, int]) -> fl
     largest = 0.0
     for ours, theirs in zip((found.global_token, found.tokens), network(images), strict=True):
         assert ours.shape == theirs.shape, f"{tuple(ours.shape)} instead of {tuple(theirs.shape)}"
-        largest = max(largest, float((ours - theirs).abs().max() / theirs.abs().max()))
+        difference = float((ours - theirs).abs().max() / theirs.abs().max())
+        assert math.isfinite(difference), "features that are not finite"  # `max` would ignore a NaN
+        largest = max(largest, difference)
     return largest
 
 
@@ -686,7 +690,7 @@ def slotcon(folder: Path, arch: str = "resnet50") -> tuple[Path, Network, Networ
         **junk("module.predictor_slot.mlp.0.weight"),
     }
     content = {"args": argparse.Namespace(arch=arch), "model": state, "optimizer": OPTIMISER, "scheduler": {}}
-    network = partial(resnet, is_dilated=arch.endswith("_16s"))
+    network = partial(resnet, dilations=(1, 1, 1, 2) if arch.endswith("_16s") else (1, 1, 1, 1))
     return save(folder, content), partial(network, teacher), partial(network, student)
 
 
@@ -811,7 +815,9 @@ case("Hugging Face DINOv3", "gated", norm_eps=1e-5)(
 
 
 def epsilon(backbone: Backbone) -> float | None:
-    """Of the layer norms of a network."""
+    """Of the layer norms of a network; without the last one's, where it differs."""
     found = {module.eps for module in backbone.modules() if isinstance(module, nn.LayerNorm)}
+    if (final := backbone.numerics.final_norm_eps) is not None:
+        found.remove(final)
     assert len(found) <= 1, f"layer norms of several epsilons: {found}"
     return next(iter(found), None)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.models.formats.cases import Case, deviation, epsilon, load_cases, measure
 
-from cribo.models import build_backbone, load_backbone, load_pretrained
+from cribo.models import build_backbone, load_backbone, load_pretrained, save_backbone
 from cribo.models.formats.reading import flatten, read_weights
 from cribo.models.formats.table import NAMINGS, PROJECTS
 
@@ -27,6 +27,7 @@ def test_a_file_of_each_project_gives_its_features(tmp_path: Path, case: Case):
     assert backbone.loaded is not None
     assert backbone.loaded.format == case.row
     assert (backbone.mean, epsilon(backbone)) == (case.mean, case.norm_eps)
+    assert backbone.numerics.final_norm_eps == case.final_norm_eps
     if case.positions is not None:
         assert backbone.numerics.positions == case.positions
     assert largest < TOLERANCE
@@ -38,6 +39,9 @@ def test_a_file_of_each_project_gives_its_features(tmp_path: Path, case: Case):
     other = build_backbone(backbone.name, args=backbone.args, image_size=backbone.image_size, seed=5)
     load_pretrained(other, loaded.source, positions=case.options.get("positions"))
     assert other.fingerprint() == backbone.fingerprint()
+    # What is saved is loaded as it was, networks that timm does not have included.
+    save_backbone(backbone, tmp_path / "saved")
+    assert load_backbone(tmp_path / "saved").fingerprint() == backbone.fingerprint()
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.positions], ids=lambda case: case.name)

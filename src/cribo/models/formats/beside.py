@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -104,32 +104,78 @@ def _as_configured(
 # ------------------------------------------------------------------------------------------------------- ResNets
 
 
-def output_stride(content: Mapping[str, Any]) -> int | None:
-    """Of a ResNet of MMSegmentation, from the configuration in its file; None where there is none.
+class Strides(NamedTuple):
+    """Strides and dilations of a ResNet of MMSegmentation.
+
+    Attributes:
+        output_stride: as timm counts it.
+        dilate_entries: see `Numerics`.
+        source: the configuration, where it lies beside the weights.
+    """
+
+    output_stride: int
+    dilate_entries: bool
+    source: Path | None
+
+
+def resnet_strides(content: Mapping[str, Any], path: Path) -> Strides | None:
+    """Read the strides of a ResNet of MMSegmentation from the configuration in or beside its file; None without one.
+
+    Source: github.com/open-mmlab/mmsegmentation: `models/backbones/resnet.py`, `models/utils/res_layer.py`, where the
+    first block of a dilated stage has half of its dilation with `contract_dilation` only.
 
     Raises:
         ValueError: strides and dilations that no network of timm has.
     """
-    meta = content.get("meta")
-    text = next((meta[key] for key in ("cfg", "config") if isinstance(meta.get(key), str)), "") if meta else ""
+    text, source = _mmsegmentation_config(content, path)
     match = re.search(r"backbone=dict\(.*?(?=decode_head|neck=|auxiliary_head|$)", text, flags=re.DOTALL)
     if match is None:
         return None
     settings = {
         name: tuple(int(number) for number in re.findall(r"\d+", numbers))
-        for name, numbers in re.findall(r"\b(strides|dilations)=[(\[]([\d,\s]+)[)\]]", match[0])
+        for name, numbers in re.findall(r"\b(strides|dilations|multi_grid)=[(\[]([\d,\s]+)[)\]]", match[0])
     }
     strides, dilations = settings.get("strides", (1, 2, 2, 2)), settings.get("dilations", (1, 1, 1, 1))
-    known: dict[tuple[int, ...], int] = {(1, 2, 2, 2): 32, (1, 2, 2, 1): 16, (1, 2, 1, 1): 8}
-    strided = known.get(strides)
-    expected: dict[int, tuple[int, ...]] = {32: (1, 1, 1, 1), 16: (1, 1, 1, 2), 8: (1, 1, 2, 4)}
-    contracts = "contract_dilation=True" in match[0] or strided == 32
-    if strided is None or dilations != expected[strided] or not contracts:
+    style = next(iter(re.findall(r"\bstyle='(\w+)'", match[0])), "pytorch")
+    known: dict[tuple[tuple[int, ...], ...], int]
+    known = {((1, 2, 2, 2), (1, 1, 1, 1)): 32, ((1, 2, 2, 1), (1, 1, 1, 2)): 16, ((1, 2, 1, 1), (1, 1, 2, 4)): 8}
+    output_stride = known.get((strides, dilations))
+    if output_stride is None or "multi_grid" in settings or style != "pytorch":
         raise ValueError(
-            f"its configuration has strides {strides}, dilations {dilations} and contract_dilation {contracts}, which "
-            "no ResNet of timm has"
+            f"its configuration has strides {strides}, dilations {dilations}, multi_grid {settings.get('multi_grid')} "
+            f"and style {style!r}, which no ResNet of timm has"
         )
-    return strided
+    return Strides(output_stride, output_stride < 32 and "contract_dilation=True" not in match[0], source)
+
+
+def _mmsegmentation_config(content: Mapping[str, Any], path: Path) -> tuple[str, Path | None]:
+    """The Python text of a training's configuration, and the file that MMEngine wrote it to, beside its checkpoints."""
+    meta = content.get("meta")
+    kept = [meta.get(key) for key in ("cfg", "config")] if isinstance(meta, Mapping) else []
+    if text := next((text for text in kept if isinstance(text, str)), None):
+        return text, None
+    texts = {file: file.read_text(encoding="utf-8", errors="replace") for file in path.parent.glob("*.py")}
+    # A configuration with `_base_` lists only part of the settings.
+    whole = [file for file, text in texts.items() if "backbone=dict(" in text and "_base_" not in text]
+    return (texts[whole[0]], whole[0]) if len(whole) == 1 else ("", None)
+
+
+def as_of_mmsegmentation(recognised: Recognised, content: Mapping[str, Any], path: Path) -> Recognised:
+    """A ResNet of MMSegmentation, its first blocks dilated as its training had them.
+
+    Raises:
+        ValueError: strides and dilations that no network of timm has.
+    """
+    strides = resnet_strides(content, path)
+    if strides is None:
+        return recognised
+    if strides.output_stride < 32 and "layer1.0.conv3.weight" not in recognised.state:
+        raise ValueError(
+            f"{path} has a dilated ResNet of basic blocks: MMSegmentation dilates the first convolution of a block, "
+            "timm both, so that features could not be the same"
+        )
+    notes = [] if strides.source is None else [f"strides and dilations are those of {strides.source}"]
+    return expecting(recognised, *notes, dilate_entries=strides.dilate_entries)
 
 
 def as_of_detectron2(recognised: Recognised, path: Path) -> Recognised:
@@ -140,7 +186,7 @@ def as_of_detectron2(recognised: Recognised, path: Path) -> Recognised:
     Raises:
         ValueError: there is no such file, or its network has strides that no network of timm has.
     """
-    if not recognised.part.endswith("bottom_up."):
+    if not re.search(r"(^|[./])backbone\.(bottom_up\.)?$", recognised.part):
         note = "took RGB images with ImageNet's normalisation, as of networks that were converted for detectron2"
         return expecting(recognised, note)
     config = path.with_name("config.yaml")
@@ -150,11 +196,14 @@ def as_of_detectron2(recognised: Recognised, path: Path) -> Recognised:
             f"{path} is of a training of detectron2, and no config.yaml of it lies beside it: only that shows the "
             "order of colours, the normalisation and the strides that the weights expect"
         )
-    if model.get("RESNETS", {}).get("STRIDE_IN_1X1", True):
+    resnet = model.get("RESNETS", {})
+    if resnet.get("STRIDE_IN_1X1", True):
         raise ValueError(
             f"{config} has STRIDE_IN_1X1: true, as networks of Caffe, whose strides lie in the first convolution of a "
             "block; no network of timm has that, so that features could not be the same"
         )
+    if resnet.get("RES5_DILATION", 1) != 1:
+        raise ValueError(f"{config} has RES5_DILATION {resnet['RES5_DILATION']}: only 1 is supported")
     mean, std = (tuple(value / 255 for value in model[key]) for key in ("PIXEL_MEAN", "PIXEL_STD"))
     if content.get("INPUT", {}).get("FORMAT", "BGR") == "BGR":
         state = {**recognised.state, "conv1.weight": recognised.state["conv1.weight"].flip(1)}

@@ -167,6 +167,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
 github.com/NVlabs/RADIO, github.com/facebookresearch/dinov2 (`hub/dinotxt.py`), github.com/facebookresearch/detectron2
 (`checkpoint/c2_model_loading.py`), github.com/facebookresearch/capi (`fsdp.py`)."""
 
+_DETECTRON2 = "github.com/facebookresearch/detectron2, detectron2/modeling/backbone/resnet.py"
 _OFFSET = Expected(positions="bicubic_offset")
 
 _TOWER_PROJECTS: tuple[Project, ...] = (
@@ -366,6 +367,18 @@ PROJECTS: tuple[Project, ...] = (
         signs=(r"^(\w+/)?backbone\.", r"^(\w+/)?(decode_head|auxiliary_head)\."),
         teacher=r"(\w+/)?backbone\.",
         dropped=(("decoder", r"^(\w+/)?backbone\.fpn\d\."),),
+    ),
+    # Checkpoints of its own trainings. Networks converted for it have bare names and are recognised by the naming.
+    Project(
+        "detectron2",
+        _DETECTRON2,
+        signs=(r"^(\w+/)?backbone\.(bottom_up\.)?res2\.0\.conv1\.norm\.",),
+        teacher=r"(\w+/)?backbone\.(bottom_up\.)?",
+        dropped=(
+            ("decoder", r"^(\w+/)?backbone\.(fpn_\w+|top_block)\."),
+            ("head", r"^(\w+/)?(proposal_generator|roi_heads)\."),
+            ("normalisation", r"^(\w+/)?pixel_(mean|std)$"),
+        ),
     ),
     Project(
         "LOCA",
@@ -718,7 +731,7 @@ NAMINGS: tuple[Naming, ...] = (
     ),
     Naming(
         "detectron2",
-        "github.com/facebookresearch/detectron2, detectron2/modeling/backbone/resnet.py",
+        _DETECTRON2,
         r"stem\.conv1\.weight",
         naming.from_detectron2,
         needs=(r"^stem\.conv1\.norm\.running_mean$", r"^res2\.0\.conv1\.norm\.weight$"),
