@@ -7,6 +7,7 @@ A row can have several cases. Files `cases_*.py` in this folder add theirs with 
 import argparse
 import importlib
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
