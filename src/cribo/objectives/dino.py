@@ -25,10 +25,10 @@ from cribo.method import (
     sample_photometric,
     sinkhorn_centre,
 )
-from cribo.method.views import largest_reduction, reduced_crops
 from cribo.models import normalise
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.distillation import Distillation
+from cribo.objectives.views import load_for_crops
 
 _BLUR_OF_LOCAL_CROPS = 0.5
 
@@ -64,17 +64,15 @@ class MultiCrop:
 
     def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
         """Decode, cut, draw."""
-        drawn: list[Crops] = []
 
-        def reduction(height: int, width: int) -> int:
-            drawn.append(sample_crops(height, width, self.recipe, generator=generator))
+        def draw(height: int, width: int) -> list[tuple[Crops, int]]:
+            views = sample_crops(height, width, self.recipe, generator=generator)
             pairs = [sample_crops(height, width, self.local, generator=generator) for _ in self._pairs()]
             boxes, flips = (torch.cat([getattr(pair, part) for pair in pairs]) for part in ("boxes", "flips"))
-            drawn.append(Crops(boxes[: self.local_crops], flips[: self.local_crops]))
-            return min(largest_reduction(drawn[0], self.recipe.size), largest_reduction(drawn[1], self.local.size))
+            local = Crops(boxes[: self.local_crops], flips[: self.local_crops])
+            return [(views, self.recipe.size), (local, self.local.size)]
 
-        pixels, reduced = image.load_reduced(reduction)
-        views, local = (reduced_crops(crops, reduced) for crops in drawn)
+        pixels, (views, local), _ = load_for_crops(image, draw)
         photometric = [sample_photometric(self.recipe, generator=generator)]
         photometric += [sample_photometric(self.local, generator=generator) for _ in self._pairs()]
         crops = 2 + self.local_crops

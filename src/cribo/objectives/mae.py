@@ -9,10 +9,10 @@ from cribo.arguments import ConfigError
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, LazyImage, Sample
 from cribo.method import Crops, ViewRecipe, cut_views, sample_crops
-from cribo.method.views import largest_reduction, reduced_crops
 from cribo.models import Backbone, normalise
 from cribo.models.modes import CompileMode
 from cribo.objectives.base import Columns, Objective, Output, Setting, Step
+from cribo.objectives.views import load_for_crops
 
 
 class MaskedView:
@@ -31,16 +31,14 @@ class MaskedView:
 
     def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
         """Decode, cut, draw."""
-        drawn: list[Crops] = []
 
-        def reduction(height: int, width: int) -> int:
+        def draw(height: int, width: int) -> list[tuple[Crops, int]]:
             pair = sample_crops(height, width, self.recipe, generator=generator)
-            drawn.append(Crops(pair.boxes[:1], pair.flips[:1]))
-            return largest_reduction(drawn[0], self.recipe.size)
+            return [(Crops(pair.boxes[:1], pair.flips[:1]), self.recipe.size)]
 
-        pixels, reduced = image.load_reduced(reduction)
+        pixels, (crops,), _ = load_for_crops(image, draw)
         return {
-            "view": cut_views(pixels, reduced_crops(drawn[0], reduced), self.recipe.size)[0],
+            "view": cut_views(pixels, crops, self.recipe.size)[0],
             "order": torch.randperm(self.patches, generator=generator),
         }
 
