@@ -265,14 +265,18 @@ def _train(session: Session, folder: Path, callbacks: Sequence[Callback], consol
     with quiet_lightning(), interruptible(trainer, advice=advice), closing(session.loader(trainer)) as loader:
         faults.loader = loader
         trainer.fit(module, loader, ckpt_path=checkpoint)
+    seconds = metrics.seconds
     module.to(trainer.strategy.root_device)  # Lightning has moved it to the CPU
+    if score is not None:
+        score.on_train_end(trainer, module)  # not yet computed if the run was stopped after its last step
+    rows = metrics.rows
     summary: dict[str, Any] = {
-        "seconds": round(metrics.seconds, 2),
+        "seconds": round(seconds, 2),
         "peak_rss_bytes": peak_rss_bytes(),
         "steps": trainer.global_step,
         "epochs": config.optim.epochs,
         "images": len(session.source),
-        "images_per_second": _mean(metrics.rows, "images_per_second"),
+        "images_per_second": _mean(rows, "images_per_second"),
         "losses": {
             key.removeprefix("loss_"): value for key, value in metrics.latest.items() if key.startswith("loss_")
         },
@@ -289,7 +293,6 @@ def _train(session: Session, folder: Path, callbacks: Sequence[Callback], consol
     }
     baselines = {}
     if score is not None:
-        score.on_train_end(trainer, module)  # not yet computed if the run was stopped after its last step
         mean_colour = score.mean_colour(module)
         summary["dense_nn"] = {
             "before": score.curve[0][1],
@@ -301,7 +304,7 @@ def _train(session: Session, folder: Path, callbacks: Sequence[Callback], consol
         baselines |= {} if mean_colour is None else {"mean colour": mean_colour}
     if trainer.is_global_zero:
         save_backbone(module.objective.exported(), folder)
-        write_report(folder, metrics.rows, module.schedules, module.objective, session.dataset, baselines=baselines)
+        write_report(folder, rows, module.schedules, module.objective, session.dataset, baselines=baselines)
         write_json(folder / SUMMARY, summary)
     return Run(folder, summary)
 
