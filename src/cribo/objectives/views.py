@@ -1,4 +1,4 @@
-"""View pairs: what a worker makes of an image, and the photometric operations that follow on the device."""
+"""View pairs: the sample of an image, and the photometric operations on the device."""
 
 from collections.abc import Callable, Sequence
 
@@ -47,9 +47,9 @@ def load_for_crops(
 class ViewPairs:
     """Two views of an image and the random numbers drawn for it: the sample of CrIBo.
 
-    A batch of them holds `views` (B, 2, 3, H, W) in 8 bits, `coordinates` (B, 2, N, 2), the patch centres (x, y) in
-    pixels of the source image, `initial_tokens` (B, K) of 2N that start the clusters, `drop_path_noise` (B, 2, sites)
-    and `photometric` with parameters (B, 2).
+    A batch contains `views` (B, 2, 3, H, W) in 8 bits, `coordinates` (B, 2, N, 2), the patch centres (x, y) in pixels
+    of the source image, `initial_tokens` (B, K), those of the 2N tokens that initialise the clusters,
+    `drop_path_noise` (B, 2, sites), and `photometric` with parameters (B, 2).
 
     Args:
         recipe: how views are drawn.
