@@ -2,7 +2,7 @@
 
     uv run python examples/plain_loop.py
 
-Twenty steps on made-up scenes; the losses are printed. Everything is here: two views, clustering of the teacher's
+Twenty steps on synthetic scenes; the losses are printed. Everything is here: two views, clustering of the teacher's
 tokens, objects, matches in the memory bank, the three losses, the moving average.
 """
 

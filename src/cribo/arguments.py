@@ -183,7 +183,7 @@ _NAMES: Mapping[Any, tuple[str, str]] = {
 """Names of types, singular and plural."""
 
 _SYNONYMS = {"preset": "config"}
-"""Options by names that they do not have, and that are spelt like others."""
+"""Other names that users may expect for an option."""
 
 _COUNTS = {2: "two", 3: "three", 4: "four"}
 _NUMBERS = re.compile(r"[\[(]?[-+\d.,eE]+[\])]?")

@@ -138,10 +138,9 @@ def write_beside(path: Path, write: Callable[[Path], object]) -> Path:
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     try:
-        temporary.touch()
-        mode = temporary.stat().st_mode
+        mode = _create(temporary)
         write(temporary)
-        temporary.chmod(mode)  # some writers make files readable by their owner only
+        temporary.chmod(mode)
         sync(temporary)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -166,13 +165,12 @@ def write_folder_whole(folder: Path, write: Callable[[Path], object], *, replace
     try:
         part.mkdir(parents=True)
         probe = part / ".mode"
-        probe.touch()
-        mode = probe.stat().st_mode
+        mode = _create(probe)
         probe.unlink()
         write(part)
         for path in sorted(part.rglob("*")):
             if path.is_file():
-                path.chmod(mode)  # some writers make files readable by their owner only
+                path.chmod(mode)
             sync(path)
         sync(part)
         if folder.exists():
@@ -189,6 +187,12 @@ def write_folder_whole(folder: Path, write: Callable[[Path], object], *, replace
     finally:
         for leftover in (part, aside):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _create(path: Path) -> int:
+    """Create an empty file and return its mode, to restore after writers that set a mode for their owner only."""
+    path.touch()
+    return path.stat().st_mode
 
 
 def is_part(name: str) -> bool:

@@ -44,20 +44,20 @@ def test_what_is_no_folder_of_classes_is_said(tmp_path: Path) -> None:
             open_class_folders(tmp_path / folder, **more)  # pyright: ignore[reportArgumentType]
 
     write(tmp_path / "flat" / "1.jpg", tmp_path / "flat" / "2.jpg")
-    refused(r"must hold a folder of images for each class \(.*flat/<class>/\*\.jpg\), got 2 images that lie in", "flat")
+    refused(r"must hold a folder of images for each class \(.*flat/<class>/\*\.jpg\), got 2 images outside", "flat")
     (tmp_path / "nothing").mkdir()
     refused("got no images", "nothing")
     folders(tmp_path / "one", "only")
-    refused("has one class only, 'only'", "one")
+    refused("has only one class, 'only'", "one")
     folders(tmp_path / "empty", "a", "b")
     (tmp_path / "empty" / "c").mkdir()
-    refused("has folders without an image, c: put images there, or remove", "empty")
+    refused("has folders without images, c: put images there, or remove", "empty")
     write(folders(tmp_path / "loose", "a", "b") / "stray.png")
-    refused("has 1 images beside the folders of its classes, the first is 'stray.png'", "loose")
-    refused("is a file: give the folder that holds", "loose/stray.png")
+    refused("has 1 images outside its class folders, the first is 'stray.png'", "loose")
+    refused("is a file: give the folder that contains", "loose/stray.png")
     with pytest.raises(MissingData, match="did you mean 'loose'"):
         open_class_folders(tmp_path / "lose")
-    refused("classes that the training images lack, b: an image of theirs can never", "loose", classes=["a", "c"])
+    refused("classes that the training images lack, b: their images can never", "loose", classes=["a", "c"])
 
 
 def test_a_split_keeps_the_classes_of_the_training_images(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_folder_without_split_is_one_set(tmp_path: Path) -> None:
     folders(tmp_path, "a", "b")
     assert open_classification("folder", tmp_path)[1:] == (None, "all", None)
     folders(tmp_path / "train", "a", "b")
-    with pytest.raises(DataError, match="has a folder 'train' and none to classify"):
+    with pytest.raises(DataError, match="has a folder 'train' but none to classify"):
         open_classification("folder", tmp_path)
     with pytest.raises(DataError, match="no classification set 'imagnet'; there are imagenet and folder"):
         open_classification("imagnet", tmp_path)
@@ -155,7 +155,7 @@ def test_kaggles_layout_is_found_from_above_and_from_within(tmp_path: Path) -> N
 
 def test_validation_images_beside_each_other_need_a_list_of_their_classes(tmp_path: Path) -> None:
     imagenet(tmp_path, flat=True)
-    with pytest.raises(MissingData, match=r"nothing says their classes: put Kaggle's LOC_val_solution\.csv, or a val"):
+    with pytest.raises(MissingData, match=r"no file lists their classes: put Kaggle's LOC_val_solution\.csv, or a val"):
         opened(tmp_path)
     lines = [f"ILSVRC2012_val_{number:08d}.JPEG {index}" for number, index in ((1, 1), (2, 0), (3, 134))]
     listed = tmp_path / "meta" / "val.txt"
@@ -166,8 +166,8 @@ def test_validation_images_beside_each_other_need_a_list_of_their_classes(tmp_pa
     assert val.labels.tolist() == [1, 0, 2]
     for line, pattern in (
         ("ILSVRC2012_val_00000003.JPEG 1000", "line 3: expected a file and the index of its class, 0..999, got"),
-        ("ILSVRC2012_val_00000003.JPEG 999", "00000003.JPEG is of the class n15075141, of which there are no training"),
-        ("", "does not say the class of ILSVRC2012_val_00000003.JPEG"),
+        ("ILSVRC2012_val_00000003.JPEG 999", "00000003.JPEG has the class n15075141, which has no training images"),
+        ("", "does not list the class of ILSVRC2012_val_00000003.JPEG"),
     ):
         listed.write_text("\n".join([*lines[:2], line]))
         with pytest.raises(DataError, match=pattern):

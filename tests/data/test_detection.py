@@ -179,7 +179,7 @@ def test_roots_without_annotations(tmp_path: Path) -> None:
     with pytest.raises(MissingData, match="did you mean"):
         open_detection(tmp_path.with_name(f"{tmp_path.name}x"))
     write(tmp_path, [BOX], "instances_train.json")
-    with pytest.raises(MissingData, match=r"no annotations of the val split .* name the file by data.val_annotations"):
+    with pytest.raises(MissingData, match=r"no annotations of the val split .* set data.val_annotations"):
         open_detection(tmp_path)
 
 

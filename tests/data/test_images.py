@@ -140,7 +140,7 @@ def test_nothing_outside_is_read_where_it_must_not(tmp_path, name):
 def test_list_names_the_first_missing_file_and_the_count(tmp_path):
     save(tmp_path / "a.png")
     (tmp_path / "list.txt").write_text("a.png\nb.png\nc.png\n")
-    with pytest.raises(MissingData, match=r"2 of the 3 images .*list\.txt lists are not there, the first is 'b\.png'"):
+    with pytest.raises(MissingData, match=r"2 of the 3 .* listed in .*list\.txt do not exist, the first is 'b\.png'"):
         open_images(tmp_path / "list.txt")
 
 
@@ -189,7 +189,7 @@ def test_empty_folder_tells_what_it_looked_for_and_what_it_found(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     (tmp_path / "x.jpg").symlink_to(tmp_path / "not-downloaded")
-    with pytest.raises(DataError, match=r"found 2 \.dcm, 1 .*1 of them links to files that are not there"):
+    with pytest.raises(DataError, match=r"found 2 \.dcm, 1 .*1 of them broken links"):
         open_images(tmp_path)
 
 

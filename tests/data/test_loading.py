@@ -393,7 +393,7 @@ class Deadly(Noise):
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_workers_that_always_fail_stop_the_loading(most: int) -> None:
     training = Training(Deadly(IMAGES, kills), max_restarts=most)
-    message = rf"a worker of 2 was killed \(SIGKILL.*\); workers have failed {most + 1} times for the same batch\. "
+    message = rf"one of 2 workers was killed \(SIGKILL.*\); workers have failed {most + 1} times for the same batch\. "
     with pytest.raises(WorkersFailed, match=message + r"Use fewer data\.workers, or give the job more memory"):
         training.batches()
     assert training.loader.restarts == most
@@ -411,16 +411,14 @@ def test_workers_that_always_fail_stop_the_loading(most: int) -> None:
 )
 def test_workers_that_end_in_any_way_stop_the_loading(end: Callable[[], None], said: str) -> None:
     training = Training(Deadly(IMAGES, end), max_restarts=1)
-    with pytest.raises(WorkersFailed, match=f"a worker of 2 {said}; workers have failed 2 times .*data.workers"):
+    with pytest.raises(WorkersFailed, match=f"one of 2 workers {said}; workers have failed 2 times .*data.workers"):
         training.batches()
 
 
 def test_storage_that_hangs_stops_the_loading(tmp_path: Path) -> None:
     faulty = Faulty(Noise(IMAGES), tmp_path / "counts", drawn(IMAGES, 0, 1.0, stalls(3600), ALWAYS))
     training = Training(faulty, timeout=0.5, max_restarts=1)
-    with pytest.raises(
-        WorkersFailed, match=r"no batch from 2 workers for 0\.5 s; .*See whether data\.root can be read"
-    ):
+    with pytest.raises(WorkersFailed, match=r"no batch from 2 workers for 0\.5 s; .*Check that data\.root can be read"):
         training.batches()
     assert training.step == 0
 
@@ -475,7 +473,7 @@ class Raising(Noise):
         return super().load(index)
 
 
-@pytest.mark.parametrize("error", [ShardError("the shard a.tar: it is not there (any more)"), DataError("not this")])
+@pytest.mark.parametrize("error", [ShardError("the shard a.tar: it does not exist (any more)"), DataError("not this")])
 def test_an_error_for_users_arrives_as_it_is(error: Exception) -> None:
     training = Training(Raising(IMAGES, error))
     with pytest.raises(type(error)) as raised:
@@ -528,8 +526,8 @@ def test_a_restart_is_told_of_with_its_cause(tmp_path: Path, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING):
         Training(Faulty(Noise(IMAGES), tmp_path / "counts", {13: (kills, 1)})).batches()
     (told,) = caplog.messages
-    assert told.startswith("a worker of 2 was killed (SIGKILL); ")
-    assert told.endswith("begun anew at the same batch (restart 1)")
+    assert told.startswith("one of 2 workers was killed (SIGKILL); ")
+    assert told.endswith("restarting workers at the same batch (restart 1)")
 
 
 # ------------------------------------------------------------------ beginnings and ends

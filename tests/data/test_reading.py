@@ -251,7 +251,7 @@ def test_missing_file_and_folder(tmp_path):
 @pytest.mark.parametrize(("width", "height"), [(1, 1), (1, 9), (9, 1)])
 def test_too_small(tmp_path, width, height):
     Image.new("RGB", (width, height)).save(tmp_path / "x.png")
-    with pytest.raises(UnreadableImage, match=f"{width} x {height} pixels are too few, at least 2 x 2"):
+    with pytest.raises(UnreadableImage, match=f"{width} x {height} pixels are too few: at least 2 x 2"):
         read_image(tmp_path / "x.png")
 
 

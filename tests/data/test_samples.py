@@ -194,7 +194,7 @@ def test_an_unreadable_image_is_replaced_and_reported() -> None:
 
 def test_nothing_readable_is_an_error_that_says_so() -> None:
     dataset = view_pairs(Noise(3, broken=range(3)))
-    with pytest.raises(DataError, match=r"noise 1: broken on purpose; nor could any of 99 others"):
+    with pytest.raises(DataError, match=r"noise 1: broken on purpose; none of 99 others"):
         dataset[0, 1]
 
 
@@ -300,27 +300,27 @@ class Uncut:
     [
         (
             lambda index: torch.zeros(3, 4 + index // 7),
-            r"'x' is \(3, 5\) for noise 7 and \(3, 4\) for noise 2; mend the objective's sample transform Made",
+            r"'x' is \(3, 5\) for noise 7 and \(3, 4\) for noise 2; fix the objective's sample transform Made",
         ),
         (
             lambda index: Drawn(torch.zeros(()), torch.zeros(2 + index // 7)),
-            r"'x' is \[\(\), \(3,\)\] for noise 7 and \[\(\), \(2,\)\] for noise 2; mend",
+            r"'x' is \[\(\), \(3,\)\] for noise 7 and \[\(\), \(2,\)\] for noise 2; fix",
         ),
         (
             lambda index: torch.zeros(3) if index < 7 else Drawn(torch.zeros(3), torch.zeros(3)),
-            r"'x' is \[\(3,\), \(3,\)\] for noise 7 and \(3,\) for noise 2; mend",
+            r"'x' is \[\(3,\), \(3,\)\] for noise 7 and \(3,\) for noise 2; fix",
         ),
         (
             lambda index: {"x": torch.zeros(2)} | ({"y": torch.zeros(3)} if index < 7 else {}),
-            "'y' is missing for noise 7 and \\(3,\\) for noise 2; mend",
+            "'y' is missing for noise 7 and \\(3,\\) for noise 2; fix",
         ),
         (
             lambda index: {"x": torch.zeros(2)} | ({"y": torch.zeros(3)} if index >= 7 else {}),
-            "'y' is \\(3,\\) for noise 7 and missing for noise 2; mend",
+            "'y' is \\(3,\\) for noise 7 and missing for noise 2; fix",
         ),
-        (lambda index: 3 if index >= 7 else torch.zeros(2), "'x' is of type int for noise 7; mend"),
-        (lambda index: (torch.zeros(2), torch.zeros(2)), "'x' is of type tuple for noise 2; mend"),
-        (lambda index: Drawn(torch.zeros(2), None), "'x' is of type Drawn for noise 2; mend"),  # type: ignore[arg-type]
+        (lambda index: 3 if index >= 7 else torch.zeros(2), "'x' is of type int for noise 7; fix"),
+        (lambda index: (torch.zeros(2), torch.zeros(2)), "'x' is of type tuple for noise 2; fix"),
+        (lambda index: Drawn(torch.zeros(2), None), "'x' is of type Drawn for noise 2; fix"),  # type: ignore[arg-type]
     ],
 )
 def test_samples_that_cannot_be_stacked_say_which_and_why(make: Callable[[int], Any], said: str) -> None:

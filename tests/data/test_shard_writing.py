@@ -125,7 +125,7 @@ def test_nothing_is_overwritten_or_half_written(
             out.write_text("mine")
         else:
             out.symlink_to(tmp_path / "nowhere")
-        with pytest.raises(FolderError, match="exists already: name another folder, or remove it"):
+        with pytest.raises(FolderError, match="exists already: choose another folder, or remove it"):
             write_shards(source, out)
     with pytest.raises(FolderError, match="cannot write to"):
         write_shards(source, tmp_path / "file" / "out")

@@ -266,7 +266,7 @@ def test_a_shard_replaced_by_another_of_the_same_size_is_not_taken_for_it(tmp_pa
     write_tar(tmp_path / "a.tar", {"a.jpg": bytes(1000), "b.jpg": bytes(2000)})
     open_shards(tmp_path)
     write_tar(tmp_path / "a.tar", {"a.jpg": bytes(2000), "b.jpg": bytes(1000)})
-    with pytest.raises(ShardError, match=r"a\.tar is not what cribo-index\.npz says, it has been changed: remove that"):
+    with pytest.raises(ShardError, match=r"a\.tar does not match cribo-index\.npz, it has been changed: remove"):
         open_shards(tmp_path).load(1)
 
 
@@ -312,7 +312,7 @@ def test_a_shard_that_is_deleted_while_it_is_needed(tmp_path: Path) -> None:
     for path in tmp_path.glob("*.tar"):
         path.unlink()
     assert images.load(1).shape == (3, 30, 40)  # its shard is open
-    with pytest.raises(ShardError, match=r"the shard .*part-0001\.tar: it is not there \(any more\)"):
+    with pytest.raises(ShardError, match=r"the shard .*part-0001\.tar: it does not exist \(any more\)"):
         images.load(3)
 
 
@@ -322,7 +322,7 @@ def test_a_shard_that_is_cut_while_it_is_needed(tmp_path: Path) -> None:
     images.load(0)
     with (tmp_path / "part-0000.tar").open("r+b") as file:
         file.truncate(600)
-    with pytest.raises(ShardError, match=r"part-0000\.tar is not what"):
+    with pytest.raises(ShardError, match=r"part-0000\.tar does not match"):
         images.load(2)
 
 
@@ -541,7 +541,7 @@ def test_a_shard_that_is_gone_is_not_waited_for(
     images = flaky()
     monkeypatch.setattr("cribo.data.storage.RETRY_DELAYS", (100.0,))
     Flaky().rm("/pictures/part-0003.tar")
-    with pytest.raises(ShardError, match=r"the shard flaky://pictures/part-0003\.tar: it is not there \(any more\)"):
+    with pytest.raises(ShardError, match=r"the shard flaky://pictures/part-0003\.tar: it does not exist \(any more\)"):
         images.load(6)
 
 
@@ -612,7 +612,7 @@ def test_what_a_killed_process_left_is_removed(flaky: Callable[..., ShardedImage
 def test_a_full_disk_stops_at_once_and_says_what_helps(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
     images = flaky()
     Flaky.failures[:] = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
-    with pytest.raises(ShardError, match=r"cannot keep shards in .*No space left on device; lower data\.cache_gib"):
+    with pytest.raises(ShardError, match=r"cannot store shards in .*No space left on device; lower data\.cache_gib"):
         images.load(0)
     assert len(Flaky.opened) == 1
     assert not list((tmp_path / "cache").glob("*/*.part"))

@@ -66,7 +66,7 @@ def test_an_older_run_is_drawn_without_its_clusters(run: Path, tmp_path: Path) -
     result = write_figures(
         {"old": tmp_path / "old"}, tmp_path / "out", Wanted(only=("clusters", "losses"), formats=("png",))
     )
-    assert "holds no clusters.npz" in result.left_out["clusters"]
+    assert "has no clusters.npz" in result.left_out["clusters"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["captions.md", "figures.json", "losses.png"]
 
 

@@ -87,8 +87,8 @@ def test_a_resumed_run_is_the_same(tiny: Tiny, tmp_path: Path) -> None:
         ("dinos", "objective.name must be cribo, dino, mae, or an import path .* did you mean dino"),
         ("nowhere.Objective", "module 'nowhere' not found"),
         ("made.Flaten", "module made has no 'Flaten': did you mean made.Flatten"),
-        ("made.function", "is no subclass of cribo.objectives.Objective"),
-        ("torch.nn.Linear", "is no subclass of cribo.objectives.Objective"),
+        ("made.function", "is not a subclass of cribo.objectives.Objective"),
+        ("torch.nn.Linear", "is not a subclass of cribo.objectives.Objective"),
     ],
 )
 def test_a_class_path_that_is_none_is_refused(tiny: Tiny, tmp_path: Path, name: str, message: str) -> None:
@@ -114,9 +114,9 @@ def test_arguments_are_checked(tiny: Tiny, args: dict[str, Any], message: str) -
     [
         ("NoNumber", ConfigError, "the metric norm must be one number or a pair of them, got a tensor of shape"),
         ("NameTwice", ConfigError, "loss_mean names a loss and a metric"),
-        ("TrainersName", ConfigError, "the metric lr has the name of a column of the trainer's own"),
-        ("NoLoss", ConfigError, "gave no loss"),
-        ("WeightOfNothing", ConfigError, "weights for losses that forward does not give: elsewhere"),
+        ("TrainersName", ConfigError, "the metric lr has the name of one of the trainer's columns"),
+        ("NoLoss", ConfigError, "returned no loss"),
+        ("WeightOfNothing", ConfigError, "weights for losses that forward does not return: elsewhere"),
         ("Uneven", DataError, "samples of one batch must have the same names and shapes: 'image'"),
     ],
 )

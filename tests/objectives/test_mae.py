@@ -123,7 +123,7 @@ def test_prefix_tokens_are_always_kept() -> None:
 @pytest.mark.parametrize(
     ("changes", "args", "message"),
     [
-        ({"backbone.name": "resnet18", "backbone.args": {}, "views.size": 64}, {}, "needs a vision transformer"),
+        ({"backbone.name": "resnet18", "backbone.args": {}, "views.size": 64}, {}, "needs a timm vision transformer"),
         ({}, {"mask_ratio": 1.0}, "mask_ratio must leave 1 to 15 of the 16 patches, got 1.0"),
         ({}, {"decoder_heads": 3}, "decoder_dim must be a multiple of 4 and of decoder_heads 3, got 16"),
     ],

@@ -59,13 +59,13 @@ def test_the_criterion_says_which_matches_count(tiny: Tiny, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("part", "error", "message"),
     [
-        ({"clustering": "one_label"}, ValueError, r"integer labels of the shape \(B, 2N\) = \(6, 32\)"),
+        ({"clustering": "one_label"}, ValueError, r"integer labels of shape \(B, 2N\) = \(6, 32\)"),
         (
             {"clustering": "quarters"},
             ConfigError,
             "clustering parts_of_a_user.quarters: module parts_of_a_user has no 'quarters'",
         ),
-        ({"criterion": "torch"}, ConfigError, "objects.criterion parts_of_a_user.torch is no function"),
+        ({"criterion": "torch"}, ConfigError, "objects.criterion parts_of_a_user.torch is not a function"),
     ],
 )
 def test_what_is_no_clustering_or_criterion_is_refused(

@@ -97,7 +97,7 @@ def test_a_callback_that_could_not_be_loaded_again_is_refused_before_the_first_s
         def on_train_batch_end(self, *_: Any, **__: Any) -> None:
             raise AssertionError("a step was taken")
 
-    with pytest.raises(ValueError, match="state_dict of the callback Stateful holds more than tensors"):
+    with pytest.raises(ValueError, match="state_dict of the callback Stateful contains other types than tensors"):
         train(tiny(), callbacks=[Stateful()])
 
 
@@ -251,8 +251,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: torch.save(torch.load(path, weights_only=True) | {"cribo_format": CHECKPOINT_FORMAT + 1}, path),
         f"its format is {CHECKPOINT_FORMAT + 1}, and this version of cribo reads format {CHECKPOINT_FORMAT}",
     ),
-    "another content": (lambda path: torch.save({"state_dict": {}}, path), "it holds no optimizer_states, loops"),
-    "a list": (lambda path: torch.save([1], path), "it holds a list and no state of a run"),
+    "another content": (lambda path: torch.save({"state_dict": {}}, path), "it has no optimizer_states, loops"),
+    "a list": (lambda path: torch.save([1], path), "it contains a list, not the state of a run"),
 }
 
 
@@ -341,7 +341,7 @@ def test_a_payload_is_refused_and_not_executed(run: Path, resumed: Train, tmp_pa
     content["callbacks"]["mine"] = Payload(tmp_path / "executed")
     for step in (2, 4, 6):
         torch.save(content, path_of(run, step))
-    reason = "holds more than tensors, .*mkdir, .*nothing of it was executed"
+    reason = "contains .*mkdir, not only tensors, .*nothing in it was executed"
     with pytest.raises(FolderError, match=reason):
         resumed()
     with pytest.raises(UnusableCheckpoint, match=reason):
@@ -496,6 +496,6 @@ def test_processes_go_on_from_the_same_checkpoint_or_not_at_all(run: Path, tmp_p
             lines[2:4], (none, first_none), ("the checkpoint step=00000006.ckpt", "no checkpoint"), strict=True
         ):
             assert line.startswith(f"FolderError rank 0 sees {what} in {folder / str(rank)}")
-            assert f"ranks on {host} do not see the same: put the run folder where all hosts reach it" in line
+            assert f"ranks on {host} do not: put the run folder on a file system that all hosts mount" in line
         assert lines[4] == "the beginning"
         assert lines[5].startswith(f"UnusableCheckpoint {path_of(damaged / '1', 6)} on {host} cannot be used")

@@ -82,7 +82,7 @@ def test_a_run_without_objects_records_nothing(tiny: Tiny, train: Train) -> None
     config = tiny({"losses.cross_view": False, "losses.cross_image": False})
     folder = train(config).run.folder
     assert not (folder / "clusters.npz").exists()
-    with pytest.raises(FileNotFoundError, match=r"holds no clusters.npz: the run has no objects, or is older"):
+    with pytest.raises(FileNotFoundError, match=r"has no clusters.npz: the run has no objects, or is older"):
         read_clusters(folder)
 
 

@@ -203,7 +203,7 @@ def test_entropies_tell_collapse_from_uniformity() -> None:
         ({"objects.num_objects": 33}, "num_objects must be at most 32, the patches of both views, got 33"),
         ({"objects.clustering": "kmean"}, "clustering must be sinkhorn, kmeans, or an import .* did you mean kmeans"),
         ({"objects.criterion": "oracle"}, "criterion must be cycle, none, or an import path .* got 'oracle'"),
-        ({"objects.clustering": "math.pi"}, r"objects.clustering math.pi is no function but 3\.14"),
+        ({"objects.clustering": "math.pi"}, r"objects.clustering math.pi is not a function: 3\.14"),
         ({"objects.criterion": "no_such_module.f"}, "no_such_module.f: module 'no_such_module' not found"),
     ],
 )
@@ -293,7 +293,7 @@ def test_a_run_with_a_clustering_of_ones_own(tiny: Tiny, train: Train, resumed: 
 def test_a_clustering_that_gives_something_else_than_labels_is_named(
     tiny: Tiny, mine: str, name: str, got: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"{mine}.{name} must give integer labels .* \(B, 2N\) = \(\d+, 32\), got "):
+    with pytest.raises(ValueError, match=rf"{mine}.{name} must return integer labels .* \(B, 2N\) = \(\d+, 32\), got "):
         Bench(tiny({"objects.clustering": f"{mine}.{name}"}))
     bench = Bench(tiny({"objects.bank_images": 16}))
     objects = dataclasses.replace(bench.config.objects, clustering=f"{mine}.{name}")

@@ -129,7 +129,7 @@ def test_an_outage_of_the_file_system_changes_nothing(
         failing = train(config, "failing")
     assert failing.run.summary["retried_reads"] == 18
     assert failing.run.summary["unreadable_images"] == 0
-    assert sum("reading has been tried again" in message for message in caplog.messages) == 1
+    assert sum("reads have been retried" in message for message in caplog.messages) == 1
     monkeypatch.setattr("cribo.pretraining.session.open_source", lambda _: Faulty(open_images(images), tmp_path, {}))
     assert failing.rows == train(config, "whole").rows
 
@@ -184,7 +184,7 @@ def test_ctrl_c_reaches_all_processes_and_leaves_a_checkpoint(tmp_path: Path, ti
         said, _ = process.communicate(timeout=120)
     assert process.returncode == 130, said
     assert "Traceback" not in said
-    assert "begun anew" not in said
+    assert "restarting workers" not in said
     assert said.count("interrupted after step") == 1
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     step = int(checkpoint.stem.removeprefix("step="))
@@ -201,4 +201,4 @@ def test_shards_that_vanish_end_the_run_with_one_clear_line(tmp_path: Path, tiny
         said, _ = process.communicate(timeout=120)
     assert process.returncode == 1, said
     assert "Traceback" not in said
-    assert "it is not there (any more)" in said
+    assert "it does not exist (any more)" in said

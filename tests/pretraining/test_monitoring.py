@@ -164,7 +164,7 @@ def test_rows_that_could_not_be_written_follow_when_they_can(
 ) -> None:
     whole = train(tiny(), "whole")
     torn = train(tiny(), "torn", callbacks=[TearTable(tmp_path / "torn" / "metrics.csv", 5, 8)])
-    assert sum("metrics.csv: Is a directory; training goes on" in message for message in caplog.messages) == 3
+    assert sum("metrics.csv: Is a directory; training continues" in message for message in caplog.messages) == 3
     assert torn.rows == whole.rows
 
 
@@ -198,7 +198,7 @@ def test_tensorboard_goes_on_in_another_file(tmp_path: Path, caplog: pytest.LogC
     while not caplog.messages:  # it is another thread that writes
         logger.log_metrics({"loss": 2.0}, 2)
         time.sleep(0.01)
-    assert "Not a directory; training goes on" in caplog.messages[0]
+    assert "Not a directory; training continues" in caplog.messages[0]
     logger.log_metrics({"loss": 3.0}, 3)  # it does not try every time
     folder.unlink()
     logger._silent_until = 0.0
@@ -213,4 +213,4 @@ def test_tensorboard_goes_on_in_another_file(tmp_path: Path, caplog: pytest.LogC
     put_something_in_the_way()
     logger.experiment.add_scalar("loss", 6.0, 6)
     logger.finalize("success")
-    assert "Not a directory; training goes on" in caplog.messages[-1]
+    assert "Not a directory; training continues" in caplog.messages[-1]

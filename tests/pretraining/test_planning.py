@@ -48,7 +48,7 @@ def test_it_ends_at_twice_the_time_when_the_machine_becomes_slower(
     run = pretrain(config, out=tmp_path, name="run", minutes=0.05, callbacks=[Slower(1.0)])
     planned = 4 * run.summary["epochs"]
     assert 0 < run.summary["steps"] < planned
-    assert f"of {planned}, after twice the time that was planned" in caplog.text
+    assert f"of {planned}, after twice the planned time" in caplog.text
     assert (run.folder / "backbone.safetensors").is_file()
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 HELP = """\
 Learn dense representations from unlabelled images.
 
-With no options: three minutes on made-up scenes, to see that everything works. On your own images:
+With no options: three minutes on synthetic scenes, to see that everything works. On your own images:
 
   cribo pretrain --config adapt --data.root IMAGES         continue pretrained weights
   cribo pretrain --config coco_vits16 --data.root COCO     from scratch, as published

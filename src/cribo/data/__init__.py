@@ -1,4 +1,4 @@
-"""What can be trained on and evaluated on."""
+"""Images and labelled sets for training and evaluation."""
 
 from typing import TYPE_CHECKING
 

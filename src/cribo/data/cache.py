@@ -1,4 +1,4 @@
-"""Images kept in memory once they have been loaded."""
+"""Images cached in memory."""
 
 from jaxtyping import UInt8
 from torch import Tensor
@@ -7,11 +7,11 @@ from cribo.data.images import ImageSource
 
 
 class CachedImages:
-    """A source for images that cost more to make than to keep: each is loaded once per process, as memory allows.
+    """Caches the images of a source: each is loaded once per process, within a memory limit.
 
     Args:
         source: the images.
-        limit_bytes: of the images kept; others are loaded each time.
+        limit_bytes: total size of cached images; others are loaded each time.
 
     >>> from cribo.data.scenes import Scenes
     >>> images = CachedImages(Scenes(4), limit_bytes=2**20)

@@ -1,4 +1,4 @@
-"""Images of one class each: folders of classes, and ImageNet as people have it."""
+"""Images with one class each: folders of classes, and ImageNet in its usual layouts."""
 
 import csv
 import os
@@ -30,10 +30,10 @@ class ClassifiedFiles(ImageFiles):
     Args:
         images: the images.
         classes: names of the classes.
-        labels: of each image, the index of its class.
+        labels: class index of each image.
 
     Raises:
-        ValueError: not a label for each image.
+        ValueError: there is not one label per image.
     """
 
     def __init__(self, images: ImageFiles, classes: Sequence[str], labels: Int[np.ndarray, " n"]) -> None:
@@ -44,9 +44,9 @@ class ClassifiedFiles(ImageFiles):
         self.labels: Int64[np.ndarray, " n"] = labels.astype(np.int64)
 
     def limited(self, number: int) -> "ClassifiedFiles":
-        """So many of the images, one of each class in turn, in their order; all of them if there are no more.
+        """The first `number` images, taken from each class in turn, in their order; all if there are fewer.
 
-        Two splits of the same classes are thus left with the same classes, as far as they have images of them.
+        Two splits with the same classes thus keep the same classes, if both have images of them.
 
         Raises:
             ValueError: a number below 1.
@@ -59,7 +59,7 @@ class ClassifiedFiles(ImageFiles):
 
 
 def _place_in_class(labels: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-    """How many images of its class stand before each image."""
+    """Number of earlier images of the same class, for each image."""
     order = np.argsort(labels, kind="stable")
     counts = np.bincount(labels)
     starts = np.cumsum(counts) - counts
@@ -69,11 +69,11 @@ def _place_in_class(labels: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
 
 
 class ClassificationSplits(NamedTuple):
-    """What is known, and what is to be classified by it.
+    """Training images, and images to classify.
 
     Attributes:
         train: images whose classes are known.
-        val: images to classify, with the same classes; None where the set has no split.
+        val: images to classify, with the same classes; None if the set has no splits.
         train_name, val_name: of the splits.
     """
 
@@ -86,43 +86,39 @@ class ClassificationSplits(NamedTuple):
 def open_class_folders(
     root: str | os.PathLike[str], *, classes: Sequence[str] | None = None, max_pixels: int = MAX_PIXELS
 ) -> ClassifiedFiles:
-    """Images in folders of classes: all that lie in or below `root/<class>`.
+    """Open images in folders of classes: all in or below `root/<class>`.
 
-    Classes come in the order of their names, as their folders do; images in the order of theirs. Hidden files and
-    folders are left out.
+    Classes and images are sorted by name. Hidden files and folders are skipped.
 
     Args:
-        root: the folder of the folders.
-        classes: what the classes are, in their order; by default, what folders there are.
+        root: the folder that contains the class folders.
+        classes: the classes, in order; the names of the folders by default.
         max_pixels: size of the largest image that is decoded.
 
     Raises:
-        MissingData: `root` is not there.
-        DataError: it has no folders, fewer than two classes, a folder without images or of none of the `classes`,
-            or images beside the folders.
+        MissingData: `root` does not exist.
+        DataError: it has no folders, fewer than two classes, a folder without images or not among `classes`, or
+            images outside the folders.
     """
     root = Path(root).expanduser()
     require(root)
     there = _class_folders(root)
     if not there:
         images = sum(1 for _ in list_files(root, EXTENSIONS))
-        found = f"{images} images that lie in no folder of a class" if images else "no images"
+        found = f"{images} images outside class folders" if images else "no images"
         raise DataError(
             f"{root} must hold a folder of images for each class ({root}/<class>/*.jpg), got {found}: put the images "
-            "of each class into a folder of its name"
+            "of each class into a folder with its name"
         )
     if classes is None:
         classes = there
     elif unknown := [name for name in there if name not in set(classes)]:
         raise DataError(
-            f"{root} has classes that the training images lack, {enumerated(unknown)}: an image of theirs can never be "
-            "classified right; add training images of them, or leave them out"
+            f"{root} has classes that the training images lack, {enumerated(unknown)}: their images can never be "
+            "classified correctly; add training images of these classes, or remove them"
         )
     if len(classes) < 2:
-        raise DataError(
-            f"{root} has one class only, {classes[0]!r}, so that there is nothing to tell apart: give a folder of at "
-            "least two folders of classes"
-        )
+        raise DataError(f"{root} has only one class, {classes[0]!r}: give a folder with at least two class folders")
     number = {name: place for place, name in enumerate(classes)}
     names, labels, loose = [], array("q"), []
     for name in list_files(root, EXTENSIONS):
@@ -134,14 +130,14 @@ def open_class_folders(
         labels.append(number[folder])
     if loose:
         raise DataError(
-            f"{root} has {len(loose)} images beside the folders of its classes, the first is {loose[0]!r}: put each "
+            f"{root} has {len(loose)} images outside its class folders, the first is {loose[0]!r}: move each "
             "into the folder of its class, or elsewhere"
         )
     found = np.frombuffer(labels, dtype=np.int64)
     counts = np.bincount(found, minlength=len(classes))
     if empty := [name for name in there if not counts[number[name]]]:
         raise DataError(
-            f"{root} has folders without an image, {enumerated(empty)}: put images there, or remove the folders"
+            f"{root} has folders without images, {enumerated(empty)}: put images there, or remove the folders"
         )
     return ClassifiedFiles(ImageFiles(root, names, max_pixels=max_pixels), classes, found)
 
@@ -157,8 +153,8 @@ def open_classification(
 ) -> ClassificationSplits:
     """Open the images of a classification set.
 
-    `imagenet` is ImageNet-1k: `train/<class>/*` and `val/<class>/*`, or the images of `val` beside each other with
-    Kaggle's `LOC_val_solution.csv` or a `val.txt` that says their classes; also below Kaggle's `ILSVRC/Data/CLS-LOC`.
+    `imagenet` is ImageNet-1k: `train/<class>/*` and `val/<class>/*`, or the images of `val` in one folder with
+    Kaggle's `LOC_val_solution.csv` or a `val.txt` of their classes; also below Kaggle's `ILSVRC/Data/CLS-LOC`.
 
     `folder` is any other set: `train/<class>/*` and `val/<class>/*` (or `validation`, `valid`, `test`), or, without
     a split, `<class>/*`.
@@ -168,12 +164,12 @@ def open_classification(
         root: the set's folder.
         train: name of the folder of training images; `train` by default.
         val: name of the folder of images to classify.
-        partial: accept an ImageNet of which images are missing.
+        partial: accept an incomplete ImageNet.
         max_pixels: size of the largest image that is decoded.
 
     Raises:
-        MissingData: a folder is not there.
-        DataError: no such set, not the images that ImageNet has, or what `open_class_folders` refuses.
+        MissingData: a folder does not exist.
+        DataError: unknown set, incomplete ImageNet, or errors of `open_class_folders`.
     """
     root = Path(root).expanduser()
     if name == "imagenet":
@@ -187,7 +183,7 @@ def open_classification(
     val = val or next((other for other in _VALIDATION if (root / other).is_dir()), None)
     if val is None:
         raise DataError(
-            f"{root} has a folder {train!r} and none to classify: looked for {', '.join(_VALIDATION)}; name it with "
+            f"{root} has a folder {train!r} but none to classify: looked for {', '.join(_VALIDATION)}; name it with "
             f"data.val, or give {root / train} as data.root to classify each image by all the others"
         )
     known = open_class_folders(root / train, max_pixels=max_pixels)
@@ -223,24 +219,24 @@ def _require_whole(images: ClassifiedFiles, split: str, folder: str) -> None:
     if folder == split and (len(images), classes) != (IMAGENET_SIZES[split], IMAGENET_CLASSES):
         raise DataError(
             f"ImageNet-1k {split} in {images.folder} must have {IMAGENET_SIZES[split]:,} images of {IMAGENET_CLASSES} "
-            f"classes, got {len(images):,} of {classes}; to use a part of the set on purpose, open it as partial"
+            f"classes, got {len(images):,} of {classes}; to use only a part of the set, open it as partial"
         )
 
 
 def _flat_validation(base: Path, val: str, classes: Sequence[str], max_pixels: int) -> ClassifiedFiles:
-    """Validation images that lie beside each other; a file says the class (WordNet id) of each."""
+    """Open validation images in one folder, with a file that lists the class (WordNet id) of each."""
     names = list(list_files(base / val, EXTENSIONS))
     if not names:
-        raise DataError(f"there are neither images nor folders of classes in {base / val}")
+        raise DataError(f"there are neither images nor class folders in {base / val}")
     # Kaggle's list lies above ILSVRC/Data/CLS-LOC.
     readers = {folder / _IMAGENET_SOLUTION: _solution_lines for folder in (base, *base.absolute().parents[:3])}
     readers |= {base / name: _list_lines for name in _IMAGENET_LISTS}
     source = next((path for path in readers if path.is_file()), None)
     if source is None:
         raise MissingData(
-            f"the validation images in {base} lie in no folders of classes, and nothing says their classes: put "
+            f"the validation images in {base} are not in class folders, and no file lists their classes: put "
             f"Kaggle's {_IMAGENET_SOLUTION}, or a val.txt with a file and its class index on each line, into {base}, "
-            "or sort the images into folders of classes"
+            "or sort the images into class folders"
         )
     listed = dict(readers[source](source))
     number = {name: place for place, name in enumerate(classes)}
@@ -248,9 +244,9 @@ def _flat_validation(base: Path, val: str, classes: Sequence[str], max_pixels: i
     for name in names:
         wnid = listed.get(Path(name).stem)
         if wnid is None:
-            raise DataError(f"{source} does not say the class of {name}: take the list that belongs to these images")
+            raise DataError(f"{source} does not list the class of {name}: use the list that belongs to these images")
         if wnid not in number:
-            raise DataError(f"{name} is of the class {wnid}, of which there are no training images in {base}")
+            raise DataError(f"{name} has the class {wnid}, which has no training images in {base}")
         labels.append(number[wnid])
     return ClassifiedFiles(ImageFiles(base / val, names, max_pixels=max_pixels), classes, np.array(labels))
 
@@ -280,7 +276,7 @@ def _list_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _imagenet_titles(classes: Iterable[str]) -> list[str]:
-    """WordNet ids with a word that people know; some words stand for two classes, so the ids stay."""
+    """WordNet ids with a common word each; some words name two classes, so the ids are kept."""
     from timm.data.imagenet_info import ImageNetInfo
 
     info = ImageNetInfo("imagenet-1k")
@@ -293,7 +289,7 @@ def _imagenet_titles(classes: Iterable[str]) -> list[str]:
 
 def _class_folders(root: Path) -> list[str]:
     if not root.is_dir():
-        raise DataError(f"{root} is a file: give the folder that holds the folders of classes")
+        raise DataError(f"{root} is a file: give the folder that contains the class folders")
     try:
         with os.scandir(root) as entries:
             return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))

@@ -1,4 +1,4 @@
-"""Files of COCO's format, and what they outline as a class for each pixel."""
+"""Annotation files in COCO's format, and their outlines as a class for each pixel."""
 
 import json
 import os
@@ -17,14 +17,14 @@ from cribo.data.reading import image_size
 from cribo.data.segmentation import IGNORE_INDEX, class_names, colour_map
 
 BACKGROUND = "background"
-"""The class of pixels that lie in no object; it comes first."""
+"""The class of pixels outside all objects; it comes first."""
 
 _NEEDED = {"images": ("id", "file_name"), "annotations": ("image_id", "category_id"), "categories": ("id", "name")}
-_POLYGON = 6  # numbers of the smallest one, a triangle
+_POLYGON = 6  # numbers in the smallest polygon, a triangle
 
 
 class CocoFile:
-    """What a file of COCO's format says, as it says it: images, categories, and the annotations of each image.
+    """The content of a file in COCO's format: images, categories, and the annotations of each image.
 
     Args:
         path: the JSON file.
@@ -33,11 +33,11 @@ class CocoFile:
         path: the JSON file.
         images: the entries of its images, as listed; at least one.
         categories: the entries of its categories, in the order of their ids.
-        annotations: those of each image, by the image's id.
+        annotations: of each image, by the image's id.
 
     Raises:
-        MissingData: it is not there.
-        DataError: no such JSON, ids that occur twice, or annotations of images or categories that it does not list.
+        MissingData: the file does not exist.
+        DataError: not COCO's format, ids that occur twice, or annotations of unlisted images or categories.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -46,14 +46,14 @@ class CocoFile:
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise DataError(f"{self.path} is no JSON file ({error})") from error
+            raise DataError(f"{self.path} is not a JSON file ({error})") from error
         if not _has_lists(content):
-            raise DataError(f"{self.path} is not of COCO's format: it must hold the lists {', '.join(_NEEDED)}")
+            raise DataError(f"{self.path} is not in COCO's format: it must contain the lists {', '.join(_NEEDED)}")
         for key, fields in _NEEDED.items():
             for number, entry in enumerate(content[key]):
                 missing = [field for field in fields if not isinstance(entry, dict) or field not in entry]
                 if missing:
-                    raise DataError(f"{self.path}: number {number} of its {key} lacks {', '.join(missing)}")
+                    raise DataError(f"{self.path}: entry {number} of its {key} lacks {', '.join(missing)}")
         images, categories = (self._distinct_ids(key, content[key]) for key in ("images", "categories"))
         if not images:
             raise DataError(f"{self.path} lists no image")
@@ -78,8 +78,8 @@ class CocoFile:
                 raise DataError(f"{self.path}: the ids of its {key} must be all numbers or all texts, got {each!r}")
             if each in ids:
                 raise DataError(
-                    f"{self.path}: the id {each!r} stands twice in its {key}: give each its own, also when files are "
-                    "joined"
+                    f"{self.path}: the id {each!r} occurs twice in its {key}: give each entry its own id, also when "
+                    "merging files"
                 )
             ids[each] = None
         return ids
@@ -87,14 +87,14 @@ class CocoFile:
     def image_files(
         self, folders: str | os.PathLike[str] | Sequence[Path] | None, *, max_pixels: int = MAX_PIXELS
     ) -> ImageFiles:
-        """The images, in the first of some folders that has the first of them.
+        """The images, in the first of `folders` that contains the first image.
 
         Args:
-            folders: one or several; by default, the file's own folder and `images` below it.
+            folders: one or several folders; by default, the file's own folder and `images` below it.
             max_pixels: size of the largest image that is decoded.
 
         Raises:
-            MissingData: one of them is not there.
+            MissingData: an image does not exist.
         """
         if folders is None:
             folders = self.path.parent, self.path.parent / "images"
@@ -112,7 +112,7 @@ class CocoFile:
 
 
 def require_listed_size(file: Path, name: str, listed: tuple[Any, Any], size: tuple[int, int]) -> None:
-    """Raises DataError if an image is not of the size, height and width, that a file of COCO's format lists."""
+    """Raise DataError if the size (height, width) of an image differs from the one listed in its COCO file."""
     if listed != size:
         raise DataError(
             f"{file}: {name} must have the size of its file, {size[1]} x {size[0]}, got {listed[1]} x {listed[0]}"
@@ -120,20 +120,20 @@ def require_listed_size(file: Path, name: str, listed: tuple[Any, Any], size: tu
 
 
 class CocoLabels(ImageFiles):
-    """Images whose objects a file of COCO's format outlines, as `LabelledImages`.
+    """Images with objects outlined by a file in COCO's format, as `LabelledImages`.
 
-    Class 0 is the background, then the categories come in the order of their ids, which need not be without gaps.
-    Where objects overlap, the smaller one lies on top. Crowds, which outline a region with uncounted objects in it,
-    have no class (255) where no object lies on them.
+    Class 0 is the background, then come the categories in the order of their ids, which may have gaps.
+    Where objects overlap, the smaller one is on top. Crowds, regions of uncounted objects, have no class (255)
+    where no object covers them.
 
     Args:
-        annotations: the JSON file; `segmentation` holds polygons or run lengths, compressed or not.
-        images: folder in which its `file_name`s lie; by default, the file's own folder or `images` below it.
-        max_pixels: images with more of them are refused.
+        annotations: the JSON file; `segmentation` contains polygons or run lengths, compressed or not.
+        images: folder of its `file_name`s; by default, the file's own folder or `images` below it.
+        max_pixels: larger images are refused.
 
     Raises:
-        MissingData: the file, or an image that it names, is not there.
-        DataError: what `CocoFile` raises, names that occur twice, or annotations without outline.
+        MissingData: the file, or an image that it lists, does not exist.
+        DataError: as for `CocoFile`, names that occur twice, or annotations without outlines.
     """
 
     ignore_index: int = IGNORE_INDEX
@@ -146,7 +146,7 @@ class CocoLabels(ImageFiles):
         max_pixels: int = MAX_PIXELS,
     ) -> None:
         self._coco = coco = CocoFile(annotations)
-        # What a file calls background is that of all others.
+        # A category called background is merged with class 0.
         things = [category for category in coco.categories if str(category["name"]).lower() != BACKGROUND]
         self._label = {category["id"]: 0 for category in coco.categories}
         self._label |= {category["id"]: number for number, category in enumerate(things, start=1)}
@@ -155,8 +155,8 @@ class CocoLabels(ImageFiles):
         for annotation in (annotation for several in coco.annotations.values() for annotation in several):
             if not annotation.get("segmentation"):
                 raise DataError(
-                    f"{coco.path}: {annotation_name(annotation)} has no segmentation: boxes alone do not tell the "
-                    "class of a pixel; polygons or run lengths are needed"
+                    f"{coco.path}: {annotation_name(annotation)} has no segmentation: boxes alone do not "
+                    "give a class to each pixel; polygons or run lengths are needed"
                 )
         files = coco.image_files(images, max_pixels=max_pixels)
         super().__init__(files.folder, files.names, max_pixels=max_pixels)
@@ -166,7 +166,7 @@ class CocoLabels(ImageFiles):
 
         Raises:
             UnreadableImage: the image's file is broken.
-            DataError: it is not of the size that the file says, or an outline cannot be used.
+            DataError: its size differs from the listed one, or an outline cannot be used.
         """
         entry = self._coco.images[index]
         height, width = image_size(self.path(index))
@@ -188,7 +188,7 @@ class CocoLabels(ImageFiles):
         try:
             if isinstance(outline, list):
                 if any(len(polygon) < _POLYGON or len(polygon) % 2 for polygon in outline):
-                    raise ValueError("a polygon needs three corners at least, x and y of each")
+                    raise ValueError("a polygon needs at least three corners, x and y of each")
                 parts: Any = coco.frPyObjects(outline, height, width)
                 encoded: Any = coco.merge(parts)
             elif tuple(outline["size"]) != (height, width):
@@ -204,7 +204,7 @@ class CocoLabels(ImageFiles):
 
 
 def is_coco(path: Path) -> bool:
-    """Whether a JSON file is of COCO's format."""
+    """Whether a JSON file is in COCO's format."""
     try:
         return _has_lists(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -216,5 +216,5 @@ def _has_lists(content: object) -> bool:
 
 
 def annotation_name(annotation: Mapping[str, Any]) -> str:
-    """What messages call an annotation."""
+    """Name of an annotation in messages."""
     return f"annotation {annotation.get('id', 'without id')}"

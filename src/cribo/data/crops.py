@@ -1,8 +1,8 @@
-"""Labelled images to train a segmentation on and to score it by, as MMSegmentation's configurations prepare them.
+"""Labelled images for training and scoring segmentation, prepared as in MMSegmentation's configurations.
 
-The numbers are those of its dataset configurations (`configs/_base_/datasets`), which the paper keeps: images are
-resized within the scale of their set, crops are cut at half to twice that size, where no category takes more than
-three quarters of them, and flipped and distorted in colour at random. Every draw depends on its key alone.
+The values are those of its dataset configurations (`configs/_base_/datasets`), which the paper uses: images are
+resized to the scale of their set times 0.5 to 2, cropped where no category covers more than three quarters, randomly
+flipped, and distorted in colour. Every draw depends only on its key.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from cribo.data.randomness import keyed_generator
 from cribo.data.segmentation import LabelledImages
 
 Scale = tuple[int, int]
-"""The sides, long and short in any order, that a resized image has to fit into."""
+"""The sides (long and short, in any order) that a resized image must fit into."""
 
 RATIOS = 0.5, 2.0
 CATEGORY_LIMIT = 0.75
@@ -28,18 +28,18 @@ CONTRAST = 0.5, 1.5
 SATURATION = 0.5, 1.5
 HUE = 18  # steps of 2 degrees
 
-_CROP = 0x63726F70  # keeps its draws apart from others of the same seed
+_CROP = 0x63726F70  # separates its draws from others of the same seed
 _ATTEMPTS = 10
 _HUE_STEPS = 180
 
 
 class Crop(NamedTuple):
-    """A part of a labelled image, of the size of all crops.
+    """A part of a labelled image; all crops have the same size.
 
     Attributes:
         pixels: RGB, 0 beyond the image.
         labels: class of each pixel, `ignore_index` beyond the image.
-        extent: height and width of what lies in the image, from the top left corner.
+        extent: height and width of the part inside the image, from the top left corner.
     """
 
     pixels: UInt8[Tensor, "3 size size"]
@@ -48,18 +48,18 @@ class Crop(NamedTuple):
 
 
 class LabelledCrops(Dataset[Crop]):
-    """Random crops of labelled images; asked by (epoch, index), each key has its own crop.
+    """Random crops of labelled images, indexed by (epoch, index); each key has its own crop.
 
     An image is resized within its scale times a ratio of 0.5 to 2 (bilinear, not anti-aliased, as OpenCV does it;
-    labels take the nearest pixel's centre), cropped, flipped from left to right in one case of two, and distorted in
-    colour (`distort`). Of ten places the first is taken where at least two categories are, the largest of
-    which takes less than 0.75 of the labelled pixels; if there is none, an eleventh. What an image lacks in size is
-    filled at its right and bottom.
+    labels take the nearest pixel's centre), cropped, flipped horizontally with probability 0.5, and distorted in
+    colour (`distort`). Of ten random places, the first is used that has at least two categories, the largest covering
+    less than 0.75 of the labelled pixels; failing that, an eleventh place. Smaller images are padded at the right and
+    bottom.
 
     Args:
         images: labelled images.
         size: side of the crops in pixels.
-        scale: within which images are resized (`fitted_size`); None for their own size.
+        scale: to which images are resized (`fitted_size`); None for their own size.
         seed: of all draws.
 
     Raises:
@@ -119,11 +119,11 @@ class LabelledCrops(Dataset[Crop]):
 
 
 class WholeImage(NamedTuple):
-    """An image as a network sees it, and labels at their own size.
+    """A resized image, and labels at their original size.
 
     Attributes:
         pixels: RGB, resized within the scale of the set.
-        labels: class of each pixel of the image as it is on disk.
+        labels: class of each pixel of the original image.
     """
 
     pixels: UInt8[Tensor, "3 h w"]
@@ -131,11 +131,11 @@ class WholeImage(NamedTuple):
 
 
 class WholeImages(Dataset[WholeImage]):
-    """Labelled images to score a segmentation by: the image is resized within the scale, its labels never.
+    """Labelled images for scoring a segmentation: images are resized to the scale, labels are not.
 
     Args:
         images: labelled images.
-        scale: within which images are resized (`fitted_size`); None for their own size.
+        scale: to which images are resized (`fitted_size`); None for their own size.
     """
 
     def __init__(self, images: LabelledImages, scale: Scale | None) -> None:
@@ -152,15 +152,15 @@ class WholeImages(Dataset[WholeImage]):
 
 
 def fitted_size(height: int, width: int, scale: Scale | None, ratio: float = 1.0) -> tuple[int, int]:
-    """The (height, width) of an image that is resized, its aspect kept, to fit into a scale times a ratio.
+    """The (height, width) of an image resized to fit into a scale times a ratio, keeping its aspect.
 
-    The long side is at most the scale's long one, the short side at most its short one, and one of them is equal.
+    Its long side is at most the scale's long side, its short side at most the scale's short side, and one is equal.
 
     Args:
         height: of the image.
         width: of the image.
         scale: None for the image's own size.
-        ratio: by which the scale is multiplied, its sides rounded down.
+        ratio: factor of the scale; its sides are rounded down.
 
     Example:
         >>> fitted_size(375, 500, (2048, 512)), fitted_size(375, 500, (520, 520)), fitted_size(375, 500, None, 2.0)
@@ -184,7 +184,7 @@ def resize_labels(labels: UInt8[Tensor, "h w"], size: tuple[int, int]) -> UInt8[
 
 
 def is_varied(labels: UInt8[Tensor, "h w"], ignore_index: int) -> bool:
-    """Whether there are two categories at least, none of them with three quarters of the labelled pixels.
+    """Whether there are at least two categories, each below three quarters of the labelled pixels.
 
     Example:
         >>> is_varied(torch.tensor([[0, 0], [1, 255]], dtype=torch.uint8), 255)
@@ -196,15 +196,15 @@ def is_varied(labels: UInt8[Tensor, "h w"], ignore_index: int) -> bool:
 
 
 def distort(image: UInt8[Tensor, "3 h w"], generator: torch.Generator) -> UInt8[Tensor, "3 h w"]:
-    """Distort colours: brightness, contrast, saturation and hue, each in one case of two.
+    """Distort brightness, contrast, saturation and hue, each with probability 0.5.
 
-    Up to 32 (of 255) is added or taken away; contrast, a factor of 0.5 to 1.5 on all values, comes next or, as
-    often, last; saturation, a factor of 0.5 to 1.5, and hue, turned by up to 36 degrees, are those of HSV. Values
-    are cut off at 0 and 255 after each. They are rounded once, at the end (MMSegmentation rounds down after each).
+    Brightness adds or subtracts up to 32 (of 255). Contrast, a factor of 0.5 to 1.5 on all values, comes second or
+    last with equal probability. Saturation, a factor of 0.5 to 1.5, and hue, rotated by up to 36 degrees, are those of
+    HSV. Values are clipped to 0-255 after each, and rounded once at the end (MMSegmentation rounds down after each).
 
     Args:
         image: RGB.
-        generator: of the nine numbers that are drawn.
+        generator: source of the nine numbers drawn.
     """
     chances = torch.rand(5, generator=generator).tolist()
     amounts = torch.rand(3, generator=generator).tolist()
@@ -232,8 +232,8 @@ def _between(bounds: tuple[float, float], share: float) -> float:
 
 
 def _saturate(values: Float[Tensor, "3 h w"], factor: float) -> Float[Tensor, "3 h w"]:
-    """Multiply the saturation of HSV, 1 at most; hue and value stay."""
+    """Multiply the saturation of HSV, up to 1; hue and value are unchanged."""
     highest, lowest = values.amax(dim=0), values.amin(dim=0)
     saturation = (highest - lowest) / highest.clamp(min=1e-8)
-    # What a colour lacks of its highest channel is in proportion to its saturation.
+    # The differences to the highest channel are proportional to the saturation.
     return highest - (highest - values) * torch.minimum(torch.tensor(factor), 1 / saturation.clamp(min=1e-8))

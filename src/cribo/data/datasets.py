@@ -1,4 +1,4 @@
-"""The field's segmentation sets, read from the layouts in which they are published."""
+"""Standard segmentation sets, read in their published layouts."""
 
 import os
 from dataclasses import dataclass
@@ -25,22 +25,22 @@ def open_segmentation(
     partial: bool = False,
     max_pixels: int = MAX_PIXELS,
 ) -> LabelledFiles:
-    """One split of a segmentation set, as it was published.
+    """Open one split of a segmentation set, as published.
 
-    Opening lists folders and reads no image. The root may also be one of the set's own folders, or the folder
-    above the set's. Images come in the order of their names.
+    Opening lists folders but reads no images. The root may also be one of the set's own folders, or the folder
+    above the set's. Images are sorted by name.
 
     Args:
-        name: one of `SEGMENTATION_SETS`. `folder` is any other set that lies in `images/<split>` and, as PNG maps of
-            class indices (255: none), in `labels/<split>`, with a `classes.txt` of a name per line if there are names.
+        name: one of `SEGMENTATION_SETS`. `folder` is any other set with images in `images/<split>` and PNG maps of
+            class indices (255: none) in `labels/<split>`, and optionally `classes.txt` with one name per line.
         root: the set's folder.
         split: one of the set's splits; for `folder` the name of its folders.
-        partial: accept a part of a split: the images that are there, each of which must have its labels.
+        partial: accept a part of a split; every image must still have its labels.
         max_pixels: size of the largest image that is decoded.
 
     Raises:
-        MissingData: the root, a folder or a label map is not there.
-        DataError: no such set or split, or not the number of images that the set was published with.
+        MissingData: the root, a folder or a label map does not exist.
+        DataError: unknown set or split, or not the published number of images.
 
     >>> val = open_segmentation("ade20k", "ADEChallengeData2016", "val")  # doctest: +SKIP
     >>> len(val), val.classes[0], val.name(0)  # doctest: +SKIP
@@ -62,7 +62,7 @@ def open_segmentation(
     images = by_stem(list_files(place.images, EXTENSIONS), place.layout.image_endings)
     ending, maps = _label_maps(place)
     listed = read_stems(place.list_file) if place.list_file else images.keys() | maps.keys()
-    stems = sorted(listed)  # copies of a set list its images in different orders, and draws go by index
+    stems = sorted(listed)  # copies of a set list its images in different orders, but draws depend on the index
     no_image = [stem for stem in stems if stem not in images]
     no_labels = [stem for stem in stems if stem not in maps]
     if partial:
@@ -80,7 +80,7 @@ def open_segmentation(
         raise DataError(
             f"{chosen.title} {split} in {place.base} must have {chosen.sizes[split]} images and as many label maps, "
             f"got {len(stems) - len(no_image)} images and {len(stems) - len(no_labels)} label maps{first}; "
-            f"expected {chosen.describe(split)}; to use a part of the set on purpose, open it as partial"
+            f"expected {chosen.describe(split)}; to use only a part of the set, open it as partial"
         )
     return LabelledFiles(
         ImageFiles(place.images, (images[stem] for stem in stems), max_pixels=max_pixels),
@@ -93,11 +93,11 @@ def open_segmentation(
 
 
 def default_splits(name: str, root: str | os.PathLike[str]) -> tuple[str, str]:
-    """The splits of which the field remembers one and labels the other.
+    """The usual splits for retrieval: (memory, queries).
 
-    Of Pascal VOC `trainaug` is remembered where its list and its label maps are there, else `train`.
+    The memory of Pascal VOC is `trainaug` if its list and label maps exist, else `train`.
 
-    Raises DataError for an unknown set, MissingData if the root is not there.
+    Raises DataError for an unknown set, MissingData if the root does not exist.
     """
     chosen = segmentation_set(name)
     root = Path(root).expanduser()
@@ -108,7 +108,7 @@ def default_splits(name: str, root: str | os.PathLike[str]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a split lies, or would lie: in `missing` is what is not there, in words."""
+    """Paths of a split, and descriptions of those `missing`."""
 
     layout: Layout
     base: Path
@@ -119,7 +119,7 @@ class _Place:
 
 
 def _locate(chosen: SegmentationSet, root: Path, split: str) -> _Place:
-    """The place where most of a split is: the root, a usual folder below it, or one above it if it is the set's own."""
+    """Find the place with most of a split: the root, a usual folder below it, or a folder above it."""
     layouts = chosen.layouts_of(split)
     require(root)
     here = root.absolute()
@@ -160,9 +160,9 @@ def _check_class_file(chosen: SegmentationSet, place: _Place) -> None:
 
 
 def _label_maps(place: _Place) -> tuple[str, dict[str, str]]:
-    """The ending of the most label maps, and the maps with it: paths below the base, by stem."""
+    """The most frequent ending of label maps, and the maps that have it: paths below the base, by stem."""
     kinds = place.layout.label_maps
-    # A name belongs to the longest ending: x_labelTrainIds.png is no map of the image x_labelTrainIds.
+    # The longest ending matches first: x_labelTrainIds.png is not the map of an image x_labelTrainIds.
     longest_first = sorted(kinds, key=len, reverse=True)
 
     def maps_in(folder: Path) -> dict[str, dict[str, str]]:
@@ -184,16 +184,16 @@ def _label_maps(place: _Place) -> tuple[str, dict[str, str]]:
 
 
 def read_stems(path: Path) -> set[str]:
-    """The images that a list of Pascal VOC's kind names.
+    """Read the stems in an image list in Pascal VOC's format.
 
-    Each line is a name without folder and ending, or the paths of an image and its label map.
+    Each line is a name without folder and extension, or the paths of an image and its label map.
 
-    Raises DataError if the file is no text, names nothing, or names two different files in a line.
+    Raises DataError if the file is not text, is empty, or has two different stems in a line.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is no list of images: it is not UTF-8 text") from error
+        raise DataError(f"{path} is not a list of images: it is not UTF-8 text") from error
     stems: set[str] = set()
     for number, line in enumerate(lines, start=1):
         names = {PurePosixPath(part).stem for part in line.split()}

@@ -1,4 +1,4 @@
-"""Images with boxes around their objects, from files of COCO's format: what detection is trained and scored on."""
+"""Images with object boxes from files in COCO's format, for training and scoring detection."""
 
 import copy
 import logging
@@ -23,7 +23,7 @@ from cribo.data.reading import image_size
 
 log = logging.getLogger("cribo")
 
-# Where the two files and their images lie below a root, the first that is there.
+# Where to look for the two files and their images below a root; the first that exists is used.
 _NAMES = {"train": ("train",), "val": ("val", "valid")}
 _ANNOTATIONS = (
     "annotations/instances_{split}2017.json",
@@ -40,10 +40,10 @@ class Boxes:
 
     Attributes:
         corners: (n, 4), left, top, right and bottom in pixels, inside the image and not empty.
-        labels: (n,), the class of each.
-        crowd: (n,), whether a box holds uncounted objects: nobody is trained on those, and what is found there is
+        labels: (n,), class of each object.
+        crowd: (n,), whether a box contains uncounted objects; these are not trained on, and detections there are
             neither right nor wrong.
-        areas: (n,), square pixels of the object itself, by which small and large ones are told apart.
+        areas: (n,), square pixels of the object itself, which define small and large objects.
     """
 
     corners: Float64[Tensor, "n 4"]
@@ -60,17 +60,17 @@ class Boxes:
 
 
 class BoxedImages(ImageFiles):
-    """Images whose objects a file of COCO's format puts into boxes.
+    """Images with object boxes from a file in COCO's format.
 
-    The classes come in the order of the categories' ids, which need not be without gaps: class c is the category
-    `category_ids[c]`. Boxes are clipped to their image; those that are empty, or lie outside of it, are left out, which
-    the log says once. (COCO's own files have two of them.) Images without boxes stay.
+    Classes are sorted by the categories' ids, which may have gaps: class c is the category `category_ids[c]`. Boxes
+    are clipped to their image; those that are empty, or lie outside, are dropped with one warning. (COCO's own files
+    have two of them.) Images without boxes are kept.
 
     Args:
-        annotations: the JSON file; `bbox` holds left, top, width and height in pixels.
-        images: folder in which its `file_name`s lie, or several in which they may lie; by default, the file's own
-            folder or `images` below it.
-        max_pixels: images with more of them are refused.
+        annotations: the JSON file; `bbox` contains left, top, width and height in pixels.
+        images: folder of its `file_name`s, or several candidates; by default, the file's own folder or `images` below
+            it.
+        max_pixels: larger images are refused.
 
     Attributes:
         file: the JSON file.
@@ -79,8 +79,8 @@ class BoxedImages(ImageFiles):
         image_ids: the id of each image in the file.
 
     Raises:
-        MissingData: the file, or an image that it names, is not there.
-        DataError: what `CocoFile` raises, no category or two of one name, no box at all, or a box that is none.
+        MissingData: the file, or an image that it lists, does not exist.
+        DataError: as for `CocoFile`, no category or two with one name, no boxes, or an invalid box.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class BoxedImages(ImageFiles):
         coco = CocoFile(annotations)
         self.file = coco.path
         if not coco.categories:
-            raise DataError(f"{self.file} lists no category: detection needs the names of what it shall find")
+            raise DataError(f"{self.file} lists no category: detection needs the names of the objects to find")
         self.classes = [str(category["name"]) for category in coco.categories]
         name, times = Counter(self.classes).most_common(1)[0]
         if times > 1:
@@ -103,7 +103,7 @@ class BoxedImages(ImageFiles):
         files = coco.image_files(images, max_pixels=max_pixels)
         super().__init__(files.folder, files.names, max_pixels=max_pixels)
         sizes = [self._listed_size(entry, self.path(number)) for number, entry in enumerate(coco.images)]
-        # Flat arrays, which workers share.
+        # Flat arrays: workers share their memory.
         self._sizes: Int64[np.ndarray, "n 2"] = np.array(sizes)
         self._boxes, self._spans = self._read_boxes(coco, sizes)
 
@@ -117,21 +117,21 @@ class BoxedImages(ImageFiles):
 
         Raises:
             UnreadableImage: its file is broken.
-            DataError: it is not of the size that is listed, so that boxes would lie elsewhere.
+            DataError: its size differs from the listed one, so boxes would be misplaced.
         """
         image = super().load(index)
         require_listed_size(self.file, self.name(index), self.size(index), (image.shape[1], image.shape[2]))
         return image
 
     def boxes(self, index: int) -> Boxes:
-        """The objects of one image, may be none."""
+        """The objects of one image, possibly none."""
         return self._boxes[slice(*self._spans[index].tolist())]
 
     def subset(self, indices: Sequence[int]) -> "BoxedImages":
-        """Some of the images, in this order, of the same classes.
+        """Some of the images, in this order, with the same classes.
 
         Raises:
-            IndexError: an index that there is not.
+            IndexError: an index does not exist.
         """
         part = copy.copy(self)
         part.names = PackedNames(map(self.name, indices))
@@ -146,7 +146,7 @@ class BoxedImages(ImageFiles):
 
     @property
     def most_boxes(self) -> int:
-        """Boxes of the image with the most of them, without crowds."""
+        """Largest number of boxes in an image, without crowds."""
         return max(self._box_counts())
 
     def _box_counts(self) -> list[int]:
@@ -217,12 +217,12 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True)
 class DetectionSplits:
-    """What a detector is trained on and what it is scored on.
+    """Images for training a detector, and images for scoring it.
 
     Attributes:
         name: `coco` for the layout of COCO 2017, else `folder`.
-        root: the folder, or that of the annotations where they were named.
-        train, val: of the same categories.
+        root: the folder, or that of the annotations if they were given.
+        train, val: images with the same categories.
     """
 
     name: str
@@ -241,23 +241,23 @@ def open_detection(
 ) -> DetectionSplits:
     """Open the two splits of a detection set.
 
-    Below a root they are found by themselves in the layout of COCO (`annotations/instances_train2017.json`,
+    Below a root they are found automatically in the layout of COCO (`annotations/instances_train2017.json`,
     `train2017`), with `instances_train.json` and `images/train`, or with `train/_annotations.coco.json` beside the
     images, and the same with `val` (or `valid`).
 
     Args:
         root: the folder of the set.
-        train_annotations: the JSON file of the images to train on, wherever it is.
-        train_images: the folder of these images; by default where the layout has them, or beside the file.
-        val_annotations: the JSON file of the images to score on.
-        val_images: the folder of these.
+        train_annotations: the JSON file of the training images, at any path.
+        train_images: the folder of these images; by default that of the layout, or of the file.
+        val_annotations: the JSON file of the images to score.
+        val_images: the folder of these images.
 
     Raises:
-        MissingData: a folder, file or image is not there.
-        DataError: neither a root nor the files are given, what `BoxedImages` raises, or the splits have different
+        MissingData: a folder, file or image does not exist.
+        DataError: neither a root nor the files are given, errors of `BoxedImages`, or the splits have different
             categories.
     """
-    # Both are found before either is read.
+    # Find both files before reading either.
     places = [_place(root, "train", train_annotations, train_images), _place(root, "val", val_annotations, val_images)]
     train, val = (BoxedImages(*place) for place in places)
     first, second = (dict(zip(split.category_ids, split.classes, strict=True)) for split in (train, val))
@@ -281,12 +281,12 @@ def _place(
     annotations: str | os.PathLike[str] | None,
     images: str | os.PathLike[str] | None,
 ) -> tuple[Path, str | os.PathLike[str] | Sequence[Path] | None]:
-    """The file of a split, and where its images may lie."""
+    """The file of a split, and candidate folders of its images."""
     if root is None:
         if annotations is None:
             raise DataError(
-                f"data.root must be given, the folder of images and annotations; or data.{split}_annotations, a JSON "
-                "file of COCO's format"
+                f"data.root must be given, the folder of images and annotations, or data.{split}_annotations, a JSON "
+                "file in COCO's format"
             )
         return Path(annotations), images
     folder = Path(root).expanduser()
@@ -304,6 +304,6 @@ def _annotations(folder: Path, split: str) -> Path:
         if (folder / place).is_file():
             return folder / place
     raise MissingData(
-        f"no annotations of the {split} split in {folder}: looked for {', '.join(places)}; name the file by "
-        f"data.{split}_annotations and the folder of its images by data.{split}_images"
+        f"no annotations of the {split} split in {folder}: looked for {', '.join(places)}; set "
+        f"data.{split}_annotations to the file and data.{split}_images to the folder of its images"
     )

@@ -43,7 +43,7 @@ class ImageSource(Protocol):
         ...
 
     def name(self, index: int) -> str:
-        """What to call the image in reports and messages, the same in every run."""
+        """Name of the image in reports and messages, the same in every run."""
         ...
 
 
@@ -51,11 +51,11 @@ class ImageSource(Protocol):
 class ReducingSource(ImageSource, Protocol):
     """An ImageSource that can also decode an image at a fraction of its size, for less work.
 
-    Pretraining uses `load_reduced` where there is one; a source without it is always loaded whole.
+    Pretraining calls `load_reduced` if the source has it, and loads whole images otherwise.
     """
 
     def load_reduced(self, index: int, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
-        """One image, reduced by no more than `reduction` allows, and by how much it is: 8, 4, 2 or 1.
+        """One image, reduced by at most the factor that `reduction` returns, and its factor: 8, 4, 2 or 1.
 
         `reduction` must be called exactly once, with height and width of the whole image. Raises
         UnreadableImage for a broken image.
@@ -65,21 +65,21 @@ class ReducingSource(ImageSource, Protocol):
 
 @runtime_checkable
 class OrderedSource(ImageSource, Protocol):
-    """An ImageSource with an order of its own for each epoch, where not every image can be had at the same cost.
+    """An ImageSource that sets the order of each epoch, for storage without fast random access.
 
-    Without one the order is a permutation in which all are equally likely.
+    For other sources, the order is a uniformly random permutation.
     """
 
     def epoch_order(self, seed: int, epoch: int) -> Int[Tensor, " n"]:
-        """All indices, each once; a function of the arguments and the collection alone."""
+        """All indices, each once; depends only on the arguments and the collection."""
         ...
 
 
 class PackedNames:
-    """An immutable sequence of strings in two flat arrays: the bytes of all of them, and where each one ends.
+    """An immutable sequence of strings in two flat arrays: the bytes of all strings, and the end of each.
 
     A list of a million strings costs about 100 MB in the parent and, since every access writes a reference
-    count, is copied page by page into each forked worker. These arrays hold no Python objects: workers go on
+    count, is copied page by page into each forked worker. These arrays hold no Python objects: workers keep
     sharing them.
     """
 
@@ -93,10 +93,10 @@ class PackedNames:
 
     @classmethod
     def from_arrays(cls, text: UInt8[np.ndarray, " bytes"], ends: Int64[np.ndarray, " n1"]) -> "PackedNames":
-        """The names whose `arrays` these are.
+        """Restore names from their `arrays`.
 
         Raises:
-            ValueError: they are no such arrays.
+            ValueError: the arrays are inconsistent.
         """
         if len(ends) == 0 or ends[0] != 0 or ends[-1] != len(text) or (np.diff(ends) < 0).any():
             raise ValueError("these are not the arrays of packed names")
@@ -106,7 +106,7 @@ class PackedNames:
 
     @property
     def arrays(self) -> tuple[UInt8[np.ndarray, " bytes"], Int64[np.ndarray, " n1"]]:
-        """The two arrays, to be kept in a file: the bytes of all names; 0, and where each name ends."""
+        """The two arrays, to store in a file: the bytes of all names; 0 and the end of each name."""
         return self._text, self._ends
 
     def __len__(self) -> int:
@@ -122,7 +122,7 @@ class PackedNames:
 
 
 class ImageFiles:
-    """Image files as an ImageSource; `open_images` makes one.
+    """Image files as an ImageSource; created by `open_images`.
 
     `names` are paths relative to `folder` (or absolute), with `/` on every system, in the order of the indices.
     """
@@ -160,15 +160,15 @@ def open_images(
     """All images below a folder, or those that a text file lists.
 
     `root` is a folder of any layout (flat like COCO's `train2017`, class folders like ImageNet, deeper), of
-    which `images` may name a sub-folder; or a .txt file with one path per line, relative to the file's own
-    folder or absolute, where blank lines and lines that start with # do not count. Folders are searched to
-    the bottom, through links too; hidden files and folders are left out. Every file with one of `EXTENSIONS`
-    counts: where label maps lie below the same root, name the sub-folder. A folder's images come in the
-    order of their names (by code point, part by part), on every system; those of a list as listed. With
-    `inside`, nothing outside of the folder, or of the list's own folder, is read, whatever links and lists say.
+    which `images` may name a sub-folder; or a .txt file with one path per line, absolute or relative to the
+    file's own folder. Blank lines and lines that start with # are ignored. Folders are searched recursively,
+    following links; hidden files and folders are skipped. Every file with one of `EXTENSIONS` is included: if
+    there are label maps below the same root, name the sub-folder. Images of a folder are sorted by name (by
+    code point, part by part) on every system; those of a list keep its order. With `inside`, images must be
+    inside the folder, or the list's own folder, after links are resolved.
 
-    Raises MissingData for a folder, a list or a listed image that is not there, DataError if there is no
-    image, `root` is a file of another kind, or an image lies outside and must not.
+    Raises MissingData if a folder, a list or a listed image does not exist; DataError if there is no image,
+    `root` is another kind of file, or an image violates `inside`.
 
     >>> train = open_images("coco", "train2017")  # doctest: +SKIP
     >>> train.load(0).shape, train.name(0)  # doctest: +SKIP
@@ -197,7 +197,7 @@ def has_images(folder: str | os.PathLike[str]) -> bool:
 
 
 def _require_inside(folder: Path, names: Iterable[tuple[str, str]]) -> None:
-    """Raises DataError for the first of (where it stands, name) that leads out of the folder."""
+    """Raise DataError for the first (location, name) that leads outside the folder."""
     home = os.path.join(os.path.realpath(folder), "")
     for where, name in names:
         leads_to = os.path.realpath(os.path.join(folder, name))
@@ -210,8 +210,8 @@ def _require_inside(folder: Path, names: Iterable[tuple[str, str]]) -> None:
 def list_files(folder: str | os.PathLike[str], extensions: Iterable[str]) -> Iterator[str]:
     """Paths of all files below `folder` with one of `extensions` (lower case, with dot), in order.
 
-    Links are followed, except one that leads back to a folder above itself. Paths are relative to `folder`
-    and have `/` between their parts. Raises DataError for a folder that may not be listed.
+    Links are followed, except those to a folder above themselves. Paths are relative to `folder`
+    and have `/` between their parts. Raises DataError if a folder cannot be listed.
     """
     return _walk(os.fspath(folder), "", frozenset(extensions), ())
 
@@ -223,39 +223,39 @@ def _walk(folder: str, prefix: str, extensions: frozenset[str], above: tuple[tup
         return
     try:
         with os.scandir(folder) as entries:
-            # Sorted per folder, so that no more than one folder's entries are alive at once.
+            # Sorted per folder: the whole tree is never in memory.
             visible = sorted((e for e in entries if not e.name.startswith(".")), key=lambda entry: entry.name)
     except OSError as error:
         raise DataError(f"cannot list the folder {folder}: {error.strerror}") from error
     for entry in visible:
         if entry.is_dir():
             yield from _walk(entry.path, f"{prefix}{entry.name}/", extensions, (*above, here))
-        # is_file: opening a pipe that is called x.jpg would wait for ever.
+        # is_file: opening a pipe named x.jpg would block forever.
         elif os.path.splitext(entry.name)[1].lower() in extensions and entry.is_file():
             yield prefix + entry.name
 
 
 def _read_list(path: Path) -> list[tuple[int, str]]:
-    """Number of the line, and the name on it."""
+    """Line numbers and names in a list file."""
     try:
         # utf-8-sig: editors on Windows put a byte-order mark first, which would be part of the first name.
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is no list of images: it is not UTF-8 text") from error
+        raise DataError(f"{path} is not a list of images: it is not UTF-8 text") from error
     names = [(number, line) for number, line in enumerate(lines, start=1) if line and not line.startswith("#")]
     if not names:
         raise DataError(f"{path} lists no image: put one path per line, relative to {path.parent} or absolute")
     missing = [name for _, name in names if not os.path.isfile(os.path.join(path.parent, name))]
     if missing:
         raise MissingData(
-            f"{len(missing)} of the {len(names)} images that {path} lists are not there, "
+            f"{len(missing)} of the {len(names)} images listed in {path} do not exist, "
             f"the first is {missing[0]!r} (looked for at {os.path.join(path.parent, missing[0])})"
         )
     return names
 
 
 def require(path: Path) -> None:
-    """Raises MissingData if `path` is not there, with the nearest name that is."""
+    """Raise MissingData if `path` does not exist, and suggest the nearest existing name."""
     if path.exists():
         return
     missing = path
@@ -283,10 +283,10 @@ def _nothing_found(folder: Path) -> str:
             found["hidden" if name.startswith(".") else os.path.splitext(name)[1] or "without extension"] += 1
             broken += not os.path.exists(os.path.join(parent, name))
     there = enumerated([f"{count} {kind}" for kind, count in found.most_common()]) or "no files at all"
-    links = f" ({broken} of them links to files that are not there)" if broken else ""
+    links = f" ({broken} of them broken links)" if broken else ""
     return f"no images in {folder}: looked for {' '.join(EXTENSIONS)}, found {there}{links}"
 
 
 def enumerated(names: Sequence[str], most: int = 8) -> str:
-    """Names in words, not all of many."""
+    """Join names with commas; of more than `most`, count the rest."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,4 +1,4 @@
-"""What is refused unread; named apart so that a command line need not wait for torch."""
+"""Limits, in a module of their own so that a command line does not import torch."""
 
 MAX_PIXELS = 2 * 89_478_485
-"""Default limit of width x height: the size at which Pillow itself refuses to open an image."""
+"""Default limit of width x height: the size at which Pillow refuses to open an image."""

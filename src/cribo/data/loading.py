@@ -27,15 +27,15 @@ TIMEOUT = 420.0
 """Seconds without a batch after which workers count as hung: more than all of `storage.RETRY_DELAYS`."""
 
 MAX_RESTARTS = 3
-"""Restarts for one batch after which the run stops."""
+"""Restarts allowed for one batch."""
 
 _PREFETCHED = 4  # batches of each worker
-_SEEN_SECONDS = 0.5  # between the error of a connection to a worker and the end of the worker
-_END_SECONDS = 5.0  # for workers that are to end
+_SEEN_SECONDS = 0.5  # from a connection error to the end of the worker
+_END_SECONDS = 5.0  # for workers to end
 
 _MORE_MEMORY = (
     "Use fewer data.workers, or give the job more memory (SIGKILL) or shared memory (SIGBUS; --shm-size of docker); "
-    "lower data.max_pixels if single images are too large; set data.workers 0 to see any other failure"
+    "lower data.max_pixels if single images are too large; set data.workers 0 to see other failures"
 )
 
 
@@ -44,15 +44,15 @@ class WorkersFailed(Stopped):
 
 
 class BatchLoader:
-    """The batches of a data set from the current step to the end of its epoch, each time that it is iterated over.
+    """Iterates over the batches of a data set from the current step to the end of its epoch.
 
-    Workers that are killed or hang are replaced at the batch that is due. Since batches are a function of their keys
-    alone, they are the same bit for bit.
+    Workers that die or hang are replaced, starting at the same batch. Batches depend only on their keys, so they are
+    bitwise identical.
 
     Args:
         dataset: makes a batch of its keys.
         sampler: gives the keys of each batch.
-        workers: processes that load; with 0 this process does, without protection against hanging.
+        workers: number of worker processes; 0 loads in this process, without protection against hanging.
         pin_memory: return batches in page-locked memory, where there is a GPU.
         timeout: seconds without a batch after which the workers count as hung.
         max_restarts: how often workers are replaced for one batch.
@@ -61,7 +61,7 @@ class BatchLoader:
         restarts: of workers so far.
 
     Raises:
-        WorkersFailed: workers were killed or hung more often than that.
+        WorkersFailed: workers died or hung more than `max_restarts` times.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class BatchLoader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches to the end of the epoch that the current step lies in."""
+        """Batches from the current step to the end of its epoch."""
         due = self.sampler.position()
         end = due - due % len(self) + len(self)
         return map(self._batch, range(due, end)) if self.workers else self._from_here(due)
 
     def close(self) -> None:
-        """End the workers; they start again when they are needed."""
+        """End the workers; the next batch starts new ones."""
         if self._crew is not None:
             self._crew.end()
             self._crew = None
@@ -129,11 +129,11 @@ class BatchLoader:
                         f"{fault}; workers have failed {failures} times for the same batch. {fault.advice}"
                     ) from None
                 self.restarts += 1
-                log.warning("%s; workers are begun anew at the same batch (restart %d)", fault, self.restarts)
+                log.warning("%s; restarting workers at the same batch (restart %d)", fault, self.restarts)
 
 
 class _Fault(Exception):
-    """Why workers have to be replaced, and what helps against it."""
+    """A failure of workers, with advice for the user."""
 
     def __init__(self, what: str, advice: str) -> None:
         super().__init__(what)
@@ -141,20 +141,20 @@ class _Fault(Exception):
 
 
 class _Crew:
-    """The workers of one iterator of a `DataLoader`, which goes on from epoch to epoch.
+    """The workers of one `DataLoader` iterator, which continues across epochs.
 
-    A worker that dies may leave half a message behind, or a lock that is never released, so that the next read waits
-    forever. A handler of SIGCHLD ends that wait: it raises an error in the main thread as soon as a worker dies.
+    A worker that dies may leave half a message behind, or a lock that is never released, so that the next read blocks
+    forever. A SIGCHLD handler ends that wait: it raises an error in the main thread as soon as a worker dies.
     Workers that hang are killed by a timer, which has the same effect.
 
     Args:
         dataset, sampler: of the loader.
-        step: that the first batch is for.
+        step: of the first batch.
         workers: how many.
         pin_memory: return batches in page-locked memory.
 
     Attributes:
-        due: the step that the next batch is for; None if that is not known.
+        due: step of the next batch; None if unknown.
 
     Raises:
         _Fault: the workers cannot be started.
@@ -166,7 +166,7 @@ class _Crew:
         self.due: int | None = step
         self._hung = False
         self._processes: list[BaseProcess] = []
-        self._iterators: list[Iterator[Any]] = []  # one, until the workers are to end
+        self._iterators: list[Iterator[Any]] = []  # one, until the workers end
         loader = DataLoader(
             _ErrorsAsValues(dataset),
             batch_sampler=cast(Any, _endless(sampler, step)),
@@ -186,8 +186,8 @@ class _Crew:
             except BaseException as error:
                 errors.append(error)
 
-        # In a thread, because signal handlers run in the main one: an error that a handler raises inside a fork is
-        # lost, and leaves the locks of `logging` held for good.
+        # In a thread, because signal handlers run in the main one: an error that a handler raises during a fork is
+        # lost, and leaves the locks of `logging` held.
         thread = threading.Thread(target=start, name="start of workers")
         thread.start()
         try:
@@ -217,7 +217,7 @@ class _Crew:
         timer.start()
         try:
             with _raising_when_ended(self._processes):
-                # Workers that died before now send no signal any more.
+                # Workers that are already dead send no signal.
                 fault = self._fault(timeout)
                 batch = None if fault else next(self._iterators[0])
         except Exception:
@@ -227,7 +227,7 @@ class _Crew:
         finally:
             timer.cancel()
         if fault is not None:
-            raise fault  # outside of the handler, whose error holds the iterator
+            raise fault  # outside the except block, whose exception holds the iterator
         if isinstance(batch, Exception):
             raise batch
         self.due = due + 1
@@ -247,7 +247,7 @@ class _Crew:
         self._drop_iterator()
 
     def _drop_iterator(self) -> None:
-        # In a thread: the iterator's destructor may wait forever for a lock that a worker died with.
+        # In a thread: the iterator's destructor may wait forever for a lock held by a dead worker.
         if self._iterators:
             threading.Thread(target=self._iterators.clear, daemon=True, name="end of workers").start()
 
@@ -265,18 +265,18 @@ class _Crew:
         """Why the workers have to be replaced, if they do."""
         count = len(self._processes)
         if self._hung:
-            advice = "See whether data.root can be read, or raise data.timeout if it is so slow"
+            advice = "Check that data.root can be read, or raise data.timeout if storage is slow"
             return _Fault(f"no batch from {count} workers for {timeout:g} s", advice)
         ended = multiprocessing.connection.wait([process.sentinel for process in self._processes], timeout=wait)
         for process in self._processes:
             if process.sentinel in ended:
                 process.join(_END_SECONDS)
-                return _Fault(f"a worker of {count} {_described(process.exitcode)}", _MORE_MEMORY)
+                return _Fault(f"one of {count} workers {_described(process.exitcode)}", _MORE_MEMORY)
         return None
 
 
 class _ErrorsAsValues(Dataset[Any]):
-    """A data set that returns errors for users: raised in a worker, they would arrive as the text of a traceback."""
+    """Returns user errors instead of raising them: raised in a worker, they would arrive as text of a traceback."""
 
     def __init__(self, dataset: SampleDataset) -> None:
         self.dataset = dataset
@@ -291,7 +291,7 @@ class _ErrorsAsValues(Dataset[Any]):
 
 
 def _endless(sampler: StepBatchSampler, step: int) -> Iterator[list[tuple[int, int]] | Exception]:
-    """The keys of all batches from a step on; if they cannot be made, the error in place of each."""
+    """Keys of all batches from a step on, without end; if they cannot be computed, the error in place of each."""
     try:
         while True:
             for keys in sampler.batches_from(step):
@@ -307,7 +307,7 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _recording(processes: list[BaseProcess]) -> Any:
-    """A context of `multiprocessing` that records the processes made in it."""
+    """A `multiprocessing` context that records the processes it creates."""
     context: Any = copy.copy(multiprocessing.get_context())
     make = context.Process
 
@@ -323,8 +323,8 @@ def _recording(processes: list[BaseProcess]) -> Any:
 def _raising_when_ended(processes: Sequence[BaseProcess]) -> Iterator[None]:
     """Raise a RuntimeError in this context as soon as one of the processes ends.
 
-    Only in the main thread of systems that know SIGCHLD; elsewhere, torch notices an ended worker within seconds,
-    unless it left half a message.
+    Works in the main thread, where SIGCHLD exists; otherwise torch notices a dead worker within seconds, unless the
+    worker left half a message.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
         yield
@@ -346,9 +346,9 @@ def _raising_when_ended(processes: Sequence[BaseProcess]) -> Iterator[None]:
 
 
 class _WithoutErrors:
-    """Torch's handler of SIGCHLD, which any loader in the main thread installs, without its error about dead workers.
+    """Torch's SIGCHLD handler, installed by any loader in the main thread, without its error about dead workers.
 
-    It would be raised wherever the main thread is, in the middle of a training step, too.
+    That error would interrupt the main thread anywhere, for example in the middle of a training step.
     """
 
     def __init__(self, handler: Callable[[int, Any], Any]) -> None:
@@ -361,7 +361,7 @@ class _WithoutErrors:
 
 def _begin_worker(number: int) -> None:
     """Ignore signals to the whole process group, such as that of Ctrl-C, and end with the parent."""
-    signal.set_wakeup_fd(-1)  # inherited: each worker would report the parent's signals once more
+    signal.set_wakeup_fd(-1)  # inherited: each worker would report the parent's signals again
     for name in ("SIGINT", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -372,7 +372,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)  # torch's own check does not end a worker that waits for room in a pipe
+    os._exit(1)  # torch's own check does not end a worker that is blocked by a full pipe
 
 
 def _described(status: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Keyed randomness: every draw depends on what it is for, and on nothing that happened before."""
+"""Keyed randomness: every draw depends only on its key, never on earlier draws."""
 
 import torch
 
@@ -6,10 +6,10 @@ _MASK = 2**64 - 1
 
 
 def keyed_generator(*key: int) -> torch.Generator:
-    """A generator whose draws depend on the key alone: (seed, epoch, image), say.
+    """A generator whose draws depend only on the key, such as (seed, epoch, image).
 
-    Global generator state, workers, micro-batches and devices then have no say in any draw, which is what
-    makes a run repeatable, resumable at any step, and independent of how it is spread.
+    Draws are then independent of global generator state, workers, micro-batches and devices, so a run is
+    repeatable, can be resumed at any step, and does not depend on how it is distributed.
 
     Example:
         >>> a, b = keyed_generator(0, 3, 17), keyed_generator(0, 3, 17)
@@ -18,7 +18,7 @@ def keyed_generator(*key: int) -> torch.Generator:
     """
     state = 0
     for number in key:
-        # The finaliser of SplitMix64: neighbouring keys give unrelated seeds.
+        # The finaliser of SplitMix64: adjacent keys give unrelated seeds.
         state = (state + number + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -33,7 +33,7 @@ _UPRIGHT = {
 }
 
 
-# Errors of the path itself. All others may be of a server or network that is away for a moment.
+# Errors of the path itself. All others may be temporary failures of a server or network.
 _PERMANENT = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL}
 
 
@@ -51,7 +51,7 @@ class UnreadableImage(Stopped):
 
 
 class TooManyPixels(UnreadableImage):
-    """An image that is larger than allowed; what is wrong is not the file."""
+    """An image that is larger than allowed; the file itself may be intact."""
 
 
 def passing_error(error: BaseException) -> int | None:
@@ -68,7 +68,7 @@ def passing_error(error: BaseException) -> int | None:
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """The bytes of an image file that lies in something larger, and what to call it in messages."""
+    """The bytes of an image file inside a larger file, and its name in messages."""
 
     name: str
     content: bytes = field(repr=False)
@@ -78,16 +78,16 @@ class EncodedImage:
 
 
 def read_image(path: str | os.PathLike[str] | EncodedImage, *, max_pixels: int = MAX_PIXELS) -> UInt8[Tensor, "3 h w"]:
-    """Reads an image file, or the bytes of one, as RGB, upright.
+    """Reads an image file, or the bytes of one, as upright RGB.
 
-    Any of `IMAGE_FORMATS`, the first frame of those with several. Transparent pixels are laid over white, since the
-    colour stored under them is arbitrary. 16 bits per channel become 8 by scaling the whole range, EXIF
-    orientation is applied, embedded colour profiles are ignored. The tensor is writable and channels-last in
+    Accepts `IMAGE_FORMATS`, and reads the first of several frames. Transparent pixels are composited over white,
+    since the colour stored under them is arbitrary. 16 bits per channel are scaled to 8, EXIF orientation is
+    applied, embedded colour profiles are ignored. The tensor is writable and channels-last in
     memory (strides (1, 3 w, 3)), the layout that torchvision resizes fastest.
 
-    Raises UnreadableImage if the file is missing, empty, truncated, no image, narrower or lower than 2
-    pixels, holds pixels of 32 bits (their range is not defined), or has more than `max_pixels` pixels: the
-    header says so, and nothing is decoded. A limit above `MAX_PIXELS` also needs
+    Raises UnreadableImage if the file is missing, empty, truncated, not an image, narrower or lower than
+    2 pixels, has 32-bit pixels (their range is not defined), or has more than `max_pixels` pixels according to
+    its header; it is then not decoded. A limit above `MAX_PIXELS` also needs
     `PIL.Image.MAX_IMAGE_PIXELS` raised.
 
     >>> read_image("street.jpg").shape  # doctest: +SKIP
@@ -104,15 +104,15 @@ def read_reduced(
 ) -> tuple[UInt8[Tensor, "3 h w"], int]:
     """Reads an image as `read_image` does, reduced while it is decoded if it is a JPEG.
 
-    `reduction` is called once, with the height and width of the whole image, upright, and says by how much the
-    image may be reduced: 8, 4 or 2; another number leaves it whole. Each pixel of the result then stands for a
-    square of the whole image with sides of that many pixels, the first for the one in its upper left corner; those
-    of the last row and column may reach over its edge. The decoder leaves out the high frequencies of each block of
-    8 x 8 pixels, which saves much of its arithmetic; it still reads the whole file, and finds what is broken.
+    `reduction` is called once with height and width of the whole upright image, and returns the factor by which it
+    may be reduced: 8, 4 or 2; any other number leaves it whole. Each pixel of the result then covers a square of
+    the whole image with sides of that many pixels, starting at its upper left corner; those of the last row and
+    column may extend beyond its edge. The decoder omits the high frequencies of each block of 8 x 8 pixels, which
+    saves much of its arithmetic; it still reads the whole file, and detects damage.
 
-    Returns the tensor and by how much it is reduced. That is 1 for formats other than JPEG, for sides of fewer
-    pixels than the reduction's square, and for a JPEG that EXIF turns although the reduction does not divide its
-    sides, since the squares would then begin outside.
+    Returns the tensor and the factor. It is 1 for formats other than JPEG, for sides of fewer pixels than the
+    factor's square, and for a JPEG that EXIF rotates if the factor does not divide its sides, since the squares
+    would then begin outside the image.
 
     Raises UnreadableImage as `read_image` does.
 
@@ -136,13 +136,13 @@ def read_reduced(
 
 
 def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """Height and width in pixels of the tensor that `read_image` would give, from the file's header alone.
+    """Height and width of the tensor that `read_image` would return, from the file's header alone.
 
-    Raises UnreadableImage for what the header shows to be unusable; what follows the header is not looked at,
-    except in a TIFF, which is decoded.
+    Raises UnreadableImage if the header shows that the image cannot be used; the rest of the file is not read,
+    except for a TIFF, which is decoded.
     """
     with open_header(path) as image:
-        if image.format == "TIFF":  # whether its size is turned before or while it is decoded depends on Pillow
+        if image.format == "TIFF":  # Pillow versions differ in whether they rotate its size before decoding
             image.load()
         width, height = image.size
         return (width, height) if _orientation(image) >= 5 else (height, width)
@@ -150,9 +150,9 @@ def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
 
 @contextmanager
 def open_header(path: str | os.PathLike[str] | EncodedImage, *, max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
-    """Opens an image file, checks its header, and gives the Pillow image, whose pixels are not decoded yet.
+    """Opens an image file, checks its header, and yields the Pillow image, not decoded yet.
 
-    Whatever goes wrong, here or with the image inside the `with` block, is raised as UnreadableImage.
+    All errors, here or with the image inside the `with` block, are raised as UnreadableImage.
     """
     try:
         with _opened(path) as file:
@@ -167,7 +167,7 @@ def open_header(path: str | os.PathLike[str] | EncodedImage, *, max_pixels: int 
                         f"{width} x {height} pixels are more than max_pixels = {max_pixels}: not decoded",
                     )
                 if min(width, height) < 2:
-                    raise UnreadableImage(path, f"{width} x {height} pixels are too few, at least 2 x 2 are needed")
+                    raise UnreadableImage(path, f"{width} x {height} pixels are too few: at least 2 x 2 are needed")
                 yield image
     except (UnreadableImage, MemoryError):
         raise
@@ -175,7 +175,7 @@ def open_header(path: str | os.PathLike[str] | EncodedImage, *, max_pixels: int 
         raise UnreadableImage(path, f"not an image of a known format ({', '.join(IMAGE_FORMATS)})") from error
     except FileNotFoundError as error:
         raise UnreadableImage(path, "no such file") from error
-    except Exception as error:  # decoders meet broken bytes with anything: OSError, SyntaxError, struct.error, ...
+    except Exception as error:  # decoders raise anything for broken bytes: OSError, SyntaxError, struct.error, ...
         raise UnreadableImage(path, str(error) or type(error).__name__) from error
 
 
@@ -193,7 +193,7 @@ def _decode(image: Image.Image) -> UInt8[Tensor, "3 h w"]:
 def _orientation(image: Image.Image) -> int:
     try:
         return int(image.getexif().get(_EXIF_ORIENTATION, 1))
-    except Exception:  # a broken EXIF block says nothing against the pixels
+    except Exception:  # the pixels may be intact although the EXIF block is broken
         return 1
 
 
@@ -201,8 +201,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-        # The high byte, which is also what Pillow keeps of 16-bit RGB; of 16-bit grey its convert() clips at
-        # 255 in some versions. Older ones open 16-bit PNGs as "I".
+        # Keep the high byte, as Pillow does for 16-bit RGB; for 16-bit grey, convert() clips at 255 in some
+        # versions. Older ones open 16-bit PNGs as "I".
         return Image.fromarray((np.array(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
         raise ValueError(

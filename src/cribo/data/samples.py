@@ -1,6 +1,6 @@
-"""Training data: an image becomes a sample, samples become a batch; everything random is keyed by (seed, epoch, image).
+"""Training samples and batches; all randomness is keyed by (seed, epoch, image).
 
-What a sample is, the objective says (`SampleTransform`): two views, many crops, a masked image.
+The objective defines what a sample is (`SampleTransform`): two views, many crops, a masked image.
 """
 
 import time
@@ -17,15 +17,15 @@ from cribo.data.images import DataError, ImageSource, OrderedSource, ReducingSou
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import UnreadableImage, passing_error
 
-# What a keyed draw is for, so that no two purposes share a stream.
+# Purposes of keyed draws, so that no two share a stream.
 _SAMPLE, _ORDER, _REPLACEMENT = 0, 1, 2
 _REPLACEMENT_ATTEMPTS = 100
 
 RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Seconds between attempts to read an image from a file system that fails: about a minute together."""
+"""Seconds between attempts to read an image from a failing file system: about a minute in total."""
 
 Sample = Mapping[str, Any]
-"""What is made of one image, by name: tensors, and named tuples of tensors."""
+"""The sample of one image: tensors and named tuples of tensors, by name."""
 
 
 class LazyImage:
@@ -43,7 +43,7 @@ class LazyImage:
         """The image at a fraction of its size where that saves decoding, and the factor: 8, 4, 2 or 1.
 
         Args:
-            reduction: given height and width of the whole image, the largest factor allowed; called once.
+            reduction: given height and width of the whole image, returns the largest allowed factor; called once.
         """
         if isinstance(self._source, ReducingSource):
             return self._source.load_reduced(self._index, reduction)
@@ -81,8 +81,8 @@ class Batch:
         samples: by name, stacked: tensors (B, ...) and named tuples of them. `batch["views"]` is short for
             `batch.samples["views"]`.
         images: (B,) index of each image in its collection.
-        unreadable: images that had to be replaced by another.
-        retried: how often reading an image was tried again.
+        unreadable: images that were replaced by others.
+        retried: number of retried reads.
     """
 
     samples: dict[str, Any]
@@ -99,7 +99,7 @@ class Batch:
     def to(self, device: torch.device | str) -> "Batch":
         """The batch with its tensors on `device`, copied asynchronously from page-locked memory.
 
-        Named tuples stay where they are.
+        Named tuples are not moved.
         """
         to_gpu = torch.device(device).type == "cuda"
         return self._map(lambda tensor: tensor.to(device, non_blocking=to_gpu and tensor.is_pinned()))
@@ -120,7 +120,7 @@ class Batch:
         return [self.narrow(start, start + size) for start in range(0, len(self), size)]
 
     def narrow(self, start: int, end: int) -> "Batch":
-        """The samples from `start` to before `end`; what was unreadable is reported with the first."""
+        """The samples in [start, end); unreadable images are reported with the first part."""
 
         def cut(value: Any) -> Any:
             return value[start:end] if isinstance(value, Tensor) else type(value)(*(part[start:end] for part in value))
@@ -138,16 +138,16 @@ class Batch:
 
 
 class SampleDataset(Dataset[Batch]):
-    """The samples of an image collection, asked for by (epoch, image).
+    """The samples of an image collection, indexed by (epoch, image).
 
-    An unreadable image is replaced by another one drawn in its place, and reported with the batch. Where reading
-    fails for a reason that may pass (see `passing_error`), it is tried again first.
+    An unreadable image is replaced by a randomly drawn one, and reported with the batch. Errors that may be temporary
+    (see `passing_error`) are retried first.
 
     Args:
         source: the images.
         transform: makes a sample of an image.
         seed: of the run.
-        retry_delays: seconds to wait after each failed attempt; one more attempt follows the last of them.
+        retry_delays: seconds to wait before each further attempt.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class SampleDataset(Dataset[Batch]):
         self.transform = transform
         self.seed = seed
         self.retry_delays = tuple(retry_delays)
-        self._in_vain: set[int] = set()
+        self._given_up: set[int] = set()
 
     def __len__(self) -> int:
         return len(self.source)
@@ -177,7 +177,7 @@ class SampleDataset(Dataset[Batch]):
         return self.__getitems__([key])
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Batch:
-        """The samples of several images, as one batch; what a loader asks for.
+        """The samples of several images, as one batch; called by loaders.
 
         Raises:
             DataError: as for one.
@@ -190,7 +190,7 @@ class SampleDataset(Dataset[Batch]):
 
     def _stacked(self, made: Sequence[tuple[int, Sample]]) -> dict[str, Any]:
         (first_index, first), *_ = made
-        advice = f"mend the objective's sample transform {type(self.transform).__name__}"
+        advice = f"fix the objective's sample transform {type(self.transform).__name__}"
         expected: dict[str, Any] = {}
         for index, sample in made:
             try:
@@ -208,32 +208,32 @@ class SampleDataset(Dataset[Batch]):
         return {name: _stack([sample[name] for _, sample in made]) for name in first}
 
     def _readable(self, epoch: int, wanted: int, batch: Batch) -> tuple[int, Sample]:
-        """The image itself, or the first one drawn in its place that can be read, and its sample."""
+        """Index and sample of the image, or of the first readable one drawn in its place."""
         before = len(batch.unreadable)
         replacement = keyed_generator(self.seed, _REPLACEMENT, epoch, wanted)
         index = wanted
         for _ in range(_REPLACEMENT_ATTEMPTS):
             try:
-                return index, self._patiently(epoch, index, batch)
+                return index, self._with_retries(epoch, index, batch)
             except UnreadableImage as error:
                 batch.unreadable.append(Unreadable(self.source.name(index), error.reason))
                 index = int(torch.randint(len(self.source), (1,), generator=replacement))
         raise DataError(
-            f"{self.source.name(wanted)}: {batch.unreadable[before].reason}; nor could any of "
-            f"{_REPLACEMENT_ATTEMPTS - 1} others drawn in its place be read"
+            f"{self.source.name(wanted)}: {batch.unreadable[before].reason}; none of "
+            f"{_REPLACEMENT_ATTEMPTS - 1} others drawn in its place could be read either"
         )
 
-    def _patiently(self, epoch: int, index: int, batch: Batch) -> Sample:
-        """The sample of an image, tried again for a while if the image may be readable later."""
-        # A bad sector answers as a lost server does: what was waited for in vain once gets one attempt from then on.
-        for delay in (*(() if index in self._in_vain else self.retry_delays), None):
+    def _with_retries(self, epoch: int, index: int, batch: Batch) -> Sample:
+        """The sample of an image, after retries if the error may be temporary."""
+        # Bad sectors and lost servers raise the same errno: after one series of retries, try an image only once.
+        for delay in (*(() if index in self._given_up else self.retry_delays), None):
             try:
                 return self.transform(LazyImage(self.source, index), keyed_generator(self.seed, _SAMPLE, epoch, index))
             except (UnreadableImage, OSError) as error:
                 passes = passing_error(error) is not None
                 if not passes or delay is None:
                     if passes:
-                        self._in_vain.add(index)
+                        self._given_up.add(index)
                     if isinstance(error, UnreadableImage):
                         raise
                     raise UnreadableImage(self.source.name(index), str(error) or type(error).__name__) from error
@@ -280,14 +280,14 @@ class StepBatchSampler(Sampler[list[tuple[int, int]]]):
     """The batches of one epoch from the current step on, as lists of (epoch, image).
 
     The order of an epoch is a permutation keyed by (seed, epoch), the collection's own if it has one (see
-    `OrderedSource`); images beyond the last full batch sit that epoch out. The place in the data is a function of
-    the step alone, so resuming at a step, on any number of devices, needs no state of a loader.
+    `OrderedSource`); images beyond the last full batch are skipped in that epoch. The position in the data depends
+    only on the step, so a run can resume on any number of devices without loader state.
 
     Args:
         images: the collection, or how many images it has.
         batch_size: images of one optimiser step, over all devices.
         seed: of the run.
-        position: tells the optimiser step that comes next, when an epoch begins.
+        position: returns the next optimiser step; called when an epoch begins.
         rank, world_size: which part of each batch this process gets.
 
     Raises:
@@ -324,11 +324,11 @@ class StepBatchSampler(Sampler[list[tuple[int, int]]]):
         return self.num_images // self.batch_size
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        """Batches (of this process's share) to the end of the epoch that the current step lies in."""
+        """This process's share of the batches from the current step to the end of its epoch."""
         return self.batches_from(self.position())
 
     def batches_from(self, step: int) -> Iterator[list[tuple[int, int]]]:
-        """Batches (of this process's share) from a step to the end of its epoch."""
+        """This process's share of the batches from a step to the end of its epoch."""
         epoch, first = divmod(step, len(self))
         order = epoch_order(self.images, self.seed, epoch)
         share = self.batch_size // self.world_size

@@ -1,8 +1,8 @@
-"""Images composed by the program from a seed: textured, shaded objects on a textured ground, labelled per pixel.
+"""Synthetic images composed from a seed: textured, shaded objects on a textured ground, labelled per pixel.
 
 The class of an object is its outline together with its texture; the class of a ground is its texture. Hues, sizes,
-outline orientations, lighting and overlaps are drawn independently of the class, and luminances are alike in all
-classes, so a mean colour says nothing about it. Textures lean up to 32 degrees to either side.
+outline orientations, lighting and overlaps are drawn independently of the class, and luminances are the same in
+all classes, so a mean colour reveals nothing about it. Textures lean up to 32 degrees to either side.
 """
 
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ OBJECT_CLASSES = (
 )
 GROUND_CLASSES = ("sand", "clouds", "water")
 
-# For pictures of labels only: the scenes themselves have all hues in all classes.
+# For pictures of labels only; in the scenes, every class has all hues.
 _OBJECT_COLOURS = ((214, 39, 40), (255, 127, 14), (44, 160, 44), (148, 103, 189), (227, 119, 194), (102, 51, 0))
 _GROUND_COLOURS = ((237, 201, 145), (214, 219, 228), (31, 119, 180))
 
 _TILE = 512  # texels along one side of a texture tile; tiles repeat without a seam
-_TEXELS_PER_PIXEL = 7.0  # tiles are sampled far below their resolution, so the nearest texel is good enough
+_TEXELS_PER_PIXEL = 7.0  # tiles are sampled far below their resolution, so the nearest texel suffices
 _ANGLES = 720  # entries of an outline table
 
 Array = np.ndarray
@@ -41,7 +41,7 @@ class Scenes:
     Args:
         count: number of scenes.
         size: side of a scene in pixels, at least 16.
-        seed: the seed of the whole data set; scenes of two seeds have nothing in common.
+        seed: the seed of the whole data set; scenes of two seeds are unrelated.
         first: number of the first scene, so that index ranges of one seed serve as training and held-out sets.
         min_objects: fewest objects in a scene.
         max_objects: most objects in a scene; objects painted early may end up hidden.
@@ -88,7 +88,7 @@ class Scenes:
         return self.count
 
     def name(self, index: int) -> str:
-        """A name for the scene that tells the seed and number it is composed from."""
+        """Name of the scene, with its seed and number."""
         return f"scene-{self.seed}-{self._number(index):06d}"
 
     def load(self, index: int) -> UInt8[Tensor, "3 size size"]:
@@ -193,14 +193,14 @@ def _cover(outline: int, dx: Array, dy: Array, radius: float, turn: float, stret
 
 
 def _colour_pairs(draws: Float[Array, "n 6"]) -> tuple[Float[Array, "n 3"], Float[Array, "n 3"]]:
-    """Two colours per row: luminances that are alike in all rows, hues that are not; either may be the brighter."""
+    """Two colours per row, with similar luminances in all rows and random hues; either may be the brighter."""
     low = 0.30 + 0.06 * draws[:, 0]
     luminance = np.stack([low, low + 0.32 + 0.06 * draws[:, 1]], 1)
     flipped = draws[:, 2] < 0.5
     luminance = np.where(flipped[:, None], luminance[:, ::-1], luminance)
     hue = 2 * np.pi * np.stack([draws[:, 3], draws[:, 3] + 0.4 * (draws[:, 4] - 0.5)], 1)
     chroma = (0.16 + 0.16 * draws[:, 5])[:, None]
-    # The chroma axes of YIQ change no luminance.
+    # The chroma axes of YIQ do not change the luminance.
     in_phase = np.array([0.956, -0.272, -1.106], np.float32)
     quadrature = np.array([0.621, -0.647, 1.703], np.float32)
     offset = np.cos(hue)[..., None] * in_phase + np.sin(hue)[..., None] * quadrature
@@ -262,5 +262,5 @@ def _textures() -> Float[Array, "textures tile tile"]:
         np.cos(16 * v + 2.5 * wobble),
     ]
     tiles = [0.5 * np.tanh(1.8 * field) for field in fields]
-    # An equal mean keeps brightness silent about the class; which colour is which is drawn for every object.
+    # With equal means, brightness does not reveal the class; the colours are assigned at random for each object.
     return np.stack([tile - tile.mean() + 0.5 for tile in tiles]).astype(np.float32)

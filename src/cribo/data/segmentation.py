@@ -1,4 +1,4 @@
-"""Images with a class for each pixel: what dense evaluation and segmentation read."""
+"""Images with a class for each pixel, for dense evaluation and segmentation."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ from cribo.data.limits import MAX_PIXELS
 from cribo.data.reading import image_size, open_header
 
 IGNORE_INDEX = 255
-"""Label of pixels that count neither as memory nor in a score."""
+"""Label of pixels that are ignored in memories and scores."""
 
 Colour = tuple[int, int, int]
 """Red, green and blue, 0 to 255."""
@@ -51,15 +51,15 @@ class LabelledImages(ImageSource, Protocol):
         ...
 
     def labels(self, index: int) -> UInt8[Tensor, "h w"]:
-        """The class of each pixel of image `index`, or `ignore_index`; of the same size as the image."""
+        """The class of each pixel of image `index`, or `ignore_index`; has the size of the image."""
         ...
 
 
 def colour_map(count: int) -> list[Colour]:
     """`count` different colours, in the order of Pascal VOC's colour map, which begins with black.
 
-    The bits of a class's number are dealt out to red, green and blue in turn, and fill each from its highest bit
-    down: classes whose numbers lie close together get colours that lie far apart.
+    The bits of a class index go to red, green and blue in turn, from the highest bit of each down, so that classes
+    with similar indices get very different colours.
 
     Raises ValueError if `count` is not in 0..256.
 
@@ -77,7 +77,7 @@ def colour_map(count: int) -> list[Colour]:
 
 @dataclass(frozen=True)
 class LabelValues:
-    """What the values in the label maps of a set stand for.
+    """Meaning of the values in the label maps of a set.
 
     Attributes:
         classes: the value of each class, in the order of the classes; all different, 0 to 255.
@@ -89,7 +89,7 @@ class LabelValues:
 
     @cached_property
     def table(self) -> Int16[np.ndarray, "256"]:
-        """The class of each value, `IGNORE_INDEX` for those ignored, -1 for all others."""
+        """The class of each value, `IGNORE_INDEX` for ignored values, -1 for all others."""
         table = np.full(256, -1, dtype=np.int16)
         table[list(self.ignored)] = IGNORE_INDEX
         table[list(self.classes)] = np.arange(len(self.classes))
@@ -105,18 +105,18 @@ def class_indices(count: int) -> LabelValues:
 
 
 class LabelledFiles(ImageFiles):
-    """Image files, each with a file that holds its label map.
+    """Image files, each with a label map in a file.
 
-    A label map is a grey or palette PNG. (Of a palette PNG the indices are read; its colours do not matter.)
+    A label map is a grey or palette PNG. (The indices of a palette PNG are read; its colours are ignored.)
 
     Args:
         images: the images.
-        label_folder: where the paths of the label maps start.
-        label_names: a path for each image.
-        classes: names of the classes; without any they are numbered up to the highest label, for which all label maps
-            are read once.
+        label_folder: base of the paths of the label maps.
+        label_names: path of the label map of each image.
+        classes: names of the classes; if empty, they are numbered up to the highest label, which requires reading all
+            label maps once.
         palette: a colour for each class; those of `colour_map` by default.
-        values: what the values in the label maps stand for; class indices by default.
+        values: meaning of the values in the label maps; class indices by default.
     """
 
     ignore_index: int = IGNORE_INDEX
@@ -155,14 +155,14 @@ class LabelledFiles(ImageFiles):
         return colour_map(len(self.classes)) if self._palette is None else self._palette
 
     def label_path(self, index: int) -> str:
-        """Where the file of the image's label map is."""
+        """Path of the image's label map."""
         return self._label_files.path(index)
 
     def labels(self, index: int) -> UInt8[Tensor, "h w"]:
         """The class of each pixel, 255 for none.
 
-        Raises UnreadableImage for a broken file, DataError if the map is not of the image's size, is in
-        colours instead of indices, or holds a value that is neither a class nor ignored.
+        Raises UnreadableImage for a broken file, DataError if the map does not have the image's size, contains
+        colours instead of indices, or a value that is neither a class nor ignored.
         """
         path = self.label_path(index)
         with open_header(path, max_pixels=self.max_pixels) as image:
@@ -192,13 +192,13 @@ class LabelledFiles(ImageFiles):
 class LabelledFolder(LabelledFiles):
     """Images in one folder, label maps in another, paired by their path without extension.
 
-    `images_dir` is any folder for `open_images`; `labels_dir` holds, for `a/b.jpg`, the file `a/b.png`: a
-    grey or palette PNG whose values are class indices, 255 for pixels without class. Label maps without an
-    image are left alone. `classes` are the names of the classes or a text file with one name per line; when
-    None they are numbered, up to the highest label, for which all label maps are read once, when `classes` is
-    first used. Their colours are those of `colour_map`.
+    `images_dir` is any folder for `open_images`; for `a/b.jpg`, `labels_dir` must contain `a/b.png`, a grey or
+    palette PNG whose values are class indices, 255 for pixels without class. Label maps without an image are
+    ignored. `classes` are the names of the classes or a text file with one name per line; if None, they are
+    numbered up to the highest label, which requires reading all label maps when `classes` is first used. Their
+    colours are those of `colour_map`.
 
-    Raises MissingData if a folder or a label map is not there, DataError if there is no image, if two images
+    Raises MissingData if a folder or a label map does not exist, DataError if there is no image, if two images
     share a label map, or if the classes are not 1 to 255 different names.
 
     >>> val = LabelledFolder("camvid/images/val", "camvid/labels/val", "camvid/classes.txt")  # doctest: +SKIP
@@ -227,14 +227,14 @@ class LabelledFolder(LabelledFiles):
 
 
 class LabelledSubset:
-    """Some of the images of a set, in the order in which they are given.
+    """Some of the images of a set, in the given order.
 
     Args:
         images: the set; `ignore_index` is 255 and `palette` that of `colour_map` if it has none.
-        indices: which of them.
+        indices: of the images to use.
 
     Raises:
-        IndexError: an index that the set does not have.
+        IndexError: an index does not exist.
     """
 
     def __init__(self, images: LabelledImages, indices: Iterable[int]) -> None:
@@ -255,18 +255,18 @@ class LabelledSubset:
         return self.images.name(self.indices[index])
 
     def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
-        """One image, as the set gives it."""
+        """One image, as the set returns it."""
         return self.images.load(self.indices[index])
 
     def labels(self, index: int) -> UInt8[Tensor, "h w"]:
-        """The class of each pixel, as the set gives it."""
+        """The class of each pixel, as the set returns it."""
         return self.images.labels(self.indices[index])
 
 
 def by_stem(names: Iterable[str], endings: Sequence[str]) -> dict[str, str]:
-    """Names by what stands before their ending, in their order; those with none of the endings are left out.
+    """Names by their part before the ending, in their order; names with other endings are left out.
 
-    Endings are compared without regard to case. Raises DataError if two names share a stem.
+    Endings are case-insensitive. Raises DataError if two names share a stem.
 
     >>> by_stem(["b/1.jpg", "b/2.JPG", "b/3.txt"], [".jpg", ".png"])
     {'b/1': 'b/1.jpg', 'b/2': 'b/2.JPG'}
@@ -285,14 +285,14 @@ def by_stem(names: Iterable[str], endings: Sequence[str]) -> dict[str, str]:
 
 
 def missing_labels(image: str, labels: Path) -> MissingData:
-    """The error for an image whose label map is not there."""
+    """The error for an image without a label map."""
     return MissingData(f"the image {image} has no labels: there is no {labels.name} in {labels.parent}")
 
 
 def class_names(classes: Sequence[str] | str | os.PathLike[str]) -> list[str]:
-    """The names of the classes, given as such or in a text file with one name per line.
+    """The names of the classes, given directly or in a text file with one name per line.
 
-    Raises MissingData if the file is not there, DataError if they are not 1 to 255 different names.
+    Raises MissingData if the file does not exist, DataError if they are not 1 to 255 different names.
     """
     if isinstance(classes, str | os.PathLike):
         path = Path(classes).expanduser()
@@ -310,7 +310,7 @@ def class_names(classes: Sequence[str] | str | os.PathLike[str]) -> list[str]:
 
 
 def _ranges(values: Iterable[int]) -> str:
-    """Numbers as one reads them: `0..3, 7, 255`."""
+    """Format numbers as ranges: `0..3, 7, 255`."""
     runs: list[list[int]] = []
     for value in sorted(values):
         if runs and value == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""The field's segmentation sets: classes, splits, and the layouts in which they are published; imports no torch."""
+"""Standard segmentation sets: classes, splits, and published layouts; does not import torch."""
 
 import difflib
 import json
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way in which a set lies on disk; paths are below its root, `{split}` is the split's own folder name.
+    """One layout of a set on disk; paths are relative to its root, `{split}` is the folder name of the split.
 
     Attributes:
-        images: folders of which the first that is there holds the images, at any depth.
-        labels: the same for the label maps.
-        splits: the name in paths of each split that lies this way.
-        image_endings: what follows the part of an image's name that its label map shares.
-        label_maps: kinds of label maps: what follows that part in their names, and whether their values are those
-            that the set was published with, instead of class indices. The kind with the most maps is read.
-        lists: text files of which the first that is there names the split's images; without any, all images count.
-        original_labels: a folder whose label maps go before those in `labels`.
-        class_file: a file that names the same classes in the same order, if it is there.
+        images: candidate folders of the images, at any depth; the first that exists is used.
+        labels: candidate folders of the label maps.
+        splits: folder name of each split in this layout.
+        image_endings: endings of image names, after the stem that their label maps share.
+        label_maps: endings of label maps after that stem, and whether their values are the published ones instead of
+            class indices. The ending with the most maps is used.
+        lists: candidate text files that list the split's images; if empty, all images are used.
+        original_labels: a folder whose label maps take precedence over those in `labels`.
+        class_file: an optional file that must list the same classes in the same order.
     """
 
     images: tuple[str, ...]
@@ -45,7 +45,7 @@ class Layout:
         return [template.format(split=self.splits[split]) for template in templates]
 
     def describe(self, split: str) -> str:
-        """What is looked for, in words.
+        """Describe the expected folders and files.
 
         >>> layout = Layout(("images/{split}",), ("annotations/{split}",), {"val": "validation"})
         >>> layout.describe("val")
@@ -61,20 +61,20 @@ class Layout:
 
 @dataclass(frozen=True)
 class SegmentationSet:
-    """A segmentation set: its classes, its splits, and the layouts in which it is found.
+    """A segmentation set: its classes, splits and layouts.
 
     Attributes:
-        name: what `open_segmentation` and the command line call it.
-        title: what papers call it.
-        sizes: number of images of each split; empty for `folder`, whose splits are the folders that are there.
-        layouts: the ways in which it may lie on disk.
-        class_list: the file in `classes/` that names its classes, with their values and colours; None for `folder`,
-            whose classes come with the data.
+        name: its name in `open_segmentation` and on the command line.
+        title: its name in papers.
+        sizes: number of images of each split; empty for `folder`, whose splits are the existing folders.
+        layouts: its possible layouts on disk.
+        class_list: the file in `classes/` with its classes, their values and colours; None for `folder`, whose classes
+            come with the data.
         without: classes of that file that are ignored.
-        folders: where the root may lie below the folder that is given instead.
-        memory_splits: what retrieval remembers: the first of these that is there.
-        scale: the sides, long and short, within which MMSegmentation's configurations resize its images; None
-            where they stay at their own size.
+        folders: usual paths of the root below a given parent folder.
+        memory_splits: candidate splits for the memory of retrieval; the first that exists is used.
+        scale: long and short side to which MMSegmentation's configurations resize its images; None for their own
+            size.
     """
 
     name: str
@@ -115,7 +115,7 @@ class SegmentationSet:
 
     @property
     def values(self) -> "LabelValues":
-        """What the values stand for in the label maps that the set was published with."""
+        """Meaning of the values in the published label maps."""
         from cribo.data.segmentation import LabelValues
 
         without = [entry["value"] for entry in self._published["classes"] if entry["name"] in self.without]
@@ -125,17 +125,17 @@ class SegmentationSet:
         )
 
     def layouts_of(self, split: str) -> list[Layout]:
-        """The ways in which a split may lie on disk.
+        """The possible layouts of a split.
 
         Raises:
-            DataError: no such split.
+            DataError: unknown split.
         """
         if split not in self.sizes:
             raise DataError(f"{self.name} has no split {split!r}; {_nearest(split, self.sizes)}")
         return [layout for layout in self.layouts if split in layout.splits]
 
     def describe(self, split: str) -> str:
-        """The layouts of a split, in words."""
+        """Describe the layouts of a split."""
         return ", or ".join(layout.describe(split) for layout in self.layouts_of(split))
 
 
@@ -149,8 +149,8 @@ _VOC_AUGMENTED = Layout(
     images=("JPEGImages",),
     labels=("SegmentationClassAug",),
     lists=("ImageSets/Segmentation/trainaug.txt", "ImageSets/Segmentation/train_aug.txt"),
-    # The copies of SegmentationClassAug differ: some hold VOC's own maps for VOC's own images, some the coarser ones
-    # of SBD, and of some images none. With VOC's maps first, all copies give the same labels.
+    # Copies of SegmentationClassAug differ: for VOC's own images, some have VOC's own maps, some the coarser ones of
+    # SBD, and some lack maps. With VOC's maps first, all copies give the same labels.
     original_labels="SegmentationClass",
 )
 _PASCAL_CONTEXT = Layout(
@@ -259,14 +259,14 @@ _SETS = (
 )
 
 SEGMENTATION_SETS: Mapping[str, SegmentationSet] = MappingProxyType({known.name: known for known in _SETS})
-"""The sets that `open_segmentation` reads, by name."""
+"""Sets that `open_segmentation` can read, by name."""
 
 
 def segmentation_set(name: str) -> SegmentationSet:
-    """The set of a name.
+    """Find a set by name.
 
     Raises:
-        DataError: there is none.
+        DataError: unknown set.
     """
     if name not in SEGMENTATION_SETS:
         raise DataError(f"there is no segmentation set {name!r}; {_nearest(name, SEGMENTATION_SETS)}")

@@ -27,12 +27,12 @@ from cribo.errors import Stopped
 from cribo.files import FolderError, write_folder_whole
 
 SKIPPED = "skipped.csv"
-"""The file in a folder of shards that lists the images that were left out, with the reasons."""
+"""The file in a folder of shards that lists skipped images and the reasons."""
 
 JPEG_QUALITY = 95
 
-_WRITING_ORDER = 4  # what the order of the images is drawn for
-_AHEAD = 16  # images that each thread reads before they are written
+_WRITING_ORDER = 4  # key of the draw of the order
+_AHEAD = 16  # images that each thread reads ahead of writing
 _MIN_SHARD_BYTES = 4096
 
 
@@ -48,8 +48,8 @@ class WrittenShards:
         folder: of the shards.
         shards: number of them.
         images: number of images in them.
-        size_bytes: of all shards together.
-        skipped: name and reason of each image that was left out.
+        size_bytes: total size of all shards.
+        skipped: name and reason of each skipped image.
     """
 
     folder: Path
@@ -73,34 +73,34 @@ def write_shards(
 
     The images are shuffled, in the same order each time, so that each shard is a sample of the collection. Readable
     files are copied unchanged; with `size`, those whose shorter side is longer become upright JPEGs of that side.
-    `out` appears when it is complete.
+    `out` is created only when complete.
 
     Args:
         source: the image files.
         out: folder to create.
         size: maximum of the shorter side in pixels; files are copied unchanged when not given.
         shard_bytes: approximate size of a shard: its last image may exceed it.
-        max_unreadable: fraction of the images that may be unreadable; those are left out and listed in `SKIPPED`.
-        threads: threads that read and decode; one per core when not given.
+        max_unreadable: fraction of the images that may be unreadable; these are skipped and listed in `SKIPPED`.
+        threads: number of threads that read and decode; one per core when not given.
         progress: called with the phase, the number of images done and their total.
 
     Raises:
         FolderError: `out` exists, or its folder cannot be written to.
         DataError: a value is out of range, or no image can be read.
-        TooManySkipped: more images than allowed are unreadable; nothing is left of what was written.
+        TooManySkipped: more images than allowed are unreadable; nothing is left on disk.
 
     >>> written = write_shards(open_images("photographs"), "shards", size=512)  # doctest: +SKIP
     """
     _check(size, shard_bytes, max_unreadable)
     out = Path(out).expanduser()
     if out.exists() or out.is_symlink():
-        raise FolderError(f"{out} exists already: name another folder, or remove it")
+        raise FolderError(f"{out} exists already: choose another folder, or remove it")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out.parent):
             pass
     except OSError as error:
-        raise FolderError(f"cannot write to {out.parent}: {error.strerror}; name another folder") from error
+        raise FolderError(f"cannot write to {out.parent}: {error.strerror}; choose another folder") from error
     skipped: list[tuple[str, str]] = []
 
     def write(folder: Path) -> None:
@@ -131,7 +131,7 @@ Encoded = tuple[bytes, str]
 
 
 def _write_tars(members: Iterator[tuple[str, bytes]], folder: Path, shard_bytes: int) -> None:
-    """Write members to one tar file after another, each closed once it has `shard_bytes`."""
+    """Write members to consecutive tar files, starting a new one at `shard_bytes`."""
     for number, first in enumerate(members):
         path = folder / f"images-{number:06d}{SUFFIX}"
         # GNU's format allows names of any length and any bytes.
@@ -161,7 +161,7 @@ def _readable(
                 last = "; ".join(f"{name}: {reason}" for name, reason in skipped[-3:])
                 raise TooManySkipped(
                     f"{len(skipped)} of {total} images cannot be read, more than max_unreadable allows; the last ones "
-                    f"are {last}. Mend or remove them, or raise max_unreadable; nothing was written"
+                    f"are {last}. Repair or remove them, or raise max_unreadable; nothing was written"
                 )
         else:
             content, extension = image
@@ -172,7 +172,7 @@ def _readable(
 
 
 def _encoded(source: ImageFiles, size: int | None, threads: int) -> Iterator[tuple[int, Encoded | UnreadableImage]]:
-    """All images in the order of writing, read by threads: decoders release Python's lock."""
+    """All images in the order of writing, read by threads, since decoders release the GIL."""
     order = torch.randperm(len(source), generator=keyed_generator(0, _WRITING_ORDER)).tolist()
     with ThreadPoolExecutor(threads) as pool:
         for start in range(0, len(order), _AHEAD * threads):
@@ -186,14 +186,14 @@ def _read(source: ImageFiles, index: int, size: int | None) -> Encoded | Unreada
         image = EncodedImage(path, Path(path).read_bytes())
         unchanged = image.content, posixpath.splitext(path)[1]
         if size is None:
-            read_image(image, max_pixels=source.max_pixels)  # only decoding finds all that is broken
+            read_image(image, max_pixels=source.max_pixels)  # only decoding finds all damage
             return unchanged
         height = width = 0
 
         def reduction(whole_height: int, whole_width: int) -> int:
             nonlocal height, width
             height, width = whole_height, whole_width
-            # To at least twice the size; the better filter below does the rest.
+            # Decode at no less than twice the size; the better filter below does the rest.
             return next((by for by in (8, 4, 2) if min(height, width) // by >= 2 * size), 1)
 
         pixels, _ = read_reduced(image, reduction, max_pixels=source.max_pixels)
@@ -205,7 +205,7 @@ def _read(source: ImageFiles, index: int, size: int | None) -> Encoded | Unreada
 
 
 def _shrunk(pixels: UInt8[Tensor, "3 h w"], height: int, width: int, size: int) -> Encoded:
-    """A JPEG of the image of `height` x `width` pixels, its shorter side reduced to `size`."""
+    """Encode an image of originally `height` x `width` pixels as a JPEG with a shorter side of `size`."""
     height, width = (max(size, round(side * size / min(height, width))) for side in (height, width))
     image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
     file = io.BytesIO()
@@ -216,13 +216,13 @@ def _shrunk(pixels: UInt8[Tensor, "3 h w"], height: int, width: int, size: int) 
 def member_name(name: str, index: int, extension: str) -> str:
     """The name of an image file in a shard.
 
-    Its path below the source's folder. Dots inside the file's name are written as %2E, since WebDataset takes all
-    after the first one for the extension. A path that leads elsewhere is replaced by a number.
+    This is its path below the source's folder. Dots inside the file's name become %2E, since WebDataset takes
+    everything after the first one as the extension. A path outside the folder is replaced by a number.
 
     Args:
         name: of the file in its source.
         index: of the file in its source.
-        extension: of what is written, with the dot.
+        extension: of the written file, with the dot.
 
     >>> member_name("class.1/a.b.png", 7, ".png"), member_name("a.png", 7, ".jpg"), member_name("../a.png", 7, ".png")
     ('class.1/a%2Eb.png', 'a%2Epng.jpg', '000000007/a.png')

@@ -28,27 +28,27 @@ from cribo.data.storage import (
 from cribo.data.tars import HEADER, INDEX, ShardIndex, content_of, index_of
 
 WINDOW_SHARDS = 64
-"""Shards read at a time, unless they have more than `WINDOW_BYTES` together."""
+"""Maximum number of shards read at a time."""
 
 WINDOW_BYTES = 4 * 2**30
-"""Bytes of the shards read at a time, unless these are fewer than `MIN_WINDOW_SHARDS`."""
+"""Maximum total size of the shards read at a time, in bytes; `MIN_WINDOW_SHARDS` takes precedence."""
 
 MIN_WINDOW_SHARDS = 8
-"""Shards read at a time, however large they are."""
+"""Minimum number of shards read at a time, however large they are."""
 
-# What the order is drawn for; 0 to 2 are taken by cribo.data.samples.
+# Key of the draw of the order; cribo.data.samples uses 0 to 2.
 _SHARD_ORDER = 3
 
 
 class ShardedImages:
-    """The images of tar shards, with an order of each epoch that reads few shards at a time.
+    """The images of tar shards; the order of each epoch reads few shards at a time.
 
-    Index i is the i-th image in the order of the shards' names, and of the members in each. Images are read by
-    (offset, length) from files that stay open. Can be pickled, and used by threads and after a fork.
+    Images are numbered by the names of the shards, then by position in the shard. They are read by (offset, length)
+    from files that stay open. Can be pickled, shared by threads, and used after a fork.
 
     Args:
         store: where the shards are.
-        index: of their images; read or made when not given.
+        index: of their images; loaded or built when not given.
         max_pixels: as for `read_image`.
 
     Attributes:
@@ -96,10 +96,10 @@ class ShardedImages:
     def epoch_order(self, seed: int, epoch: int) -> Int[Tensor, " n"]:
         """All indices in the order of an epoch, which reads `window` shards at a time.
 
-        The shards are put in a drawn order round a circle; one at a time joins the window, and another leaves it. An
-        image is drawn to come at any time while its shard is in the window. At every moment, the epoch's first and
-        last steps included, all shards of the window have given the same share of their images on average. With no
-        more shards than the window, all orders are equally likely.
+        The shards are arranged in a circle in random order; whenever one joins the window, another leaves it. Each
+        image comes at a uniformly random time while its shard is in the window. At any time, including the first and
+        last steps of the epoch, all shards of the window have contributed the same share of their images on average.
+        If all shards fit into the window, all orders are equally likely.
         """
         generator = keyed_generator(seed, _SHARD_ORDER, epoch)
         shards = len(self.index.shards)
@@ -129,7 +129,7 @@ class ShardedImages:
 def window_of(sizes: Sequence[int]) -> int:
     """How many of the shards of these sizes (bytes) are read at a time.
 
-    A function of the collection alone, so that a run is the same wherever its shards are stored.
+    Depends only on the collection, so that a run is the same wherever its shards are stored.
 
     >>> window_of([64 * 2**20] * 1000), window_of([2**30] * 1000), window_of([2**20] * 3)
     (64, 8, 3)
@@ -139,7 +139,7 @@ def window_of(sizes: Sequence[int]) -> int:
 
 
 def _read_at(file: BinaryIO, offset: int, length: int) -> bytes:
-    """`length` bytes, fewer at the end of the file; does not use the file's position, which forked processes share."""
+    """Read up to `length` bytes without using the file's position, which forked processes share."""
     parts: list[bytes] = []
     while length > 0 and (part := os.pread(file.fileno(), length, offset)):  # may return fewer bytes
         parts.append(part)
@@ -154,19 +154,19 @@ def open_shards(
     cache_dir: str | os.PathLike[str] = CACHE_DIR,
     cache_gib: float = CACHE_GIB,
 ) -> ShardedImages:
-    """The images of the tar shards in a folder, of one tar file, or of the shards below a URL.
+    """Open the tar shards in a folder or below a URL, or a single tar file.
 
-    The list of images is read from `INDEX`, which `cribo shard` writes, or made by scanning the shards once.
-    Shards from a URL are fetched whole to `cache_dir`, where the most recently used ones are kept.
+    The list of images is read from `INDEX`, which `cribo shard` writes, or built by scanning the shards once.
+    Shards from a URL are downloaded whole to `cache_dir`, which keeps the most recently used ones.
 
     Args:
         root: a folder, a .tar file, or a URL that fsspec understands, such as s3://bucket/prefix.
         max_pixels: larger images are unreadable.
-        cache_dir: where shards from a URL are kept.
-        cache_gib: limit of all shards kept there, in GiB.
+        cache_dir: where shards from a URL are stored.
+        cache_gib: maximum size of all shards stored there, in GiB.
 
     Raises:
-        DataError: nothing there, broken shards, or a cache too small for the shards that are read at a time.
+        DataError: no shards, broken shards, or a cache too small for the shards that are read at a time.
         ShardError: the storage failed repeatedly.
 
     >>> images = open_shards("s3://pictures/street", cache_gib=20)  # doctest: +SKIP
@@ -189,7 +189,7 @@ def _require_room(images: ShardedImages, cache: ShardCache) -> None:
     if needed > cache.limit_bytes:
         raise DataError(
             f"data.cache_gib {cache.limit_bytes / 2**30:.3g} is too small for {images.store.root}: {images.window} of "
-            f"its shards are read from at a time, which needs {needed / 2**30:.3g} GiB: raise it, or write smaller ones"
+            f"its shards are read at a time, which needs {needed / 2**30:.3g} GiB: raise it, or write smaller shards"
         )
 
 
@@ -211,9 +211,9 @@ def open_collection(
     cache_dir: str | os.PathLike[str] = CACHE_DIR,
     cache_gib: float = CACHE_GIB,
 ) -> "ImageFiles | ShardedImages":
-    """Image files (see `open_images`) or tar shards (see `open_shards`), whichever `root` holds.
+    """Open image files (see `open_images`) or tar shards (see `open_shards`), whichever `root` contains.
 
-    A folder is read as shards if it holds `INDEX`, or tar files and no image at any depth.
+    A folder is read as shards if it contains `INDEX`, or tar files and no image at any depth.
 
     Raises:
         DataError, MissingData, ShardError: as those functions do.

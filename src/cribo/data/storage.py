@@ -32,11 +32,11 @@ _ROOM_SECONDS = 0.1
 
 
 class ShardError(Stopped):
-    """A shard that cannot be read although the collection could be opened; the message names it."""
+    """A shard of an opened collection cannot be read; the message names it."""
 
 
 def retry(what: str, attempt: Callable[[], T]) -> T:
-    """Call `attempt` until it succeeds, at most once more than there are `RETRY_DELAYS`.
+    """Call `attempt` until it succeeds, waiting `RETRY_DELAYS` between attempts.
 
     Raises:
         ShardError: the file does not exist, or every attempt failed; the message begins with `what`.
@@ -48,14 +48,14 @@ def retry(what: str, attempt: Callable[[], T]) -> T:
         except (ShardError, DataError, ImportError):
             raise
         except FileNotFoundError as error:  # permanent
-            raise ShardError(f"{what}: it is not there (any more)") from error
+            raise ShardError(f"{what}: it does not exist (any more)") from error
         except Exception as error:  # every storage has its own error classes
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise  # of the cache, not of the storage
+                raise  # from the cache, not the storage
             message = f"{what}: {str(error) or type(error).__name__}"
             if delay is None:
                 raise ShardError(f"{message}; tried {number} times") from error
-            log.warning("%s; attempt %d failed, the next one in %g s", message, number, delay)
+            log.warning("%s; attempt %d failed, next attempt in %g s", message, number, delay)
             time.sleep(delay)
     raise AssertionError("the last attempt returns or raises")
 
@@ -107,13 +107,13 @@ def list_tars(folder: Path) -> list[Path]:
 
 
 class RemoteShards:
-    """The tar files below a URL that fsspec understands; `open` keeps what it fetches in a cache.
+    """The tar files below a URL supported by fsspec; `open` downloads them to a cache.
 
     Has the attributes and methods of `LocalShards`.
 
     Args:
-        url: of the folder, such as s3://bucket/prefix; keys, endpoints and the like come from the environment.
-        cache: where fetched shards are kept.
+        url: of the folder, such as s3://bucket/prefix; keys, endpoints and similar come from the environment.
+        cache: for downloaded shards.
 
     Raises:
         DataError: there is no shard, or the URL's scheme is unknown.
@@ -130,11 +130,11 @@ class RemoteShards:
 
     @property
     def index_folder(self) -> Path:
-        """Where this collection's shards and its index are kept."""
+        """Cache folder of this collection's shards and index."""
         return self.cache.folder / _key(self.root)
 
     def open(self, shard: int) -> BinaryIO:
-        """Open a shard in the cache for random access, after fetching it if needed; raises ShardError."""
+        """Open a cached shard for random access, downloading it if needed; raises ShardError."""
         name, size = self.names[shard], self.sizes[shard]
 
         def fetch(part: Path) -> None:
@@ -172,7 +172,7 @@ class RemoteShards:
         if None in sizes:  # listings over HTTP
             sizes = system.sizes([file["name"] for file in shards.values()])
         if None in sizes:
-            raise DataError(f"{self.root}: the server does not tell the size of its files; copy them to a folder")
+            raise DataError(f"{self.root}: the server does not report the sizes of its files; copy them to a folder")
         return dict(zip(shards, sizes, strict=True))
 
     def _open(self, name: str, **options: Any) -> BinaryIO:
@@ -186,7 +186,7 @@ class RemoteShards:
         try:
             return url_to_fs(self.root)
         except ImportError as error:
-            raise ImportError(f"{self.root}: {error}; cribo-ssl[stream] brings what s3:// needs") from error
+            raise ImportError(f"{self.root}: {error}; install cribo-ssl[stream] for s3://") from error
         except ValueError as error:
             raise DataError(f"{self.root}: {error}") from error
 
@@ -199,15 +199,15 @@ def _key(place: str) -> str:
 
 
 class ShardCache:
-    """A folder of fetched shards, bounded in bytes and shared by the processes of a machine.
+    """A folder of downloaded shards, bounded in bytes and shared by the processes of a machine.
 
-    A file has its final name only when it is complete. Each shard is fetched by one process, under a lock; until it is
-    complete it counts with its full size. The least recently used shards are evicted first; processes that have an
+    A file gets its final name when it is complete. Each shard is downloaded by one process, under a lock; its full size
+    is reserved first. The least recently used shards are evicted first; processes that have an
     evicted shard open can still read it.
 
     Args:
         folder: created when needed.
-        limit_bytes: of all shards together, which no shard may exceed.
+        limit_bytes: total size of all shards; no single shard may exceed it.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, limit_bytes: int) -> None:
@@ -215,12 +215,12 @@ class ShardCache:
         self.limit_bytes = limit_bytes
 
     def open(self, path: Path, size: int, fetch: Callable[[Path], None]) -> BinaryIO:
-        """Open a shard, after fetching it if it is missing or has another size.
+        """Open a shard, after downloading it if it is missing or has another size.
 
         Args:
             path: of the shard, in a sub-folder of the cache.
             size: of the shard in bytes.
-            fetch: writes the shard to the file that it is given.
+            fetch: writes the shard to a given file.
 
         Raises:
             ShardError: `fetch` raised it, or the folder cannot be written to.
@@ -231,7 +231,7 @@ class ShardCache:
                 return file
             path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(_lock_of(path)):
-                file = _open_complete(path, size)  # fetched by another process meanwhile
+                file = _open_complete(path, size)  # another process may have downloaded it by now
                 if file is not None:
                     return file
                 part = path.with_name(f"{path.name}.part")
@@ -242,27 +242,27 @@ class ShardCache:
                     part.replace(path)
                 finally:
                     part.unlink(missing_ok=True)
-                return path.open("rb", buffering=0)  # still locked, so that nobody evicts it before
+                return path.open("rb", buffering=0)  # still locked, so that it is not evicted before
         except OSError as error:
             raise ShardError(
-                f"cannot keep shards in {self.folder}: {error}; lower data.cache_gib, or name another data.cache_dir"
+                f"cannot store shards in {self.folder}: {error}; lower data.cache_gib, or choose another data.cache_dir"
             ) from error
 
     def _reserve(self, part: Path, size: int) -> None:
         """Create a file of `size` bytes, evicting others as needed."""
-        part.unlink(missing_ok=True)  # of a killed process
+        part.unlink(missing_ok=True)  # left by a killed process
         while True:
             with FileLock(self.folder / ".room.lock"):
                 if self._evict(size):
                     with part.open("wb") as file:
                         file.truncate(size)
                     return
-            time.sleep(_ROOM_SECONDS)  # everything left is being fetched, and can be evicted afterwards
+            time.sleep(_ROOM_SECONDS)  # all other shards are being downloaded, and can be evicted afterwards
 
     def _evict(self, size: int) -> bool:
         """Remove least recently used shards until `size` more bytes fit; False if they do not fit now."""
         found: list[tuple[float, int, Path]] = []
-        # In this order a shard that is completed in between counts twice instead of never.
+        # In this order, a shard completed in between is counted twice rather than never.
         for pattern in ("*/*.part", f"*/*{SUFFIX}"):
             for path in self.folder.glob(pattern):
                 with suppress(FileNotFoundError):
@@ -272,7 +272,7 @@ class ShardCache:
         for _, taken, path in sorted(found):
             if used + size <= self.limit_bytes:
                 break
-            # A locked shard is being fetched; an unlocked partial file is left over from a killed process.
+            # A locked shard is being downloaded; an unlocked partial file was left by a killed process.
             with suppress(Timeout, FileNotFoundError), FileLock(_lock_of(path), timeout=0):
                 path.unlink()
                 used -= taken
@@ -289,9 +289,9 @@ def _open_complete(path: Path, size: int) -> BinaryIO | None:
         file = path.open("rb", buffering=0)
     except FileNotFoundError:
         return None
-    if os.fstat(file.fileno()).st_size != size:  # replaced in the storage since
+    if os.fstat(file.fileno()).st_size != size:  # replaced in the storage
         file.close()
         return None
     with suppress(OSError):
-        os.utime(path)  # marks it as used; access times are often switched off
+        os.utime(path)  # mark it as used; access times are often disabled
     return file

@@ -1,4 +1,4 @@
-"""Where the images of tar shards are: found in one pass over the headers, kept in a file."""
+"""Index of the images in tar shards: built in one pass over the headers, stored in a file."""
 
 import errno
 import io
@@ -28,7 +28,7 @@ INDEX = "cribo-index.npz"
 HEADER = 512
 """Bytes of the header right before a member's content."""
 
-_READERS = 8  # shards scanned at a time: object storage is mostly waiting
+_READERS = 8  # shards scanned in parallel, since object storage has a high latency
 _LOG_SECONDS = 30.0
 
 
@@ -67,7 +67,7 @@ class ShardIndex:
         return int(np.searchsorted(self.ends, image, side="right"))
 
     def write(self, path: Path) -> None:
-        """Write the index, whole or not at all."""
+        """Write the index atomically."""
         text, ends = self.members.arrays
         arrays = {
             "shards": np.frombuffer("\0".join(self.shards).encode("utf-8", "surrogateescape"), dtype=np.uint8),
@@ -80,14 +80,14 @@ class ShardIndex:
         }
 
         def save(part: Path) -> None:
-            with part.open("wb") as file:  # given a path, NumPy would add an ending to it
+            with part.open("wb") as file:  # given a path, NumPy would append .npz
                 np.savez(file, allow_pickle=False, **arrays)
 
         write_whole(path, save)
 
 
 def read_index(read: Callable[[], bytes], store: ShardStore) -> ShardIndex | None:
-    """The index that `read` returns the file of; None if there is none, or not of exactly these shards."""
+    """Parse the index file that `read` returns; None if it is missing, damaged, or of other shards."""
     try:
         with np.load(io.BytesIO(read()), allow_pickle=False) as arrays:
             index = ShardIndex(
@@ -99,7 +99,7 @@ def read_index(read: Callable[[], bytes], store: ShardStore) -> ShardIndex | Non
                 members=PackedNames.from_arrays(arrays["member_text"], arrays["member_ends"]),
             )
         return index if _fits(index, store) else None
-    except Exception:  # missing, damaged or of a storage that fails: the shards are scanned instead
+    except Exception:  # missing, damaged or unreadable: scan the shards instead
         return None
 
 
@@ -116,7 +116,7 @@ def _fits(index: ShardIndex, store: ShardStore) -> bool:
 
 
 def index_of(store: ShardStore) -> ShardIndex:
-    """The index of a collection: the stored one, or a new one, which is stored in `store.index_folder`.
+    """Load the index of a collection, or build it and store it in `store.index_folder`.
 
     Raises:
         DataError: a shard is broken, or none holds an image.
@@ -129,13 +129,13 @@ def index_of(store: ShardStore) -> ShardIndex:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_name(f".{INDEX}.lock")):
-            index = read_index(path.read_bytes, store)  # written by another process meanwhile
+            index = read_index(path.read_bytes, store)  # another process may have written it by now
             if index is None:
                 index = read_index(lambda: store.read_beside(INDEX), store) or build_index(store)
                 index.write(path)
             return index
     except OSError as error:
-        log.warning("cannot keep the list of images in %s: %s; the next run makes it again", path.parent, error)
+        log.warning("cannot store the list of images in %s: %s; the next run will build it again", path.parent, error)
         return index or build_index(store)
 
 
@@ -187,8 +187,8 @@ def build_index(store: ShardStore) -> ShardIndex:
 def image_members(file: BinaryIO, size: int, what: str) -> list[tuple[str, int, int]]:
     """The images in a tar file: name with unprintable characters escaped, offset and length of the content.
 
-    Regular members with one of `EXTENSIONS` count, except hidden ones and further parts of a WebDataset sample, such
-    as `7.mask.png` beside `7.jpg`. Nothing is unpacked; names are labels and never used as paths.
+    Regular members with one of `EXTENSIONS`, except hidden ones and further parts of a WebDataset sample, such as
+    `7.mask.png` beside `7.jpg`. Nothing is unpacked; names are labels and never used as paths.
 
     Args:
         file: a tar file, not compressed.
@@ -196,7 +196,7 @@ def image_members(file: BinaryIO, size: int, what: str) -> list[tuple[str, int, 
         what: name of the file for errors.
 
     Raises:
-        DataError: the file is broken, truncated or no tar file.
+        DataError: the file is broken, truncated or not a tar file.
     """
     found: list[tuple[str, str, int, int]] = []
     for member in _members(file, size, what):
@@ -234,11 +234,11 @@ def _members(file: BinaryIO, size: int, what: str) -> Iterator[tarfile.TarInfo]:
                 )
     except DataError:
         raise
-    # tarfile believes forged numbers: it seeks and allocates as they say.
+    # tarfile trusts forged sizes: it seeks and allocates accordingly.
     except (tarfile.TarError, ValueError, ArithmeticError, RecursionError, LookupError, OSError, MemoryError) as error:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
-        raise DataError(f"{what} is broken, or no uncompressed tar file: {error}; fetch or write it again") from error
+        raise DataError(f"{what} is broken, or not an uncompressed tar file: {error}; fetch or rewrite it") from error
 
 
 def escaped(name: str) -> str:
@@ -263,5 +263,5 @@ def content_of(block: bytes, length: int, what: str) -> bytes:
     except tarfile.HeaderError:
         header = None
     if header is None or header.size != length or len(block) != HEADER + length:
-        raise ShardError(f"{what} is not what {INDEX} says, it has been changed: remove that file, and start again")
+        raise ShardError(f"{what} does not match {INDEX}, it has been changed: remove {INDEX} and start again")
     return block[HEADER:]

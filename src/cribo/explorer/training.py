@@ -12,7 +12,7 @@ from cribo.pretraining.files import CONFIG, METRICS, SUMMARY
 
 _SCORE = {"dense_nn": "mIoU"}
 _PERCENT = ("bootstrapping_ratio", "dense_nn")
-_POINTS = 500  # per curve, as many as a screen can show
+_POINTS = 500  # per curve; a screen can show no more
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RunState:
 
     @property
     def columns(self) -> list[str]:
-        """The other columns, the most interesting one first."""
+        """The columns that `curves` does not show, `bootstrapping_ratio` first."""
         shown = {"step", "epoch", "seconds", *(column for names in self.curves.values() for column in names)}
         return sorted(set(self._names) - shown, key=lambda name: (name != "bootstrapping_ratio", name))
 
@@ -123,21 +123,21 @@ def _summary(state: RunState) -> list[tuple[str, str]]:
     last = state.rows[-1]
     trained = next((row for row in reversed(state.rows) if "loss" in row), {})
     of = f" of {state.epochs}" if state.epochs else ""
-    said = [
+    entries = [
         ("state", "finished" if state.is_finished else "in progress or stopped"),
         ("steps", f"{last['step']:.0f}"),
         ("epochs", f"{last['epoch']:.1f}{of}"),
         ("time", duration(last["seconds"])),
     ]
     if "images_per_second" in trained:
-        said.append(("images/s", f"{trained['images_per_second']:.0f}"))
+        entries.append(("images/s", f"{trained['images_per_second']:.0f}"))
     if "loss" in trained:
-        said.append(("loss", f"{trained['loss']:.3g}"))
+        entries.append(("loss", f"{trained['loss']:.3g}"))
     if (state.summary or {}).get("shown"):
-        said.append(("at the end", str((state.summary or {})["shown"]).replace("|", "/")))
+        entries.append(("at the end", str((state.summary or {})["shown"]).replace("|", "/")))
     scores = [row["dense_nn"] for row in state.rows if "dense_nn" in row]
     if scores:
-        said.append(("dense retrieval before, now", f"{100 * scores[0]:.1f} %, {100 * scores[-1]:.1f} % mIoU"))
+        entries.append(("dense retrieval before, now", f"{100 * scores[0]:.1f} %, {100 * scores[-1]:.1f} % mIoU"))
     for warning in (state.summary or {}).get("warnings", [])[:5]:
-        said.append((f"warning at step {warning['step']}", str(warning["text"]).replace("|", "/")))
-    return said
+        entries.append((f"warning at step {warning['step']}", str(warning["text"]).replace("|", "/")))
+    return entries

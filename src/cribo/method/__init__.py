@@ -1,7 +1,7 @@
-"""Section 3 of the paper in pure PyTorch. Each piece works alone, in any training loop.
+"""Section 3 of the paper in pure PyTorch. Each part can be used alone, in any training loop.
 
-`reference` states a whole training step literally: start reading there. The other modules are its fast form, in the
-order of a step: `views`, `clustering`, `objects`, `matching`, `bank`, `heads`, `losses`.
+`reference` states a whole training step literally: start reading there. The other modules are the fast version, in
+the order of a step: `views`, `clustering`, `objects`, `matching`, `bank`, `heads`, `losses`.
 """
 
 from typing import TYPE_CHECKING

@@ -31,14 +31,14 @@ class MemoryBank:
     """The teacher's object representations of the last S images, of both views, row-aligned.
 
     A ring of fixed size: objects are written in place and expire by image count. Each row is normalised when it is
-    pushed, and its norm is kept beside it, so that a neighbour can go through the head as it was.
+    pushed, and its norm is stored too, so that neighbours pass through the head unnormalised.
 
     The bank is not an `nn.Module` and has no buffers: it is the same on every rank because every rank pushes the same
-    objects, and distributed wrappers must not broadcast it. It has `state_dict` and `load_state_dict` of its own.
+    objects, and distributed wrappers must not broadcast it. It has its own `state_dict` and `load_state_dict`.
 
     Args:
-        num_images: S, how many images the bank remembers.
-        num_objects: K, the most objects an image can have.
+        num_images: S, number of images in the bank.
+        num_objects: K, maximum number of objects per image.
         dim: D, channels of an object representation.
         dtype: of the stored rows; half precision halves the memory and, on GPUs, the time of a search.
         device: where the rows are stored.
@@ -69,17 +69,17 @@ class MemoryBank:
                 raise ValueError(f"{name} must be >= 1, got {value}")
         self.num_images = num_images
         self.capacity = num_images * num_objects
-        # Uninitialised: only live slots are ever read, and a host commits memory for no others.
+        # Uninitialised: only live slots are read, and a host commits memory only when they are written.
         self._rows = torch.empty((2, self.capacity, dim), dtype=dtype, device=device)
         norm_type = torch.promote_types(dtype, torch.float32)
         self._norms = torch.empty((2, self.capacity), dtype=norm_type, device=device)
         self._images = torch.empty(self.capacity, dtype=torch.long, device=device)
-        self._counts: deque[int] = deque()  # objects of each remembered image, oldest first
+        self._counts: deque[int] = deque()  # objects of each image in the bank, oldest first
         self._oldest = 0  # slot of the oldest live row
         self._length = 0  # live rows
 
     def __len__(self) -> int:
-        """How many objects the bank holds."""
+        """Number of objects in the bank."""
         return self._length
 
     @property
@@ -89,11 +89,11 @@ class MemoryBank:
 
     @property
     def images_held(self) -> int:
-        """How many images the bank remembers now, those without objects included."""
+        """Number of images in the bank, including those without objects."""
         return len(self._counts)
 
     def objects(self, views: int | Int[Tensor, " r"], slots: Int[Tensor, " r"]) -> Float[Tensor, "r d"]:
-        """The unnormalised objects (R, D) at some slots, in float32 or better; `views` is one view, or each slot's."""
+        """The unnormalised objects (R, D) at some slots, in float32 or better; `views` is one view, or one per slot."""
         return at_least_float32(self._rows[views, slots]) * self._norms[views, slots][:, None]
 
     def image_ids(self, slots: Int[Tensor, " r"]) -> Int[Tensor, " r"]:
@@ -117,7 +117,7 @@ class MemoryBank:
             images: (R,) image of each object; the bank's rows of the same image never match.
             group_rows: objects of each group of images, in order; one group by default. Cycles close inside a group.
             criterion: `cycle` keeps cycle-consistent matches, `none` keeps every match (the paper's ablation); or a
-                function of the user's own, with the arguments and result of `cycle_consistency`.
+                function with the arguments and result of `cycle_consistency`.
 
         Raises:
             ValueError: an unknown criterion, or groups that do not sum to R.
@@ -143,15 +143,15 @@ class MemoryBank:
 
     @torch.no_grad()
     def push(self, objects: Float[Tensor, "2 r d"], images: Int[Tensor, " r"], counts: Sequence[int]) -> None:
-        """Add a batch's objects; the oldest images beyond `num_images` expire whole.
+        """Add a batch's objects; the oldest images beyond `num_images` expire.
 
         Args:
-            objects: (2, R, D) unnormalised, image after image. One that is not finite is stored as zeros.
+            objects: (2, R, D) unnormalised, image after image. Objects that are not finite are stored as zeros.
             images: (R,) image of each object.
             counts: objects of each of the batch's images, 0 included; they sum to R.
 
         Raises:
-            ValueError: counts do not sum to R, or the batch holds more images or objects than the bank can.
+            ValueError: counts do not sum to R, or the batch has more images or objects than the bank can hold.
         """
         rows = objects.shape[1]
         if sum(counts) != rows:
@@ -178,7 +178,7 @@ class MemoryBank:
         images: Int[Tensor, " r"],
         counts: Sequence[int],
     ) -> None:
-        """Write rows behind the newest, where there is room for them."""
+        """Write rows after the newest one; there must be room."""
         first, end = 0, (self._oldest + self._length) % self.capacity
         for part in ring_slices(end, unit.shape[1], self.capacity):
             own = slice(first, first + part.stop - part.start)
@@ -190,7 +190,7 @@ class MemoryBank:
         self._length += unit.shape[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the live rows, and where they are, for a checkpoint."""
+        """Copies of the live rows and their place, for a checkpoint."""
         live = ring_slices(self._oldest, self._length, self.capacity)
         slots = torch.cat([torch.arange(part.start, part.stop) for part in live] or [torch.arange(0)])
         slots = slots.to(self._images.device)
@@ -207,7 +207,7 @@ class MemoryBank:
         """Restore a state at the same slots.
 
         Raises:
-            ValueError: the state comes from a bank of another width, or holds more than this one can.
+            ValueError: the state comes from a bank of another width, or is larger than this bank.
         """
         rows: Tensor = state["rows"]
         counts: list[int] = state["counts"].tolist()
@@ -218,7 +218,7 @@ class MemoryBank:
                 f"a state of {len(counts)} images with {rows.shape[1]} objects does not fit a bank of "
                 f"{self.num_images} images and {self.capacity} objects: use a larger bank"
             )
-        if "inverse_norms" in state:  # checkpoints of version 0.1 hold unnormalised rows
+        if "inverse_norms" in state:  # checkpoints of version 0.1 contain unnormalised rows
             inverse = state["inverse_norms"]
             rows, norms = rows.float() * inverse[..., None], inverse.reciprocal()
         else:
@@ -229,7 +229,7 @@ class MemoryBank:
 
 
 def ring_slices(start: int, length: int, capacity: int) -> list[slice]:
-    """Slices of `length` consecutive slots of a ring: one, two where they go over its end, or none.
+    """Slices of `length` consecutive slots of a ring: one, two if they wrap around its end, or none.
 
     Example:
         >>> ring_slices(7, 5, capacity=10)

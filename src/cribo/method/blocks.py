@@ -1,13 +1,13 @@
-"""How much of a large computation is done at once, in one place for views, clustering, search and losses."""
+"""Block sizes of large computations: views, clustering, search and losses."""
 
 import torch
 
 _NUMBERS = {"cpu": 2**22, "cuda": 2**26}
-"""Numbers in the largest tensor of a block: in float32 16 MiB, about a processor's caches; 256 MiB, to fill a GPU."""
+"""Numbers in the largest tensor of a block: 16 MiB in float32, about the caches of a CPU; 256 MiB, to fill a GPU."""
 
 
 def rows_per_block(numbers_per_row: int, device: torch.device) -> int:
-    """How many rows to compute at once where each needs `numbers_per_row` numbers; at least 1.
+    """Number of rows to compute at once if each needs `numbers_per_row` numbers; at least 1.
 
     Example:
         >>> rows_per_block(65_536, torch.device("cpu"))

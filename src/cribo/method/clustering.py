@@ -1,4 +1,4 @@
-"""Joint-space clustering: the tokens of both views of an image, partitioned into K clusters at once.
+"""Joint-space clustering: the tokens of both views of an image, partitioned together into K clusters.
 
 Paper section 3.2.1, "Joint-space clustering", and appendix "Clustering algorithm". Costs and plans are stored as
 (B, K, T), transposed from the paper's: one cluster's entries are contiguous.
@@ -36,15 +36,15 @@ def cluster_tokens(
 ) -> Int[Tensor, "b t"]:
     """Assign each token to one of `num_objects` clusters by optimal transport with positional cues.
 
-    Every image is clustered on its own: its labels do not depend on the other images of the batch.
+    Images are clustered independently: labels do not depend on the other images of the batch.
 
     Args:
         tokens: (B, T, D) tokens of both views, one after the other (T = 2N); any scale, normalised here.
         coordinates: (B, T, 2) patch centres (x, y) in pixels of the source image.
         num_objects: K, the number of clusters; some may end up empty.
-        position_weight: lambda_pos, the weight of the positional cost against the semantic one.
+        position_weight: lambda_pos, the weight of the positional cost relative to the semantic one.
         marginals: mass of the clusters in the transport plan. `uniform` gives each 1/K (the paper's text), `adaptive`
-            a share that follows its size in the previous round (the released recipe).
+            a share based on its size in the previous round (the released recipe).
         iterations: rounds of assignment and centroid update.
         sinkhorn_iterations: rounds of row and column scaling inside each.
         sharpness: inverse of the entropic regularisation: the plan starts from exp(-sharpness * cost).
@@ -52,7 +52,7 @@ def cluster_tokens(
         generator: source of that draw; torch's default generator by default.
 
     Returns:
-        (B, T) int64 labels in [0, K). A token exactly as near to two clusters gets the first.
+        (B, T) int64 labels in [0, K). Ties go to the first cluster.
 
     Raises:
         ValueError: a value is out of range, or shapes do not agree.
@@ -74,7 +74,7 @@ def cluster_tokens(
     if sinkhorn_iterations < 1:
         raise ValueError(f"sinkhorn_iterations must be >= 1, got {sinkhorn_iterations}")
     initial_tokens = _initial_tokens(tokens, coordinates, num_objects, iterations, initial_tokens, generator)
-    images = rows_per_block(2 * tokens.shape[1] ** 2, tokens.device)  # the distances, and as much for temporaries
+    images = rows_per_block(2 * tokens.shape[1] ** 2, tokens.device)  # the distances, and the same for temporaries
     parts = zip(tokens.split(images), coordinates.split(images), initial_tokens.split(images), strict=True)
     options = position_weight, marginals, iterations, sinkhorn_iterations, sharpness
     return torch.cat([_cluster_images(*part, *options) for part in parts])
@@ -122,7 +122,7 @@ def draw_initial_tokens(
 ) -> Int[Tensor, " k"]:
     """Draw the tokens that start the clusters of one image: uniformly, without replacement.
 
-    Drawing per image, from a generator keyed by the image, keeps its clusters independent of its batch.
+    Drawing per image, from a generator keyed by the image, makes its clusters independent of the batch.
 
     Raises:
         ValueError: more clusters than tokens.
@@ -205,14 +205,14 @@ def _take_rows(matrix: Float[Tensor, "b t d"], rows: Int[Tensor, "b k"]) -> Floa
 
 
 def _largest(values: Float[Tensor, "b k t"]) -> Int[Tensor, "b t"]:
-    """The cluster with the largest value of each token, the first of equal ones (`argmax` is slower along this dim)."""
+    """The cluster with the largest value for each token, the first on ties (`argmax` is slower along this dim)."""
     return values.max(dim=1).indices
 
 
 def _distances(coordinates: Float[Tensor, "b t 2"]) -> Float[Tensor, "b t t"]:
-    """Distances between tokens; infinite where they are exactly 0, because those do not count.
+    """Distances between tokens; zeros become infinite, so that they are ignored.
 
-    Computed from differences: by a matrix product a token would be slightly off itself.
+    Computed from differences: with a matrix product, a token's distance to itself would not be exactly 0.
     """
     x, y = coordinates.mT.contiguous().unbind(dim=1)
     distances = (x[:, :, None] - x[:, None]).square_().add_((y[:, :, None] - y[:, None]).square_()).sqrt_()
@@ -231,11 +231,11 @@ def _nearest(distances: Float[Tensor, "b t t"], labels: Int[Tensor, "b t"], num_
 
 
 def _positional_cost(nearest: Float[Tensor, "b k t"]) -> Float[Tensor, "b k t"]:
-    """Entries without a nearest member take the image's mean, where they count as 0; then the maximum becomes 1."""
+    """Fill entries without a nearest member with the image's mean (counting them as 0); scale the maximum to 1."""
     cost = nearest.nan_to_num(posinf=0.0)
     missing = torch.eq(cost, 0, out=torch.empty_like(cost))  # as numbers: selecting by a mask takes five times as long
     cost.addcmul_(missing, cost.mean(dim=(1, 2), keepdim=True))
-    # Where all coordinates are equal there is no cue, and no division by zero.
+    # If all coordinates are equal, the cost is 0: no division by zero.
     return cost.div_(cost.amax(dim=(1, 2), keepdim=True).clamp_min_(torch.finfo(cost.dtype).tiny))
 
 
@@ -250,8 +250,8 @@ def _transport_plan(
 ) -> Float[Tensor, "b k t"]:
     """Sinkhorn-Knopp on exp(-sharpness * cost) (equations 13 and 14): tokens to 1/T, then clusters to their mass.
 
-    The plan is token_scale * kernel * cluster_scale, and two vectors are scaled instead of the matrix. It is returned
-    without the scale of the tokens, which does not change a token's largest entry.
+    The plan is token_scale * kernel * cluster_scale: two vectors are scaled instead of the matrix. The returned plan
+    omits the token scale, which does not affect a token's largest entry.
     """
     kernel = (-sharpness * cost).exp_()
     token_mass, cluster_scale = 1 / kernel.shape[2], torch.ones_like(cluster_mass)
@@ -270,6 +270,6 @@ def _centroids(tokens: Float[Tensor, "b t d"], labels: Int[Tensor, "b t"], num_o
 
 
 def _clusters_of_batch(labels: Int[Tensor, "b t"], num_objects: int) -> Int[Tensor, " b*t"]:
-    """Labels counted through the batch: whole rows are scattered several times faster along the first dimension."""
+    """Labels numbered across the batch: scattering whole rows along the first dimension is several times faster."""
     first = num_objects * torch.arange(len(labels), device=labels.device)
     return (labels + first[:, None]).flatten()

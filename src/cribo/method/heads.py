@@ -13,14 +13,14 @@ from cribo.method.precision import at_least_float32
 
 
 class ProjectionHead(nn.Module):
-    """The MLP that the image level and the object level share, up to the L2-normalised bottleneck.
+    """The MLP shared by image level and object level, up to the L2-normalised bottleneck.
 
     Args:
         dim: D, channels of the representations.
         hidden_dim: width of the hidden layers.
         bottleneck_dim: E, channels of the embeddings.
-        num_layers: linear layers in all, at least 1.
-        bias: whether the linear layers have one; it starts at zero.
+        num_layers: total number of linear layers, at least 1.
+        bias: whether the linear layers have biases, which start at zero.
         init_std: standard deviation of the weights' truncated normal; about 1 / sqrt(hidden_dim) suits narrow heads.
 
     Raises:
@@ -67,7 +67,7 @@ class ProjectionHead(nn.Module):
         self.mlp = nn.Sequential(*layers[:-1])
 
     def forward(self, representations: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows e"]:
-        """Embeddings of unit length, in float32 or better whatever the precision of the MLP."""
+        """Embeddings of unit length, in float32 or better for any precision of the MLP."""
         return F.normalize(at_least_float32(self.mlp(representations)), dim=-1)
 
 
@@ -77,7 +77,7 @@ class PrototypeLayer(nn.Module):
     Args:
         bottleneck_dim: E.
         num_prototypes: L.
-        train_gain: whether the gain (1 at the start) is trained; the released recipe freezes it for ViT-B.
+        train_gain: whether the gain (initially 1) is trained; the released recipe freezes it for ViT-B.
 
     Raises:
         ValueError: a size below 1.
@@ -103,7 +103,7 @@ class PrototypeLayer(nn.Module):
         return self.normalised()
 
     def normalised(self) -> Float[Tensor, "l e"]:
-        """`weight` as a method: FSDP gathers parameters around methods only.
+        """`weight` as a method: FSDP only gathers parameters around methods.
 
         PyTorch's fused weight normalisation keeps no second (L, E) tensor for the backward pass.
         """

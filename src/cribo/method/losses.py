@@ -14,11 +14,11 @@ from cribo.method.precision import at_least_float32, in_float32
 
 @dataclass(frozen=True)
 class SelfDistillation:
-    """What turns the embeddings of one level (image or object) into a loss at one step.
+    """Prototypes, centre and temperatures of one level (image or object) at one step.
 
     Attributes:
         student_prototypes: (L, E) weight of the student's last layer, with its gradient.
-        teacher_prototypes: (L, E) weight of the teacher's.
+        teacher_prototypes: (L, E) weight of the teacher's last layer.
         centre: (L,) subtracted from the teacher's logits; (G, L) if each group of images has its own.
         student_temperature: tau_s.
         teacher_temperature: tau_t.
@@ -170,10 +170,10 @@ def weighted_cross_entropy(
 
     Args:
         student: (R, E) embeddings that the gradient flows to.
-        teacher: (R, E) embeddings that they are to predict.
+        teacher: (R, E) embeddings to predict.
         weights: (R,) of each row in the sum.
         level: prototypes, centre and temperatures.
-        groups: (R,) which row of the centre each row subtracts, if the groups' centres differ.
+        groups: (R,) group of each row, if groups have different centres.
         formula: `cross_entropy` by default; a compiled one, for example.
 
     Returns:
@@ -193,9 +193,9 @@ def weighted_cross_entropy(
 
 
 class _InBlocks(torch.autograd.Function):
-    """Loss and gradients of blocks of rows in one pass: the gradients need the probabilities that the loss needs.
+    """Computes loss and gradients block by block in one pass, since both need the same probabilities.
 
-    For the prototypes, the smaller of two tensors is kept until the backward pass: their gradient (L, E), or the
+    For the prototypes, the smaller of two tensors is kept until the backward pass: their gradient (L, E) or the
     gradient with respect to the logits (R, L).
     """
 
@@ -275,7 +275,7 @@ class Centre(nn.Module):
 
         Args:
             total: (E,) sum of the batch's teacher embeddings, over all micro-batches and ranks.
-            count: scalar, how many there are.
+            count: scalar, number of these embeddings.
             prototypes: (L, E) weight of the teacher's last layer.
         """
         with torch.autocast(self.value.device.type, enabled=False):
@@ -288,10 +288,10 @@ class Centre(nn.Module):
 def sinkhorn_centre(
     embeddings: Float[Tensor, "r e"], prototypes: Float[Tensor, "l e"], *, temperature: float, iterations: int = 3
 ) -> Float[Tensor, " l"]:
-    """The centre with which the rows' probabilities spread evenly over the prototypes.
+    """The centre that spreads the rows' probabilities evenly over the prototypes.
 
-    An alternative to the moving average for small batches and short runs, beyond the paper. The teacher's probabilities
-    softmax((logits - centre) / temperature) are those of `iterations` rounds of Sinkhorn-Knopp with uniform marginals
+    An alternative to the moving average for small batches and short runs, beyond the paper. The probabilities
+    softmax((logits - centre) / temperature) equal those of `iterations` rounds of Sinkhorn-Knopp with uniform marginals
     (SwAV, Caron et al. 2020): scaling the columns of exp(logits / temperature) is the same as shifting the logits.
 
     Args:
@@ -301,7 +301,7 @@ def sinkhorn_centre(
         iterations: rounds.
 
     Returns:
-        (L,) zeros when there are no rows.
+        (L,) the centre; zeros if there are no rows.
 
     Raises:
         ValueError: temperature or iterations out of range.

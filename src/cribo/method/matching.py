@@ -11,7 +11,7 @@ from cribo.method.blocks import rows_per_block
 from cribo.method.precision import in_float32, inner_products
 
 NO_MATCH = -1
-"""Stands for a row's index where the bank holds nothing that the query may match."""
+"""Index of queries without a match in the bank."""
 
 
 @torch.no_grad()
@@ -93,8 +93,8 @@ def nearest_rows(
 ) -> Int[Tensor, " r"]:
     """Find the row with the greatest cosine similarity to each query (paper equation 2).
 
-    A running maximum over blocks of rows: the similarities of one block are held at a time. Of equally similar rows
-    the first wins.
+    A running maximum over blocks of rows: only the similarities of one block are in memory. The first of equally
+    similar rows wins.
 
     Args:
         queries: (R, D), any scale.
@@ -104,7 +104,7 @@ def nearest_rows(
         row_images: (M,) image of each row.
 
     Returns:
-        (R,) int64 indices of rows; `NO_MATCH` where there is none.
+        (R,) int64 indices of rows; `NO_MATCH` if there is none.
     """
     queries = F.normalize(queries, dim=-1)
     best = queries.new_full(queries.shape[:1], -torch.inf)

@@ -13,7 +13,7 @@ def pool_objects(
 ) -> tuple[Float[Tensor, "b 2 k d"], Bool[Tensor, "b k"]]:
     """Average the tokens of every cluster, per view.
 
-    The teacher and the student are pooled with the same labels: those of the teacher's tokens.
+    Teacher and student are pooled with the same labels: those of the teacher's tokens.
 
     Args:
         tokens: (B, 2, N, D) unnormalised tokens of both views.

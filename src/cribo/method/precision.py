@@ -1,4 +1,4 @@
-"""The precision that the method computes in: float32 or better, outside autocast."""
+"""The precision of the method's computations: float32 or better, outside autocast."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -26,7 +26,7 @@ def at_least_float32(value: Any) -> Any:
 def in_float32(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function to run outside autocast, with its half-precision arguments in float32.
 
-    Clusters, matches and losses must not depend on the precision that the networks run in.
+    Clusters, matches and losses must not depend on the precision of the networks.
     """
 
     @wraps(function)
@@ -40,9 +40,9 @@ def in_float32(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def inner_products(queries: Float[Tensor, "r d"], rows: Float[Tensor, "m d"]) -> Float[Tensor, "r m"]:
-    """All inner products of queries with stored rows, in the type of the queries.
+    """All inner products of queries with stored rows, in the queries' type.
 
-    Rows stored in half precision are multiplied by a GPU as they are, with sums in float32; a CPU converts them first.
+    GPUs multiply rows stored in half precision directly, with sums in float32; on CPUs they are converted first.
     """
     if rows.is_cuda and rows.dtype != queries.dtype:
         return torch.mm(queries.to(rows.dtype), rows.T, out_dtype=queries.dtype)

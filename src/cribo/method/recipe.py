@@ -1,4 +1,4 @@
-"""What a configuration can say of the method. Nothing here needs torch, so that a command line need not wait for it."""
+"""Options of the method; does not import torch, so that a command line starts fast."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +9,7 @@ Criterion = Literal["cycle", "none"]
 
 @dataclass(frozen=True)
 class ViewRecipe:
-    """How views are drawn. Pairs of numbers are (view 1, view 2) or (low, high), as named.
+    """How views are drawn. Pairs of numbers are (view 1, view 2) or (low, high), as documented.
 
     Attributes:
         size: side of a view in pixels.
@@ -17,14 +17,14 @@ class ViewRecipe:
         aspect: (low, high) width / height of a crop.
         flip: probability of a horizontal flip.
         jitter: probability of colour jitter.
-        brightness: the factor is drawn from 1 - x to 1 + x.
+        brightness: x, for a factor drawn from 1 - x to 1 + x.
         contrast: likewise.
         saturation: likewise.
-        hue: shift drawn from -x to x, in turns.
-        greyscale: probability.
+        hue: x, for a shift drawn from -x to x, in turns.
+        greyscale: probability of greyscale.
         blur: (view 1, view 2) probability of Gaussian blur.
         blur_sigma: (low, high) standard deviation of the blur in pixels of the view.
-        solarise: (view 1, view 2) probability.
+        solarise: (view 1, view 2) probability of solarisation.
         solarise_threshold: in grey levels, 0 to 255.
 
     Raises:

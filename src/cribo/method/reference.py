@@ -1,7 +1,7 @@
 """One training step of CrIBo, stated literally: section 3 of the paper in the paper's order.
 
 Start here to learn the method. The tests compare the fast code of `cribo.method` with this file, and the benchmarks
-measure it against this file. Everything computes in the type of its inputs. Equation numbers are the paper's; where the
+use it as their baseline. Everything is computed in the type of the inputs. Equation numbers are the paper's; where the
 paper and its released recipe differ, docs/method.md says what is done and why.
 """
 
@@ -125,7 +125,7 @@ def cross_entropy(
 
 
 class Reference:
-    """Student and teacher, the pair of memory banks and the centres, and what one step does to them.
+    """Student, teacher, the pair of memory banks and the centres, updated by each step.
 
     Both networks have a `backbone` (global tokens (B, D) and tokens (B, N, D)), a `head` (embeddings), and the last
     layers `image_prototypes` and `object_prototypes` (logits). `clustering` are options of `cluster`.
@@ -147,7 +147,7 @@ class Reference:
         teacher_temperature: float,
         cross_image: bool = True,
     ) -> dict[str, Float[Tensor, ""]]:
-        """The three losses of one group of images, which then enters the banks and the centres."""
+        """The three losses of one group of images, which is then added to the banks and the centres."""
         with torch.no_grad():
             t_global, t_tokens, *_ = self.teacher.backbone(views.flatten(0, 1))  # (2B, D), (2B, N, D)
         s_global, s_tokens, *_ = self.student.backbone(views.flatten(0, 1))

@@ -1,7 +1,7 @@
-"""Two views of an image, with the place of every patch in the source image.
+"""Two views of an image, with the position of every patch in the source image.
 
-Crops are cut per image, where it is decoded; photometric operations run per batch, on the device. Every draw comes from
-a generator that the caller passes. Source: docs/method.md, "Views".
+Crops are cut per image, after decoding; photometric operations run per batch, on the device. All draws come from a
+generator passed by the caller. Source: docs/method.md, "Views".
 """
 
 import math
@@ -35,9 +35,9 @@ class Crops:
 
 
 def sample_crops(height: int, width: int, recipe: ViewRecipe, *, generator: torch.Generator) -> Crops:
-    """Draw the crops of both views of an image: random area and aspect, then a place, then a flip.
+    """Draw the crops of both views of an image: random area and aspect, then position, then flip.
 
-    If none of ten drawn shapes fits, the crop is the largest centred one of an allowed aspect.
+    If none of ten random shapes fits, the crop is the largest centred one with an allowed aspect.
 
     Example:
         >>> crops = sample_crops(480, 640, ViewRecipe(), generator=torch.Generator().manual_seed(0))
@@ -58,7 +58,7 @@ def sample_crops(height: int, width: int, recipe: ViewRecipe, *, generator: torc
 
 
 def cut_views(image: UInt8[Tensor, "3 h w"], crops: Crops, size: int) -> UInt8[Tensor, "v 3 s s"]:
-    """Cut the views out of an image: crop, bicubic resize (antialiased), flip; 8 bits a channel."""
+    """Cut the views out of an image: crop, bicubic resize (antialiased), flip; 8 bits per channel."""
     # Importing torchvision takes as long as importing PyTorch, and only this function needs it.
     from torchvision.transforms.v2 import InterpolationMode
     from torchvision.transforms.v2 import functional as TF
@@ -118,7 +118,7 @@ def patch_coordinates(
 ) -> Float[Tensor, "*views n 2"]:
     """Centres (x, y) of a view's patches in pixels of the source image, row by row.
 
-    A closed formula of the crop box and the flip. Pixel i covers [i, i + 1), so its centre lies at i + 0.5.
+    A closed-form function of crop box and flip. Pixel i covers [i, i + 1), so its centre lies at i + 0.5.
 
     Args:
         boxes: (..., 4) top, left, height, width of the crops.
@@ -145,7 +145,7 @@ def patch_coordinates(
 
 
 class Photometric(NamedTuple):
-    """Photometric parameters of views, one entry a view; shapes (2,) for one image, (n,) for n views.
+    """Photometric parameters of views, one entry per view; shapes (2,) for one image, (n,) for n views.
 
     They stay on the host: selecting the views of an operation does not synchronise with the device.
 
@@ -154,7 +154,7 @@ class Photometric(NamedTuple):
         hue: shift in turns, 0 where there is no jitter.
         order: (n, 4) order of the jitter's operations: 0 brightness, 1 contrast, 2 saturation, 3 hue.
         greyscale: whether the view loses its colours.
-        sigma: of the Gaussian blur in pixels, 0 for none.
+        sigma: standard deviation of the Gaussian blur in pixels, 0 for no blur.
         solarise: whether values above the threshold are inverted.
     """
 
@@ -217,7 +217,7 @@ def apply_photometric(
 ) -> Float[Tensor, "n 3 h w"]:
     """Jitter, greyscale, blur and solarise a batch of views on its device.
 
-    Views do not depend on their batch, apart from rounding.
+    Views do not depend on the other views of the batch, apart from rounding.
 
     Args:
         views: (n, 3, H, W) in 0-255.
@@ -233,7 +233,7 @@ def apply_photometric(
         >>> apply_photometric(views, sample_photometric(recipe, generator=generator)).shape
         torch.Size([2, 3, 32, 32])
     """
-    size = rows_per_block(8 * views[0].numel(), views.device)  # eight tensors of the size of a view are in use
+    size = rows_per_block(8 * views[0].numel(), views.device)  # up to eight tensors of this size are in use
     with torch.autocast(views.device.type, enabled=False):
         blocks = [
             _augment(block, photometric.select(slice(start, start + size)), solarise_threshold / 255)
@@ -266,7 +266,7 @@ def _on_device(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _augment(views: UInt8[Tensor, "n 3 h w"], photometric: Photometric, threshold: float) -> Float[Tensor, "n 3 h w"]:
-    """Which views an operation concerns is read on the host, so nothing waits for the device."""
+    """Apply all operations; the host selects the views of each, so nothing synchronises with the device."""
     x = _jitter((views.contiguous().float() / 255).flatten(2), photometric).unflatten(2, views.shape[2:])
     if (blurred := photometric.sigma.nonzero().flatten()).numel():
         rows = _on_device(blurred, x)
@@ -281,13 +281,13 @@ def _augment(views: UInt8[Tensor, "n 3 h w"], photometric: Photometric, threshol
 def _jitter(pixels: Float[Tensor, "n 3 p"], photometric: Photometric) -> Float[Tensor, "n 3 p"]:
     """Apply the four operations of the jitter, in each view's own order, then greyscale.
 
-    Brightness, contrast and saturation are affine in a pixel's colour: the operation at one place of a view's order is
-    a 3 x 3 matrix and an offset, so one batched product serves all views. Values are clipped after every operation.
+    Brightness, contrast and saturation are affine in a pixel's colour: each of them is a 3 x 3 matrix and an
+    offset, so one batched product applies the n-th operation of every view. Values are clipped after every operation.
     """
     matrices, contrast = (_on_device(tensor, pixels) for tensor in _jitter_matrices(photometric))
     luma = _on_device(torch.tensor(_LUMA), pixels)
     for place in range(4):
-        # Contrast moves towards the view's mean grey level; the other operations have no offset.
+        # Contrast interpolates with the view's mean grey level; the other operations have no offset.
         offset = contrast[:, place] * (pixels.mean(dim=2) * luma).sum(dim=1)
         pixels = (matrices[:, place] @ pixels).add_(offset[:, None, None]).clamp_(0, 1)
         turned = ((photometric.order[:, place] == _HUE) & (photometric.hue != 0)).nonzero().flatten()
@@ -298,14 +298,14 @@ def _jitter(pixels: Float[Tensor, "n 3 p"], photometric: Photometric) -> Float[T
 
 
 def _jitter_matrices(photometric: Photometric) -> tuple[Float[Tensor, "n 5 3 3"], Float[Tensor, "n 4"]]:
-    """The matrix at each of the four places of a view's order, then that of greyscale; and the offsets of contrast."""
+    """Matrices of each view's four operations in its order and of greyscale, and the offsets of contrast."""
     n = len(photometric.order)
     identity = torch.eye(3).to(photometric.saturation).expand(n, 3, 3)
     to_grey = torch.tensor(_LUMA).to(identity).expand(3, 3)
     brightness = photometric.brightness[:, None, None] * identity
     contrast = photometric.contrast[:, None, None] * identity
     saturation = torch.lerp(to_grey, identity, photometric.saturation[:, None, None])
-    choices = torch.stack((brightness, contrast, saturation, identity), dim=1)  # hue is no matrix
+    choices = torch.stack((brightness, contrast, saturation, identity), dim=1)  # hue is not a matrix
     ordered = choices[torch.arange(n)[:, None], photometric.order]
     greyscale = to_grey.where(photometric.greyscale[:, None, None], identity)
     offsets = (1 - photometric.contrast[:, None]).where(photometric.order == _CONTRAST, 0.0)
@@ -331,19 +331,19 @@ def _shift_hue(pixels: Float[Tensor, "n 3 p"], turns: Float[Tensor, " n"]) -> Fl
 
 
 def _blur(x: Float[Tensor, "n 3 h w"], sigma: Float[Tensor, " n"]) -> Float[Tensor, "n 3 h w"]:
-    """Gaussian blur with mirrored borders, as a product with one matrix along each side; sigma lies on the host."""
+    """Gaussian blur with mirrored borders, as a matrix product along each side; sigma is on the host."""
     height, width = x.shape[2:]
     return _blur_matrix(height, sigma, x)[:, None] @ x @ _blur_matrix(width, sigma, x)[:, None].mT
 
 
 def _blur_matrix(length: int, sigma: Float[Tensor, " n"], like: Tensor) -> Float[Tensor, "n l l"]:
-    """Row i holds the weights of the pixels of a line in its blurred pixel i."""
-    reach = (3 * sigma).ceil().clamp_max(length - 1)  # a mirrored line is no longer than the line
+    """Row i contains the weights of a line's pixels in blurred pixel i."""
+    reach = (3 * sigma).ceil().clamp_max(length - 1)  # a line is mirrored only once
     shifts = torch.arange(-int(reach.max()), int(reach.max()) + 1)
-    # In float64, whose rounding is lost: how many shifts there are, and so that rounding, depends on the other views.
+    # In float64: the number of shifts, and so the rounding, depends on the other views, but is lost in float32.
     kernels = torch.exp(-0.5 * (shifts / sigma.double()[:, None]) ** 2).masked_fill_(shifts.abs() > reach[:, None], 0)
     kernels /= kernels.sum(dim=1, keepdim=True)
-    # Beyond either end the line is mirrored, and its outermost pixel is not repeated.
+    # Beyond both ends the line is mirrored, without repeating its outermost pixel.
     last = length - 1
     sources = last - (last - (torch.arange(length)[:, None] + shifts).abs()).abs()
     shape = (len(sigma), length, len(shifts))

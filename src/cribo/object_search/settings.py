@@ -1,4 +1,4 @@
-"""What counts as an object: every choice that the objects of an image depend on, beside the backbone."""
+"""Settings that define the objects of an image, together with the backbone."""
 
 from dataclasses import dataclass
 from typing import get_args
@@ -9,17 +9,17 @@ from cribo.method.recipe import Marginals
 
 @dataclass(frozen=True)
 class ObjectSettings:
-    """What counts as an object; a database holds objects of one kind.
+    """Settings that define objects; all objects of a database share them.
 
     Attributes:
-        num_objects: K, the clusters of an image at most. More of them find smaller things, and cut large ones.
-        marginals: adaptive lets the number and the sizes of the objects follow the image; uniform makes K of about
-            one size.
-        position_weight: weight of nearness in the image against likeness. 0 joins what looks alike wherever it is.
-        size: the shorter side at which an image is encoded, in pixels: larger finds smaller things and takes longer.
-            null for each image's own size. Sides are rounded to the patch size, and shrunk where there would be more
-            than 4096 patches.
-        min_share: objects that cover less of the image are left out.
+        num_objects: K, the maximum number of clusters per image. More find smaller things, and split large ones.
+        marginals: adaptive adapts number and sizes of the objects to the image; uniform gives K objects of about equal
+            size.
+        position_weight: weight of distance in the image relative to similarity. 0 ignores positions.
+        size: shorter side of the encoded image in pixels: larger values find smaller things and take longer. null for
+            each image's own size. Sides are rounded to the patch size, and reduced if there would be more than 4096
+            patches.
+        min_share: smallest share of the image that an object covers; smaller ones are dropped.
 
     Raises:
         ConfigError: a value out of range.

@@ -35,12 +35,12 @@ BUILT_IN = {
 
 @dataclass(frozen=True)
 class Setting:
-    """The run that an objective is made for.
+    """The run that an objective is created for.
 
     Attributes:
         options: the sections of the configuration that objectives read.
-        num_images: in the collection.
-        steps_per_epoch: optimiser steps of one pass over it.
+        num_images: number of images in the collection.
+        steps_per_epoch: optimiser steps of one pass over them.
     """
 
     options: ObjectiveOptions
@@ -48,7 +48,7 @@ class Setting:
     steps_per_epoch: int
 
     def build_backbone(self) -> Backbone:
-        """The network that `backbone` names, with its weights; random ones are keyed by the seed."""
+        """Build the network that `backbone` configures; random weights are keyed by the seed."""
         options = self.options
         backbone = build_backbone(
             options.backbone.name,
@@ -86,7 +86,7 @@ class Step:
 
     @property
     def epoch(self) -> int:
-        """From 0."""
+        """Number of the epoch, from 0."""
         return self.number // self.steps_per_epoch
 
     def cosine(self, start: float, end: float) -> float:
@@ -115,7 +115,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Columns:
-    """How the numbers of an objective are shown.
+    """How the losses and metrics of an objective are shown.
 
     Attributes:
         labels: of losses and metrics in plots, by name; the name itself by default.
@@ -129,17 +129,17 @@ class Columns:
 class Objective(nn.Module):
     """What a training step optimises.
 
-    A subclass takes a `Setting` and arguments of its own, and defines `samples`, `forward` and `exported`; the rest has
+    A subclass takes a `Setting` and its own arguments, and defines `samples`, `forward` and `exported`; the rest has
     defaults. State to be saved belongs in parameters, buffers, or `get_extra_state`.
 
-    In a step the trainer calls `forward` for each micro-batch, takes the gradients of the weighted losses with respect
-    to the parameters of `trainable`, updates these, and calls `after_step`.
+    In a step the trainer calls `forward` for each micro-batch, computes the gradients of the weighted losses with
+    respect to the parameters of `trainable`, updates these, and calls `after_step`.
 
     Attributes:
-        columns: how numbers are shown.
+        columns: how losses and metrics are shown.
         weights: factor of each loss by name; 1 if not given.
         images_per_group: the number of images in a micro-batch is a multiple of it.
-        uses_all_parameters: whether each step gives all parameters a gradient; then DDP does not search for others.
+        uses_all_parameters: whether every parameter gets a gradient in each step; DDP then does not search for others.
     """
 
     columns = Columns()
@@ -156,7 +156,7 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def forward(self, batch: Batch, step: Step) -> Output:
-        """The losses of a micro-batch. Must not change anything that other micro-batches of the step read."""
+        """Compute the losses of a micro-batch. Must not change state that the step's other micro-batches read."""
         raise NotImplementedError
 
     def exported(self) -> Backbone:
@@ -172,29 +172,29 @@ class Objective(nn.Module):
         return ()
 
     def after_step(self, step: Step) -> None:
-        """Update what no gradient updates (a teacher, centres, a memory bank), once a step."""
+        """Update state without gradients (a teacher, centres, a memory bank); called once per step."""
 
     def schedules(self, step: Step) -> dict[str, float]:
-        """Values of the objective's own schedules at a step, to be recorded and drawn."""
+        """Values of the objective's own schedules at a step, which are logged and plotted."""
         return {}
 
     def watch(self, step: Step) -> dict[str, float]:
-        """Further metrics, computed on all ranks, only when a row is logged. May read the device."""
+        """Metrics computed on all ranks only when a row is logged; may synchronise with the device."""
         return {}
 
     def advice(self, row: Mapping[str, float]) -> dict[str, str]:
-        """Signs of trouble in a row of metrics, by name, with advice; a sign that lasts becomes a warning."""
+        """Signs of trouble in a row of metrics, by name, with advice; a lasting sign is logged as a warning."""
         return {}
 
     def compile_parts(self, mode: CompileMode) -> None:
-        """Compile the parts that gain from it."""
+        """Compile the parts that benefit from it."""
 
     def figures(self, rows: Sequence[dict[str, float]], dataset: SampleDataset) -> dict[str, "Figure"]:
         """Pictures for the report of a finished run, by name."""
         return {}
 
     def callbacks(self, folder: Path, dataset: SampleDataset) -> Iterable[Callback]:
-        """Further callbacks of the run, which may write to its folder."""
+        """Additional callbacks of the run, which may write to its folder."""
         return ()
 
     @cached_property
@@ -204,7 +204,7 @@ class Objective(nn.Module):
 
 
 def make_objective(name: str, args: Mapping[str, Any], setting: Setting) -> Objective:
-    """The objective of a name or import path.
+    """Create an objective, given its name or import path.
 
     Raises:
         ConfigError: there is no such class, it is not an Objective, or it does not take the arguments.
@@ -212,7 +212,7 @@ def make_objective(name: str, args: Mapping[str, Any], setting: Setting) -> Obje
     kind = import_by_path(BUILT_IN.get(name, name), "objective.name", known=BUILT_IN)
     if not (inspect.isclass(kind) and issubclass(kind, Objective)):
         raise ConfigError(
-            f"objective.name {name} is no subclass of cribo.objectives.Objective but {kind!r}: see docs/extending.md"
+            f"objective.name {name} is not a subclass of cribo.objectives.Objective: {kind!r}; see docs/extending.md"
         )
     parser = ArgumentParser(exit_on_error=False)
     added = parser.add_class_arguments(kind, skip={"setting"}, fail_untyped=False)
@@ -230,20 +230,20 @@ def make_objective(name: str, args: Mapping[str, Any], setting: Setting) -> Obje
 
 
 def check_output(output: Output, weights: Mapping[str, float]) -> None:
-    """Refuse an output that cannot be recorded.
+    """Check that an output can be recorded.
 
     Raises:
         ConfigError: there is no loss, a name is used twice, or a loss or metric is not a number.
     """
     if not output.losses:
-        raise ConfigError("the objective's forward gave no loss: put at least one into Output.losses")
+        raise ConfigError("the objective's forward returned no loss: put at least one into Output.losses")
     for name in output.losses:
         if f"loss_{name}" in output.metrics or name == "":
             raise ConfigError(f"loss_{name} names a loss and a metric: rename one of them")
     reserved = {"step", "epoch", "seconds", "images_per_second", "loss", "lr", "weight_decay", "dense_nn"}
     for name in output.metrics:
         if name in reserved:
-            raise ConfigError(f"the metric {name} has the name of a column of the trainer's own: rename it")
+            raise ConfigError(f"the metric {name} has the name of one of the trainer's columns: rename it")
     for name, loss in output.losses.items():
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             raise ConfigError(f"the loss {name} must be a tensor of one number, got {_described(loss)}")
@@ -253,7 +253,7 @@ def check_output(output: Output, weights: Mapping[str, float]) -> None:
             raise ConfigError(f"the metric {name} must be one number or a pair of them, got {_described(value)}")
     unknown = sorted(set(weights) - set(output.losses))
     if unknown:
-        raise ConfigError(f"there are weights for losses that forward does not give: {', '.join(unknown)}")
+        raise ConfigError(f"there are weights for losses that forward does not return: {', '.join(unknown)}")
 
 
 def _described(value: object) -> str:
@@ -261,7 +261,7 @@ def _described(value: object) -> str:
 
 
 def detached(value: Tensor | float, like: Tensor) -> Tensor:
-    """A number as a scalar on the device of `like`, without waiting for it."""
+    """Detach a number, as a scalar on the device of `like`, without synchronising."""
     if isinstance(value, Tensor):
         return value.detach().reshape(()).to(like.dtype)
     return like.new_full((), float(value))

@@ -1,4 +1,4 @@
-"""How the clusters of a few fixed view pairs change over a run, recorded in the run folder."""
+"""Records how the clusters of a few fixed view pairs change over a run."""
 
 import logging
 import zipfile
@@ -27,7 +27,7 @@ CLUSTERS = "clusters.npz"
 """The file in the run folder."""
 
 _PAIRS = 6
-_LATER = 7  # records after the beginning
+_LATER = 7  # records after the first
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ClusterHistory:
     Attributes:
         views: (P, 2, 3, H, W) 8-bit, without photometric changes.
         grid: (h, w) tokens of a view.
-        epochs: E, after how many epochs; 0 is the untrained teacher.
+        epochs: E numbers of completed epochs; 0 is the untrained teacher.
         labels: (E, P, 2, N) the teacher's cluster of each token.
     """
 
@@ -47,7 +47,7 @@ class ClusterHistory:
     labels: Int[Tensor, "e p 2 n"]
 
     def write(self, path: Path) -> None:
-        """Write the history as an npz file, whole or not at all."""
+        """Write the history as an npz file, atomically."""
 
         def save(part: Path) -> None:
             labels = self.labels.numpy().astype(np.uint16)
@@ -66,7 +66,7 @@ def read_clusters(folder: Path) -> ClusterHistory:
     """
     path = folder / CLUSTERS
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} holds no {CLUSTERS}: the run has no objects, or is older than this record")
+        raise FileNotFoundError(f"{folder} has no {CLUSTERS}: the run has no objects, or is older than this record")
     try:
         with np.load(path, allow_pickle=False) as content:
             return ClusterHistory(
@@ -80,7 +80,7 @@ def read_clusters(folder: Path) -> ClusterHistory:
 
 
 def recorded_epochs(epochs: int) -> tuple[int, ...]:
-    """After how many epochs of a run clusters are recorded: at both ends, and closer together at the beginning.
+    """Numbers of completed epochs at which clusters are recorded, denser at the beginning.
 
     Example:
         >>> recorded_epochs(300)
@@ -101,7 +101,7 @@ class ClusterRecord(L.Callback):
 
     Args:
         folder: the run folder.
-        source: the images that are trained on.
+        source: the training images.
         options: of the run.
     """
 
@@ -136,7 +136,7 @@ class ClusterRecord(L.Callback):
             self._record(epoch, module.objective.exported())
         except (UnreadableImage, DataError, OSError) as error:
             self._failed = isinstance(error, UnreadableImage | DataError)
-            log.error("could not record clusters in %s: %s; training goes on", self.path, error)
+            log.error("could not record clusters in %s: %s; training continues", self.path, error)
 
     def _record(self, epoch: int, backbone: Backbone) -> None:
         if self._pairs is None:

@@ -1,4 +1,4 @@
-"""Signs that self-distillation collapses or idles: measures on the teacher, and what to do about each."""
+"""Signs of collapse in self-distillation: measurements of the teacher, with advice."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cribo.method import NO_MATCH, Matches, SelfDistillation
 
-# Rows that are measured: enough for a mean, few compared with the batch.
+# Rows to measure: enough for a mean, few compared with the batch.
 _ROWS = 256
 
 
@@ -19,12 +19,12 @@ def measure_collapse(
     matches: Matches | None,
     levels: Mapping[str, tuple[Float[Tensor, "2 r e"], SelfDistillation]],
 ) -> dict[str, float]:
-    """Measures of collapse, by the names of their columns; those that are not finite are left out.
+    """Measure collapse: values by the names of their columns; those that are not finite are left out.
 
     Args:
         tokens: of the teacher.
         matches: of the batch's objects.
-        levels: the teacher's embeddings of each level, and what turns them into probabilities.
+        levels: the teacher's embeddings of each level, and the self-distillation that maps them to probabilities.
     """
     found: dict[str, float] = {}
     for name, (embeddings, level) in levels.items():
@@ -45,7 +45,8 @@ def prototype_entropy(
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Entropy of the mean teacher distribution, and mean entropy of the distributions, as shares of ln L.
 
-    The first near 0: all rows share one prototype. The second near 1: every row is uniform. Both are collapse.
+    If the first is near 0, all rows share one prototype; if the second is near 1, every row is uniform. Both are
+    collapse.
     """
     logits = F.linear(embeddings, level.teacher_prototypes) - level.centre
     p = (logits / level.teacher_temperature).softmax(dim=-1)
@@ -59,10 +60,10 @@ def prototype_entropy(
 def signs_of_trouble(
     row: Mapping[str, float], *, cross_image: bool, needs_objects: bool, prototypes: int
 ) -> dict[str, str]:
-    """Name and advice of each sign of collapse or idleness in a row of metrics.
+    """Name and advice of each sign of trouble in a row of metrics.
 
     Args:
-        row: one row of training numbers.
+        row: one row of metrics.
         cross_image: whether L_ci^o should be active by now.
         needs_objects: whether any loss works on objects.
         prototypes: L.

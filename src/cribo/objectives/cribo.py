@@ -41,7 +41,7 @@ log = logging.getLogger("cribo")
 
 @dataclass
 class Result:
-    """What the teacher makes of a batch, and the losses of the student that predicts it.
+    """The teacher's outputs for a batch, and the student's losses.
 
     Attributes:
         batch_images: (B,) index of each image in the collection.
@@ -65,8 +65,8 @@ class Result:
 class CrIBo(Distillation):
     """Cross-image object-level bootstrapping.
 
-    Student and teacher, the memory bank and the centres. `forward` changes none of them, so that all micro-batches of
-    a step see the same; `after_step` updates them once.
+    Contains student and teacher, the memory bank and the centres. `forward` changes none of them, so that all
+    micro-batches of a step use the same state; `after_step` updates them once.
 
     Raises:
         ConfigError: options that cannot be combined.
@@ -138,7 +138,7 @@ class CrIBo(Distillation):
         images = self.student.head(_by_view(global_tokens))
         step.lap("image projections")
         step.lap.at_gradient(global_tokens, "image projections, backward")
-        # A loss that is off, or has no objects, is 0 and attached to the graph.
+        # A loss that is off, or has no objects, is 0 but attached to the graph.
         zero: Tensor = 0 * images.sum()
         losses = dict.fromkeys(self.weights, zero)
         if self.weights["image"]:
@@ -237,7 +237,7 @@ class CrIBo(Distillation):
     def _level(
         self, name: str, embeddings: Float[Tensor, "2 r e"], group_rows: list[int], step: Step
     ) -> SelfDistillation:
-        """What turns embeddings of images or of objects into losses; each group has its own Sinkhorn centre."""
+        """Prototypes, centre and temperatures of the image or object level; each group has its own Sinkhorn centre."""
         losses, temperature = self.options.losses, self.schedules(step)["teacher_temperature"]
         student, teacher = (network.prototypes(name).weight for network in (self.student, self.teacher))
         centre = self.centre(name).value
@@ -246,7 +246,7 @@ class CrIBo(Distillation):
             centre = torch.stack([sinkhorn_centre(rows, teacher, temperature=temperature) for rows in groups])
         return SelfDistillation(student, teacher, centre, losses.student_temperature, temperature)
 
-    # ---------------------------------------------------------------- what changes after a step, and what is saved
+    # ------------------------------------------------------------------------------ update after a step, checkpoints
 
     @torch.no_grad()
     def after_step(self, step: Step) -> None:
@@ -266,7 +266,7 @@ class CrIBo(Distillation):
         self._cross_entropy = torch.compile(cross_entropy, dynamic=True)
 
     def _make_bank(self, device: torch.device) -> None:
-        """Allocate the bank on the device of the first batch, and restore what a checkpoint holds of it."""
+        """Allocate the bank on the device of the first batch, and restore it from the checkpoint."""
         if self.bank is not None:
             return
         self.bank = MemoryBank(
@@ -285,14 +285,14 @@ class CrIBo(Distillation):
         return {"bank": self.bank.state_dict() if self.bank is not None else self._restored_bank}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Keep the bank's state until there is a bank."""
+        """Keep the bank's state until the bank is allocated."""
         self.bank, self._restored_bank = None, state["bank"]
 
-    # --------------------------------------------------------------------------------------- what a run records
+    # ------------------------------------------------------------------------------------------ records of a run
 
     @torch.no_grad()
     def watch(self, step: Step) -> dict[str, float]:
-        """Measures of collapse, on the last micro-batch."""
+        """Measure collapse on the last micro-batch."""
         result, options = self.last_result, self.options
         if result is None:
             return {}
@@ -307,7 +307,7 @@ class CrIBo(Distillation):
         return measure_collapse(result.tokens, result.matches, levels)
 
     def advice(self, row: Mapping[str, float]) -> dict[str, str]:
-        """Signs of collapse or idleness."""
+        """Signs of collapse, and of losses that teach nothing."""
         losses = self.options.losses
         return signs_of_trouble(
             row,
@@ -338,10 +338,10 @@ def _by_view(tokens: Float[Tensor, "two_b d"]) -> Float[Tensor, "2 b d"]:
 def _gather_objects(
     results: Sequence[Result], step: Step
 ) -> tuple[Float[Tensor, "2 r d"], Int[Tensor, " r"], list[int]]:
-    """The objects of all ranks in the order of the whole batch, so that every bank is given the same.
+    """Gather the objects of all ranks in the order of the whole batch, so that all banks stay the same.
 
     Returns:
-        the objects, the image of each, and how many each image of the whole batch has.
+        the objects, the image of each, and the number of objects of each image of the whole batch.
     """
     found = [result.objects for result in results if result.objects is not None]
     images = torch.cat([result.batch_images for result in results])
@@ -385,7 +385,7 @@ def _check(options: ObjectiveOptions, *, tokens: int) -> None:
         )
     if losses.cross_image and losses.cross_image_from_epoch >= optim.epochs:
         log.warning(
-            "losses.cross_image_from_epoch %d is not reached in optim.epochs %d: the run is without L_ci^o",
+            "losses.cross_image_from_epoch %d is not reached in optim.epochs %d: the run does not use L_ci^o",
             losses.cross_image_from_epoch,
             optim.epochs,
         )

@@ -1,7 +1,7 @@
 """DINO with multi-crop (Caron et al. 2021): the image-level self-distillation that CrIBo builds on, and its baseline.
 
-The teacher sees two global crops, the student these and several local ones; from each crop the student predicts what
-the teacher says of each other global crop.
+The teacher sees two global crops, the student these and several local ones; from each crop the student predicts the
+teacher's output for every other global crop.
 """
 
 from collections.abc import Iterator
@@ -25,24 +25,24 @@ from cribo.method import (
     sample_photometric,
     sinkhorn_centre,
 )
-from cribo.method.views import largest_reduction, reduced_crops
 from cribo.models import normalise
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.distillation import Distillation
+from cribo.objectives.views import load_for_crops
 
 _BLUR_OF_LOCAL_CROPS = 0.5
 
 
 class MultiCrop:
-    """Two global crops by a recipe, and several local ones, smaller in pixels and in the area that they cover.
+    """Two global crops of an image, and several local ones of a smaller size and area.
 
     A batch holds `global` (B, 2, 3, S, S) and `local` (B, V, 3, s, s) in 8 bits, `photometric` with parameters
     (B, 2 + V), global crops first, and `drop_path_noise` (B, 2 + V, sites).
 
     Args:
-        recipe: of the global crops.
-        local_crops: V.
-        local_size: s, pixels.
+        recipe: how global crops are drawn.
+        local_crops: V, local crops per image.
+        local_size: s, side of a local crop in pixels.
         local_area: (low, high) share of the image that a local crop covers.
         drop_path_sites: uniform numbers to draw per crop.
     """
@@ -63,18 +63,16 @@ class MultiCrop:
         self.drop_path_sites = drop_path_sites
 
     def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
-        """Decode, cut, draw."""
-        drawn: list[Crops] = []
+        """Decode the image, cut the crops, and draw the rest."""
 
-        def reduction(height: int, width: int) -> int:
-            drawn.append(sample_crops(height, width, self.recipe, generator=generator))
+        def draw(height: int, width: int) -> list[tuple[Crops, int]]:
+            views = sample_crops(height, width, self.recipe, generator=generator)
             pairs = [sample_crops(height, width, self.local, generator=generator) for _ in self._pairs()]
             boxes, flips = (torch.cat([getattr(pair, part) for pair in pairs]) for part in ("boxes", "flips"))
-            drawn.append(Crops(boxes[: self.local_crops], flips[: self.local_crops]))
-            return min(largest_reduction(drawn[0], self.recipe.size), largest_reduction(drawn[1], self.local.size))
+            local = Crops(boxes[: self.local_crops], flips[: self.local_crops])
+            return [(views, self.recipe.size), (local, self.local.size)]
 
-        pixels, reduced = image.load_reduced(reduction)
-        views, local = (reduced_crops(crops, reduced) for crops in drawn)
+        pixels, (views, local), _ = load_for_crops(image, draw)
         photometric = [sample_photometric(self.recipe, generator=generator)]
         photometric += [sample_photometric(self.local, generator=generator) for _ in self._pairs()]
         crops = 2 + self.local_crops
@@ -95,10 +93,10 @@ class DINO(Distillation):
     Reads `views` (the global crops), `backbone`, `head`, `losses` (temperatures, centring) and `optim`.
 
     Args:
-        setting: what it is made for.
-        local_crops: how many local crops an image has.
-        local_size: their side in pixels.
-        local_area: (low, high) share of the image that they cover.
+        setting: the run it is created for.
+        local_crops: number of local crops per image.
+        local_size: side of a local crop in pixels.
+        local_area: (low, high) share of the image that a local crop covers.
 
     Raises:
         ConfigError: a value out of range.
@@ -175,7 +173,7 @@ class DINO(Distillation):
         self.move_teacher(step, {"image": embeddings})
 
     def _augmented(self, batch: Batch) -> Iterator[Float[Tensor, "v b 3 h w"]]:
-        """Global and then local crops as the networks take them, crop after crop."""
+        """Global and then local crops, augmented and normalised for the networks."""
         backbone, first = self.student.backbone, 0
         for name in ("global", "local"):
             views, threshold = batch[name], self.crops.recipe.solarise_threshold
@@ -192,7 +190,7 @@ def dino_loss(targets: Float[Tensor, "2 b l"], logits: Float[Tensor, "v b l"]) -
 
     Args:
         targets: (2, B, L) the teacher's probabilities for the global crops.
-        logits: (V, B, L) the student's logits over its temperature; the first two crops are the global ones.
+        logits: (V, B, L) the student's logits divided by its temperature; the first two crops are the global ones.
 
     Source: DINO, equation 3.
     """

@@ -1,4 +1,4 @@
-"""Student and teacher: what CrIBo and DINO share, apart from their losses."""
+"""Student and teacher: the parts that CrIBo and DINO share."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ class Network(nn.Module):
         backbone: f.
         config: sizes of the head.
         levels: names of the last layers.
-        seed: the head's random weights depend on nothing else.
+        seed: the only source of the head's random weights.
     """
 
     def __init__(self, backbone: Backbone, config: HeadConfig, *, levels: Sequence[str], seed: int) -> None:
@@ -55,10 +55,10 @@ class Network(nn.Module):
         return layer
 
     def make_teacher(self) -> "Network":
-        """A copy that no gradient reaches.
+        """A copy without gradients.
 
-        It stays in training mode: batch norms see their own batches, and stochastic depth needs noise that the
-        teacher is never given.
+        It stays in training mode: batch norms use the statistics of their batch, and stochastic depth stays off
+        because the teacher is given no noise.
         """
         return copy.deepcopy(self).requires_grad_(False)
 
@@ -69,7 +69,7 @@ class Distillation(Objective):
     Reads `backbone`, `head`, `losses` (temperatures, centring) and `optim`.
 
     Args:
-        setting: what it is made for.
+        setting: the run it is created for.
         levels: names of the last layers.
     """
 
@@ -122,8 +122,8 @@ class Distillation(Objective):
         """Move the centres towards the mean logits of the whole batch, and the teacher towards the student.
 
         Args:
-            step: that has been taken.
-            embeddings: (..., E) the teacher's of each level, a tensor for each micro-batch.
+            step: the completed step.
+            embeddings: (..., E) the teacher's embeddings of each level, one tensor per micro-batch.
         """
         if self.options.losses.centring == "mean":
             for level, parts in embeddings.items():

@@ -1,4 +1,4 @@
-"""MAE (He et al. 2022): a vision transformer sees a quarter of the patches, a small decoder fills in the rest."""
+"""MAE (He et al. 2022): a vision transformer encodes a quarter of the patches, a small decoder predicts the others."""
 
 import torch
 from jaxtyping import Float, Int
@@ -9,14 +9,14 @@ from cribo.arguments import ConfigError
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, LazyImage, Sample
 from cribo.method import Crops, ViewRecipe, cut_views, sample_crops
-from cribo.method.views import largest_reduction, reduced_crops
 from cribo.models import Backbone, normalise
 from cribo.models.modes import CompileMode
 from cribo.objectives.base import Columns, Objective, Output, Setting, Step
+from cribo.objectives.views import load_for_crops
 
 
 class MaskedView:
-    """One view of an image, by crop and flip alone, and an order of its patches: the first of them are seen.
+    """One view of an image, cropped and flipped, and a random order of its patches: the first are visible.
 
     A batch holds `view` (B, 3, S, S) in 8 bits and `order` (B, N).
 
@@ -30,23 +30,21 @@ class MaskedView:
         self.patches = patches
 
     def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
-        """Decode, cut, draw."""
-        drawn: list[Crops] = []
+        """Decode the image, cut the view, and draw the order."""
 
-        def reduction(height: int, width: int) -> int:
+        def draw(height: int, width: int) -> list[tuple[Crops, int]]:
             pair = sample_crops(height, width, self.recipe, generator=generator)
-            drawn.append(Crops(pair.boxes[:1], pair.flips[:1]))
-            return largest_reduction(drawn[0], self.recipe.size)
+            return [(Crops(pair.boxes[:1], pair.flips[:1]), self.recipe.size)]
 
-        pixels, reduced = image.load_reduced(reduction)
+        pixels, (crops,), _ = load_for_crops(image, draw)
         return {
-            "view": cut_views(pixels, reduced_crops(drawn[0], reduced), self.recipe.size)[0],
+            "view": cut_views(pixels, crops, self.recipe.size)[0],
             "order": torch.randperm(self.patches, generator=generator),
         }
 
 
 class KeepTokens(nn.Module):
-    """Stands where timm drops patches: leaves [CLS] and the like, and the patches of `kept` (B, n); all without it."""
+    """Replaces timm's `patch_drop`: keeps prefix tokens such as [CLS] and the patches `kept` (B, n); None keeps all."""
 
     def __init__(self, prefix_tokens: int) -> None:
         super().__init__()
@@ -54,7 +52,7 @@ class KeepTokens(nn.Module):
         self.kept: Int[Tensor, "b n"] | None = None
 
     def forward(self, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b s d"]:
-        """Select."""
+        """Select the tokens."""
         if self.kept is None:
             return tokens
         prefix, patches = tokens[:, : self.prefix_tokens], tokens[:, self.prefix_tokens :]
@@ -62,13 +60,13 @@ class KeepTokens(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Puts a mask token wherever a patch was not seen, and predicts the pixels of every patch.
+    """Inserts a mask token for each masked patch, and predicts the pixels of all patches.
 
     Args:
         embed_dim: D, of the encoder's tokens.
         grid: (h, w) patches.
-        pixels: P, values of a patch.
-        dim, depth, heads: of its own transformer.
+        pixels: P, values per patch.
+        dim, depth, heads: of the decoder's transformer.
     """
 
     def __init__(self, embed_dim: int, grid: tuple[int, int], pixels: int, *, dim: int, depth: int, heads: int) -> None:
@@ -94,15 +92,15 @@ class MAE(Objective):
     """Masked autoencoding of pixels. Reads `views` (area, aspect, flip, size), `backbone` and `optim`.
 
     Args:
-        setting: what it is made for.
-        mask_ratio: share of the patches that the encoder does not see.
+        setting: the run it is created for.
+        mask_ratio: share of the patches that are masked.
         decoder_dim: width of the decoder.
-        decoder_depth: its blocks.
-        decoder_heads: its attention heads.
-        normalise_patches: predict each patch with its own mean and variance taken out.
+        decoder_depth: blocks of the decoder.
+        decoder_heads: attention heads of the decoder.
+        normalise_patches: normalise the target pixels of each patch by their mean and variance.
 
     Raises:
-        ConfigError: a backbone that cannot leave out patches, or a value out of range.
+        ConfigError: the backbone cannot drop patches, or a value out of range.
     """
 
     columns = Columns(labels={"mae": "MAE, masked patches"})
@@ -122,8 +120,8 @@ class MAE(Objective):
         self.backbone = setting.build_backbone()
         if not hasattr(self.backbone.model, "patch_drop"):
             raise ConfigError(
-                f"MAE needs a vision transformer of timm that can leave out patches, not {options.backbone.name}: use "
-                "vit_small_patch16_224, say"
+                f"MAE needs a timm vision transformer that can drop patches, not {options.backbone.name}: use "
+                "vit_small_patch16_224, for example"
             )
         side = options.views.size // self.backbone.patch_size
         self.patches, self.normalise_patches = side * side, normalise_patches
@@ -160,11 +158,11 @@ class MAE(Objective):
         return self.backbone
 
     def compile_parts(self, mode: CompileMode) -> None:
-        """Compile the decoder; the encoder's choice of tokens changes with every batch."""
+        """Compile the decoder; the encoder's visible tokens change with every batch."""
         self.decoder.compile(mode=mode)
 
     def forward(self, batch: Batch, step: Step) -> Output:
-        """Mean squared error over the patches that the encoder has not seen."""
+        """Mean squared error over the masked patches."""
         order: Int[Tensor, "b n"] = batch["order"]
         pixels = batch["view"].float() / 255
         images = normalise(pixels, mean=self.backbone.mean, std=self.backbone.std)

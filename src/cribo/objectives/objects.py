@@ -1,4 +1,4 @@
-"""Objects of view pairs, by the clustering and the matching criterion that a configuration names."""
+"""Objects of view pairs, with the configured clustering and matching criterion."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Clustering = Callable[..., Int[Tensor, "b t"]]
 
 
 def find_clustering(config: ObjectsConfig) -> Clustering:
-    """The clustering that a configuration names, with its options.
+    """The configured clustering, with its options.
 
     Raises:
         ConfigError: it is not a function.
@@ -39,7 +39,7 @@ def find_clustering(config: ObjectsConfig) -> Clustering:
 
 
 def find_criterion(config: ObjectsConfig) -> Any:
-    """Which matches are positive pairs, as `MemoryBank.match` takes it.
+    """The configured criterion for positive pairs, as `MemoryBank.match` accepts it.
 
     Raises:
         ConfigError: it is not a function.
@@ -52,7 +52,7 @@ def find_criterion(config: ObjectsConfig) -> Any:
 def _import_function(path: str, option: str, known: Sequence[str]) -> Callable[..., Any]:
     found = import_by_path(path, option, known=known)
     if not callable(found):
-        raise ConfigError(f"{option} {path} is no function but {found!r}")
+        raise ConfigError(f"{option} {path} is not a function: {found!r}")
     return found
 
 
@@ -64,11 +64,11 @@ def label_tokens(
     Args:
         tokens: (B, 2, N, D).
         batch: of view pairs.
-        config: names the clustering.
-        cluster: the clustering, if it is already known.
+        config: of the clustering.
+        cluster: the clustering, if `find_clustering` has been called already.
 
     Raises:
-        ValueError: a clustering of the user's own returns anything but one label in [0, K) per token.
+        ValueError: the clustering does not return one integer label per token.
     """
     cluster = cluster or find_clustering(config)
     labels = cluster(
@@ -80,7 +80,7 @@ def label_tokens(
     expected = (tokens.shape[0], 2 * tokens.shape[2])
     if tuple(labels.shape) != expected or labels.is_floating_point():
         raise ValueError(
-            f"objects.clustering {config.clustering} must give integer labels of the shape (B, 2N) = {expected}, got "
+            f"objects.clustering {config.clustering} must return integer labels of shape (B, 2N) = {expected}, got "
             f"{labels.dtype} of {tuple(labels.shape)}"
         )
     return labels.view(tokens.shape[:3])
@@ -114,7 +114,7 @@ class Objects:
 def find_objects(
     pooled: Float[Tensor, "b 2 k d"], kept: Bool[Tensor, "b k"], labels: Int[Tensor, "b 2 n"], images: Int[Tensor, " b"]
 ) -> Objects:
-    """Compact what `pool_objects` returns to the clusters with tokens in both views.
+    """Select from the result of `pool_objects` the clusters with tokens in both views.
 
     Reads the counts from the device; from here on, shapes depend on the data.
     """

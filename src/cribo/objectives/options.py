@@ -1,4 +1,4 @@
-"""The sections of a configuration that objectives read; arguments of their own are in `objective.args`."""
+"""Configuration sections shared by all objectives; those of a single one are in `objective.args`."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -35,19 +35,19 @@ class ObjectsConfig:
     """Clustering and matching (paper sections 3.2.1 and 3.2.2).
 
     Attributes:
-        num_objects: K, clusters an image. Many small ones find better matches than few large ones.
-        position_weight: lambda_pos: larger gives compacter clusters; 1 to 2 is best in the paper.
+        num_objects: K, clusters per image. Many small ones find better matches than few large ones.
+        position_weight: lambda_pos: larger values give more compact clusters; 1 to 2 is best in the paper.
         clustering: `sinkhorn` is the paper's; `kmeans` its baseline (needs position_weight 0); or the import path of
             a function of your own (docs/extending.md).
         marginals: of the transport plan: `adaptive` as in the published checkpoints, `uniform` as in the text.
         iterations: rounds of assignment and centroid update.
         sinkhorn_iterations: rounds of scaling inside each.
         sharpness: inverse entropic regularisation.
-        bank_images: S, images that the memory bank remembers; min(25000, half the data set) when not given.
+        bank_images: S, images in the memory bank; min(25000, half the data set) when not given.
         criterion: which matches are used: `cycle` for cycle-consistent ones, `none` for all, or the import path of a
             function of your own (docs/extending.md).
-        group_size: images that share a group: the cycle is checked inside it and losses are averaged over it.
-            A device holds a whole number of groups; the result does not depend on how they are spread.
+        group_size: images per group: the cycle is checked inside a group, and losses are averaged over it. A device
+            holds a whole number of groups; results do not depend on their distribution over devices.
     """
 
     num_objects: int = 32
@@ -69,10 +69,10 @@ class HeadConfig:
     Attributes:
         hidden_dim: width of the MLP.
         bottleneck_dim: channels of the embeddings.
-        layers: of the MLP.
-        bias: whether its layers have one.
-        init_std: of its random weights; narrow heads learn sooner with about 1 / sqrt(hidden_dim).
-        prototypes: L, for images and for objects alike. Small data sets want fewer.
+        layers: number of layers of the MLP.
+        bias: whether these layers have biases.
+        init_std: standard deviation of the initial weights; narrow heads learn faster with about 1 / sqrt(hidden_dim).
+        prototypes: L, the same for images and objects. Use fewer for small data sets.
         train_gain: train the weight-norm gain of the last layers; freeze it for ViT-B and larger.
     """
 
@@ -93,12 +93,12 @@ class LossConfig:
         image: weight of L_cv^g, image level across views; 0 or false leaves it out.
         cross_view: weight of L_cv^o, object level across views.
         cross_image: weight of L_ci^o, object level across images.
-        cross_image_from_epoch: first epoch (from 0) that uses L_ci^o: neighbours by a random network mean nothing.
+        cross_image_from_epoch: first epoch (from 0) that uses L_ci^o: neighbours in an untrained network are random.
         student_temperature: tau_s.
-        teacher_temperature: (start, end) of tau_t. Lower the end if the losses stay at their first value.
-        teacher_temperature_epochs: over which it rises, one step an epoch.
+        teacher_temperature: (start, end) of tau_t. Lower the end if the losses stay at their initial value.
+        teacher_temperature_epochs: epochs over which it rises, one step per epoch.
         centring: `mean` is the paper's moving average; `sinkhorn` spreads every group evenly over the
-            prototypes, which starts sooner with small batches and short runs.
+            prototypes, which learns sooner with small batches and in short runs.
         centre_momentum: of the moving average.
     """
 
@@ -113,7 +113,7 @@ class LossConfig:
     centre_momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        # Configurations older than the weights have true and false.
+        # Older configurations contain true or false instead of weights.
         self.image, self.cross_view, self.cross_image = map(float, (self.image, self.cross_view, self.cross_image))
 
 
@@ -124,14 +124,14 @@ class OptimConfig:
     Attributes:
         epochs: passes over the data.
         batch_size: images of one optimiser step, over all devices.
-        micro_batches: parts in which a device computes its batch: only memory changes, unless the network has batch
-            norms, whose statistics are those of one part.
+        micro_batches: parts into which a device splits its batch to save memory; the result changes only if the network
+            has batch norms, whose statistics are computed per part.
         lr: peak learning rate for 256 images; scaled linearly with batch_size.
         final_lr: learning rate of the last step, not scaled.
-        warmup_epochs: of linear learning-rate warm-up.
-        weight_decay: (start, end) of a cosine; none on biases and other 1-D parameters.
-        momentum: (start, end) of the teacher's moving average, a cosine. Start lower for short runs.
-        clip: largest gradient norm of each parameter tensor; none when not given.
+        warmup_epochs: epochs of linear learning-rate warm-up.
+        weight_decay: (start, end) of a cosine schedule; not applied to biases and other 1-D parameters.
+        momentum: (start, end) of a cosine schedule of the teacher's moving average. Start lower for short runs.
+        clip: largest gradient norm of each parameter tensor; no clipping when not given.
         freeze_last_layers_epochs: epochs in which the last layers are not trained.
         freeze_backbone_epochs: epochs in which only the head is trained, to spare pretrained weights.
         layer_decay: learning-rate factor from each block to the one below; below 1 for pretrained weights.
@@ -156,7 +156,7 @@ class ObjectiveOptions:
     """The part of a configuration that objectives read.
 
     Attributes:
-        seed: every draw is keyed by it: the same seed gives the same run.
+        seed: key of all random draws: the same seed gives the same run.
         views: how views are drawn.
         backbone: the network that is trained.
         objects: clustering and matching.

@@ -1,4 +1,4 @@
-"""What the report of a CrIBo run shows beside its curves: the bootstrapping ratio, clusters on view pairs, matches."""
+"""Figures in the report of a CrIBo run: bootstrapping ratio, clusters on view pairs, matches."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -35,14 +35,14 @@ def draw_bootstrapping(runs: Mapping[str, Sequence[dict[str, float]]]) -> Figure
     The paper's figure.
 
     Args:
-        runs: rows of the runs' `metrics.csv`, by what they are called; a single run is not named in the figure.
+        runs: rows of each run's `metrics.csv`, by its label; the label of a single run is not shown.
     """
     figure, axes = curves_figure()
     for name, rows in runs.items():
         epochs: dict[int, list[float]] = {}
         for row in rows:
             if "bootstrapping_ratio" in row:
-                # A row that closes an epoch has that epoch's whole number plus one.
+                # The last row of epoch n (from 0) has the value n + 1.
                 epochs.setdefault(max(0, int(np.ceil(row["epoch"])) - 1), []).append(row["bootstrapping_ratio"])
         numbers = sorted(epochs)
         marker = "o" if len(numbers) < 40 else None
@@ -55,7 +55,7 @@ def draw_bootstrapping(runs: Mapping[str, Sequence[dict[str, float]]]) -> Figure
 
 
 def draw_clusters(sample: ObjectSample) -> Figure:
-    """View pairs beside their clusters; a colour is one cluster of the pair, grey is in one view only."""
+    """View pairs and their clusters; each colour is one cluster of a pair, grey clusters are in one view only."""
     pairs = min(_CLUSTER_PAIRS, len(sample.pairs))
     figure = Figure(figsize=(1.9 * pairs, 7.4), layout="constrained")
     figure.suptitle("Joint-space clusters of view pairs; one colour is one object, grey is seen in one view only")

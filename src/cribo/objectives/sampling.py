@@ -1,4 +1,4 @@
-"""Some images of a run as a trained backbone sees them: their view pairs, clusters, objects, and matches."""
+"""View pairs of some images of a run, with a trained backbone's clusters, objects and matches."""
 
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ def sample_pairs(source: ImageSource, backbone: Backbone, options: ObjectiveOpti
         drop_path_sites=0,  # nothing is trained
     )
     order = torch.randperm(len(source), generator=keyed_generator(options.seed)).tolist()[:count]
-    # Of an epoch after the last one, so that no step has trained on these views.
+    # From an epoch after the last one: no step has trained on these views.
     dataset = SampleDataset(source, transform, seed=options.seed)
     return dataset.__getitems__([(options.optim.epochs, image) for image in order])
 
@@ -71,7 +71,7 @@ def cluster_pairs(backbone: Backbone, pairs: Batch, options: ObjectiveOptions) -
 
 @dataclass
 class ObjectSample:
-    """Some images as a backbone sees them: `pairs` and their `objects`, as in a training step."""
+    """View pairs of some images and a backbone's objects in them, as in a training step."""
 
     pairs: Batch
     objects: Objects
@@ -82,7 +82,7 @@ class ObjectSample:
         return self.pairs["views"][image, view].permute(1, 2, 0).numpy() / 255
 
     def painted(self, image: int, view: int, colours: dict[int, Colour], *, tint: float = 0.5) -> np.ndarray:
-        """One view, (H, W, 3) in 0-1, with some clusters in colours and the others grey."""
+        """One view, (H, W, 3) in 0-1, with the given clusters coloured and the others grey."""
         picture = self.view(image, view)
         labels = enlarge_labels(self.objects.labels[image, view], self.grid, picture.shape[:2])
         return paint_regions(picture, labels, colours, tint=tint)
@@ -110,9 +110,9 @@ class Neighbour:
     """The nearest object of another image.
 
     Attributes:
-        picture: the view that it lies in, (H, W, 3) in 0-1, with the object in the query object's colour.
-        colour: of both, in 0-1.
-        consistent: whether the match is cycle-consistent, and so a valid one.
+        picture: its view, (H, W, 3) in 0-1, with the object in the query object's colour.
+        colour: of both objects, in 0-1.
+        consistent: whether the match is cycle-consistent.
     """
 
     picture: np.ndarray
@@ -121,12 +121,12 @@ class Neighbour:
 
 
 def match_sample(sample: ObjectSample, queries: int, *, objects: int) -> list[tuple[np.ndarray, list[Neighbour]]]:
-    """The largest objects of the first views of some images, each with its nearest one in the first views of others.
+    """Match the largest objects of some images with the objects of the others, in their first views.
 
     Args:
         sample: its first `queries` images are matched with the others.
-        queries: how many.
-        objects: at most so many of each, the largest first.
+        queries: number of these images.
+        objects: maximum number of objects per query, the largest first.
 
     Returns:
         for each query, its view (H, W, 3) with the objects in their colours, and their neighbours; objects without a
@@ -138,7 +138,7 @@ def match_sample(sample: ObjectSample, queries: int, *, objects: int) -> list[tu
     bank = MemoryBank(
         num_images=max(1, len(sample.pairs)), num_objects=max(found.counts, default=1) or 1, dim=found.teacher.shape[2]
     )
-    # The ring does not wrap, so that its slots count the rows of the gallery.
+    # The ring does not wrap, so slots are rows of the gallery.
     bank.push(found.teacher[:, in_gallery], found.images[in_gallery], found.counts[queries:])
     # The rows of the queries come first.
     matches = bank.match(found.teacher[:, ~in_gallery], found.images[~in_gallery])

@@ -1,7 +1,9 @@
-"""View pairs: what a worker makes of an image, and the photometric operations that follow on the device."""
+"""View pairs: the sample of an image, and the photometric operations on the device."""
+
+from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from cribo.data.samples import Batch, LazyImage, Sample
@@ -19,12 +21,35 @@ from cribo.method.views import largest_reduction, reduced_crops
 from cribo.models import Backbone, normalise
 
 
+def load_for_crops(
+    image: LazyImage, draw: Callable[[int, int], Sequence[tuple[Crops, int]]]
+) -> tuple[UInt8[Tensor, "3 h w"], list[Crops], int]:
+    """Decode an image, reduced as far as the crops drawn for it allow.
+
+    Args:
+        image: to decode.
+        draw: given height and width of the whole image, returns crops and the size in pixels of their views; called
+            once.
+
+    Returns:
+        the pixels, the crops in pixels of the reduced image, and the factor of the reduction: 8, 4, 2 or 1.
+    """
+    drawn: list[tuple[Crops, int]] = []
+
+    def reduction(height: int, width: int) -> int:
+        drawn.extend(draw(height, width))
+        return min(largest_reduction(crops, size) for crops, size in drawn)
+
+    pixels, reduced = image.load_reduced(reduction)
+    return pixels, [reduced_crops(crops, reduced) for crops, _ in drawn], reduced
+
+
 class ViewPairs:
     """Two views of an image and the random numbers drawn for it: the sample of CrIBo.
 
-    A batch of them holds `views` (B, 2, 3, H, W) in 8 bits, `coordinates` (B, 2, N, 2), the patch centres (x, y) in
-    pixels of the source image, `initial_tokens` (B, K) of 2N that start the clusters, `drop_path_noise` (B, 2, sites)
-    and `photometric` with parameters (B, 2).
+    A batch contains `views` (B, 2, 3, H, W) in 8 bits, `coordinates` (B, 2, N, 2), the patch centres (x, y) in pixels
+    of the source image, `initial_tokens` (B, K), those of the 2N tokens that initialise the clusters,
+    `drop_path_noise` (B, 2, sites), and `photometric` with parameters (B, 2).
 
     Args:
         recipe: how views are drawn.
@@ -41,14 +66,11 @@ class ViewPairs:
 
     def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
         """Decode the image, reduced as far as its two crops allow, cut the views, and draw the rest."""
-        drawn: list[Crops] = []
 
-        def reduction(height: int, width: int) -> int:
-            drawn.append(sample_crops(height, width, self.recipe, generator=generator))
-            return largest_reduction(drawn[0], self.recipe.size)
+        def draw(height: int, width: int) -> list[tuple[Crops, int]]:
+            return [(sample_crops(height, width, self.recipe, generator=generator), self.recipe.size)]
 
-        pixels, reduced = image.load_reduced(reduction)
-        crops = reduced_crops(drawn[0], reduced)
+        pixels, (crops,), reduced = load_for_crops(image, draw)
         photometric = sample_photometric(self.recipe, generator=generator)
         tokens = 2 * self.grid[0] * self.grid[1]
         initial = torch.zeros(0, dtype=torch.long)

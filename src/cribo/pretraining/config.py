@@ -1,4 +1,4 @@
-"""Everything that decides a pretraining run, typed and checked before any work is done."""
+"""The configuration of a pretraining run, typed and checked before work begins."""
 
 import math
 import re
@@ -15,12 +15,12 @@ Precision = Literal["64-true", "32-true", "bf16-mixed", "16-mixed"]
 
 @dataclass
 class ScenesConfig:
-    """Made-up scenes, used when data.root is `scenes`.
+    """Synthetic scenes, used when data.root is `scenes`.
 
     Attributes:
-        count: how many different scenes to train on.
-        size: their side in pixels.
-        seed: which scenes they are; another seed gives another collection.
+        count: number of different scenes to train on.
+        size: side of a scene in pixels.
+        seed: of the collection; another seed gives other scenes.
     """
 
     count: int = 4000
@@ -36,19 +36,19 @@ class DataConfig:
         root: a folder of images (nested or not), a text file that lists images, a folder of tar shards or the URL
             of one, such as s3://bucket/prefix, or `scenes`.
         images: sub-folder of root to read, such as train2017; the root itself when empty.
-        workers: processes that decode and crop; chosen by the number of cores when not given. Use more while
-            images/s grows with them.
+        workers: processes that decode and crop; depends on the number of cores when not given. Increase it while
+            images/s grows.
         max_unreadable: share of the images that may be unreadable before training stops; each is skipped,
             counted and listed in the run folder.
-        timeout: seconds without a batch after which the workers count as hung and are restarted. Raise it if the images
-            of a batch, or their shards, may take longer.
-        max_restarts: of the workers for one batch, after they were killed or hung; one more stops training.
-        max_pixels: larger images are refused unread: they are more likely a decompression bomb than a picture.
-        inside: refuse image files outside of root's folder that a list or a link leads to.
+        timeout: seconds without a batch after which the workers count as hung and are restarted. Raise it if loading
+            a batch, or its shards, may take longer.
+        max_restarts: of the workers for one batch, after they were killed or hung; training stops after that.
+        max_pixels: larger images are not read: they are probably decompression bombs.
+        inside: refuse lists and links that lead to image files outside root's folder.
         cache_dir: where shards from a URL are cached on this machine.
         cache_gib: size of the cache; the least recently used shards are removed first. If not all shards fit, every
-            machine fetches each one once an epoch.
-        scenes: the made-up scenes.
+            machine downloads each of them once per epoch.
+        scenes: the synthetic scenes.
     """
 
     root: str = "scenes"
@@ -69,7 +69,7 @@ class ObjectiveConfig:
     """What a training step optimises.
 
     Attributes:
-        name: `cribo`, `dino`, `mae`, or the import path of an Objective of your own, such as my_package.MyObjective
+        name: `cribo`, `dino`, `mae`, or the import path of your own Objective, such as my_package.MyObjective
             (docs/extending.md). `--objective NAME` for short; `--objective.class_path` is the same option.
         args: its own arguments, such as {crops: 6}; `--objective.init_args` is the same option.
     """
@@ -80,16 +80,16 @@ class ObjectiveConfig:
 
 @dataclass
 class ScoreConfig:
-    """Dense retrieval on labelled images while training; labels are never trained on.
+    """Dense retrieval on labelled images during training; labels are never used for training.
 
     Attributes:
         root: folder with images/{train,val}, labels/{train,val} and classes.txt; `scenes` for held-out scenes;
             `data` for data.root itself; no score when not given.
-        every_epochs: how often; the score is also taken before the first and after the last step.
+        every_epochs: epochs between scores; the first and last are computed before and after training.
         size: (height, width) that images are resized to; the closest multiple of the patch size when not given.
         neighbours: k of the k-NN.
-        memory_ratio: one memory image out of this many is used.
-        images: (memory, query) scenes held out, for `scenes`.
+        memory_ratio: one of this many memory images is used.
+        images: (memory, query) numbers of held-out scenes, for `scenes`.
     """
 
     root: str | None = None
@@ -106,19 +106,19 @@ class RuntimeConfig:
 
     Attributes:
         accelerator: of the Lightning Trainer: auto, cpu, gpu, ...
-        devices: how many, or auto.
-        num_nodes: how many machines.
-        precision: bf16-mixed for training on GPUs; 16-mixed for old ones. On CPUs 32-true, or bf16-mixed for vision
-            transformers if the processor multiplies bfloat16 (AVX512-BF16, AMX); it slows down others. 64-true, on
-            CPUs only, is for comparing runs.
+        devices: number of devices, or auto.
+        num_nodes: number of machines.
+        precision: bf16-mixed on GPUs; 16-mixed on old ones. On CPUs 32-true, or bf16-mixed for vision transformers if
+            the processor supports bfloat16 products (AVX512-BF16, AMX); otherwise it is slower. 64-true, on CPUs
+            only, is for comparing runs.
         compile: torch.compile the backbones: a minute or two at the start, then faster steps on GPUs. `default`;
             `reduce-overhead` replays CUDA graphs, for small networks and batches, whose kernels are shorter than
             their launch; `max-autotune` also tries several kernels for each product; `max-autotune-no-cudagraphs`
-            does only that. `none` compiles nothing; true and false stand for default and none.
-        threads: of a CPU run; torch's choice when not given.
+            only does the latter. `none` compiles nothing; true and false stand for default and none.
+        threads: of torch on CPUs; torch's default when not given.
         log_every: steps between two logged rows.
         checkpoint_every: steps between two checkpoints; another is written at the end of the run.
-        keep_checkpoints: how many of the last to keep.
+        keep_checkpoints: number of the latest checkpoints to keep.
     """
 
     accelerator: str = "auto"
@@ -132,7 +132,7 @@ class RuntimeConfig:
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
-        if isinstance(self.compile, bool):  # in configurations older than the modes
+        if isinstance(self.compile, bool):  # in older configurations
             self.compile = "default" if self.compile else "none"
 
     @property
@@ -146,7 +146,7 @@ class PretrainConfig(ObjectiveOptions):
     """The configuration of a pretraining run.
 
     Attributes:
-        seed: every draw is keyed by it: the same seed gives the same run.
+        seed: key of all random draws: the same seed gives the same run.
         views: how the two views of an image are drawn.
         backbone: the network that is trained.
         objects: clustering and matching.
@@ -169,7 +169,7 @@ class PretrainConfig(ObjectiveOptions):
         _check_combinations(self)
 
 
-# (low, high, low is allowed, high is allowed) of every number; a pair is checked number by number.
+# (low, high, whether low is allowed, whether high is allowed) of every number, and of both numbers of a pair.
 _RANGES: dict[str, tuple[float, float, bool, bool]] = {
     "seed": (0, 2**63 - 1, True, True),
     "data.workers": (0, 1024, True, True),
@@ -250,7 +250,7 @@ def _check_combinations(config: PretrainConfig) -> None:
             f"runtime.devices must be a number >= 1, auto, or a list such as 0,2, got {config.runtime.devices!r}"
         )
     if config.runtime.compile in CUDA_GRAPH_MODES and optim.micro_batches > 1:
-        # The next micro-batch's replay would overwrite the memory that holds the gradients of the one before.
+        # The replay of the next micro-batch would overwrite the previous one's gradients.
         raise ValueError(
             f"runtime.compile {config.runtime.compile} replays CUDA graphs, whose gradients cannot be accumulated over "
             f"optim.micro_batches, got {optim.micro_batches}: use runtime.compile default, or 1 micro-batch with "

@@ -23,7 +23,7 @@ def peak_rss_bytes(*, workers: bool = True) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the peak of a GPU, or of this process where the system allows it (Linux)."""
+    """Reset the peak of a GPU, or of this process if the system supports it (Linux)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:

@@ -1,4 +1,4 @@
-"""The training step under Lightning: losses, backward, optimiser step, and the objective's own update."""
+"""The training step under Lightning: losses, backward, optimiser step, update of the objective."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -22,17 +22,15 @@ from cribo.training.timing import StepTimer
 
 
 class PretrainingModule(ResumableModule):
-    """One optimiser step of an objective.
-
-    One call of `training_step` is one optimiser step, whatever the number of micro-batches.
+    """Trains an objective; each `training_step` is one optimiser step, however many micro-batches it has.
 
     Args:
         config: of the run.
         num_images: of the collection.
-        steps_per_epoch: optimiser steps of one pass.
+        steps_per_epoch: optimiser steps of one epoch.
 
     Raises:
-        ConfigError: the objective cannot be made.
+        ConfigError: the objective cannot be created.
     """
 
     advice = (
@@ -55,7 +53,7 @@ class PretrainingModule(ResumableModule):
     # ------------------------------------------------------------------------------------------------- set-up
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW over the parameter groups; the schedules set its rates at every step."""
+        """AdamW over the parameter groups; schedules set its learning rates at every step."""
         groups = parameter_groups(self.objective.trainable(), self.config.optim.layer_decay)
         return torch.optim.AdamW(groups, lr=0.0, fused=True)
 
@@ -132,12 +130,12 @@ class PretrainingModule(ResumableModule):
         assert isinstance(gathered, Tensor)
         return gathered
 
-    # ------------------------------------------------------------------------------------------------ numbers
+    # ------------------------------------------------------------------------------------------------ metrics
 
     def read_metrics(self) -> dict[str, float]:
-        """Means over the steps since the last reading, the schedules' values, and those the objective watches.
+        """Means over the steps since the last reading, values of the schedules, and `Objective.watch`.
 
-        Waits for the device; to be called on all ranks.
+        Synchronises with the device; call it on all ranks.
 
         Raises:
             NonFiniteLoss: a loss was infinite or not a number.
@@ -149,10 +147,10 @@ class PretrainingModule(ResumableModule):
         return {**metrics, **self.schedules.at(self.step - 1), **self.objective.watch(self.at(self.step - 1))}
 
     def check_weights(self) -> None:
-        """Refuse losses or weights that are not finite; waits for the device, to be called on all ranks.
+        """Check that losses and weights are finite; synchronises with the device, call it on all ranks.
 
         Raises:
-            NonFiniteLoss: naming the step.
+            NonFiniteLoss: a loss or weight is not finite.
         """
         if not self.sums.is_finite():
             raise NonFiniteLoss("a loss", self.step, self.advice)

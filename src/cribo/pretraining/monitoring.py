@@ -1,4 +1,4 @@
-"""What a run records while it trains: the table of metrics, unreadable images, and signs of trouble."""
+"""Records of a run: the table of metrics, unreadable images, and warnings."""
 
 import csv
 import io
@@ -18,7 +18,7 @@ from cribo.errors import Stopped
 from cribo.files import write_text
 from cribo.pretraining.files import METRICS, SKIPPED
 from cribo.pretraining.module import PretrainingModule
-from cribo.training.events import going_on
+from cribo.training.events import log_write_errors
 
 log = logging.getLogger("cribo")
 
@@ -28,23 +28,23 @@ Row = dict[str, float]
 _FIRST = ("step", "epoch", "seconds", "images_per_second", "loss")
 """Columns of every run; those of the objective follow in the order in which they appear."""
 
-_SECONDS_BETWEEN_WARNINGS = 60.0  # about reads that are tried again
+_SECONDS_BETWEEN_WARNINGS = 60.0  # about retried reads
 _ROWS_BEFORE_WARNING = 5  # a sign of trouble must last: a single row may be a fluke
 
 
 class Metrics(L.Callback):
-    """Reads the module's numbers every `every_steps`, passes them to the loggers, and writes `metrics.csv`.
+    """Reads the module's metrics every `every_steps`, passes them to the loggers, and writes `metrics.csv`.
 
-    A resumed run keeps the rows up to the step it resumes from. Images/s exclude the time between epochs, such as that
-    of the score.
+    A resumed run keeps the rows up to the step it resumes from. Images/s exclude the time between epochs, such as
+    scoring.
 
     Args:
         folder: the run folder.
-        every_steps: between two rows.
-        batch_size: images of one step, over all devices.
+        every_steps: steps between two rows.
+        batch_size: images per step, over all devices.
 
     Attributes:
-        latest: the last row of training numbers.
+        latest: the last row of training metrics.
     """
 
     def __init__(self, folder: Path, *, every_steps: int, batch_size: int) -> None:
@@ -114,12 +114,12 @@ class Metrics(L.Callback):
         """Append one row, pass it to the loggers, and return it."""
         step = trainer.global_step
         row = {"step": float(step), "epoch": step / module.schedules.steps_per_epoch, "seconds": self.seconds, **values}
-        with going_on("the logs"):
+        with log_write_errors("the logs"):
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=step)
         if trainer.is_global_zero:
             self._unwritten.append({name: value for name, value in row.items() if not math.isnan(value)})
-            with going_on(self.path):
+            with log_write_errors(self.path):
                 self._write()
         return row
 
@@ -149,7 +149,7 @@ class Metrics(L.Callback):
         return read_metrics(self.path) if self.path.is_file() else []
 
     def rows_until(self, step: int) -> list[Row]:
-        """The rows up to a step; those after it are of a part of the run that is repeated."""
+        """The rows up to a step; a run resumed there repeats the later ones."""
         return [row for row in self.rows if row["step"] <= step]
 
 
@@ -175,21 +175,22 @@ class TooManyUnreadable(Stopped):
 
 
 class LoadingFaults(L.Callback):
-    """Lists skipped images in `skipped.csv`, and counts restarts of workers and reads that were tried again.
+    """Lists skipped images in `skipped.csv`, and counts restarts of workers and retried reads.
 
-    Stops a run whose data is broken. Ranks exchange what they found every `every_steps`, so that they stop together.
+    Stops the run if too many images are unreadable. Ranks exchange their findings every `every_steps`, so that they
+    stop together.
 
     Args:
         folder: the run folder.
         num_images: of the collection.
-        max_share: of it that may be unreadable.
-        every_steps: between two exchanges.
+        max_share: share of them that may be unreadable.
+        every_steps: steps between two exchanges.
 
     Attributes:
         loader: of this rank; must be set before training.
         reasons: why each image was skipped, by name.
         restarts: of workers, on all ranks, including those before a resume.
-        retried: reads that were tried again, likewise.
+        retried: retried reads, likewise.
     """
 
     loader: BatchLoader
@@ -254,21 +255,21 @@ class LoadingFaults(L.Callback):
     def _report(self, new: dict[str, str], *, retried: bool) -> None:
         if retried and time.monotonic() - self._warned_at >= _SECONDS_BETWEEN_WARNINGS:
             self._warned_at = time.monotonic()
-            log.warning("reading has been tried again, %d times so far: storage is slow or fails", self.retried)
+            log.warning("%d reads have been retried so far: storage is slow or failing", self.retried)
         for name, reason in new.items():
             log.warning("skipped %s: %s", name, reason)
         if new:
             text = io.StringIO()
             csv.writer(text).writerows([("image", "reason"), *sorted(self.reasons.items())])
-            with going_on(self.path):
+            with log_write_errors(self.path):
                 write_text(self.path, text.getvalue())
 
 
 class Watch(L.Callback):
-    """Warns of lasting signs of trouble, with the objective's advice; of each once, until it is over.
+    """Logs the objective's advice when a sign of trouble lasts, once until the sign disappears.
 
     Args:
-        metrics: whose latest row is checked.
+        metrics: provides the row to check.
 
     Attributes:
         warnings: (step, text) of all warnings.

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 
 def parameter_groups(trained: nn.Module, layer_decay: float = 1.0) -> list[dict[str, object]]:
-    """Groups for AdamW, each with `lr_scale` and `decay`, which multiply the schedules.
+    """Groups for AdamW, each with the factors `lr_scale` and `decay` for the schedules.
 
-    Biases and other 1-D parameters do not decay. [CLS], the position embedding and the weight-norm gain do:
-    they have more than one dimension. With `layer_decay` below 1 the learning rate falls from each block of the
-    backbone to the one below; the head has the full rate.
+    Weight decay is not applied to biases and other 1-D parameters; it is applied to [CLS], the position embedding
+    and the weight-norm gain, which have more dimensions. With `layer_decay` below 1, the learning rate decreases from
+    each block of the backbone to the one below; the head has the full rate.
     """
     layers = _layers([name for name, _ in trained.named_parameters() if name.startswith("backbone.")])
     depth = max(layers.values(), default=0)
@@ -29,14 +29,14 @@ def parameter_groups(trained: nn.Module, layer_decay: float = 1.0) -> list[dict[
 
 
 def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Remove gradients, so that the optimiser neither moves nor decays the parameters nor keeps state for them."""
+    """Remove gradients, so that the optimiser skips these parameters and keeps no state for them."""
     for parameter in parameters:
         parameter.grad = None
 
 
 @torch.no_grad()
 def clip_each(gradients: list[Tensor], limit: float) -> None:
-    """Clip the norm of each gradient tensor separately, without waiting for the device."""
+    """Clip the norm of each gradient tensor separately, without synchronising with the device."""
     if gradients:
         lengths = torch.stack(torch._foreach_norm(gradients))  # pyright: ignore[reportPrivateImportUsage]
         scales = (limit / (lengths + 1e-6)).clamp(max=1.0)
@@ -62,7 +62,7 @@ def block_names(names: Iterable[str]) -> list[str]:
 def _layers(names: Sequence[str]) -> dict[str, int]:
     """Index of each parameter's layer: 0 before the blocks, 1, 2, ... inside, the next number after them.
 
-    Parameters are named in the order in which they are used.
+    Names must be in the order of the network's layers.
     """
     blocks = {block: place for place, block in enumerate(block_names(names), start=1)}
     layers, begun = {}, False

@@ -1,4 +1,4 @@
-"""How many epochs fit into some minutes on this machine."""
+"""The number of epochs that fit into a given time on this machine."""
 
 import dataclasses
 import logging
@@ -16,14 +16,14 @@ from cribo.training.lightning import interruptible, quiet_lightning
 
 log = logging.getLogger("cribo")
 
-_TIMED_STEPS = 8  # after as many to warm up
+_TIMED_STEPS = 8  # after the same number of warm-up steps
 
 
 def plan(session: Session, minutes: float) -> "TimeLimit":
-    """Time some steps of a throw-away copy, and give the session the number of epochs that fits.
+    """Time some steps of a discarded copy, and set the session's epochs to the number that fits.
 
     Returns:
-        a callback that ends the run at twice the time.
+        a callback that ends the run after twice the time.
 
     Raises:
         ConfigError: `minutes` is not positive, or there are several devices.
@@ -43,9 +43,9 @@ def plan(session: Session, minutes: float) -> "TimeLimit":
     seconds_per_epoch = seconds_per_step * steps_per_epoch
     epochs = max(1, round(60 * minutes / seconds_per_epoch))
     log.info(
-        "%.2f s per step on this machine: %d epochs of %d steps in about %.1f minutes",
-        seconds_per_step,
+        "optim.epochs set to %d: %.2f s per step on this machine, %d steps per epoch, about %.1f minutes in total",
         epochs,
+        seconds_per_step,
         steps_per_epoch,
         epochs * seconds_per_epoch / 60,
     )
@@ -71,7 +71,7 @@ class TimeLimit(Callback):
         """Stop after the time limit."""
         if time.perf_counter() - self._started > self.seconds and not trainer.should_stop:
             log.warning(
-                "stopping at step %d of %d, after twice the time that was planned: the machine has become slower",
+                "stopping at step %d of %d, after twice the planned time: the machine has become slower",
                 trainer.global_step,
                 trainer.max_steps,
             )
@@ -79,7 +79,7 @@ class TimeLimit(Callback):
 
 
 def with_epochs(config: PretrainConfig, epochs: int) -> PretrainConfig:
-    """A run of another length; schedules that begin or end at an epoch keep their place in it.
+    """A run of another length; epochs at which schedules begin or end are scaled with it.
 
     Example:
         >>> from cribo.pretraining import load_config
@@ -104,7 +104,7 @@ def with_epochs(config: PretrainConfig, epochs: int) -> PretrainConfig:
         ),
         losses=dataclasses.replace(
             losses,
-            # The shortest run has one epoch, and uses every loss that the longer one uses.
+            # A run of one epoch uses all losses of the longer run.
             cross_image_from_epoch=placed(losses.cross_image_from_epoch)
             if epochs > 1 or losses.cross_image_from_epoch >= optim.epochs
             else 0,

@@ -1,4 +1,4 @@
-"""Configurations by name, by file, and with overrides: one parser for the command line and for Python."""
+"""Configurations from presets, files and overrides: one parser for the command line and Python."""
 
 import difflib
 import json
@@ -21,11 +21,11 @@ from cribo.pretraining.config import PretrainConfig
 log = logging.getLogger("cribo")
 
 DEFAULT_PRESET = "quickstart"
-# `cribo pretrain --print_config` prints these beside the configuration; such a file can be loaded too.
+# `cribo pretrain --print_config` prints these with the configuration; such a file can be loaded too.
 _COMMAND_OPTIONS = ("out", "name", "minutes", "resume", "overwrite", "continue")
 
 
-# Options of earlier versions. They are ignored in configuration files, so that runs that have them can be resumed.
+# Options of earlier versions. They are ignored in configuration files, so that old runs can be resumed.
 _REMOVED = {"runtime": ("bank", "tf32", "strategy", "on_nonfinite")}
 
 
@@ -38,14 +38,14 @@ SHORT = {
 
 
 class ConfigParser(Parser):
-    """A parser whose --config also takes the name of a preset, and is overridden by all other options."""
+    """A parser whose --config also accepts the name of a preset; all other options override it."""
 
     def parse_path(self, path: Any, **kwargs: Any) -> Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parse a configuration file."""
         return self.parse_string(_read(Path(path)), **kwargs)
 
     def parse_args(self, args: Sequence[str] | None = None, **kwargs: Any) -> Namespace:
-        """Parse words."""
+        """Parse the words of a command line."""
         words = iter(sys.argv[1:] if args is None else args)
         configs: list[str] = []
         others: list[str] = []
@@ -67,10 +67,10 @@ def preset_names() -> list[str]:
 
 
 def find_config(name: str | Path) -> Path:
-    """The file of a preset, or of a path to a file or a run folder.
+    """The configuration file of a preset, a file or a run folder.
 
     Raises:
-        ConfigError: there is neither a preset nor a file of the name; the message suggests the nearest preset.
+        ConfigError: there is neither a preset nor a file of this name; the message suggests the nearest preset.
     """
     path = Path(name)
     names = preset_names()
@@ -81,7 +81,7 @@ def find_config(name: str | Path) -> Path:
             return path
         if path.is_dir() and (path / "config.yaml").is_file():
             return path / "config.yaml"
-    except OSError as error:  # a name that is too long, for one
+    except OSError as error:  # for example, the name is too long
         raise ConfigError(f"no preset and no file is called {str(name)[:80]}: {error.strerror}") from error
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     advice = f"did you mean {near[0]}? " if near else ""
@@ -89,10 +89,10 @@ def find_config(name: str | Path) -> Path:
 
 
 def _read(path: Path) -> str:
-    """The text of a configuration file, without removed options and with `ObjectiveConfig`'s names.
+    """Read a configuration file, dropping removed options and renaming those of `ObjectiveConfig`.
 
     Raises:
-        ConfigError: it is not a mapping in YAML.
+        ConfigError: it is not a YAML mapping.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -107,11 +107,11 @@ def _read(path: Path) -> str:
     except RecursionError as error:
         raise ConfigError(f"{path} is nested too deeply") from error
     if values is None:
-        raise ConfigError(f"{path} is an empty configuration: give it a value, optim: {{epochs: 100}}, say")
+        raise ConfigError(f"{path} is an empty configuration: add a value, such as optim: {{epochs: 100}}")
     if not isinstance(values, dict):
         kind = "a list" if isinstance(values, list) else "one value"
         raise ConfigError(f"{path} must be a mapping of names to values in YAML, got {kind}")
-    if has_aliases:  # of aliases: a short file may hold more values than fit into memory
+    if has_aliases:  # a short file with nested aliases may expand to more than fits into memory
         raise ConfigError(f"{path} must not have YAML aliases (*name): write the values themselves")
     groups = {name: group for name, group in values.items() if isinstance(group, dict)}
     removed = [(group, name) for group, names in _REMOVED.items() for name in names if name in groups.get(group, ())]
@@ -125,7 +125,7 @@ def _read(path: Path) -> str:
 
 
 def _objective(value: Any) -> Any:
-    """An objective given by name, or as jsonargparse writes classes, with the names of `ObjectiveConfig`."""
+    """Convert an objective's name, or jsonargparse's form of a class, to the fields of `ObjectiveConfig`."""
     if isinstance(value, str):
         return {"name": value}
     if isinstance(value, Mapping):
@@ -134,13 +134,13 @@ def _objective(value: Any) -> Any:
 
 
 def with_preset(words: Sequence[str]) -> list[str]:
-    """The words of a command line, preceded by the default preset if they name no configuration."""
+    """Add the default preset to the words of a command line that name no configuration."""
     named = {word.partition("=")[0] for word in words} & {"--config", "--resume"}
     return list(words) if named else ["--config", DEFAULT_PRESET, *words]
 
 
 def config_name(config: object) -> str:
-    """The name of a run by its configuration: the preset, the file, or the run that it repeats."""
+    """The default name of a run: that of its preset, file, or original run."""
     path = Path(str(config))
     return path.resolve().parent.name if path.name == "config.yaml" else path.stem
 
@@ -157,7 +157,7 @@ def add_config_arguments(parser: ArgumentParser) -> None:
 
 
 def config_from(arguments: Namespace) -> PretrainConfig:
-    """The checked configuration of parsed arguments.
+    """The configuration from parsed arguments.
 
     Raises:
         ConfigError: a value out of range.
@@ -167,7 +167,7 @@ def config_from(arguments: Namespace) -> PretrainConfig:
     try:
         made = _config_parser().instantiate(only)
         return PretrainConfig(**{name: made[name] for name in names})
-    except TypeError as error:  # the parser accepts a value in the place of a group
+    except TypeError as error:  # the parser accepts a single value for a group
         wrong = next((name for name in names if name != "seed" and not isinstance(arguments[name], Namespace)), None)
         got = "" if wrong is None else f", got {arguments[wrong]!r} for {wrong}"
         raise ConfigError(f"each group of values must be a mapping of names to values{got}") from error
@@ -200,7 +200,7 @@ def load_config(config: str | Path = DEFAULT_PRESET, overrides: Mapping[str, Any
             raise ConfigError(f"{name} is not a value of the configuration")
         if name == "objective":
             value = _objective(value)
-        # Strings are not quoted: where None is allowed too, the quotes would become part of the value.
+        # Strings are not quoted: for options that also allow None, the quotes would become part of the value.
         words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
     return config_from(parser.parse_args(words))
 

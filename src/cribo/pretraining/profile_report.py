@@ -21,7 +21,7 @@ def write_profile(profile: Profile, folder: Path, *, command: str) -> list[Path]
 
 
 def profile_table(profile: Profile) -> Table:
-    """The paper's table with the parts of each row, speed and memory; a column for each number of objects."""
+    """The paper's table with the parts of each row, speed and memory; one column per number of objects."""
     steps = profile.steps
     table = Table("", *(_heading(step) for step in steps), title=_title(profile))
     for column in table.columns[1:]:
@@ -90,6 +90,6 @@ def _range(step: StepProfile) -> str:
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds in three digits, without an exponent."""
+    """Milliseconds with three digits, without an exponent."""
     milliseconds = 1000 * seconds
     return f"{milliseconds:,.{2 if milliseconds < 10 else 1 if milliseconds < 100 else 0}f}"

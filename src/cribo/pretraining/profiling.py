@@ -1,6 +1,6 @@
 """Cost of a configuration's training step on this machine, part by part (paper table "High-level profiling").
 
-A few real steps are taken, on a full bank and with the losses that a run switches on later.
+Takes a few real steps, with a full bank and all losses, including those that start later in a run.
 """
 
 import dataclasses
@@ -53,8 +53,8 @@ OF_OBJECTS = ("Clustering", "NN retrieval", "Object projections", "Object losses
 """Rows that only objects need."""
 
 _LOADER_SECONDS = 5.0
-_TRACE_STEPS = 2  # the first one includes the profiler's own start
-_BANK_NOISE = 0.5  # of made-up objects, as a share of the real objects' spread
+_TRACE_STEPS = 2  # the first one includes the profiler's start-up
+_BANK_NOISE = 0.5  # of synthetic objects, as a share of the real objects' spread
 _BANK_CHUNK = 16_384
 
 
@@ -63,8 +63,8 @@ class StepProfile:
     """Cost of a step for one number of objects.
 
     Attributes:
-        fixed_objects: objects that every image was given; None: as the clustering found them.
-        objects_per_image: on average.
+        fixed_objects: number of objects assigned to every image; None for those found by the clustering.
+        objects_per_image: mean number of objects.
         bootstrapping_ratio: share of the objects with a valid match.
         step: median seconds of a step.
         step_range: seconds of the fastest and of the slowest step.
@@ -72,8 +72,8 @@ class StepProfile:
         parts: median seconds of each part.
         object_share: share of the rows that only objects need.
         images_per_second: in the median step.
-        peak: bytes, of the tensors on a GPU, or of the process on a CPU.
-        held: bytes of it between steps: weights, gradients, the optimiser's state and the bank.
+        peak: peak bytes, of the tensors on a GPU, or of the process on a CPU.
+        held: bytes held between steps: weights, gradients, the optimiser's state and the bank.
     """
 
     fixed_objects: int | None
@@ -118,17 +118,17 @@ def profile(
     trace: Path | None = None,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Profile:
-    """Measure the training step of a configuration on this machine, as one of its devices would take it.
+    """Measure the training step of a configuration on this machine, as on one of its devices.
 
     Args:
-        config: of a run; its total batch is divided by its devices. Losses that a run switches on later are on, and
-            layers that it freezes at first are trained.
-        kept: numbers of objects to give every image, one after the other; as an untrained network finds them if empty.
-        bootstrapping_ratio: share of the objects to give a valid match; each adds a pair to the losses.
-        steps: to be timed.
+        config: of a run; its total batch is divided by its devices. All losses are on, and all layers are trained.
+        kept: numbers of objects per image to measure one after the other; if empty, those that an untrained network
+            finds.
+        bootstrapping_ratio: share of objects with a valid match; each adds a pair to the losses.
+        steps: to time.
         warmup: steps before them.
-        trace: file for a trace of further steps by torch.profiler, with the last number of objects.
-        progress: called with what is measured, steps done and steps in all.
+        trace: file for a torch.profiler trace of further steps, with the last number of objects.
+        progress: called with the phase, steps done and total steps.
 
     Raises:
         ValueError: the configuration, the data or the backbone cannot be used, or a number is out of range.
@@ -148,7 +148,7 @@ def profile(
         if trace.is_dir():
             raise ConfigError(f"--trace must name a file, got the folder {trace}: use {trace / 'trace.json'}")
         trace.parent.mkdir(parents=True, exist_ok=True)
-    # The measured steps have modules of their own: this one must not count in their memory.
+    # Measured steps have their own modules: this one must not count towards their memory.
     session.module = session.module.to("meta")
     with quiet_lightning():
         trainer = session.trainer(None, [], 1)
@@ -161,7 +161,7 @@ def profile(
         told = partial(progress, "steps" if objects is None else f"{objects} objects an image")
         measurement = _Measurement(warmup, warmup + steps, trace if number >= len(kept) else None, told)
         measured.append(measurement.take(session, objects, bootstrapping_ratio))
-        # Trainer and module refer to each other; the bank must be freed before the next one is made.
+        # Trainer and module reference each other; the bank must be freed before the next one is created.
         del measurement
         gc.collect()
         give_freed_memory_back()
@@ -176,7 +176,7 @@ def profile(
 
 
 def _on_one_device(config: PretrainConfig) -> PretrainConfig:
-    """The part of one device, in the middle of the run."""
+    """The configuration of one device's share, in the middle of a run."""
     runtime, optim = config.runtime, config.optim
     if not str(runtime.devices).isdecimal() or int(runtime.devices) < 1:
         raise ConfigError(
@@ -198,9 +198,9 @@ def _on_one_device(config: PretrainConfig) -> PretrainConfig:
 
 
 def _check_kept(kept: Sequence[int], config: PretrainConfig, *, patches: int) -> None:
-    """Refuse numbers of objects that an image cannot have."""
+    """Check that images can have these numbers of objects."""
     if kept and not config.needs_objects:
-        raise ConfigError("losses.cross_view and losses.cross_image are off: there are no objects to fix a number of")
+        raise ConfigError("losses.cross_view and losses.cross_image are off: there are no objects to count")
     most = min(config.objects.num_objects, patches)
     for number in kept:
         if not 1 <= number <= most:
@@ -230,7 +230,7 @@ class _Measurement(Callback):
         self.profiler = torch.profiler.profile()
 
     def take(self, session: Session, objects: int | None, ratio: float) -> StepProfile:
-        """Train with a number of objects an image (None: as found) and a share of valid matches."""
+        """Train with a number of objects per image (None: as found) and a share of valid matches."""
         module = session.make_module()
         objective = _cribo(module)
         if objects is not None:
@@ -284,14 +284,14 @@ class _Measurement(Callback):
 def _fixed_objects(
     label_tokens: Callable[..., Int[Tensor, "b 2 n"]], objects: int, tokens: Float[Tensor, "b 2 n d"], batch: Batch
 ) -> Int[Tensor, "b 2 n"]:
-    """Cluster for the cost of it, and then give every image the same number of objects: stripes of patches."""
+    """Cluster for its cost only, then give every image the same number of objects: stripes of patches."""
     labels = label_tokens(tokens, batch)
     stripes = torch.arange(labels.shape[2], device=labels.device) * objects // labels.shape[2]
     return stripes.expand_as(labels).contiguous()
 
 
 def _fixed_ratio(match: Callable[..., Matches], ratio: float, *args: Any, **kwargs: Any) -> Matches:
-    """Match for the cost of it, and then mark a fixed share of the matches as valid."""
+    """Match for its cost only, then mark a fixed share of the matches as valid."""
     nearest = match(*args, **kwargs).nearest
     places = torch.arange(nearest.shape[1], device=nearest.device)
     chosen = ((places + 1) * ratio).floor() > (places * ratio).floor()
@@ -306,9 +306,9 @@ def _fill_bank(objective: CrIBo) -> None:
 
 @torch.no_grad()
 def fill_bank(bank: MemoryBank, objects: Float[Tensor, "2 r d"], *, per_image: int) -> None:
-    """Fill a bank with made-up objects near some real ones, so that a search costs as much as later in a run.
+    """Fill a bank with synthetic objects near real ones, so that a search costs as much as later in a run.
 
-    Each row is a real object moved by Gaussian noise of half the objects' own spread.
+    Each row is a real object plus Gaussian noise of half the objects' spread.
     """
     rows = objects.shape[1]
     if rows == 0:
@@ -319,7 +319,7 @@ def fill_bank(bank: MemoryBank, objects: Float[Tensor, "2 r d"], *, per_image: i
         images = min(bank.num_images - bank.images_held, max(1, _BANK_CHUNK // per_image))
         choice = torch.randint(rows, (images * per_image,), generator=generator, device=objects.device)
         noise = torch.randn(2, len(choice), objects.shape[2], generator=generator, device=objects.device)
-        made_up = torch.full_like(choice, -1)  # the id of no image
+        made_up = torch.full_like(choice, -1)  # an id that no image has
         bank.push(objects[:, choice].float() + spread * noise, made_up, [per_image] * images)
 
 

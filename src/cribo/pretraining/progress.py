@@ -1,4 +1,4 @@
-"""Progress of a run: epoch, images/s, losses and the objective's own numbers."""
+"""Progress of a run: epoch, images/s, losses and metrics of the objective."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,7 @@ def run_progress(metrics: Metrics, console: Console) -> StepProgress:
 
 
 def progress_text(row: Mapping[str, float], formats: Mapping[str, str]) -> str:
-    """The numbers of a row to show while training; losses that are 0, so not in use, are left out.
+    """Format a row of metrics for the progress line; losses that are 0, because they are off, are left out.
 
     Example:
         >>> progress_text({"images_per_second": 240.0, "loss_cross_view": 2.7, "ratio": 0.1}, {"ratio": "{:.0%} used"})

@@ -1,4 +1,4 @@
-"""The pictures of a run: losses, schedules, score, and those of its objective."""
+"""Figures of a run: losses, schedules, score, and those of its objective."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ def write_report(
         rows: of `metrics.csv`.
         schedules: of the run.
         objective: trained, on the device to use.
-        dataset: the samples that were trained on.
+        dataset: the training samples.
         baselines: mIoU by name.
     """
     (folder / REPORT).mkdir(exist_ok=True)
@@ -52,7 +52,7 @@ def write_report(
 
 
 def draw_losses(rows: Sequence[dict[str, float]], columns: Columns | None = None) -> Figure:
-    """The losses over the epochs, without those that are off."""
+    """Losses over epochs, without those that are off."""
     columns = columns or Columns()
     figure, axes = curves_figure()
     names = dict.fromkeys(name for row in rows for name in row if name.startswith("loss_"))

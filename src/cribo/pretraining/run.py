@@ -1,4 +1,4 @@
-"""A pretraining run from its configuration to the folder that it leaves."""
+"""A pretraining run, from its configuration to its folder of results."""
 
 import json
 import logging
@@ -35,7 +35,7 @@ from cribo.training.lightning import interruptible, quiet_lightning
 
 log = logging.getLogger("cribo")
 
-# Besides runtime.*, these may change when a run is resumed.
+# Options that may change when a run is resumed, in addition to runtime.*.
 _OF_READING = (
     *("data.root", "data.workers", "data.cache_dir", "data.cache_gib"),
     *("data.max_unreadable", "data.timeout", "data.max_restarts"),
@@ -73,21 +73,21 @@ def pretrain(
     callbacks: Sequence[Callback] = (),
     console: Console | None = None,
 ) -> Run:
-    """Pretrain a backbone and leave a run folder; the same as `cribo pretrain`.
+    """Pretrain a backbone and write a run folder; the same as `cribo pretrain`.
 
     Args:
         config: a preset's name, a YAML file, or a configuration.
-        data: data.root, for short.
+        data: short for the override data.root.
         out: folder of run folders.
         name: of this run; it must be new unless `overwrite` or `continue_run` is set.
-        default_name: numbered, it names the run when `name` is not given; the configuration's name by default.
-        minutes: about how long to train on this machine: sets the number of epochs by a short timing, and ends the run
-            at twice the time if the machine becomes slower.
+        default_name: used with a number if `name` is not given; the configuration's name by default.
+        minutes: approximate training time on this machine: a short timing sets the number of epochs, and the run ends
+            after twice the time if the machine becomes slower.
         overwrite: replace a run of the same name.
-        continue_run: resume the run of the same name, if there is one, from its last checkpoint: for schedulers that
-            start the same command again. A finished run is not changed.
+        continue_run: resume the run of the same name, if it exists, from its last checkpoint, for schedulers that
+            restart the same command. A finished run is not changed.
         overrides: dotted names and values on top of the configuration.
-        callbacks: further Lightning callbacks.
+        callbacks: additional Lightning callbacks.
         console: where progress is shown; silent when not given.
 
     Returns:
@@ -95,10 +95,10 @@ def pretrain(
 
     Raises:
         ValueError: the configuration, the data, the backbone or the run folder cannot be used.
-        NonFiniteLoss: training diverged; the last checkpoint is sound.
-        Interrupted: SIGTERM or SIGUSR1 came; a checkpoint was written. (Ctrl-C is a KeyboardInterrupt.)
-        TooManyUnreadable: the data is broken.
-        WorkersFailed: processes that load were killed or hung too often.
+        NonFiniteLoss: training diverged; the last checkpoint is still good.
+        Interrupted: SIGTERM or SIGUSR1 was received; a checkpoint was written. (Ctrl-C is a KeyboardInterrupt.)
+        TooManyUnreadable: too many images cannot be read.
+        WorkersFailed: worker processes died or hung too often.
 
     Example::
 
@@ -110,7 +110,7 @@ def pretrain(
         overrides["data.root"] = str(data)
     if isinstance(config, PretrainConfig):
         if overrides:
-            raise ConfigError("overrides go with a preset or a file: set the values of the PretrainConfig")
+            raise ConfigError("overrides need a preset or a file: set the values of the PretrainConfig")
     else:
         default_name = default_name or config_name(config)
         config = load_config(config, overrides)
@@ -141,17 +141,17 @@ def resume(
 
     Args:
         folder: the run folder.
-        overrides: of what does not change the run: `runtime.*`, and where and how images are read.
-        callbacks: further Lightning callbacks.
+        overrides: values that do not affect the results: `runtime.*`, and where and how images are read.
+        callbacks: additional Lightning callbacks.
         console: where progress is shown; silent when not given.
 
     Raises:
-        FolderError: no run there.
-        ConfigError: an override that would make it another run.
+        FolderError: the folder contains no run.
+        ConfigError: an override would change the results.
     """
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
-        raise FolderError(f"{folder} holds no {CONFIG}, so there is no run to resume")
+        raise FolderError(f"{folder} has no {CONFIG}, so there is no run to resume")
     for name in overrides or {}:
         if not _may_change(name):
             raise ConfigError(
@@ -163,7 +163,7 @@ def resume(
 
 
 def overrides_in(words: Sequence[str]) -> dict[str, Any]:
-    """The values of the configuration among the words of a command line, by name."""
+    """Values of the configuration in the words of a command line, by name."""
     found: dict[str, Any] = {}
     for position, word in enumerate(words):
         name, given, value = word.removeprefix("--").partition("=")
@@ -173,14 +173,14 @@ def overrides_in(words: Sequence[str]) -> dict[str, Any]:
 
 
 def latest_run(out: str | Path) -> Path:
-    """The run folder that was written to last.
+    """The most recently written run folder.
 
     Raises:
-        FolderError: there is none.
+        FolderError: there is no run.
     """
     found = [path.parent for path in Path(out).glob(f"*/{CONFIG}")]
     if not found:
-        raise FolderError(f"there is no run in {out} to resume: name its folder after --resume")
+        raise FolderError(f"there is no run in {out} to resume: give its folder after --resume")
     return max(found, key=lambda folder: next(iter(checkpoint_files(folder)), folder / CONFIG).stat().st_mtime)
 
 
@@ -196,7 +196,7 @@ def _run(
     callbacks: Sequence[Callback],
     console: Console | None,
 ) -> Run:
-    """Train in `out/name`. All that can be wrong with a configuration is found before the folder is made."""
+    """Train in `out/name`; an invalid configuration raises an error before the folder is created."""
     end_with_launcher()
     if resume and name is not None:
         folder = out / name
@@ -204,13 +204,13 @@ def _run(
             config, minutes = with_epochs(config, load_config(folder / CONFIG).optim.epochs), None
         if (folder / SUMMARY).is_file():
             _require_same(folder, config)
-            log.info("%s is finished already: nothing to resume", folder)
+            log.info("%s is already finished: nothing to resume", folder)
             return Run(folder, json.loads((folder / SUMMARY).read_text(encoding="utf-8")))
     session = Session(config)
     limit = [] if minutes is None else [plan(session, minutes)]
 
     def open_folder(held: ExitStack) -> Path:
-        advice = f"choose another --name, resume it by --resume {out / (name or '')} or --continue, or --overwrite it"
+        advice = f"choose another --name, resume it with --resume {out / (name or '')} or --continue, or --overwrite it"
         folder = claim(held, out, name, default_name, marker=CONFIG, overwrite=overwrite, resume=resume, advice=advice)
         if (folder / CONFIG).is_file():
             _require_same(folder, session.config)
@@ -250,7 +250,7 @@ def _train(session: Session, folder: Path, callbacks: Sequence[Callback], consol
     )
     advice = f"continue with --resume {folder}"
     interruption = Interruption(lambda trainer: checkpoints.on_train_end(trainer, module), advice=advice)
-    # Metrics before those that read its latest row, checkpoints after those whose state they hold.
+    # Metrics come before callbacks that read its latest row, checkpoints after callbacks whose state they save.
     trainer = session.trainer(
         folder,
         [
@@ -265,14 +265,18 @@ def _train(session: Session, folder: Path, callbacks: Sequence[Callback], consol
     with quiet_lightning(), interruptible(trainer, advice=advice), closing(session.loader(trainer)) as loader:
         faults.loader = loader
         trainer.fit(module, loader, ckpt_path=checkpoint)
+    seconds = metrics.seconds
     module.to(trainer.strategy.root_device)  # Lightning has moved it to the CPU
+    if score is not None:
+        score.on_train_end(trainer, module)  # not yet computed if the run was stopped after its last step
+    rows = metrics.rows
     summary: dict[str, Any] = {
-        "seconds": round(metrics.seconds, 2),
+        "seconds": round(seconds, 2),
         "peak_rss_bytes": peak_rss_bytes(),
         "steps": trainer.global_step,
         "epochs": config.optim.epochs,
         "images": len(session.source),
-        "images_per_second": _mean(metrics.rows, "images_per_second"),
+        "images_per_second": _mean(rows, "images_per_second"),
         "losses": {
             key.removeprefix("loss_"): value for key, value in metrics.latest.items() if key.startswith("loss_")
         },
@@ -289,7 +293,6 @@ def _train(session: Session, folder: Path, callbacks: Sequence[Callback], consol
     }
     baselines = {}
     if score is not None:
-        score.on_train_end(trainer, module)  # not yet computed if the run was stopped after its last step
         mean_colour = score.mean_colour(module)
         summary["dense_nn"] = {
             "before": score.curve[0][1],
@@ -301,7 +304,7 @@ def _train(session: Session, folder: Path, callbacks: Sequence[Callback], consol
         baselines |= {} if mean_colour is None else {"mean colour": mean_colour}
     if trainer.is_global_zero:
         save_backbone(module.objective.exported(), folder)
-        write_report(folder, metrics.rows, module.schedules, module.objective, session.dataset, baselines=baselines)
+        write_report(folder, rows, module.schedules, module.objective, session.dataset, baselines=baselines)
         write_json(folder / SUMMARY, summary)
     return Run(folder, summary)
 
@@ -316,7 +319,7 @@ def _require_same(folder: Path, config: PretrainConfig) -> None:
         if not _may_change(name):
             raise ConfigError(
                 f"{folder} was begun with {name} {before}, not {now}; only runtime.* and {', '.join(_OF_READING)} can "
-                "change: leave it as it was, or choose another --name"
+                "change: keep the old value, or choose another --name"
             )
 
 

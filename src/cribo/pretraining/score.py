@@ -29,16 +29,16 @@ _CALIBRATION_IMAGES = 64
 
 @dataclass(frozen=True)
 class ScoreData:
-    """The labelled images of a score: the memory, whose patches are searched, and the queries."""
+    """The labelled images of a score: memory (whose patches are searched) and queries."""
 
     memory: LabelledImages
     queries: LabelledImages
 
 
 def open_score_data(config: PretrainConfig) -> ScoreData | None:
-    """The labelled images that the configuration names; None if it names none.
+    """Open the labelled images of the configuration; None without a score.
 
-    The numbers of held-out scenes follow those of the training scenes.
+    Held-out scenes are numbered after the training scenes.
     """
     root = config.data.root if config.score.root == "data" else config.score.root
     if root is None:
@@ -57,9 +57,9 @@ def open_score_data(config: PretrainConfig) -> ScoreData | None:
 
 
 class RetrievalScore(L.Callback):
-    """Scores what the objective exports, and adds the score to the metrics.
+    """Scores the exported backbone, and adds the score to the metrics.
 
-    Labelled images that cannot be read end the run at the first score; later scores are left out.
+    If labelled images cannot be read, the first score raises an error, and later scores are skipped.
 
     Args:
         data: labelled images.
@@ -82,7 +82,7 @@ class RetrievalScore(L.Callback):
         self.curve = [(int(row["step"]), row["dense_nn"]) for row in rows if "dense_nn" in row]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Score the untrained network, or an epoch after which the resumed run was stopped before its score."""
+        """Score the untrained network, or an epoch that the resumed run completed without scoring."""
         assert isinstance(pl_module, PretrainingModule)
         epochs, rest = divmod(trainer.global_step, pl_module.schedules.steps_per_epoch)
         is_due = rest == 0 and epochs % self.config.score.every_epochs == 0 and trainer.global_step < trainer.max_steps
@@ -99,7 +99,7 @@ class RetrievalScore(L.Callback):
         self._take(trainer, pl_module)
 
     def mean_colour(self, module: PretrainingModule) -> float | None:
-        """MIoU of the baseline whose features are mean colours of patches; None if images have been lost."""
+        """Mean IoU of the baseline with mean colours of patches as features; None if images cannot be read any more."""
         patch_size = module.objective.exported().patch_size
         try:
             return self._score(mean_colour_encoder(patch_size), module.device)
@@ -125,10 +125,10 @@ class RetrievalScore(L.Callback):
             self.curve.append((step, miou))
             self.metrics.add(trainer, module, {"dense_nn": miou})
             log.info("step %d: dense retrieval %.1f %% mIoU", step, 100 * miou)
-        elif not self.curve:  # nothing is lost yet
+        elif not self.curve:  # no training is lost yet
             raise failed or DataError("another rank could not read the images of the score")
         elif failed is not None:
-            log.error("step %d: no score, %s; training goes on", step, failed)
+            log.error("step %d: no score, %s; training continues", step, failed)
 
     def _score(self, encoder: PatchEncoder, device: torch.device) -> float:
         score = self.config.score
@@ -147,9 +147,9 @@ class RetrievalScore(L.Callback):
 def calibrated(
     backbone: Backbone, images: LabelledImages, device: torch.device | str, *, needed: bool
 ) -> Iterator[None]:
-    """Give the batch norms of an untrained network the statistics of some images, until the context is left.
+    """Set the batch norm statistics of an untrained network from some images, within this context.
 
-    Without them an untrained network is a poorer baseline than it could be.
+    Without them, an untrained network would be a weaker baseline.
     """
 
     def normalised(index: int) -> Float[Tensor, "1 3 h w"]:

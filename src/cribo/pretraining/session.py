@@ -26,16 +26,16 @@ from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.score import open_score_data
 from cribo.training.lightning import make_trainer, require_launched
 
-# Composing a scene costs more than its crops; a worker caches this much of them.
+# Composing a scene takes longer than its crops; each worker caches this much.
 _SCENE_CACHE_BYTES = 256 * 2**20
-# One readable image among this many is enough to start.
+# Training starts if one of the first images, up to this many, is readable.
 _IMAGES_TRIED = 100
 
 log = logging.getLogger("cribo")
 
 
 class Session:
-    """Images, network and trainer of a configuration; whatever is wrong with it is found here, before any work.
+    """Images, network and trainer of a configuration; invalid configurations are detected here, before training.
 
     Args:
         config: of the run.
@@ -46,7 +46,7 @@ class Session:
         score_data: the labelled images of the score; None without one.
         dataset: the samples.
         module: the training step.
-        workers: processes that load.
+        workers: number of worker processes.
         probe: a trainer with the run's devices.
 
     Raises:
@@ -61,7 +61,7 @@ class Session:
         self.score_data = open_score_data(config)
         self.source = open_source(config)
         self.workers = _workers(config)
-        # Refuses a batch larger than the collection; the trainer makes its own sampler.
+        # Check that a batch is not larger than the collection; loaders create their own sampler.
         StepBatchSampler(len(self.source), config.optim.batch_size, config.seed, position=lambda: 0)
         _require_readable(self.source)
         try:
@@ -87,13 +87,13 @@ class Session:
         self.dataset = SampleDataset(self.source, self.module.objective.samples(), seed=config.seed)
 
     def make_module(self) -> PretrainingModule:
-        """A fresh training step, as the configuration says now."""
+        """A new training step for the current configuration."""
         module = PretrainingModule(
             self.config,
             num_images=len(self.source),
             steps_per_epoch=len(self.source) // self.config.optim.batch_size,
         )
-        # Lightning converts the weights after it has restored a checkpoint, which would round them.
+        # Lightning would convert the weights after restoring a checkpoint, which would round them.
         return module.double() if self.config.runtime.precision == "64-true" else module
 
     def trainer(self, folder: Path | None, callbacks: Sequence[Callback], max_steps: int) -> L.Trainer:
@@ -116,7 +116,7 @@ class Session:
         )
 
     def loader(self, trainer: L.Trainer) -> BatchLoader:
-        """The batches of a trainer's rank, from its current step on; close it to end its workers."""
+        """Batches for a trainer's rank, from its current step on; close the loader to end its workers."""
         sampler = StepBatchSampler(
             self.source,
             self.config.optim.batch_size,
@@ -148,10 +148,10 @@ class Session:
 
 
 def open_source(config: PretrainConfig) -> ImageSource:
-    """The images that a configuration names.
+    """Open the images of a configuration.
 
     Raises:
-        DataError: missing, empty, or not what it seems.
+        DataError: they are missing or invalid.
     """
     data = config.data
     if data.root == "scenes":
@@ -174,13 +174,13 @@ def _require_precision(precision: str, *, on_cpu: bool) -> None:
         )
     if precision == "bf16-mixed" and on_cpu and not multiplies_bfloat16():
         log.warning(
-            "runtime.precision bf16-mixed: this processor has no bfloat16 products (AVX512-BF16 or AMX) and is slower "
-            "with them than with float32: use --runtime.precision 32-true"
+            "runtime.precision bf16-mixed: this processor has no bfloat16 products (AVX512-BF16 or AMX), so this is "
+            "slower than float32: use --runtime.precision 32-true"
         )
 
 
 def _require_shareable(config: PretrainConfig, images_per_group: int, devices: int) -> None:
-    """Refuse a batch that cannot be split into whole groups on each device."""
+    """Check that a batch can be split into whole groups on each device."""
     sizes = (images_per_group, config.optim.micro_batches, devices)
     if config.optim.batch_size % math.prod(sizes):
         group = "objects.group_size" if config.objective.name == "cribo" else "the objective's images_per_group"
@@ -192,7 +192,7 @@ def _require_shareable(config: PretrainConfig, images_per_group: int, devices: i
 
 
 def _require_readable(source: ImageSource) -> None:
-    """Refuse a collection whose first images are all unreadable."""
+    """Check that one of the first images of a collection can be read."""
     first: UnreadableImage | None = None
     tried = min(len(source), _IMAGES_TRIED)
     for index in range(tried):
@@ -212,7 +212,7 @@ def _workers(config: PretrainConfig) -> int:
 
 
 def local_processes(devices: int | str) -> int:
-    """How many processes of the run share this machine's cores."""
+    """Number of processes of the run on this machine."""
     if "LOCAL_WORLD_SIZE" in os.environ:
         return max(1, int(os.environ["LOCAL_WORLD_SIZE"]))
     if str(devices).isdecimal():
@@ -221,7 +221,7 @@ def local_processes(devices: int | str) -> int:
 
 
 class Forever:
-    """A loader repeated without end, for an epoch shorter than what is timed."""
+    """Repeats a loader endlessly, for timing longer than an epoch."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -232,7 +232,7 @@ class Forever:
 
 
 class _Double(DoublePrecision):
-    """Weights in float64; the network converts the batches itself."""
+    """float64 weights; the network converts batches itself."""
 
     def convert_input(self, data: Any) -> Any:
         return data

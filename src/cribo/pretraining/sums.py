@@ -13,11 +13,10 @@ from cribo.objectives.base import Output, detached
 class RunningSums:
     """Numerators and denominators of losses and metrics over the steps since the last reading.
 
-    A loss, and a metric that is one number, are means over the devices. A metric given as numerator and denominator
-    is a quotient of their sums over the devices. Both are independent of the number of devices, also if it changes
-    between the steps of a row.
+    Losses and scalar metrics are averaged over devices; numerators and denominators of the other metrics are summed
+    before dividing. Results do not depend on the number of devices, even if it changes between the steps of a row.
 
-    Only `read`, `is_finite` and `state_dict` wait for the device; call them on all ranks.
+    Only `read`, `is_finite` and `state_dict` synchronise with the device; call them on all ranks.
 
     Args:
         gather: (...) on every rank -> (devices, ...), in their order.
@@ -32,7 +31,7 @@ class RunningSums:
     def add(self, output: Output, weights: Mapping[str, float]) -> None:
         """Add a micro-batch: each loss as `loss_` and its name, the weighted total as `loss`, the metrics by name."""
         first = next(iter(output.losses.values())).detach()
-        like = first.to(torch.promote_types(first.dtype, torch.float32))  # 16 bits count to 256 or 2048
+        like = first.to(torch.promote_types(first.dtype, torch.float32))  # 16-bit sums stop at 256 or 2048
         total = sum(weights.get(name, 1.0) * loss.detach() for name, loss in output.losses.items())
         values = {f"loss_{name}": loss for name, loss in output.losses.items()} | {"loss": total} | output.metrics
         for name, value in values.items():
@@ -42,7 +41,7 @@ class RunningSums:
             self._sums[name] = self._sums[name] + added if name in self._sums else added
 
     def read(self) -> dict[str, float]:
-        """Quotients over all devices since the last reading; one whose denominator is 0 is left out."""
+        """Quotients over all devices since the last reading, without those whose denominator is 0."""
         found = {name: pair.tolist() for name, pair in self._over_devices().items()}
         self._sums = {}
         return {name: numerator / denominator for name, (numerator, denominator) in found.items() if denominator}

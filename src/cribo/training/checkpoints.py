@@ -22,9 +22,9 @@ from cribo.training.module import ResumableModule
 log = logging.getLogger("cribo")
 
 CHECKPOINTS = "checkpoints"
-"""The folder of a run that holds them."""
+"""Sub-folder of a run folder."""
 
-# Version of a checkpoint's content; raised when an older version of cribo could not resume from it.
+# Version of a checkpoint's content; incremented when older versions of cribo cannot resume from it.
 CHECKPOINT_FORMAT = 3
 _FORMAT = "cribo_format"
 _REQUIRED = ("state_dict", "optimizer_states", "loops", "callbacks", "global_step", "cribo")
@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 
 class UnusableCheckpoint(ValueError):
-    """A checkpoint that no run can resume from; nothing of it was loaded."""
+    """A checkpoint that no run can resume from; nothing was loaded from it."""
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -49,8 +49,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
 def resume_point(folder: Path) -> Path | None:
     """The latest checkpoint that can be used; None if the run has written none yet.
 
-    Removes what a killed run has left half written, and renames later checkpoints that cannot be used, with a warning.
-    To be called on rank 0, which holds the run's lock; the latest of `checkpoint_files` is then the same on all ranks.
+    Removes partial files of killed runs, and renames later checkpoints that cannot be used, with a warning. Call it
+    on rank 0 only, which holds the run's lock; the latest of `checkpoint_files` is then the same on all ranks.
 
     Raises:
         FolderError: there are checkpoints, and none can be used; nothing was renamed.
@@ -81,8 +81,8 @@ def check_checkpoint(path: Path) -> None:
     """Read and verify a whole checkpoint without holding its tensors in memory.
 
     Raises:
-        UnusableCheckpoint: it cannot be read, is damaged, has another format, or holds more than tensors, numbers,
-            text, lists and dictionaries. The message does not name the file.
+        UnusableCheckpoint: it cannot be read, is damaged, has another format, or contains other types than tensors,
+            numbers, text, lists and dictionaries. The message does not name the file.
     """
     try:
         check_archive(path)
@@ -98,18 +98,18 @@ def _load(path: Path, *, mmap: bool) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f" but {named[1]}" if named else ""
+        what = named[1] if named else "other objects"
         raise UnusableCheckpoint(
-            f"it holds more than tensors, numbers, text, lists and dictionaries{what}, so it was not written by cribo; "
-            "nothing of it was executed"
+            f"it contains {what}, not only tensors, numbers, text, lists and dictionaries, so it was not written by "
+            "cribo; nothing in it was executed"
         ) from error
     except Exception as error:  # torch does not document what it raises for other files
         raise UnusableCheckpoint(f"PyTorch cannot read it: {_first_line(error)}") from error
     if not isinstance(content, dict):
-        raise UnusableCheckpoint(f"it holds a {type(content).__name__} and no state of a run")
+        raise UnusableCheckpoint(f"it contains a {type(content).__name__}, not the state of a run")
     missing = [name for name in _REQUIRED if name not in content]
     if missing:
-        raise UnusableCheckpoint(f"it holds no {', '.join(missing)}, so it is no state of a run")
+        raise UnusableCheckpoint(f"it has no {', '.join(missing)}, so it is not the state of a run")
     if (found := content.get(_FORMAT, 2)) != CHECKPOINT_FORMAT:
         raise UnusableCheckpoint(
             f"its format is {found}, and this version of cribo reads format {CHECKPOINT_FORMAT}: resume it with the "
@@ -133,9 +133,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's checkpoint files, read back from the disk before they are moved into place.
 
     Attributes:
-        path: the checkpoint that all ranks have agreed on, loaded instead of the one that Lightning asks for.
+        path: the checkpoint that all ranks have agreed on, loaded instead of the one that Lightning passes.
         failure: why the last checkpoint could not be saved; None if it was. It is not raised, because only rank 0
-            writes, and the other ranks wait for it.
+            writes while the other ranks wait for it.
     """
 
     def __init__(self) -> None:
@@ -173,11 +173,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def _write(checkpoint: dict[str, Any], part: Path) -> None:
-    with part.open("wb") as file:  # given the path, torch hides the system's error behind its own
+    with part.open("wb") as file:  # given a path, torch replaces the system's error by its own
         torch.save(checkpoint | {_FORMAT: CHECKPOINT_FORMAT}, file)
         file.flush()
         os.fsync(file.fileno())
-        if hasattr(os, "posix_fadvise"):  # so that it is read back from the disk, not from the system's cache
+        if hasattr(os, "posix_fadvise"):  # so that it is read back from disk, not from the page cache
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     try:
         check_archive(part)
@@ -190,7 +190,7 @@ def _write(checkpoint: dict[str, Any], part: Path) -> None:
 
 
 class Checkpoints(L.Callback):
-    """Saves every so many steps and at the end; a save that fails is reported and retried soon.
+    """Saves every `every_steps` steps and at the end; reports and retries failed saves.
 
     Lightning's `ModelCheckpoint`, under manual optimisation, saves weights from before the step, and removes the
     older file even if the newer one could not be written.
@@ -198,8 +198,8 @@ class Checkpoints(L.Callback):
     Args:
         folder: the run folder.
         every_steps: steps between two checkpoints.
-        keep: how many of the last stay on disk.
-        resume_from: the checkpoint that this process would resume from; None to start from the beginning.
+        keep: number of the latest checkpoints to keep.
+        resume_from: the checkpoint that this rank found to resume from; None to start from the beginning.
     """
 
     def __init__(self, folder: Path, *, every_steps: int, keep: int, resume_from: Path | None = None) -> None:
@@ -215,7 +215,7 @@ class Checkpoints(L.Callback):
         """Have all ranks resume from the checkpoint of rank 0.
 
         Raises:
-            FolderError: some ranks see a checkpoint, others none.
+            FolderError: only some ranks find a checkpoint.
         """
         seen = _all_ranks((socket.gethostname(), self.resume_from and self.resume_from.name))
         name = seen[0][1]
@@ -223,18 +223,18 @@ class Checkpoints(L.Callback):
         if unlike:
             raise FolderError(
                 f"rank 0 sees {f'the checkpoint {name}' if name else 'no checkpoint'} in {self.folder}, ranks on "
-                f"{', '.join(unlike)} do not see the same: put the run folder where all hosts reach it under this "
-                "name, such as a network file system, or copy it to each"
+                f"{', '.join(unlike)} do not: put the run folder on a file system that all hosts mount there, or "
+                "copy it to each"
             )
         path = None if name is None else self.folder / CHECKPOINTS / name
         _io(trainer).path = path
         self.saved_step = None if path is None else _step(path)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuse callbacks whose state could be saved, but not be loaded.
+        """Check that the state of each callback can be loaded again.
 
         Raises:
-            ValueError: a callback's state is more than tensors, numbers, text, lists and dictionaries.
+            ValueError: a callback's state contains other types than tensors, numbers, text, lists and dictionaries.
         """
         self._due = self._next_regular(trainer.global_step)
         callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
@@ -246,8 +246,8 @@ class Checkpoints(L.Callback):
                 torch.load(file, weights_only=True)
             except (pickle.PickleError, AttributeError, TypeError) as error:  # pickle raises each of them
                 raise ValueError(
-                    f"the state_dict of the callback {type(callback).__name__} holds more than tensors, numbers, "
-                    "text, lists and dictionaries, so no checkpoint of it could be loaded again: keep it to these"
+                    f"the state_dict of the callback {type(callback).__name__} contains other types than tensors, "
+                    "numbers, text, lists and dictionaries, so its checkpoints could not be loaded: use only these"
                 ) from error
 
     def on_train_batch_end(
@@ -276,7 +276,7 @@ class Checkpoints(L.Callback):
         return (step // self.every_steps + 1) * self.every_steps
 
     def _save(self, trainer: L.Trainer) -> str | None:
-        """Save on all ranks; the reason if that failed and may succeed later."""
+        """Save on all ranks; returns the reason if that failed but may succeed later."""
         module, path, checkpoint_io = trainer.lightning_module, self._path(trainer), _io(trainer)
         assert isinstance(module, ResumableModule)
         module.check_weights()
@@ -284,19 +284,19 @@ class Checkpoints(L.Callback):
         error = checkpoint_io.failure
         system_error = _system_error(error)
         reason = error and _first_line(error) if system_error is None else system_error.strerror or str(system_error)
-        reason, may_pass = _all_ranks((reason, system_error is not None))[0]
+        reason, may_succeed_later = _all_ranks((reason, system_error is not None))[0]
         if reason is None:
             self.saved_step = trainer.global_step
             if trainer.is_global_zero:
                 self._remove_old()
-        elif not may_pass:
+        elif not may_succeed_later:
             raise error or Stopped(f"rank 0 could not save {path}: {reason}")
         return reason
 
-    def _report(self, trainer: L.Trainer, reason: str, what_next: str) -> None:
+    def _report(self, trainer: L.Trainer, reason: str, consequence: str) -> None:
         if trainer.is_global_zero:
             path = self._path(trainer)
-            log.error("could not save %s: %s. The previous checkpoint is intact; %s", path, reason, what_next)
+            log.error("could not save %s: %s. The previous checkpoint is intact; %s", path, reason, consequence)
 
     def _path(self, trainer: L.Trainer) -> Path:
         return self.folder / CHECKPOINTS / f"step={trainer.global_step:08d}.ckpt"
@@ -312,7 +312,7 @@ class Checkpoints(L.Callback):
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """The system's error behind another one; torch raises its own while it handles it."""
+    """The system's error that caused another one; torch raises its own while handling it."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error

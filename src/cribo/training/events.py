@@ -1,4 +1,4 @@
-"""Logs whose write errors do not end a training."""
+"""Logs whose write errors do not stop training."""
 
 import logging
 import time
@@ -9,16 +9,16 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 log = logging.getLogger("cribo")
 
-_RETRY_SECONDS = 60.0  # each try leaves an empty file while it fails
+_RETRY_SECONDS = 60.0  # each failed attempt leaves an empty file
 
 
 @contextmanager
-def going_on(what: object) -> Iterator[None]:
+def log_write_errors(what: object) -> Iterator[None]:
     """Log a write error and continue."""
     try:
         yield
     except OSError as error:
-        log.error("could not write to %s: %s; training goes on", what, error.strerror or error)
+        log.error("could not write to %s: %s; training continues", what, error.strerror or error)
 
 
 class Events(TensorBoardLogger):
@@ -30,14 +30,14 @@ class Events(TensorBoardLogger):
     _silent_until = 0.0
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log numbers."""
+        """Log metrics."""
         if time.monotonic() < self._silent_until:
             return
-        with going_on(self.log_dir):
+        with log_write_errors(self.log_dir):
             try:
                 super().log_metrics(metrics, step)
             except (OSError, ValueError) as error:
-                # Lightning raises ValueError from whatever the writer raises.
+                # Lightning turns errors of the writer into ValueErrors.
                 cause = error if isinstance(error, OSError) else error.__cause__
                 if not isinstance(cause, OSError):
                     raise
@@ -46,6 +46,6 @@ class Events(TensorBoardLogger):
                 raise cause from None
 
     def finalize(self, status: str) -> None:
-        """Write what is left."""
-        with going_on(self.log_dir):
+        """Flush the log."""
+        with log_write_errors(self.log_dir):
             super().finalize(status)

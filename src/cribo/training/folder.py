@@ -1,4 +1,4 @@
-"""The folder of a training: claimed, locked, and the same for all ranks."""
+"""The output folder of a training: claimed, locked, and the same on all ranks."""
 
 import contextlib
 import logging
@@ -27,13 +27,13 @@ def open_on_all_ranks(trainer: L.Trainer, open_folder: Callable[[ExitStack], Pat
 
     Args:
         trainer: with the strategy of the training.
-        open_folder: called on rank 0 only; what it enters, a lock for example, is left at the end.
+        open_folder: called on rank 0 only; contexts that it enters, such as a lock, are closed at the end.
 
     Raises:
-        whatever `open_folder` raises, on all ranks that a launcher (torchrun, SLURM) has started.
+        errors of `open_folder`, on all ranks started by a launcher (torchrun, SLURM).
     """
     if _OPENED in os.environ and os.environ.get(LAUNCHER) != str(os.getpid()):
-        # Lightning has started this process, after rank 0 had opened the folder.
+        # Lightning started this process after rank 0 had opened the folder.
         yield Path(os.environ.pop(_OPENED))
         return
     with ExitStack() as held:
@@ -74,14 +74,14 @@ def claim(
     resume: bool,
     advice: str,
 ) -> Path:
-    """Make and lock `out/name`; or without a name, the first new one of `out/default_name`, `...-2`, `...-3`.
+    """Create and lock `out/name`; without a name, the first new one of `out/default_name`, `...-2`, `...-3`.
 
     Args:
         held: holds the lock.
         out: folder of such folders.
         name: of the folder; None to number it.
         default_name: of a numbered folder.
-        marker: the file by which a folder of this kind is recognised.
+        marker: file that identifies a folder of this kind.
         overwrite: replace a folder of this kind.
         resume: keep a folder of this kind, or one that was killed before it wrote its `marker`.
         advice: what to do if the folder exists, as the end of an error message.
@@ -109,7 +109,7 @@ def _is_barely_begun(folder: Path) -> bool:
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Lock a folder for this process, until it ends, by whatever means. Warns if the file system has no locks.
+    """Lock a folder until this process ends, even if it is killed. Warns if the file system has no locks.
 
     Raises:
         FolderError: another run holds the lock, or the folder cannot be written to.
@@ -121,14 +121,14 @@ def run_lock(folder: Path) -> Iterator[None]:
         log.warning("%s cannot be locked: make sure that no other run uses this folder", folder)
     except (Timeout, RuntimeError) as error:  # RuntimeError: held by this process
         raise FolderError(
-            f"{folder} is in use by another run: wait for its end or stop it, or use another --name or --out"
+            f"{folder} is in use by another run: wait until it ends, stop it, or use another --name or --out"
         ) from error
     except OSError as error:
         raise FolderError(f"cannot write to {folder}: {error.strerror}; use another folder") from error
     try:
         yield
     finally:
-        if os.getpid() == owner:  # not in a fork that ends by an exception
+        if os.getpid() == owner:  # not in a fork that raised an exception
             with contextlib.suppress(OSError):
                 (folder / RUN_LOCK).unlink()
             lock.release()

@@ -1,4 +1,4 @@
-"""Signals: a run that is told to stop ends with a checkpoint, on all ranks after the same step."""
+"""Signals: an interrupted run saves a checkpoint and ends after the same step on all ranks."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ from cribo.errors import Stopped
 
 log = logging.getLogger("cribo")
 
-# SLURM sends SIGUSR1 before the time is up (`--signal=USR1@90`). Windows does not have it.
+# SLURM sends SIGUSR1 before the time limit (`--signal=USR1@90`). Windows does not have it.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
@@ -27,8 +27,8 @@ class Interrupted(Stopped):
     """SIGTERM or SIGUSR1 ended the training, which can be resumed.
 
     Attributes:
-        signal: which one.
-        status: 128 and the signal's number, as shells report it.
+        signal: the signal.
+        status: exit status, 128 plus the signal's number, as in shells.
     """
 
     everywhere = True
@@ -40,9 +40,9 @@ class Interrupted(Stopped):
 
 
 class Interruption(L.Callback):
-    """Ends the training after the step in which a signal came to any rank.
+    """Ends training after the step in which any rank received a signal.
 
-    The first SIGINT, SIGTERM or SIGUSR1 asks for a checkpoint at the end of the step, and after SIGUSR1 a SLURM job is
+    The first SIGINT, SIGTERM or SIGUSR1 saves a checkpoint at the end of the step; after SIGUSR1, a SLURM job is also
     requeued. A second SIGINT or SIGTERM ends the process at once. Lightning's own handlers would save in the middle of
     a step; it restores all previous handlers when its trainer ends.
 
@@ -63,7 +63,7 @@ class Interruption(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Install the handlers."""
         if trainer.world_size > 1:
-            # A group of its own on the host, so that no rank waits for a GPU to know whether to continue.
+            # A separate group on the host: no rank waits for a GPU to learn whether to continue.
             self._group = dist.new_group(backend="gloo")
         self._listen()
 
@@ -75,7 +75,7 @@ class Interruption(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Start to exchange the signals received so far, while the step is computed."""
+        """Start exchanging the signals received so far, in parallel with the step."""
         if self._group is not None:
             received = torch.tensor(self._received)
             work = dist.all_reduce(received, dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -84,18 +84,18 @@ class Interruption(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save and stop, if a signal has come.
+        """Save and stop if a signal was received.
 
         Raises:
-            Interrupted: SIGTERM or SIGUSR1 has come.
-            KeyboardInterrupt: SIGINT has come.
+            Interrupted: SIGTERM or SIGUSR1 was received.
+            KeyboardInterrupt: SIGINT was received.
         """
         number = self._received
         if self._agreement is not None:
             received, work = self._agreement
             work.wait()
             number = int(received)
-        if number and trainer.global_step >= trainer.max_steps:  # it ends anyway; a validation that follows does not
+        if number and trainer.global_step >= trainer.max_steps:  # training ends anyway, but not a validation after it
             self._received = number
         elif number:
             self.save(trainer)
@@ -110,7 +110,7 @@ class Interruption(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Stop a validation outside the training, if a signal has come."""
+        """Stop a validation outside the training if a signal was received."""
         if trainer.state.fn == TrainerFn.VALIDATING and self._received:
             self._end(trainer, self._received)
 
@@ -122,11 +122,11 @@ class Interruption(L.Callback):
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received = self._received or number
         if number in (signal.SIGINT, signal.SIGTERM):
-            # The system's own handling of the second one ends the process even where no Python code runs.
+            # The default handlers end the process at the second signal, even while no Python code runs.
             for each in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(each, signal.SIG_DFL)
         if number == signal.SIGINT:
-            # print and logging may be interrupted in this very thread. A progress bar hides the cursor: show it.
+            # The signal may have interrupted print or logging in this thread. Progress bars hide the cursor: show it.
             cursor = b"\x1b[?25h" if os.isatty(2) else b""
             os.write(2, cursor + b"\nstopping after this step; press Ctrl-C again to stop at once\n")
 
@@ -140,7 +140,7 @@ class Interruption(L.Callback):
 
 
 def requeue() -> None:
-    """Have SLURM requeue this job; a no-op outside of one."""
+    """Have SLURM requeue this job; a no-op outside SLURM."""
     job = os.environ.get("SLURM_JOB_ID")
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"

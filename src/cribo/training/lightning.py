@@ -1,4 +1,4 @@
-"""Lightning's trainer as every training here uses it."""
+"""Lightning's trainer, configured for all training in this package."""
 
 import logging
 import os
@@ -37,16 +37,16 @@ def make_trainer(
     """A trainer that stops after `steps`, with atomic checkpoints and without Lightning's own displays.
 
     Args:
-        folder: for TensorBoard's log; none is written when None.
-        callbacks: all of them.
+        folder: for TensorBoard's log; None disables the log.
+        callbacks: of the trainer.
         steps: optimiser steps.
         accelerator: auto, cpu, gpu, ...
-        threads: of torch on CPUs; its own choice when None.
-        plugins: further ones.
-        options: of `lightning.Trainer`.
+        threads: of torch on CPUs; None for torch's default.
+        plugins: additional plugins.
+        options: passed to `lightning.Trainer`.
 
     Raises:
-        ConfigError: devices that are not there.
+        ConfigError: the devices do not exist.
     """
     on_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
     if not on_gpu:
@@ -71,20 +71,20 @@ def make_trainer(
             )
     except MisconfigurationException as error:
         raise ConfigError(f"runtime.accelerator {accelerator}: {error}") from error
-    # Lightning would broadcast at every step, on the device, whether SIGTERM has come; `Interruption` handles it.
+    # Lightning would broadcast SIGTERM on the device at every step; `Interruption` handles it.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
     return trainer
 
 
 def require_launched(devices: int | str, num_nodes: int) -> None:
-    """Refuse a number of processes that differs from that started; each would start a run of its own.
+    """Check the number of started processes; with a wrong one, each process would start its own run.
 
     Args:
-        devices: of each node, `runtime.devices`.
+        devices: number per node, `runtime.devices`.
         num_nodes: `runtime.num_nodes`.
 
     Raises:
-        ConfigError: torchrun has started another number, or several nodes lack a launcher.
+        ConfigError: torchrun has started another number, or there are several nodes but no launcher.
     """
     started = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
     if started is not None and str(devices).isdecimal() and int(devices) * num_nodes != started:
@@ -97,13 +97,13 @@ def require_launched(devices: int | str, num_nodes: int) -> None:
     if num_nodes > 1 and not launched:
         raise ConfigError(
             f"runtime.num_nodes {num_nodes} needs a launcher that starts the processes of all nodes: run this "
-            "command by torchrun or srun (docs/reliability.md)"
+            "command with torchrun or srun (docs/reliability.md)"
         )
 
 
 @contextmanager
 def interruptible(trainer: L.Trainer, *, advice: str = "") -> Iterator[None]:
-    """Raise Ctrl-C as a KeyboardInterrupt; Lightning exits the program."""
+    """Raise KeyboardInterrupt for Ctrl-C, where Lightning would exit the program."""
     try:
         yield
     except SystemExit as error:
@@ -128,12 +128,12 @@ def quiet_lightning() -> Iterator[None]:
                 ".*tensorboardX.*",
                 ".*is smaller than the logging interval.*",
                 ".*in eval mode at the start of training.*",  # frozen parts
-                ".*You defined a `validation_step` but have no `val_dataloader`.*",  # validation follows the training
-                ".*your dataloader is not resumable.*",  # the order of the data is a function of the step
-                ".*sync_dist=True.*",  # logged values are those of all ranks, or of one on purpose
+                ".*You defined a `validation_step` but have no `val_dataloader`.*",  # validation runs after training
+                ".*your dataloader is not resumable.*",  # the order of the data depends only on the step
+                ".*sync_dist=True.*",  # logged values are averaged already, or of one rank on purpose
                 ".*torch.distributed.nn.functional.all_gather is deprecated.*",
                 ".*LeafSpec.*is deprecated.*",
-                ".*`broadcast_buffers` is deprecated.*",  # its successor is not in all versions of torch
+                ".*`broadcast_buffers` is deprecated.*",  # its replacement is not in all versions of torch
             ):
                 warnings.filterwarnings("ignore", text)
             yield
@@ -142,7 +142,7 @@ def quiet_lightning() -> Iterator[None]:
 
 
 class _SyncBatchNorm(LayerSync):
-    """Batch norms over all GPUs; timm's conversion keeps the activations inside its own norms."""
+    """Synchronises batch norms over GPUs; timm's conversion keeps the activations inside its own norm layers."""
 
     def apply(self, model: Module) -> Module:
         return convert_sync_batchnorm(model)

@@ -14,7 +14,7 @@ class NonFiniteLoss(Stopped):
 
     Attributes:
         what: the value that was not finite.
-        step: the step at which that was found.
+        step: the step at which it was detected.
     """
 
     everywhere = True
@@ -36,7 +36,7 @@ class ResumableModule(L.LightningModule):
     advice = "start again with a lower learning rate, or with --runtime.precision bf16-mixed if it is 16-mixed"
 
     def check_weights(self) -> None:
-        """Refuse trained weights that are not finite on any rank; waits for the device.
+        """Check that the trained weights are finite on all ranks; synchronises with the device.
 
         Raises:
             NonFiniteLoss: a trained weight is not finite.
@@ -48,5 +48,5 @@ class ResumableModule(L.LightningModule):
             raise NonFiniteLoss("the weights", self.global_step, self.advice)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the entry `cribo`, for state that is no registered buffer."""
+        """Add the entry `cribo`, for state that is not a registered buffer."""
         checkpoint["cribo"] = {}

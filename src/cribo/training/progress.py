@@ -1,4 +1,4 @@
-"""Progress of a training: steps, ETA and numbers."""
+"""Training progress: steps, ETA and metrics."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ _FIRST_LINE_SECONDS = 5.0
 
 
 def logged_numbers(trainer: L.Trainer) -> str:
-    """What the module logs with `prog_bar=True`; waits for the device."""
+    """The values that the module logs with `prog_bar=True`; synchronises with the device."""
     return " · ".join(f"{name} {float(value):.4g}" for name, value in trainer.progress_bar_metrics.items())
 
 
@@ -21,9 +21,9 @@ class StepProgress(L.Callback):
     """The progress of a training, or of a validation outside of one.
 
     Args:
-        console: where to.
+        console: where progress is shown.
         label: name of the training.
-        numbers: returns what is shown beside its steps.
+        numbers: returns the text shown after the steps.
         every_steps: steps between two calls of `numbers`.
     """
 
@@ -49,7 +49,7 @@ class StepProgress(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Advance."""
+        """Update the display."""
         if trainer.global_step % self.every_steps == 0:
             self._shown = self.numbers(trainer)
         self._show(trainer, self.label, trainer.global_step, int(trainer.max_steps))

@@ -1,4 +1,4 @@
-"""Times of the parts of a training step, taken on the device."""
+"""Times of the parts of a training step, measured on the device."""
 
 import time
 from collections import defaultdict
@@ -13,8 +13,8 @@ from torch.profiler import record_function
 class StepTimer:
     """Times the parts of training steps; a no-op until it is started.
 
-    A step calls the timer at the end of each of its parts. On a GPU this records an event in the stream, and nothing
-    is synchronised before the times are read.
+    A step calls the timer at the end of each part. On a GPU this records an event in the stream; nothing is
+    synchronised until the times are read.
 
     Example:
         >>> timer = StepTimer()
@@ -28,15 +28,15 @@ class StepTimer:
 
     def __init__(self) -> None:
         self._device: torch.device | None = None
-        self._steps: list[list[tuple[str, Any]]] = []  # in each step, the parts and when they ended
+        self._steps: list[list[tuple[str, Any]]] = []  # of each step: its parts and their end times
 
     def start(self, device: torch.device) -> None:
-        """Begin to time the steps on a device."""
+        """Start timing the steps on a device."""
         self._device = device
         self._steps = [[("", self._now())]]
 
     def __call__(self, part: str) -> None:
-        """Assign the time since the last call to `part`; a trace by torch.profiler shows a mark of this name."""
+        """Assign the time since the last call to `part`; torch.profiler traces show a mark of this name."""
         if self._device is not None:
             self._steps[-1].append((part, self._now()))
             with record_function(part):
@@ -48,7 +48,7 @@ class StepTimer:
             tensor.register_hook(lambda _: self(part))
 
     def end_step(self) -> None:
-        """Count parts from now on to the next step."""
+        """End the current step."""
         if self._device is not None:
             self._steps.append(self._steps[-1][-1:])
 
@@ -65,7 +65,7 @@ class StepTimer:
         return steps
 
     def _now(self) -> Any:
-        """The host's clock, or an event of the GPU's."""
+        """The host's clock, or an event on the GPU."""
         assert self._device is not None
         if self._device.type != "cuda":
             return time.perf_counter()
