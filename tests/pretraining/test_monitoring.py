@@ -210,6 +210,7 @@ def test_tensorboard_goes_on_in_another_file(tmp_path: Path, caplog: pytest.LogC
 
     logger._experiment = None
     logger.log_metrics({"loss": 5.0}, 5)
+    logger.experiment.flush()  # otherwise its thread could fail with this one already
     put_something_in_the_way()
     logger.experiment.add_scalar("loss", 6.0, 6)
     logger.finalize("success")
