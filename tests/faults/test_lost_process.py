@@ -94,9 +94,13 @@ def test_the_others_end_and_the_run_goes_on(
     assert seconds < LIMIT
     assert all(each.wait(10) not in (0, None) for each in begun)
     said = "".join(each.said for each in begun)
-    cause = {NOBODY: "by peer", LIGHTNING: "terminated with code -9", TORCHRUN: "Signal 9 (SIGKILL) received"}
+    causes = {
+        NOBODY: ("by peer",),
+        LIGHTNING: ("terminated with code -9", "by peer"),  # whichever notices first
+        TORCHRUN: ("Signal 9 (SIGKILL) received",),
+    }
     if (launcher, rank) != (LIGHTNING, 0):  # who would tell has been killed
-        assert cause[launcher] in said, said[-5000:]
+        assert any(cause in said for cause in causes[launcher]), said[-5000:]
 
     again = begin(launcher if endurance else NOBODY, commands, *words, "run")
     whole = begin(NOBODY, commands, *words, "whole")
