@@ -32,6 +32,7 @@ MAX_RESTARTS = 3
 _PREFETCHED = 4  # batches of each worker
 _SEEN_SECONDS = 0.5  # from a connection error to the end of the worker
 _END_SECONDS = 5.0  # for workers to end
+_DROP_SECONDS = 1.0  # for the destructor of their iterator, once they have ended
 
 _MORE_MEMORY = (
     "Use fewer data.workers, or give the job more memory (SIGKILL) or shared memory (SIGBUS; --shm-size of docker); "
@@ -165,6 +166,7 @@ class _Crew:
     ) -> None:
         self.due: int | None = step
         self._hung = False
+        self._dropping: threading.Thread | None = None
         self._processes: list[BaseProcess] = []
         self._iterators: list[Iterator[Any]] = []  # one, until the workers end
         loader = DataLoader(
@@ -245,11 +247,15 @@ class _Crew:
             process.kill()
         self._join()
         self._drop_iterator()
+        if self._dropping is not None:
+            # Otherwise a process that exits now could close what the destructor uses.
+            self._dropping.join(_DROP_SECONDS)
 
     def _drop_iterator(self) -> None:
         # In a thread: the iterator's destructor may wait forever for a lock held by a dead worker.
         if self._iterators:
-            threading.Thread(target=self._iterators.clear, daemon=True, name="end of workers").start()
+            self._dropping = threading.Thread(target=self._iterators.clear, daemon=True, name="end of workers")
+            self._dropping.start()
 
     def _join(self) -> None:
         until = time.monotonic() + _END_SECONDS
