@@ -211,7 +211,7 @@ def test_a_run_prints_its_numbers_and_where_they_are(config: str, capsys: pytest
     assert "seed: 5" in Path("runs/mine/config.yaml").read_text()
     # Resuming what is finished is no mistake.
     assert main(["pretrain", "--resume"]) == 0
-    assert "finished already" in capsys.readouterr().out
+    assert "already finished" in capsys.readouterr().out
 
 
 def test_a_diverged_run_ends_with_status_1(config: str, capsys: pytest.CaptureFixture[str]) -> None:

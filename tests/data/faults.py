@@ -113,6 +113,17 @@ def stops() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def after(path: Path, fault: Fault) -> Fault:
+    """A fault as soon as there is a file."""
+
+    def wait() -> None:
+        while not path.exists():
+            time.sleep(0.005)
+        fault()
+
+    return wait
+
+
 def crashes() -> None:
     """The decoder accesses memory that is not its own."""
     signal.signal(signal.SIGSEGV, signal.SIG_DFL)

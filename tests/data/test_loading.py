@@ -23,6 +23,7 @@ from tests.data.faults import (
     Fault,
     Faulty,
     Noise,
+    after,
     crashes,
     drawn,
     fails,
@@ -589,10 +590,13 @@ def test_workers_stay_as_long_as_one_batch_follows_the_other() -> None:
 @pytest.mark.parametrize("how", ["closed", "dropped"])
 def test_closing_ends_the_workers(tmp_path: Path, fault: Fault | None, how: str) -> None:
     late = list(StepBatchSampler(IMAGES, BATCH, 0, position=lambda: 0))[5][0][1]
-    faults: Mapping[int, tuple[Fault, int]] = {} if fault is None else {late: (fault, 1)}
+    first = tmp_path / "first"
+    faults: Mapping[int, tuple[Fault, int]] = {} if fault is None else {late: (after(first, fault), 1)}
     before = threads()
     training = Training(Faulty(Noise(IMAGES), tmp_path / "counts", faults))
     next(training.epoch())
+    first.touch()
+    time.sleep(0.1)  # for the fault to happen
     workers = training.workers
     assert len(workers) == 2
     began = time.monotonic()

@@ -248,7 +248,7 @@ def finished_result(out: Path | None, *, resume: bool) -> EvaluationResult | Non
     if not resume or out is None or not (out / RESULTS).is_file():
         return None
     if is_first_process():
-        log.info("%s is finished already: nothing to resume", out)
+        log.info("%s is already finished: nothing to resume", out)
     return read_result(out)
 
 

@@ -228,6 +228,7 @@ class Backbone(nn.Module):
         that `encode` reads (name, dtype, shape, bytes). Drop path and where the weights came from have no part in it.
 
         Example:
+            >>> from cribo.models import build_backbone
             >>> small = {"channels": (8, 8, 8, 8)}
             >>> first, other = (build_backbone("resnet18", args=small, seed=seed) for seed in (0, 1))
             >>> first.fingerprint() == build_backbone("resnet18", args=small, drop_path=0.1).fingerprint()
@@ -264,6 +265,7 @@ class Backbone(nn.Module):
             ValueError: an image size that does not fit, or `layers` out of range.
 
         Example:
+            >>> from cribo.models import build_backbone
             >>> backbone = build_backbone("vit_small_patch16_224", image_size=64)
             >>> features = backbone.encode(torch.zeros(2, 3, 64, 96))
             >>> features.tokens.shape, features.grid

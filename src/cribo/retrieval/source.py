@@ -1,6 +1,6 @@
 """Whose features, as a configuration says it. Nothing here needs torch, so that a command line need not wait for it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -39,7 +39,7 @@ class BackboneSource:
     positions: Literal[
         "original", "timm", "bicubic", "bicubic_offset", "bilinear", "bilinear_antialiased", "bilinear_corners"
     ] = "original"
-    ignore: tuple[str, ...] = ()
+    ignore: list[str] = field(default_factory=list)
     trust: bool = False
     layers: int = 1
     seed: int = 0
