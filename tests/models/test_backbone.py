@@ -1,12 +1,15 @@
 import copy
 import itertools
+import json
 
 import pytest
+import safetensors.torch
 import timm
 import torch
 from timm.layers.attention import Attention
 
-from cribo.models import build_backbone
+from cribo.models import build_backbone, load_backbone, save_backbone
+from cribo.models.building import first_blocks
 from cribo.models.numerics import Numerics
 
 TINY_VIT = {"embed_dim": 64, "depth": 3, "num_heads": 2}
@@ -389,3 +392,40 @@ def test_the_fingerprint_leaves_out_what_encode_does_not_read():
     assert "conv_head.weight" in backbone.unused_parameters
     backbone.model.conv_head.weight.data.fill_(2)
     assert backbone.fingerprint() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "args"), [(VIT, TINY_VIT), ("resnet18", {"channels": (8, 8, 8, 8)}), ("convnext_tiny", TINY_CONVNEXT)]
+)
+def test_a_layer_behind_the_features_is_where_plain_timm_finds_it(name, args, tmp_path):
+    backbone = build_backbone(name, args=args, image_size=64).eval()
+    plain = backbone.encode(images(2, 3, 64, 96))
+    weight, bias = torch.randn(5, backbone.embed_dim), torch.randn(5)
+    backbone.set_readout(weight, bias)
+    features = backbone.encode(images(2, 3, 64, 96))
+    assert backbone.embed_dim == 5
+    torch.testing.assert_close(features.tokens, plain.tokens @ weight.T + bias)
+    torch.testing.assert_close(features.global_token, plain.global_token @ weight.T + bias)
+    torch.testing.assert_close(features.global_token, backbone.model(images(2, 3, 64, 96)))
+    assert not backbone.readout.weight.requires_grad
+    with pytest.raises(ValueError, match=f"must take {plain.tokens.shape[2]} channels, got a weight of \\(3, 4\\)"):
+        backbone.set_readout(torch.zeros(3, 4), torch.zeros(3))
+
+    save_backbone(backbone, tmp_path)
+    assert load_backbone(tmp_path).fingerprint() == backbone.fingerprint()
+    about = json.loads((tmp_path / "backbone.json").read_text())
+    model = timm.create_model(about["name"], **about["args"]).eval()
+    model.load_state_dict(safetensors.torch.load_file(tmp_path / "backbone.safetensors"))
+    torch.testing.assert_close(model(images(2, 3, 64, 96)), features.global_token)
+
+
+def test_the_first_blocks_are_a_network_of_their_own():
+    backbone = build_backbone(VIT, args=TINY_VIT, image_size=64).eval()
+    batch = images(2, 3, 64, 64)
+    shorter = first_blocks(backbone, 2).eval()
+    tokens = backbone.encode(batch, layers=2).tokens[..., : backbone.embed_dim]
+    torch.testing.assert_close(shorter.encode(batch).tokens, tokens)
+    assert (shorter.depth, shorter.args["depth"]) == (2, 2)
+    for count in (0, 4):
+        with pytest.raises(ValueError, match=f"has 3 blocks to choose from, got {count}"):
+            first_blocks(backbone, count)

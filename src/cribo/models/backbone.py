@@ -115,6 +115,7 @@ class Backbone(nn.Module):
         takes_any_size: whether images of other sizes can be encoded.
         embed_dim: D, channels of a token.
         patch_size: pixels per token along each side; the output stride of a convolutional network.
+        readout: a linear layer behind the features; None without one (`set_readout`).
         depth: blocks whose tokens can be asked for (`layers` of `encode`); 1 for a feature map.
         num_drop_path_sites: residual branches that can be dropped.
         drop_path_rates: the drop probability of each of them.
@@ -200,6 +201,38 @@ class Backbone(nn.Module):
             if self._positions is not None:
                 vars(module)[name] = partial(self._positions.bias, module)
 
+    def set_readout(self, weight: Float[Tensor, "e d"], bias: Float[Tensor, " e"]) -> None:
+        """Put a linear layer behind the features, in the place of timm's classifier: tokens become (B, N, E).
+
+        Plain timm gives the same: `model.get_classifier()(model.forward_features(images))`. The layer is not trained.
+
+        Args:
+            weight: (E, D); D is `embed_dim` of the network without the layer.
+            bias: (E,).
+
+        Raises:
+            ValueError: a network that is not timm's, or a layer for features of another width.
+        """
+        if not hasattr(self.model, "reset_classifier"):
+            raise ValueError(f"{self.name} has no place for a layer behind its features: use a network of timm")
+        width = self.readout.in_features if self.readout is not None else self.embed_dim
+        if weight.shape != (len(bias), width):
+            raise ValueError(f"the layer must take {width} channels, got a weight of {tuple(weight.shape)}")
+        like = next(self.parameters())
+        self.model.reset_classifier(len(bias))
+        self.arguments["num_classes"] = len(bias)
+        assert self.readout is not None
+        self.readout.to(like).requires_grad_(False)
+        with torch.no_grad():
+            self.readout.weight.copy_(weight)
+            self.readout.bias.copy_(bias)
+        self.embed_dim, self.unused_parameters = self._probe()
+
+    @property
+    def readout(self) -> nn.Linear | None:
+        """The linear layer behind the features (`set_readout`); None without one."""
+        return self.model.get_classifier() if self.arguments.get("num_classes") else None
+
     def set_checkpointing(self, mode: Checkpointing) -> None:
         """Trade time for memory: what each block computes for the backward pass is computed again there.
 
@@ -276,8 +309,14 @@ class Backbone(nn.Module):
         self._noise.value = drop_path_noise
         try:
             if self._is_transformer:
-                return self._encode_tokens(images, layers)
-            return self._encode_sequence(images) if isinstance(self.model, Xcit) else self._encode_map(images)
+                features = self._encode_tokens(images, layers)
+            elif isinstance(self.model, Xcit):
+                features = self._encode_sequence(images)
+            else:
+                features = self._encode_map(images)
+            if self.readout is not None:
+                features = Features(self.readout(features.global_token), self.readout(features.tokens), features.grid)
+            return features
         finally:
             self._noise.value = None
 
@@ -376,6 +415,10 @@ class Backbone(nn.Module):
                     "of a vision transformer share one grid"
                 )
             raise ValueError(f"layers must be 1 to {self.depth}, the blocks of {self.name}, got {layers}")
+        if layers > 1 and self.readout is not None:
+            raise ValueError(
+                f"the layer behind the features is for the last block alone, so layers must be 1, got {layers}"
+            )
         expected = (images.shape[0], self.num_drop_path_sites)
         if drop_path_noise is not None and tuple(drop_path_noise.shape) != expected:
             raise ValueError(

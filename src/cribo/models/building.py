@@ -75,6 +75,25 @@ def build_backbone(
     return backbone
 
 
+def first_blocks(backbone: Backbone, count: int) -> Backbone:
+    """The same network without its last blocks: its final norm follows block `count`.
+
+    Raises:
+        ValueError: a network without transformer blocks, or with fewer.
+    """
+    if not hasattr(backbone.model, "blocks") or not 1 <= count <= backbone.depth:
+        raise ValueError(f"{backbone.name} has {backbone.depth} blocks to choose from, got {count}")
+    shorter = build_backbone(
+        backbone.name, args={**backbone.args, "depth": count}, image_size=backbone.image_size, initialise=False
+    )
+    state = backbone.model.state_dict()
+    shorter.model.load_state_dict({key: state[key] for key in shorter.model.state_dict()})
+    shorter.to(next(backbone.parameters()))
+    shorter.mean, shorter.std, shorter.loaded = backbone.mean, backbone.std, backbone.loaded
+    shorter.set_numerics(backbone.numerics)
+    return shorter
+
+
 class _SkipInPlace(TorchFunctionMode):
     """In-place operations do nothing: on the meta device they have no values to change, and still take seconds."""
 

@@ -29,6 +29,7 @@ _HOW_TO_LOAD = (
     "model = timm.create_model(about['name'], **about['args']); "
     "model.load_state_dict(safetensors.torch.load_file('backbone.safetensors'))"
 )
+_HOW_TO_READ_OUT = "; tokens = model.get_classifier()(model.forward_features(images))"
 _HOW_TO_SET_EPS = "; [setattr(m, 'eps', about['norm_eps']) for m in model.modules() if type(m).__name__ == 'LayerNorm']"
 _HOW_TO_SET_FINAL_EPS = "; model.head.norm.eps = about['final_norm_eps']"
 _HOW_TO_SET_PERIODS = "; import torch; model.rope.periods = torch.tensor(about['rope_periods'])"
@@ -80,7 +81,8 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> Path:
             + (_HOW_TO_SET_EPS if backbone.numerics.norm_eps is not None else "")
             + (_HOW_TO_SET_FINAL_EPS if backbone.numerics.final_norm_eps is not None else "")
             + (_HOW_TO_SET_PERIODS if backbone.numerics.rope_periods is not None else "")
-            + (_HOW_TO_DILATE if backbone.numerics.dilate_entries else ""),
+            + (_HOW_TO_DILATE if backbone.numerics.dilate_entries else "")
+            + (_HOW_TO_READ_OUT if backbone.readout is not None else ""),
         }
         text = json.dumps(content, indent=2) + "\n"
         new_description = write_beside(description, lambda path: path.write_text(text, encoding="utf-8"))
@@ -145,6 +147,8 @@ def load_saved(
         )
     args = {key: value for key, value in about["args"].items() if key not in RESERVED_ARGS}
     backbone = build(Architecture(about["name"], args, about["image_size"]), image_size, drop_path, trust=trust)
+    if width := about["args"].get("num_classes"):
+        backbone.set_readout(torch.zeros(width, backbone.embed_dim), torch.zeros(width))
     recognised = recognise(flatten(read_weights(path)), str(path), backbone=backbone)
     described = replace(as_described(recognised, about), format="cribo backbone")
     adopt(backbone, described, str(path), positions=positions)

@@ -1,0 +1,79 @@
+"""Partial whitening of features: a linear layer in closed form, from unlabelled patches alone.
+
+Whitening after PCA is known from image retrieval (Jegou and Chum 2012), where each direction is divided by its standard
+deviation. A power below 1 keeps some of the variance that says how much a direction matters.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+class Moments:
+    """Mean and covariance of any number of vectors, in float64.
+
+    Args:
+        dim: D.
+
+    Example:
+        >>> moments = Moments(2)
+        >>> moments.update(torch.tensor([[0.0, 1.0], [2.0, 1.0]]))
+        >>> moments.mean.tolist(), moments.covariance.tolist()
+        ([1.0, 1.0], [[1.0, 0.0], [0.0, 0.0]])
+    """
+
+    def __init__(self, dim: int) -> None:
+        self.count = 0
+        self.mean = torch.zeros(dim, dtype=torch.float64)
+        self._scatter = torch.zeros(dim, dim, dtype=torch.float64)  # around the mean
+
+    def update(self, vectors: Float[Tensor, "*n d"]) -> None:
+        """Add vectors."""
+        vectors = vectors.flatten(0, -2).to(self.mean)
+        if not len(vectors):
+            return
+        mean = vectors.mean(dim=0)
+        centred = vectors - mean
+        shift, total = mean - self.mean, self.count + len(vectors)
+        self._scatter += centred.T @ centred + shift.outer(shift) * (self.count * len(vectors) / total)
+        self.mean += shift * (len(vectors) / total)
+        self.count = total
+
+    @property
+    def covariance(self) -> Float[Tensor, "d d"]:
+        """Of all vectors so far."""
+        return self._scatter / max(self.count, 1)
+
+
+# Directions whose variance is this small beside the largest hold rounding errors alone.
+_NEGLIGIBLE = 1e-10
+
+
+def partial_whitening(
+    moments: Moments, *, power: float, dims: int | None = None
+) -> tuple[Float[Tensor, "e d"], Float[Tensor, " e"]]:
+    """The linear layer that centres features, rotates them to their principal axes, and divides by (deviation)^power.
+
+    Args:
+        moments: of unlabelled features.
+        power: 0 rotates only, 1 whitens.
+        dims: E, the directions of largest variance to keep; None: all, except those without variance.
+
+    Returns:
+        Weight (E, D) and bias (E,), float32.
+
+    Raises:
+        ValueError: a power outside of [0, 1], more directions than there are, or fewer than two vectors.
+    """
+    if not 0.0 <= power <= 1.0:
+        raise ValueError(f"power must be from 0 (rotate only) to 1 (whiten), got {power}")
+    if moments.count < 2:
+        raise ValueError(f"whitening needs at least 2 vectors, got {moments.count}: give more images")
+    variances, axes = torch.linalg.eigh(moments.covariance)  # ascending
+    variances, axes = variances.flip(0), axes.flip(1)
+    available = int((variances > _NEGLIGIBLE * variances[0]).sum())
+    if dims is not None and not 1 <= dims <= available:
+        raise ValueError(f"dims must be 1 to {available}, the directions with variance, got {dims}")
+    kept = dims or available
+    weight = (axes[:, :kept] * variances[:kept].pow(-power / 2)).T
+    return weight.float(), -(weight @ moments.mean).float()

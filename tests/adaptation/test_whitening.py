@@ -1,0 +1,63 @@
+import pytest
+import torch
+
+from cribo.adaptation import Moments, partial_whitening
+
+
+def features(count: int = 4000, dim: int = 6) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(dim, dim, generator=generator, dtype=torch.float64)
+    return torch.randn(count, dim, generator=generator, dtype=torch.float64) @ mixing + 100.0
+
+
+def moments_of(vectors: torch.Tensor) -> Moments:
+    moments = Moments(vectors.shape[-1])
+    moments.update(vectors)
+    return moments
+
+
+def test_moments_in_parts_are_those_of_the_whole():
+    vectors = features()
+    moments = Moments(6)
+    for part in vectors.split([1, 0, 700, 3299]):
+        moments.update(part.unflatten(0, (1, -1)))
+    torch.testing.assert_close(moments.mean, vectors.mean(0))
+    torch.testing.assert_close(moments.covariance, torch.cov(vectors.T, correction=0))
+
+
+def test_whitening_gives_uncorrelated_directions_whose_variance_falls_with_the_power():
+    vectors = features()
+    variances = torch.linalg.eigvalsh(torch.cov(vectors.T, correction=0)).flip(0)
+    for power in (0.0, 0.6, 1.0):
+        weight, bias = partial_whitening(moments_of(vectors), power=power)
+        result = vectors @ weight.double().T + bias
+        expected = torch.diag(variances ** (1 - power))
+        torch.testing.assert_close(torch.cov(result.T, correction=0), expected, atol=2e-4 * expected.max(), rtol=0)
+        torch.testing.assert_close(result.mean(0), torch.zeros(6, dtype=torch.float64), atol=1e-3, rtol=0)
+
+
+def test_a_power_of_0_keeps_distances():
+    vectors = features(50)
+    weight, bias = partial_whitening(moments_of(vectors), power=0.0)
+    torch.testing.assert_close(
+        torch.cdist(vectors @ weight.double().T + bias, vectors @ weight.double().T + bias),
+        torch.cdist(vectors, vectors),
+        atol=1e-3,
+        rtol=0,
+    )
+
+
+def test_directions_without_variance_are_left_out():
+    vectors = features() @ torch.diag(torch.tensor([1.0, 1, 1, 1, 0, 0], dtype=torch.float64))
+    weight, _ = partial_whitening(moments_of(vectors), power=1.0)
+    assert weight.shape == (4, 6)
+    assert weight.isfinite().all()
+    with pytest.raises(ValueError, match="dims must be 1 to 4, the directions with variance, got 5"):
+        partial_whitening(moments_of(vectors), power=1.0, dims=5)
+
+
+def test_what_cannot_be_whitened_says_so():
+    with pytest.raises(ValueError, match="power must be from 0 .* to 1 .*, got 1.5"):
+        partial_whitening(moments_of(features()), power=1.5)
+    with pytest.raises(ValueError, match="at least 2 vectors, got 1: give more images"):
+        partial_whitening(moments_of(features(1)), power=0.5)
