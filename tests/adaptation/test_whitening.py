@@ -57,7 +57,7 @@ def test_directions_without_variance_are_left_out():
 
 
 def test_what_cannot_be_whitened_says_so():
-    with pytest.raises(ValueError, match="power must be from 0 .* to 1 .*, got 1.5"):
+    with pytest.raises(ValueError, match=r"power must be from 0 .* to 1 .*, got 1\.5"):
         partial_whitening(moments_of(features()), power=1.5)
     with pytest.raises(ValueError, match="at least 2 vectors, got 1: give more images"):
         partial_whitening(moments_of(features(1)), power=0.5)
