@@ -56,6 +56,20 @@ class Features(NamedTuple):
     grid: tuple[int, int]
 
 
+class Trunk(NamedTuple):
+    """What the first blocks of a vision transformer give (`Backbone.encode_trunk`).
+
+    Attributes:
+        tokens: (B, T, D), those of the prefix first.
+        grid: (h, w), the number of patches down and across.
+        blocks: how many blocks they have passed.
+    """
+
+    tokens: Float[Tensor, "b t d"]
+    grid: tuple[int, int]
+    blocks: int
+
+
 def normalise(
     images: Float[Tensor, "*b 3 h w"],
     *,
@@ -314,9 +328,7 @@ class Backbone(nn.Module):
                 features = self._encode_sequence(images)
             else:
                 features = self._encode_map(images)
-            if self.readout is not None:
-                features = Features(self.readout(features.global_token), self.readout(features.tokens), features.grid)
-            return features
+            return self._read_out(features)
         finally:
             self._noise.value = None
 
@@ -366,17 +378,62 @@ class Backbone(nn.Module):
             output_fmt="NLC",
             intermediates_only=True,
         )
+        return self._pool([block if has_prefix else (block, None) for block in blocks], grid)
+
+    def _pool(self, blocks: Sequence[tuple[Tensor, Tensor | None]], grid: tuple[int, int]) -> Features:
+        """Features of the patches and the prefix that blocks give, after the norm of the model."""
+        model = self.model
         # Networks made for average pooling keep their final norm behind the pooling, in `fc_norm`.
         late_norm = model.fc_norm if isinstance(model.norm, nn.Identity) else nn.Identity()
-        patches = [block[0] if has_prefix else block for block in blocks]
-        tokens = [late_norm(each) for each in patches]
+        tokens = [late_norm(patches) for patches, _ in blocks]
+        patches, prefix = blocks[-1]
         if getattr(model, "attn_pool", None) is not None:
             global_token = model.attn_pool(tokens[-1])
-        elif model.cls_token is None or not isinstance(late_norm, nn.Identity):
-            global_token = late_norm(patches[-1].mean(dim=1))
+        elif model.cls_token is None or prefix is None or not isinstance(late_norm, nn.Identity):
+            global_token = late_norm(patches.mean(dim=1))
         else:
-            global_token = blocks[-1][1][:, 0]
-        return Features(global_token, tokens[0] if layers == 1 else torch.cat(tokens, dim=-1), grid)
+            global_token = prefix[:, 0]
+        return Features(global_token, tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=-1), grid)
+
+    def encode_trunk(self, images: Float[Tensor, "b 3 h w"], blocks: int) -> "Trunk":
+        """What the first blocks of a vision transformer give, for `encode_rest` of any network that shares them.
+
+        Args:
+            images: as for `encode`.
+            blocks: how many, from 0 to `depth`; no branch of theirs is dropped.
+
+        Raises:
+            ValueError: a network that is not timm's VisionTransformer, more blocks than it has, or a wrong image size.
+        """
+        model = self.model
+        if not isinstance(model, VisionTransformer):
+            raise ValueError(
+                f"{self.name} cannot be run in two parts: use a vision transformer (timm's VisionTransformer)"
+            )
+        if not 0 <= blocks <= self.depth:
+            raise ValueError(f"blocks must be 0 to {self.depth}, the blocks of {self.name}, got {blocks}")
+        self._check(images, 1, None)
+        tokens = model.patch_embed(images.to(next(self.parameters()).dtype))
+        tokens = model.norm_pre(model.patch_drop(model._pos_embed(tokens)))
+        grid = (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
+        return Trunk(model.blocks[:blocks](tokens), grid, blocks)
+
+    def encode_rest(self, trunk: "Trunk", *, drop_path_noise: Float[Tensor, "b sites"] | None = None) -> Features:
+        """The features of `encode`, from what the first blocks gave."""
+        model = self.model
+        self._noise.value = drop_path_noise
+        try:
+            tokens = model.norm(model.blocks[trunk.blocks :](trunk.tokens))
+        finally:
+            self._noise.value = None
+        prefix = model.num_prefix_tokens
+        features = self._pool([(tokens[:, prefix:], tokens[:, :prefix] if prefix else None)], trunk.grid)
+        return self._read_out(features)
+
+    def _read_out(self, features: Features) -> Features:
+        if self.readout is None:
+            return features
+        return Features(self.readout(features.global_token), self.readout(features.tokens), features.grid)
 
     def _encode_sequence(self, images: Tensor) -> Features:
         """XCiT: [CLS] joins the patches in the last blocks only, so that blocks before these give no features."""

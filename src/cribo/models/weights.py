@@ -219,7 +219,11 @@ def load_pretrained(
     _check_hidden_arguments(backbone, content, recognised, path)
     description = path.with_name(DESCRIPTION_FILE)
     if is_saved(path) and description.is_file():
-        recognised = as_described(recognised, read_description(description))
+        about = read_description(description)
+        if (width := about["args"].get("num_classes", 0)) and backbone.readout is None:
+            backbone.set_readout(torch.zeros(width, backbone.embed_dim), torch.zeros(width))
+            recognised = _recognise(content, path, network=network, backbone=backbone, ignore=ignore)
+        recognised = as_described(recognised, about)
     return adopt(backbone, recognised, str(path), notes, positions=positions)
 
 

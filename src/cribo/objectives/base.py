@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import Callback
+from timm.models import VisionTransformer
 from torch import Tensor, nn
 
 from cribo.arguments import ConfigError, import_by_path
@@ -29,6 +30,7 @@ BUILT_IN = {
     "cribo": "cribo.objectives.cribo.CrIBo",
     "dino": "cribo.objectives.dino.DINO",
     "mae": "cribo.objectives.mae.MAE",
+    "alignment": "cribo.objectives.alignment.Alignment",
 }
 """Objectives of the package, by name."""
 
@@ -59,7 +61,27 @@ class Setting:
             seed=keyed_generator(options.seed, 0).initial_seed() % 2**31,
         )
         backbone.set_checkpointing(options.backbone.checkpointing)
+        if options.backbone.train_blocks is not None:
+            _freeze(backbone, options.backbone.train_blocks)
         return backbone
+
+
+def _freeze(backbone: Backbone, train_blocks: int) -> None:
+    """Leave only the last blocks and what follows them trainable."""
+    model: Any = backbone.model
+    if not isinstance(model, VisionTransformer):
+        raise ConfigError(
+            f"backbone.train_blocks is for vision transformers of timm, not {backbone.name}: leave it out"
+        )
+    if not 1 <= train_blocks <= backbone.depth:
+        raise ConfigError(
+            f"backbone.train_blocks must be 1 to {backbone.depth}, the blocks of {backbone.name}, got {train_blocks}"
+        )
+    trained = {id(parameter) for parameter in model.blocks[-train_blocks:].parameters()}
+    trained |= {id(parameter) for part in (model.norm, model.fc_norm) for parameter in part.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in trained:
+            parameter.requires_grad_(False)
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ class BackboneConfig:
         pretrained: weights to start from: a file (.safetensors, .pth), a timm name with its tag, such as
             vit_small_patch16_224.dino, or `timm` for the default ones of the model's name.
         drop_path: rate of stochastic depth in the last block, in the student only.
+        train_blocks: train only so many of the last blocks and the final norm, in vision transformers; all by default.
+            Student and teacher share the others.
         checkpointing: less memory for the same result, in vision transformers: the backward pass recomputes everything
             but products and attention (`selective`), or whole blocks (`blocks`). Try it before more micro-batches.
     """
@@ -28,6 +30,11 @@ class BackboneConfig:
     pretrained: str | None = None
     drop_path: float = 0.1
     checkpointing: Checkpointing = "none"
+    train_blocks: int | None = None
+
+    def frozen_blocks(self, depth: int) -> int:
+        """How many of the first blocks of a network are not trained."""
+        return 0 if self.train_blocks is None else depth - self.train_blocks
 
 
 @dataclass
