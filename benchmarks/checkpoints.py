@@ -1,4 +1,4 @@
-"""What loads, and how far it is from the projects' own features: the table of docs/checkpoints.md.
+"""Write the table of supported checkpoints in docs/checkpoints.md, with deviations from the projects' own features.
 
     uv run python -m benchmarks.checkpoints
 
@@ -23,12 +23,12 @@ HEADER = ("format", "source", "networks", "mean; deviation", "epsilon", "positio
 
 
 def rows() -> list[Project | Naming]:
-    """Those of the table of formats, once where a name stands for several."""
+    """Rows of the table of formats; rows that share a name appear once."""
     return list({row.name: row for row in (*PROJECTS, *NAMINGS)}.values())
 
 
 def cells(row: Project | Naming, measured: Iterable[tuple[Backbone, float]]) -> tuple[str, ...]:
-    """A line of the table; every value in it is that of a loaded backbone."""
+    """Cells of one row; all values are read from loaded backbones."""
     backbones, differences = zip(*measured, strict=True)
     networks = "teacher, student" if isinstance(row, Project) and row.student is not None else "one"
     images = {f"{numbers(backbone.mean)}; {numbers(backbone.std)}" for backbone in backbones}
@@ -44,17 +44,17 @@ def cells(row: Project | Naming, measured: Iterable[tuple[Backbone, float]]) -> 
 
 
 def exponent(value: float) -> str:
-    """One digit, such as 2e-6."""
+    """Format with one digit, such as 2e-6."""
     return f"{value:.0e}".replace("e-0", "e-") if value else "0"
 
 
 def numbers(values: Iterable[float]) -> str:
-    """Of three channels; one where they are the same."""
+    """Format the values of three channels, or a single value if they are equal."""
     return " ".join(dict.fromkeys(f"{value:.3f}".lstrip("0") for value in values))
 
 
 def table(cases: Iterable[Case], console: Console) -> str:
-    """All rows in Markdown."""
+    """Render all rows as Markdown."""
     measured: dict[str, list[tuple[Backbone, float]]] = {}
     for case in cases:
         with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +66,7 @@ def table(cases: Iterable[Case], console: Console) -> str:
 
 
 def main() -> None:
-    """Measure, and replace the table of the page."""
+    """Measure all cases and replace the table in the page."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
     content = table(load_cases(), Console())

@@ -19,7 +19,7 @@ from cribo.data.randomness import keyed_generator
 from cribo.data.segmentation import LabelledImages
 
 Scale = tuple[int, int]
-"""The sides (long and short, in any order) that a resized image must fit into."""
+"""Long and short side, in any order, within which a resized image must fit."""
 
 RATIOS = 0.5, 2.0
 CATEGORY_LIMIT = 0.75
@@ -34,7 +34,7 @@ _HUE_STEPS = 180
 
 
 class Crop(NamedTuple):
-    """A part of a labelled image; all crops have the same size.
+    """A crop of a labelled image; all crops have the same size.
 
     Attributes:
         pixels: RGB, 0 beyond the image.
@@ -107,7 +107,7 @@ class LabelledCrops(Dataset[Crop]):
         )
 
     def _place(self, labels: UInt8[Tensor, "h w"], places: list[list[float]]) -> tuple[int, int]:
-        """Row and column of the crop's corner."""
+        """Row and column of the top left corner of the crop."""
         rows, columns = (max(0, side - self.size) + 1 for side in labels.shape)
         top = left = 0
         for down, across in places:
@@ -152,7 +152,7 @@ class WholeImages(Dataset[WholeImage]):
 
 
 def fitted_size(height: int, width: int, scale: Scale | None, ratio: float = 1.0) -> tuple[int, int]:
-    """The (height, width) of an image resized to fit into a scale times a ratio, keeping its aspect.
+    """Compute the (height, width) of an image resized to fit within `scale * ratio`, keeping its aspect ratio.
 
     Its long side is at most the scale's long side, its short side at most the scale's short side, and one is equal.
 
@@ -174,7 +174,7 @@ def fitted_size(height: int, width: int, scale: Scale | None, ratio: float = 1.0
 
 
 def resize(image: UInt8[Tensor, "3 h w"], size: tuple[int, int]) -> UInt8[Tensor, "3 new_h new_w"]:
-    """Resize an image as OpenCV does it: bilinear, not anti-aliased."""
+    """Resize an image bilinearly without antialiasing, as OpenCV does."""
     return TF.resize(image, list(size), interpolation=InterpolationMode.BILINEAR, antialias=False)
 
 
@@ -235,5 +235,5 @@ def _saturate(values: Float[Tensor, "3 h w"], factor: float) -> Float[Tensor, "3
     """Multiply the saturation of HSV, up to 1; hue and value are unchanged."""
     highest, lowest = values.amax(dim=0), values.amin(dim=0)
     saturation = (highest - lowest) / highest.clamp(min=1e-8)
-    # The differences to the highest channel are proportional to the saturation.
+    # The differences from the highest channel are proportional to the saturation.
     return highest - (highest - values) * torch.minimum(torch.tensor(factor), 1 / saturation.clamp(min=1e-8))

@@ -1,4 +1,4 @@
-"""Weights that were recognised, into a network: all of them or none, with the arithmetic that they expect."""
+"""Load recognised weights into a network, all or none of them, and set up the arithmetic that they expect."""
 
 import logging
 import math
@@ -65,7 +65,7 @@ def build(
     seed: int | None = None,
     trust: bool = False,
 ) -> Backbone:
-    """A network whose weights come next, or random ones if a seed is given."""
+    """Build a network without values for weights that are read next, or with random weights if a seed is given."""
     module = architecture.name.rpartition(".")[0]
     if is_import_path(architecture.name) and module not in sys.modules and not trust:
         raise ValueError(
@@ -90,7 +90,7 @@ def adopt(
     *,
     positions: Resizing | None = None,
 ) -> LoadedWeights:
-    """Load what was found in a file, with what its weights expect of images and network, and keep the record."""
+    """Load recognised weights, and set the normalisation, numerics and `loaded` of the backbone accordingly."""
     expected, original = recognised.expected, _original_resizing(recognised)
     numerics = recognised.numerics or Numerics(
         norm_eps=expected.norm_eps,
@@ -137,7 +137,7 @@ _UNKNOWN_RESIZING = (
 
 
 def _original_resizing(recognised: Recognised) -> Resizing | None:
-    """How the original resizes positions; None where nothing shows whose the weights are."""
+    """How the project that wrote the weights resizes positions; None if the project is unknown."""
     if recognised.numerics is not None:
         return recognised.numerics.positions
     if recognised.positions is not None:
@@ -145,17 +145,17 @@ def _original_resizing(recognised: Recognised) -> Resizing | None:
     state, resizing = recognised.state, recognised.expected.positions
     if resizing is None and "pos_embed" in state:
         side = math.isqrt(state["pos_embed"].shape[1])
-        # Encoders under timm's names, which nothing else distinguishes.
+        # Keys of a plain ViT do not show who trained it; a fixed position embedding does.
         project = whose_fixed_positions(state["pos_embed"][:, -side * side :])
         return {"MAE": "bicubic", "MoCo v3": "timm", None: None}[project]
-    # DINOv2's networks with registers resize as timm does, whoever trained them further.
+    # Networks with registers descend from DINOv2's, which resize as timm does.
     return "timm" if "reg_token" in state and resizing in ("bicubic", "bicubic_offset") else resizing
 
 
 def _fit(
     state: dict[str, Tensor], backbone: Backbone, source: str, numerics: Numerics
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Resize the position embedding; let timm rename foreign keys and resample the rest, where its family can."""
+    """Resize the position embedding, then apply the checkpoint filter of timm's model family, if it has one."""
     shapes = {key: value.shape for key, value in state.items()}
     state = _with_resized_positions(state, backbone, numerics.positions)
     if numerics.relative_positions != "timm" and isinstance(backbone.model, Beit):
@@ -181,7 +181,7 @@ def _with_resized_positions(state: dict[str, Tensor], backbone: Backbone, resizi
     prefix = 0 if is_without_prefix else backbone.model.num_prefix_tokens
     side = math.isqrt(max(state["pos_embed"].shape[1] - prefix, 0))
     if side == 0 or side * side + prefix != state["pos_embed"].shape[1]:
-        return state  # timm's filter or the check of shapes says what is wrong
+        return state  # timm's filter or the check of shapes will report it
     grid = backbone.model.patch_embed.grid_size
     resized = resize_positions(state["pos_embed"], (side, side), grid, resizing, prefix_tokens=prefix)
     return {**state, "pos_embed": resized}
@@ -199,7 +199,7 @@ def _with_resized_biases(
 
 
 def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source: str, keys: Sequence[str]) -> None:
-    """Check every key, shape and value, then load; `keys` are the names in the file, for messages."""
+    """Check every key, shape and value before loading; `keys` are the names in the file, for error messages."""
     own = backbone.model.state_dict()
     reshaped = [
         f"{key} {tuple(state[key].shape)} instead of {tuple(own[key].shape)}"
@@ -228,7 +228,7 @@ def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source
 
 
 def _is_finite(value: Tensor) -> bool:
-    """Whether all values are; a sum, which takes a tenth of the time, shows it unless it overflows."""
+    """Whether all values are finite. The sum is tried first: it takes a tenth of the time, but may overflow."""
     return bool(value.sum().isfinite()) or bool(value.isfinite().all())
 
 

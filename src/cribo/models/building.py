@@ -95,7 +95,7 @@ def first_blocks(backbone: Backbone, count: int) -> Backbone:
 
 
 class _SkipInPlace(TorchFunctionMode):
-    """In-place operations do nothing: on the meta device they have no values to change, and still take seconds."""
+    """Skip in-place operations on meta tensors: they have no values to change, and would still take seconds."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -107,7 +107,7 @@ class _SkipInPlace(TorchFunctionMode):
 
 
 def _build_empty(name: str, args: Mapping[str, Any], image_size: int, drop_path: float) -> Backbone | None:
-    """A backbone whose parameters have no values yet; None for networks that cannot be built without."""
+    """Build a backbone with uninitialised parameters; None if the network does not support it."""
     if is_import_path(name) and not name.startswith(f"{networks.__name__}."):
         return None
     with torch.device("meta"), _SkipInPlace():

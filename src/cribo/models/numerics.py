@@ -64,7 +64,7 @@ def apply_numerics(model: Any, numerics: Numerics, *, before: Numerics, own_epsi
     Args:
         model: a network of timm, changed in place.
         numerics: what its weights expect.
-        before: how it computes until now.
+        before: how it has computed so far.
         own_epsilons: `norm_epsilons` of the network as timm built it.
 
     Raises:
@@ -86,7 +86,7 @@ def apply_numerics(model: Any, numerics: Numerics, *, before: Numerics, own_epsi
 
 
 def _replace_method(module: nn.Module, name: str, function: Any) -> None:
-    """Another method for one object; with None, that of its class again."""
+    """Replace a method of one object; None restores the method of its class."""
     vars(module).pop(name, None)
     if function is not None:
         vars(module)[name] = MethodType(function, module)
@@ -100,16 +100,13 @@ def _set_rope(model: Any, numerics: Numerics) -> None:
                 f"{type(model).__name__} has no rotary embedding of DINOv3, got rope_periods or rope_coordinates"
             )
         return
-    periods, about = numerics.rope_periods, vars(rope)
-    if periods is not None and len(periods) != len(about["_buffers"]["periods"]):
-        raise ValueError(
-            f"rope_periods must be {len(about['_buffers']['periods'])} numbers, one for four channels of a head, got "
-            f"{len(periods)}"
-        )
-    about.pop("_compute_periods", None)
+    periods, count = numerics.rope_periods, rope.dim // 4
+    if periods is not None and len(periods) != count:
+        raise ValueError(f"rope_periods must be {count} numbers, one for four channels of a head, got {len(periods)}")
+    vars(rope).pop("_compute_periods", None)
     if periods is not None:
-        about["_compute_periods"] = partial(torch.tensor, periods)
-    about["normalize_coords"] = numerics.rope_coordinates
+        vars(rope)["_compute_periods"] = partial(torch.tensor, periods)
+    rope.normalize_coords = numerics.rope_coordinates
     rope.init_non_persistent_buffers()
 
 

@@ -1,4 +1,4 @@
-"""How position embeddings are resized to the image: every project's own way, so that its features come out as its own.
+"""Resizing of position embeddings, as each project implements it, to reproduce its features.
 
 At the size of training all of them leave the embedding as it is. At others they differ: resized from 14 x 14 to 32 x 32
 patches, MAE's embedding differs by 0.9 to 1.5 % between them, and from 14 x 14 to 7 x 7 by up to 3.8 %.
@@ -39,7 +39,7 @@ def resize_positions(
     *,
     prefix_tokens: int = 0,
 ) -> Float[Tensor, "1 q d"]:
-    """Resize a position embedding of h * w patches; those of prefix tokens stay as they are.
+    """Resize a position embedding of h * w patches; prefix tokens are not changed.
 
     As in the originals, a square image with the number of patches of the embedding is not resized.
 
@@ -137,7 +137,7 @@ class RelativePositions:
         self.grid = self.built
 
     def bias(self, holder: Any) -> Float[Tensor, "heads n n"]:
-        """Of the table in a module of timm, for the current grid."""
+        """The bias of a timm module for the current grid."""
         table = resize_relative_positions(holder.relative_position_bias_table, self.built, self.grid, "bilinear")
         index = gen_relative_position_index(self.grid, device=table.device)
         return table[index.flatten()].unflatten(0, index.shape).permute(2, 0, 1).contiguous()

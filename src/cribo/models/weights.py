@@ -1,4 +1,4 @@
-"""Backbones from anybody's weights: own runs, checkpoints of other projects, timm's, folders as on the hub."""
+"""Load backbones from runs of this project, checkpoints of other projects, timm, and Hugging Face folders."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,13 +15,13 @@ from cribo.files import Damaged, check_archive
 from cribo.models.adopting import LoadedWeights, adopt, build
 from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, RESERVED_ARGS, Backbone
 from cribo.models.building import nearest_names
-from cribo.models.formats.architecture import Architecture, infer_architecture, named_stride
+from cribo.models.formats.architecture import Architecture, infer_architecture
 from cribo.models.formats.beside import (
     as_of_detectron2,
     as_of_mmsegmentation,
     as_trained_by_dino,
     expecting,
-    resnet_strides,
+    named_stride,
     whole_network_near,
 )
 from cribo.models.formats.distributed import METADATA
@@ -35,7 +35,7 @@ from cribo.models.saving import DESCRIPTION_FILE, WEIGHTS_FILE, as_described, is
 _FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".tar", ".npz", ".msgpack")
 _HUB_FILE = "pytorch_model.bin"  # timm prefers the model.safetensors beside it
 
-# What a folder holds that is laid out as on the Hugging Face hub, and one of a run that was interrupted.
+# Files in folders of the Hugging Face hub, and in the folder of an interrupted run.
 _HUB_WEIGHTS, _HUB_IMAGES = ("model.safetensors", _HUB_FILE), "preprocessor_config.json"
 _CHECKPOINTS = "checkpoints/step=*.ckpt"
 
@@ -54,7 +54,7 @@ def load_backbone(
     drop_path: float = 0.0,
     seed: int = 0,
 ) -> Backbone:
-    """Load a backbone from anybody's weights; `backbone.loaded` says what was used of them.
+    """Load a backbone from any supported weights; `backbone.loaded` records which of them were used.
 
     Args:
         source: a run folder or its `backbone.safetensors`; a timm name, with or without a tag, for its pretrained
@@ -136,16 +136,16 @@ def _load_foreign(
     recognised = _recognise(content, path, network=network, backbone=backbone, ignore=ignore)
     if backbone is None:
         try:
-            architecture = infer_architecture(recognised.state, **_hidden_arguments(content, recognised, path, args))
+            architecture = infer_architecture(recognised.state, **_hidden_arguments(recognised, path, args))
         except ValueError as error:
             raise ValueError(f"{path} ({recognised.format}): {error}") from error
         architecture = architecture._replace(args={**architecture.args, **(args or {})})
         backbone = build(architecture, image_size, drop_path, trust=trust)
         notes += architecture.notes
-        if _is_resnet_of_mmsegmentation(recognised) and resnet_strides(content, path) is None:
+        if _is_resnet_of_mmsegmentation(recognised) and recognised.output_stride is None:
             notes += _stride_notes(recognised, architecture)
     else:
-        _check_hidden_arguments(backbone, content, recognised, path)
+        _check_hidden_arguments(backbone, recognised, path)
     try:
         adopt(backbone, recognised, str(path), notes, positions=positions)
     except ValueError as error:
@@ -154,10 +154,10 @@ def _load_foreign(
 
 
 def _nearer_name(content: Mapping[str, Any], path: Path, backbone: Backbone, network: NetworkName) -> str:
-    """The network that a file holds, where another one was named: the end of an error message."""
+    """The end of an error message that names the network in the file; empty if it is the requested one or unknown."""
     try:
         recognised = _recognise(content, path, network=network, backbone=None, ignore=())
-        found = infer_architecture(recognised.state, **_hidden_arguments(content, recognised, path, None))
+        found = infer_architecture(recognised.state, **_hidden_arguments(recognised, path, None))
     except ValueError:
         return ""
     if (found.name, found.args) == (backbone.name, backbone.args):
@@ -168,7 +168,7 @@ def _nearer_name(content: Mapping[str, Any], path: Path, backbone: Backbone, net
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Every error names the file, and one of a shard names the whole network if that is near."""
+    """Add the path to errors, and to errors about shards the path of the whole network, if there is one nearby."""
     try:
         yield
     except ValueError as error:
@@ -216,7 +216,7 @@ def load_pretrained(
     with _naming(path):
         content = read_weights(path, trust=trust)
         recognised = _recognise(content, path, network=network, backbone=backbone, ignore=ignore)
-    _check_hidden_arguments(backbone, content, recognised, path)
+    _check_hidden_arguments(backbone, recognised, path)
     description = path.with_name(DESCRIPTION_FILE)
     if is_saved(path) and description.is_file():
         about = read_description(description)
@@ -231,14 +231,14 @@ def load_pretrained(
 
 
 def _as_path(source: str | Path) -> Path | None:
-    """The path that `source` is, or None where it can only be a timm name."""
+    """`source` as a path; None if it can only be a timm name."""
     path = Path(source)
     is_path = isinstance(source, Path) or path.exists() or path.suffix in _FILE_SUFFIXES or len(path.parts) > 1
     return path if is_path else None
 
 
 def _file_of(path: Path) -> tuple[Path, tuple[str, ...]]:
-    """The file of weights that a path stands for, and what a user should know about the choice."""
+    """Find the weights in a file or folder; also returns notes on the choice for the user."""
     if not path.is_dir():
         if not path.exists():
             raise FileNotFoundError(f"no weights at {path}: give a file, a run folder, or a timm name without slashes")
@@ -270,7 +270,7 @@ def _file_of(path: Path) -> tuple[Path, tuple[str, ...]]:
 
 
 def _is_read_whole(folder: Path) -> bool:
-    """Whether a folder is a checkpoint itself: of torch.distributed.checkpoint, or of Orbax."""
+    """Whether the folder itself is a checkpoint, of torch.distributed.checkpoint or Orbax."""
     return any((folder / name).exists() for name in (METADATA, *ORBAX_FILES))
 
 
@@ -280,7 +280,7 @@ def _is_read_whole(folder: Path) -> bool:
 def _declared_architecture(
     content: Mapping[str, Any], path: Path, name: str | None, args: Mapping[str, Any] | None
 ) -> Architecture | None:
-    """The architecture where something names it: the caller, a run's checkpoint, or timm's file on the hub."""
+    """The architecture named by the caller, by the checkpoint of a run, or by a timm config on the hub, if any."""
     if name is not None:
         size = timm.get_pretrained_cfg_value(name, "input_size") if timm.is_model(name) else None
         return Architecture(name, dict(args or {}), size[-1] if size else 224)
@@ -304,11 +304,12 @@ def _recognise(
     backbone: Backbone | None,
     ignore: Sequence[str],
 ) -> Recognised:
-    """Find the network in a file; the files beside it know more of it than its keys do."""
+    """Recognise the network in a file, using configuration files beside it for what keys do not show."""
     tensors = flatten(content)
     if not tensors:
         raise ValueError(f"{path} holds no tensors, only {first_keys(content) or 'nothing'}: give a file of weights")
     recognised = recognise(tensors, str(path), network=network, backbone=backbone, ignore=ignore)
+    recognised = replace(recognised, output_stride=named_stride(content))
     if recognised.format == "cribo run":
         return _as_in_run(recognised, content.get("cribo", {}))
     if recognised.format == "Segmenter":
@@ -348,10 +349,8 @@ def _as_in_run(recognised: Recognised, run: Mapping[str, Any]) -> Recognised:
     return replace(recognised, notes=(*recognised.notes, note))
 
 
-def _hidden_arguments(
-    content: Mapping[str, Any], recognised: Recognised, path: Path, args: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """What weights do not show of a network, as far as its project, the file, one beside it or the caller says."""
+def _hidden_arguments(recognised: Recognised, path: Path, args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Arguments of `infer_architecture` that weights do not show, from the format, the configuration or the caller."""
     config, args = hub_config(path), args or {}
     for option in ("downsample_in_bottleneck", "downsample_in_first_stage"):
         if config.get(option):
@@ -361,18 +360,8 @@ def _hidden_arguments(
         "num_heads": args.get("num_heads", config.get("num_attention_heads", recognised.num_heads)),
         "act_layer": args.get("act_layer", recognised.expected.act_layer),
         "assumed_act_layer": recognised.expected.assumed_act_layer,
-        "arch": _name_of_architecture(content, recognised, path),
+        "output_stride": recognised.output_stride,
     }
-
-
-def _name_of_architecture(content: Mapping[str, Any], recognised: Recognised, path: Path) -> str | None:
-    """What the training that wrote a file calls its architecture."""
-    options = content.get("args", content.get("hyper_parameters"))
-    options = options if isinstance(options, Mapping) else getattr(options, "__dict__", {})
-    arch = content.get("arch", options.get("arch"))
-    if _is_resnet_of_mmsegmentation(recognised) and (strides := resnet_strides(content, path)):
-        arch = f"resnet_{strides.output_stride}s"
-    return arch if isinstance(arch, str) else None
 
 
 def _is_resnet_of_mmsegmentation(recognised: Recognised) -> bool:
@@ -390,10 +379,10 @@ def _stride_notes(recognised: Recognised, architecture: Architecture) -> tuple[s
     )
 
 
-def _check_hidden_arguments(backbone: Backbone, content: Mapping[str, Any], recognised: Recognised, path: Path) -> None:
-    """Weights fit a network of other heads, activation or strides, too, and give features that mean nothing."""
-    stride = named_stride(_name_of_architecture(content, recognised, path))
-    if stride not in (None, backbone.patch_size):
+def _check_hidden_arguments(backbone: Backbone, recognised: Recognised, path: Path) -> None:
+    """Weights also fit a network with other heads, activation or strides, but its features would be meaningless."""
+    stride = recognised.output_stride
+    if stride not in (None, 32, backbone.patch_size):  # a network of stride 32 may be dilated on purpose
         raise ValueError(
             f"{path} is of a ResNet with an output stride of {stride}, the backbone has {backbone.patch_size}: build "
             f"it with args={{'output_stride': {stride}}}"

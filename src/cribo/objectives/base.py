@@ -201,7 +201,7 @@ class Objective(nn.Module):
         return {}
 
     def watch(self, step: Step) -> dict[str, float]:
-        """Metrics computed on all ranks only when a row is logged; may synchronise with the device."""
+        """Compute metrics on all ranks, only in steps that are logged; may synchronise with the device."""
         return {}
 
     def advice(self, row: Mapping[str, float]) -> dict[str, str]:

@@ -309,7 +309,7 @@ TRAINING_HEADS = junk("dino_head.mlp.0.weight", "dino_head.last_layer.weight_g",
 
 @case("DINOv2 or DINOv3 training", "DINOv2's teacher", positions="bicubic_offset")
 def dinov2_teacher(folder: Path):
-    """With `block_chunks`, each block keeps its number within its chunk."""
+    """Trained with `block_chunks`: blocks keep their global number within their chunk."""
     state = vit_state(1, depth=4, scale="ls{}.gamma")
     chunked = {
         f"blocks.{int(number) // 2}.{number}.{rest}" if key.startswith("blocks.") else key: value

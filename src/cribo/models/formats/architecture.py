@@ -58,7 +58,7 @@ def infer_architecture(
     num_heads: int | None = None,
     act_layer: str | None = None,
     assumed_act_layer: str | None = None,
-    arch: str | None = None,
+    output_stride: int | None = None,
 ) -> Architecture:
     """The network that has these weights.
 
@@ -70,7 +70,7 @@ def infer_architecture(
         num_heads: attention heads, where they are known.
         act_layer: activation of the MLPs, where it is known.
         assumed_act_layer: the one to take where it is not known.
-        arch: what the training that wrote the file calls its architecture, such as vit_small or resnet50_16s.
+        output_stride: of a ResNet, where it is known: 8, 16 or 32; weights do not show it.
 
     Raises:
         ValueError: the weights are of another kind of network, or what they do not show is not known.
@@ -82,7 +82,7 @@ def infer_architecture(
     """
     given = {key: value for key, value in (("num_heads", num_heads), ("act_layer", act_layer)) if value is not None}
     if "layer1.0.conv1.weight" in state:
-        return _resnet(state, arch or "", given)
+        return _resnet(state, output_stride, given)
     if "stages.0.blocks.0.conv_dw.weight" in state:
         return _convnext(state, given)
     if "layers.0.blocks.0.attn.relative_position_bias_table" in state:
@@ -316,13 +316,7 @@ def _xcit(state: Mapping[str, Tensor]) -> Architecture:
     return Architecture(f"xcit_small_12_p{patch_size}_224", args, _USUAL_SIZE, (note,))
 
 
-def named_stride(arch: str | None) -> int | None:
-    """Output stride in the name of a ResNet such as resnet50_16s: strides are no part of weights."""
-    found = re.search(r"_(8|16)s$", arch or "")
-    return int(found[1]) if found else None
-
-
-def _resnet(state: Mapping[str, Tensor], arch: str, given: Mapping[str, Any]) -> Architecture:
+def _resnet(state: Mapping[str, Tensor], output_stride: int | None, given: Mapping[str, Any]) -> Architecture:
     if given.get("act_layer", "relu") != "relu":
         raise ValueError(f"a ResNet has the activation relu, got {given['act_layer']}")
     layers = tuple(_count(state, rf"layer{stage}") for stage in range(1, 5))
@@ -347,8 +341,8 @@ def _resnet(state: Mapping[str, Tensor], arch: str, given: Mapping[str, Any]) ->
         base_width = inner[0] * 64 // (channels[0] * groups)
         args |= {"cardinality": groups} if groups != 1 else {}
         args |= {"base_width": base_width} if base_width != 64 else {}
-    if (stride := named_stride(arch)) is not None:
-        args["output_stride"] = stride
+    if output_stride not in (None, 32):
+        args["output_stride"] = output_stride
     # ResNet-D averages before the convolution of a shortcut.
     if getattr(state.get(f"layer{stages[-1]}.0.downsample.1.weight"), "ndim", 1) == 4:
         args["avg_down"] = True

@@ -1,10 +1,10 @@
-"""What lies beside the tensors: configurations that a training kept in its checkpoint, beside it or above it."""
+"""Configurations of training runs, inside a checkpoint, beside it or in a folder above it."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -21,7 +21,7 @@ PlainYamlLoader.add_constructor("tag:yaml.org,2002:python/tuple", yaml.SafeLoade
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; empty where it holds something else.
+    """Read a mapping from a YAML file; empty if it contains something else.
 
     Raises:
         ValueError: the file is damaged, or has tags that could run code.
@@ -34,7 +34,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def expecting(recognised: Recognised, *notes: str, **values: Any) -> Recognised:
-    """With other expectations, and notes in front of those that are known."""
+    """Replace expectations, and put notes before the existing ones."""
     expected = Expected(**values).over(recognised.expected)
     return replace(recognised, expected=expected, notes=(*notes, *recognised.notes))
 
@@ -51,7 +51,7 @@ _RESIZINGS: dict[tuple[bool, bool], Resizing] = {  # antialiased, with an offset
 
 
 def as_trained_by_dino(recognised: Recognised, path: Path) -> Recognised:
-    """What the training of DINOv2 or DINOv3 wrote into `config.yaml`, at the top of its folder.
+    """Apply the `config.yaml` that the training of DINOv2 or DINOv3 writes at the top of its folder.
 
     Its checkpoints lie up to three folders deeper (`eval/training_<step>/teacher_checkpoint.pth`, `ckpt/<step>/`).
 
@@ -104,22 +104,17 @@ def _as_configured(
 # ------------------------------------------------------------------------------------------------------- ResNets
 
 
-class Strides(NamedTuple):
-    """Strides and dilations of a ResNet of MMSegmentation.
-
-    Attributes:
-        output_stride: as timm counts it.
-        dilate_entries: see `Numerics`.
-        source: the configuration, where it lies beside the weights.
-    """
-
-    output_stride: int
-    dilate_entries: bool
-    source: Path | None
+def named_stride(content: Mapping[str, Any]) -> int | None:
+    """Output stride in the name that a training gave its ResNet, such as resnet50_16s; None without one."""
+    options = content.get("args", content.get("hyper_parameters"))
+    options = options if isinstance(options, Mapping) else getattr(options, "__dict__", {})
+    arch = content.get("arch", options.get("arch"))
+    found = re.search(r"_(8|16)s$", arch) if isinstance(arch, str) else None
+    return int(found[1]) if found else None
 
 
-def resnet_strides(content: Mapping[str, Any], path: Path) -> Strides | None:
-    """Read the strides of a ResNet of MMSegmentation from the configuration in or beside its file; None without one.
+def as_of_mmsegmentation(recognised: Recognised, content: Mapping[str, Any], path: Path) -> Recognised:
+    """Apply the strides and dilations in the configuration of MMSegmentation, if there is one.
 
     Source: github.com/open-mmlab/mmsegmentation: `models/backbones/resnet.py`, `models/utils/res_layer.py`, where the
     first block of a dilated stage has half of its dilation with `contract_dilation` only.
@@ -130,7 +125,7 @@ def resnet_strides(content: Mapping[str, Any], path: Path) -> Strides | None:
     text, source = _mmsegmentation_config(content, path)
     match = re.search(r"backbone=dict\(.*?(?=decode_head|neck=|auxiliary_head|$)", text, flags=re.DOTALL)
     if match is None:
-        return None
+        return recognised
     settings = {
         name: tuple(int(number) for number in re.findall(r"\d+", numbers))
         for name, numbers in re.findall(r"\b(strides|dilations|multi_grid)=[(\[]([\d,\s]+)[)\]]", match[0])
@@ -145,7 +140,14 @@ def resnet_strides(content: Mapping[str, Any], path: Path) -> Strides | None:
             f"its configuration has strides {strides}, dilations {dilations}, multi_grid {settings.get('multi_grid')} "
             f"and style {style!r}, which no ResNet of timm has"
         )
-    return Strides(output_stride, output_stride < 32 and "contract_dilation=True" not in match[0], source)
+    if output_stride < 32 and "layer1.0.conv3.weight" not in recognised.state:
+        raise ValueError(
+            f"{path} has a dilated ResNet of basic blocks: MMSegmentation dilates the first convolution of a block, "
+            "timm both, so that features could not be the same"
+        )
+    notes = [] if source is None else [f"strides and dilations are those of {source}"]
+    dilates = output_stride < 32 and "contract_dilation=True" not in match[0]
+    return replace(expecting(recognised, *notes, dilate_entries=dilates), output_stride=output_stride)
 
 
 def _mmsegmentation_config(content: Mapping[str, Any], path: Path) -> tuple[str, Path | None]:
@@ -160,26 +162,8 @@ def _mmsegmentation_config(content: Mapping[str, Any], path: Path) -> tuple[str,
     return (texts[whole[0]], whole[0]) if len(whole) == 1 else ("", None)
 
 
-def as_of_mmsegmentation(recognised: Recognised, content: Mapping[str, Any], path: Path) -> Recognised:
-    """A ResNet of MMSegmentation, its first blocks dilated as its training had them.
-
-    Raises:
-        ValueError: strides and dilations that no network of timm has.
-    """
-    strides = resnet_strides(content, path)
-    if strides is None:
-        return recognised
-    if strides.output_stride < 32 and "layer1.0.conv3.weight" not in recognised.state:
-        raise ValueError(
-            f"{path} has a dilated ResNet of basic blocks: MMSegmentation dilates the first convolution of a block, "
-            "timm both, so that features could not be the same"
-        )
-    notes = [] if strides.source is None else [f"strides and dilations are those of {strides.source}"]
-    return expecting(recognised, *notes, dilate_entries=strides.dilate_entries)
-
-
 def as_of_detectron2(recognised: Recognised, path: Path) -> Recognised:
-    """Colours, normalisation and strides of detectron2, which the `config.yaml` of its training tells.
+    """Apply the colour order, normalisation and strides in the `config.yaml` of detectron2.
 
     Files with bare names are made from networks of PyTorch (`tools/convert-torchvision-to-d2.py`), which take RGB.
 
@@ -215,7 +199,7 @@ def as_of_detectron2(recognised: Recognised, path: Path) -> Recognised:
 
 
 def whole_network_near(path: Path) -> Path | None:
-    """The whole network that DINOv2, DINOv3 or CAPI wrote while it trained in shards; the last one."""
+    """The most recent unsharded network that DINOv2, DINOv3 or CAPI saved during sharded training."""
     found = [
         whole
         for folder in (path.parent, *path.absolute().parents[1:3])

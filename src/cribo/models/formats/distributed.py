@@ -13,7 +13,7 @@ METADATA = ".metadata"
 
 
 def read_distributed(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, whole, under the path that each had in the state that was saved.
+    """Read all tensors of a checkpoint, unsharded, under their paths in the saved state.
 
     Raises:
         ValueError: the metadata does not fit the files, or the files are compressed.

@@ -19,7 +19,7 @@ _TOWER_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def hub_config(path: Path) -> dict[str, Any]:
-    """The configuration beside a file in transformers' words; of an image tower, where it has a text tower, too."""
+    """Read the configuration beside a file, with transformers' names; of a two-tower model, that of the image tower."""
     if path.name.startswith("open_clip") and (config := read_beside(path, _OPEN_CLIP_CONFIG)):
         return _from_open_clip_config(config)
     config = read_beside(path, HUB_CONFIG)
@@ -30,7 +30,7 @@ def hub_config(path: Path) -> dict[str, Any]:
 
 
 def _from_open_clip_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of open_clip's own networks; its towers of timm are as timm has them."""
+    """Translate a configuration of open_clip; for towers of timm, it gives the normalisation only."""
     about, images = config.get("model_cfg", {}), config.get("preprocess_cfg", {})
     tower = about.get("vision_cfg", {})
     found: dict[str, Any] = {"pretrained_cfg": {key: images[key] for key in ("mean", "std") if key in images}}
@@ -70,7 +70,7 @@ def activation_of(config: Mapping[str, Any], path: Path) -> str | None:
 
 
 def read_beside(path: Path, name: str) -> dict[str, Any]:
-    """The mapping in a JSON or YAML file beside another one; empty where there is none."""
+    """Read a mapping from a JSON or YAML file beside another file; empty if there is none."""
     beside = path.with_name(name)
     if not beside.is_file():
         return {}

@@ -28,7 +28,7 @@ _NUMPY_BUFFER: Any = np.zeros(1).__reduce_ex__(5)[0]
 
 
 class Record:
-    """Stands for an object whose class is of no interest: keeps its attributes, or else what it was made of."""
+    """A placeholder for an object whose class does not matter; keeps its attributes or constructor arguments."""
 
     def __init__(self, *content: Any) -> None:
         self.content = content
@@ -38,27 +38,27 @@ class Record:
 
 
 def _function(function: Callable[..., Any]) -> Callable[[], Any]:
-    """A new `partial` each time: a pickle may set attributes of what it names, and must not change the original."""
+    """Wrap a function in a new `partial` each time: a pickle may set attributes, which must not change the original."""
     return lambda: partial(function)
 
 
 def _python_class(kind: type) -> Callable[[], type]:
-    """A new subclass each time, for the same reason."""
+    """Create a new subclass each time, for the same reason."""
     return lambda: type(kind.__name__, (kind,), {})
 
 
 def _bytearray(content: str | bytes = b"", encoding: str = "latin1") -> bytearray:
-    """Of its content only: `bytearray(n)` would take n bytes of memory."""
+    """Accept content only: `bytearray(n)` would allocate n bytes."""
     return bytearray(content.encode(encoding) if isinstance(content, str) else bytes(memoryview(content)))
 
 
 def _dtype(name: str | np.dtype, align: bool = False, copy: bool = True) -> np.dtype:
-    """Always a copy: NumPy's own are shared, and a pickle may set the state of what it makes."""
+    """Return a copy: NumPy shares its dtypes, and a pickle may set the state of objects."""
     return np.dtype(name, bool(align), True)
 
 
 def _as_is(value: Any) -> Callable[[], Any]:
-    """Types implemented in C, and values: their attributes cannot be set."""
+    """For values and types implemented in C, whose attributes cannot be set."""
     return lambda: value
 
 
@@ -152,7 +152,7 @@ class PlainUnpickler(pickle.Unpickler):
         return super().load()
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for a name of the list."""
+        """Look up the replacement of an allowed name."""
         full_name = f"{module}.{name}".replace("__builtin__.", "builtins.").replace("builtins.long", "builtins.int")
         allowed = _ALLOWED.get(full_name)
         if allowed is None:
@@ -161,11 +161,11 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 class ForbiddenName(pickle.UnpicklingError):
-    """A pickle names a class or function that is not on the list."""
+    """A pickle names a class or function that is not allowed."""
 
 
 def as_pickle_module(unpickler: type[pickle.Unpickler] = PlainUnpickler) -> ModuleType:
-    """For `torch.load`, whose `pickle_module` it can be."""
+    """A module to pass to `torch.load` as `pickle_module`."""
     module = ModuleType("plain_pickle")
     module.__dict__.update(
         Unpickler=unpickler,
@@ -176,7 +176,7 @@ def as_pickle_module(unpickler: type[pickle.Unpickler] = PlainUnpickler) -> Modu
 
 
 def forbidden_names(read: Callable[[ModuleType], Any]) -> list[str]:
-    """The names that a file holds and may not, as far as it can be read without them.
+    """Names in a file that are not allowed, as far as the file can be read without them.
 
     Args:
         read: reads the file with a `pickle_module`; nothing that it gives is kept.

@@ -81,7 +81,7 @@ def _read_or_explain(path: Path, read: Callable[[Path], Any]) -> Any:
 
 
 def flatten(content: Mapping[Any, Any]) -> dict[str, Tensor]:
-    """Every tensor of a nested mapping under its path, the levels separated by slashes.
+    """Flatten a nested mapping to its tensors; keys are paths with slashes.
 
     Raises:
         ValueError: the mapping holds itself, or is nested very deep.
@@ -114,7 +114,7 @@ def flatten(content: Mapping[Any, Any]) -> dict[str, Tensor]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read an object from a JSON file.
 
     Raises:
         ValueError: the file is damaged or holds no object.
@@ -129,7 +129,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class UntrustedFile(ValueError):
-    """A file that runs code when it is read, and may not or cannot."""
+    """A file that needs to run code to be read, which is not allowed or not possible."""
 
 
 def _refuse_text(path: Path, start: bytes) -> None:
@@ -147,7 +147,7 @@ def _refuse_text(path: Path, start: bytes) -> None:
 
 
 def _refuse_archives(path: Path, start: bytes) -> None:
-    """Archives around a file of weights; PyTorch's own files are zip files, too, and its oldest ones tar files."""
+    """Refuse archives that contain a file of weights; PyTorch's own files are zip files, its oldest ones tar files."""
     for magic, (kind, program) in _ARCHIVES.items():
         if start.startswith(magic):
             raise ValueError(f"{path} is a {kind} archive: unpack it ({program}), and give the file of weights in it")
@@ -229,7 +229,7 @@ def _read_torch(path: Path, *, trust: bool) -> Any:
 
 
 def _is_torch(path: Path) -> bool:
-    """Whether PyTorch wrote a file; other pickles hold arrays of NumPy."""
+    """Whether a pickle was written by `torch.save`; other pickles contain NumPy arrays."""
     if zipfile.is_zipfile(path):
         return True
     with path.open("rb") as file, contextlib.suppress(Exception):
@@ -250,7 +250,7 @@ def _load(path: Path, pickle_module: Any, is_torch: bool) -> Any:
 
 
 def _refuse_shards(path: Path, names: Sequence[str]) -> None:
-    """The part of a network that one rank of a training with FSDP kept, as PyTorch's sharded tensors."""
+    """Refuse sharded tensors, in which one rank of FSDP training saves its part of a network."""
     if not any("_shard." in name or ".distributed.tensor" in name or "DTensor" in name for name in names):
         return
     raise UntrustedFile(f"{path} {SHARD}")
@@ -272,7 +272,7 @@ def _read_flax(path: Path) -> Any:
 
 
 def _flax_array(code: int, data: bytes) -> Any:
-    """Flax packs an array as its shape, the name of its dtype and its bytes, under the extension 1."""
+    """Unpack a Flax array: extension 1 contains its shape, dtype name and bytes."""
     import msgpack
 
     if code != 1:

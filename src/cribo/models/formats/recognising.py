@@ -54,6 +54,7 @@ class Recognised:
         expected: what the weights expect of network and images.
         rope_periods: of DINOv3's rotary embedding, where the file holds them.
         positions: how its training resizes the position embedding, where its configuration says so.
+        output_stride: of a ResNet, where its training says it: 8, 16 or 32.
         numerics: all of what the weights expect of the network, where their description says it.
         notes: what a user should know.
     """
@@ -69,6 +70,7 @@ class Recognised:
     rope_periods: tuple[float, ...] | None
     notes: tuple[str, ...]
     positions: Resizing | None = None
+    output_stride: int | None = None
     numerics: Numerics | None = None
 
 
