@@ -135,7 +135,7 @@ class OptimConfig:
             has batch norms, whose statistics are computed per part.
         lr: peak learning rate for 256 images; scaled linearly with batch_size.
         final_lr: learning rate of the last step, not scaled.
-        warmup_epochs: epochs of linear learning-rate warm-up.
+        warmup_epochs: epochs of linear learning-rate warm-up; may be a fraction.
         weight_decay: (start, end) of a cosine schedule; not applied to biases and other 1-D parameters.
         momentum: (start, end) of a cosine schedule of the teacher's moving average. Start lower for short runs.
         clip: largest gradient norm of each parameter tensor; no clipping when not given.
@@ -149,7 +149,7 @@ class OptimConfig:
     micro_batches: int = 1
     lr: float = 5e-4
     final_lr: float = 1e-5
-    warmup_epochs: int = 10
+    warmup_epochs: float = 10
     weight_decay: tuple[float, float] = (0.04, 0.4)
     momentum: tuple[float, float] = (0.996, 1.0)
     clip: float | None = None
