@@ -1,5 +1,6 @@
 """`cribo adapt` from beginning to end: closed form, training, closed form again, verdict, export."""
 
+import copy
 import json
 import logging
 import math
