@@ -10,10 +10,9 @@ from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
 from cribo.method import patch_coordinates
-from cribo.models import load_backbone
 from cribo.objectives import Setting, Step
 from cribo.objectives.alignment import Alignment, overlap_points, sample_tokens
-from cribo.pretraining import PretrainConfig, pretrain
+from cribo.pretraining import PretrainConfig
 
 Tiny = Callable[..., PretrainConfig]
 STEP = Step(0, steps_per_epoch=4, total_steps=12)
@@ -53,34 +52,6 @@ def test_views_without_an_overlap_do_not_count(tiny: Tiny) -> None:
     assert objective(batch, STEP).losses["alignment"] == 0
 
 
-def test_a_shared_trunk_changes_nothing(tiny: Tiny) -> None:
-    whole = make(tiny)
-    shared = make(tiny, {"backbone.train_blocks": 1})
-    shared.load_state_dict(whole.state_dict())
-    batch = batch_of(whole)
-    losses = [objective(batch, STEP).losses["alignment"] for objective in (whole, shared)]
-    torch.testing.assert_close(*losses)
-    for loss in losses:
-        loss.backward()
-    first, second = (dict(objective.student.named_parameters()) for objective in (whole, shared))
-    trained = [name for name, parameter in second.items() if parameter.requires_grad]
-    assert any("blocks.1." in name for name in trained)
-    assert not any("blocks.0." in name or "patch_embed" in name or "pos_embed" in name for name in trained)
-    for name in trained:
-        torch.testing.assert_close(first[name].grad, second[name].grad)
-
-
-def test_training_changes_the_last_blocks_alone(tiny: Tiny, tmp_path: Any) -> None:
-    config = tiny({"objective.name": "alignment", "backbone.train_blocks": 1, "backbone.drop_path": 0.0})
-    before = Alignment(Setting(config, 36, 4)).exported().state_dict()
-    run = pretrain(config, out=tmp_path)
-    after = load_backbone(run.folder).state_dict()
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed
-    assert all("blocks.1." in name or ".norm." in name for name in changed)
-
-
-@pytest.mark.parametrize("blocks", [0, 3])
-def test_more_blocks_than_there_are_cannot_be_trained(tiny: Tiny, blocks: int) -> None:
-    with pytest.raises(ConfigError, match=rf"backbone.train_blocks must be 1 to 2, .*, got {blocks}"):
-        make(tiny, {"backbone.train_blocks": blocks})
+def test_more_blocks_than_there_are_cannot_be_trained(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match=r"backbone.train_blocks must be 1 to 2, .*, got 3"):
+        make(tiny, {"backbone.train_blocks": 3})

@@ -16,6 +16,7 @@ from cribo.data.samples import Batch
 from cribo.models import Backbone
 from cribo.models.modes import CompileMode
 from cribo.objectives.base import Columns, Objective, Output, Setting, Step, move_towards
+from cribo.objectives.trunk import encode, encode_frozen
 from cribo.objectives.views import ViewPairs, normalised_views
 
 
@@ -68,16 +69,12 @@ class Alignment(Objective):
         views = normalised_views(batch, self.options.views, student)
         noise = batch["drop_path_noise"].flatten(0, 1) if batch["drop_path_noise"].shape[2] else None
         places, overlapping = overlap_points(batch["coordinates"], self.points)
-        frozen = self.options.backbone.frozen_blocks(student.depth)
-        if frozen:
-            with torch.no_grad():
-                trunk = student.encode_trunk(views, frozen)
-                targets = teacher.encode_rest(trunk).tokens
-            tokens = student.encode_rest(trunk, drop_path_noise=noise).tokens
-        else:
-            with torch.no_grad():
-                targets = teacher(views).tokens
-            tokens = student(views, drop_path_noise=noise).tokens
+        inputs = encode_frozen(teacher, views, self.options.backbone, step)
+        with torch.no_grad():
+            targets = encode(teacher, inputs).tokens
+        step.lap("teacher backbone")
+        tokens = encode(student, inputs, drop_path_noise=noise).tokens
+        step.lap("student backbone")
         predicted, wanted = (sample_tokens(each.unflatten(0, (-1, 2)), self.grid, places) for each in (tokens, targets))
         distance = 1 - F.cosine_similarity(predicted.float(), wanted.flip(1).float(), dim=-1)  # (B, 2, P * P)
         weight = overlapping.to(distance) / overlapping.sum().clamp(min=1)

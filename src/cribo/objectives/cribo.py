@@ -31,6 +31,7 @@ from cribo.objectives.collapse import measure_collapse, signs_of_trouble
 from cribo.objectives.distillation import Distillation
 from cribo.objectives.objects import Objects, find_clustering, find_criterion, find_objects, label_tokens
 from cribo.objectives.options import ObjectiveOptions
+from cribo.objectives.trunk import Inputs, encode, encode_frozen
 from cribo.objectives.views import ViewPairs, normalised_views
 
 if TYPE_CHECKING:
@@ -130,10 +131,11 @@ class CrIBo(Distillation):
             )
         views = normalised_views(batch, self.options.views, self.student.backbone)
         step.lap("photometric")
-        result = self._teach(views, batch, step)
+        inputs = encode_frozen(self.teacher.backbone, views, self.options.backbone, step)
+        result = self._teach(inputs, batch, step)
         with torch.set_grad_enabled(step.epoch >= self.options.optim.freeze_backbone_epochs):
             noise = batch["drop_path_noise"].flatten(0, 1) if batch["drop_path_noise"].shape[2] else None
-            global_tokens, tokens, _ = self.student.backbone(views, drop_path_noise=noise)
+            global_tokens, tokens, _ = encode(self.student.backbone, inputs, drop_path_noise=noise)
         step.lap("student backbone")
         images = self.student.head(_by_view(global_tokens))
         step.lap("image projections")
@@ -160,10 +162,10 @@ class CrIBo(Distillation):
     # --------------------------------------------------- 3.2.1 coherent image regions, 3.2.2 cross-image matchings
 
     @torch.no_grad()
-    def _teach(self, views: Float[Tensor, "2b 3 h w"], batch: Batch, step: Step) -> Result:
+    def _teach(self, inputs: Inputs, batch: Batch, step: Step) -> Result:
         """The teacher's pass: objects, their matches, and the embeddings that the student must predict."""
         options = self.options
-        global_tokens, tokens, _ = self.teacher.backbone(views)
+        global_tokens, tokens, _ = encode(self.teacher.backbone, inputs)
         tokens = tokens.unflatten(0, (-1, 2))
         step.lap("teacher backbone")
         images = self.teacher.head(_by_view(global_tokens))

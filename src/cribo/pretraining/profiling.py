@@ -33,7 +33,7 @@ from cribo.training.lightning import interruptible, quiet_lightning
 
 TABLE = {
     "Input": ("waiting for data", "photometric"),
-    "Forward pass": ("teacher backbone", "student backbone", "image projections", "image loss"),
+    "Forward pass": ("frozen blocks", "teacher backbone", "student backbone", "image projections", "image loss"),
     "Clustering": ("clustering", "pooling", "pooling, backward"),
     "NN retrieval": ("retrieval", "bank update"),
     "Object projections": ("object projections", "object projections, backward"),
