@@ -1,19 +1,25 @@
 """Alignment of views by its definition."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
-from cribo.method import patch_coordinates
-from cribo.models import load_backbone
+from cribo.method import MemoryBank, patch_coordinates, pool_objects, soft_neighbour_loss
 from cribo.objectives import Setting, Step
-from cribo.objectives.alignment import Alignment, overlap_points, sample_tokens
-from cribo.pretraining import PretrainConfig, pretrain
+from cribo.objectives import alignment as module
+from cribo.objectives.alignment import Alignment
+from cribo.objectives.objects import Objects, find_objects, label_tokens
+from cribo.objectives.points import find_points, overlap_points, sample_tokens
+from cribo.objectives.views import normalised_views
+from cribo.pretraining import PretrainConfig, pretrain, resume
+from cribo.training.checkpoints import checkpoint_files
 
 Tiny = Callable[..., PretrainConfig]
 STEP = Step(0, steps_per_epoch=4, total_steps=12)
@@ -48,39 +54,149 @@ def test_views_without_an_overlap_do_not_count(tiny: Tiny) -> None:
     count, total = output.metrics["overlapping"]
     assert (int(count), total) == (1, 4)
     alone = batch_of(objective, 1)
-    torch.testing.assert_close(output.losses["alignment"], objective(alone, STEP).losses["alignment"])
+    torch.testing.assert_close(output.losses["points"], objective(alone, STEP).losses["points"])
     batch["coordinates"][0, 1] += 1000
-    assert objective(batch, STEP).losses["alignment"] == 0
+    assert objective(batch, STEP).losses["points"] == 0
 
 
-def test_a_shared_trunk_changes_nothing(tiny: Tiny) -> None:
-    whole = make(tiny)
-    shared = make(tiny, {"backbone.train_blocks": 1})
-    shared.load_state_dict(whole.state_dict())
-    batch = batch_of(whole)
-    losses = [objective(batch, STEP).losses["alignment"] for objective in (whole, shared)]
-    torch.testing.assert_close(*losses)
-    for loss in losses:
-        loss.backward()
-    first, second = (dict(objective.student.named_parameters()) for objective in (whole, shared))
-    trained = [name for name, parameter in second.items() if parameter.requires_grad]
-    assert any("blocks.1." in name for name in trained)
-    assert not any("blocks.0." in name or "patch_embed" in name or "pos_embed" in name for name in trained)
-    for name in trained:
-        torch.testing.assert_close(first[name].grad, second[name].grad)
+ALL = {
+    "points": 1.0,
+    "cross_view": 1.0,
+    "cross_image": 1.0,
+    "object_neighbours": 1.0,
+    "patch_neighbours": 1.0,
+}
 
 
-def test_training_changes_the_last_blocks_alone(tiny: Tiny, tmp_path: Any) -> None:
-    config = tiny({"objective.name": "alignment", "backbone.train_blocks": 1, "backbone.drop_path": 0.0})
-    before = Alignment(Setting(config, 36, 4)).exported().state_dict()
-    run = pretrain(config, out=tmp_path)
-    after = load_backbone(run.folder).state_dict()
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed
-    assert all("blocks.1." in name or ".norm." in name for name in changed)
+def with_banks(tiny: Tiny, **args: float) -> tuple[Alignment, Batch]:
+    """An objective whose student is not its teacher, with the objects of four images in its bank, and other images."""
+    objective = make(tiny, {"losses.neighbours": 3}, **args)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in objective.student.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
+    objective(dataset.__getitems__([(0, image) for image in range(4)]), STEP)
+    objective.after_step(Step(0, 1, 10**9))  # the teacher's momentum is that of the first step
+    return objective, dataset.__getitems__([(0, image) for image in range(4, 8)])
 
 
-@pytest.mark.parametrize("blocks", [0, 3])
-def test_more_blocks_than_there_are_cannot_be_trained(tiny: Tiny, blocks: int) -> None:
-    with pytest.raises(ConfigError, match=rf"backbone.train_blocks must be 1 to 2, .*, got {blocks}"):
-        make(tiny, {"backbone.train_blocks": blocks})
+def rows_of(objective: Alignment, batch: Batch) -> tuple[torch.Tensor, Objects, torch.Tensor]:
+    """The teacher's tokens, its objects, and the student's objects."""
+    views = normalised_views(batch, objective.options.views, objective.exported())
+    student = objective.student.get_submodule("backbone")
+    teacher, own = (network(views).tokens.unflatten(0, (-1, 2)) for network in (objective.exported(), student))
+    labels = label_tokens(teacher, batch, objective.options.objects)
+    objects = find_objects(*pool_objects(teacher, labels, 5), labels, batch.images)
+    return teacher, objects, objects.pool(own, 5)
+
+
+def test_objects_match_those_of_the_other_view(tiny: Tiny) -> None:
+    objective, batch = with_banks(tiny, points=0, cross_view=1)
+    _, objects, student = rows_of(objective, batch)
+    both = [1 - F.cosine_similarity(student[view], objects.teacher[1 - view], dim=1).mean() for view in (0, 1)]
+    loss = objective(batch, STEP).losses["cross_view"]
+    assert len(objects.rows) > 4
+    torch.testing.assert_close(loss, (both[0] + both[1]) / 2)
+
+
+def test_objects_match_their_neighbours_in_the_bank(tiny: Tiny) -> None:
+    objective, batch = with_banks(tiny, points=0, cross_image=1)
+    bank = objective.object_bank.bank
+    assert bank is not None
+    assert bank.images_held == 4
+    _, objects, student = rows_of(objective, batch)
+    matches = bank.match(objects.teacher, objects.images)
+    means = []
+    for view in (0, 1):
+        valid = matches.valid[view]
+        neighbours = bank.objects(view, matches.nearest[view, valid])
+        assert len(neighbours)
+        means.append(1 - F.cosine_similarity(student[1 - view, valid], neighbours, dim=1).mean())
+    output = objective(batch, STEP)
+    torch.testing.assert_close(output.losses["cross_image"], (means[0] + means[1]) / 2)
+    assert output.metrics["bootstrapping_ratio"] == (matches.valid.sum(), matches.valid.numel())
+
+
+def test_soft_neighbours_are_those_of_objects_and_of_points(tiny: Tiny) -> None:
+    objective, batch = with_banks(tiny, points=0, object_neighbours=1, patch_neighbours=1, grid=3)
+    objects_of, patches_of = objective.object_bank.bank, objective.patch_bank.bank
+    assert objects_of is not None
+    assert patches_of is not None
+    assert len(patches_of) == 4 * 8  # the views of all four images overlap
+    teacher, objects, student = rows_of(objective, batch)
+    losses = objective(batch, STEP).losses
+    wanted = soft_neighbour_loss(student, objects.teacher, objects.images, objects_of, neighbours=3)
+    torch.testing.assert_close(losses["object_neighbours"], wanted)
+    points = find_points(teacher, batch, grid=objective.grid, side=3)
+    views = normalised_views(batch, objective.options.views, objective.exported())
+    own = objective.student.get_submodule("backbone")(views).tokens.unflatten(0, (-1, 2))
+    wanted = soft_neighbour_loss(points.sample(own), points.teacher, points.images, patches_of, neighbours=3)
+    torch.testing.assert_close(losses["patch_neighbours"], wanted)
+
+
+def test_a_loss_with_weight_0_is_not_computed(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("computed")
+
+    objective, batch = with_banks(tiny, cross_view=1)
+    monkeypatch.setattr(MemoryBank, "match", refuse)
+    monkeypatch.setattr(MemoryBank, "neighbours", refuse)
+    assert set(objective(batch, STEP).losses) == {"points", "cross_view"}
+    assert objective.object_bank.bank is None
+    objective, batch = with_banks(tiny)
+    monkeypatch.setattr(module, "label_tokens", refuse)
+    assert set(objective(batch, STEP).losses) == {"points"}
+    assert make(tiny, points=0, patch_neighbours=0.5).weights == {"patch_neighbours": 0.5}
+
+
+def test_a_resumed_run_finds_its_banks_again(tiny: Tiny, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cribo.pretraining.run.write_report", lambda *args, **kwargs: [])
+    config = tiny({"losses.neighbours": 4, "losses.anchor": 1.0, "runtime.checkpoint_every": 5})
+    config = dataclasses.replace(config, objective=dataclasses.replace(config.objective, name="alignment", args=ALL))
+    folder = pretrain(config, out=tmp_path).folder
+    last, *_ = checkpoint_files(folder)
+    whole = torch.load(last, weights_only=False)["state_dict"]
+    for file in (last, folder / "summary.json", folder / "backbone.safetensors"):
+        file.unlink()
+    resume(folder)
+    again = torch.load(last, weights_only=False)["state_dict"]
+    torch.testing.assert_close(whole, again, rtol=0, atol=0)
+    assert whole["_extra_state"]["patch_bank"]["counts"].sum() > 0
+
+
+def test_patches_in_the_bank_do_not_depend_on_micro_batches(tiny: Tiny) -> None:
+    objective, _ = with_banks(tiny, points=0, patch_neighbours=1)
+    split, _ = with_banks(tiny, points=0, patch_neighbours=1)
+    batch = batch_of(objective)
+    objective(batch, STEP)
+    for part in batch.split(2):
+        split(part, STEP)
+    states = []
+    for each in (objective, split):
+        each.after_step(STEP)
+        state = each.patch_bank.state_dict()
+        assert state is not None
+        states.append(state["rows"])
+    torch.testing.assert_close(*states)
+
+
+@pytest.mark.parametrize(
+    ("changes", "args", "message"),
+    [
+        ({}, {"grid": 0}, "objective.args.grid must be at least 1, got 0"),
+        ({}, {"cross_view": -1.0}, "objective.args.cross_view must be >= 0, got -1.0"),
+        ({}, {"points": 0.0}, "all weights in objective.args are 0"),
+        ({"objects.num_objects": 33}, {"cross_view": 1.0}, "objects.num_objects must be at most 32, .* got 33"),
+        ({"objects.bank_images": 7}, {"cross_image": 1.0}, "at least one batch of 8 images, got 7"),
+        ({"losses.patch_bank": 15}, {"patch_neighbours": 1.0}, "patch_bank must hold .* at least 16, got 15"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tiny: Tiny, changes: dict[str, Any], args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(tiny, changes, **args)
+
+
+def test_more_blocks_than_there_are_cannot_be_trained(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match=r"backbone.train_blocks must be 1 to 2, .*, got 3"):
+        make(tiny, {"backbone.train_blocks": 3})

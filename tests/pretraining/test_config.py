@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cribo.cli import main
-from cribo.objectives.cribo import resolve_bank_images
+from cribo.objectives.banks import resolve_bank_images
 from cribo.pretraining import ConfigError, PretrainConfig, load_config
 from cribo.pretraining.config import _RANGES, ObjectiveConfig
 from cribo.pretraining.presets import dump_config, preset_names

@@ -35,7 +35,7 @@ def measured() -> Profile:
 
 def test_every_part_is_in_the_table_and_the_parts_make_up_the_step(measured: Profile) -> None:
     for step in measured.steps:
-        assert all(seconds > 0 for seconds in step.parts.values())
+        assert all(seconds > 0 for part, seconds in step.parts.items() if part not in ("frozen blocks", "patch losses"))
         assert sum(step.parts.values()) == pytest.approx(sum(step.rows.values()))
         assert sum(step.parts.values()) == pytest.approx(step.step, rel=0.2)
         low, high = step.step_range
@@ -46,7 +46,9 @@ def test_every_part_is_in_the_table_and_the_parts_make_up_the_step(measured: Pro
 
 
 def test_a_step_reports_no_part_that_the_table_lacks() -> None:
-    session = Session(config(losses__cross_image_from_epoch=0))
+    vit = {"patch_size": 16, "depth": 2, "embed_dim": 32, "num_heads": 2}
+    frozen = {"backbone__name": "vit_tiny_patch16_224", "backbone__args": vit, "backbone__train_blocks": 1}
+    session = Session(config(losses__cross_image_from_epoch=0, losses__patch_neighbours=1.0, **frozen))
     module = session.make_module()
     timer = module.timer
     timer.start(torch.device("cpu"))

@@ -1,7 +1,8 @@
 """Section 3 of the paper in pure PyTorch. Each part can be used alone, in any training loop.
 
 `reference` states a whole training step literally: start reading there. The other modules are the fast version, in
-the order of a step: `views`, `clustering`, `objects`, `matching`, `bank`, `heads`, `losses`.
+the order of a step: `views`, `clustering`, `objects`, `matching`, `bank`, `heads`, `losses`; `headfree` has losses
+beyond the paper.
 """
 
 from typing import TYPE_CHECKING
@@ -11,12 +12,14 @@ from cribo.lazy import lazy_names
 if TYPE_CHECKING:
     from cribo.method.bank import Matches, MemoryBank
     from cribo.method.clustering import cluster_tokens, cluster_tokens_kmeans, draw_initial_tokens
+    from cribo.method.headfree import cosine_distance, gram_loss, soft_neighbour_loss
     from cribo.method.heads import ProjectionHead, PrototypeLayer
     from cribo.method.losses import (
         Centre,
         SelfDistillation,
         cross_image_loss,
         cross_view_loss,
+        mean_over_groups,
         sinkhorn_centre,
         weighted_cross_entropy,
     )
@@ -47,17 +50,21 @@ __all__ = [
     "apply_photometric",
     "cluster_tokens",
     "cluster_tokens_kmeans",
+    "cosine_distance",
     "cross_image_loss",
     "cross_view_loss",
     "cut_views",
     "cycle_consistency",
     "draw_initial_tokens",
+    "gram_loss",
     "match_objects",
+    "mean_over_groups",
     "patch_coordinates",
     "pool_objects",
     "sample_crops",
     "sample_photometric",
     "sinkhorn_centre",
+    "soft_neighbour_loss",
     "weighted_cross_entropy",
 ]
 
@@ -66,12 +73,14 @@ __getattr__ = lazy_names(
     {
         ".bank": ("Matches", "MemoryBank"),
         ".clustering": ("cluster_tokens", "cluster_tokens_kmeans", "draw_initial_tokens"),
+        ".headfree": ("cosine_distance", "gram_loss", "soft_neighbour_loss"),
         ".heads": ("ProjectionHead", "PrototypeLayer"),
         ".losses": (
             "Centre",
             "SelfDistillation",
             "cross_image_loss",
             "cross_view_loss",
+            "mean_over_groups",
             "sinkhorn_centre",
             "weighted_cross_entropy",
         ),

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from cribo.method.matching import NO_MATCH, cycle_consistency, nearest_rows
+from cribo.method.matching import NO_MATCH, cycle_consistency, nearest_rows, top_rows
 from cribo.method.precision import at_least_float32, in_float32
 from cribo.method.recipe import Criterion
 
@@ -96,6 +96,11 @@ class MemoryBank:
         """The unnormalised objects (R, D) at some slots, in float32 or better; `views` is one view, or one per slot."""
         return at_least_float32(self._rows[views, slots]) * self._norms[views, slots][:, None]
 
+    def directions(self, view: int, slots: Int[Tensor, "*r"]) -> Float[Tensor, "*r d"]:
+        """The objects of a view at some slots, of unit length, in float32 or better; zeros for `NO_MATCH`."""
+        rows = at_least_float32(self._rows[view, slots])
+        return rows.where((slots != NO_MATCH)[..., None], 0)
+
     def image_ids(self, slots: Int[Tensor, " r"]) -> Int[Tensor, " r"]:
         """The image of the object at each of some slots."""
         return self._images[slots]
@@ -140,6 +145,30 @@ class MemoryBank:
         jumped = torch.stack([self._rows[1 - view, slots[view]] for view in (0, 1)])  # paper equation 3
         is_valid = criterion if callable(criterion) else cycle_consistency
         return Matches(nearest, matched & is_valid(objects, jumped, group_rows))
+
+    @torch.no_grad()
+    @in_float32
+    def neighbours(
+        self, objects: Float[Tensor, "2 r d"], images: Int[Tensor, " r"], count: int
+    ) -> tuple[Float[Tensor, "2 r k"], Int[Tensor, "2 r k"]]:
+        """Find the `count` most similar objects in the bank of each object's view.
+
+        Args:
+            objects: (2, R, D) any scale.
+            images: (R,) image of each object; the bank's rows of the same image are left out.
+            count: neighbours per object.
+
+        Returns:
+            (2, R, count) cosine similarities, descending, and the slots. Where the bank has fewer rows, the similarity
+            is -inf and the slot `NO_MATCH`.
+        """
+        live = ring_slices(self._oldest, self._length, self.capacity)
+        found = [
+            top_rows(objects[view], self._rows[view], count, parts=live, query_images=images, row_images=self._images)
+            for view in (0, 1)
+        ]
+        similarities, slots = zip(*found, strict=True)
+        return torch.stack(similarities), torch.stack(slots)
 
     @torch.no_grad()
     def push(self, objects: Float[Tensor, "2 r d"], images: Int[Tensor, " r"], counts: Sequence[int]) -> None:

@@ -122,18 +122,43 @@ def cross_image_loss(
     return weighted_cross_entropy(student[1 - views, rows], neighbours, weights, level, groups, formula=formula)
 
 
-def _groups(student: Float[Tensor, "2 r e"], group_rows: Sequence[int] | None) -> tuple[Int[Tensor, " r"], int]:
+def _groups(rows: Float[Tensor, "2 r *e"], group_rows: Sequence[int] | None) -> tuple[Int[Tensor, " r"], int]:
     """The group of each row, and the number of groups."""
-    sizes = [student.shape[1]] if group_rows is None else list(group_rows)
-    if sum(sizes) != student.shape[1]:
-        raise ValueError(f"group_rows must sum to the {student.shape[1]} rows, got {sizes}")
-    return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(student.device), len(sizes)
+    sizes = [rows.shape[1]] if group_rows is None else list(group_rows)
+    if sum(sizes) != rows.shape[1]:
+        raise ValueError(f"group_rows must sum to the {rows.shape[1]} rows, got {sizes}")
+    return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(rows.device), len(sizes)
 
 
 def _mean_of_means(parts: Int[Tensor, " r"], num_parts: int) -> Float[Tensor, " r"]:
     """Weights that turn a sum over rows into the mean over parts of each part's own mean; an empty part adds 0."""
     sizes = parts.new_zeros(num_parts).index_add_(0, parts, torch.ones_like(parts))
     return (num_parts * sizes[parts]).double().reciprocal()
+
+
+def mean_over_groups(
+    values: Float[Tensor, "2 r"], group_rows: Sequence[int] | None = None, valid: Bool[Tensor, "2 r"] | None = None
+) -> Float[Tensor, ""]:
+    """The mean of each view's valid rows in each group, averaged over views and groups; one without rows adds 0.
+
+    Args:
+        values: (2, R) of both views, group after group.
+        group_rows: rows of each group of images, in order; one group by default.
+        valid: (2, R) which rows count; all by default.
+
+    Raises:
+        ValueError: the groups' rows do not sum to R.
+
+    Example:
+        >>> mean_over_groups(torch.tensor([[1.0, 3.0, 5.0], [1.0, 3.0, 5.0]]), [2, 1])
+        tensor(3.5000)
+    """
+    groups, num_groups = _groups(values, group_rows)
+    parts = torch.stack((groups, groups + num_groups))
+    counted = torch.ones_like(parts) if valid is None else valid.long()
+    sizes = parts.new_zeros(2 * num_groups).index_add_(0, parts.flatten(), counted.flatten())
+    weights = counted / (2 * num_groups * sizes[parts].clamp_min(1))
+    return (weights.to(values.dtype) * values).sum()
 
 
 def cross_entropy(

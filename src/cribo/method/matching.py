@@ -1,6 +1,6 @@
 """Matching objects across images: nearest neighbour, jump, cycle consistency (paper section 3.2.2)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -109,6 +109,46 @@ def nearest_rows(
     queries = F.normalize(queries, dim=-1)
     best = queries.new_full(queries.shape[:1], -torch.inf)
     nearest = torch.full_like(best, NO_MATCH, dtype=torch.long)
+    for start, similarity in _similarities(queries, rows, parts, query_images, row_images):
+        value, row = similarity.max(dim=1)
+        better = value > best
+        best, nearest = best.where(~better, value), nearest.where(~better, row + start)
+    return nearest
+
+
+def top_rows(
+    queries: Float[Tensor, "r d"],
+    rows: Float[Tensor, "m d"],
+    count: int,
+    *,
+    parts: Sequence[slice] | None = None,
+    query_images: Int[Tensor, " r"] | None = None,
+    row_images: Int[Tensor, " m"] | None = None,
+) -> tuple[Float[Tensor, "r k"], Int[Tensor, "r k"]]:
+    """Find the `count` rows with the greatest cosine similarity to each query; arguments as for `nearest_rows`.
+
+    Returns:
+        (R, count) similarities, descending, and (R, count) indices of rows. Where there are fewer rows, the similarity
+        is -inf and the index `NO_MATCH`.
+    """
+    queries = F.normalize(queries, dim=-1)
+    best = queries.new_full((len(queries), count), -torch.inf)
+    nearest = torch.full_like(best, NO_MATCH, dtype=torch.long)
+    for start, similarity in _similarities(queries, rows, parts, query_images, row_images):
+        values, found = similarity.topk(min(count, similarity.shape[1]), dim=1)
+        best, places = torch.cat((best, values), dim=1).topk(count, dim=1)
+        nearest = torch.cat((nearest, found + start), dim=1).gather(1, places)
+    return best, nearest.where(best > -torch.inf, NO_MATCH)
+
+
+def _similarities(
+    queries: Float[Tensor, "r d"],
+    rows: Float[Tensor, "m d"],
+    parts: Sequence[slice] | None,
+    query_images: Int[Tensor, " r"] | None,
+    row_images: Int[Tensor, " m"] | None,
+) -> Iterator[tuple[int, Float[Tensor, "r c"]]]:
+    """Cosine similarities with one block of rows at a time, after the index of its first row; -inf where masked."""
     size = rows_per_block(len(queries), queries.device)
     for part in [slice(0, len(rows))] if parts is None else parts:
         for start in range(part.start, part.stop, size):
@@ -116,7 +156,4 @@ def nearest_rows(
             similarity = inner_products(queries, rows[block])
             if query_images is not None and row_images is not None:
                 similarity.masked_fill_(query_images[:, None] == row_images[block], -torch.inf)
-            value, row = similarity.max(dim=1)
-            better = value > best
-            best, nearest = best.where(~better, value), nearest.where(~better, row + start)
-    return nearest
+            yield start, similarity

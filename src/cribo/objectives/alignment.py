@@ -1,53 +1,129 @@
-"""View alignment: the student's features of one view match the teacher's of the other at the same places of the image.
+"""View alignment: the student's features of one view match the teacher's of the other, without projection heads.
 
-The simplest way to adapt a pretrained backbone: no head, no bank, no centring. It is not in the paper; docs/adapting.md
-compares it with CrIBo.
+The simplest way to adapt a pretrained backbone. By default, features match at the same places of the image; the other
+losses are CrIBo's on features, and soft neighbours. It is not in the paper; docs/adapting.md compares it with CrIBo.
 """
 
 import copy
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from cribo.arguments import ConfigError
 from cribo.data.samples import Batch
+from cribo.method import cosine_distance, mean_over_groups, pool_objects
 from cribo.models import Backbone
 from cribo.models.modes import CompileMode
+from cribo.objectives.anchor import Anchor
+from cribo.objectives.banks import PatchBank, neighbour_loss, object_bank
 from cribo.objectives.base import Columns, Objective, Output, Setting, Step, move_towards
+from cribo.objectives.objects import (
+    Objects,
+    check_objects,
+    find_clustering,
+    find_criterion,
+    find_objects,
+    label_tokens,
+)
+from cribo.objectives.points import GRID, Points, find_points
+from cribo.objectives.trunk import encode, encode_frozen
 from cribo.objectives.views import ViewPairs, normalised_views
 
 
 class Alignment(Objective):
-    """1 - cosine of student and teacher at points of the views' overlap. Reads `views`, `backbone` and `optim`.
+    """Losses on features, each with a weight; those with weight 0 are not computed.
+
+    Reads `views`, `backbone`, `objects`, `optim`, and from `losses` the options of soft neighbours and of the anchor.
+    Batch norms use the statistics of the pretrained weights and keep them.
 
     Args:
-        setting: what it is made for.
-        points: P; features are sampled bilinearly at P x P points of the overlap.
+        setting: the run it is created for.
+        grid: P; features are compared at P x P points of the overlap of both views, interpolated between patches.
+        points: weight of 1 - cosine of student and teacher at these points.
+        cross_view: weight of 1 - cosine of an object in the student's view and the teacher's other view.
+        cross_image: weight of 1 - cosine of an object and its match in the bank (`objects.criterion`).
+        object_neighbours: weight of soft neighbours of objects.
+        patch_neighbours: weight of soft neighbours of features at the points.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value out of range, or options that cannot be combined.
     """
 
     columns = Columns(
-        labels={"alignment": "1 - cosine of student and teacher"}, progress={"overlapping": "overlapping {:.0%}"}
+        labels={
+            "points": "1 - cosine at points",
+            "cross_view": "1 - cosine of objects across views",
+            "cross_image": "1 - cosine of objects across images",
+            "object_neighbours": "soft neighbours of objects",
+            "patch_neighbours": "soft neighbours of patches",
+            "anchor": "distance from the starting weights",
+            "bootstrapping_ratio": "objects with a valid match",
+        },
+        progress={"overlapping": "overlapping {:.0%}", "bootstrapping_ratio": "bootstrapped {:.0%}"},
     )
 
-    def __init__(self, setting: Setting, *, points: int = 8) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        grid: int = GRID,
+        points: float = 1.0,
+        cross_view: float = 0.0,
+        cross_image: float = 0.0,
+        object_neighbours: float = 0.0,
+        patch_neighbours: float = 0.0,
+    ) -> None:
         super().__init__(setting)
-        if points < 1:
-            raise ConfigError(f"objective.args.points must be at least 1, got {points}")
-        self.points = points
+        options = setting.options
+        weights = {
+            "points": points,
+            "cross_view": cross_view,
+            "cross_image": cross_image,
+            "object_neighbours": object_neighbours,
+            "patch_neighbours": patch_neighbours,
+        }
+        _check(weights, grid)
+        self.weights = {name: weight for name, weight in weights.items() if weight}
+        self.side = grid
         self.student = nn.ModuleDict({"backbone": setting.build_backbone()})
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
-        side = self.options.views.size // self.exported().patch_size
-        self.grid = (side, side)
+        patches = options.views.size // self.exported().patch_size
+        self.grid = (patches, patches)
+        self.finds_points = bool(points or patch_neighbours)
+        self.finds_objects = bool(cross_view or cross_image or object_neighbours)
+        if self.finds_objects:
+            check_objects(options, tokens=2 * patches**2, with_bank=bool(cross_image or object_neighbours))
+            self.images_per_group = options.objects.group_size
+        self.cluster = find_clustering(options.objects)
+        self.criterion = find_criterion(options.objects)
+        self.object_bank = object_bank(options, setting.num_images)
+        self.patch_bank = PatchBank(options, on=bool(patch_neighbours))
+        self.anchor: Anchor | None = None
+        if options.losses.anchor:
+            self.weights["anchor"] = options.losses.anchor
+            self.anchor = Anchor(self.exported(), options.losses.anchor_kind)
+        self._images: list[Tensor] = []  # of the step's micro-batches so far, likewise the next two
+        self._points: list[Points] = []
+        self._objects: list[Objects] = []
+
+    def train(self, mode: bool = True) -> "Alignment":
+        """Batch norms stay in evaluation mode."""
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
+        return self
 
     def samples(self) -> ViewPairs:
         """View pairs."""
-        sites = self._backbone(self.student).num_drop_path_sites
-        return ViewPairs(self.options.views, grid=self.grid, num_objects=0, drop_path_sites=sites)
+        return ViewPairs(
+            self.options.views,
+            grid=self.grid,
+            num_objects=self.options.objects.num_objects if self.finds_objects else 0,
+            drop_path_sites=self._backbone(self.student).num_drop_path_sites,
+        )
 
     def trainable(self) -> nn.Module:
         """The student."""
@@ -63,76 +139,100 @@ class Alignment(Objective):
         return backbone
 
     def forward(self, batch: Batch, step: Step) -> Output:
-        """The loss over both directions, the mean of the images whose views overlap."""
+        """The losses, each the mean over both directions."""
         student, teacher = self._backbone(self.student), self._backbone(self.teacher)
         views = normalised_views(batch, self.options.views, student)
+        step.lap("photometric")
+        inputs = encode_frozen(teacher, views, self.options.backbone, step)
+        with torch.no_grad():
+            targets = encode(teacher, inputs).tokens.unflatten(0, (-1, 2))
+        step.lap("teacher backbone")
         noise = batch["drop_path_noise"].flatten(0, 1) if batch["drop_path_noise"].shape[2] else None
-        places, overlapping = overlap_points(batch["coordinates"], self.points)
-        frozen = self.options.backbone.frozen_blocks(student.depth)
-        if frozen:
+        tokens = encode(student, inputs, drop_path_noise=noise).tokens
+        step.lap("student backbone")
+        self._images.append(batch.images)
+        output = Output({})
+        if self.anchor is not None:
+            output.losses["anchor"] = self.anchor(tokens, inputs)
+        tokens = tokens.unflatten(0, (-1, 2))
+        if self.finds_points:
+            points = find_points(targets, batch, grid=self.grid, side=self.side)
+            self._add_point_losses(output, tokens, points)
+            output.metrics["overlapping"] = len(points.rows), len(batch)
+        step.lap("patch losses")
+        if self.finds_objects:
             with torch.no_grad():
-                trunk = student.encode_trunk(views, frozen)
-                targets = teacher.encode_rest(trunk).tokens
-            tokens = student.encode_rest(trunk, drop_path_noise=noise).tokens
-        else:
-            with torch.no_grad():
-                targets = teacher(views).tokens
-            tokens = student(views, drop_path_noise=noise).tokens
-        predicted, wanted = (sample_tokens(each.unflatten(0, (-1, 2)), self.grid, places) for each in (tokens, targets))
-        distance = 1 - F.cosine_similarity(predicted.float(), wanted.flip(1).float(), dim=-1)  # (B, 2, P * P)
-        weight = overlapping.to(distance) / overlapping.sum().clamp(min=1)
-        loss = (distance.mean(dim=(1, 2)) * weight).sum()
-        return Output({"alignment": loss}, {"overlapping": (overlapping.sum(), len(batch))})
+                labels = label_tokens(targets, batch, self.options.objects, self.cluster)
+                step.lap("clustering")
+                pooled, kept = pool_objects(targets, labels, self.options.objects.num_objects)
+                objects = find_objects(pooled, kept, labels, batch.images)
+            step.lap("pooling")
+            self._add_object_losses(output, tokens, objects)
+            step.lap("object losses")
+        return output
+
+    def _add_point_losses(self, output: Output, tokens: Float[Tensor, "b 2 n d"], points: Points) -> None:
+        self._points.append(points)
+        student = points.sample(tokens)
+        if "points" in self.weights:
+            distance = cosine_distance(student.flip(0), points.teacher)
+            output.losses["points"] = distance.sum() / max(distance.numel(), 1)
+        if "patch_neighbours" in self.weights:
+            loss = neighbour_loss(student, points, self.patch_bank, self.images_per_group, self.options.losses)
+            output.losses["patch_neighbours"] = loss
+
+    def _add_object_losses(self, output: Output, tokens: Float[Tensor, "b 2 n d"], objects: Objects) -> None:
+        self._objects.append(objects)
+        student = objects.pool(tokens, self.options.objects.num_objects)
+        rows = objects.group_rows(self.images_per_group)
+        if "cross_view" in self.weights:
+            output.losses["cross_view"] = mean_over_groups(cosine_distance(student.flip(0), objects.teacher), rows)
+        if "cross_image" in self.weights:
+            bank = self.object_bank.allocate(objects.teacher)
+            matches = bank.match(objects.teacher, objects.images, group_rows=rows, criterion=self.criterion)
+            neighbours = torch.stack([bank.directions(view, matches.nearest[view]) for view in (0, 1)])
+            distance = cosine_distance(student.flip(0), neighbours)
+            output.losses["cross_image"] = mean_over_groups(distance, rows, matches.valid)
+            output.metrics["bootstrapping_ratio"] = matches.valid.sum(), matches.valid.numel()
+        if "object_neighbours" in self.weights:
+            loss = neighbour_loss(student, objects, self.object_bank, self.images_per_group, self.options.losses)
+            output.losses["object_neighbours"] = loss
 
     def schedules(self, step: Step) -> dict[str, float]:
         """The teacher's momentum."""
         return {"momentum": step.cosine(*self.options.optim.momentum)}
 
     def after_step(self, step: Step) -> None:
-        """Move the teacher."""
+        """Move the teacher, and push the step's objects and patches to their banks."""
         move_towards(self.teacher, self.student, self.schedules(step)["momentum"])
+        step.lap("moving average")
+        images = torch.cat(self._images)
+        self.object_bank.push(self._objects, images, step)
+        self.patch_bank.push_points(self._points, images, step)
+        self._images, self._objects, self._points = [], [], []
+        step.lap("bank update")
 
     def compile_parts(self, mode: CompileMode) -> None:
-        """Compile both backbones."""
+        """Compile both backbones, and the clustering."""
         self._backbone(self.student).compile(mode)
         self._backbone(self.teacher).compile(mode)
+        self.cluster = torch.compile(self.cluster)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The banks, which are not buffers: distributed wrappers must not broadcast them."""
+        return {"bank": self.object_bank.state_dict(), "patch_bank": self.patch_bank.state_dict()}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Keep the banks' states until the banks are allocated."""
+        self.object_bank.load_state_dict(state["bank"])
+        self.patch_bank.load_state_dict(state["patch_bank"])
 
 
-def overlap_points(
-    coordinates: Float[Tensor, "b 2 n 2"], points: int
-) -> tuple[Float[Tensor, "b 2 p 2"], Bool[Tensor, " b"]]:
-    """Points on a regular grid over what two views both show.
-
-    Args:
-        coordinates: centres (x, y) of the patches of both views in the source image, row by row.
-        points: along each side.
-
-    Returns:
-        The points in each view, from -1 to 1 between the centres of its outermost patches, as `grid_sample` counts with
-        `align_corners`; and which images have an overlap.
-
-    Example:
-        >>> from cribo.method import patch_coordinates
-        >>> boxes, flips = torch.tensor([[0, 0, 40, 40], [0, 10, 40, 40]]), torch.tensor([False, True])
-        >>> points, overlapping = overlap_points(patch_coordinates(boxes, flips, (4, 4))[None], 1)
-        >>> points[0, :, 0], overlapping
-        (tensor([[0.3333, 0.0000],
-                [0.3333, 0.0000]]), tensor([True]))
-    """
-    first, last = coordinates[:, :, 0], coordinates[:, :, -1]  # (B, 2, 2); a mirrored view runs backwards in x
-    low = torch.minimum(first, last).amax(dim=1)
-    high = torch.maximum(first, last).amin(dim=1)
-    steps = (torch.arange(points, device=low.device, dtype=low.dtype) + 0.5) / points
-    places = torch.stack(torch.meshgrid(steps, steps, indexing="xy"), dim=-1).flatten(0, 1)
-    places = low[:, None] + (high - low)[:, None] * places  # (B, P * P, 2) in the source image
-    relative = (places[:, None] - first[:, :, None]) / (last - first)[:, :, None]
-    return 2 * relative - 1, (high > low).all(dim=1)
-
-
-def sample_tokens(
-    tokens: Float[Tensor, "b 2 n d"], grid: tuple[int, int], places: Float[Tensor, "b 2 p 2"]
-) -> Float[Tensor, "b 2 p d"]:
-    """Features at points of each view, interpolated bilinearly between patches."""
-    maps = tokens.flatten(0, 1).mT.unflatten(2, grid)
-    sampled = F.grid_sample(maps, places.flatten(0, 1)[:, None].to(maps), align_corners=True, padding_mode="border")
-    return sampled.squeeze(2).mT.unflatten(0, (-1, 2))
+def _check(weights: dict[str, float], grid: int) -> None:
+    if grid < 1:
+        raise ConfigError(f"objective.args.grid must be at least 1, got {grid}")
+    for name, weight in weights.items():
+        if not 0 <= weight < float("inf"):
+            raise ConfigError(f"objective.args.{name} must be >= 0, got {weight}")
+    if not any(weights.values()):
+        raise ConfigError(f"all weights in objective.args are 0: set one of {', '.join(weights)}, such as points 1")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
@@ -26,17 +25,30 @@ from cribo.method import (
 )
 from cribo.method.losses import cross_entropy
 from cribo.models.modes import CompileMode
+from cribo.objectives.anchor import Anchor
+from cribo.objectives.banks import PatchBank, neighbour_loss, object_bank
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.collapse import measure_collapse, signs_of_trouble
 from cribo.objectives.distillation import Distillation
-from cribo.objectives.objects import Objects, find_clustering, find_criterion, find_objects, label_tokens
+from cribo.objectives.objects import (
+    Objects,
+    check_objects,
+    find_clustering,
+    find_criterion,
+    find_objects,
+    label_tokens,
+)
 from cribo.objectives.options import ObjectiveOptions
+from cribo.objectives.points import GRID, Points, find_points
+from cribo.objectives.trunk import Inputs, encode, encode_frozen
 from cribo.objectives.views import ViewPairs, normalised_views
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 log = logging.getLogger("cribo")
+
+_BEYOND_THE_PAPER = ("object_neighbours", "patch_neighbours", "anchor")
 
 
 @dataclass
@@ -50,7 +62,9 @@ class Result:
         teacher_objects: (2, R, E) its object-level embeddings; R is 0 if no loss works on objects.
         objects: the objects; None if no loss works on them.
         matches: their matches; None while L_ci^o is off.
-        losses: image, cross_view, cross_image: means over the batch's groups; 0 where off. Detached.
+        points: points of the views' overlap; None without soft neighbours of patches.
+        losses: image, cross_view, cross_image: means over the batch's groups; 0 where off. Those beyond the paper only
+            where on. Detached.
     """
 
     batch_images: Int[Tensor, " b"]
@@ -59,6 +73,7 @@ class Result:
     teacher_objects: Float[Tensor, "2 r e"]
     objects: Objects | None = None
     matches: Matches | None = None
+    points: Points | None = None
     losses: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -79,6 +94,9 @@ class CrIBo(Distillation):
             "cross_image": r"cross-image objects $\mathcal{L}_{ci}^{o}$",
             "bootstrapping_ratio": "objects with a valid match",
             "objects_per_image": "objects per image",
+            "object_neighbours": "soft neighbours of objects",
+            "patch_neighbours": "soft neighbours of patches",
+            "anchor": "distance from the starting weights",
         },
         progress={"bootstrapping_ratio": "bootstrapped {:.0%}"},
     )
@@ -92,18 +110,25 @@ class CrIBo(Distillation):
         side = options.views.size // self.student.backbone.patch_size
         _check(options, tokens=2 * side * side)
         self.weights = {"image": losses.image, "cross_view": losses.cross_view, "cross_image": losses.cross_image}
+        self.weights |= {name: weight for name in _BEYOND_THE_PAPER if (weight := getattr(losses, name))}
         self.images_per_group = options.objects.group_size
         # Without its loss, a last layer has no gradient.
         self.uses_all_parameters = self.uses_all_parameters and bool(losses.image and losses.cross_view)
         self.grid = (side, side)
-        self.bank: MemoryBank | None = None
-        self.bank_images = resolve_bank_images(options, setting.num_images)
-        self._restored_bank: dict[str, Any] | None = None
+        self.object_bank = object_bank(options, setting.num_images)
+        self.patch_bank = PatchBank(options, on=bool(losses.patch_neighbours))
+        self.bank_images = self.object_bank.num_images
+        self.anchor = Anchor(self.teacher.backbone, losses.anchor_kind) if losses.anchor else None
         self.cluster = find_clustering(options.objects)
         self.criterion = find_criterion(options.objects)
         self._cross_entropy = cross_entropy
         self._results: list[Result] = []  # of the step's micro-batches so far
         self.last_result: Result | None = None
+
+    @property
+    def bank(self) -> MemoryBank | None:
+        """The bank of objects; None before the first batch and where no loss reads it."""
+        return self.object_bank.bank
 
     def samples(self) -> ViewPairs:
         """View pairs."""
@@ -115,11 +140,11 @@ class CrIBo(Distillation):
         )
 
     def forward(self, batch: Batch, step: Step) -> Output:
-        """The three losses; their weighted sum is the paper's equation 11.
+        """The paper's three losses, whose weighted sum is equation 11, and those beyond it that are on.
 
         Args:
             batch: B view pairs, a whole number of groups.
-            step: decides the temperature, whether L_ci^o is on, and whether gradients reach the backbone.
+            step: decides the temperature, whether the bank is read, and whether gradients reach the backbone.
 
         Raises:
             ValueError: a batch that is not a whole number of groups.
@@ -130,10 +155,11 @@ class CrIBo(Distillation):
             )
         views = normalised_views(batch, self.options.views, self.student.backbone)
         step.lap("photometric")
-        result = self._teach(views, batch, step)
+        inputs = encode_frozen(self.teacher.backbone, views, self.options.backbone, step)
+        result = self._teach(inputs, batch, step)
         with torch.set_grad_enabled(step.epoch >= self.options.optim.freeze_backbone_epochs):
             noise = batch["drop_path_noise"].flatten(0, 1) if batch["drop_path_noise"].shape[2] else None
-            global_tokens, tokens, _ = self.student.backbone(views, drop_path_noise=noise)
+            global_tokens, tokens, _ = encode(self.student.backbone, inputs, drop_path_noise=noise)
         step.lap("student backbone")
         images = self.student.head(_by_view(global_tokens))
         step.lap("image projections")
@@ -150,6 +176,7 @@ class CrIBo(Distillation):
             losses |= self._object_losses(tokens.unflatten(0, (-1, 2)), result.objects, result, step)
             step.lap.at_gradient(losses["image"], "pooling, backward")
             metrics["objects_per_image"] = sum(result.objects.counts), len(batch)
+        losses |= self._patch_losses(tokens, inputs, result, step)
         if result.matches is not None:
             metrics["bootstrapping_ratio"] = result.matches.valid.sum(), result.matches.valid.numel()
         result.losses = {name: loss.detach() for name, loss in losses.items()}
@@ -160,29 +187,33 @@ class CrIBo(Distillation):
     # --------------------------------------------------- 3.2.1 coherent image regions, 3.2.2 cross-image matchings
 
     @torch.no_grad()
-    def _teach(self, views: Float[Tensor, "2b 3 h w"], batch: Batch, step: Step) -> Result:
+    def _teach(self, inputs: Inputs, batch: Batch, step: Step) -> Result:
         """The teacher's pass: objects, their matches, and the embeddings that the student must predict."""
         options = self.options
-        global_tokens, tokens, _ = self.teacher.backbone(views)
+        global_tokens, tokens, _ = encode(self.teacher.backbone, inputs)
         tokens = tokens.unflatten(0, (-1, 2))
         step.lap("teacher backbone")
         images = self.teacher.head(_by_view(global_tokens))
         step.lap("image projections")
+        points = None
+        if options.losses.patch_neighbours:
+            points = find_points(tokens, batch, grid=self.grid, side=GRID)
+            step.lap("patch losses")
         if not options.needs_objects:
-            return Result(batch.images, tokens, images, images[:, :0])
+            return Result(batch.images, tokens, images, images[:, :0], points=points)
         labels = self.label_tokens(tokens, batch)
         step.lap("clustering")
         objects = find_objects(*pool_objects(tokens, labels, options.objects.num_objects), labels, batch.images)
         step.lap("pooling")
         matches = None
-        if options.losses.cross_image:
-            self._make_bank(batch.images.device)
-            if step.epoch >= options.losses.cross_image_from_epoch:
+        if options.needs_bank:
+            self.object_bank.allocate(objects.teacher)
+            if options.losses.cross_image and self._reads_banks(step):
                 matches = self.match(objects.teacher, objects.images, objects.group_rows(self.images_per_group))
         step.lap("retrieval")
-        embeddings = self.teacher.head(objects.teacher)
+        embeddings = self.teacher.head(objects.teacher) if self._projects_objects else images[:, :0]
         step.lap("object projections")
-        return Result(batch.images, tokens, images, embeddings, objects, matches)
+        return Result(batch.images, tokens, images, embeddings, objects, matches, points)
 
     def label_tokens(self, tokens: Float[Tensor, "b 2 n d"], batch: Batch) -> Int[Tensor, "b 2 n"]:
         """The cluster of each of the teacher's tokens."""
@@ -204,10 +235,16 @@ class CrIBo(Distillation):
     def _object_losses(
         self, tokens: Float[Tensor, "b 2 n d"], objects: Objects, result: Result, step: Step
     ) -> dict[str, Float[Tensor, ""]]:
-        """L_cv^o and L_ci^o of the student's tokens, pooled with the teacher's labels."""
-        pooled, _ = pool_objects(tokens, objects.labels, self.options.objects.num_objects)
-        pooled = pooled[objects.rows, :, objects.clusters].transpose(0, 1)
+        """L_cv^o, L_ci^o and soft neighbours of the student's tokens, pooled with the teacher's labels."""
+        pooled = objects.pool(tokens, self.options.objects.num_objects)
         step.lap("pooling")
+        losses: dict[str, Tensor] = {}
+        if "object_neighbours" in self.weights and self._reads_banks(step):
+            bank, config = self.object_bank, self.options.losses
+            losses["object_neighbours"] = neighbour_loss(pooled, objects, bank, self.images_per_group, config)
+            step.lap("object losses")
+        if not self._projects_objects:
+            return losses
         student = self.student.head(pooled)
         step.lap("object projections")
         step.lap.at_gradient(student, "object losses, backward")
@@ -215,7 +252,6 @@ class CrIBo(Distillation):
         rows = objects.group_rows(self.images_per_group)
         level = self._level("object", result.teacher_objects, rows, step)
         formula = self._cross_entropy
-        losses: dict[str, Tensor] = {}
         if self.weights["cross_view"]:
             losses["cross_view"] = cross_view_loss(student, result.teacher_objects, level, rows, formula=formula)
         step.lap("object losses")
@@ -226,6 +262,30 @@ class CrIBo(Distillation):
             losses["cross_image"] = cross_image_loss(student, neighbours, valid, level, rows, formula=formula)
         step.lap("object losses")
         return losses
+
+    def _patch_losses(
+        self, tokens: Float[Tensor, "two_b n d"], inputs: Inputs, result: Result, step: Step
+    ) -> dict[str, Float[Tensor, ""]]:
+        """Soft neighbours of patches, and the distance from the starting weights."""
+        losses: dict[str, Tensor] = {}
+        if result.points is not None:
+            points, bank, config = result.points, self.patch_bank, self.options.losses
+            bank.allocate(points.teacher)
+            if self._reads_banks(step):
+                student = points.sample(tokens.unflatten(0, (-1, 2)))
+                losses["patch_neighbours"] = neighbour_loss(student, points, bank, self.images_per_group, config)
+        if self.anchor is not None:
+            losses["anchor"] = self.anchor(tokens, inputs)
+        if losses:
+            step.lap("patch losses")
+        return losses
+
+    @property
+    def _projects_objects(self) -> bool:
+        return bool(self.weights["cross_view"] or self.weights["cross_image"])
+
+    def _reads_banks(self, step: Step) -> bool:
+        return step.epoch >= self.options.losses.cross_image_from_epoch
 
     @torch.no_grad()
     def _embed_neighbours(self, matches: Matches) -> Float[Tensor, "z e"]:
@@ -250,12 +310,15 @@ class CrIBo(Distillation):
 
     @torch.no_grad()
     def after_step(self, step: Step) -> None:
-        """Move centres and teacher, and push the step's objects to the bank."""
+        """Move centres and teacher, and push the step's objects and patches to their banks."""
         results, self._results = self._results, []
         images, objects = zip(*((result.teacher_images, result.teacher_objects) for result in results), strict=True)
         self.move_teacher(step, {"image": images, "object": objects})
-        if self.bank is not None:
-            self.bank.push(*_gather_objects(results, step))
+        batch_images = torch.cat([result.batch_images for result in results])
+        found = [result.objects for result in results if result.objects is not None]
+        self.object_bank.push(found, batch_images, step)
+        points = [result.points for result in results if result.points is not None]
+        self.patch_bank.push_points(points, batch_images, step)
         step.lap("bank update")
 
     def compile_parts(self, mode: CompileMode) -> None:
@@ -265,28 +328,14 @@ class CrIBo(Distillation):
         # The number of objects differs from step to step.
         self._cross_entropy = torch.compile(cross_entropy, dynamic=True)
 
-    def _make_bank(self, device: torch.device) -> None:
-        """Allocate the bank on the device of the first batch, and restore it from the checkpoint."""
-        if self.bank is not None:
-            return
-        self.bank = MemoryBank(
-            num_images=self.bank_images,
-            num_objects=self.options.objects.num_objects,
-            dim=self.student.backbone.embed_dim,
-            dtype=torch.float16 if device.type == "cuda" else self.centre("image").value.dtype,
-            device=device,
-        )
-        if self._restored_bank is not None:
-            self.bank.load_state_dict(self._restored_bank)
-            self._restored_bank = None
-
     def get_extra_state(self) -> dict[str, Any]:
-        """The bank, which is not a buffer: distributed wrappers must not broadcast it."""
-        return {"bank": self.bank.state_dict() if self.bank is not None else self._restored_bank}
+        """The banks, which are not buffers: distributed wrappers must not broadcast them."""
+        return {"bank": self.object_bank.state_dict(), "patch_bank": self.patch_bank.state_dict()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Keep the bank's state until the bank is allocated."""
-        self.bank, self._restored_bank = None, state["bank"]
+        """Keep the banks' states until the banks are allocated."""
+        self.object_bank.load_state_dict(state["bank"])
+        self.patch_bank.load_state_dict(state.get("patch_bank"))  # older checkpoints have none
 
     # ------------------------------------------------------------------------------------------ records of a run
 
@@ -335,54 +384,12 @@ def _by_view(tokens: Float[Tensor, "two_b d"]) -> Float[Tensor, "2 b d"]:
     return tokens.unflatten(0, (-1, 2)).transpose(0, 1)
 
 
-def _gather_objects(
-    results: Sequence[Result], step: Step
-) -> tuple[Float[Tensor, "2 r d"], Int[Tensor, " r"], list[int]]:
-    """Gather the objects of all ranks in the order of the whole batch, so that all banks stay the same.
-
-    Returns:
-        the objects, the image of each, and the number of objects of each image of the whole batch.
-    """
-    found = [result.objects for result in results if result.objects is not None]
-    images = torch.cat([result.batch_images for result in results])
-    objects = torch.cat([part.teacher for part in found], dim=1)
-    counts = torch.tensor([count for part in found for count in part.counts], device=images.device)
-    counts, images = step.gather(torch.stack((counts, images))).cpu().unbind(dim=1)  # (ranks, B) each
-    rows: list[int] = counts.sum(dim=1).tolist()
-    padded = F.pad(objects, (0, 0, 0, max(rows) - objects.shape[1]))
-    parts = step.gather(padded) if max(rows) else padded[None]
-    objects = torch.cat([part[:, :length] for part, length in zip(parts, rows, strict=False)], dim=1)
-    counts = counts.flatten()
-    return objects, images.flatten().repeat_interleave(counts).to(objects.device), counts.tolist()
-
-
-def resolve_bank_images(options: ObjectiveOptions, num_images: int) -> int:
-    """S: as configured, else min(25000, half the data set), and never less than one batch."""
-    configured = options.objects.bank_images
-    if configured is None:
-        return max(min(25_000, num_images // 2), options.optim.batch_size)
-    return configured
-
-
 def _check(options: ObjectiveOptions, *, tokens: int) -> None:
-    losses, objects, optim = options.losses, options.objects, options.optim
-    if not (losses.image or losses.cross_view or losses.cross_image):
+    losses, optim = options.losses, options.optim
+    if not (losses.image or options.needs_objects or losses.patch_neighbours):
         raise ConfigError("all of losses.image, losses.cross_view and losses.cross_image are 0: leave one on")
-    if objects.clustering == "kmeans" and objects.position_weight != 0:
-        raise ConfigError(
-            f"objects.clustering kmeans has no positional cue: set objects.position_weight to 0, "
-            f"not {objects.position_weight}"
-        )
-    if objects.bank_images is not None and losses.cross_image and objects.bank_images < optim.batch_size:
-        raise ConfigError(
-            f"objects.bank_images must hold at least one batch of {optim.batch_size} images, "
-            f"got {objects.bank_images}: use a larger bank or a smaller optim.batch_size"
-        )
-    if options.needs_objects and objects.num_objects > tokens:
-        raise ConfigError(
-            f"objects.num_objects must be at most {tokens}, the patches of both views, got "
-            f"{objects.num_objects}: use fewer clusters, larger views.size or smaller patches"
-        )
+    if options.needs_objects:
+        check_objects(options, tokens=tokens, with_bank=options.needs_bank)
     if losses.cross_image and losses.cross_image_from_epoch >= optim.epochs:
         log.warning(
             "losses.cross_image_from_epoch %d is not reached in optim.epochs %d: the run does not use L_ci^o",

@@ -28,6 +28,7 @@ from cribo.method import (
 from cribo.models import normalise
 from cribo.objectives.base import Columns, Output, Setting, Step
 from cribo.objectives.distillation import Distillation
+from cribo.objectives.trunk import encode, encode_frozen
 from cribo.objectives.views import load_for_crops
 
 _BLUR_OF_LOCAL_CROPS = 0.5
@@ -143,8 +144,10 @@ class DINO(Distillation):
         losses, temperature = self.options.losses, self.schedules(step)["teacher_temperature"]
         parts = list(self._augmented(batch))
         step.lap("photometric")
+        config = self.options.backbone
+        inputs = [encode_frozen(self.teacher.backbone, views.flatten(0, 1), config, step) for views in parts]
         with torch.no_grad():
-            embeddings = self.teacher.head(self.teacher.backbone(parts[0].flatten(0, 1)).global_token)
+            embeddings = self.teacher.head(encode(self.teacher.backbone, inputs[0]).global_token)
             self._embeddings.append(embeddings)
             prototypes = self.teacher.prototypes("image").weight
             centre = self.centre("image").value
@@ -155,9 +158,9 @@ class DINO(Distillation):
         step.lap("teacher backbone")
         noise = batch["drop_path_noise"].transpose(0, 1) if self.crops.drop_path_sites else None
         students, first = [], 0
-        for views in parts:
+        for views, own_inputs in zip(parts, inputs, strict=True):
             own = None if noise is None else noise[first : first + len(views)].flatten(0, 1)
-            token = self.student.backbone(views.flatten(0, 1), drop_path_noise=own).global_token
+            token = encode(self.student.backbone, own_inputs, drop_path_noise=own).global_token
             students.append(self.student.head(token).unflatten(0, (len(views), -1)))
             first += len(views)
         logits = F.linear(torch.cat(students), self.student.prototypes("image").weight)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from cribo.arguments import ConfigError, import_by_path
 from cribo.data.samples import Batch
-from cribo.method import cluster_tokens, cluster_tokens_kmeans
-from cribo.objectives.options import ObjectsConfig
+from cribo.method import cluster_tokens, cluster_tokens_kmeans, pool_objects
+from cribo.objectives.options import ObjectiveOptions, ObjectsConfig
 
 Clustering = Callable[..., Int[Tensor, "b t"]]
 """(tokens (B, T, D), coordinates (B, T, 2), num_objects=K, initial_tokens (B, K)=...) -> labels (B, T) in [0, K)."""
@@ -87,28 +87,42 @@ def label_tokens(
 
 
 @dataclass
-class Objects:
-    """The objects of a batch: R rows, image after image.
+class RowPairs:
+    """The teacher's features of the same objects or places in both views: R rows, image after image.
 
     Attributes:
-        teacher: (2, R, D) the teacher's representations.
-        labels: (B, 2, N) cluster of each token.
-        rows: (R,) image within the batch of each object.
-        clusters: (R,) its cluster.
-        images: (R,) its image's index in the collection.
-        counts: objects of each image of the batch.
+        teacher: (2, R, D) features of each view.
+        images: (R,) index of their image in the collection.
+        counts: rows of each image of the batch.
     """
 
     teacher: Float[Tensor, "2 r d"]
-    labels: Int[Tensor, "b 2 n"]
-    rows: Int[Tensor, " r"]
-    clusters: Int[Tensor, " r"]
     images: Int[Tensor, " r"]
     counts: list[int]
 
     def group_rows(self, group_size: int) -> list[int]:
-        """Objects of each group of `group_size` images."""
+        """Rows of each group of `group_size` images."""
         return [sum(self.counts[start : start + group_size]) for start in range(0, len(self.counts), group_size)]
+
+
+@dataclass
+class Objects(RowPairs):
+    """The objects of a batch.
+
+    Attributes:
+        labels: (B, 2, N) cluster of each token.
+        rows: (R,) image within the batch of each object.
+        clusters: (R,) its cluster.
+    """
+
+    labels: Int[Tensor, "b 2 n"]
+    rows: Int[Tensor, " r"]
+    clusters: Int[Tensor, " r"]
+
+    def pool(self, tokens: Float[Tensor, "b 2 n d"], num_objects: int) -> Float[Tensor, "2 r d"]:
+        """The same objects of another network's tokens."""
+        pooled, _ = pool_objects(tokens, self.labels, num_objects)
+        return pooled[self.rows, :, self.clusters].transpose(0, 1)
 
 
 def find_objects(
@@ -120,4 +134,33 @@ def find_objects(
     """
     counts: list[int] = kept.sum(dim=1).tolist()
     rows, clusters = torch.nonzero_static(kept, size=sum(counts)).unbind(dim=1)
-    return Objects(pooled[rows, :, clusters].transpose(0, 1), labels, rows, clusters, images[rows], counts)
+    return Objects(pooled[rows, :, clusters].transpose(0, 1), images[rows], counts, labels, rows, clusters)
+
+
+def check_objects(options: ObjectiveOptions, *, tokens: int, with_bank: bool) -> None:
+    """Check that views can be clustered and that a batch fits the bank.
+
+    Args:
+        options: of the run.
+        tokens: of both views.
+        with_bank: whether a loss reads the bank of objects.
+
+    Raises:
+        ConfigError: options that cannot be combined.
+    """
+    objects, optim = options.objects, options.optim
+    if objects.clustering == "kmeans" and objects.position_weight != 0:
+        raise ConfigError(
+            f"objects.clustering kmeans has no positional cue: set objects.position_weight to 0, "
+            f"not {objects.position_weight}"
+        )
+    if with_bank and objects.bank_images is not None and objects.bank_images < optim.batch_size:
+        raise ConfigError(
+            f"objects.bank_images must hold at least one batch of {optim.batch_size} images, "
+            f"got {objects.bank_images}: use a larger bank or a smaller optim.batch_size"
+        )
+    if objects.num_objects > tokens:
+        raise ConfigError(
+            f"objects.num_objects must be at most {tokens}, the patches of both views, got "
+            f"{objects.num_objects}: use fewer clusters, larger views.size or smaller patches"
+        )

@@ -7,6 +7,7 @@ from cribo.method.recipe import Marginals, ViewRecipe
 from cribo.models.modes import Checkpointing
 
 Centring = Literal["mean", "sinkhorn"]
+AnchorKind = Literal["gram", "cosine"]
 
 
 @dataclass
@@ -94,19 +95,29 @@ class HeadConfig:
 
 @dataclass
 class LossConfig:
-    """The three losses (paper section 3.2.3); the total is their sum, with these weights.
+    """Losses; the total is their sum, with these weights. The first three are the paper's (section 3.2.3).
 
     Attributes:
         image: weight of L_cv^g, image level across views; 0 or false leaves it out.
         cross_view: weight of L_cv^o, object level across views.
         cross_image: weight of L_ci^o, object level across images.
-        cross_image_from_epoch: first epoch (from 0) that uses L_ci^o: neighbours in an untrained network are random.
+        cross_image_from_epoch: first epoch (from 0) that uses L_ci^o and soft neighbours: neighbours in an untrained
+            network are random.
         student_temperature: tau_s.
         teacher_temperature: (start, end) of tau_t. Lower the end if the losses stay at their initial value.
         teacher_temperature_epochs: epochs over which it rises, one step per epoch.
         centring: `mean` is the paper's moving average; `sinkhorn` spreads every group evenly over the
             prototypes, which learns sooner with small batches and in short runs.
         centre_momentum: of the moving average.
+        object_neighbours: weight of soft neighbours of objects, without heads: student and teacher must be similar to
+            the same objects of the bank. Beyond the paper.
+        patch_neighbours: likewise for patches, sampled at points of the views' overlap. Beyond the paper.
+        neighbours: m, the nearest rows of the bank that make up the target of soft neighbours.
+        neighbour_temperature: (student, teacher) of soft neighbours.
+        patch_bank: patches in the bank of `patch_neighbours`, of both views together.
+        anchor: weight of the distance of patch features from those of the starting weights. Beyond the paper.
+        anchor_kind: `gram` keeps the similarities between the patches of a view, as DINOv3 does; `cosine` keeps the
+            features themselves.
     """
 
     image: float | bool = 1.0
@@ -118,6 +129,13 @@ class LossConfig:
     teacher_temperature_epochs: int = 30
     centring: Centring = "mean"
     centre_momentum: float = 0.9
+    object_neighbours: float = 0.0
+    patch_neighbours: float = 0.0
+    neighbours: int = 64
+    neighbour_temperature: tuple[float, float] = (0.1, 0.05)
+    patch_bank: int = 8192
+    anchor: float = 0.0
+    anchor_kind: AnchorKind = "gram"
 
     def __post_init__(self) -> None:
         # Older configurations contain true or false instead of weights.
@@ -183,4 +201,9 @@ class ObjectiveOptions:
     @property
     def needs_objects(self) -> bool:
         """Whether a loss of CrIBo works on objects; if not, clustering and matching are skipped."""
-        return self.losses.cross_view > 0 or self.losses.cross_image > 0
+        return self.losses.cross_view > 0 or self.needs_bank
+
+    @property
+    def needs_bank(self) -> bool:
+        """Whether a loss of CrIBo reads the bank of objects."""
+        return self.losses.cross_image > 0 or self.losses.object_neighbours > 0

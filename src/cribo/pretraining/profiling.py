@@ -33,7 +33,14 @@ from cribo.training.lightning import interruptible, quiet_lightning
 
 TABLE = {
     "Input": ("waiting for data", "photometric"),
-    "Forward pass": ("teacher backbone", "student backbone", "image projections", "image loss"),
+    "Forward pass": (
+        "frozen blocks",
+        "teacher backbone",
+        "student backbone",
+        "image projections",
+        "image loss",
+        "patch losses",
+    ),
     "Clustering": ("clustering", "pooling", "pooling, backward"),
     "NN retrieval": ("retrieval", "bank update"),
     "Object projections": ("object projections", "object projections, backward"),
@@ -171,7 +178,7 @@ def profile(
         "workers": session.workers,
         "torch": torch.__version__,
     }
-    bank_images = objective.bank_images if config.losses.cross_image else 0
+    bank_images = objective.bank_images if config.needs_bank else 0
     return Profile(config, bank_images, machine, loader_rate, measured)
 
 
@@ -328,7 +335,8 @@ def _held_bytes(objective: CrIBo, optimizers: Sequence[torch.optim.Optimizer]) -
     state = [value for optimizer in optimizers for entry in optimizer.state.values() for value in entry.values()]
     tensors = [*weights, *(weight.grad for weight in weights), *state]
     held = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
-    return held + (objective.bank.nbytes if objective.bank is not None else 0)
+    banks = (objective.object_bank.bank, objective.patch_bank.bank)
+    return held + sum(bank.nbytes for bank in banks if bank is not None)
 
 
 def _cribo(module: PretrainingModule) -> CrIBo:

@@ -1,0 +1,107 @@
+"""Losses on features themselves, without projection head and prototypes. All of them are beyond the paper."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from cribo.method.bank import MemoryBank
+from cribo.method.blocks import rows_per_block
+from cribo.method.losses import mean_over_groups
+from cribo.method.matching import NO_MATCH
+from cribo.method.precision import in_float32
+
+
+@in_float32
+def cosine_distance(student: Float[Tensor, "*r d"], target: Float[Tensor, "*r d"]) -> Float[Tensor, "*r"]:
+    """1 - cosine similarity of each row and its target."""
+    return 1 - F.cosine_similarity(student, target, dim=-1)
+
+
+@in_float32
+def gram_loss(student: Float[Tensor, "b n d"], target: Float[Tensor, "b n d"]) -> Float[Tensor, ""]:
+    """Mean squared difference between the similarities of all pairs of patches of a view, in student and target.
+
+    Features may change as long as the patches of a view stay as similar to each other as they were.
+
+    Args:
+        student: (B, N, D) patches of B views.
+        target: (B, N, D) likewise; D may differ.
+
+    Source: Gram anchoring (DINOv3, Simeoni et al. 2025).
+
+    Example:
+        >>> patches, rotation = torch.randn(2, 9, 4), torch.linalg.qr(torch.randn(4, 4)).Q
+        >>> bool(gram_loss(patches @ rotation, patches) < 1e-10)
+        True
+    """
+    student, target = F.normalize(student, dim=-1), F.normalize(target, dim=-1)
+    return (student @ student.mT - target @ target.mT).square().mean()
+
+
+@in_float32
+def soft_neighbour_loss(
+    student: Float[Tensor, "2 r d"],
+    teacher: Float[Tensor, "2 r d"],
+    images: Int[Tensor, " r"],
+    bank: MemoryBank,
+    group_rows: Sequence[int] | None = None,
+    *,
+    neighbours: int,
+    student_temperature: float = 0.1,
+    teacher_temperature: float = 0.05,
+) -> Float[Tensor, ""]:
+    """Student and teacher must be similar to the same rows of a bank: the cross-entropy of their similarities.
+
+    For each row of one view, the teacher's distribution is the softmax of its cosine similarities to its m nearest
+    neighbours in the bank of that view. The student's is that of the same row in the other view, over the same
+    neighbours. Rows without a neighbour add 0. Neighbourhoods as targets resemble NeCo (Pariza et al. 2025), which
+    sorts them, and the retrieval by which Hummingbird (Balazevic et al. 2023) trains and evaluates. Beyond the paper.
+
+    Args:
+        student: (2, R, D) objects or patches of both views, row-aligned, any scale.
+        teacher: (2, R, D) likewise.
+        images: (R,) image of each row; the bank's rows of the same image are left out.
+        bank: of the teacher's earlier rows.
+        group_rows: rows of each group of images, in order; one group by default.
+        neighbours: m.
+        student_temperature: of the student's softmax.
+        teacher_temperature: of the teacher's; the lower one makes the target sharper.
+
+    Raises:
+        ValueError: the groups' rows do not sum to R.
+
+    Example:
+        >>> bank = MemoryBank(num_images=10, num_objects=2, dim=8)
+        >>> bank.push(torch.randn(2, 4, 8), torch.tensor([0, 0, 1, 1]), counts=[2, 2])
+        >>> student = torch.randn(2, 3, 8, requires_grad=True)
+        >>> loss = soft_neighbour_loss(student, torch.randn(2, 3, 8), torch.tensor([0, 5, 6]), bank, neighbours=2)
+        >>> loss.backward()
+    """
+    similarities, slots = bank.neighbours(teacher, images, neighbours)
+    size = rows_per_block(neighbours * student.shape[2], student.device)
+    entropies: list[Tensor] = []
+    for view in (0, 1):
+
+        def of_block(queries: Tensor, similarities: Tensor, slots: Tensor, view: int = view) -> Float[Tensor, " block"]:
+            cosines = torch.einsum("rd,rmd->rm", F.normalize(queries, dim=-1), bank.directions(view, slots))
+            return _cross_entropy(cosines / student_temperature, similarities / teacher_temperature, slots != NO_MATCH)
+
+        blocks = zip(
+            student[1 - view].split(size), similarities[view].split(size), slots[view].split(size), strict=True
+        )
+        # The neighbours' rows are gathered again in the backward pass, so that those of one block are in memory.
+        entropies.append(torch.cat([checkpoint(of_block, *block, use_reentrant=False) for block in blocks]))
+    return mean_over_groups(torch.stack(entropies), group_rows, (slots != NO_MATCH).any(dim=-1))
+
+
+def _cross_entropy(
+    student: Float[Tensor, "r m"], teacher: Float[Tensor, "r m"], found: Bool[Tensor, "r m"]
+) -> Float[Tensor, " r"]:
+    """H(p_teacher, p_student) of each row's logits, over the neighbours that were found."""
+    nothing = torch.finfo(student.dtype).min
+    targets = teacher.masked_fill(~found, nothing).softmax(dim=-1) * found
+    return -(targets * student.masked_fill(~found, nothing).log_softmax(dim=-1)).sum(dim=-1)

@@ -1,0 +1,147 @@
+"""Memory banks of a run: the same on every rank, and saved in checkpoints."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from cribo.arguments import ConfigError
+from cribo.data.randomness import keyed_generator
+from cribo.method import MemoryBank, soft_neighbour_loss
+from cribo.objectives.base import Step
+from cribo.objectives.objects import RowPairs
+from cribo.objectives.options import LossConfig, ObjectiveOptions
+from cribo.objectives.points import Points
+
+_PATCHES_PER_IMAGE = 8
+_PATCHES = 2  # purpose of the keyed draw
+
+
+class RunBank:
+    """A memory bank that is allocated with a run's first batch.
+
+    Args:
+        num_images: of the bank.
+        num_objects: most rows per image.
+    """
+
+    def __init__(self, *, num_images: int, num_objects: int) -> None:
+        self.num_images = num_images
+        self.num_objects = num_objects
+        self.bank: MemoryBank | None = None
+        self._restored: dict[str, Any] | None = None
+
+    def allocate(self, rows: Float[Tensor, "2 r d"]) -> MemoryBank:
+        """The bank for rows like these, on their device; restored from the checkpoint if there was one."""
+        if self.bank is None:
+            self.bank = MemoryBank(
+                num_images=self.num_images,
+                num_objects=self.num_objects,
+                dim=rows.shape[2],
+                dtype=torch.float16 if rows.is_cuda else rows.dtype,
+                device=rows.device,
+            )
+            if self._restored is not None:
+                self.bank.load_state_dict(self._restored)
+                self._restored = None
+        return self.bank
+
+    def push(self, parts: Sequence[RowPairs], images: Int[Tensor, " b"], step: Step) -> None:
+        """Add the rows of a step's micro-batches, of all ranks; no-op while no loss has read the bank.
+
+        Args:
+            parts: one for each micro-batch.
+            images: index of each image of these in the collection.
+            step: the completed step.
+        """
+        if self.bank is not None:
+            self.bank.push(*_gather(parts, images, step))
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The bank's state, or that to restore; None for a bank that was never allocated."""
+        return self.bank.state_dict() if self.bank is not None else self._restored
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Keep a state until the bank is allocated."""
+        self.bank, self._restored = None, state
+
+
+def object_bank(options: ObjectiveOptions, num_images: int) -> RunBank:
+    """The bank of objects."""
+    return RunBank(num_images=resolve_bank_images(options, num_images), num_objects=options.objects.num_objects)
+
+
+class PatchBank(RunBank):
+    """The bank of patches, with a few of each image, drawn anew in each step.
+
+    Args:
+        options: of the run.
+        on: whether a loss reads it.
+
+    Raises:
+        ConfigError: it does not hold a patch of each view of a batch.
+    """
+
+    def __init__(self, options: ObjectiveOptions, *, on: bool) -> None:
+        rows, batch_size = options.losses.patch_bank // 2, options.optim.batch_size
+        if on and rows < batch_size:
+            raise ConfigError(
+                f"losses.patch_bank must hold a patch of each view of a batch, at least {2 * batch_size}, got "
+                f"{options.losses.patch_bank}: use a larger bank or a smaller optim.batch_size"
+            )
+        per_image = max(1, min(_PATCHES_PER_IMAGE, rows // batch_size))
+        super().__init__(num_images=rows // per_image, num_objects=per_image)
+        self.seed = options.seed
+
+    def push_points(self, parts: Sequence[Points], images: Int[Tensor, " b"], step: Step) -> None:
+        """Add a few points of each image; arguments as for `push`."""
+        if self.bank is not None:
+            key = (self.seed, _PATCHES, step.number)
+            self.push([part.draw(self.num_objects, keyed_generator(*key)) for part in parts], images, step)
+
+
+def resolve_bank_images(options: ObjectiveOptions, num_images: int) -> int:
+    """S: as configured, else min(25000, half the data set), and never less than one batch."""
+    configured = options.objects.bank_images
+    if configured is None:
+        return max(min(25_000, num_images // 2), options.optim.batch_size)
+    return configured
+
+
+def neighbour_loss(
+    student: Float[Tensor, "2 r d"], pairs: RowPairs, bank: RunBank, group_size: int, losses: LossConfig
+) -> Float[Tensor, ""]:
+    """Soft neighbours of the student's rows with the teacher's as targets."""
+    student_temperature, teacher_temperature = losses.neighbour_temperature
+    return soft_neighbour_loss(
+        student,
+        pairs.teacher,
+        pairs.images,
+        bank.allocate(pairs.teacher),
+        pairs.group_rows(group_size),
+        neighbours=losses.neighbours,
+        student_temperature=student_temperature,
+        teacher_temperature=teacher_temperature,
+    )
+
+
+def _gather(
+    parts: Sequence[RowPairs], images: Int[Tensor, " b"], step: Step
+) -> tuple[Float[Tensor, "2 r d"], Int[Tensor, " r"], list[int]]:
+    """Gather the rows of all ranks in the order of the whole batch, so that all banks stay the same.
+
+    Returns:
+        the rows, the image of each, and the number of rows of each image of the whole batch.
+    """
+    rows = torch.cat([part.teacher for part in parts], dim=1)
+    counts = torch.tensor([count for part in parts for count in part.counts], device=images.device)
+    counts, images = step.gather(torch.stack((counts, images))).cpu().unbind(dim=1)  # (ranks, B) each
+    lengths: list[int] = counts.sum(dim=1).tolist()
+    padded = F.pad(rows, (0, 0, 0, max(lengths) - rows.shape[1]))
+    gathered = step.gather(padded) if max(lengths) else padded[None]
+    rows = torch.cat([part[:, :length] for part, length in zip(gathered, lengths, strict=False)], dim=1)
+    counts = counts.flatten()
+    return rows, images.flatten().repeat_interleave(counts).to(rows.device), counts.tolist()

@@ -1,0 +1,31 @@
+"""The frozen first blocks of a backbone, which student and teacher share (`backbone.train_blocks`)."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cribo.models import Backbone
+from cribo.models.backbone import Features, Trunk
+from cribo.objectives.base import Step
+from cribo.objectives.options import BackboneConfig
+
+Inputs = Float[Tensor, "b 3 h w"] | Trunk
+"""Views, or the tokens that the frozen blocks gave for them."""
+
+
+@torch.no_grad()
+def encode_frozen(backbone: Backbone, views: Float[Tensor, "b 3 h w"], config: BackboneConfig, step: Step) -> Inputs:
+    """Run the frozen blocks once, for student and teacher; returns the views themselves if no block is frozen."""
+    blocks = config.frozen_blocks(backbone.depth)
+    if not blocks:
+        return views
+    trunk = backbone.encode_trunk(views, blocks)
+    step.lap("frozen blocks")
+    return trunk
+
+
+def encode(backbone: Backbone, inputs: Inputs, *, drop_path_noise: Float[Tensor, "b sites"] | None = None) -> Features:
+    """The features of views, by the whole network or by the blocks after the frozen ones."""
+    if isinstance(inputs, Trunk):
+        return backbone.encode_rest(inputs, drop_path_noise=drop_path_noise)
+    return backbone(inputs, drop_path_noise=drop_path_noise)
