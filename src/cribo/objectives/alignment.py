@@ -4,8 +4,6 @@ The simplest way to adapt a pretrained backbone: no head, no bank, no centring. 
 compares it with CrIBo.
 """
 
-import copy
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from cribo.arguments import ConfigError
 from cribo.data.samples import Batch
 from cribo.models import Backbone
+from cribo.models.lora import plain_copy
 from cribo.models.modes import CompileMode
 from cribo.objectives.base import Columns, Objective, Output, Setting, Step, move_towards
 from cribo.objectives.views import ViewPairs, normalised_views
@@ -40,7 +39,7 @@ class Alignment(Objective):
             raise ConfigError(f"objective.args.points must be at least 1, got {points}")
         self.points = points
         self.student = nn.ModuleDict({"backbone": setting.build_backbone()})
-        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.teacher = plain_copy(self.student).requires_grad_(False)
         side = self.options.views.size // self.exported().patch_size
         self.grid = (side, side)
 
