@@ -22,6 +22,9 @@ class BackboneConfig:
         drop_path: rate of stochastic depth in the last block, in the student only.
         train_blocks: train only so many of the last blocks and the final norm, in vision transformers; all by default.
             Student and teacher share the others.
+        lora: rank of LoRA; all weights of the backbone stay as they are, and only a low-rank addition to the linear
+            layers of its blocks (of the last `train_blocks` of them) is trained. Needs the extra `lora`. 8 is a good
+            start; use a larger learning rate than for all weights.
         checkpointing: less memory for the same result, in vision transformers: the backward pass recomputes everything
             but products and attention (`selective`), or whole blocks (`blocks`). Try it before more micro-batches.
     """
@@ -32,6 +35,7 @@ class BackboneConfig:
     drop_path: float = 0.1
     checkpointing: Checkpointing = "none"
     train_blocks: int | None = None
+    lora: int | None = None
 
     def frozen_blocks(self, depth: int) -> int:
         """How many of the first blocks of a network are not trained."""
