@@ -28,8 +28,8 @@ from cribo.objectives.objects import (
     label_tokens,
 )
 from cribo.objectives.points import GRID, Points, find_points
-from cribo.objectives.trunk import encode, encode_frozen
-from cribo.objectives.views import ViewPairs, normalised_views
+from cribo.objectives.trunk import encode, inputs_of
+from cribo.objectives.views import ViewPairs
 
 
 class Alignment(Objective):
@@ -141,9 +141,7 @@ class Alignment(Objective):
     def forward(self, batch: Batch, step: Step) -> Output:
         """The losses, each the mean over both directions."""
         student, teacher = self._backbone(self.student), self._backbone(self.teacher)
-        views = normalised_views(batch, self.options.views, student)
-        step.lap("photometric")
-        inputs = encode_frozen(teacher, views, self.options.backbone, step)
+        inputs = inputs_of(batch, teacher, self.options, step)
         with torch.no_grad():
             targets = encode(teacher, inputs).tokens.unflatten(0, (-1, 2))
         step.lap("teacher backbone")

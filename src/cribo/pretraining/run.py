@@ -2,9 +2,11 @@
 
 import json
 import logging
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 
 from cribo.arguments import ConfigError
+from cribo.console import Phases
 from cribo.files import FolderError, remove_parts, write_json, write_text
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.pretraining.config import PretrainConfig
-from cribo.pretraining.files import CONFIG, REPORT, SUMMARY
+from cribo.pretraining.files import CONFIG, REPORT, SUMMARY, TRUNK_CACHE
 from cribo.pretraining.footprint import peak_rss_bytes
 from cribo.pretraining.monitoring import LoadingFaults, Metrics, Watch
 from cribo.pretraining.planning import plan, with_epochs
@@ -236,6 +239,10 @@ def _find_checkpoint(folder: Path) -> None:
 def _train(session: Session, folder: Path, callbacks: Sequence[Callback], console: Console) -> Run:
     config, module, runtime = session.config, session.module, session.config.runtime
     checkpoint = next(iter(checkpoint_files(folder)), None)
+    if config.backbone.cache_trunk is not None:
+        module.to(session.probe.strategy.root_device)
+        with Phases(console) as progress:
+            session.cache_trunk(folder / TRUNK_CACHE, partial(progress, "frozen blocks"))
     metrics = Metrics(folder, every_steps=runtime.log_every, batch_size=config.optim.batch_size)
     faults = LoadingFaults(
         folder,
@@ -306,6 +313,7 @@ def _train(session: Session, folder: Path, callbacks: Sequence[Callback], consol
         save_backbone(module.objective.exported(), folder)
         write_report(folder, rows, module.schedules, module.objective, session.dataset, baselines=baselines)
         write_json(folder / SUMMARY, summary)
+        shutil.rmtree(folder / TRUNK_CACHE, ignore_errors=True)
     return Run(folder, summary)
 
 
