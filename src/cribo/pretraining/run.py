@@ -74,6 +74,7 @@ def pretrain(
     continue_run: bool = False,
     overrides: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
+    advice: str | None = None,
     console: Console | None = None,
 ) -> Run:
     """Pretrain a backbone and write a run folder; the same as `cribo pretrain`.
@@ -91,6 +92,7 @@ def pretrain(
             restart the same command. A finished run is not changed.
         overrides: dotted names and values on top of the configuration.
         callbacks: additional Lightning callbacks.
+        advice: how to resume, for messages; `--resume FOLDER` by default.
         console: where progress is shown; silent when not given.
 
     Returns:
@@ -129,6 +131,7 @@ def pretrain(
         overwrite=overwrite,
         resume=continue_run,
         callbacks=callbacks,
+        advice=advice,
         console=console,
     )
 
@@ -197,6 +200,7 @@ def _run(
     overwrite: bool = False,
     resume: bool,
     callbacks: Sequence[Callback],
+    advice: str | None = None,
     console: Console | None,
 ) -> Run:
     """Train in `out/name`; an invalid configuration raises an error before the folder is created."""
@@ -213,8 +217,8 @@ def _run(
     limit = [] if minutes is None else [plan(session, minutes)]
 
     def open_folder(held: ExitStack) -> Path:
-        advice = f"choose another --name, resume it with --resume {out / (name or '')} or --continue, or --overwrite it"
-        folder = claim(held, out, name, default_name, marker=CONFIG, overwrite=overwrite, resume=resume, advice=advice)
+        choose = f"choose another --name, resume it with --resume {out / (name or '')} or --continue, or --overwrite it"
+        folder = claim(held, out, name, default_name, marker=CONFIG, overwrite=overwrite, resume=resume, advice=choose)
         if (folder / CONFIG).is_file():
             _require_same(folder, session.config)
             _find_checkpoint(folder)
@@ -224,7 +228,8 @@ def _run(
         return folder
 
     with open_on_all_ranks(session.probe, open_folder) as folder:
-        return _train(session, folder, [*callbacks, *limit], console or Console(quiet=True))
+        advice = advice or f"continue with --resume {folder}"
+        return _train(session, folder, [*callbacks, *limit], advice, console or Console(quiet=True))
 
 
 def _find_checkpoint(folder: Path) -> None:
@@ -236,7 +241,7 @@ def _find_checkpoint(folder: Path) -> None:
         log.info("resuming from %s", checkpoint)
 
 
-def _train(session: Session, folder: Path, callbacks: Sequence[Callback], console: Console) -> Run:
+def _train(session: Session, folder: Path, callbacks: Sequence[Callback], advice: str, console: Console) -> Run:
     config, module, runtime = session.config, session.module, session.config.runtime
     checkpoint = next(iter(checkpoint_files(folder)), None)
     if config.backbone.cache_trunk is not None:
@@ -255,7 +260,6 @@ def _train(session: Session, folder: Path, callbacks: Sequence[Callback], consol
     checkpoints = Checkpoints(
         folder, every_steps=runtime.checkpoint_every, keep=runtime.keep_checkpoints, resume_from=checkpoint
     )
-    advice = f"continue with --resume {folder}"
     interruption = Interruption(lambda trainer: checkpoints.on_train_end(trainer, module), advice=advice)
     # Metrics come before callbacks that read its latest row, checkpoints after callbacks whose state they save.
     trainer = session.trainer(
