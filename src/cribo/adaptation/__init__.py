@@ -1,12 +1,34 @@
-"""Adaptation of a pretrained backbone to a collection of images without labels."""
+"""Adaptation of a pretrained backbone to unlabelled images: closed form, training, and a verdict (docs/adapting.md)."""
 
 from typing import TYPE_CHECKING
 
 from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from cribo.adaptation.closed_form import choose_closed_form, refit_whitening
+    from cribo.adaptation.config import AdaptConfig
+    from cribo.adaptation.run import Adapted, adapt
+    from cribo.adaptation.signs import neighbour_agreement
     from cribo.adaptation.whitening import Moments, partial_whitening
 
-__all__ = ["Moments", "partial_whitening"]
+__all__ = [
+    "AdaptConfig",
+    "Adapted",
+    "Moments",
+    "adapt",
+    "choose_closed_form",
+    "neighbour_agreement",
+    "partial_whitening",
+    "refit_whitening",
+]
 
-__getattr__ = lazy_names(__name__, {".whitening": ("Moments", "partial_whitening")})
+__getattr__ = lazy_names(
+    __name__,
+    {
+        ".closed_form": ("choose_closed_form", "refit_whitening"),
+        ".config": ("AdaptConfig",),
+        ".run": ("Adapted", "adapt"),
+        ".signs": ("neighbour_agreement",),
+        ".whitening": ("Moments", "partial_whitening"),
+    },
+)

@@ -11,6 +11,7 @@ usage: cribo <command> [options]
 
 commands:
   pretrain    learn dense representations from unlabelled images
+  adapt       have a pretrained backbone see your images better, and say whether it does
   profile     measure the cost of each part of a training step on this machine
   evaluate    evaluate a backbone on labelled images
   segment     label the pixels of many images by a few labelled examples, without training
@@ -25,7 +26,19 @@ commands:
 `cribo <command> --help` lists its options; `cribo --version` prints the version.
 """
 
-COMMANDS = ("pretrain", "profile", "evaluate", "segment", "index", "search", "explore", "figures", "export", "shard")
+COMMANDS = (
+    "pretrain",
+    "adapt",
+    "profile",
+    "evaluate",
+    "segment",
+    "index",
+    "search",
+    "explore",
+    "figures",
+    "export",
+    "shard",
+)
 """Each command is the function `main` of the module of its name."""
 
 

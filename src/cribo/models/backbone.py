@@ -242,6 +242,14 @@ class Backbone(nn.Module):
             self.readout.bias.copy_(bias)
         self.embed_dim, self.unused_parameters = self._probe()
 
+    def remove_readout(self) -> None:
+        """Take the layer behind the features away again."""
+        if self.readout is None:
+            return
+        self.model.reset_classifier(0)
+        self.arguments["num_classes"] = 0
+        self.embed_dim, self.unused_parameters = self._probe()
+
     @property
     def readout(self) -> nn.Linear | None:
         """The linear layer behind the features (`set_readout`); None without one."""
@@ -331,6 +339,19 @@ class Backbone(nn.Module):
             return self._read_out(features)
         finally:
             self._noise.value = None
+
+    def encode_blank(self) -> Features:
+        """The features of one small black image, with gradients, in evaluation mode."""
+        size = self.image_size
+        if self.takes_any_size:
+            size = self.patch_size * (1 if self._is_transformer else 2)
+        was_training = self.model.training
+        self.model.eval()  # a batch norm must neither see one image nor remember it
+        try:
+            with torch.enable_grad():
+                return self.encode(torch.zeros(1, 3, size, size, device=next(self.parameters()).device))
+        finally:
+            self.model.train(was_training)
 
     def forward(
         self,
@@ -488,20 +509,10 @@ class Backbone(nn.Module):
             )
 
     def _probe(self) -> tuple[int, frozenset[str]]:
-        """Encode one small image to learn D and which parameters have no part in the result."""
-        model = self.model
-        size = self.image_size
-        if self.takes_any_size:
-            size = self.patch_size * (1 if self._is_transformer else 2)
-        was_training = model.training
-        model.eval()  # a batch norm must neither see one image nor remember it
-        try:
-            with torch.enable_grad():
-                features = self.encode(torch.zeros(1, 3, size, size))
-        finally:
-            model.train(was_training)
+        """Learn D, and which parameters have no part in the features."""
+        features = self.encode_blank()
         used = {id(leaf) for leaf in _leaves(features.global_token) | _leaves(features.tokens)}
-        unused = (name for name, parameter in model.named_parameters() if id(parameter) not in used)
+        unused = (name for name, parameter in self.model.named_parameters() if id(parameter) not in used)
         return features.tokens.shape[-1], frozenset(unused)
 
 

@@ -308,6 +308,8 @@ def _recognise(
     tensors = flatten(content)
     if not tensors:
         raise ValueError(f"{path} holds no tensors, only {first_keys(content) or 'nothing'}: give a file of weights")
+    if network == "student" and any(".lora_A." in key for key in tensors):
+        raise ValueError(f"{path}: the student has LoRA adapters: take the teacher, which follows its merged weights")
     recognised = recognise(tensors, str(path), network=network, backbone=backbone, ignore=ignore)
     recognised = replace(recognised, output_stride=named_stride(content))
     if recognised.format == "cribo run":

@@ -4,7 +4,6 @@ The simplest way to adapt a pretrained backbone. By default, features match at t
 losses are CrIBo's on features, and soft neighbours. It is not in the paper; docs/adapting.md compares it with CrIBo.
 """
 
-import copy
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from cribo.arguments import ConfigError
 from cribo.data.samples import Batch
 from cribo.method import cosine_distance, mean_over_groups, pool_objects
 from cribo.models import Backbone
+from cribo.models.lora import plain_copy
 from cribo.models.modes import CompileMode
 from cribo.objectives.anchor import Anchor
 from cribo.objectives.banks import PatchBank, neighbour_loss, object_bank
@@ -88,7 +88,7 @@ class Alignment(Objective):
         self.weights = {name: weight for name, weight in weights.items() if weight}
         self.side = grid
         self.student = nn.ModuleDict({"backbone": setting.build_backbone()})
-        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.teacher = plain_copy(self.student).requires_grad_(False)
         patches = options.views.size // self.exported().patch_size
         self.grid = (patches, patches)
         self.finds_points = bool(points or patch_neighbours)

@@ -19,6 +19,7 @@ from cribo.arguments import ConfigError, import_by_path
 from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, SampleDataset, SampleTransform
 from cribo.models import Backbone, build_backbone
+from cribo.models.lora import add_adapters, has_adapters, merged_parameters
 from cribo.models.modes import CompileMode
 from cribo.objectives.options import ObjectiveOptions
 from cribo.training.timing import StepTimer
@@ -63,6 +64,16 @@ class Setting:
         backbone.set_checkpointing(options.backbone.checkpointing)
         if options.backbone.train_blocks is not None:
             _freeze(backbone, options.backbone.train_blocks)
+        if options.backbone.lora is not None:
+            try:
+                add_adapters(
+                    backbone,
+                    options.backbone.lora,
+                    first_block=options.backbone.frozen_blocks(backbone.depth),
+                    seed=keyed_generator(options.seed, 2).initial_seed(),
+                )
+            except ValueError as error:
+                raise ConfigError(f"backbone.lora: {error}") from error
         return backbone
 
 
@@ -262,7 +273,13 @@ def make_objective(name: str, args: Mapping[str, Any], setting: Setting) -> Obje
         raise
     except Exception as error:
         raise ConfigError(f"objective.args of {name}: {error}") from error
-    return kind(setting, **vars(parser.instantiate(arguments)))
+    objective = kind(setting, **vars(parser.instantiate(arguments)))
+    if has_adapters(objective.exported()):
+        raise ConfigError(
+            f"backbone.lora needs an objective that exports a teacher, and {name} exports the network that it trains: "
+            "leave backbone.lora out, or export cribo.models.lora.plain_copy of the network"
+        )
+    return objective
 
 
 def check_output(output: Output, weights: Mapping[str, float]) -> None:
@@ -305,7 +322,7 @@ def detached(value: Tensor | float, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def move_towards(average: nn.Module, module: nn.Module, momentum: float) -> None:
-    """Exponential moving average: weights <- momentum * weights + (1 - momentum) * the other module's."""
+    """Exponential moving average: weights <- momentum * weights + (1 - momentum) * the other module's, merged."""
     from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-    get_ema_multi_avg_fn(momentum)(list(average.parameters()), list(module.parameters()), 0)
+    get_ema_multi_avg_fn(momentum)(list(average.parameters()), merged_parameters(module), 0)

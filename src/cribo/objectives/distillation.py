@@ -1,6 +1,5 @@
 """Student and teacher: the parts that CrIBo and DINO share."""
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from cribo.data.randomness import keyed_generator
 from cribo.method import Centre, ProjectionHead, PrototypeLayer
 from cribo.models import Backbone
+from cribo.models.lora import plain_copy
 from cribo.models.modes import CompileMode
 from cribo.objectives.base import Objective, Setting, Step, move_towards
 from cribo.objectives.options import HeadConfig
@@ -60,7 +60,7 @@ class Network(nn.Module):
         It stays in training mode: batch norms use the statistics of their batch, and stochastic depth stays off
         because the teacher is given no noise.
         """
-        return copy.deepcopy(self).requires_grad_(False)
+        return plain_copy(self).requires_grad_(False)
 
 
 class Distillation(Objective):

@@ -22,6 +22,9 @@ class BackboneConfig:
         drop_path: rate of stochastic depth in the last block, in the student only.
         train_blocks: train only so many of the last blocks and the final norm, or of the last stages of a convolutional
             network; all by default. Student and teacher share the others in timm's VisionTransformer.
+        lora: rank of LoRA; all weights of the backbone stay as they are, and only a low-rank addition to the linear
+            layers of its blocks (of the last `train_blocks` of them) is trained. Needs the extra `lora`. 8 is a good
+            start; use a larger learning rate than for all weights.
         checkpointing: less memory for the same result, in vision transformers: the backward pass recomputes everything
             but products and attention (`selective`), or whole blocks (`blocks`). Try it before more micro-batches.
     """
@@ -32,6 +35,7 @@ class BackboneConfig:
     drop_path: float = 0.1
     checkpointing: Checkpointing = "none"
     train_blocks: int | None = None
+    lora: int | None = None
 
     def frozen_blocks(self, depth: int) -> int:
         """How many of the first blocks of a network are not trained."""
@@ -153,7 +157,7 @@ class OptimConfig:
             has batch norms, whose statistics are computed per part.
         lr: peak learning rate for 256 images; scaled linearly with batch_size.
         final_lr: learning rate of the last step, not scaled.
-        warmup_epochs: epochs of linear learning-rate warm-up.
+        warmup_epochs: epochs of linear learning-rate warm-up; may be a fraction.
         weight_decay: (start, end) of a cosine schedule; not applied to biases and other 1-D parameters.
         momentum: (start, end) of a cosine schedule of the teacher's moving average. Start lower for short runs.
         clip: largest gradient norm of each parameter tensor; no clipping when not given.
@@ -167,7 +171,7 @@ class OptimConfig:
     micro_batches: int = 1
     lr: float = 5e-4
     final_lr: float = 1e-5
-    warmup_epochs: int = 10
+    warmup_epochs: float = 10
     weight_decay: tuple[float, float] = (0.04, 0.4)
     momentum: tuple[float, float] = (0.996, 1.0)
     clip: float | None = None

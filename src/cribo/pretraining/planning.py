@@ -30,6 +30,28 @@ def plan(session: Session, minutes: float) -> "TimeLimit":
     """
     if minutes <= 0:
         raise ConfigError(f"minutes must be > 0, got {minutes}")
+    per_step = seconds_per_step(session)
+    steps_per_epoch = session.module.schedules.steps_per_epoch
+    seconds_per_epoch = per_step * steps_per_epoch
+    epochs = max(1, round(60 * minutes / seconds_per_epoch))
+    log.info(
+        "optim.epochs set to %d: %.2f s per step on this machine, %d steps per epoch, about %.1f minutes in total",
+        epochs,
+        per_step,
+        steps_per_epoch,
+        epochs * seconds_per_epoch / 60,
+    )
+    session.config = with_epochs(session.config, epochs)
+    session.module = session.make_module()
+    return TimeLimit(2 * max(60 * minutes, seconds_per_epoch))
+
+
+def seconds_per_step(session: Session) -> float:
+    """Time some steps; the session's module is trained by them, and has to be made anew.
+
+    Raises:
+        ConfigError: there are several devices.
+    """
     if session.config.runtime.devices not in (1, "1") or session.config.runtime.num_nodes > 1:
         raise ConfigError("--minutes times one device only: set optim.epochs instead")
     times: list[float] = []
@@ -38,20 +60,7 @@ def plan(session: Session, minutes: float) -> "TimeLimit":
         trainer = session.trainer(None, [timer], 2 * _TIMED_STEPS)
         with interruptible(trainer), closing(session.loader(trainer)) as loader:
             trainer.fit(session.module, Forever(loader))
-    seconds_per_step = (times[-1] - times[_TIMED_STEPS - 1]) / _TIMED_STEPS
-    steps_per_epoch = session.module.schedules.steps_per_epoch
-    seconds_per_epoch = seconds_per_step * steps_per_epoch
-    epochs = max(1, round(60 * minutes / seconds_per_epoch))
-    log.info(
-        "optim.epochs set to %d: %.2f s per step on this machine, %d steps per epoch, about %.1f minutes in total",
-        epochs,
-        seconds_per_step,
-        steps_per_epoch,
-        epochs * seconds_per_epoch / 60,
-    )
-    session.config = with_epochs(session.config, epochs)
-    session.module = session.make_module()
-    return TimeLimit(2 * max(60 * minutes, seconds_per_epoch))
+    return (times[-1] - times[_TIMED_STEPS - 1]) / _TIMED_STEPS
 
 
 class TimeLimit(Callback):
@@ -85,7 +94,7 @@ def with_epochs(config: PretrainConfig, epochs: int) -> PretrainConfig:
         >>> from cribo.pretraining import load_config
         >>> shorter = with_epochs(load_config("imagenet_vits16"), 10)
         >>> shorter.optim.warmup_epochs
-        1
+        1.0
     """
     factor = epochs / config.optim.epochs
 
@@ -98,7 +107,7 @@ def with_epochs(config: PretrainConfig, epochs: int) -> PretrainConfig:
         optim=dataclasses.replace(
             optim,
             epochs=epochs,
-            warmup_epochs=placed(optim.warmup_epochs),
+            warmup_epochs=factor * optim.warmup_epochs,
             freeze_last_layers_epochs=placed(optim.freeze_last_layers_epochs),
             freeze_backbone_epochs=placed(optim.freeze_backbone_epochs),
         ),

@@ -37,7 +37,7 @@ class Schedules:
     def at(self, number: int) -> dict[str, float]:
         """The values of a step by name: `lr`, `weight_decay`, and those of the objective."""
         optim, step = self.optim, self.step(number)
-        warmup = min(optim.warmup_epochs * self.steps_per_epoch, self.total_steps)
+        warmup = min(round(optim.warmup_epochs * self.steps_per_epoch), self.total_steps)
         peak = optim.lr * optim.batch_size / 256
         if number < warmup:
             lr = peak * number / max(warmup - 1, 1)

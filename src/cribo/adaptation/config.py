@@ -1,0 +1,77 @@
+"""What `cribo adapt` can be asked for, typed: the command line and Python share it."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cribo.arguments import ConfigError
+from cribo.retrieval.source import MEAN_COLOUR, BackboneSource
+
+CLOSED_FORM_ALONE = 1.0
+"""Minutes, up to which nothing is trained."""
+
+Keep = Literal["better", "adapted"]
+
+
+@dataclass
+class AdaptConfig:
+    """Adaptation of a pretrained backbone to a folder of unlabelled images.
+
+    Attributes:
+        images: a folder of images (nested or not), or a text file that lists images. Labels are not needed.
+        backbone: what to adapt.
+        minutes: of time in all, on this machine; 1 or less fits the closed form alone. A quarter of an hour is worth
+            most of what can be had.
+        steps: train for so many steps, however long they take; repeatable, in place of `minutes`.
+        labelled: folder of labelled images for the verdict: images/ and labels/ (PNG indices, 255 for none), each with
+            or without train/ and val/; ten images at least. Nothing is trained on them.
+        second: another such folder, of other images, to see what is forgotten.
+        keep: which network to export: `better`, or `adapted` whatever the verdict.
+        blocks: read a vision transformer after so many of its blocks. [where neighbours agree most across views]
+        power: of the partial whitening: 0 rotates only, 1 whitens. [likewise]
+        dims: directions of the largest variance to keep. [all]
+        recipe: a preset or YAML file of `cribo pretrain`.
+        training: values of the recipe to change, such as {"optim.lr": 1e-3, "backbone.train_blocks": 2}.
+        workers: processes that read images during training. [from the number of cores]
+        device: such as cuda:0 or cpu, for all but the training; a GPU if there is one, when not given.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    images: str
+    backbone: BackboneSource
+    minutes: float = 15.0
+    steps: int | None = None
+    labelled: str | None = None
+    second: str | None = None
+    keep: Keep = "better"
+    blocks: int | None = None
+    power: float | None = None
+    dims: int | None = None
+    recipe: str = "adapt"
+    training: dict[str, Any] = field(default_factory=dict)
+    workers: int | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.minutes < math.inf:
+            raise ConfigError(f"minutes must be > 0, got {self.minutes}")
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"steps must be >= 1, got {self.steps}: for the closed form alone, use --minutes 1")
+        if self.power is not None and not 0 <= self.power <= 1:
+            raise ConfigError(f"power must be from 0 (rotate only) to 1 (whiten), got {self.power}")
+        for name in ("blocks", "dims"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name} must be >= 1, got {value}")
+        if self.backbone.source == MEAN_COLOUR:
+            raise ConfigError(f"--backbone {MEAN_COLOUR} has no weights to adapt: name a pretrained network")
+        if self.backbone.layers != 1:
+            raise ConfigError(f"--layers {self.backbone.layers} does not go with adapt: choose one block with --blocks")
+        if self.second is not None and self.labelled is None:
+            raise ConfigError("--second goes with --labelled: it shows what is forgotten beside what is gained")
+
+    @property
+    def trains(self) -> bool:
+        """Whether weights are trained after the closed form."""
+        return self.steps is not None or self.minutes > CLOSED_FORM_ALONE

@@ -1,0 +1,82 @@
+"""Features of images of any size, at a size that is cheap enough for statistics and verdicts."""
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from cribo.data import DataError, ImageSource, UnreadableImage
+from cribo.models import Backbone, normalise
+from cribo.models.backbone import Features
+from cribo.retrieval.patches import resize_image
+
+log = logging.getLogger("cribo")
+
+_PATCHES = 432
+"""About so many patches of an image are encoded: 24 x 18 of an image of 4:3."""
+
+
+def encoded_size(height: int, width: int, patch_size: int) -> tuple[int, int]:
+    """The (height, width) in pixels at which an image is encoded: its own aspect ratio, about 432 patches.
+
+    Example:
+        >>> encoded_size(480, 640, 14), encoded_size(252, 336, 14)
+        ((252, 336), (252, 336))
+    """
+    scale = math.sqrt(_PATCHES / (height * width))
+    rows, columns = (max(1, round(side * scale)) for side in (height, width))
+    return rows * patch_size, columns * patch_size
+
+
+def evenly_spread(count: int, most: int) -> list[int]:
+    """Up to `most` of the numbers below `count`, evenly spread.
+
+    Example:
+        >>> evenly_spread(10, 3), evenly_spread(2, 3)
+        ([0, 3, 6], [0, 1])
+    """
+    return list(range(count)) if count <= most else [number * count // most for number in range(most)]
+
+
+def encode(backbone: Backbone, image: UInt8[Tensor, "3 h w"], *, layers: int = 1) -> Features:
+    """Features of one image at `encoded_size`, in evaluation mode, on the device of the backbone."""
+    size = encoded_size(image.shape[1], image.shape[2], backbone.patch_size)
+    if not backbone.takes_any_size:
+        size = (backbone.image_size, backbone.image_size)
+    return encode_normalised(backbone, resize_image(image, size, "bicubic")[None].float() / 255, layers=layers)
+
+
+@torch.inference_mode()
+def encode_normalised(backbone: Backbone, images: Float[Tensor, "b 3 h w"], *, layers: int = 1) -> Features:
+    """Features of images in 0-1, in evaluation mode, on the device of the backbone."""
+    training = backbone.training
+    backbone.eval()
+    try:
+        pixels = images.to(next(backbone.parameters()).device)
+        return backbone.encode(normalise(pixels, mean=backbone.mean, std=backbone.std), layers)
+    finally:
+        backbone.train(training)
+
+
+def readable(images: ImageSource, indices: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """Index and pixels of the images that can be read.
+
+    Raises:
+        DataError: none of them can.
+    """
+    first: UnreadableImage | None = None
+    found = 0
+    for index in indices:
+        try:
+            pixels = images.load(index)
+        except UnreadableImage as error:
+            first = first or error
+            log.warning("skipping %s", error)
+            continue
+        found += 1
+        yield index, pixels
+    if not found:
+        raise DataError(f"none of {len(indices)} images can be read: {first}")

@@ -1,0 +1,184 @@
+"""Dense retrieval on labelled images before and after, image by image, so that the difference has an interval."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from cribo.adaptation.encoding import encode, evenly_spread
+from cribo.arguments import ConfigError
+from cribo.data import LabelledFolder, LabelledImages, open_segmentation
+from cribo.data.randomness import keyed_generator
+from cribo.evaluation.results import iou
+from cribo.models import Backbone
+from cribo.retrieval.patches import grid_counts, labels_in_memory, majority_label
+from cribo.retrieval.search import TensorKeys, nearest
+from cribo.retrieval.voting import Voters, label_shares
+
+LEAST_IMAGES = 10
+"""Fewer labelled images give no interval worth the name."""
+
+_MOST_IMAGES = 150  # of the memory, and of the queries
+_FOLDS = 5
+_NEIGHBOURS = 20
+_TEMPERATURE = 0.07
+_RESAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Labelled images, split into what votes and what is scored.
+
+    Attributes:
+        memory: whose patches vote.
+        queries: which are scored.
+        folds: (positions in the memory, positions in the queries) that go together; each query is in one of them.
+        name: for messages.
+    """
+
+    memory: LabelledImages
+    queries: LabelledImages
+    folds: Sequence[tuple[Sequence[int], Sequence[int]]]
+    name: str
+
+
+def open_labelled(folder: str | Path) -> Labelled:
+    """Open labelled images: `images/` and `labels/`, and `classes.txt`, each with or without `train/` and `val/`.
+
+    With `train` and `val`, patches of the first vote on those of the second; without, each fifth of the images is
+    labelled by the others. Up to 150 images of each are used, evenly spread.
+
+    Raises:
+        DataError: no images or labels there.
+        ConfigError: fewer than ten images to score.
+    """
+    root = Path(folder).expanduser()
+    if all((root / "images" / split).is_dir() for split in ("train", "val")):
+        memory, queries = (open_segmentation("folder", root, split) for split in ("train", "val"))
+        folds = [(evenly_spread(len(memory), _MOST_IMAGES), evenly_spread(len(queries), _MOST_IMAGES))]
+    else:
+        classes = root / "classes.txt"
+        memory = LabelledFolder(root / "images", root / "labels", classes if classes.exists() else None)
+        queries, used = memory, evenly_spread(len(memory), _MOST_IMAGES)
+        folds = [
+            ([image for place, image in enumerate(used) if place % _FOLDS != fold], used[fold::_FOLDS])
+            for fold in range(_FOLDS)
+        ]
+    scored = sum(len(asked) for _, asked in folds)
+    if scored < LEAST_IMAGES:
+        raise ConfigError(
+            f"{root} has {scored} labelled images to score, and a verdict needs at least {LEAST_IMAGES}: "
+            "label more, or leave them out for a verdict without labels"
+        )
+    return Labelled(memory, queries, folds, str(root))
+
+
+def score_images(
+    backbone: Backbone, labelled: Labelled, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Int[Tensor, "q c c"]:
+    """Confusion of labels (rows) and predictions of each scored image, by patches.
+
+    A patch takes its label from its 20 nearest patches by cosine similarity, weighted by softmax at 0.07.
+
+    Args:
+        backbone: on the device where it shall run.
+        labelled: the images.
+        progress: is told how many images of how many are encoded.
+    """
+    memory, queries = labelled.memory, labelled.queries
+    known = sorted({image for voting, _ in labelled.folds for image in voting})
+    asked = sorted({image for _, scored in labelled.folds for image in scored})
+    total, done = len(known) + len(asked), 0
+    encoded: dict[bool, dict[int, tuple[Tensor, Tensor]]] = {}
+    for is_query, images, indices in ((False, memory, known), (True, queries, asked)):
+        if is_query and queries is memory:
+            encoded[True] = encoded[False]
+            continue
+        found = {}
+        for index in indices:
+            found[index] = _encoded(backbone, images, index)
+            done += 1
+            progress(done, total)
+        encoded[is_query] = found
+    classes, ignore = len(queries.classes), queries.ignore_index
+    tallies: list[Tensor] = []
+    for voting, scored in labelled.folds:
+        keys, shares = [], []
+        for index in voting:
+            features, counts = encoded[False][index]
+            own, kept = labels_in_memory(counts, "drop")
+            keys.append(features[kept])
+            shares.append(label_shares(own[kept], "hard"))
+        voters, rows = Voters(shares, len(memory.classes)), TensorKeys(torch.cat(keys))
+        asked_features = torch.cat([encoded[True][index][0] for index in scored])
+        found = nearest(asked_features, rows, min(_NEIGHBOURS, len(rows)))
+        predicted = voters.vote(found, "attention", _TEMPERATURE).argmax(dim=1)
+        counted = [encoded[True][index][1] for index in scored]
+        for counts, own in zip(counted, predicted.split([len(each) for each in counted]), strict=True):
+            labels = majority_label(counts, "drop", ignore)
+            valid = labels != ignore
+            pairs = labels[valid] * classes + own[valid]
+            tallies.append(torch.bincount(pairs, minlength=classes**2).view(classes, classes))
+    return torch.stack(tallies)
+
+
+def _encoded(
+    backbone: Backbone, images: LabelledImages, index: int
+) -> tuple[Float[Tensor, "n d"], Int[Tensor, "n c_plus_1"]]:
+    features = encode(backbone, images.load(index))
+    counts = grid_counts(images.labels(index), features.grid, len(images.classes), images.ignore_index)
+    return normalize(features.tokens[0].float().cpu(), dim=-1), counts
+
+
+def mean_iou(tallies: Int[Tensor, "q c c"]) -> float:
+    """Mean IoU of the classes that occur, in 0-1."""
+    return float(iou(tallies.sum(dim=0)).nanmean())
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The difference of two mean IoUs, in 0-1, with its 95 % interval.
+
+    Attributes:
+        before, after: mean IoU.
+        low, high: bounds of the difference, from a paired bootstrap over the scored images.
+    """
+
+    before: float
+    after: float
+    low: float
+    high: float
+
+    @property
+    def mean(self) -> float:
+        """After minus before."""
+        return self.after - self.before
+
+    def __str__(self) -> str:
+        difference = f"{100 * self.mean:+.1f} [{100 * self.low:+.1f}, {100 * self.high:+.1f}]"
+        return f"{100 * self.before:.1f} -> {100 * self.after:.1f} % mIoU ({difference})"
+
+
+def gain(before: Int[Tensor, "q c c"], after: Int[Tensor, "q c c"]) -> Gain:
+    """The gain of one network over another on the same images, with a paired bootstrap of 1,000 resamples.
+
+    Example:
+        >>> right, wrong = torch.tensor([[[4, 0], [0, 4]]] * 10), torch.tensor([[[2, 2], [2, 2]]] * 10)
+        >>> print(gain(wrong, right))
+        33.3 -> 100.0 % mIoU (+66.7 [+66.7, +66.7])
+    """
+    generator = keyed_generator(len(before))
+    images = torch.randint(len(before), (_RESAMPLES, len(before)), generator=generator)
+    times = torch.zeros(_RESAMPLES, len(before), dtype=torch.float64).scatter_add_(
+        1, images, torch.ones(images.shape, dtype=torch.float64)
+    )
+    scores = [
+        torch.stack([iou(confusion).nanmean() for confusion in torch.einsum("rq,qcd->rcd", times, tallies.double())])
+        for tallies in (before, after)
+    ]
+    low, high = (scores[1] - scores[0]).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return Gain(mean_iou(before), mean_iou(after), low, high)

@@ -1,0 +1,112 @@
+"""The same patches and their nearest ones in other images, before and after."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from cribo.adaptation.encoding import encode, encoded_size, evenly_spread, readable
+from cribo.adaptation.verdict import Candidate
+from cribo.data import ImageSource
+from cribo.data.randomness import keyed_generator
+from cribo.drawing import hide_ticks, house_style
+from cribo.retrieval.patches import resize_image
+
+_IMAGES = 100
+_QUERIES = 6
+_NEIGHBOURS = 4
+_REACH = 3  # patches around a found one that are drawn
+
+
+def draw_neighbours(
+    before: Candidate,
+    after: Candidate,
+    images: ImageSource,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Figure:
+    """Patches of some images, each with its nearest ones in other images according to both networks."""
+    chosen = list(readable(images, evenly_spread(len(images), _IMAGES)))
+    found = []
+    for candidate in (before, after):
+        features, grids = [], []
+        for done, (_, pixels) in enumerate(chosen, start=1):
+            encoded = encode(candidate.backbone, pixels)
+            features.append(normalize(encoded.tokens[0].float().cpu(), dim=-1))
+            grids.append(encoded.grid)
+            progress(f"neighbours by the {candidate.name}", done, len(chosen))
+        found.append((features, grids))
+    pictures = [
+        resize_image(pixels, encoded_size(pixels.shape[1], pixels.shape[2], after.backbone.patch_size), "bicubic")
+        for _, pixels in chosen
+    ]
+    queries = evenly_spread(len(chosen), _QUERIES)
+    columns = 1 + 2 * _NEIGHBOURS
+    with house_style():
+        figure = Figure(figsize=(1.35 * columns + 0.4, 1.5 * len(queries) + 0.6), layout="constrained")
+        cells = figure.subplots(len(queries), columns, squeeze=False)
+        for row, query in enumerate(queries):
+            place = _query_patch(found[1][1][query], query)
+            _draw_query(cells[row, 0], pictures[query], found[1][1][query], place)
+            for side, (features, grids) in enumerate(found):
+                near = _nearest(features, grids, query, place)
+                for number, (image, patch, similarity) in enumerate(near):
+                    axes = cells[row, 1 + side * _NEIGHBOURS + number]
+                    axes.imshow(_around(pictures[image], grids[image], patch))
+                    axes.set_xlabel(f"{similarity:.2f}", fontsize=7)
+        hide_ticks(cells)
+        cells[0, 0].set_title("patch", fontsize=9)
+        cells[0, 1].set_title(f"nearest, {before.name}", fontsize=9, loc="left")
+        cells[0, 1 + _NEIGHBOURS].set_title(f"nearest, {after.name}", fontsize=9, loc="left")
+    return figure
+
+
+def _query_patch(grid: tuple[int, int], key: int) -> int:
+    """A patch in the middle half of the image, so that its surroundings can be drawn."""
+    row, column = (
+        int(
+            torch.randint(
+                length // 4, max(length // 4 + 1, length * 3 // 4), (1,), generator=keyed_generator(key, axis)
+            )
+        )
+        for axis, length in enumerate(grid)
+    )
+    return row * grid[1] + column
+
+
+def _nearest(
+    features: list[Float[Tensor, "n d"]], grids: list[tuple[int, int]], query: int, place: int
+) -> list[tuple[int, int, float]]:
+    """(image, patch, similarity) of the most similar patch of each of the nearest other images."""
+    asked = features[query][place]
+    best = [(patches @ asked).max(dim=0) for patches in features]
+    similarity = torch.stack([each.values for each in best])
+    similarity[query] = -2
+    count = min(_NEIGHBOURS, len(features) - 1)
+    return [
+        (image, int(best[image].indices), float(similarity[image])) for image in similarity.topk(count).indices.tolist()
+    ]
+
+
+def _draw_query(axes: Axes, picture: UInt8[Tensor, "3 h w"], grid: tuple[int, int], patch: int) -> None:
+    axes.imshow(picture.permute(1, 2, 0).numpy())
+    side = picture.shape[1] // grid[0]
+    row, column = divmod(patch, grid[1])
+    corner = ((column - 1) * side, (row - 1) * side)
+    axes.add_patch(Rectangle(corner, 3 * side, 3 * side, fill=False, edgecolor="#D55E00", linewidth=1.5))
+
+
+def _around(picture: UInt8[Tensor, "3 h w"], grid: tuple[int, int], patch: int) -> UInt8[np.ndarray, "h w 3"]:
+    """A patch with its surroundings, moved inwards at the edges of the image."""
+    height, width = picture.shape[1:]
+    side = height // grid[0]
+    length = min((2 * _REACH + 1) * side, height, width)
+    row, column = divmod(patch, grid[1])
+    top = min(max(0, (row - _REACH) * side), height - length)
+    left = min(max(0, (column - _REACH) * side), width - length)
+    return picture[:, top : top + length, left : left + length].permute(1, 2, 0).numpy()

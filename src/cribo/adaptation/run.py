@@ -1,0 +1,273 @@
+"""`cribo adapt` from beginning to end: closed form, training, closed form again, verdict, export."""
+
+import copy
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from cribo.adaptation.closed_form import Choice, choose_closed_form, refit_whitening
+from cribo.adaptation.config import AdaptConfig
+from cribo.adaptation.encoding import evenly_spread
+from cribo.adaptation.labelled import open_labelled
+from cribo.adaptation.pictures import draw_neighbours
+from cribo.adaptation.verdict import Candidate, Verdict, judge
+from cribo.arguments import ConfigError
+from cribo.console import Phases
+from cribo.data import ImageFiles, open_images
+from cribo.devices import resolve_devices
+from cribo.drawing import write_figure
+from cribo.files import write_json, write_text
+from cribo.models import Backbone, load_backbone, save_backbone
+from cribo.models.saving import WEIGHTS_FILE
+from cribo.pretraining.config import PretrainConfig
+from cribo.pretraining.planning import seconds_per_step, with_epochs
+from cribo.pretraining.presets import load_config
+from cribo.pretraining.run import pretrain
+from cribo.pretraining.session import Session
+from cribo.retrieval.encoders import open_backbone
+from cribo.retrieval.source import backbone_name
+from cribo.training.folder import claim
+
+log = logging.getLogger("cribo")
+
+ASKED = "adapt.json"
+VERDICT = "verdict.json"
+PICTURE = "neighbours.png"
+_IMAGES = "images.txt"
+_CLOSED_FORM = "closed_form"
+_CHOICE = "choice.json"
+_TRAINING = "training"
+
+_LEAST_STEPS = 10
+_MOST_STEPS = 500  # more gained nothing in trials (docs/adapting.md)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A finished adaptation.
+
+    Attributes:
+        folder: of the exported backbone and the verdict.
+        verdict: which network was kept, and why.
+    """
+
+    folder: Path
+    verdict: Verdict
+
+    def backbone(self) -> Backbone:
+        """The exported backbone."""
+        return load_backbone(self.folder)
+
+
+def adapt(
+    config: AdaptConfig,
+    *,
+    out: str | Path = "adapted",
+    name: str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    console: Console | None = None,
+) -> Adapted:
+    """Adapt a pretrained backbone to unlabelled images; the same as `cribo adapt`.
+
+    Args:
+        config: what is asked for.
+        out: folder of such folders.
+        name: of this one; that of the backbone, numbered, by default.
+        resume: continue the adaptation of this name where it stopped.
+        overwrite: replace it.
+        console: where progress is shown; silent when not given.
+
+    Raises:
+        ValueError: images, backbone, options or folder cannot be used; before anything is computed, as far as it can
+            be known then.
+        FileNotFoundError: a file of the backbone or the images does not exist.
+        Interrupted: SIGTERM or SIGUSR1 was received during training; it can be resumed.
+    """
+    if resume and (name is None or overwrite):
+        raise ConfigError("--resume needs the --name of the adaptation, and does not go with --overwrite")
+    started = time.perf_counter()
+    console = console or Console(quiet=True)
+    images = open_images(config.images)
+    sets = [None if folder is None else open_labelled(folder) for folder in (config.labelled, config.second)]
+    device = resolve_devices(None if config.device is None else [config.device], "device")[0]
+    recipe = load_config(config.recipe, config.training)
+    original = open_backbone(config.backbone).to(device)
+    _check_blocks(config, original)
+    with ExitStack() as held:
+        folder = claim(
+            held,
+            Path(out),
+            name,
+            f"{backbone_name(config.backbone)}-adapted",
+            marker=ASKED,
+            overwrite=overwrite,
+            resume=resume,
+            advice="choose another --name, continue it with --resume, or --overwrite it",
+        )
+        _record(folder, config)
+        with Phases(console) as progress:
+            start, choice = _closed_form(original, images, recipe, config, folder, progress)
+        log.info(_described(choice))
+        candidates = [Candidate("starting weights", original), Candidate("closed form", start)]
+        if config.trains:
+            used = time.perf_counter() - started
+            trained = _train(config, recipe, start, images, folder, 60 * config.minutes - 2 * used, console)
+            trained = trained.to(device)
+            with Phases(console) as progress:
+                again = partial(progress, "closed form of the adapted weights")
+                refit_whitening(trained, images, power=choice.power, dims=config.dims, progress=again)
+            candidates.append(Candidate("adapted weights", trained))
+        with Phases(console) as progress:
+            verdict = judge(candidates, images, recipe.views, *sets, keep=config.keep, progress=progress)
+            kept = next(each.backbone for each in candidates if each.name == verdict.kept)
+            figure = draw_neighbours(candidates[0], candidates[-1], images, progress)
+        write_figure(folder / PICTURE, figure)
+        save_backbone(kept, folder)
+        write_json(folder / VERDICT, asdict(verdict))
+    return Adapted(folder, verdict)
+
+
+def _check_blocks(config: AdaptConfig, backbone: Backbone) -> None:
+    if config.blocks is None:
+        return
+    if backbone.depth == 1:
+        raise ConfigError(f"blocks is for vision transformers, and {backbone.name} gives one feature map: leave it out")
+    if config.blocks > backbone.depth:
+        raise ConfigError(
+            f"blocks must be at most {backbone.depth}, the blocks of {backbone.name}, got {config.blocks}"
+        )
+
+
+def _record(folder: Path, config: AdaptConfig) -> None:
+    """Write what is asked for, or compare it with what was asked for when a resumed adaptation began."""
+    asked, path = json.loads(json.dumps(asdict(config))), folder / ASKED
+    if path.is_file():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        changed = [name for name in asked if before.get(name) != asked[name] and name not in ("workers", "device")]
+        if changed:
+            raise ConfigError(
+                f"{folder} was begun with {changed[0]} {before.get(changed[0])}, not {asked[changed[0]]}: "
+                "keep the old value, or choose another --name"
+            )
+    write_json(path, asked)
+
+
+def _closed_form(
+    original: Backbone,
+    images: ImageFiles,
+    recipe: PretrainConfig,
+    config: AdaptConfig,
+    folder: Path,
+    progress: Callable[[str, int, int], None],
+) -> tuple[Backbone, Choice]:
+    """The closed form, from the folder if it is there."""
+    own = folder / _CLOSED_FORM
+    if (own / _CHOICE).is_file():
+        choice = Choice(**json.loads((own / _CHOICE).read_text(encoding="utf-8")))
+        return load_backbone(own).to(next(original.parameters()).device), choice
+    start, choice = choose_closed_form(
+        original,
+        images,
+        recipe.views,
+        blocks=config.blocks,
+        power=config.power,
+        dims=config.dims,
+        progress=progress,
+    )
+    save_backbone(start, own)
+    write_json(own / _CHOICE, asdict(choice))
+    return start, choice
+
+
+def _described(choice: Choice) -> str:
+    where = "" if choice.blocks is None else f"block {choice.blocks}, "
+    return (
+        f"closed form: {where}whitened to the power of {choice.power:g}; neighbours across views agree in "
+        f"{choice.agreement:.0%} (before: {choice.before:.0%})"
+    )
+
+
+def _train(
+    config: AdaptConfig,
+    recipe: PretrainConfig,
+    start: Backbone,
+    images: ImageFiles,
+    folder: Path,
+    seconds: float,
+    console: Console,
+) -> Backbone:
+    """Train from the closed form by the recipe, in a run folder of its own; finished or begun runs are taken up."""
+    run = folder / _TRAINING
+    if not (run / "config.yaml").is_file():
+        planned = planned_training(config, recipe, start, images, folder, seconds)
+    else:
+        planned = load_config(run)
+    trained = pretrain(planned, out=folder, name=_TRAINING, continue_run=True, console=console).backbone()
+    if planned.backbone.train_blocks is None:
+        return trained
+    # The position embedding is not among the trained weights, and the run has resized it to the size of its views.
+    adapted, state = copy.deepcopy(start), trained.model.state_dict()
+    own = adapted.model.state_dict()
+    adapted.model.load_state_dict({key: state[key] if state[key].shape == own[key].shape else own[key] for key in own})
+    return adapted
+
+
+def planned_training(
+    config: AdaptConfig,
+    recipe: PretrainConfig,
+    start: Backbone,
+    images: ImageFiles,
+    folder: Path,
+    seconds: float,
+) -> PretrainConfig:
+    """The recipe for these images, this network and this machine's speed.
+
+    Raises:
+        ConfigError: there is no time for ten steps.
+    """
+    batch = min(recipe.optim.batch_size, len(images))
+    _list_images(images, range(len(images)), folder)
+    train_blocks = recipe.backbone.train_blocks
+    made = replace(
+        recipe,
+        data=replace(recipe.data, root=str(folder / _IMAGES), images="", workers=config.workers),
+        backbone=replace(
+            recipe.backbone,
+            name=start.name,
+            args=start.args,
+            pretrained=str(folder / _CLOSED_FORM / WEIGHTS_FILE),
+            train_blocks=min(train_blocks, start.depth) if train_blocks is not None and start.depth > 1 else None,
+        ),
+        optim=replace(recipe.optim, batch_size=batch),
+        runtime=replace(recipe.runtime, precision="bf16-mixed" if torch.cuda.is_available() else "32-true"),
+    )
+    steps = config.steps
+    if steps is None:
+        per_step = seconds_per_step(Session(made))
+        steps = min(_MOST_STEPS, int(seconds / per_step))
+        log.info("%d steps of %d images fit, at %.2f s each on this machine", steps, batch, per_step)
+        if steps < _LEAST_STEPS:
+            needed = config.minutes + (_LEAST_STEPS * per_step - seconds) / 60
+            raise ConfigError(
+                f"--minutes {config.minutes:g} leaves time for {max(0, steps)} steps of {per_step:.1f} s, and at least "
+                f"{_LEAST_STEPS} are needed: give --minutes {math.ceil(needed)}, or --minutes 1 for the closed form "
+                "alone"
+            )
+    # A large collection is not seen as a whole: the schedules count epochs, so take as many images as one epoch needs.
+    used = evenly_spread(len(images), max(batch, steps * batch))
+    _list_images(images, used, folder)
+    return with_epochs(made, max(1, round(steps / (len(used) // batch))))
+
+
+def _list_images(images: ImageFiles, indices: Iterable[int], folder: Path) -> None:
+    write_text(folder / _IMAGES, "".join(f"{Path(images.path(index)).absolute()}\n" for index in indices))

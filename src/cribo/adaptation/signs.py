@@ -1,0 +1,150 @@
+"""Signs of good dense features that need no labels; docs/adapting.md shows how well they predict labelled results."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from cribo.adaptation.encoding import encode, encode_normalised, evenly_spread, readable
+from cribo.adaptation.whitening import Moments
+from cribo.data import ImageSource
+from cribo.data.randomness import keyed_generator
+from cribo.method import (
+    ViewRecipe,
+    apply_photometric,
+    cut_views,
+    patch_coordinates,
+    sample_crops,
+    sample_photometric,
+)
+from cribo.models import Backbone
+from cribo.objectives.alignment import overlap_points, sample_tokens
+
+_IMAGES = 64
+_POINTS = 8
+_NEIGHBOURS = 20
+
+
+@dataclass(frozen=True)
+class Signs:
+    """What features look like on unlabelled images.
+
+    Attributes:
+        agreement: neighbour agreement across views (`neighbour_agreement`); higher is better.
+        position: share of the features' variance that a quadratic function of the place in the image predicts; lower
+            is better.
+        rank: effective rank, the exponential of the entropy of the covariance's eigenvalues (Roy and Vetterli 2007).
+    """
+
+    agreement: float
+    position: float
+    rank: float
+
+
+def measure_signs(
+    backbone: Backbone,
+    images: ImageSource,
+    recipe: ViewRecipe,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Signs:
+    """Measure the signs on up to 64 images, each as it is and in two views.
+
+    Args:
+        backbone: on the device where it shall run.
+        images: evenly spread ones are taken.
+        recipe: how views are drawn.
+        progress: is told how many images of how many are done.
+
+    Raises:
+        ValueError: less than two of the images have views that overlap.
+        DataError: no image can be read.
+    """
+    points = view_points(backbone, images, recipe, progress=progress)
+    moments, features, places = Moments(backbone.embed_dim), [], []
+    for _, pixels in readable(images, evenly_spread(len(images), _IMAGES)):
+        whole = encode(backbone, pixels)
+        features.append(whole.tokens[0].cpu())
+        places.append(_place_terms(whole.grid))
+        moments.update(features[-1])
+    variances = torch.linalg.eigvalsh(moments.covariance).clamp(min=0)
+    shares = variances / variances.sum()
+    rank = float(torch.exp(-torch.xlogy(shares, shares).sum()))
+    return Signs(neighbour_agreement(points), _explained(torch.cat(features), torch.cat(places)), rank)
+
+
+def view_points(
+    backbone: Backbone,
+    images: ImageSource,
+    recipe: ViewRecipe,
+    *,
+    layers: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Float[Tensor, "m 2 p c"]:
+    """Features at 64 points that two views of an image share, of up to 64 images.
+
+    Args:
+        backbone: on the device where it shall run.
+        images: evenly spread ones are taken; those whose views do not overlap are left out.
+        recipe: how views are drawn.
+        layers: see `Backbone.encode`.
+        progress: is told how many images of how many are done.
+
+    Raises:
+        ValueError: less than two of the images have views that overlap.
+        DataError: no image can be read.
+    """
+    indices = evenly_spread(len(images), _IMAGES)
+    size = recipe.size // backbone.patch_size * backbone.patch_size
+    grid = (size // backbone.patch_size, size // backbone.patch_size)
+    points: list[Tensor] = []
+    for done, (index, pixels) in enumerate(readable(images, indices), start=1):
+        generator = keyed_generator(index)
+        crops = sample_crops(pixels.shape[1], pixels.shape[2], recipe, generator=generator)
+        photometric = sample_photometric(recipe, generator=generator)
+        places, overlapping = overlap_points(patch_coordinates(crops.boxes, crops.flips, grid)[None], _POINTS)
+        if overlapping.all():
+            views = apply_photometric(
+                cut_views(pixels, crops, size), photometric, solarise_threshold=recipe.solarise_threshold
+            )
+            tokens = encode_normalised(backbone, views, layers=layers).tokens.float().cpu()
+            points.append(sample_tokens(tokens[None], grid, places)[0])
+        progress(done, len(indices))
+    if len(points) < 2:
+        raise ValueError(f"signs need at least 2 images whose views overlap, got {len(points)}: give more images")
+    return torch.stack(points)
+
+
+def neighbour_agreement(points: Float[Tensor, "m 2 p d"]) -> float:
+    """The share of their nearest neighbours that the same places in two views have in common, from 0 to 1.
+
+    The neighbours of each point are the 20 most similar points of other images, by cosine. Features that mean the same
+    in both views find the same ones; those that depend on position, light or noise do not, nor do those that hardly
+    differ.
+
+    Example:
+        >>> neighbour_agreement(torch.eye(3).view(3, 1, 1, 3).expand(3, 2, 1, 3))
+        1.0
+    """
+    images, _, places, _ = points.shape
+    first, second = (view.flatten(0, 1) for view in normalize(points, dim=-1).unbind(dim=1))
+    image = torch.arange(images).repeat_interleave(places)
+    own = image[:, None] == image
+    count = min(_NEIGHBOURS, (images - 1) * places)
+    near = [(view @ second.T).masked_fill(own, -2).topk(count).indices for view in (first, second)]
+    return float((near[0][:, :, None] == near[1][:, None]).any(dim=2).float().mean())
+
+
+def _explained(features: Float[Tensor, "n d"], places: Float[Tensor, "n 6"]) -> float:
+    """Share of the features' variance that least squares predict from their places."""
+    centred = (features - features.mean(dim=0)).double()
+    predicted = places.double() @ torch.linalg.lstsq(places.double(), centred).solution
+    return float(predicted.square().sum() / centred.square().sum())
+
+
+def _place_terms(grid: tuple[int, int]) -> Float[Tensor, "n 6"]:
+    rows, columns = (torch.linspace(-1, 1, length) if length > 1 else torch.zeros(1) for length in grid)
+    y, x = (each.flatten() for each in torch.meshgrid(rows, columns, indexing="ij"))
+    return torch.stack([torch.ones_like(x), x, y, x * y, x**2, y**2], dim=1)

@@ -1,0 +1,73 @@
+"""`cribo adapt`: have a pretrained backbone see your images better."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places
+from cribo.console import loading, log_to
+
+HELP = """\
+Have a pretrained backbone see your images better: no labels, a quarter of an hour on a laptop.
+
+  cribo adapt IMAGES --backbone SOURCE
+  cribo adapt IMAGES --backbone SOURCE --minutes 1
+  cribo adapt IMAGES --backbone SOURCE --labelled SOME_LABELLED --second OTHER_LABELLED
+
+IMAGES is a folder, nested or not, or a text file that lists images. First a linear layer is fitted in closed form to
+the patches of the images (a minute; --minutes 1 does nothing else), then the last blocks are trained to give the same
+place the same features in two views. At the end the command says whether this has helped, by labelled images (at least
+ten) or by signs that need none. It exports the better network, which evaluate, segment, index and export take as
+--backbone. To continue after an interruption, repeat the command with --name NAME --resume.
+"""
+
+LESS_MEMORY = """set --training '{"optim.micro_batches": 2}'"""
+
+
+def main(words: list[str]) -> int:
+    """Run the command."""
+    return guarded("cribo adapt", _adapt, words, less_memory=LESS_MEMORY)
+
+
+def _adapt(words: list[str]) -> None:
+    from cribo.adaptation.config import AdaptConfig
+    from cribo.arguments import Parser
+
+    console = Console(soft_wrap=True)
+    log_to(console)
+    parser = Parser(
+        prog="cribo adapt",
+        description=HELP,
+        usage="cribo adapt IMAGES --backbone SOURCE [options]",
+        short=BACKBONE_SHORT,
+        switches=BACKBONE_SWITCHES,
+    )
+    parser.add_argument("images", type=str, help="a folder of images, or a text file that lists images")
+    parser.add_argument("--out", type=Path, default=Path("adapted"), help="folder of such folders")
+    parser.add_argument("--name", type=str, help="of the folder for the results; that of the backbone by default")
+    parser.add_argument("--resume", action="store_true", help="continue the adaptation --name where it stopped")
+    parser.add_argument("--overwrite", action="store_true", help="replace the adaptation --name")
+    parser.add_argument("--config", action="config", help="a YAML file of options, overridden by the command line")
+    parser.add_class_arguments(AdaptConfig, skip={"images"})
+    parsed = parser.parse_args(words)
+    made = parser.instantiate(parsed)
+    config = AdaptConfig(**{name: made[name] for name in AdaptConfig.__dataclass_fields__})
+    with loading(console):
+        from cribo.adaptation.run import PICTURE, VERDICT, adapt
+        from cribo.models.saving import WEIGHTS_FILE
+
+    adapted = adapt(
+        config, out=parsed.out, name=parsed.name, resume=parsed.resume, overwrite=parsed.overwrite, console=console
+    )
+    console.print()
+    for sentence in adapted.verdict.sentences:
+        console.print(sentence, highlight=False)
+    print_places(
+        console,
+        {
+            "backbone": adapted.folder / WEIGHTS_FILE,
+            "verdict": adapted.folder / VERDICT,
+            "picture": adapted.folder / PICTURE,
+            "to use it": f"cribo segment --backbone {adapted.folder} ...",
+        },
+    )

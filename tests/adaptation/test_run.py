@@ -1,0 +1,165 @@
+"""`cribo adapt` as users run it: a small network, scenes as photographs, and what is left in the folder."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cribo.adaptation import AdaptConfig, adapt
+from cribo.adaptation.encoding import encode
+from cribo.adaptation.run import planned_training
+from cribo.cli import main
+from cribo.data import open_images
+from cribo.data.scenes import Scenes
+from cribo.models import build_backbone, load_backbone, save_backbone
+from cribo.pretraining import load_config
+from cribo.retrieval.source import BackboneSource
+
+SMALL = {"depth": 4, "embed_dim": 32, "num_heads": 2, "patch_size": 8}
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty scenes with labels, in the layout of a labelled folder."""
+    folder = tmp_path_factory.mktemp("scenes")
+    found = Scenes(20, size=64, seed=0)
+    for kind in ("images", "labels"):
+        (folder / kind).mkdir()
+    for index in range(len(found)):
+        Image.fromarray(found.load(index).permute(1, 2, 0).numpy()).save(folder / "images" / f"{index:02d}.png")
+        Image.fromarray(found.labels(index).numpy()).save(folder / "labels" / f"{index:02d}.png")
+    (folder / "classes.txt").write_text("\n".join(found.classes))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small network on disk."""
+    folder = tmp_path_factory.mktemp("backbone")
+    save_backbone(build_backbone("vit_tiny_patch16_224", args=SMALL, image_size=32), folder)
+    return folder
+
+
+TRAINING = {"runtime.checkpoint_every": 4, "views.size": 32, "backbone.train_blocks": 1, "optim.batch_size": 4}
+
+
+def _asked(scenes: Path, source: Path, **changes: object) -> AdaptConfig:
+    values = {"images": str(scenes / "images"), "steps": 10, "training": TRAINING, "workers": 0, "device": "cpu"}
+    return AdaptConfig(backbone=BackboneSource(str(source)), **{**values, **changes})
+
+
+@pytest.mark.slow
+def test_the_command_leaves_a_backbone_a_verdict_and_a_picture(
+    scenes: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["adapt", str(scenes / "images"), "--backbone", str(source), "--steps", "10", "--blocks", "3"]
+    words += ["--workers", "0", "--training", json.dumps(TRAINING), "--labelled", str(scenes), "--second", str(scenes)]
+    assert main([*words, "--out", str(tmp_path), "--name", "mine", "--keep", "adapted", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "Kept the adapted weights" in said
+    assert str(tmp_path / "mine") in said
+    backbone = load_backbone(tmp_path / "mine")
+    assert backbone.depth == 3
+    assert backbone.readout is not None
+    start = load_backbone(tmp_path / "mine" / "closed_form")
+    changed = {
+        name.split(".")[1]
+        for name, value in backbone.model.state_dict().items()
+        if name.startswith("blocks.") and not value.equal(start.model.state_dict()[name])
+    }
+    assert changed == {"2"}  # the last block alone was trained
+    verdict = json.loads((tmp_path / "mine" / "verdict.json").read_text())
+    assert set(verdict["labelled"]) == set(verdict["second"]) == {"closed form", "adapted weights"}
+    assert verdict["labelled"] == verdict["second"]  # the same images
+    with Image.open(tmp_path / "mine" / "neighbours.png") as picture:
+        assert np.asarray(picture).std() > 10
+
+
+def test_the_closed_form_decorrelates_the_patches_of_the_images(scenes: Path, source: Path, tmp_path: Path) -> None:
+    adapted = adapt(_asked(scenes, source, steps=None, minutes=1, power=1.0, keep="adapted"), out=tmp_path)
+    assert adapted.verdict.kept == "closed form"
+    assert not (adapted.folder / "training").exists()
+    images = open_images(scenes / "images")
+    patches = torch.cat([encode(adapted.backbone(), images.load(index)).tokens[0] for index in range(len(images))])
+    covariance = torch.cov(patches.T.double(), correction=0)
+    assert torch.allclose(covariance, torch.eye(len(covariance), dtype=torch.double), atol=1e-3)
+    assert patches.mean(dim=0).abs().max() < 1e-3
+
+
+@pytest.mark.slow
+def test_an_interrupted_adaptation_continues_to_the_same_weights(scenes: Path, source: Path, tmp_path: Path) -> None:
+    asked = _asked(scenes, source, keep="adapted")
+    folder = tmp_path / "cut"
+    whole = adapt(asked, out=tmp_path, name="cut")
+    weights = (folder / "backbone.safetensors").read_bytes()
+    for name in ("backbone.safetensors", "verdict.json", "training/summary.json", "training/backbone.safetensors"):
+        (folder / name).unlink()
+    for checkpoint in (folder / "training" / "checkpoints").glob("*10.ckpt"):
+        checkpoint.unlink()
+    again = adapt(asked, out=tmp_path, name="cut", resume=True)
+    assert again.verdict == whole.verdict
+    assert (folder / "backbone.safetensors").read_bytes() == weights
+    with pytest.raises(ValueError, match=r"was begun with power None, not 0\.5"):
+        adapt(_asked(scenes, source, keep="adapted", power=0.5), out=tmp_path, name="cut", resume=True)
+    with pytest.raises(ValueError, match="exists already"):
+        adapt(asked, out=tmp_path, name="cut")
+
+
+def test_a_network_that_sees_no_better_is_not_kept(scenes: Path, source: Path, tmp_path: Path) -> None:
+    # Whitening a single direction leaves next to nothing of the features.
+    adapted = adapt(
+        _asked(scenes, source, steps=None, minutes=1, dims=1, labelled=str(scenes)), out=tmp_path, name="worse"
+    )
+    assert adapted.verdict.kept == "starting weights"
+    assert adapted.verdict.labelled["closed form"].high < 0
+    original = load_backbone(source)
+    kept = load_backbone(tmp_path / "worse")
+    image = torch.rand(1, 3, 32, 32)
+    assert kept.encode(image).tokens.equal(original.encode(image).tokens)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"blocks": 5}, "blocks must be at most 4"),
+        ({"power": 1.5}, "power must be from 0"),
+        ({"minutes": 0}, "minutes must be > 0"),
+        ({"steps": 0}, "steps must be >= 1"),
+        ({"second": "x"}, "--second goes with --labelled"),
+        ({"images": "/nowhere"}, "there is no 'nowhere'"),
+        ({"dims": 400, "steps": None, "minutes": 1}, "dims must be 1 to"),
+        ({"training": {"optim.lr": -1}}, "optim.lr"),
+        ({"training": {"backbone.train_blocks": 0}}, "train_blocks must be"),
+    ],
+)
+def test_bad_input_is_refused(
+    scenes: Path, source: Path, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        adapt(_asked(scenes, source, **changes), out=tmp_path)
+
+
+def test_nine_labelled_images_are_too_few(scenes: Path, source: Path, tmp_path: Path) -> None:
+    for kind in ("images", "labels"):
+        (tmp_path / "few" / kind).mkdir(parents=True)
+        for index in range(9):
+            name = f"{index:02d}.png"
+            (tmp_path / "few" / kind / name).write_bytes((scenes / kind / name).read_bytes())
+    with pytest.raises(ValueError, match="has 9 labelled images to score, and a verdict needs at least 10"):
+        adapt(_asked(scenes, source, labelled=str(tmp_path / "few")), out=tmp_path)
+    assert not list(tmp_path.glob("*-adapted"))
+
+
+def test_a_budget_too_short_for_training_says_how_much_it_takes(scenes: Path, source: Path, tmp_path: Path) -> None:
+    asked = _asked(scenes, source, steps=None, minutes=2)
+    adapt(replace(asked, minutes=1), out=tmp_path, name="start")
+    folder = tmp_path / "start"
+    start, images = load_backbone(folder / "closed_form"), open_images(asked.images)
+    with pytest.raises(ValueError, match=r"--minutes 2 leaves time for 0 steps.*give --minutes 3, or --minutes 1"):
+        planned_training(asked, load_config("adapt", TRAINING), start, images, folder, seconds=0.0)
+    planned = planned_training(asked, load_config("adapt", TRAINING), start, images, folder, seconds=100.0)
+    assert planned.optim.epochs * (20 // 4) == 500  # the most that is worth it
