@@ -13,13 +13,14 @@ import torch
 from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
-from cribo.method import SelfDistillation
+from cribo.method import SelfDistillation, soft_neighbour_loss
 from cribo.objectives import Setting, Step
 from cribo.objectives import cribo as module
 from cribo.objectives.collapse import prototype_entropy
 from cribo.objectives.cribo import CrIBo, Result
 from cribo.objectives.objects import find_clustering, find_criterion, label_tokens
 from cribo.objectives.options import ObjectsConfig
+from cribo.objectives.views import normalised_views
 from cribo.pretraining import PretrainConfig
 
 Tiny = Callable[..., PretrainConfig]
@@ -168,6 +169,51 @@ def test_a_forward_pass_changes_nothing_that_other_micro_batches_read(bench: Ben
         assert not torch.equal(moved[name], before[name])
     objects, images = output.metrics["objects_per_image"]
     assert (images, int(moved["_extra_state"]["bank"]["counts"][-8:].sum())) == (8, objects)
+
+
+# ------------------------------------------------------------------ beyond the paper
+
+
+def test_soft_neighbours_are_on_features_before_the_head(tiny: Tiny) -> None:
+    options = {"losses.object_neighbours": 1.0, "losses.patch_neighbours": 0.5, "losses.neighbours": 3}
+    bench = Bench(tiny({"backbone.drop_path": 0.0, "objects.bank_images": 16, **options}))
+    objective, batch = bench.objective, bench.batch(list(range(8)))
+    step = Step(4, 4, 12)
+    assert objective.weights["patch_neighbours"] == 0.5
+    objective(bench.batch(list(range(20, 28))), step)
+    objective.after_step(Step(4, 4, 10**9))
+    objects_of, patches_of = objective.bank, objective.patch_bank.bank
+    assert objects_of is not None
+    assert patches_of is not None
+    assert len(patches_of) == 8 * 8
+    losses = objective(batch, step).losses
+    result = objective.last_result
+    assert result is not None
+    assert result.objects is not None
+    assert result.points is not None
+    views = normalised_views(batch, objective.options.views, objective.student.backbone)
+    tokens = objective.student.backbone(views).tokens.unflatten(0, (-1, 2))
+    pairs = {
+        "object_neighbours": (objects_of, result.objects, result.objects.pool(tokens, 5)),
+        "patch_neighbours": (patches_of, result.points, result.points.sample(tokens)),
+    }
+    for name, (bank, found, student) in pairs.items():
+        wanted = soft_neighbour_loss(student, found.teacher, found.images, bank, found.group_rows(4), neighbours=3)
+        torch.testing.assert_close(losses[name], wanted)
+        assert wanted > 0
+    early = objective(batch, Step(0, 4, 12)).losses  # neighbours count from epoch 1 on
+    assert early["object_neighbours"] == early["patch_neighbours"] == 0
+
+
+def test_soft_neighbours_alone_need_no_head_for_objects(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    off = dict.fromkeys(("losses.image", "losses.cross_view", "losses.cross_image"), 0.0)
+    bench = Bench(tiny({**off, "losses.object_neighbours": 1.0, "objects.bank_images": 16}))
+    rows: list[int] = []
+    head = bench.objective.student.head
+    monkeypatch.setattr(head, "forward", lambda x, forward=head.forward: rows.append(x.shape[1]) or forward(x))
+    losses = bench(list(range(4))).losses
+    assert losses["object_neighbours"] > 0
+    assert rows == [4]  # of the images
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

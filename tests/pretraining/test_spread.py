@@ -286,6 +286,7 @@ PRECISE: dict[str, Any] = {"runtime__precision": "64-true", "losses__centring": 
     [
         {"optim__freeze_last_layers_epochs": 2, "backbone__checkpointing": "selective"},
         {"optim__freeze_backbone_epochs": 2},
+        {"losses__object_neighbours": 0.5, "losses__patch_neighbours": 0.5, "losses__patch_bank": 320},
         CONVOLUTIONS,
     ],
 )

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import Callback
-from timm.models import VisionTransformer
+from timm.models import Beit, ConvNeXt, EfficientNet, Eva, ResNet, VisionTransformer
 from torch import Tensor, nn
 
 from cribo.arguments import ConfigError, import_by_path
@@ -78,21 +78,35 @@ class Setting:
 
 
 def _freeze(backbone: Backbone, train_blocks: int) -> None:
-    """Leave only the last blocks and what follows them trainable."""
-    model: Any = backbone.model
-    if not isinstance(model, VisionTransformer):
+    """Leave only the last blocks, or stages of a convolutional network, and what follows them trainable."""
+    blocks = _blocks(backbone.model)
+    if not blocks:
         raise ConfigError(
-            f"backbone.train_blocks is for vision transformers of timm, not {backbone.name}: leave it out"
+            f"backbone.train_blocks is for vision transformers, ResNet, ConvNeXt and EfficientNet of timm, not "
+            f"{backbone.name}: leave it out"
         )
-    if not 1 <= train_blocks <= backbone.depth:
+    if not 1 <= train_blocks <= len(blocks):
         raise ConfigError(
-            f"backbone.train_blocks must be 1 to {backbone.depth}, the blocks of {backbone.name}, got {train_blocks}"
+            f"backbone.train_blocks must be 1 to {len(blocks)}, the blocks of {backbone.name}, got {train_blocks}"
         )
-    trained = {id(parameter) for parameter in model.blocks[-train_blocks:].parameters()}
-    trained |= {id(parameter) for part in (model.norm, model.fc_norm) for parameter in part.parameters()}
-    for parameter in model.parameters():
-        if id(parameter) not in trained:
-            parameter.requires_grad_(False)
+    first_trained = next(blocks[-train_blocks].parameters())
+    for parameter in backbone.model.parameters():  # in the order of the layers
+        if parameter is first_trained:
+            break
+        parameter.requires_grad_(False)
+
+
+def _blocks(model: Any) -> list[nn.Module]:
+    """The blocks of a vision transformer or the stages of a convolutional network; none for other networks."""
+    if isinstance(model, VisionTransformer | Eva | Beit | EfficientNet):
+        blocks = list(model.blocks)
+    elif isinstance(model, ConvNeXt):
+        blocks = list(model.stages)
+    elif isinstance(model, ResNet):
+        blocks = [model.layer1, model.layer2, model.layer3, model.layer4]
+    else:
+        blocks = []
+    return [block for block in blocks if any(True for _ in block.parameters())]
 
 
 def _alone(tensor: Tensor) -> Tensor:

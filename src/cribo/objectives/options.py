@@ -20,8 +20,8 @@ class BackboneConfig:
         pretrained: weights to start from: a file (.safetensors, .pth), a timm name with its tag, such as
             vit_small_patch16_224.dino, or `timm` for the default ones of the model's name.
         drop_path: rate of stochastic depth in the last block, in the student only.
-        train_blocks: train only so many of the last blocks and the final norm, in vision transformers; all by default.
-            Student and teacher share the others.
+        train_blocks: train only so many of the last blocks and the final norm, or of the last stages of a convolutional
+            network; all by default. Student and teacher share the others in timm's VisionTransformer.
         lora: rank of LoRA; all weights of the backbone stay as they are, and only a low-rank addition to the linear
             layers of its blocks (of the last `train_blocks` of them) is trained. Needs the extra `lora`. 8 is a good
             start; use a larger learning rate than for all weights.

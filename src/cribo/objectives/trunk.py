@@ -2,6 +2,7 @@
 
 import torch
 from jaxtyping import Float
+from timm.models import VisionTransformer
 from torch import Tensor
 
 from cribo.data.samples import Batch
@@ -17,8 +18,11 @@ Inputs = Float[Tensor, "b 3 h w"] | Trunk
 
 @torch.no_grad()
 def encode_frozen(backbone: Backbone, views: Float[Tensor, "b 3 h w"], config: BackboneConfig, step: Step) -> Inputs:
-    """Run the frozen blocks once, for student and teacher; returns the views themselves if no block is frozen."""
-    blocks = config.frozen_blocks(backbone.depth)
+    """Run the frozen blocks once, for student and teacher.
+
+    Returns the views themselves if no block is frozen, or if the network cannot be run in two parts.
+    """
+    blocks = config.frozen_blocks(backbone.depth) if isinstance(backbone.model, VisionTransformer) else 0
     if not blocks:
         return views
     trunk = backbone.encode_trunk(views, blocks)

@@ -1,0 +1,101 @@
+"""Anchoring to the starting weights."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cribo.data.samples import SampleDataset
+from cribo.data.scenes import Scenes
+from cribo.objectives import Objective, Output, Setting, Step, make_objective
+from cribo.objectives.anchor import Anchor
+from cribo.objectives.views import normalised_views
+from cribo.pretraining import PretrainConfig, pretrain, resume
+from cribo.training.checkpoints import checkpoint_files
+
+Tiny = Callable[..., PretrainConfig]
+STEP = Step(6, steps_per_epoch=4, total_steps=12)
+BOTH = ("alignment", "cribo")
+
+
+def make(tiny: Tiny, name: str, kind: str = "gram", **changes: Any) -> Objective:
+    options = {"backbone.drop_path": 0.0, "losses.anchor": 0.5, "losses.anchor_kind": kind}
+    return make_objective(name, {}, Setting(tiny(options | changes), 36, 4))
+
+
+def anchor_loss(objective: Objective) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The loss, and the tokens of the student and of the start."""
+    batch = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0).__getitems__(
+        [(0, 0), (0, 1), (0, 2), (0, 3)]
+    )
+    output = objective(batch, STEP)
+    assert isinstance(output, Output)
+    student: Any = objective.trainable().get_submodule("backbone")
+    start: Any = objective.get_submodule("anchor.start")
+    views = normalised_views(batch, objective.options.views, student)
+    return output.losses["anchor"], student(views).tokens, start(views).tokens
+
+
+def moved(objective: Objective) -> Objective:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in objective.trainable().parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return objective
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("blocks", [None, 1])
+def test_the_distance_from_the_start_is_0_before_training_and_grows(tiny: Tiny, name: str, blocks: int | None) -> None:
+    for kind in ("gram", "cosine"):
+        objective = make(tiny, name, kind, **{"backbone.train_blocks": blocks})
+        assert objective.weights["anchor"] == 0.5
+        assert anchor_loss(objective)[0].detach() == pytest.approx(0, abs=1e-6)
+        loss, student, start = anchor_loss(moved(objective))
+        assert loss > 1e-3
+        if kind == "cosine":
+            torch.testing.assert_close(loss, 1 - F.cosine_similarity(student, start, dim=-1).mean())
+        loss.backward()
+        assert all(parameter.grad is None for parameter in objective.get_submodule("anchor").parameters())
+
+
+def test_features_may_be_rotated_and_scaled_where_only_their_similarities_count() -> None:
+    tokens = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
+    rotation = torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(1))).Q
+
+    class Start(torch.nn.Module):
+        def forward(self, views: torch.Tensor, **noise: Any) -> Any:
+            return dataclasses.make_dataclass("Features", ["tokens"])(tokens)
+
+    start: Any = Start()
+    gram, cosine = (Anchor(start, kind)(3 * tokens @ rotation, tokens) for kind in ("gram", "cosine"))
+    assert gram == pytest.approx(0, abs=1e-6)
+    assert cosine > 0.1
+
+
+def test_a_start_with_batch_norms_keeps_its_statistics(tiny: Tiny) -> None:
+    network = {"backbone.name": "resnet18", "backbone.args": {"layers": [1, 1, 0, 0], "channels": [8, 8, 8, 8]}}
+    objective = make(tiny, "cribo", "cosine", **network).train()
+    start = objective.get_submodule("anchor.start")
+    before = {name: value.clone() for name, value in start.state_dict().items()}
+    anchor_loss(objective)
+    assert not any(module.training for module in start.modules())
+    assert all(torch.equal(value, before[name]) for name, value in start.state_dict().items())
+
+
+def test_a_resumed_run_keeps_its_start(tiny: Tiny, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cribo.pretraining.run.write_report", lambda *args, **kwargs: [])
+    changes = {"losses.anchor": 1.0, "losses.object_neighbours": 1.0, "losses.patch_neighbours": 1.0}
+    folder = pretrain(tiny({**changes, "losses.neighbours": 4, "runtime.checkpoint_every": 5}), out=tmp_path).folder
+    last, *_ = checkpoint_files(folder)
+    whole = torch.load(last, weights_only=False)["state_dict"]
+    for file in (last, folder / "summary.json", folder / "backbone.safetensors"):
+        file.unlink()
+    resume(folder)
+    again = torch.load(last, weights_only=False)["state_dict"]
+    torch.testing.assert_close(whole, again, rtol=0, atol=0)
+    assert len(whole["_extra_state"]["patch_bank"]["images"])
