@@ -53,8 +53,8 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 COMMANDS = {
-    "dense-nn": "evaluate dense-nn --backbone mine --data folder --data.root set --ratios 1 --neighbours 3 --cache none "
-    "--devices cpu --runtime.workers 0 --out out",
+    "dense-nn": "evaluate dense-nn --backbone mine --data folder --data.root set --ratios 1 --neighbours 3 "
+    "--cache none --devices cpu --runtime.workers 0 --out out",
     "segment": "segment --backbone mine --images set/images/val --examples examples --device cpu --workers 1 --out out",
     "index": "index --backbone mine --images set/images/val --db out --num_objects 3 --size 0 --min_share 0 "
     "--device cpu --threads 1",

@@ -407,6 +407,7 @@ def test_a_layer_behind_the_features_is_where_plain_timm_finds_it(name, args, tm
     torch.testing.assert_close(features.tokens, plain.tokens @ weight.T + bias)
     torch.testing.assert_close(features.global_token, plain.global_token @ weight.T + bias)
     torch.testing.assert_close(features.global_token, backbone.model(images(2, 3, 64, 96)))
+    assert backbone.readout is not None
     assert not backbone.readout.weight.requires_grad
     with pytest.raises(ValueError, match=f"must take {plain.tokens.shape[2]} channels, got a weight of \\(3, 4\\)"):
         backbone.set_readout(torch.zeros(3, 4), torch.zeros(3))
