@@ -99,7 +99,7 @@ def _freeze(backbone: Backbone, train_blocks: int) -> None:
 def _blocks(model: Any) -> list[nn.Module]:
     """The blocks of a vision transformer or the stages of a convolutional network; none for other networks."""
     if isinstance(model, VisionTransformer | Eva | Beit | EfficientNet):
-        blocks = list(model.blocks)
+        blocks: list[Any] = list(model.blocks)
     elif isinstance(model, ConvNeXt):
         blocks = list(model.stages)
     elif isinstance(model, ResNet):
