@@ -429,3 +429,52 @@ def test_the_first_blocks_are_a_network_of_their_own():
     for count in (0, 4):
         with pytest.raises(ValueError, match=f"has 3 blocks to choose from, got {count}"):
             first_blocks(backbone, count)
+
+
+READABLE = [
+    (VIT, TINY_VIT),
+    ("beit_base_patch16_224", TINY_VIT),
+    ("resnet18", {"channels": (8, 8, 8, 8)}),
+    ("efficientnet_lite0", {"output_stride": 16}),
+]
+
+
+@pytest.mark.parametrize(("name", "args"), READABLE)
+def test_the_features_come_back_when_the_layer_behind_them_is_removed(name, args):
+    backbone = build_backbone(name, args=args, image_size=64).eval()
+    plain, fingerprint, dim = backbone.encode(images(1, 3, 64, 64)).tokens, backbone.fingerprint(), backbone.embed_dim
+    backbone.set_readout(torch.randn(5, dim), torch.randn(5))
+    backbone.remove_readout()
+    assert (backbone.readout, backbone.embed_dim, backbone.args) == (None, dim, args)
+    assert backbone.fingerprint() == fingerprint
+    torch.testing.assert_close(backbone.encode(images(1, 3, 64, 64)).tokens, plain)
+    assert not any("head" in key or "fc." in key for key in backbone.unused_parameters)
+
+
+def test_the_fingerprint_changes_with_the_layer_behind_the_features():
+    def build(weight, bias, frozen=False):
+        backbone = build_backbone(VIT, args=TINY_VIT, image_size=32).requires_grad_(not frozen)
+        backbone.set_readout(weight, bias)
+        return backbone.fingerprint()
+
+    one, zero = torch.ones(5, 64), torch.zeros(5)
+    first = build(one, zero)
+    assert first == build(one, zero, frozen=True)
+    others = {build(2 * one, zero), build(one, zero + 1), build(one[:3], zero[:3])}
+    assert len(others | {first, build_backbone(VIT, args=TINY_VIT, image_size=32).fingerprint()}) == 5
+
+
+@pytest.mark.parametrize("name", ["mobilenetv3_small_050", "deit_tiny_distilled_patch16_224"])
+def test_networks_whose_classifier_reads_other_features_take_no_layer(name):
+    backbone = build_backbone(name, image_size=64)
+    before = backbone.fingerprint()
+    with pytest.raises(ValueError, match=f"{name} has no place for a layer .*: use another network"):
+        backbone.set_readout(torch.randn(5, backbone.embed_dim), torch.zeros(5))
+    assert (backbone.readout, backbone.fingerprint()) == (None, before)
+
+
+def test_a_layer_behind_the_features_reads_the_last_block_alone():
+    backbone = build_backbone(VIT, args=TINY_VIT, image_size=64)
+    backbone.set_readout(torch.randn(5, 64), torch.zeros(5))
+    with pytest.raises(ValueError, match=r"layers must be 1, got 2: vit_small_patch16_224 has a linear layer behind"):
+        backbone.encode(images(1, 3, 64, 64), layers=2)

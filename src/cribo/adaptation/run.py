@@ -212,7 +212,10 @@ def _train(
         planned = planned_training(config, recipe, start, images, folder, seconds)
     else:
         planned = load_config(run)
-    trained = pretrain(planned, out=folder, name=_TRAINING, continue_run=True, console=console).backbone()
+    advice = f"to continue, repeat the command with --name {folder.name} --resume"
+    trained = pretrain(
+        planned, out=folder, name=_TRAINING, continue_run=True, advice=advice, console=console
+    ).backbone()
     if planned.backbone.train_blocks is None:
         return trained
     # The position embedding is not among the trained weights, and the run has resized it to the size of its views.

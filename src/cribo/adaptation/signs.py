@@ -21,7 +21,7 @@ from cribo.method import (
     sample_photometric,
 )
 from cribo.models import Backbone
-from cribo.objectives.alignment import overlap_points, sample_tokens
+from cribo.objectives.points import overlap_points, sample_tokens
 
 _IMAGES = 64
 _POINTS = 8

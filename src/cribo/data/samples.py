@@ -29,15 +29,24 @@ Sample = Mapping[str, Any]
 
 
 class LazyImage:
-    """An image of a collection, decoded when a transform asks for it."""
+    """An image of a collection, decoded when a transform asks for it.
+
+    Attributes:
+        index: in the collection.
+    """
 
     def __init__(self, source: ImageSource, index: int) -> None:
         self._source = source
-        self._index = index
+        self.index = index
+
+    @property
+    def name(self) -> str:
+        """Its name in the collection."""
+        return self._source.name(self.index)
 
     def load(self) -> UInt8[Tensor, "3 h w"]:
         """The whole image, RGB."""
-        return self._source.load(self._index)
+        return self._source.load(self.index)
 
     def load_reduced(self, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
         """The image at a fraction of its size where that saves decoding, and the factor: 8, 4, 2 or 1.
@@ -46,7 +55,7 @@ class LazyImage:
             reduction: given height and width of the whole image, returns the largest allowed factor; called once.
         """
         if isinstance(self._source, ReducingSource):
-            return self._source.load_reduced(self._index, reduction)
+            return self._source.load_reduced(self.index, reduction)
         image = self.load()
         reduction(image.shape[1], image.shape[2])
         return image, 1

@@ -214,7 +214,8 @@ def _about(backbone: Backbone, options: Options) -> str:
 
 def _notes(backbone: Backbone) -> tuple[str, ...]:
     patch = backbone.patch_size
-    return (f"images are RGB in 0-1, sides are multiples of {patch}, {_LEAST * patch} pixels at least",)
+    images = f"images are RGB in 0-1, sides are multiples of {patch}, {_LEAST * patch} pixels at least"
+    return (images,) if backbone.readout is None else (images, "the layer behind the features is part of the graph")
 
 
 def _refusal(backbone: Backbone, options: Options) -> str | None:

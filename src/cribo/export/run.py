@@ -198,8 +198,7 @@ def _exporter(to: str) -> Exporter:
 
 
 def _check(backbone: Backbone, to: Target, options: Options) -> None:
-    if not 1 <= options.layers <= backbone.depth:
-        raise ValueError(f"layers must be 1 to {backbone.depth}, the blocks of {backbone.name}, got {options.layers}")
+    backbone.check_layers(options.layers)
     if options.layers > 1 and to in ("timm", "transformers"):
         raise ValueError(
             f"layers={options.layers} is for onnx and torch-export: {to} gives tokens of the last block, and those of "

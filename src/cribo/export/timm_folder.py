@@ -9,7 +9,6 @@ import timm
 import torch
 from jaxtyping import Float
 from timm.data.config import resolve_data_config
-from timm.models import ConvNeXt
 from torch import Tensor, nn
 
 from cribo.export.options import Options
@@ -17,6 +16,7 @@ from cribo.export.target import Encode, Exporter, Written
 from cribo.files import write_json
 from cribo.models import Backbone, normalise
 from cribo.models.numerics import Numerics
+from cribo.models.saving import TIMM_TAG, how_to_read_out, late_norm
 
 _LOAD = """\
 import timm
@@ -25,6 +25,7 @@ transform = timm.data.create_transform(**timm.data.resolve_data_config({{}}, mod
 """
 _TOKENS = "tokens = model.forward_features(transform(picture)[None])[:, {prefix}:]"
 _MAP = "feature_map = model.forward_features(transform(picture)[None])"
+_READOUT = "the layer behind the features is in the place of timm's classifier; the lines below apply it"
 
 
 def write(backbone: Backbone, folder: Path, options: Options) -> Written:
@@ -32,22 +33,31 @@ def write(backbone: Backbone, folder: Path, options: Options) -> Written:
     state = {key: value.detach().contiguous().clone() for key, value in backbone.model.state_dict().items()}
     safetensors.torch.save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     write_json(folder / "config.json", timm_config(backbone))
+    return Written(_LOAD + how_to_encode(backbone, _MAP, _TOKENS), _notes(backbone))
+
+
+def how_to_encode(backbone: Backbone, feature_map: str, tokens: str) -> str:
+    """The line of Python that encodes a picture: that for maps or for tokens, with the layer behind the features."""
     prefix = getattr(backbone.model, "num_prefix_tokens", None)
-    encode = _MAP if prefix is None else _TOKENS.format(prefix=prefix)
-    return Written(_LOAD + encode, _notes(backbone))
+    line = feature_map if prefix is None else tokens.format(prefix=prefix)
+    if backbone.readout is None:
+        return line
+    name, _, features = line.partition(" = ")
+    return f"{name} = {how_to_read_out(backbone, features)}"
 
 
 def timm_config(backbone: Backbone) -> dict[str, Any]:
-    """What timm's `config.json` says of a network without a classifier."""
+    """What timm's `config.json` says of a network, whose classifier is the layer behind the features, if any."""
     about = backbone.model.pretrained_cfg
     size = backbone.image_size
+    width = 0 if backbone.readout is None else backbone.embed_dim
     return {
         "architecture": backbone.name,
-        "num_classes": 0,
+        "num_classes": width,
         "num_features": backbone.model.num_features,
         "model_args": {key: value for key, value in backbone.arguments.items() if key != "num_classes"},
         "pretrained_cfg": {
-            "tag": "cribo",
+            "tag": TIMM_TAG,
             "custom_load": False,
             "input_size": [3, size, size],
             "fixed_input_size": not backbone.takes_any_size,
@@ -56,7 +66,7 @@ def timm_config(backbone: Backbone) -> dict[str, Any]:
             "crop_mode": "center",
             "mean": list(backbone.mean),
             "std": list(backbone.std),
-            "num_classes": 0,
+            "num_classes": width,
             "pool_size": None,
             "first_conv": about.get("first_conv"),
             "classifier": about.get("classifier"),
@@ -77,28 +87,23 @@ def load(folder: Path) -> Encode:
 
 
 def split(model: Any, features: Tensor) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b d"]]:
-    """Tokens and global token of what `forward_features` of a timm network gives, each after the last norm."""
-    norm = late_norm(model) or nn.Identity()
+    """Tokens and global token of what `forward_features` of a timm network gives, as its last layers give them."""
+    name = late_norm(model)
+    norm = model.get_submodule(name) if name else nn.Identity()
+    readout = model.get_classifier() if getattr(model, "num_classes", 0) else nn.Identity()
     if features.ndim == 4 and getattr(model, "output_fmt", "NCHW") == "NHWC":
         features = features.permute(0, 3, 1, 2)
     if features.ndim == 4:
-        return norm(features).flatten(2).mT, norm(features.mean(dim=(2, 3), keepdim=True)).flatten(1)
+        tokens, global_token = norm(features).flatten(2).mT, norm(features.mean(dim=(2, 3), keepdim=True)).flatten(1)
+        return readout(tokens), readout(global_token)
     patches = features[:, model.num_prefix_tokens :]
     tokens = norm(patches)
     if getattr(model, "attn_pool", None) is not None:
-        return tokens, model.attn_pool(tokens)
-    has_global = model.cls_token is not None and late_norm(model) is None
-    return tokens, features[:, 0] if has_global else norm(patches.mean(dim=1))
-
-
-def late_norm(network: nn.Module) -> nn.Module | None:
-    """The last norm of networks made for average pooling, if it comes after it, where `forward_features` has ended."""
-    model: Any = network
-    if isinstance(network, ConvNeXt):
-        return model.head.norm
-    late: nn.Module | None = getattr(model, "fc_norm", None)
-    has_none = isinstance(late, (nn.Identity, type(None))) or not isinstance(getattr(model, "norm", None), nn.Identity)
-    return None if has_none else late
+        global_token = model.attn_pool(tokens)
+    else:
+        has_global = model.cls_token is not None and name is None
+        global_token = features[:, 0] if has_global else norm(patches.mean(dim=1))
+    return readout(tokens), readout(global_token)
 
 
 def _notes(backbone: Backbone) -> tuple[str, ...]:
@@ -113,9 +118,12 @@ def _notes(backbone: Backbone) -> tuple[str, ...]:
             f"timm's file has no place for what these weights expect beside timm's own arithmetic ({what}): the "
             "difference below is with timm's"
         )
-    if late_norm(backbone.model) is not None:
-        norm = "model.head.norm" if isinstance(backbone.model, ConvNeXt) else "model.fc_norm"
-        notes.append(f"the last norm comes after the pooling: {norm}(features) gives the tokens that were compared")
+    if backbone.readout is not None:
+        notes.append(_READOUT)
+    elif norm := late_norm(backbone.model):
+        notes.append(
+            f"the last norm comes after the pooling: model.{norm}(features) gives the tokens that were compared"
+        )
     return tuple(notes)
 
 

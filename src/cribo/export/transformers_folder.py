@@ -3,7 +3,8 @@
 Vision transformers become `Dinov2WithRegistersModel`, with no registers and layer scales of 1 where the network has
 none: of transformers' vision transformers it is the one that resizes its position embedding as timm does (bicubic,
 antialiased), so that features are the same on images of every size; `ViTModel` and `Dinov2Model` resize without
-antialiasing. DINOv3 becomes `DINOv3ViTModel`. All others are held by `TimmWrapperModel`, which reads timm's own folder.
+antialiasing. DINOv3 becomes `DINOv3ViTModel`. All others are held by `TimmWrapperModel`, which reads timm's own folder;
+networks with a layer behind their features by `TimmWrapperForImageClassification`, whose classifier it is.
 """
 
 import contextlib
@@ -23,21 +24,30 @@ from cribo.export.target import Encode, Exporter, MissingExtra, Written
 from cribo.files import write_json
 from cribo.models import Backbone, normalise
 from cribo.models.formats.naming import State, fold_positions
+from cribo.models.formats.reading import read_json
 from cribo.models.formats.table import NAMINGS
 from cribo.models.inverse import write_as
+from cribo.models.saving import late_norm
 
 _LOAD = """\
 from transformers import AutoImageProcessor, AutoModel
 model = AutoModel.from_pretrained("{folder}")
 processor = AutoImageProcessor.from_pretrained("{folder}")
 """
+_LOAD_READOUT = """\
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+model = AutoModelForImageClassification.from_pretrained("{folder}").timm_model
+processor = AutoImageProcessor.from_pretrained("{folder}")
+"""
 _TOKENS = 'tokens = model(**processor(picture, return_tensors="pt")).last_hidden_state[:, {prefix}:]'
 _MAP = 'feature_map = model(**processor(picture, return_tensors="pt")).last_hidden_state'
+_TIMM_TOKENS = 'tokens = model.forward_features(processor(picture, return_tensors="pt")["pixel_values"])[:, {prefix}:]'
+_TIMM_MAP = 'feature_map = model.forward_features(processor(picture, return_tensors="pt")["pixel_values"])'
 
 _IMAGES = "preprocessor_config.json"
 _POSITIONS = "embeddings.position_embeddings"
 _NAMING = {naming.name: naming for naming in NAMINGS}
-_BY_WRAPPER = "transformers holds it as TimmWrapperModel, which needs timm beside it"
+_BY_WRAPPER = "transformers holds it as {name}, which needs timm beside it"
 
 
 def write(backbone: Backbone, folder: Path, options: Options) -> Written:
@@ -50,29 +60,36 @@ def write(backbone: Backbone, folder: Path, options: Options) -> Written:
         model = _native(backbone, transformers)
         if model is not None:
             model.save_pretrained(folder)
-    if model is None:
-        written = timm_folder.write(backbone, folder, options)
-        prefix = getattr(backbone.model, "num_prefix_tokens", None)
-        notes = (*written.notes, _BY_WRAPPER)
-    else:
+    if model is not None:
         write_json(folder / _IMAGES, _describe_images(backbone))
-        prefix = 1 + getattr(model.config, "num_register_tokens", 0)
-        notes = (f"transformers holds it as {type(model).__name__}",)
-    return Written(_LOAD + (_MAP if prefix is None else _TOKENS.format(prefix=prefix)), notes)
+        tokens = _TOKENS.format(prefix=1 + getattr(model.config, "num_register_tokens", 0))
+        return Written(_LOAD + tokens, (f"transformers holds it as {type(model).__name__}",))
+    notes = timm_folder.write(backbone, folder, options).notes
+    if backbone.readout is None:
+        encode, name = _LOAD + timm_folder.how_to_encode(backbone, _MAP, _TOKENS), "TimmWrapperModel"
+    else:
+        encode = _LOAD_READOUT + timm_folder.how_to_encode(backbone, _TIMM_MAP, _TIMM_TOKENS)
+        name = "TimmWrapperForImageClassification"
+    return Written(encode, (*notes, _BY_WRAPPER.format(name=name)))
 
 
 def load(folder: Path) -> Encode:
     """What transformers makes of the folder, with the normalisation that its image processor finds there."""
-    from transformers import AutoImageProcessor, AutoModel
+    from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification
 
+    has_readout = bool(read_json(folder / "config.json").get("num_classes"))
     with _quiet():
-        model: Any = AutoModel.from_pretrained(folder).eval()
+        kind = AutoModelForImageClassification if has_readout else AutoModel
+        model: Any = kind.from_pretrained(folder).eval()
         processor: Any = AutoImageProcessor.from_pretrained(folder)
     about = getattr(processor, "data_config", None) or {"mean": processor.image_mean, "std": processor.image_std}
 
     @torch.no_grad()
     def encode(images: Float[Tensor, "b 3 h w"]) -> tuple[Tensor, Tensor]:
-        output = model(normalise(images, mean=about["mean"], std=about["std"]))
+        images = normalise(images, mean=about["mean"], std=about["std"])
+        if has_readout:
+            return timm_folder.split(model.timm_model, model.timm_model.forward_features(images))
+        output = model(images)
         if hasattr(model, "timm_model"):
             return timm_folder.split(model.timm_model, output.last_hidden_state)
         return output.last_hidden_state[:, 1 + model.config.num_register_tokens :], output.pooler_output
@@ -82,7 +99,7 @@ def load(folder: Path) -> Encode:
 
 def refusal(backbone: Backbone, options: Options) -> str | None:
     """Networks whose tokens transformers would give without their last norm."""
-    if timm_folder.late_norm(backbone.model) is not None:
+    if backbone.readout is None and late_norm(backbone.model) is not None:
         return f"the last norm of {backbone.name} stands behind its pooling, where it does not reach the tokens"
     return None
 
@@ -106,7 +123,7 @@ def _describe_images(backbone: Backbone) -> dict[str, Any]:
 def _native(backbone: Backbone, transformers: Any) -> Any | None:
     """The network as one of transformers' own; None where none has its parts."""
     network: Any = backbone.model
-    if not isinstance(backbone.model, VisionTransformer | Eva) or network.cls_token is None:
+    if not isinstance(backbone.model, VisionTransformer | Eva) or network.cls_token is None or backbone.readout:
         return None
     activation = _activation(network.blocks[0].mlp)
     if activation is None or network.embed_dim % network.blocks[0].attn.num_heads:

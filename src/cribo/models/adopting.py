@@ -109,6 +109,7 @@ def adopt(
     backbone.mean, backbone.std = expected.mean or IMAGENET_MEAN, expected.std or IMAGENET_STD
     backbone.set_numerics(numerics)
     resized: tuple[str, ...] = ()
+    readout = () if backbone.readout is None else (f"a layer behind the features gives {backbone.embed_dim} channels",)
     if "pos_embed" in state and isinstance(backbone.model, VisionTransformer):
         if positions is not None:
             resized = (f"positions are resized to other sizes as asked ({positions})",)
@@ -124,7 +125,7 @@ def adopt(
         used=recognised.used,
         dropped=recognised.dropped,
         resampled=resampled,
-        notes=(*notes, *recognised.notes, *resized),
+        notes=(*notes, *recognised.notes, *resized, *readout),
     )
     _logger.info("%s", backbone.loaded)
     return backbone.loaded

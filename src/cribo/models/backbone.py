@@ -31,7 +31,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 RESERVED_ARGS = {
     "img_size": "use image_size",
     "dynamic_img_size": "it is on wherever the network has it",
-    "num_classes": "a backbone has no classifier",
+    "num_classes": "a backbone has no classifier; set_readout adds a linear layer",
     "in_chans": "images are RGB",
     "drop_path_rate": "use drop_path",
     "pretrained": "use the argument `pretrained` of build_backbone",
@@ -225,22 +225,35 @@ class Backbone(nn.Module):
             bias: (E,).
 
         Raises:
-            ValueError: a network that is not timm's, or a layer for features of another width.
+            ValueError: a network that is not timm's or has another kind of classifier, or a layer for features of
+                another width.
         """
-        if not hasattr(self.model, "reset_classifier"):
-            raise ValueError(f"{self.name} has no place for a layer behind its features: use a network of timm")
         width = self.readout.in_features if self.readout is not None else self.embed_dim
         if weight.shape != (len(bias), width):
             raise ValueError(f"the layer must take {width} channels, got a weight of {tuple(weight.shape)}")
         like = next(self.parameters())
+        if not hasattr(self.model, "reset_classifier"):
+            raise ValueError(f"{self.name} has no place for a layer behind its features: use a network of timm")
         self.model.reset_classifier(len(bias))
-        self.arguments["num_classes"] = len(bias)
-        assert self.readout is not None
-        self.readout.to(like).requires_grad_(False)
+        layer = self.model.get_classifier()
+        if not isinstance(layer, nn.Linear) or layer.in_features != width:
+            self.model.reset_classifier(0)
+            raise ValueError(
+                f"{self.name} has no place for a layer behind its features, because its classifier has other layers or "
+                "several heads: use another network, such as a vision transformer, ResNet, ConvNeXt or EfficientNet"
+            )
+        layer.to(like).requires_grad_(False)
         with torch.no_grad():
-            self.readout.weight.copy_(weight)
-            self.readout.bias.copy_(bias)
-        self.embed_dim, self.unused_parameters = self._probe()
+            layer.weight.copy_(weight)
+            layer.bias.copy_(bias)
+        self.arguments["num_classes"] = self.embed_dim = len(bias)
+
+    def remove_readout(self) -> None:
+        """Remove the layer behind the features, so that tokens are (B, N, D) again; a no-op without one."""
+        if self.readout is not None:
+            self.embed_dim = self.readout.in_features
+            self.model.reset_classifier(0)
+            self.arguments["num_classes"] = 0
 
     def remove_readout(self) -> None:
         """Take the layer behind the features away again."""
@@ -339,6 +352,25 @@ class Backbone(nn.Module):
             return self._read_out(features)
         finally:
             self._noise.value = None
+
+    def check_layers(self, layers: int) -> None:
+        """Check that `encode` can give the tokens of so many blocks.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if not 1 <= layers <= self.depth:
+            if not self._is_transformer:
+                raise ValueError(
+                    f"{self.name} gives one feature map, so layers must be 1, got {layers}: only the blocks "
+                    "of a vision transformer share one grid"
+                )
+            raise ValueError(f"layers must be 1 to {self.depth}, the blocks of {self.name}, got {layers}")
+        if layers > 1 and self.readout is not None:
+            raise ValueError(
+                f"layers must be 1, got {layers}: {self.name} has a linear layer behind its features, which reads the "
+                "last block alone"
+            )
 
     def encode_blank(self) -> Features:
         """The features of one small black image, with gradients, in evaluation mode."""
@@ -486,17 +518,7 @@ class Backbone(nn.Module):
                 f"got {height}x{width}: build it with that image_size, or choose a vision transformer or a "
                 "convolutional network"
             )
-        if not 1 <= layers <= self.depth:
-            if not self._is_transformer:
-                raise ValueError(
-                    f"{self.name} gives one feature map, so layers must be 1, got {layers}: only the blocks "
-                    "of a vision transformer share one grid"
-                )
-            raise ValueError(f"layers must be 1 to {self.depth}, the blocks of {self.name}, got {layers}")
-        if layers > 1 and self.readout is not None:
-            raise ValueError(
-                f"the layer behind the features is for the last block alone, so layers must be 1, got {layers}"
-            )
+        self.check_layers(layers)
         expected = (images.shape[0], self.num_drop_path_sites)
         if drop_path_noise is not None and tuple(drop_path_noise.shape) != expected:
             raise ValueError(

@@ -10,7 +10,8 @@ from typing import Any
 import safetensors.torch
 import timm
 import torch
-from torch import Tensor
+from timm.models import Beit, ConvNeXt, Eva, VisionTransformer, Xcit
+from torch import Tensor, nn
 
 from cribo.files import sync, write_beside
 from cribo.models.adopting import adopt, build
@@ -24,12 +25,13 @@ from cribo.models.positions import Resizing
 
 WEIGHTS_FILE = "backbone.safetensors"
 DESCRIPTION_FILE = "backbone.json"
+TIMM_TAG = "cribo"
+"""The tag in a timm `config.json` that this package writes."""
 _HOW_TO_LOAD = (
     "import json, timm, safetensors.torch; about = json.load(open('backbone.json')); "
     "model = timm.create_model(about['name'], **about['args']); "
     "model.load_state_dict(safetensors.torch.load_file('backbone.safetensors'))"
 )
-_HOW_TO_READ_OUT = "; tokens = model.get_classifier()(model.forward_features(images))"
 _HOW_TO_SET_EPS = "; [setattr(m, 'eps', about['norm_eps']) for m in model.modules() if type(m).__name__ == 'LayerNorm']"
 _HOW_TO_SET_FINAL_EPS = "; model.head.norm.eps = about['final_norm_eps']"
 _HOW_TO_SET_PERIODS = "; import torch; model.rope.periods = torch.tensor(about['rope_periods'])"
@@ -82,7 +84,11 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> Path:
             + (_HOW_TO_SET_FINAL_EPS if backbone.numerics.final_norm_eps is not None else "")
             + (_HOW_TO_SET_PERIODS if backbone.numerics.rope_periods is not None else "")
             + (_HOW_TO_DILATE if backbone.numerics.dilate_entries else "")
-            + (_HOW_TO_READ_OUT if backbone.readout is not None else ""),
+            + (
+                f"; tokens = {how_to_read_out(backbone, 'model.forward_features(images)')}"
+                if backbone.readout is not None
+                else ""
+            ),
         }
         text = json.dumps(content, indent=2) + "\n"
         new_description = write_beside(description, lambda path: path.write_text(text, encoding="utf-8"))
@@ -111,6 +117,27 @@ def describe(backbone: Backbone) -> dict[str, Any]:
         "std": list(backbone.std),
         **asdict(backbone.numerics),
     }
+
+
+def how_to_read_out(backbone: Backbone, features: str) -> str:
+    """Python code that applies the layer behind the features to what `forward_features` of timm's network gives."""
+    model = backbone.model
+    if norm := late_norm(model):
+        features = f"model.{norm}({features})"
+    is_map = not isinstance(model, VisionTransformer | Eva | Beit | Xcit)
+    if is_map and getattr(model, "output_fmt", "NCHW") == "NCHW":
+        features = f"{features}.permute(0, 2, 3, 1)"
+    return f"model.get_classifier()({features})"
+
+
+def late_norm(network: nn.Module) -> str | None:
+    """Name of a network's last norm if it comes after the pooling, where `forward_features` of timm has ended."""
+    model: Any = network
+    if isinstance(network, ConvNeXt):
+        return "head.norm"
+    late: nn.Module | None = getattr(model, "fc_norm", None)
+    has_none = isinstance(late, (nn.Identity, type(None))) or not isinstance(getattr(model, "norm", None), nn.Identity)
+    return None if has_none else "fc_norm"
 
 
 def _save_tensors(state: Mapping[str, Tensor], path: Path, stands_for: Path) -> None:
@@ -147,12 +174,18 @@ def load_saved(
         )
     args = {key: value for key, value in about["args"].items() if key not in RESERVED_ARGS}
     backbone = build(Architecture(about["name"], args, about["image_size"]), image_size, drop_path, trust=trust)
-    if width := about["args"].get("num_classes"):
-        backbone.set_readout(torch.zeros(width, backbone.embed_dim), torch.zeros(width))
+    reserve_readout(backbone, about["args"].get("num_classes", 0))
     recognised = recognise(flatten(read_weights(path)), str(path), backbone=backbone)
     described = replace(as_described(recognised, about), format="cribo backbone")
     adopt(backbone, described, str(path), positions=positions)
     return backbone
+
+
+def reserve_readout(backbone: Backbone, width: int) -> None:
+    """Give a backbone a layer behind its features for weights that are read next; 0 removes it."""
+    backbone.remove_readout()
+    if width:
+        backbone.set_readout(torch.zeros(width, backbone.embed_dim), torch.zeros(width))
 
 
 def as_described(recognised: Recognised, about: Mapping[str, Any]) -> Recognised:

@@ -30,7 +30,16 @@ from cribo.models.formats.reading import ORBAX_FILES, flatten, read_weights
 from cribo.models.formats.recognising import NetworkName, Recognised, first_keys, recognise
 from cribo.models.formats.table import SHARD, Expected
 from cribo.models.positions import Resizing
-from cribo.models.saving import DESCRIPTION_FILE, WEIGHTS_FILE, as_described, is_saved, load_saved, read_description
+from cribo.models.saving import (
+    DESCRIPTION_FILE,
+    TIMM_TAG,
+    WEIGHTS_FILE,
+    as_described,
+    is_saved,
+    load_saved,
+    read_description,
+    reserve_readout,
+)
 
 _FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".tar", ".npz", ".msgpack")
 _HUB_FILE = "pytorch_model.bin"  # timm prefers the model.safetensors beside it
@@ -133,6 +142,7 @@ def _load_foreign(
     backbone = None
     if architecture is not None:
         backbone = build(architecture, image_size, drop_path, trust=trust)
+        reserve_readout(backbone, _readout_width(content, path))
     recognised = _recognise(content, path, network=network, backbone=backbone, ignore=ignore)
     if backbone is None:
         try:
@@ -215,16 +225,30 @@ def load_pretrained(
     path, notes = _file_of(path)
     with _naming(path):
         content = read_weights(path, trust=trust)
-        recognised = _recognise(content, path, network=network, backbone=backbone, ignore=ignore)
-    _check_hidden_arguments(backbone, recognised, path)
     description = path.with_name(DESCRIPTION_FILE)
-    if is_saved(path) and description.is_file():
-        about = read_description(description)
-        if (width := about["args"].get("num_classes", 0)) and backbone.readout is None:
-            backbone.set_readout(torch.zeros(width, backbone.embed_dim), torch.zeros(width))
+    about = read_description(description) if is_saved(path) and description.is_file() else None
+    width = about["args"].get("num_classes", 0) if about is not None else _readout_width(content, path)
+    with _readout_of_weights(backbone, width):
+        with _naming(path):
             recognised = _recognise(content, path, network=network, backbone=backbone, ignore=ignore)
-        recognised = as_described(recognised, about)
-    return adopt(backbone, recognised, str(path), notes, positions=positions)
+        _check_hidden_arguments(backbone, recognised, path)
+        if about is not None:
+            recognised = as_described(recognised, about)
+        return adopt(backbone, recognised, str(path), notes, positions=positions)
+
+
+@contextlib.contextmanager
+def _readout_of_weights(backbone: Backbone, width: int) -> Iterator[None]:
+    """Reserve a layer behind the features for weights; restore the previous layer if they cannot be loaded."""
+    before = backbone.readout
+    reserve_readout(backbone, width)
+    try:
+        yield
+    except BaseException:
+        backbone.remove_readout()
+        if before is not None:
+            backbone.set_readout(before.weight, before.bias)
+        raise
 
 
 # ------------------------------------------------------------------------------------------------ finding the file
@@ -294,6 +318,18 @@ def _declared_architecture(
         size = config.get("pretrained_cfg", {}).get("input_size", (3, 224, 224))
         return Architecture(timm_name, {**declared, **(args or {})}, size[-1])
     return None
+
+
+def _readout_width(content: Mapping[str, Any], path: Path) -> int:
+    """Channels of the layer behind the features in a checkpoint or timm folder of this package; 0 without one.
+
+    Classifiers in the weights of others are no part of a backbone.
+    """
+    if isinstance(run := content.get("cribo"), Mapping):
+        return run.get("backbone", {}).get("args", {}).get("num_classes", 0)
+    config = read_beside(path, HUB_CONFIG)
+    is_own = config.get("pretrained_cfg", {}).get("tag") == TIMM_TAG
+    return config.get("num_classes", 0) if is_own else 0
 
 
 def _recognise(

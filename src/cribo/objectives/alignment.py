@@ -28,8 +28,8 @@ from cribo.objectives.objects import (
     label_tokens,
 )
 from cribo.objectives.points import GRID, Points, find_points
-from cribo.objectives.trunk import encode, encode_frozen
-from cribo.objectives.views import ViewPairs, normalised_views
+from cribo.objectives.trunk import encode, inputs_of
+from cribo.objectives.views import ViewPairs
 
 
 class Alignment(Objective):
@@ -136,9 +136,7 @@ class Alignment(Objective):
         for module in self.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.eval()  # here, because scoring puts the teacher back into training mode as a whole
-        views = normalised_views(batch, self.options.views, student)
-        step.lap("photometric")
-        inputs = encode_frozen(teacher, views, self.options.backbone, step)
+        inputs = inputs_of(batch, teacher, self.options, step)
         with torch.no_grad():
             targets = encode(teacher, inputs).tokens.unflatten(0, (-1, 2))
         step.lap("teacher backbone")

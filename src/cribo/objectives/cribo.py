@@ -40,8 +40,8 @@ from cribo.objectives.objects import (
 )
 from cribo.objectives.options import ObjectiveOptions
 from cribo.objectives.points import GRID, Points, find_points
-from cribo.objectives.trunk import Inputs, encode, encode_frozen
-from cribo.objectives.views import ViewPairs, normalised_views
+from cribo.objectives.trunk import Inputs, encode, inputs_of
+from cribo.objectives.views import ViewPairs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -153,9 +153,7 @@ class CrIBo(Distillation):
             raise ValueError(
                 f"a batch must be a whole number of groups of {self.images_per_group} images, got {len(batch)}"
             )
-        views = normalised_views(batch, self.options.views, self.student.backbone)
-        step.lap("photometric")
-        inputs = encode_frozen(self.teacher.backbone, views, self.options.backbone, step)
+        inputs = inputs_of(batch, self.teacher.backbone, self.options, step)
         result = self._teach(inputs, batch, step)
         with torch.set_grad_enabled(step.epoch >= self.options.optim.freeze_backbone_epochs):
             noise = batch["drop_path_noise"].flatten(0, 1) if batch["drop_path_noise"].shape[2] else None

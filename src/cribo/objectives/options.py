@@ -25,6 +25,8 @@ class BackboneConfig:
         lora: rank of LoRA; all weights of the backbone stay as they are, and only a low-rank addition to the linear
             layers of its blocks (of the last `train_blocks` of them) is trained. Needs the extra `lora`. 8 is a good
             start; use a larger learning rate than for all weights.
+        cache_trunk: keep what the frozen blocks give for so many view pairs of each image in the run folder while it
+            trains: epochs cost the trained blocks alone, and views repeat. The size is said before; one device only.
         checkpointing: less memory for the same result, in vision transformers: the backward pass recomputes everything
             but products and attention (`selective`), or whole blocks (`blocks`). Try it before more micro-batches.
     """
@@ -35,6 +37,7 @@ class BackboneConfig:
     drop_path: float = 0.1
     checkpointing: Checkpointing = "none"
     train_blocks: int | None = None
+    cache_trunk: int | None = None
     lora: int | None = None
 
     def frozen_blocks(self, depth: int) -> int:

@@ -5,10 +5,12 @@ from jaxtyping import Float
 from timm.models import VisionTransformer
 from torch import Tensor
 
+from cribo.data.samples import Batch
 from cribo.models import Backbone
 from cribo.models.backbone import Features, Trunk
 from cribo.objectives.base import Step
-from cribo.objectives.options import BackboneConfig
+from cribo.objectives.options import BackboneConfig, ObjectiveOptions
+from cribo.objectives.views import normalised_views
 
 Inputs = Float[Tensor, "b 3 h w"] | Trunk
 """Views, or the tokens that the frozen blocks gave for them."""
@@ -26,6 +28,17 @@ def encode_frozen(backbone: Backbone, views: Float[Tensor, "b 3 h w"], config: B
     trunk = backbone.encode_trunk(views, blocks)
     step.lap("frozen blocks")
     return trunk
+
+
+def inputs_of(batch: Batch, backbone: Backbone, options: ObjectiveOptions, step: Step) -> Inputs:
+    """The views of a batch of view pairs, or what the frozen blocks give for them, computed or read from the cache."""
+    if "trunk" in batch.samples:
+        side = options.views.size // backbone.patch_size
+        tokens = batch["trunk"].flatten(0, 1).to(next(backbone.parameters()).dtype)
+        return Trunk(tokens, (side, side), options.backbone.frozen_blocks(backbone.depth))
+    views = normalised_views(batch, options.views, backbone)
+    step.lap("photometric")
+    return encode_frozen(backbone, views, options.backbone, step)
 
 
 def encode(backbone: Backbone, inputs: Inputs, *, drop_path_noise: Float[Tensor, "b sites"] | None = None) -> Features:

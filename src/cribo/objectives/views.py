@@ -72,16 +72,22 @@ class ViewPairs:
 
         pixels, (crops,), reduced = load_for_crops(image, draw)
         photometric = sample_photometric(self.recipe, generator=generator)
+        return {
+            "views": cut_views(pixels, crops, self.recipe.size),
+            "coordinates": patch_coordinates(crops.boxes * reduced, crops.flips, self.grid),
+            "photometric": photometric,
+            **self.draw(generator),
+        }
+
+    def draw(self, generator: torch.Generator) -> Sample:
+        """What is drawn for a pair whatever its pixels are: `initial_tokens` and `drop_path_noise`."""
         tokens = 2 * self.grid[0] * self.grid[1]
         initial = torch.zeros(0, dtype=torch.long)
         if self.num_objects:
             initial = draw_initial_tokens(tokens, self.num_objects, generator=generator)
         return {
-            "views": cut_views(pixels, crops, self.recipe.size),
-            "coordinates": patch_coordinates(crops.boxes * reduced, crops.flips, self.grid),
             "initial_tokens": initial,
             "drop_path_noise": torch.rand((2, self.drop_path_sites), generator=generator),
-            "photometric": photometric,
         }
 
 

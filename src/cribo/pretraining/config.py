@@ -183,6 +183,7 @@ _RANGES: dict[str, tuple[float, float, bool, bool]] = {
     "data.scenes.seed": (0, 2**31, True, True),
     "backbone.drop_path": (0, 1, True, False),
     "backbone.train_blocks": (1, 1024, True, True),
+    "backbone.cache_trunk": (1, 65536, True, True),
     "backbone.lora": (1, 65536, True, True),
     "objects.num_objects": (1, 65536, True, True),
     "objects.position_weight": (0, math.inf, True, False),

@@ -2,3 +2,4 @@
 
 CONFIG, SUMMARY, METRICS, SKIPPED = "config.yaml", "summary.json", "metrics.csv", "skipped.csv"
 REPORT = "report"
+TRUNK_CACHE = "trunk"

@@ -2,9 +2,11 @@
 
 import json
 import logging
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 
 from cribo.arguments import ConfigError
+from cribo.console import Phases
 from cribo.files import FolderError, remove_parts, write_json, write_text
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.pretraining.config import PretrainConfig
-from cribo.pretraining.files import CONFIG, REPORT, SUMMARY
+from cribo.pretraining.files import CONFIG, REPORT, SUMMARY, TRUNK_CACHE
 from cribo.pretraining.footprint import peak_rss_bytes
 from cribo.pretraining.monitoring import LoadingFaults, Metrics, Watch
 from cribo.pretraining.planning import plan, with_epochs
@@ -71,6 +74,7 @@ def pretrain(
     continue_run: bool = False,
     overrides: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
+    advice: str | None = None,
     console: Console | None = None,
 ) -> Run:
     """Pretrain a backbone and write a run folder; the same as `cribo pretrain`.
@@ -88,6 +92,7 @@ def pretrain(
             restart the same command. A finished run is not changed.
         overrides: dotted names and values on top of the configuration.
         callbacks: additional Lightning callbacks.
+        advice: how to resume, for messages; `--resume FOLDER` by default.
         console: where progress is shown; silent when not given.
 
     Returns:
@@ -126,6 +131,7 @@ def pretrain(
         overwrite=overwrite,
         resume=continue_run,
         callbacks=callbacks,
+        advice=advice,
         console=console,
     )
 
@@ -194,6 +200,7 @@ def _run(
     overwrite: bool = False,
     resume: bool,
     callbacks: Sequence[Callback],
+    advice: str | None = None,
     console: Console | None,
 ) -> Run:
     """Train in `out/name`; an invalid configuration raises an error before the folder is created."""
@@ -210,8 +217,8 @@ def _run(
     limit = [] if minutes is None else [plan(session, minutes)]
 
     def open_folder(held: ExitStack) -> Path:
-        advice = f"choose another --name, resume it with --resume {out / (name or '')} or --continue, or --overwrite it"
-        folder = claim(held, out, name, default_name, marker=CONFIG, overwrite=overwrite, resume=resume, advice=advice)
+        choose = f"choose another --name, resume it with --resume {out / (name or '')} or --continue, or --overwrite it"
+        folder = claim(held, out, name, default_name, marker=CONFIG, overwrite=overwrite, resume=resume, advice=choose)
         if (folder / CONFIG).is_file():
             _require_same(folder, session.config)
             _find_checkpoint(folder)
@@ -221,7 +228,8 @@ def _run(
         return folder
 
     with open_on_all_ranks(session.probe, open_folder) as folder:
-        return _train(session, folder, [*callbacks, *limit], console or Console(quiet=True))
+        advice = advice or f"continue with --resume {folder}"
+        return _train(session, folder, [*callbacks, *limit], advice, console or Console(quiet=True))
 
 
 def _find_checkpoint(folder: Path) -> None:
@@ -233,9 +241,13 @@ def _find_checkpoint(folder: Path) -> None:
         log.info("resuming from %s", checkpoint)
 
 
-def _train(session: Session, folder: Path, callbacks: Sequence[Callback], console: Console) -> Run:
+def _train(session: Session, folder: Path, callbacks: Sequence[Callback], advice: str, console: Console) -> Run:
     config, module, runtime = session.config, session.module, session.config.runtime
     checkpoint = next(iter(checkpoint_files(folder)), None)
+    if config.backbone.cache_trunk is not None:
+        module.to(session.probe.strategy.root_device)
+        with Phases(console) as progress:
+            session.cache_trunk(folder / TRUNK_CACHE, partial(progress, "frozen blocks"))
     metrics = Metrics(folder, every_steps=runtime.log_every, batch_size=config.optim.batch_size)
     faults = LoadingFaults(
         folder,
@@ -248,7 +260,6 @@ def _train(session: Session, folder: Path, callbacks: Sequence[Callback], consol
     checkpoints = Checkpoints(
         folder, every_steps=runtime.checkpoint_every, keep=runtime.keep_checkpoints, resume_from=checkpoint
     )
-    advice = f"continue with --resume {folder}"
     interruption = Interruption(lambda trainer: checkpoints.on_train_end(trainer, module), advice=advice)
     # Metrics come before callbacks that read its latest row, checkpoints after callbacks whose state they save.
     trainer = session.trainer(
@@ -306,6 +317,7 @@ def _train(session: Session, folder: Path, callbacks: Sequence[Callback], consol
         save_backbone(module.objective.exported(), folder)
         write_report(folder, rows, module.schedules, module.objective, session.dataset, baselines=baselines)
         write_json(folder / SUMMARY, summary)
+        shutil.rmtree(folder / TRUNK_CACHE, ignore_errors=True)
     return Run(folder, summary)
 
 

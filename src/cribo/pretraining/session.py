@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from cribo.data.loading import BatchLoader
 from cribo.data.samples import SampleDataset, StepBatchSampler
 from cribo.data.scenes import Scenes
 from cribo.devices import multiplies_bfloat16
+from cribo.objectives.trunk_cache import fill
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.score import open_score_data
@@ -84,7 +85,23 @@ class Session:
             raise ConfigError(
                 f"score.size must be multiples of the patch size {backbone.patch_size}, got {config.score.size}"
             )
+        if config.backbone.cache_trunk is not None and devices > 1:
+            raise ConfigError(f"backbone.cache_trunk is for one device, got {devices}: leave it out")
         self.dataset = SampleDataset(self.source, self.module.objective.samples(), seed=config.seed)
+        self._trained_on = self.dataset
+
+    def cache_trunk(self, folder: Path, progress: Callable[[int, int], None]) -> None:
+        """Run the frozen blocks for `backbone.cache_trunk` pairs of views, and train on what they gave.
+
+        Args:
+            folder: of the cache.
+            progress: is told how many images of how many are done.
+
+        Raises:
+            ConfigError: see `trunk_cache.fill`.
+        """
+        samples = fill(self.module.objective, self.source, folder, workers=self.workers, progress=progress)
+        self._trained_on = SampleDataset(self.source, samples, seed=self.config.seed)
 
     def make_module(self) -> PretrainingModule:
         """A new training step for the current configuration."""
@@ -127,7 +144,7 @@ class Session:
         )
         on_gpu = trainer.strategy.root_device.type == "cuda"
         return BatchLoader(
-            self.dataset,
+            self._trained_on,
             sampler,
             workers=self.workers,
             pin_memory=on_gpu,

@@ -193,11 +193,12 @@ def about_backbone(config: BackboneSource, backbone: Backbone) -> dict[str, Any]
     """What results say about a backbone that was opened: how it was asked for, and all that identifies it.
 
     Raises:
-        ConfigError: more layers than it has, or none.
+        ConfigError: more layers than it has, or than the layer behind its features reads, or none.
     """
-    if not 1 <= config.layers <= backbone.depth:
-        why = "the blocks of" if backbone.depth > 1 else "the feature map of"
-        raise ConfigError(f"layers must be 1 to {backbone.depth}, {why} {backbone.name}, got {config.layers}")
+    try:
+        backbone.check_layers(config.layers)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     about = {
         **dataclasses.asdict(config),
         "name": backbone_name(config),

@@ -422,8 +422,7 @@ def _opened(
     """The encoder, what is known of it, and the device."""
     if isinstance(backbone, Backbone):
         place = next(backbone.parameters()).device if device is None else torch.device(device)
-        if not 1 <= layers <= backbone.depth:
-            raise ValueError(f"layers must be 1 to {backbone.depth}, the blocks of {backbone.name}, got {layers}")
+        backbone.check_layers(layers)
         source = backbone.loaded.source if backbone.loaded else f"{backbone.name} with random weights"
         encoder = backbone_encoder(backbone.to(place), layers=layers)
         return encoder, {"source": source, "architecture": backbone.name}, place

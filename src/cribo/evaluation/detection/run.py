@@ -78,6 +78,7 @@ def evaluate_detection(
     _require_boxes(splits.train)
     recipe = config.recipe
     backbone = open_backbone(config.backbone)
+    backbone.remove_readout()  # the detection tokens are of the blocks
     detector = _detector(config, recipe, backbone, splits)
     _require_patches(recipe, backbone)
     about, data = about_backbone(config.backbone, backbone), _about_data(config, splits)

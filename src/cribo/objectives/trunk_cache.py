@@ -1,0 +1,179 @@
+"""What the frozen blocks give for a few fixed view pairs of each image, kept on disk (`backbone.cache_trunk`).
+
+Later epochs then cost the trained blocks alone: no image is decoded, no view drawn, no frozen block run.
+"""
+
+import json
+import logging
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float16
+from torch.utils.data import DataLoader
+
+from cribo.arguments import ConfigError
+from cribo.data.images import ImageSource
+from cribo.data.reading import UnreadableImage
+from cribo.data.samples import Batch, LazyImage, Sample, SampleDataset
+from cribo.files import write_json
+from cribo.objectives.base import Objective
+from cribo.objectives.views import ViewPairs, normalised_views
+
+log = logging.getLogger("cribo")
+
+_IMAGES_AT_ONCE = 8
+_ABOUT = "about.json"
+_FREE_SHARE = 0.9  # of the disk's free space that may be used
+
+
+class CachedViewPairs:
+    """View pairs whose frozen part is read from disk: the samples of a run with `backbone.cache_trunk`.
+
+    A batch contains `trunk` (B, 2, T, D) in half precision in place of `views` and `photometric`; the rest is as in
+    `ViewPairs`. Which of an image's pairs is taken is drawn in each epoch.
+
+    Args:
+        views: how the pairs were made.
+        folder: what `fill` wrote.
+        pairs: m, pairs per image.
+    """
+
+    def __init__(self, views: ViewPairs, folder: Path, pairs: int) -> None:
+        self.views = views
+        self.folder = folder
+        self.pairs = pairs
+        self._arrays: dict[str, np.ndarray] = {}
+
+    def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
+        """Read one of the image's pairs, and draw the rest.
+
+        Raises:
+            UnreadableImage: the image could not be read when the cache was filled.
+        """
+        row = image.index * self.pairs + int(torch.randint(self.pairs, (1,), generator=generator))
+        if not self._array("filled")[row]:
+            raise UnreadableImage(image.name, "it could not be read when the trunk was cached")
+        return {
+            "trunk": torch.from_numpy(self._array("tokens")[row].copy()),
+            "coordinates": torch.from_numpy(self._array("coordinates")[row].copy()),
+            **self.views.draw(generator),
+        }
+
+    def _array(self, name: str) -> np.ndarray:
+        if name not in self._arrays:  # opened in the worker that reads it
+            self._arrays[name] = np.load(self.folder / f"{name}.npy", mmap_mode="r")
+        return self._arrays[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_arrays": {}}
+
+
+def fill(
+    objective: Objective,
+    source: ImageSource,
+    folder: Path,
+    *,
+    workers: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> CachedViewPairs:
+    """Run the frozen blocks on m view pairs of each image, and keep what they give; continues where it stopped.
+
+    Args:
+        objective: whose samples are view pairs, before training.
+        source: the images.
+        folder: of the cache; created where missing.
+        workers: processes that read images.
+        progress: is told how many images of how many are done.
+
+    Raises:
+        ConfigError: nothing is frozen, samples are not view pairs, the disk has no room, or the folder holds a cache
+            of other weights, images or views.
+    """
+    options = objective.options
+    pairs = options.backbone.cache_trunk
+    backbone, views = objective.exported(), objective.samples()
+    assert pairs is not None
+    if not isinstance(views, ViewPairs):
+        raise ConfigError("backbone.cache_trunk is for objectives whose samples are view pairs: cribo and alignment")
+    if not options.backbone.frozen_blocks(backbone.depth):
+        raise ConfigError("backbone.cache_trunk keeps what frozen blocks give: set backbone.train_blocks, too")
+    rows, patches = len(source) * pairs, views.grid[0] * views.grid[1]
+    shapes = {
+        "tokens": ((rows, 2, patches + backbone.model.num_prefix_tokens, backbone.model.embed_dim), np.float16),
+        "coordinates": ((rows, 2, patches, 2), np.float32),
+        "filled": ((rows,), np.bool_),
+    }
+    about = {
+        "weights": backbone.fingerprint(),
+        "frozen_blocks": options.backbone.frozen_blocks(backbone.depth),
+        "pairs": pairs,
+        "seed": options.seed,
+        "images": len(source),
+        "first_image": source.name(0),
+        "last_image": source.name(len(source) - 1),
+        "views": json.loads(json.dumps(asdict(options.views))),
+    }
+    done = _open(folder, about, shapes)
+    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r+") for name in shapes}
+    starts = range(done, len(source), _IMAGES_AT_ONCE)
+    chunks = [range(start, min(start + _IMAGES_AT_ONCE, len(source))) for start in starts]
+    # Negative epochs: the pairs are none of those that a run without a cache draws.
+    keys = [[(-1 - pair, image) for image in chunk for pair in range(pairs)] for chunk in chunks]
+    dataset = SampleDataset(source, views, seed=options.seed)
+    loader = DataLoader(dataset, batch_sampler=keys, collate_fn=_as_it_is, num_workers=workers)
+    for chunk, batch in zip(chunks, loader, strict=True):
+        place = slice(chunk.start * pairs, chunk.stop * pairs)
+        arrays["tokens"][place] = _frozen_tokens(objective, batch)
+        arrays["coordinates"][place] = batch["coordinates"].numpy()
+        wanted = torch.tensor([image for image in chunk for _ in range(pairs)])
+        arrays["filled"][place] = (batch.images == wanted).numpy()  # others stand in for unreadable images
+        for array in arrays.values():
+            array.flush()
+        write_json(folder / _ABOUT, {**about, "done": chunk.stop})
+        progress(chunk.stop, len(source))
+    return CachedViewPairs(views, folder, pairs)
+
+
+@torch.no_grad()
+def _frozen_tokens(objective: Objective, batch: Batch) -> Float16[np.ndarray, "b 2 t d"]:
+    options, backbone = objective.options, objective.exported()
+    device = next(backbone.parameters()).device
+    views = normalised_views(batch.to(device), options.views, backbone)
+    trunk = backbone.encode_trunk(views, options.backbone.frozen_blocks(backbone.depth))
+    return trunk.tokens.unflatten(0, (-1, 2)).half().cpu().numpy()
+
+
+def _open(folder: Path, about: Mapping[str, Any], shapes: Mapping[str, tuple[tuple[int, ...], type]]) -> int:
+    """Make the files of a cache, or check those that are there; returns how many images are done."""
+    if (folder / _ABOUT).is_file():
+        found = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+        changed = [name for name in about if found.get(name) != about[name]]
+        if changed:
+            raise ConfigError(
+                f"{folder} is a cache of other {changed[0].replace('_', ' ')} ({found.get(changed[0])}, not "
+                f"{about[changed[0]]}): start a new run, or delete the cache"
+            )
+        return int(found["done"])
+    needed = sum(math.prod(shape) * np.dtype(kind).itemsize for shape, kind in shapes.values())
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    log.info("backbone.cache_trunk needs %.1f GB in %s (%.1f GB are free)", needed / 1e9, folder, free / 1e9)
+    if needed > _FREE_SHARE * free:
+        raise ConfigError(
+            f"backbone.cache_trunk {about['pairs']} needs {needed / 1e9:.1f} GB in {folder}, where "
+            f"{free / 1e9:.1f} GB are free: use fewer pairs or images, or leave it out"
+        )
+    for name, (shape, kind) in shapes.items():
+        np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=kind, shape=shape).flush()
+    write_json(folder / _ABOUT, {**about, "done": 0})
+    return 0
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
