@@ -12,6 +12,7 @@ from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, SampleDataset
 from cribo.data.scenes import Scenes
 from cribo.method import MemoryBank, patch_coordinates, pool_objects, soft_neighbour_loss
+from cribo.models import load_backbone
 from cribo.objectives import Setting, Step
 from cribo.objectives import alignment as module
 from cribo.objectives.alignment import Alignment
@@ -200,3 +201,75 @@ def test_what_does_not_fit_is_refused(tiny: Tiny, changes: dict[str, Any], args:
 def test_more_blocks_than_there_are_cannot_be_trained(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match=r"backbone.train_blocks must be 1 to 2, .*, got 3"):
         make(tiny, {"backbone.train_blocks": 3})
+
+
+CONVOLUTIONAL: dict[str, dict[str, Any]] = {
+    "efficientnet_lite0": {},
+    "resnet18": {"layers": [1, 1, 1, 0], "channels": [8, 8, 16, 16]},
+    "convnext_atto": {"dims": [8, 8, 16, 16], "depths": [1, 1, 1, 1]},
+}
+
+
+def convolutional(tiny: Tiny, name: str, **changes: Any) -> PretrainConfig:
+    network = {
+        "backbone.name": name,
+        "backbone.args": CONVOLUTIONAL[name],
+        "views.size": 64,
+        "objective.name": "alignment",
+    }
+    return tiny({**network, "backbone.drop_path": 0.0, "optim.lr": 1e-3, **changes})
+
+
+def test_batch_norms_keep_the_statistics_of_the_pretrained_weights(tiny: Tiny, tmp_path: Any) -> None:
+    config = convolutional(
+        tiny,
+        "efficientnet_lite0",
+        **{
+            "score.root": "scenes",
+            "score.images": (4, 2),
+            "score.every_epochs": 1,
+            "score.neighbours": 5,
+            "data.scenes.size": 96,
+        },
+    )
+    before = Alignment(Setting(config, 36, 4)).exported().state_dict()
+    after = load_backbone(pretrain(config, out=tmp_path).folder).state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert any(name.endswith("conv_pw.weight") for name in changed)
+    assert any(".bn1.weight" in name for name in changed)
+    assert not any("running" in name or "num_batches" in name for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("name", "frozen", "trained"),
+    [
+        (
+            "efficientnet_lite0",
+            ("conv_stem", "bn1", "blocks.0", "blocks.4"),
+            ("blocks.5", "blocks.6", "conv_head", "bn2"),
+        ),
+        ("resnet18", ("conv1", "bn1", "layer1"), ("layer2", "layer3")),
+        ("convnext_atto", ("stem", "stages.0", "stages.1"), ("stages.2", "stages.3", "head")),
+    ],
+)
+def test_the_last_stages_of_a_convolutional_network_can_be_trained_alone(
+    tiny: Tiny, name: str, frozen: tuple[str, ...], trained: tuple[str, ...]
+) -> None:
+    config = convolutional(tiny, name, **{"backbone.train_blocks": 2})
+    objective = Alignment(Setting(config, 36, 4))
+    batch = batch_of(objective)
+    objective(batch, STEP).losses["points"].backward()
+    found: dict[bool, set[str]] = {False: set(), True: set()}
+    for key, parameter in objective.student.get_submodule("backbone.model").named_parameters():
+        part = next(part for part in (*frozen, *trained, "blocks.", "other") if key.startswith(part) or part == "other")
+        found[parameter.grad is not None].add(part)
+    assert found[False] >= set(frozen)
+    assert found[True] == set(trained)
+
+
+def test_only_networks_with_blocks_or_stages_are_trained_in_part(tiny: Tiny) -> None:
+    network = {"backbone.name": "densenet121", "backbone.args": {"growth_rate": 4, "block_config": (1, 1, 1, 1)}}
+    with pytest.raises(ConfigError, match=r"backbone.train_blocks is for .*, not densenet121: leave it out"):
+        make(tiny, {**network, "backbone.train_blocks": 1})
+    with pytest.raises(ConfigError, match="must be 1 to 3, the blocks of resnet18, got 4"):
+        Alignment(Setting(convolutional(tiny, "resnet18", **{"backbone.train_blocks": 4}), 36, 4))

@@ -98,8 +98,7 @@ class MemoryBank:
 
     def directions(self, view: int, slots: Int[Tensor, "*r"]) -> Float[Tensor, "*r d"]:
         """The objects of a view at some slots, of unit length, in float32 or better; zeros for `NO_MATCH`."""
-        rows = at_least_float32(self._rows[view, slots])
-        return rows.where((slots != NO_MATCH)[..., None], 0)
+        return at_least_float32(self._rows[view, slots]).masked_fill_((slots == NO_MATCH)[..., None], 0)
 
     def image_ids(self, slots: Int[Tensor, " r"]) -> Int[Tensor, " r"]:
         """The image of the object at each of some slots."""

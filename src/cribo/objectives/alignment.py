@@ -108,14 +108,6 @@ class Alignment(Objective):
         self._points: list[Points] = []
         self._objects: list[Objects] = []
 
-    def train(self, mode: bool = True) -> "Alignment":
-        """Batch norms stay in evaluation mode."""
-        super().train(mode)
-        for module in self.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.eval()
-        return self
-
     def samples(self) -> ViewPairs:
         """View pairs."""
         return ViewPairs(
@@ -141,6 +133,9 @@ class Alignment(Objective):
     def forward(self, batch: Batch, step: Step) -> Output:
         """The losses, each the mean over both directions."""
         student, teacher = self._backbone(self.student), self._backbone(self.teacher)
+        for module in self.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()  # here, because scoring puts the teacher back into training mode as a whole
         inputs = inputs_of(batch, teacher, self.options, step)
         with torch.no_grad():
             targets = encode(teacher, inputs).tokens.unflatten(0, (-1, 2))
