@@ -144,6 +144,10 @@ def _load_foreign(
         backbone = build(architecture, image_size, drop_path, trust=trust)
         reserve_readout(backbone, _readout_width(content, path))
     recognised = _recognise(content, path, network=network, backbone=backbone, ignore=ignore)
+    if architecture is not None and architecture.name == path.stem and recognised.expected.mean is None:
+        images = timm.get_pretrained_cfg(path.stem)  # the file is named after timm's own weights
+        if images is not None:
+            recognised = expecting(recognised, mean=images.mean, std=images.std)
     if backbone is None:
         try:
             architecture = infer_architecture(recognised.state, **_hidden_arguments(recognised, path, args))
