@@ -41,7 +41,7 @@ from cribo.data.samples import Batch, SampleDataset, StepBatchSampler
 from cribo.data.scenes import Scenes
 from cribo.method import ViewRecipe, apply_photometric
 from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, normalise
-from cribo.objectives.cribo import ViewPairs
+from cribo.objectives.views import ViewPairs
 
 RECIPE = ViewRecipe()
 GRID = (14, 14)

@@ -25,7 +25,7 @@ from cribo.data.samples import SampleDataset
 from cribo.data.storage import LocalShards
 from cribo.data.tars import ShardIndex
 from cribo.method import ViewRecipe
-from cribo.objectives.cribo import ViewPairs
+from cribo.objectives.views import ViewPairs
 
 BATCH = 1024
 TURN = 64

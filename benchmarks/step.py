@@ -84,7 +84,7 @@ class AgainstReference(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Time the reference, then start the clock."""
-        from cribo.objectives.cribo import normalised_views
+        from cribo.objectives.views import normalised_views
 
         start = time.perf_counter()
         views = normalised_views(batch, pl_module.config.views, pl_module.objective.student.backbone)

@@ -22,7 +22,7 @@ from cribo.data.samples import Batch, LazyImage, Sample
 from cribo.method import cut_views, sample_crops, sample_photometric
 from cribo.models import Backbone
 from cribo.objectives import Columns, Objective, Output, Setting, Step
-from cribo.objectives.cribo import normalised_views
+from cribo.objectives.views import normalised_views
 
 
 class TwoViews:

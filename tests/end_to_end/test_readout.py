@@ -53,8 +53,8 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 COMMANDS = {
-    "dense-nn": "evaluate dense-nn --backbone mine --data folder --data.root set --ratios 1 --neighbours 3 --cache none "
-    "--devices cpu --runtime.workers 0 --out out",
+    "dense-nn": "evaluate dense-nn --backbone mine --data folder --data.root set --ratios 1 --neighbours 3 "
+    "--cache none --devices cpu --runtime.workers 0 --out out",
     "segment": "segment --backbone mine --images set/images/val --examples examples --device cpu --workers 1 --out out",
     "index": "index --backbone mine --images set/images/val --db out --num_objects 3 --size 0 --min_share 0 "
     "--device cpu --threads 1",
@@ -70,7 +70,7 @@ def test_commands_read_its_channels(command: str, kind: str, data: Path, capsys:
     if command == "dense-nn":
         about = json.loads(Path("out/results.json").read_text())["backbone"]
         assert about["embed_dim"] == WIDTH
-        assert f"a layer behind the features gives {WIDTH} channels" in about["notes"]
+        assert f"they include a linear layer behind the features, of {WIDTH} channels" in about["notes"]
     if command == "index":
         assert ObjectDatabase.open("out").info.dim == WIDTH
         words = "search --db out --image set/images/val/1.png --point 10,10 --k 2 --out found"

@@ -85,7 +85,7 @@ def test_folders_hold_it_in_the_place_of_the_classifier(
     assert config["num_classes"] == config["pretrained_cfg"]["num_classes"] == 5
     again = load_backbone(tmp_path / "out")
     assert again.loaded is not None
-    assert "a layer behind the features gives 5 channels" in again.loaded.notes
+    assert "they include a linear layer behind the features, of 5 channels" in again.loaded.notes
     assert again.fingerprint() == backbone.fingerprint()
 
 

@@ -407,6 +407,7 @@ def test_a_layer_behind_the_features_is_where_plain_timm_finds_it(name, args, tm
     torch.testing.assert_close(features.tokens, plain.tokens @ weight.T + bias)
     torch.testing.assert_close(features.global_token, plain.global_token @ weight.T + bias)
     torch.testing.assert_close(features.global_token, backbone.model(images(2, 3, 64, 96)))
+    assert backbone.readout is not None
     assert not backbone.readout.weight.requires_grad
     with pytest.raises(ValueError, match=f"must take {plain.tokens.shape[2]} channels, got a weight of \\(3, 4\\)"):
         backbone.set_readout(torch.zeros(3, 4), torch.zeros(3))
@@ -419,16 +420,45 @@ def test_a_layer_behind_the_features_is_where_plain_timm_finds_it(name, args, tm
     torch.testing.assert_close(model(images(2, 3, 64, 96)), features.global_token)
 
 
-def test_the_first_blocks_are_a_network_of_their_own():
-    backbone = build_backbone(VIT, args=TINY_VIT, image_size=64).eval()
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        (VIT, TINY_VIT),
+        (VIT, {**TINY_VIT, "class_token": False, "global_pool": "avg"}),
+        ("vit_small_patch16_dinov3", TINY_VIT),
+        ("beit_base_patch16_224", TINY_VIT),
+        ("beitv2_base_patch16_224", {**TINY_VIT, "use_shared_rel_pos_bias": True, "use_rel_pos_bias": False}),
+    ],
+)
+def test_the_first_blocks_are_a_network_of_their_own(name, args, tmp_path):
+    backbone = build_backbone(name, args=args, image_size=64).eval()
+    backbone.set_numerics(Numerics(norm_eps=1e-3))
+    backbone.mean = (0.4, 0.5, 0.6)
+    with torch.no_grad():
+        for parameter in backbone.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
     batch = images(2, 3, 64, 64)
-    shorter = first_blocks(backbone, 2).eval()
     tokens = backbone.encode(batch, layers=2).tokens[..., : backbone.embed_dim]
+    backbone.set_readout(torch.randn(5, 64), torch.zeros(5))
+    shorter = first_blocks(backbone, 2).eval()
     torch.testing.assert_close(shorter.encode(batch).tokens, tokens)
-    assert (shorter.depth, shorter.args["depth"]) == (2, 2)
+    assert (shorter.depth, shorter.args["depth"], shorter.mean) == (2, 2, backbone.mean)
+    save_backbone(shorter, tmp_path)
+    loaded = load_backbone(tmp_path).eval()
+    assert loaded.fingerprint() == shorter.fingerprint()
+    torch.testing.assert_close(loaded.encode(batch).tokens, tokens)
     for count in (0, 4):
-        with pytest.raises(ValueError, match=f"has 3 blocks to choose from, got {count}"):
+        with pytest.raises(ValueError, match=f"has blocks 1 to 3 to choose from, got {count}"):
             first_blocks(backbone, count)
+
+
+def test_networks_that_cannot_be_shortened_say_why():
+    resnet = build_backbone("resnet18", args={"channels": (8, 8, 8, 8)})
+    with pytest.raises(ValueError, match="resnet18 has no transformer blocks to choose from, got 1"):
+        first_blocks(resnet, 1)
+    shared = build_backbone("vit_small_patch16_rope_mixed_224", args=TINY_VIT, image_size=64)
+    with pytest.raises(ValueError, match=r"cannot be shortened, because all blocks share rope\.freqs"):
+        first_blocks(shared, 2)
 
 
 READABLE = [

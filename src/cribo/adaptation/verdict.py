@@ -99,7 +99,7 @@ def judge(
 def _sentences(
     kept: str, first: str, signs: Mapping[str, Signs], gains: Mapping[str, Gain], labelled: Labelled | None, keep: Keep
 ) -> list[str]:
-    last = next(reversed(signs))
+    last = list(signs)[-1]
     sentences = []
     if labelled is None:
         before, after = signs[first].agreement, signs[last].agreement

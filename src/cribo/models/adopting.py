@@ -109,7 +109,9 @@ def adopt(
     backbone.mean, backbone.std = expected.mean or IMAGENET_MEAN, expected.std or IMAGENET_STD
     backbone.set_numerics(numerics)
     resized: tuple[str, ...] = ()
-    readout = () if backbone.readout is None else (f"a layer behind the features gives {backbone.embed_dim} channels",)
+    readout: tuple[str, ...] = ()
+    if backbone.readout is not None:
+        readout = (f"they include a linear layer behind the features, of {backbone.embed_dim} channels",)
     if "pos_embed" in state and isinstance(backbone.model, VisionTransformer):
         if positions is not None:
             resized = (f"positions are resized to other sizes as asked ({positions})",)

@@ -255,14 +255,6 @@ class Backbone(nn.Module):
             self.model.reset_classifier(0)
             self.arguments["num_classes"] = 0
 
-    def remove_readout(self) -> None:
-        """Take the layer behind the features away again."""
-        if self.readout is None:
-            return
-        self.model.reset_classifier(0)
-        self.arguments["num_classes"] = 0
-        self.embed_dim, self.unused_parameters = self._probe()
-
     @property
     def readout(self) -> nn.Linear | None:
         """The linear layer behind the features (`set_readout`); None without one."""

@@ -9,6 +9,7 @@ import timm
 import torch
 from timm.layers.drop import DropPath
 from timm.layers.weight_init import trunc_normal_
+from timm.models import Beit, Eva, VisionTransformer
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -78,16 +79,26 @@ def build_backbone(
 def first_blocks(backbone: Backbone, count: int) -> Backbone:
     """The same network without its last blocks: its final norm follows block `count`.
 
+    It has neither drop path nor a layer behind its features, which would be for those of the last block.
+
     Raises:
-        ValueError: a network without transformer blocks, or with fewer.
+        ValueError: a network without transformer blocks or with fewer, or with parameters that all blocks share.
     """
-    if not hasattr(backbone.model, "blocks") or not 1 <= count <= backbone.depth:
-        raise ValueError(f"{backbone.name} has {backbone.depth} blocks to choose from, got {count}")
+    if not isinstance(backbone.model, VisionTransformer | Eva | Beit):
+        raise ValueError(
+            f"{backbone.name} has no transformer blocks to choose from, got {count}: use all of it, or a vision "
+            "transformer"
+        )
+    if not 1 <= count <= backbone.depth:
+        raise ValueError(f"{backbone.name} has blocks 1 to {backbone.depth} to choose from, got {count}")
     shorter = build_backbone(
         backbone.name, args={**backbone.args, "depth": count}, image_size=backbone.image_size, initialise=False
     )
-    state = backbone.model.state_dict()
-    shorter.model.load_state_dict({key: state[key] for key in shorter.model.state_dict()})
+    state, own = backbone.model.state_dict(), shorter.model.state_dict()
+    for key, value in own.items():
+        if state[key].shape != value.shape:
+            raise ValueError(f"{backbone.name} cannot be shortened, because all blocks share {key}: use all of them")
+    shorter.model.load_state_dict({key: state[key] for key in own})
     shorter.to(next(backbone.parameters()))
     shorter.mean, shorter.std, shorter.loaded = backbone.mean, backbone.std, backbone.loaded
     shorter.set_numerics(backbone.numerics)

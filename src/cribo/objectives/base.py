@@ -98,10 +98,11 @@ def _freeze(backbone: Backbone, train_blocks: int) -> None:
 
 def _blocks(model: Any) -> list[nn.Module]:
     """The blocks of a vision transformer or the stages of a convolutional network; none for other networks."""
+    blocks: list[Any]
     if isinstance(model, VisionTransformer | Eva | Beit | EfficientNet):
-        blocks: list[Any] = list(model.blocks)
+        blocks = [*model.blocks]
     elif isinstance(model, ConvNeXt):
-        blocks = list(model.stages)
+        blocks = [*model.stages]
     elif isinstance(model, ResNet):
         blocks = [model.layer1, model.layer2, model.layer3, model.layer4]
     else:
