@@ -166,6 +166,20 @@ def test_a_resumed_run_finds_its_banks_again(tiny: Tiny, tmp_path: Any, monkeypa
     assert whole["_extra_state"]["patch_bank"]["counts"].sum() > 0
 
 
+def test_all_losses_train_in_half_precision_and_parts_of_a_batch(tiny: Tiny, tmp_path: Any) -> None:
+    changes = {
+        "runtime.precision": "bf16-mixed",
+        "optim.micro_batches": 2,
+        "losses.neighbours": 4,
+        "losses.anchor": 0.5,
+    }
+    config = tiny({**changes, "backbone.train_blocks": 1, "backbone.drop_path": 0.2})
+    config = dataclasses.replace(config, objective=dataclasses.replace(config.objective, name="alignment", args=ALL))
+    losses = pretrain(config, out=tmp_path).summary["losses"]
+    assert losses.keys() >= {*ALL, "anchor"}
+    assert all(0 < losses[name] < 10 for name in ALL)
+
+
 def test_patches_in_the_bank_do_not_depend_on_micro_batches(tiny: Tiny) -> None:
     objective, _ = with_banks(tiny, points=0, patch_neighbours=1)
     split, _ = with_banks(tiny, points=0, patch_neighbours=1)
@@ -190,6 +204,7 @@ def test_patches_in_the_bank_do_not_depend_on_micro_batches(tiny: Tiny) -> None:
         ({}, {"points": 0.0}, "all weights in objective.args are 0"),
         ({"objects.num_objects": 33}, {"cross_view": 1.0}, "objects.num_objects must be at most 32, .* got 33"),
         ({"objects.bank_images": 7}, {"cross_image": 1.0}, "at least one batch of 8 images, got 7"),
+        ({"losses.patch_neighbours": 0.5}, {}, "is for CrIBo, got 0.5: give alignment objective.args.patch_neighbours"),
         ({"losses.patch_bank": 15}, {"patch_neighbours": 1.0}, "patch_bank must hold .* at least 16, got 15"),
     ],
 )

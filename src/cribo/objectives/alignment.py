@@ -27,6 +27,7 @@ from cribo.objectives.objects import (
     find_objects,
     label_tokens,
 )
+from cribo.objectives.options import ObjectiveOptions
 from cribo.objectives.points import GRID, Points, find_points
 from cribo.objectives.trunk import encode, inputs_of
 from cribo.objectives.views import ViewPairs
@@ -84,7 +85,7 @@ class Alignment(Objective):
             "object_neighbours": object_neighbours,
             "patch_neighbours": patch_neighbours,
         }
-        _check(weights, grid)
+        _check(weights, grid, options)
         self.weights = {name: weight for name, weight in weights.items() if weight}
         self.side = grid
         self.student = nn.ModuleDict({"backbone": setting.build_backbone()})
@@ -221,7 +222,7 @@ class Alignment(Objective):
         self.patch_bank.load_state_dict(state["patch_bank"])
 
 
-def _check(weights: dict[str, float], grid: int) -> None:
+def _check(weights: dict[str, float], grid: int, options: ObjectiveOptions) -> None:
     if grid < 1:
         raise ConfigError(f"objective.args.grid must be at least 1, got {grid}")
     for name, weight in weights.items():
@@ -229,3 +230,6 @@ def _check(weights: dict[str, float], grid: int) -> None:
             raise ConfigError(f"objective.args.{name} must be >= 0, got {weight}")
     if not any(weights.values()):
         raise ConfigError(f"all weights in objective.args are 0: set one of {', '.join(weights)}, such as points 1")
+    for name in ("object_neighbours", "patch_neighbours"):
+        if value := getattr(options.losses, name):
+            raise ConfigError(f"losses.{name} is for CrIBo, got {value}: give alignment objective.args.{name}")

@@ -116,13 +116,14 @@ class LossConfig:
         centring: `mean` is the paper's moving average; `sinkhorn` spreads every group evenly over the
             prototypes, which learns sooner with small batches and in short runs.
         centre_momentum: of the moving average.
-        object_neighbours: weight of soft neighbours of objects, without heads: student and teacher must be similar to
-            the same objects of the bank. Beyond the paper.
+        object_neighbours: weight in CrIBo of soft neighbours of objects, without heads: student and teacher must be
+            similar to the same objects of the bank. Beyond the paper.
         patch_neighbours: likewise for patches, sampled at points of the views' overlap. Beyond the paper.
         neighbours: m, the nearest rows of the bank that make up the target of soft neighbours.
         neighbour_temperature: (student, teacher) of soft neighbours.
         patch_bank: patches in the bank of `patch_neighbours`, of both views together.
-        anchor: weight of the distance of patch features from those of the starting weights. Beyond the paper.
+        anchor: weight in CrIBo and alignment of the distance of patch features from those of the starting weights.
+            Beyond the paper.
         anchor_kind: `gram` keeps the similarities between the patches of a view, as DINOv3 does; `cosine` keeps the
             features themselves.
     """
