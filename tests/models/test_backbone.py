@@ -473,7 +473,7 @@ def test_a_dilated_network_has_the_same_weights_and_a_finer_grid():
     torch.testing.assert_close(finer.encode(batch).tokens, reference.forward_features(batch).flatten(2).mT)
     with pytest.raises(ValueError, match=r"resnet18 cannot have an output stride of 5: "):
         with_stride(backbone, 5)
-    with pytest.raises(ValueError, match="cannot have an output stride of 8: .* has no argument 'output_stride'"):
+    with pytest.raises(ValueError, match=r"cannot have an output stride of 8: .* has no argument 'output_stride'"):
         with_stride(build_backbone(VIT, args=TINY_VIT), 8)
 
 

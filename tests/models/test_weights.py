@@ -256,7 +256,8 @@ def test_a_file_named_after_its_timm_network_needs_no_other_name(
 ) -> None:
     source = build_backbone("tf_efficientnet_lite0", image_size=64, seed=1)
     path = tmp_path / "tf_efficientnet_lite0.safetensors"
-    safetensors.torch.save_file({**source.model.state_dict(), **classifier}, path)
+    state = {key: value.contiguous() for key, value in source.model.state_dict().items()}
+    safetensors.torch.save_file({**state, **classifier}, path)
     backbone = load_backbone(path)
     assert backbone.name == "tf_efficientnet_lite0"
     assert backbone.mean == backbone.std == (0.5, 0.5, 0.5)
