@@ -15,27 +15,27 @@ Keep = Literal["better", "adapted"]
 
 @dataclass
 class AdaptConfig:
-    """Adaptation of a pretrained backbone to a folder of unlabelled images.
+    """Adaptation of a pretrained backbone to unlabelled images.
 
     Attributes:
-        images: a folder of images (nested or not), or a text file that lists images. Labels are not needed.
-        backbone: what to adapt.
-        minutes: of time in all, on this machine; 1 or less fits the closed form alone. A quarter of an hour is worth
-            most of what can be had.
-        steps: train for so many steps, however long they take; repeatable, in place of `minutes`.
+        images: a folder of images (nested or not), or a text file that lists images.
+        backbone: the network to adapt.
+        minutes: total time on this machine; up to 1, only the closed form is fitted. More than 15 gains little.
+        steps: number of training steps in place of `minutes`; the result then does not depend on the machine's speed.
         labelled: folder of labelled images for the verdict: images/ and labels/ (PNG indices, 255 for none), each with
-            or without train/ and val/; ten images at least. Nothing is trained on them.
-        second: another such folder, of other images, to see what is forgotten.
-        keep: which network to export: `better`, or `adapted` whatever the verdict.
-        blocks: read a vision transformer after so many of its blocks. [where neighbours agree most across views]
-        stride: output stride of a convolutional network: 16 gives four times as many features as 32, where the network
-            can be dilated. [its own]
-        power: of the partial whitening: 0 rotates only, 1 whitens. [likewise]
-        dims: directions of the largest variance to keep. [all]
+            or without train/ and val/; at least ten images. They are never trained on.
+        second: another such folder, of other images, to measure what is forgotten.
+        keep: the network to export: `better` for the one that the verdict favours, or `adapted` in any case.
+        blocks: number of blocks of a vision transformer to use; the later ones are dropped. [chosen by neighbour
+            agreement]
+        stride: output stride of a convolutional network, if it can be dilated: 16 gives four times as many features as
+            32. [unchanged]
+        power: of the partial whitening: 0 rotates only, 1 whitens. [chosen by neighbour agreement]
+        dims: number of directions of largest variance to keep. [all]
         recipe: a preset or YAML file of `cribo pretrain`.
         training: values of the recipe to change, such as {"optim.lr": 1e-3, "backbone.train_blocks": 2}.
-        workers: processes that read images during training. [from the number of cores]
-        device: such as cuda:0 or cpu, for all but the training; a GPU if there is one, when not given.
+        workers: processes that read images during training. [depends on the number of cores]
+        device: such as cuda:0 or cpu. [a GPU if there is one]
 
     Raises:
         ConfigError: a value out of range.

@@ -11,7 +11,7 @@ usage: cribo <command> [options]
 
 commands:
   pretrain    learn dense representations from unlabelled images
-  adapt       have a pretrained backbone see your images better, and say whether it does
+  adapt       adapt a pretrained backbone to your images, and tell whether it helped
   profile     measure the cost of each part of a training step on this machine
   evaluate    evaluate a backbone on labelled images
   segment     label the pixels of many images by a few labelled examples, without training

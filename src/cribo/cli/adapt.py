@@ -1,4 +1,4 @@
-"""`cribo adapt`: have a pretrained backbone see your images better."""
+"""`cribo adapt`: adapt a pretrained backbone to a folder of images."""
 
 from pathlib import Path
 
@@ -8,17 +8,17 @@ from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_
 from cribo.console import loading, log_to
 
 HELP = """\
-Have a pretrained backbone see your images better: no labels, a quarter of an hour on a laptop.
+Adapt a pretrained backbone to your images: without labels, in a quarter of an hour on a laptop.
 
   cribo adapt IMAGES --backbone SOURCE
   cribo adapt IMAGES --backbone SOURCE --minutes 1
   cribo adapt IMAGES --backbone SOURCE --labelled SOME_LABELLED --second OTHER_LABELLED
 
-IMAGES is a folder, nested or not, or a text file that lists images. First a linear layer is fitted in closed form to
-the patches of the images (a minute; --minutes 1 does nothing else), then the last blocks are trained to give the same
-place the same features in two views. At the end the command says whether this has helped, by labelled images (at least
-ten) or by signs that need none. It exports the better network, which evaluate, segment, index and export take as
---backbone. To continue after an interruption, repeat the command with --name NAME --resume.
+IMAGES is a folder, nested or not, or a text file that lists images. First, a linear layer is fitted in closed form to
+the patches of the images (about a minute; --minutes 1 stops here). Then the last blocks are trained to give the same
+place the same features in two views. At the end, the command tells whether this helped: by dense retrieval on labelled
+images (at least ten), or by signs that need no labels. It exports the best network, which evaluate, segment, index and
+export take as --backbone. To continue after an interruption, repeat the command with --name NAME --resume.
 """
 
 LESS_MEMORY = """set --training '{"optim.micro_batches": 2}'"""
@@ -43,8 +43,8 @@ def _adapt(words: list[str]) -> None:
         switches=BACKBONE_SWITCHES,
     )
     parser.add_argument("images", type=str, help="a folder of images, or a text file that lists images")
-    parser.add_argument("--out", type=Path, default=Path("adapted"), help="folder of such folders")
-    parser.add_argument("--name", type=str, help="of the folder for the results; that of the backbone by default")
+    parser.add_argument("--out", type=Path, default=Path("adapted"), help="parent folder of the results")
+    parser.add_argument("--name", type=str, help="name of the results' folder; by default the backbone's")
     parser.add_argument("--resume", action="store_true", help="continue the adaptation --name where it stopped")
     parser.add_argument("--overwrite", action="store_true", help="replace the adaptation --name")
     parser.add_argument("--config", action="config", help="a YAML file of options, overridden by the command line")
