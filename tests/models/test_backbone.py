@@ -9,7 +9,7 @@ import torch
 from timm.layers.attention import Attention
 
 from cribo.models import build_backbone, load_backbone, save_backbone
-from cribo.models.building import first_blocks
+from cribo.models.building import first_blocks, with_stride
 from cribo.models.numerics import Numerics
 
 TINY_VIT = {"embed_dim": 64, "depth": 3, "num_heads": 2}
@@ -459,6 +459,22 @@ def test_networks_that_cannot_be_shortened_say_why():
     shared = build_backbone("vit_small_patch16_rope_mixed_224", args=TINY_VIT, image_size=64)
     with pytest.raises(ValueError, match=r"cannot be shortened, because all blocks share rope\.freqs"):
         first_blocks(shared, 2)
+
+
+def test_a_dilated_network_has_the_same_weights_and_a_finer_grid():
+    backbone = build_backbone("resnet18", args=TINY_RESNET, image_size=64).eval()
+    finer = with_stride(backbone, 16).eval()
+    assert (backbone.patch_size, finer.patch_size) == (32, 16)
+    own, dilated = backbone.model.state_dict(), finer.model.state_dict()
+    assert all(value.equal(own[key]) for key, value in dilated.items())
+    batch = images(1, 3, 64, 64)
+    reference = timm.create_model("resnet18", **TINY_RESNET, output_stride=16, num_classes=0).eval()
+    reference.load_state_dict(own)
+    torch.testing.assert_close(finer.encode(batch).tokens, reference.forward_features(batch).flatten(2).mT)
+    with pytest.raises(ValueError, match=r"resnet18 cannot have an output stride of 5: "):
+        with_stride(backbone, 5)
+    with pytest.raises(ValueError, match="cannot have an output stride of 8: .* has no argument 'output_stride'"):
+        with_stride(build_backbone(VIT, args=TINY_VIT), 8)
 
 
 READABLE = [

@@ -248,6 +248,24 @@ def test_a_convnext_without_its_head_loads(tmp_path):
     assert agree(backbone, source)
 
 
+@pytest.mark.parametrize(
+    "classifier", [{}, {"classifier.weight": torch.zeros(3, 1280), "classifier.bias": torch.zeros(3)}]
+)
+def test_a_file_named_after_its_timm_network_needs_no_other_name(
+    tmp_path: Path, classifier: dict[str, torch.Tensor]
+) -> None:
+    source = build_backbone("tf_efficientnet_lite0", image_size=64, seed=1)
+    path = tmp_path / "tf_efficientnet_lite0.safetensors"
+    safetensors.torch.save_file({**source.model.state_dict(), **classifier}, path)
+    backbone = load_backbone(path)
+    assert backbone.name == "tf_efficientnet_lite0"
+    assert backbone.mean == backbone.std == (0.5, 0.5, 0.5)
+    assert agree(backbone, source)
+    path.rename(tmp_path / "mobilenetv2_100.safetensors")
+    with pytest.raises(ValueError, match="give the timm name of its architecture"):
+        load_backbone(tmp_path / "mobilenetv2_100.safetensors")
+
+
 def test_half_precision_weights_load_into_a_float_network(tmp_path):
     source = vit(seed=2)
     half = {key: value.half() for key, value in source.model.state_dict().items()}

@@ -28,6 +28,8 @@ class AdaptConfig:
         second: another such folder, of other images, to see what is forgotten.
         keep: which network to export: `better`, or `adapted` whatever the verdict.
         blocks: read a vision transformer after so many of its blocks. [where neighbours agree most across views]
+        stride: output stride of a convolutional network: 16 gives four times as many features as 32, where the network
+            can be dilated. [its own]
         power: of the partial whitening: 0 rotates only, 1 whitens. [likewise]
         dims: directions of the largest variance to keep. [all]
         recipe: a preset or YAML file of `cribo pretrain`.
@@ -47,6 +49,7 @@ class AdaptConfig:
     second: str | None = None
     keep: Keep = "better"
     blocks: int | None = None
+    stride: int | None = None
     power: float | None = None
     dims: int | None = None
     recipe: str = "adapt"
@@ -61,7 +64,7 @@ class AdaptConfig:
             raise ConfigError(f"steps must be >= 1, got {self.steps}: for the closed form alone, use --minutes 1")
         if self.power is not None and not 0 <= self.power <= 1:
             raise ConfigError(f"power must be from 0 (rotate only) to 1 (whiten), got {self.power}")
-        for name in ("blocks", "dims"):
+        for name in ("blocks", "stride", "dims"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} must be >= 1, got {value}")
         if self.backbone.source == MEAN_COLOUR:

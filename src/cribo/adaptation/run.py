@@ -27,6 +27,7 @@ from cribo.devices import resolve_devices
 from cribo.drawing import write_figure
 from cribo.files import write_json, write_text
 from cribo.models import Backbone, load_backbone, save_backbone
+from cribo.models.building import with_stride
 from cribo.models.saving import WEIGHTS_FILE
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.planning import seconds_per_step, with_epochs
@@ -102,7 +103,7 @@ def adapt(
     device = resolve_devices(None if config.device is None else [config.device], "device")[0]
     recipe = load_config(config.recipe, config.training)
     original = open_backbone(config.backbone).to(device)
-    _check_blocks(config, original)
+    _check_network(config, original)
     with ExitStack() as held:
         folder = claim(
             held,
@@ -137,7 +138,12 @@ def adapt(
     return Adapted(folder, verdict)
 
 
-def _check_blocks(config: AdaptConfig, backbone: Backbone) -> None:
+def _check_network(config: AdaptConfig, backbone: Backbone) -> None:
+    """Refuse options that are not for this kind of network."""
+    if config.stride is not None and backbone.patch_size != config.stride:
+        if backbone.depth > 1:
+            raise ConfigError(f"stride is for convolutional networks, and {backbone.name} has patches: leave it out")
+        with_stride(backbone, config.stride)
     if config.blocks is None:
         return
     if backbone.depth == 1:
@@ -175,8 +181,9 @@ def _closed_form(
     if (own / _CHOICE).is_file():
         choice = Choice(**json.loads((own / _CHOICE).read_text(encoding="utf-8")))
         return load_backbone(own).to(next(original.parameters()).device), choice
+    wanted = original if config.stride in (None, original.patch_size) else with_stride(original, config.stride)
     start, choice = choose_closed_form(
-        original,
+        wanted,
         images,
         recipe.views,
         blocks=config.blocks,

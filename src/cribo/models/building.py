@@ -91,18 +91,44 @@ def first_blocks(backbone: Backbone, count: int) -> Backbone:
         )
     if not 1 <= count <= backbone.depth:
         raise ValueError(f"{backbone.name} has blocks 1 to {backbone.depth} to choose from, got {count}")
-    shorter = build_backbone(
-        backbone.name, args={**backbone.args, "depth": count}, image_size=backbone.image_size, initialise=False
-    )
-    state, own = backbone.model.state_dict(), shorter.model.state_dict()
+    state = backbone.model.state_dict()
+    shorter = _build_again(backbone, {"depth": count})
+    own = shorter.model.state_dict()
     for key, value in own.items():
         if state[key].shape != value.shape:
             raise ValueError(f"{backbone.name} cannot be shortened, because all blocks share {key}: use all of them")
     shorter.model.load_state_dict({key: state[key] for key in own})
-    shorter.to(next(backbone.parameters()))
-    shorter.mean, shorter.std, shorter.loaded = backbone.mean, backbone.std, backbone.loaded
-    shorter.set_numerics(backbone.numerics)
     return shorter
+
+
+def with_stride(backbone: Backbone, stride: int) -> Backbone:
+    """The same convolutional network with another output stride: later stages are dilated in place of downsampled.
+
+    It has neither drop path nor a layer behind its features.
+
+    Raises:
+        ValueError: a network without this choice, or a stride that it cannot have.
+    """
+    try:
+        dilated = _build_again(backbone, {"output_stride": stride})
+    except ValueError as error:
+        raise ValueError(f"{backbone.name} cannot have an output stride of {stride}: {error}") from error
+    if dilated.patch_size != stride:
+        raise ValueError(f"{backbone.name} cannot have an output stride of {stride}, only {dilated.patch_size}")
+    state = backbone.model.state_dict()
+    dilated.model.load_state_dict({key: state[key] for key in dilated.model.state_dict()})
+    return dilated
+
+
+def _build_again(backbone: Backbone, changes: Mapping[str, Any]) -> Backbone:
+    """The same network with some arguments changed, without weights."""
+    again = build_backbone(
+        backbone.name, args={**backbone.args, **changes}, image_size=backbone.image_size, initialise=False
+    )
+    again.to(next(backbone.parameters()))
+    again.mean, again.std, again.loaded = backbone.mean, backbone.std, backbone.loaded
+    again.set_numerics(backbone.numerics)
+    return again
 
 
 class _SkipInPlace(TorchFunctionMode):

@@ -144,6 +144,10 @@ def _load_foreign(
         backbone = build(architecture, image_size, drop_path, trust=trust)
         reserve_readout(backbone, _readout_width(content, path))
     recognised = _recognise(content, path, network=network, backbone=backbone, ignore=ignore)
+    if architecture is not None and architecture.name == path.stem and recognised.expected.mean is None:
+        images = timm.get_pretrained_cfg(path.stem)  # the file is named after timm's own weights
+        if images is not None:
+            recognised = expecting(recognised, mean=images.mean, std=images.std)
     if backbone is None:
         try:
             architecture = infer_architecture(recognised.state, **_hidden_arguments(recognised, path, args))
@@ -304,7 +308,7 @@ def _is_read_whole(folder: Path) -> bool:
 def _declared_architecture(
     content: Mapping[str, Any], path: Path, name: str | None, args: Mapping[str, Any] | None
 ) -> Architecture | None:
-    """The architecture named by the caller, by the checkpoint of a run, or by a timm config on the hub, if any."""
+    """The architecture that the caller, a run's checkpoint, a timm config beside it, or the file's name tells."""
     if name is not None:
         size = timm.get_pretrained_cfg_value(name, "input_size") if timm.is_model(name) else None
         return Architecture(name, dict(args or {}), size[-1] if size else 224)
@@ -317,7 +321,23 @@ def _declared_architecture(
         declared = {key: value for key, value in config.get("model_args", {}).items() if key not in RESERVED_ARGS}
         size = config.get("pretrained_cfg", {}).get("input_size", (3, 224, 224))
         return Architecture(timm_name, {**declared, **(args or {})}, size[-1])
+    if _is_named_after_its_network(content, path):
+        size = timm.get_pretrained_cfg_value(path.stem, "input_size")
+        return Architecture(path.stem, dict(args or {}), size[-1] if size else 224)
     return None
+
+
+def _is_named_after_its_network(content: Mapping[str, Any], path: Path) -> bool:
+    """Whether a file has the name of a timm network, and exactly that network's keys (with or without its classifier).
+
+    Convolutional networks but ResNets do not show their architecture otherwise.
+    """
+    if not timm.is_model(path.stem) or path.stem.startswith(("vit_", "deit", "resnet")):
+        return False
+    with torch.device("meta"):
+        own = set(timm.create_model(path.stem, num_classes=0).state_dict())
+    classifier = {"classifier", "head", "fc"}
+    return own == {key for key in content if key.partition(".")[0] not in classifier or key in own}
 
 
 def _readout_width(content: Mapping[str, Any], path: Path) -> int:
