@@ -82,19 +82,18 @@ def soft_neighbour_loss(
         >>> loss.backward()
     """
     similarities, slots = bank.neighbours(teacher, images, neighbours)
+
+    def of_block(view: int, queries: Tensor, similarities: Tensor, slots: Tensor) -> Float[Tensor, " block"]:
+        cosines = torch.einsum("rd,rmd->rm", F.normalize(queries, dim=-1), bank.directions(view, slots))
+        return _cross_entropy(cosines / student_temperature, similarities / teacher_temperature, slots != NO_MATCH)
+
     size = rows_per_block(neighbours * student.shape[2], student.device)
     entropies: list[Tensor] = []
     for view in (0, 1):
-
-        def of_block(queries: Tensor, similarities: Tensor, slots: Tensor, view: int = view) -> Float[Tensor, " block"]:
-            cosines = torch.einsum("rd,rmd->rm", F.normalize(queries, dim=-1), bank.directions(view, slots))
-            return _cross_entropy(cosines / student_temperature, similarities / teacher_temperature, slots != NO_MATCH)
-
-        blocks = zip(
-            student[1 - view].split(size), similarities[view].split(size), slots[view].split(size), strict=True
-        )
+        rows = (student[1 - view], similarities[view], slots[view])
+        blocks = zip(*(part.split(size) for part in rows), strict=True)
         # The neighbours' rows are gathered again in the backward pass, so that those of one block are in memory.
-        entropies.append(torch.cat([checkpoint(of_block, *block, use_reentrant=False) for block in blocks]))
+        entropies.append(torch.cat([checkpoint(of_block, view, *block, use_reentrant=False) for block in blocks]))
     return mean_over_groups(torch.stack(entropies), group_rows, (slots != NO_MATCH).any(dim=-1))
 
 
