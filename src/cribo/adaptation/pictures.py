@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from matplotlib.axes import Axes
@@ -21,7 +20,7 @@ from cribo.retrieval.patches import resize_image
 _IMAGES = 100
 _QUERIES = 6
 _NEIGHBOURS = 4
-_REACH = 3  # patches around a found one that are drawn
+_REACH = 4  # patches drawn on each side of one
 
 
 def draw_neighbours(
@@ -52,12 +51,12 @@ def draw_neighbours(
         cells = figure.subplots(len(queries), columns, squeeze=False)
         for row, query in enumerate(queries):
             place = _query_patch(found[1][1][query], query)
-            _draw_query(cells[row, 0], pictures[query], found[1][1][query], place)
+            _draw_patch(cells[row, 0], pictures[query], found[1][1][query], place)
             for side, (features, grids) in enumerate(found):
                 near = _nearest(features, grids, query, place)
                 for number, (image, patch, similarity) in enumerate(near):
                     axes = cells[row, 1 + side * _NEIGHBOURS + number]
-                    axes.imshow(_around(pictures[image], grids[image], patch))
+                    _draw_patch(axes, pictures[image], grids[image], patch)
                     axes.set_xlabel(f"{similarity:.2f}", fontsize=7)
         hide_ticks(cells)
         cells[0, 0].set_title("patch", fontsize=9)
@@ -93,20 +92,14 @@ def _nearest(
     ]
 
 
-def _draw_query(axes: Axes, picture: UInt8[Tensor, "3 h w"], grid: tuple[int, int], patch: int) -> None:
-    axes.imshow(picture.permute(1, 2, 0).numpy())
-    side = picture.shape[1] // grid[0]
-    row, column = divmod(patch, grid[1])
-    corner = ((column - 1) * side, (row - 1) * side)
-    axes.add_patch(Rectangle(corner, 3 * side, 3 * side, fill=False, edgecolor="#D55E00", linewidth=1.5))
-
-
-def _around(picture: UInt8[Tensor, "3 h w"], grid: tuple[int, int], patch: int) -> UInt8[np.ndarray, "h w 3"]:
-    """A patch with its surroundings, moved inwards at the edges of the image."""
+def _draw_patch(axes: Axes, picture: UInt8[Tensor, "3 h w"], grid: tuple[int, int], patch: int) -> None:
+    """A patch in a frame, with its surroundings as far as the image has them."""
     height, width = picture.shape[1:]
     side = height // grid[0]
     length = min((2 * _REACH + 1) * side, height, width)
     row, column = divmod(patch, grid[1])
     top = min(max(0, (row - _REACH) * side), height - length)
     left = min(max(0, (column - _REACH) * side), width - length)
-    return picture[:, top : top + length, left : left + length].permute(1, 2, 0).numpy()
+    axes.imshow(picture[:, top : top + length, left : left + length].permute(1, 2, 0).numpy())
+    corner = (column * side - left - 0.5, row * side - top - 0.5)
+    axes.add_patch(Rectangle(corner, side, side, fill=False, edgecolor="#D55E00", linewidth=1.2))

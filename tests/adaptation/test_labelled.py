@@ -1,0 +1,78 @@
+"""Dense retrieval for the verdict, on images whose classes are their colours."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cribo.adaptation.labelled import gain, mean_iou, open_labelled, score_images
+from cribo.models import build_backbone
+
+COLOURS = np.array([[250, 20, 20], [20, 250, 20], [20, 20, 250]], np.uint8)
+
+
+def write(folder: Path, split: str, count: int, *, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    for kind in ("images", "labels"):
+        (folder / kind / split).mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        labels = generator.integers(0, 3, (4, 6)).repeat(16, 0).repeat(16, 1).astype(np.uint8)
+        Image.fromarray(COLOURS[labels]).save(folder / "images" / split / f"{number:02d}.png")
+        Image.fromarray(labels).save(folder / "labels" / split / f"{number:02d}.png")
+
+
+@pytest.fixture
+def network() -> torch.nn.Module:
+    return build_backbone("resnet18", args={"layers": (1, 1, 0, 0), "channels": (8, 8, 8, 8)}, seed=3).eval()
+
+
+def test_every_image_of_a_folder_without_splits_is_scored_once_by_the_others(tmp_path: Path, network) -> None:
+    write(tmp_path, "", 12, seed=0)
+    labelled = open_labelled(tmp_path)
+    assert sorted(image for _, scored in labelled.folds for image in scored) == list(range(12))
+    for voting, scored in labelled.folds:
+        assert not set(voting) & set(scored)
+        assert len(voting) + len(scored) == 12
+    tallies = score_images(network, labelled)
+    assert tallies.shape == (12, 3, 3)
+    assert mean_iou(tallies) > 0.8  # a convolution tells three colours apart
+
+
+def test_with_splits_train_votes_on_val(tmp_path: Path, network) -> None:
+    write(tmp_path, "train", 3, seed=0)
+    write(tmp_path, "val", 10, seed=1)
+    (tmp_path / "classes.txt").write_text("red\ngreen\nblue\n")
+    labelled = open_labelled(tmp_path)
+    assert [(len(voting), len(scored)) for voting, scored in labelled.folds] == [(3, 10)]
+    seen: list[tuple[int, int]] = []
+    tallies = score_images(network, labelled, lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (13, 13)
+    assert mean_iou(tallies) > 0.8
+    labels = np.asarray(Image.open(tmp_path / "labels" / "val" / "00.png"))
+    red = tallies[0, 0].sum() / tallies[0].sum()
+    assert abs(float(red) - (labels == 0).mean()) < 0.1
+
+
+def test_the_interval_holds_the_gain_and_shrinks_with_more_images() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def confusions(count: int, right: float) -> torch.Tensor:
+        hits = torch.rand(count, 2, generator=generator) * 0.2 + right
+        own = torch.stack(
+            [torch.stack([hits[:, 0], 1 - hits[:, 0]], 1), torch.stack([1 - hits[:, 1], hits[:, 1]], 1)], 1
+        )
+        return (1000 * own).long()
+
+    widths = []
+    for count in (10, 160):
+        before, after = confusions(count, 0.5), confusions(count, 0.6)
+        found = gain(before, after)
+        assert found.low < found.mean < found.high
+        assert found.low > 0
+        assert abs(found.mean - (mean_iou(after) - mean_iou(before))) < 1e-9
+        widths.append(found.high - found.low)
+    assert widths[1] < widths[0] / 2
+    nothing = gain(before, before)
+    assert (nothing.low, nothing.mean, nothing.high) == (0, 0, 0)

@@ -1,0 +1,68 @@
+"""Neighbour agreement across views by its definition, and what the closed form chooses by it."""
+
+import torch
+
+from cribo.adaptation.closed_form import choose_closed_form
+from cribo.adaptation.signs import measure_signs, neighbour_agreement
+from cribo.data.scenes import Scenes
+from cribo.method import ViewRecipe
+from cribo.models import build_backbone
+
+RECIPE = ViewRecipe(size=32, area=(0.4, 0.8))
+
+
+def nothing(*args: object) -> None:
+    """Tell nobody about progress."""
+
+
+def test_agreement_is_the_share_of_common_neighbours_in_other_images() -> None:
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randn(12, 2, 4, 16, generator=generator)
+    near = []
+    for view in (0, 1):
+        similar = torch.nn.functional.cosine_similarity(
+            points[:, view].reshape(48, 1, 16), points[:, 1].reshape(1, 48, 16), dim=2
+        )
+        for row in range(48):
+            similar[row, row // 4 * 4 : row // 4 * 4 + 4] = -9
+        near.append([set(similar[row].argsort(descending=True)[:20].tolist()) for row in range(48)])
+    expected = sum(len(first & second) for first, second in zip(*near, strict=True)) / (48 * 20)
+    assert abs(neighbour_agreement(points) - expected) < 1e-6
+
+
+def test_agreement_falls_with_noise_between_views() -> None:
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(12, 1, 4, 16, generator=generator).expand(-1, 2, -1, -1)
+    noise = torch.randn(12, 2, 4, 16, generator=generator)
+    agreements = [neighbour_agreement(base + amount * noise) for amount in (0.0, 0.3, 1.0)]
+    assert agreements[0] == 1.0
+    assert agreements[0] > agreements[1] > agreements[2]
+
+
+def test_features_that_are_their_position_are_explained_by_it() -> None:
+    images = Scenes(8, size=64, seed=0)
+    backbone = build_backbone("vit_tiny_patch16_224", args={"depth": 2, "embed_dim": 32, "num_heads": 2}, image_size=32)
+    plain = measure_signs(backbone, images, RECIPE)
+    with torch.no_grad():
+        backbone.model.patch_embed.proj.weight.zero_()  # nothing of the image is left
+        backbone.model.pos_embed.mul_(20)
+    blind = measure_signs(backbone, images, RECIPE)
+    assert blind.position > 2 * plain.position
+    assert 1 < blind.rank < 33
+
+
+def test_the_closed_form_is_what_was_asked_for_and_otherwise_what_agrees_most() -> None:
+    images = Scenes(12, size=64, seed=0)
+    backbone = build_backbone(
+        "vit_tiny_patch16_224", args={"depth": 4, "embed_dim": 32, "num_heads": 2, "patch_size": 8}, image_size=32
+    )
+    start, choice = choose_closed_form(backbone, images, RECIPE, blocks=2, power=0.5, dims=7, progress=nothing)
+    assert (start.depth, start.embed_dim, choice.blocks, choice.power) == (2, 7, 2, 0.5)
+    start, choice = choose_closed_form(backbone, images, RECIPE, progress=nothing)
+    assert choice.blocks == start.depth >= 2
+    assert choice.agreement == max(
+        choose_closed_form(backbone, images, RECIPE, blocks=choice.blocks, power=power, progress=nothing)[1].agreement
+        for power in (0.3, 0.6, 0.8, 1.0)
+    )
+    assert measure_signs(start, images, RECIPE).agreement == choice.agreement
+    assert backbone.readout is None  # the network itself is left as it was
