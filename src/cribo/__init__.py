@@ -6,16 +6,27 @@ from typing import TYPE_CHECKING
 from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from cribo.adaptation import AdaptConfig, adapt
     from cribo.models import load_backbone
     from cribo.pretraining import load_config, pretrain, resume
     from cribo.segmentation import SegmentationMemory
 
 __version__ = version("cribo-ssl")
-__all__ = ["SegmentationMemory", "__version__", "load_backbone", "load_config", "pretrain", "resume"]
+__all__ = [
+    "AdaptConfig",
+    "SegmentationMemory",
+    "__version__",
+    "adapt",
+    "load_backbone",
+    "load_config",
+    "pretrain",
+    "resume",
+]
 
 __getattr__ = lazy_names(
     __name__,
     {
+        ".adaptation": ("AdaptConfig", "adapt"),
         ".models": ("load_backbone",),
         ".pretraining": ("load_config", "pretrain", "resume"),
         ".segmentation": ("SegmentationMemory",),

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 HELP = """\
 Learn dense representations from unlabelled images.
 
-With no options: three minutes on synthetic scenes, to see that everything works. On your own images:
+With no options: three minutes on synthetic scenes, to see that everything works. From scratch, as published:
 
-  cribo pretrain --config adapt --data.root IMAGES         continue pretrained weights
-  cribo pretrain --config coco_vits16 --data.root COCO     from scratch, as published
+  cribo pretrain --config coco_vits16 --data.root COCO
 
-IMAGES is a folder, nested or not, a text file that lists images, or a folder or URL of
+To continue pretrained weights on your own images, use `cribo adapt`.
+
+data.root is a folder, nested or not, a text file that lists images, or a folder or URL of
 tar shards, such as `cribo shard` writes. Every value below
 can also be set in a YAML file; the defaults shown apply where the preset sets nothing,
 and --print_config shows what would run.

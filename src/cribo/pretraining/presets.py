@@ -215,7 +215,7 @@ def differing(one: PretrainConfig, other: PretrainConfig) -> list[tuple[str, Any
 
     Example:
         >>> differing(load_config("adapt"), load_config("adapt", {"optim.epochs": 7}))
-        [('optim.epochs', 20, 7)]
+        [('optim.epochs', 4, 7)]
     """
     values, others = (_flat(yaml.safe_load(dump_config(config))) for config in (one, other))
     missing = "(not given)"

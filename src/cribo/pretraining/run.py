@@ -107,7 +107,7 @@ def pretrain(
 
     Example::
 
-        run = cribo.pretrain("adapt", data="my/images", overrides={"optim.epochs": 10})
+        run = cribo.pretrain("coco_vits16", data="my/images", overrides={"optim.epochs": 10})
         features = run.backbone().encode(images)
     """
     overrides = dict(overrides or {})
