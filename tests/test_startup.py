@@ -11,6 +11,7 @@ from cribo.cli.evaluate import EVALUATIONS
 _DATA = ["--backbone", "x", "--data", "voc"]
 REFUSED = {
     "pretrain": ["--optim.epochs", "x"],
+    "adapt": ["x", "--backbone", "x", "--minutes", "0"],
     "profile": ["--optim.lr", "-1"],
     "evaluate dense-nn": [*_DATA, "--size", "1", "2", "3"],
     "evaluate linear": [*_DATA, "--learning_rates", "0"],
