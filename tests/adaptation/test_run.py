@@ -134,6 +134,8 @@ def test_a_network_that_sees_no_better_is_not_kept(scenes: Path, source: Path, t
         ({"dims": 400, "steps": None, "minutes": 1}, "dims must be 1 to"),
         ({"training": {"optim.lr": -1}}, "optim.lr"),
         ({"training": {"backbone.train_blocks": 0}}, "train_blocks must be"),
+        ({"training": {"backbone.train_blocks": 5}}, "train_blocks must be at most 4, the blocks of .*, got 5"),
+        ({"stride": 16}, "stride is for convolutional networks"),
     ],
 )
 def test_bad_input_is_refused(

@@ -1,4 +1,4 @@
-"""Features of images of any size, at a size that is cheap enough for statistics and verdicts."""
+"""Encoding of images at a moderate size, for statistics and verdicts."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""Dense retrieval on labelled images before and after, image by image, so that the difference has an interval."""
+"""Dense retrieval on labelled images, scored image by image, so that a difference has an interval."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from cribo.retrieval.search import TensorKeys, nearest
 from cribo.retrieval.voting import Voters, label_shares
 
 LEAST_IMAGES = 10
-"""Fewer labelled images give no interval worth the name."""
+"""With fewer labelled images the interval would say nothing."""
 
 _MOST_IMAGES = 150  # of the memory, and of the queries
 _FOLDS = 5
@@ -31,12 +31,12 @@ _RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Labelled:
-    """Labelled images, split into what votes and what is scored.
+    """Labelled images, divided into memory and queries.
 
     Attributes:
-        memory: whose patches vote.
-        queries: which are scored.
-        folds: (positions in the memory, positions in the queries) that go together; each query is in one of them.
+        memory: images whose patches vote.
+        queries: images that are scored.
+        folds: pairs (indices of memory images, indices of queries); each query is in one of them.
         name: for messages.
     """
 
@@ -49,8 +49,8 @@ class Labelled:
 def open_labelled(folder: str | Path) -> Labelled:
     """Open labelled images: `images/` and `labels/`, and `classes.txt`, each with or without `train/` and `val/`.
 
-    With `train` and `val`, patches of the first vote on those of the second; without, each fifth of the images is
-    labelled by the others. Up to 150 images of each are used, evenly spread.
+    With `train` and `val`, patches of `val` are labelled by those of `train`; without, each fifth of the images by
+    the others. Up to 150 images of each are used, evenly spread.
 
     Raises:
         DataError: no images or labels there.

@@ -48,6 +48,7 @@ _CLOSED_FORM = "closed_form"
 _CHOICE = "choice.json"
 _TRAINING = "training"
 
+_TRAIN_BLOCKS = "backbone.train_blocks"
 _LEAST_STEPS = 10
 _MOST_STEPS = 500  # more gained nothing in trials (docs/adapting.md)
 
@@ -81,11 +82,11 @@ def adapt(
     """Adapt a pretrained backbone to unlabelled images; the same as `cribo adapt`.
 
     Args:
-        config: what is asked for.
-        out: folder of such folders.
-        name: of this one; that of the backbone, numbered, by default.
+        config: the options.
+        out: parent folder of the results.
+        name: name of the results' folder; by default the backbone's, numbered.
         resume: continue the adaptation of this name where it stopped.
-        overwrite: replace it.
+        overwrite: replace the adaptation of this name.
         console: where progress is shown; silent when not given.
 
     Raises:
@@ -144,6 +145,11 @@ def _check_network(config: AdaptConfig, backbone: Backbone) -> None:
         if backbone.depth > 1:
             raise ConfigError(f"stride is for convolutional networks, and {backbone.name} has patches: leave it out")
         with_stride(backbone, config.stride)
+    trained = config.training.get(_TRAIN_BLOCKS)
+    if trained is not None and 1 < backbone.depth < trained:
+        raise ConfigError(
+            f"{_TRAIN_BLOCKS} must be at most {backbone.depth}, the blocks of {backbone.name}, got {trained}"
+        )
     if config.blocks is None:
         return
     if backbone.depth == 1:
@@ -155,7 +161,7 @@ def _check_network(config: AdaptConfig, backbone: Backbone) -> None:
 
 
 def _record(folder: Path, config: AdaptConfig) -> None:
-    """Write what is asked for, or compare it with what was asked for when a resumed adaptation began."""
+    """Write the options, or compare them with those that a resumed adaptation began with."""
     asked, path = json.loads(json.dumps(asdict(config))), folder / ASKED
     if path.is_file():
         before = json.loads(path.read_text(encoding="utf-8"))
@@ -176,7 +182,7 @@ def _closed_form(
     folder: Path,
     progress: Callable[[str, int, int], None],
 ) -> tuple[Backbone, Choice]:
-    """The closed form, from the folder if it is there."""
+    """Fit the closed form and save it, or load it if this was done before."""
     own = folder / _CLOSED_FORM
     if (own / _CHOICE).is_file():
         choice = Choice(**json.loads((own / _CHOICE).read_text(encoding="utf-8")))
@@ -213,7 +219,7 @@ def _train(
     seconds: float,
     console: Console,
 ) -> Backbone:
-    """Train from the closed form by the recipe, in a run folder of its own; finished or begun runs are taken up."""
+    """Train from the closed form in a run folder of its own, or continue the run that is there."""
     run = folder / _TRAINING
     if not (run / "config.yaml").is_file():
         planned = planned_training(config, recipe, start, images, folder, seconds)
@@ -223,9 +229,9 @@ def _train(
     trained = pretrain(
         planned, out=folder, name=_TRAINING, continue_run=True, advice=advice, console=console
     ).backbone()
-    if planned.backbone.train_blocks is None:
+    if planned.backbone.train_blocks is None and planned.backbone.lora is None:
         return trained
-    # The position embedding is not among the trained weights, and the run has resized it to the size of its views.
+    # The position embedding is frozen, and the run has resized it to the size of its views: take it from the start.
     adapted, state = copy.deepcopy(start), trained.model.state_dict()
     own = adapted.model.state_dict()
     adapted.model.load_state_dict({key: state[key] if state[key].shape == own[key].shape else own[key] for key in own})
@@ -240,7 +246,7 @@ def planned_training(
     folder: Path,
     seconds: float,
 ) -> PretrainConfig:
-    """The recipe for these images, this network and this machine's speed.
+    """Adjust the recipe to these images, this network and the speed of this machine.
 
     Raises:
         ConfigError: there is no time for ten steps.
@@ -248,6 +254,10 @@ def planned_training(
     batch = min(recipe.optim.batch_size, len(images))
     _list_images(images, range(len(images)), folder)
     train_blocks = recipe.backbone.train_blocks
+    if start.depth > 1:
+        train_blocks = min(train_blocks or start.depth, start.depth)
+    elif _TRAIN_BLOCKS not in config.training:
+        train_blocks = None  # the preset's number is for vision transformers
     made = replace(
         recipe,
         data=replace(recipe.data, root=str(folder / _IMAGES), images="", workers=config.workers),
@@ -256,7 +266,7 @@ def planned_training(
             name=start.name,
             args=start.args,
             pretrained=str(folder / _CLOSED_FORM / WEIGHTS_FILE),
-            train_blocks=min(train_blocks, start.depth) if train_blocks is not None and start.depth > 1 else None,
+            train_blocks=train_blocks,
         ),
         optim=replace(recipe.optim, batch_size=batch),
         runtime=replace(recipe.runtime, precision="bf16-mixed" if torch.cuda.is_available() else "32-true"),
@@ -273,7 +283,7 @@ def planned_training(
                 f"{_LEAST_STEPS} are needed: give --minutes {math.ceil(needed)}, or --minutes 1 for the closed form "
                 "alone"
             )
-    # A large collection is not seen as a whole: the schedules count epochs, so take as many images as one epoch needs.
+    # Schedules count epochs. If there is no time for a whole one, train on a part of the collection.
     used = evenly_spread(len(images), max(batch, steps * batch))
     _list_images(images, used, folder)
     return with_epochs(made, max(1, round(steps / (len(used) // batch))))

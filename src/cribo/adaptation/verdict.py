@@ -1,4 +1,4 @@
-"""Whether adaptation has helped: by labelled images where there are some, else by signs that need none."""
+"""The verdict: did adaptation help? By labelled images if given, otherwise by signs that need no labels."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,14 +24,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which network was kept, and what speaks for it.
+    """The network to keep, and the evidence.
 
     Attributes:
         kept: name of the candidate.
         sentences: the verdict in words.
         signs: of each candidate, on the unlabelled images.
         labelled: gain of each later candidate over the starting weights, on the labelled images.
-        second: likewise on the second set.
+        second: the same on the second set.
     """
 
     kept: str
@@ -53,17 +53,17 @@ def judge(
 ) -> Verdict:
     """Compare the candidates and choose one.
 
-    Each takes the place of the one before if the interval of its gain on the labelled images lies above 0, or, where
-    it holds 0 or there are no labels, if neighbours across views agree more.
+    A candidate replaces the one before it if the interval of its gain on the labelled images lies above 0. If the
+    interval contains 0, or without labels, it does so if its neighbour agreement is higher.
 
     Args:
-        candidates: at least two, in the order of the work put into them; the first are the starting weights.
-        images: the unlabelled ones.
+        candidates: at least two, beginning with the starting weights.
+        images: unlabelled.
         recipe: how views are drawn.
-        labelled: for the verdict; may be missing.
-        second: other labelled images, to see what is forgotten.
-        keep: `adapted` keeps the last candidate whatever speaks against it.
-        progress: is told what is being done, and how much of it is.
+        labelled: labelled images, if there are any.
+        second: labelled images of another kind, to measure what is forgotten.
+        keep: `adapted` keeps the last candidate in any case.
+        progress: called with the phase, and how many images of how many are done.
     """
     signs = {
         each.name: measure_signs(each.backbone, images, recipe, partial(progress, f"signs of the {each.name}"))
