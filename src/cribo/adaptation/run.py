@@ -231,7 +231,14 @@ def _train(
     ).backbone()
     if planned.backbone.train_blocks is None and planned.backbone.lora is None:
         return trained
-    # The position embedding is frozen, and the run has resized it to the size of its views: take it from the start.
+    return with_trained_weights(start, trained)
+
+
+def with_trained_weights(start: Backbone, trained: Backbone) -> Backbone:
+    """A copy of a backbone with the weights of a run that began with it and did not train the position embedding.
+
+    The run has resized that to the size of its views; the copy keeps the original one.
+    """
     adapted, state = copy.deepcopy(start), trained.model.state_dict()
     own = adapted.model.state_dict()
     adapted.model.load_state_dict({key: state[key] if state[key].shape == own[key].shape else own[key] for key in own})

@@ -1,0 +1,143 @@
+"""What each ingredient of `cribo adapt` is worth, at equal numbers of views.
+
+    uv run python -m benchmarks.adapting --backbone WEIGHTS --images IMAGES --labelled NEAR FAR --out FOLDER
+    uv run python -m benchmarks.adapting ... --only points cross_view --cache 4
+
+Each row trains from the same closed form. It is scored by dense retrieval as in the verdict of `cribo adapt`, with the
+whitening fitted again to the memory images of each labelled set. Differences come with 95 % intervals from a paired
+bootstrap over images. Rows that are in FOLDER already are not trained again.
+"""
+
+import argparse
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from cribo.adaptation.closed_form import choose_closed_form, refit_whitening
+from cribo.adaptation.labelled import gain, open_labelled, score_images
+from cribo.adaptation.run import with_trained_weights
+from cribo.adaptation.signs import measure_signs
+from cribo.console import Phases
+from cribo.data import LabelledSubset, open_images
+from cribo.models import Backbone, load_backbone, save_backbone
+from cribo.pretraining import load_config, pretrain
+
+POWER = 0.6
+_ALIGNMENT = {"points": 0, "cross_view": 0, "cross_image": 0, "object_neighbours": 0, "patch_neighbours": 0}
+_CRIBO = {
+    "objective.name": "cribo",
+    "head.prototypes": 2048,
+    "losses.centring": "sinkhorn",
+    "optim.freeze_last_layers_epochs": 0,
+}
+
+
+def without_heads(**weights: float) -> dict[str, Any]:
+    """Losses of the objective `alignment`, by weight."""
+    return {"objective.args": {**_ALIGNMENT, **weights}}
+
+
+ROWS: dict[str, dict[str, Any]] = {
+    "points": without_heads(points=1),  # the preset
+    "cross_view": without_heads(cross_view=1),
+    "points + cross_image": without_heads(points=1, cross_image=1),
+    "patch_neighbours": without_heads(patch_neighbours=1),
+    "object_neighbours": without_heads(object_neighbours=1),
+    "all without heads": without_heads(**dict.fromkeys(_ALIGNMENT, 1)),
+    "points, anchor": {"losses.anchor": 1.0},
+    "points, LoRA": {"backbone.lora": 16},
+    "points, all blocks": {"backbone.train_blocks": None},
+    "cribo: image level": {**_CRIBO, "losses.cross_view": 0, "losses.cross_image": 0},
+    "cribo: + cross-view": {**_CRIBO, "losses.cross_image": 0},
+    "cribo": _CRIBO,
+}
+"""Changes to the preset `adapt`."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backbone", type=Path, required=True)
+    parser.add_argument("--images", type=Path, required=True)
+    parser.add_argument("--labelled", type=Path, nargs="+", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cache", type=int, help="view pairs per image whose frozen part is kept on disk")
+    arguments = parser.parse_args()
+    console = Console(soft_wrap=True)
+    original = load_backbone(arguments.backbone)
+    start = closed_form(original, arguments, console)
+    images, views = open_images(arguments.images), load_config("adapt").views
+    reference: list[Tensor] = []
+    print(
+        "| trained on | agreement |" + "".join(f" {path.name} | over the closed form |" for path in arguments.labelled)
+    )
+    for row in ("closed form", "starting weights", *arguments.only):
+        if row == "closed form":
+            network = copy.deepcopy(start)
+        elif row == "starting weights":
+            network = original
+        else:
+            network = train(row, start, arguments, console)
+        agreement = measure_signs(network, images, views).agreement
+        tallies = scored(network, arguments, refit=row != "starting weights")
+        reference = reference or tallies
+        gains = [gain(before, after) for before, after in zip(reference, tallies, strict=True)]
+        cells = [
+            f"{100 * found.after:.1f} | {100 * found.mean:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
+            for found in gains
+        ]
+        print(f"| {row} | {agreement:.0%} | {' | '.join(cells)} |", flush=True)
+
+
+def closed_form(original: Backbone, arguments: argparse.Namespace, console: Console) -> Backbone:
+    folder = arguments.out / "closed_form"
+    if not folder.exists():
+        images, recipe = open_images(arguments.images), load_config("adapt")
+        with Phases(console) as progress:
+            save_backbone(choose_closed_form(original, images, recipe.views, progress=progress)[0], folder)
+    return load_backbone(folder)
+
+
+def train(row: str, start: Backbone, arguments: argparse.Namespace, console: Console) -> Backbone:
+    """Train a row, and fit its whitening to the images again."""
+    values = {
+        "seed": arguments.seed,
+        "data.root": str(arguments.images),
+        "backbone.name": start.name,
+        "backbone.args": start.args,
+        "backbone.pretrained": str(arguments.out / "closed_form" / "backbone.safetensors"),
+        "backbone.cache_trunk": arguments.cache,
+        "objects.group_size": load_config("adapt").optim.batch_size,
+        "optim.epochs": arguments.epochs,
+        "optim.warmup_epochs": 0.09 * arguments.epochs,
+        "runtime.precision": "bf16-mixed" if torch.cuda.is_available() else "32-true",
+        **ROWS[row],
+    }
+    name = f"{row.replace(': ', '-').replace(' + ', '-').replace(', ', '-').replace(' ', '-')}-{arguments.seed}"
+    config = load_config("adapt", {key: "null" if value is None else value for key, value in values.items()})
+    run = pretrain(config, out=arguments.out, name=name, continue_run=True, console=console)
+    adapted = with_trained_weights(start, run.backbone())
+    refit_whitening(adapted, open_images(arguments.images), power=POWER)
+    return adapted
+
+
+def scored(backbone: Backbone, arguments: argparse.Namespace, *, refit: bool) -> list[Tensor]:
+    """Confusions per image on each labelled set."""
+    tallies = []
+    for path in arguments.labelled:
+        labelled = open_labelled(path)
+        if refit:
+            memory = LabelledSubset(labelled.memory, labelled.folds[0][0])
+            refit_whitening(backbone, memory, power=POWER)
+        tallies.append(score_images(backbone, labelled))
+    return tallies
+
+
+if __name__ == "__main__":
+    main()
