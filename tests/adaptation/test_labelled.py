@@ -76,3 +76,15 @@ def test_the_interval_holds_the_gain_and_shrinks_with_more_images() -> None:
     assert widths[1] < widths[0] / 2
     nothing = gain(before, before)
     assert (nothing.low, nothing.mean, nothing.high) == (0, 0, 0)
+
+
+def test_a_class_that_few_images_show_does_not_move_the_interval_by_its_absence() -> None:
+    """Where a resample has no image of a class, predictions of it must not count as a class of IoU 0."""
+    shown = torch.tensor([[90, 0, 10], [0, 90, 10], [0, 0, 100]])  # rows are labels
+    common = torch.tensor([[90, 10, 0], [10, 90, 0], [0, 0, 0]])
+    before = torch.stack([shown, *[common] * 19])
+    after = before.clone()
+    after[1:, 0] += torch.tensor([0, -1, 1])  # one pixel of each other image is taken for the rare class
+    found = gain(before, after)
+    assert found.high - found.low < 0.1
+    assert mean_iou(after[1:]) > 0.8

@@ -135,8 +135,13 @@ def _encoded(
 
 
 def mean_iou(tallies: Int[Tensor, "q c c"]) -> float:
-    """Mean IoU of the classes that occur, in 0-1."""
-    return float(iou(tallies.sum(dim=0)).nanmean())
+    """Mean IoU, in 0-1, of the classes that occur in the labels."""
+    return _mean_iou(tallies.sum(dim=0))
+
+
+def _mean_iou(confusion: Int[Tensor, "c c"]) -> float:
+    # A class that is only predicted would be 0 with one network and missing with another.
+    return float(iou(confusion)[confusion.sum(dim=1) > 0].mean())
 
 
 @dataclass(frozen=True)
@@ -177,8 +182,8 @@ def gain(before: Int[Tensor, "q c c"], after: Int[Tensor, "q c c"]) -> Gain:
         1, images, torch.ones(images.shape, dtype=torch.float64)
     )
     scores = [
-        torch.stack([iou(confusion).nanmean() for confusion in torch.einsum("rq,qcd->rcd", times, tallies.double())])
+        torch.tensor([_mean_iou(confusion) for confusion in torch.einsum("rq,qcd->rcd", times, tallies.double())])
         for tallies in (before, after)
     ]
-    low, high = (scores[1] - scores[0]).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    low, high = (scores[1] - scores[0]).quantile(torch.tensor([0.025, 0.975])).tolist()
     return Gain(mean_iou(before), mean_iou(after), low, high)
