@@ -1,6 +1,7 @@
 import copy
 import itertools
 import json
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -468,7 +469,8 @@ def test_a_dilated_network_has_the_same_weights_and_a_finer_grid():
     own, dilated = backbone.model.state_dict(), finer.model.state_dict()
     assert all(value.equal(own[key]) for key, value in dilated.items())
     batch = images(1, 3, 64, 64)
-    reference = timm.create_model("resnet18", **TINY_RESNET, output_stride=16, num_classes=0).eval()
+    args: dict[str, Any] = {**TINY_RESNET, "output_stride": 16, "num_classes": 0}
+    reference: Any = timm.create_model("resnet18", **args).eval()
     reference.load_state_dict(own)
     torch.testing.assert_close(finer.encode(batch).tokens, reference.forward_features(batch).flatten(2).mT)
     with pytest.raises(ValueError, match=r"resnet18 cannot have an output stride of 5: "):
