@@ -94,7 +94,7 @@ def with_epochs(config: PretrainConfig, epochs: int) -> PretrainConfig:
         >>> from cribo.pretraining import load_config
         >>> shorter = with_epochs(load_config("imagenet_vits16"), 10)
         >>> shorter.optim.warmup_epochs
-        1.0
+        0.125
     """
     factor = epochs / config.optim.epochs
 
