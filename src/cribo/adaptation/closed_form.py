@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cribo.adaptation.encoding import encode, evenly_spread, readable
+from cribo.adaptation.encoding import encode, readable
 from cribo.adaptation.signs import neighbour_agreement, view_points
 from cribo.adaptation.whitening import Moments, partial_whitening
 from cribo.data import ImageSource
+from cribo.evaluation.data import spread
 from cribo.method import ViewRecipe
 from cribo.models import Backbone
 from cribo.models.building import first_blocks
@@ -121,7 +122,7 @@ def gather_moments(
 ) -> list[Moments]:
     """Mean and covariance of the patches of images after each of the last blocks."""
     moments = [Moments(backbone.embed_dim) for _ in range(layers)]
-    indices = evenly_spread(len(images), _IMAGES)
+    indices = spread(len(images), _IMAGES)
     for done, (_, pixels) in enumerate(readable(images, indices), start=1):
         tokens: Tensor = encode(backbone, pixels, layers=layers).tokens[0].cpu()
         for own, part in zip(moments, tokens.chunk(layers, dim=-1), strict=True):

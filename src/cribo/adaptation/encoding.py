@@ -31,16 +31,6 @@ def encoded_size(height: int, width: int, patch_size: int) -> tuple[int, int]:
     return rows * patch_size, columns * patch_size
 
 
-def evenly_spread(count: int, most: int) -> list[int]:
-    """Up to `most` of the numbers below `count`, evenly spread.
-
-    Example:
-        >>> evenly_spread(10, 3), evenly_spread(2, 3)
-        ([0, 3, 6], [0, 1])
-    """
-    return list(range(count)) if count <= most else [number * count // most for number in range(most)]
-
-
 def encode(backbone: Backbone, image: UInt8[Tensor, "3 h w"], *, layers: int = 1) -> Features:
     """Features of one image at `encoded_size`, in evaluation mode, on the device of the backbone."""
     size = encoded_size(image.shape[1], image.shape[2], backbone.patch_size)

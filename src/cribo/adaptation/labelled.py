@@ -9,10 +9,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from cribo.adaptation.encoding import encode, evenly_spread
+from cribo.adaptation.encoding import encode
 from cribo.arguments import ConfigError
 from cribo.data import LabelledFolder, LabelledImages, open_segmentation
 from cribo.data.randomness import keyed_generator
+from cribo.evaluation.data import spread
 from cribo.evaluation.results import iou
 from cribo.models import Backbone
 from cribo.retrieval.patches import grid_counts, labels_in_memory, majority_label
@@ -59,11 +60,11 @@ def open_labelled(folder: str | Path) -> Labelled:
     root = Path(folder).expanduser()
     if all((root / "images" / split).is_dir() for split in ("train", "val")):
         memory, queries = (open_segmentation("folder", root, split) for split in ("train", "val"))
-        folds = [(evenly_spread(len(memory), _MOST_IMAGES), evenly_spread(len(queries), _MOST_IMAGES))]
+        folds = [(spread(len(memory), _MOST_IMAGES), spread(len(queries), _MOST_IMAGES))]
     else:
         classes = root / "classes.txt"
         memory = LabelledFolder(root / "images", root / "labels", classes if classes.exists() else None)
-        queries, used = memory, evenly_spread(len(memory), _MOST_IMAGES)
+        queries, used = memory, spread(len(memory), _MOST_IMAGES)
         folds = [
             ([image for place, image in enumerate(used) if place % _FOLDS != fold], used[fold::_FOLDS])
             for fold in range(_FOLDS)

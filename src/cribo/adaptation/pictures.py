@@ -10,11 +10,12 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from cribo.adaptation.encoding import encode, encoded_size, evenly_spread, readable
+from cribo.adaptation.encoding import encode, encoded_size, readable
 from cribo.adaptation.verdict import Candidate
 from cribo.data import ImageSource
 from cribo.data.randomness import keyed_generator
 from cribo.drawing import hide_ticks, house_style
+from cribo.evaluation.data import spread
 from cribo.retrieval.patches import resize_image
 
 _IMAGES = 100
@@ -30,7 +31,7 @@ def draw_neighbours(
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Figure:
     """Patches of some images, each with its nearest ones in other images according to both networks."""
-    chosen = list(readable(images, evenly_spread(len(images), _IMAGES)))
+    chosen = list(readable(images, spread(len(images), _IMAGES)))
     found = []
     for candidate in (before, after):
         features, grids = [], []
@@ -44,7 +45,7 @@ def draw_neighbours(
         resize_image(pixels, encoded_size(pixels.shape[1], pixels.shape[2], after.backbone.patch_size), "bicubic")
         for _, pixels in chosen
     ]
-    queries = evenly_spread(len(chosen), _QUERIES)
+    queries = spread(len(chosen), _QUERIES)
     columns = 1 + 2 * _NEIGHBOURS
     with house_style():
         figure = Figure(figsize=(1.35 * columns + 0.4, 1.5 * len(queries) + 0.6), layout="constrained")

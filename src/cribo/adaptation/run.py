@@ -16,7 +16,6 @@ from rich.console import Console
 
 from cribo.adaptation.closed_form import Choice, choose_closed_form, refit_whitening
 from cribo.adaptation.config import AdaptConfig
-from cribo.adaptation.encoding import evenly_spread
 from cribo.adaptation.labelled import open_labelled
 from cribo.adaptation.pictures import draw_neighbours
 from cribo.adaptation.verdict import Candidate, Verdict, judge
@@ -25,6 +24,7 @@ from cribo.console import Phases
 from cribo.data import ImageFiles, open_images
 from cribo.devices import resolve_devices
 from cribo.drawing import write_figure
+from cribo.evaluation.data import spread
 from cribo.files import write_json, write_text
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.models.building import with_stride
@@ -291,7 +291,7 @@ def planned_training(
                 "alone"
             )
     # Schedules count epochs. If there is no time for a whole one, train on a part of the collection.
-    used = evenly_spread(len(images), max(batch, steps * batch))
+    used = spread(len(images), max(batch, steps * batch))
     _list_images(images, used, folder)
     return with_epochs(made, max(1, round(steps / (len(used) // batch))))
 

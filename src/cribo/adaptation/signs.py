@@ -8,10 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from cribo.adaptation.encoding import encode, encode_normalised, evenly_spread, readable
+from cribo.adaptation.encoding import encode, encode_normalised, readable
 from cribo.adaptation.whitening import Moments
 from cribo.data import ImageSource
 from cribo.data.randomness import keyed_generator
+from cribo.evaluation.data import spread
 from cribo.method import (
     ViewRecipe,
     apply_photometric,
@@ -64,7 +65,7 @@ def measure_signs(
     """
     points = view_points(backbone, images, recipe, progress=progress)
     moments, features, places = Moments(backbone.embed_dim), [], []
-    for _, pixels in readable(images, evenly_spread(len(images), _IMAGES)):
+    for _, pixels in readable(images, spread(len(images), _IMAGES)):
         whole = encode(backbone, pixels)
         features.append(whole.tokens[0].cpu())
         places.append(_place_terms(whole.grid))
@@ -96,7 +97,7 @@ def view_points(
         ValueError: less than two of the images have views that overlap.
         DataError: no image can be read.
     """
-    indices = evenly_spread(len(images), _IMAGES)
+    indices = spread(len(images), _IMAGES)
     size = recipe.size // backbone.patch_size * backbone.patch_size
     grid = (size // backbone.patch_size, size // backbone.patch_size)
     points: list[Tensor] = []

@@ -146,6 +146,12 @@ def whole_path(root: str | None) -> str | None:
     return None if root is None else str(Path(root).expanduser().absolute())
 
 
-def spread(count: int, number: int) -> list[int]:
-    """`number` indices below `count`, evenly apart."""
+def spread(count: int, most: int) -> list[int]:
+    """Return up to `most` indices below `count`, evenly spaced.
+
+    Example:
+        >>> spread(10, 3), spread(2, 3)
+        ([0, 3, 6], [0, 1])
+    """
+    number = min(count, most)
     return [place * count // number for place in range(number)]

@@ -28,6 +28,7 @@ from cribo.data.reading import UnreadableImage, open_header, read_image
 from cribo.devices import resolve_devices, resolve_workers
 from cribo.drawing import write_figure
 from cribo.errors import Stopped
+from cribo.evaluation.data import spread
 from cribo.evaluation.results import versions
 from cribo.files import FolderError, claim_folder, holds_results, remove_parts, write_json, write_text, write_whole
 from cribo.segmentation.config import SegmentConfig
@@ -278,7 +279,7 @@ def _segment_all(
     if not summed:
         raise NothingSegmented(f"none of the {len(names)} images could be read; {SUMMARY} in {writer.folder} says why")
     if pictures:
-        writer.draw_overview(folder, [record.name for record in _spread(summed, pictures)])
+        writer.draw_overview(folder, [summed[place].name for place in spread(len(summed), pictures)])
     return Segmented(writer.folder, len(summed), reused, skipped, seconds, writer.shares(summed))
 
 
@@ -345,11 +346,6 @@ def _label(
     records = [future.result() for future in futures]
     writer.note(records)
     return records
-
-
-def _spread(records: Sequence[_Record], number: int) -> list[_Record]:
-    number = min(number, len(records))
-    return [records[place * len(records) // number] for place in range(number)]
 
 
 # ------------------------------------------------------------------------------------------------------- results

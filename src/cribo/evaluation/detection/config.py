@@ -52,7 +52,7 @@ class DetectionData:
         if self.limit is None:
             return splits
         parts = {
-            name: images.subset(spread(len(images), min(self.limit, len(images))))
+            name: images.subset(spread(len(images), self.limit))
             for name, images in (("train", splits.train), ("val", splits.val))
         }
         return dataclasses.replace(splits, **parts)

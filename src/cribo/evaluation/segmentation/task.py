@@ -139,7 +139,7 @@ class SegmentationTask:
             console: shows how far it is.
         """
         scored, panels = self.scored, []
-        shown = spread(len(scored), min(count, len(scored)))
+        shown = spread(len(scored), count)
         module.eval()
         with Phases(console) as progress:
             for number, index in enumerate(shown, start=1):
