@@ -9,18 +9,17 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from cribo.data import DataError, ImageSource, UnreadableImage
-from cribo.models import Backbone, normalise
-from cribo.models.backbone import Features
+from cribo.models import Backbone, Features, evaluation_mode, normalise
 from cribo.retrieval.patches import resize_image
 
 log = logging.getLogger("cribo")
 
 _PATCHES = 432
-"""About so many patches of an image are encoded: 24 x 18 of an image of 4:3."""
+"""Approximate number of patches per encoded image, such as 24 x 18 for an aspect ratio of 4:3."""
 
 
 def encoded_size(height: int, width: int, patch_size: int) -> tuple[int, int]:
-    """The (height, width) in pixels at which an image is encoded: its own aspect ratio, about 432 patches.
+    """Compute the (height, width) in pixels at which an image is encoded: about 432 patches, in its own aspect ratio.
 
     Example:
         >>> encoded_size(480, 640, 14), encoded_size(252, 336, 14)
@@ -32,27 +31,23 @@ def encoded_size(height: int, width: int, patch_size: int) -> tuple[int, int]:
 
 
 def encode(backbone: Backbone, image: UInt8[Tensor, "3 h w"], *, layers: int = 1) -> Features:
-    """Features of one image at `encoded_size`, in evaluation mode, on the device of the backbone."""
+    """Encode one image at `encoded_size`, in evaluation mode, on the device of the backbone."""
     size = encoded_size(image.shape[1], image.shape[2], backbone.patch_size)
     if not backbone.takes_any_size:
         size = (backbone.image_size, backbone.image_size)
-    return encode_normalised(backbone, resize_image(image, size, "bicubic")[None].float() / 255, layers=layers)
+    return encode_pixels(backbone, resize_image(image, size, "bicubic")[None].float() / 255, layers=layers)
 
 
 @torch.inference_mode()
-def encode_normalised(backbone: Backbone, images: Float[Tensor, "b 3 h w"], *, layers: int = 1) -> Features:
-    """Features of images in 0-1, in evaluation mode, on the device of the backbone."""
-    training = backbone.training
-    backbone.eval()
-    try:
-        pixels = images.to(next(backbone.parameters()).device)
+def encode_pixels(backbone: Backbone, images: Float[Tensor, "b 3 h w"], *, layers: int = 1) -> Features:
+    """Encode images in 0-1, in evaluation mode, on the device of the backbone."""
+    pixels = images.to(next(backbone.parameters()).device)
+    with evaluation_mode(backbone):
         return backbone.encode(normalise(pixels, mean=backbone.mean, std=backbone.std), layers)
-    finally:
-        backbone.train(training)
 
 
 def readable(images: ImageSource, indices: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """Index and pixels of the images that can be read.
+    """Yield index and pixels of each image that can be read; log the others.
 
     Raises:
         DataError: none of them can.

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from cribo.adaptation.encoding import encode, encode_normalised, readable
+from cribo.adaptation.encoding import encode, encode_pixels, readable
 from cribo.adaptation.whitening import Moments
 from cribo.data import ImageSource
 from cribo.data.randomness import keyed_generator
@@ -110,7 +110,7 @@ def view_points(
             views = apply_photometric(
                 cut_views(pixels, crops, size), photometric, solarise_threshold=recipe.solarise_threshold
             )
-            tokens = encode_normalised(backbone, views, layers=layers).tokens.float().cpu()
+            tokens = encode_pixels(backbone, views, layers=layers).tokens.float().cpu()
             points.append(sample_tokens(tokens[None], grid, places)[0])
         progress(done, len(indices))
     if len(points) < 2:

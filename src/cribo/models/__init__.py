@@ -6,7 +6,7 @@ from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cribo.models.adopting import LoadedWeights
-    from cribo.models.backbone import Backbone, Features, normalise
+    from cribo.models.backbone import Backbone, Features, evaluation_mode, normalise
     from cribo.models.building import build_backbone
     from cribo.models.saving import describe, save_backbone
     from cribo.models.weights import load_backbone, load_pretrained
@@ -17,6 +17,7 @@ __all__ = [
     "LoadedWeights",
     "build_backbone",
     "describe",
+    "evaluation_mode",
     "load_backbone",
     "load_pretrained",
     "normalise",
@@ -27,7 +28,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         ".adopting": ("LoadedWeights",),
-        ".backbone": ("Backbone", "Features", "normalise"),
+        ".backbone": ("Backbone", "Features", "evaluation_mode", "normalise"),
         ".building": ("build_backbone",),
         ".saving": ("describe", "save_backbone"),
         ".weights": ("load_backbone", "load_pretrained"),

@@ -3,7 +3,8 @@
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -79,6 +80,17 @@ def normalise(
     """Subtract the channels' mean and divide by their standard deviation; images in 0-1."""
     shift, scale = (torch.tensor(values, dtype=images.dtype, device=images.device) for values in (mean, std))
     return (images - shift[:, None, None]) / scale[:, None, None]
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode, and restore its mode on exit."""
+    training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)
 
 
 class DropPathNoise:
@@ -369,13 +381,9 @@ class Backbone(nn.Module):
         size = self.image_size
         if self.takes_any_size:
             size = self.patch_size * (1 if self._is_transformer else 2)
-        was_training = self.model.training
-        self.model.eval()  # a batch norm must neither see one image nor remember it
-        try:
-            with torch.enable_grad():
-                return self.encode(torch.zeros(1, 3, size, size, device=next(self.parameters()).device))
-        finally:
-            self.model.train(was_training)
+        # In evaluation mode, so that batch norms neither use nor record the statistics of one image.
+        with evaluation_mode(self.model), torch.enable_grad():
+            return self.encode(torch.zeros(1, 3, size, size, device=next(self.parameters()).device))
 
     def forward(
         self,
@@ -523,7 +531,7 @@ class Backbone(nn.Module):
             )
 
     def _probe(self) -> tuple[int, frozenset[str]]:
-        """Learn D, and which parameters have no part in the features."""
+        """Find D, and the parameters that the features do not depend on."""
         features = self.encode_blank()
         used = {id(leaf) for leaf in _leaves(features.global_token) | _leaves(features.tokens)}
         unused = (name for name, parameter in self.model.named_parameters() if id(parameter) not in used)
@@ -566,11 +574,8 @@ _SUPPORTED = (
 
 def _map_stride(model: Any, name: str, size: int) -> int:
     """Pixels per place of the feature map, measured: timm's own figures forget stages that were left out."""
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
+    with evaluation_mode(model), torch.no_grad():
         output = model.forward_features(torch.zeros(1, 3, size, size))
-    model.train(was_training)
     if not isinstance(output, Tensor) or output.ndim != 4:
         kind = f"a {output.ndim}-dimensional tensor" if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(f"{name} gives {kind} and no feature map{_SUPPORTED}")

@@ -13,7 +13,7 @@ from cribo.data.randomness import keyed_generator
 from cribo.data.samples import Batch, SampleDataset
 from cribo.drawing import paint_regions, region_colour
 from cribo.method import NO_MATCH, MemoryBank, pool_objects
-from cribo.models import Backbone, normalise
+from cribo.models import Backbone, evaluation_mode, normalise
 from cribo.objectives.objects import Objects, find_objects, label_tokens
 from cribo.objectives.options import ObjectiveOptions
 from cribo.objectives.views import ViewPairs
@@ -52,10 +52,8 @@ def cluster_pairs(backbone: Backbone, pairs: Batch, options: ObjectiveOptions) -
         options: how to cluster.
     """
     device = next(backbone.parameters()).device
-    training = backbone.training
-    backbone.eval()
     found: list[tuple[Tensor, ...]] = []
-    try:
+    with evaluation_mode(backbone):
         for start in range(0, len(pairs), _ENCODED_AT_ONCE):
             part = pairs.narrow(start, min(start + _ENCODED_AT_ONCE, len(pairs))).to(device)
             images = normalise(part["views"].flatten(0, 1).float() / 255, mean=backbone.mean, std=backbone.std)
@@ -63,8 +61,6 @@ def cluster_pairs(backbone: Backbone, pairs: Batch, options: ObjectiveOptions) -
             labels = label_tokens(tokens, part, options.objects)
             pooled, kept = pool_objects(tokens, labels, options.objects.num_objects)
             found.append((pooled.cpu(), kept.cpu(), labels.cpu()))
-    finally:
-        backbone.train(training)
     pooled, kept, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
     return find_objects(pooled, kept, labels, pairs.images)
 

@@ -12,7 +12,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from cribo.arguments import ConfigError
-from cribo.models import Backbone, load_backbone, normalise
+from cribo.models import Backbone, evaluation_mode, load_backbone, normalise
 from cribo.retrieval.source import MEAN_COLOUR, BackboneSource, backbone_name
 
 _MEAN_COLOUR_PATCH = 16
@@ -60,12 +60,8 @@ def backbone_encoder(backbone: Backbone, *, layers: int = 1) -> PatchEncoder:
     """
 
     def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n d"]:
-        training = backbone.training
-        backbone.eval()
-        try:
+        with evaluation_mode(backbone):
             return backbone.encode(normalise(images, mean=backbone.mean, std=backbone.std), layers).tokens
-        finally:
-            backbone.train(training)
 
     return PatchEncoder(encode, backbone.patch_size, f"{backbone.fingerprint()}-{layers}")
 
@@ -104,12 +100,8 @@ def image_encoder(backbone: Backbone) -> ImageEncoder:
     """
 
     def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b d"]:
-        training = backbone.training
-        backbone.eval()
-        try:
+        with evaluation_mode(backbone):
             return backbone.encode(normalise(images, mean=backbone.mean, std=backbone.std)).global_token
-        finally:
-            backbone.train(training)
 
     return ImageEncoder(encode, backbone.patch_size, backbone.embed_dim, f"{backbone.fingerprint()}-global")
 
