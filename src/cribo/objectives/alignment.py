@@ -30,7 +30,7 @@ from cribo.objectives.objects import (
 from cribo.objectives.options import ObjectiveOptions
 from cribo.objectives.points import GRID, Points, find_points
 from cribo.objectives.trunk import encode, inputs_of
-from cribo.objectives.views import ViewPairs
+from cribo.objectives.views import ViewPairs, drop_path_noise
 
 
 class Alignment(Objective):
@@ -141,7 +141,7 @@ class Alignment(Objective):
         with torch.no_grad():
             targets = encode(teacher, inputs).tokens.unflatten(0, (-1, 2))
         step.lap("teacher backbone")
-        noise = batch["drop_path_noise"].flatten(0, 1) if batch["drop_path_noise"].shape[2] else None
+        noise = drop_path_noise(batch)
         tokens = encode(student, inputs, drop_path_noise=noise).tokens
         step.lap("student backbone")
         self._images.append(batch.images)

@@ -41,7 +41,7 @@ from cribo.objectives.objects import (
 from cribo.objectives.options import ObjectiveOptions
 from cribo.objectives.points import GRID, Points, find_points
 from cribo.objectives.trunk import Inputs, encode, inputs_of
-from cribo.objectives.views import ViewPairs
+from cribo.objectives.views import ViewPairs, drop_path_noise
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -156,7 +156,7 @@ class CrIBo(Distillation):
         inputs = inputs_of(batch, self.teacher.backbone, self.options, step)
         result = self._teach(inputs, batch, step)
         with torch.set_grad_enabled(step.epoch >= self.options.optim.freeze_backbone_epochs):
-            noise = batch["drop_path_noise"].flatten(0, 1) if batch["drop_path_noise"].shape[2] else None
+            noise = drop_path_noise(batch)
             global_tokens, tokens, _ = encode(self.student.backbone, inputs, drop_path_noise=noise)
         step.lap("student backbone")
         images = self.student.head(_by_view(global_tokens))

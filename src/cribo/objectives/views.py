@@ -91,6 +91,12 @@ class ViewPairs:
         }
 
 
+def drop_path_noise(batch: Batch) -> Float[Tensor, "two_b sites"] | None:
+    """The student's random numbers for stochastic depth, one row per view; None for a network without it."""
+    noise = batch["drop_path_noise"].flatten(0, 1)
+    return noise if noise.shape[1] else None
+
+
 def normalised_views(batch: Batch, recipe: ViewRecipe, backbone: Backbone) -> Float[Tensor, "2b 3 h w"]:
     """The views of a batch after the photometric operations, normalised for a backbone; image after image."""
     views = apply_photometric(
