@@ -19,6 +19,7 @@ from cribo.pretraining import PretrainConfig, pretrain
 
 Tiny = Callable[..., PretrainConfig]
 STEP = Step(0, steps_per_epoch=4, total_steps=12)
+RESNET = {"backbone.name": "resnet18", "backbone.args": {"channels": (8, 8, 8, 8)}}
 CACHED = {"backbone.train_blocks": 1, "backbone.cache_trunk": 2, "backbone.drop_path": 0.0}
 
 
@@ -74,6 +75,7 @@ def test_a_run_on_cached_features_ends_with_weights_and_without_the_cache(tiny: 
     [
         ("alignment", {"backbone.train_blocks": None}, "set backbone.train_blocks, too"),
         ("alignment", {"backbone.train_blocks": 2}, "set backbone.train_blocks, too"),
+        ("alignment", {**RESNET, "backbone.train_blocks": 2}, "set backbone.train_blocks, too"),
         ("dino", {}, "for objectives whose samples are view pairs"),
         ("alignment", {"seed": 1}, r"a cache of other weights"),
         ("alignment", {"views.flip": 0.0}, r"a cache of other views"),

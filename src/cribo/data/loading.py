@@ -173,7 +173,7 @@ class _Crew:
             _ErrorsAsValues(dataset),
             batch_sampler=cast(Any, _endless(sampler, step)),
             num_workers=workers,
-            collate_fn=_unchanged,
+            collate_fn=unchanged,
             pin_memory=pin_memory,
             prefetch_factor=_PREFETCHED,
             worker_init_fn=_begin_worker,
@@ -308,8 +308,9 @@ def _endless(sampler: StepBatchSampler, step: int) -> Iterator[list[tuple[int, i
             yield error
 
 
-def _unchanged(batch: Any) -> Any:
-    return batch  # the data set makes whole batches
+def unchanged(batch: Any) -> Any:
+    """Return a batch as it is: the `collate_fn` of data sets that make whole batches."""
+    return batch
 
 
 def _recording(processes: list[BaseProcess]) -> Any:

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from cribo.console import Progress
 from cribo.data import ImageFiles, LabelledImages, LabelledSubset, UnreadableImage
 from cribo.data.crops import resize_labels
+from cribo.data.loading import unchanged
 from cribo.evaluation.cache import DTYPES, FeatureCache, require_room
 from cribo.retrieval.choices import FeaturePrecision, Interpolation
 from cribo.retrieval.encoders import PatchEncoder
@@ -194,7 +195,7 @@ def extract_patches(
     loader = DataLoader(
         dataset,
         batch_size=None,
-        collate_fn=_as_it_is,
+        collate_fn=unchanged,  # the default would take the named tuples apart
         num_workers=workers,
         prefetch_factor=4 if workers else None,
     )
@@ -296,11 +297,6 @@ class _Views(Dataset[_Prepared | Exception]):
         counts = class_counts(labels, self.preparation.patch_size, len(self.images.classes), self.images.ignore_index)
         size = (labels.shape[0], labels.shape[1])
         return _Prepared(view, image, sparse_counts(counts), size, path, 0 if kept is None else kept.shape[1])
-
-
-def _as_it_is(prepared: Any) -> Any:
-    """In place of the loader's own conversion, which would take the view apart."""
-    return prepared
 
 
 class _Batches:

@@ -13,16 +13,18 @@ from cribo.objectives.options import BackboneConfig, ObjectiveOptions
 from cribo.objectives.views import normalised_views
 
 Inputs = Float[Tensor, "b 3 h w"] | Trunk
-"""Views, or the tokens that the frozen blocks gave for them."""
+"""Views, or their tokens after the shared blocks."""
+
+
+def shared_blocks(backbone: Backbone, config: BackboneConfig) -> int:
+    """Number of frozen first blocks that student and teacher share; 0 for networks that cannot be run in two parts."""
+    return config.frozen_blocks(backbone.depth) if isinstance(backbone.model, VisionTransformer) else 0
 
 
 @torch.no_grad()
 def encode_frozen(backbone: Backbone, views: Float[Tensor, "b 3 h w"], config: BackboneConfig, step: Step) -> Inputs:
-    """Run the frozen blocks once, for student and teacher.
-
-    Returns the views themselves if no block is frozen, or if the network cannot be run in two parts.
-    """
-    blocks = config.frozen_blocks(backbone.depth) if isinstance(backbone.model, VisionTransformer) else 0
+    """Run the shared blocks once, for student and teacher; return the views themselves if there are none."""
+    blocks = shared_blocks(backbone, config)
     if not blocks:
         return views
     trunk = backbone.encode_trunk(views, blocks)
@@ -31,18 +33,18 @@ def encode_frozen(backbone: Backbone, views: Float[Tensor, "b 3 h w"], config: B
 
 
 def inputs_of(batch: Batch, backbone: Backbone, options: ObjectiveOptions, step: Step) -> Inputs:
-    """The views of a batch of view pairs, or what the frozen blocks give for them, computed or read from the cache."""
+    """Return the views of a batch of view pairs, or their tokens after the shared blocks, computed or cached."""
     if "trunk" in batch.samples:
         side = options.views.size // backbone.patch_size
         tokens = batch["trunk"].flatten(0, 1).to(next(backbone.parameters()).dtype)
-        return Trunk(tokens, (side, side), options.backbone.frozen_blocks(backbone.depth))
+        return Trunk(tokens, (side, side), shared_blocks(backbone, options.backbone))
     views = normalised_views(batch, options.views, backbone)
     step.lap("photometric")
     return encode_frozen(backbone, views, options.backbone, step)
 
 
 def encode(backbone: Backbone, inputs: Inputs, *, drop_path_noise: Float[Tensor, "b sites"] | None = None) -> Features:
-    """The features of views, by the whole network or by the blocks after the frozen ones."""
+    """Encode views with the whole network, or their tokens with the blocks after the shared ones."""
     if isinstance(inputs, Trunk):
         return backbone.encode_rest(inputs, drop_path_noise=drop_path_noise)
     return backbone(inputs, drop_path_noise=drop_path_noise)

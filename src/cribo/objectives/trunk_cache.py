@@ -1,6 +1,6 @@
-"""What the frozen blocks give for a few fixed view pairs of each image, kept on disk (`backbone.cache_trunk`).
+"""A cache on disk of the tokens after the frozen blocks, for a few fixed view pairs per image (`backbone.cache_trunk`).
 
-Later epochs then cost the trained blocks alone: no image is decoded, no view drawn, no frozen block run.
+Epochs that read it run only the trained blocks: no image is decoded, no view is drawn.
 """
 
 import json
@@ -19,10 +19,12 @@ from torch.utils.data import DataLoader
 
 from cribo.arguments import ConfigError
 from cribo.data.images import ImageSource
+from cribo.data.loading import unchanged
 from cribo.data.reading import UnreadableImage
 from cribo.data.samples import Batch, LazyImage, Sample, SampleDataset
 from cribo.files import write_json
 from cribo.objectives.base import Objective
+from cribo.objectives.trunk import shared_blocks
 from cribo.objectives.views import ViewPairs, normalised_views
 
 log = logging.getLogger("cribo")
@@ -101,8 +103,12 @@ def fill(
     assert pairs is not None
     if not isinstance(views, ViewPairs):
         raise ConfigError("backbone.cache_trunk is for objectives whose samples are view pairs: cribo and alignment")
-    if not options.backbone.frozen_blocks(backbone.depth):
-        raise ConfigError("backbone.cache_trunk keeps what frozen blocks give: set backbone.train_blocks, too")
+    blocks = shared_blocks(backbone, options.backbone)
+    if not blocks:
+        raise ConfigError(
+            "backbone.cache_trunk keeps the tokens after the frozen blocks of a vision transformer: set "
+            "backbone.train_blocks, too, below the network's depth"
+        )
     rows, patches = len(source) * pairs, views.grid[0] * views.grid[1]
     shapes = {
         "tokens": ((rows, 2, patches + backbone.model.num_prefix_tokens, backbone.model.embed_dim), np.float16),
@@ -111,7 +117,7 @@ def fill(
     }
     about = {
         "weights": backbone.fingerprint(),
-        "frozen_blocks": options.backbone.frozen_blocks(backbone.depth),
+        "frozen_blocks": blocks,
         "pairs": pairs,
         "seed": options.seed,
         "images": len(source),
@@ -126,7 +132,7 @@ def fill(
     # Negative epochs: the pairs are none of those that a run without a cache draws.
     keys = [[(-1 - pair, image) for image in chunk for pair in range(pairs)] for chunk in chunks]
     dataset = SampleDataset(source, views, seed=options.seed)
-    loader = DataLoader(dataset, batch_sampler=keys, collate_fn=_as_it_is, num_workers=workers)
+    loader = DataLoader(dataset, batch_sampler=keys, collate_fn=unchanged, num_workers=workers)
     for chunk, batch in zip(chunks, loader, strict=True):
         place = slice(chunk.start * pairs, chunk.stop * pairs)
         arrays["tokens"][place] = _frozen_tokens(objective, batch)
@@ -145,7 +151,7 @@ def _frozen_tokens(objective: Objective, batch: Batch) -> Float16[np.ndarray, "b
     options, backbone = objective.options, objective.exported()
     device = next(backbone.parameters()).device
     views = normalised_views(batch.to(device), options.views, backbone)
-    trunk = backbone.encode_trunk(views, options.backbone.frozen_blocks(backbone.depth))
+    trunk = backbone.encode_trunk(views, shared_blocks(backbone, options.backbone))
     return trunk.tokens.unflatten(0, (-1, 2)).half().cpu().numpy()
 
 
@@ -173,7 +179,3 @@ def _open(folder: Path, about: Mapping[str, Any], shapes: Mapping[str, tuple[tup
         np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=kind, shape=shape).flush()
     write_json(folder / _ABOUT, {**about, "done": 0})
     return 0
-
-
-def _as_it_is(batch: Any) -> Batch:
-    return batch
