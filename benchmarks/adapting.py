@@ -10,21 +10,23 @@ bootstrap over images. Rows that are in FOLDER already are not trained again.
 
 import argparse
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from torch import Tensor
 
 from cribo.adaptation.closed_form import choose_closed_form, refit_whitening
+from cribo.adaptation.config import AdaptConfig
 from cribo.adaptation.labelled import gain, open_labelled, score_images
-from cribo.adaptation.run import with_trained_weights
+from cribo.adaptation.run import planned_training, with_trained_weights
 from cribo.adaptation.signs import measure_signs
 from cribo.console import Phases
 from cribo.data import LabelledSubset, open_images
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.pretraining import load_config, pretrain
+from cribo.retrieval import BackboneSource
 
 POWER = 0.6
 _ALIGNMENT = {"points": 0, "cross_view": 0, "cross_image": 0, "object_neighbours": 0, "patch_neighbours": 0}
@@ -50,7 +52,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "all without heads": without_heads(**dict.fromkeys(_ALIGNMENT, 1)),
     "points, anchor": {"losses.anchor": 1.0},
     "points, LoRA": {"backbone.lora": 16},
-    "points, all blocks": {"backbone.train_blocks": None},
+    "points, all blocks": {"backbone.train_blocks": None},  # but not the embeddings
     "cribo: image level": {**_CRIBO, "losses.cross_view": 0, "losses.cross_image": 0},
     "cribo: + cross-view": {**_CRIBO, "losses.cross_image": 0},
     "cribo": _CRIBO,
@@ -106,24 +108,22 @@ def closed_form(original: Backbone, arguments: argparse.Namespace, console: Cons
 
 def train(row: str, start: Backbone, arguments: argparse.Namespace, console: Console) -> Backbone:
     """Train a row, and fit its whitening to the images again."""
-    values = {
+    batch = load_config("adapt").optim.batch_size
+    changes = {
         "seed": arguments.seed,
-        "data.root": str(arguments.images),
-        "backbone.name": start.name,
-        "backbone.args": start.args,
-        "backbone.pretrained": str(arguments.out / "closed_form" / "backbone.safetensors"),
         "backbone.cache_trunk": arguments.cache,
-        "objects.group_size": load_config("adapt").optim.batch_size,
-        "optim.epochs": arguments.epochs,
-        "optim.warmup_epochs": 0.09 * arguments.epochs,
-        "runtime.precision": "bf16-mixed" if torch.cuda.is_available() else "32-true",
+        "objects.group_size": batch,
         **ROWS[row],
     }
-    name = f"{row.replace(': ', '-').replace(' + ', '-').replace(', ', '-').replace(' ', '-')}-{arguments.seed}"
-    config = load_config("adapt", {key: "null" if value is None else value for key, value in values.items()})
-    run = pretrain(config, out=arguments.out, name=name, continue_run=True, console=console)
+    recipe = load_config("adapt", {key: "null" if value is None else value for key, value in changes.items()})
+    images, asked = open_images(arguments.images), BackboneSource(str(arguments.backbone))
+    steps = arguments.epochs * (len(images) // batch)
+    config = AdaptConfig(str(arguments.images), asked, steps=steps)
+    planned = planned_training(config, recipe, start, images, arguments.out, seconds=0)
+    name = f"{re.sub('[^a-z_]+', '-', row.lower())}-{arguments.seed}"
+    run = pretrain(planned, out=arguments.out, name=name, continue_run=True, console=console)
     adapted = with_trained_weights(start, run.backbone())
-    refit_whitening(adapted, open_images(arguments.images), power=POWER)
+    refit_whitening(adapted, images, power=POWER)
     return adapted
 
 

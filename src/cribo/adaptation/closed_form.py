@@ -9,13 +9,12 @@ from torch import Tensor
 from cribo.adaptation.encoding import encode, readable
 from cribo.adaptation.signs import neighbour_agreement, view_points
 from cribo.adaptation.whitening import Moments, partial_whitening
+from cribo.console import Progress
 from cribo.data import ImageSource
 from cribo.evaluation.data import spread
 from cribo.method import ViewRecipe
 from cribo.models import Backbone
 from cribo.models.building import first_blocks
-
-Progress = Callable[[str, int, int], None]
 
 POWERS = (0.3, 0.6, 0.8, 1.0)
 """Of the partial whitening, to choose from."""

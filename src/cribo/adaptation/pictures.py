@@ -1,7 +1,5 @@
 """The same patches and their nearest ones in other images, before and after."""
 
-from collections.abc import Callable
-
 import torch
 from jaxtyping import Float, UInt8
 from matplotlib.axes import Axes
@@ -12,6 +10,7 @@ from torch.nn.functional import normalize
 
 from cribo.adaptation.encoding import encode, encoded_size, readable
 from cribo.adaptation.verdict import Candidate
+from cribo.console import Progress
 from cribo.data import ImageSource
 from cribo.data.randomness import keyed_generator
 from cribo.drawing import hide_ticks, house_style
@@ -28,24 +27,21 @@ def draw_neighbours(
     before: Candidate,
     after: Candidate,
     images: ImageSource,
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    progress: Progress = lambda what, done, total: None,
 ) -> Figure:
-    """Patches of some images, each with its nearest ones in other images according to both networks."""
-    chosen = list(readable(images, spread(len(images), _IMAGES)))
-    found = []
-    for candidate in (before, after):
-        features, grids = [], []
-        for done, (_, pixels) in enumerate(chosen, start=1):
+    """Draw patches of some images, each with its nearest neighbours in other images according to both networks."""
+    found: list[tuple[list[Tensor], list[tuple[int, int]]]] = [([], []), ([], [])]
+    pictures = []
+    indices = spread(len(images), _IMAGES)
+    for done, (_, pixels) in enumerate(readable(images, indices), start=1):
+        for candidate, (features, grids) in zip((before, after), found, strict=True):
             encoded = encode(candidate.backbone, pixels)
             features.append(normalize(encoded.tokens[0].float().cpu(), dim=-1))
             grids.append(encoded.grid)
-            progress(f"neighbours by the {candidate.name}", done, len(chosen))
-        found.append((features, grids))
-    pictures = [
-        resize_image(pixels, encoded_size(pixels.shape[1], pixels.shape[2], after.backbone.patch_size), "bicubic")
-        for _, pixels in chosen
-    ]
-    queries = spread(len(chosen), _QUERIES)
+        size = encoded_size(pixels.shape[1], pixels.shape[2], after.backbone.patch_size)
+        pictures.append(resize_image(pixels, size, "bicubic"))
+        progress("neighbours before and after", done, len(indices))
+    queries = spread(len(pictures), _QUERIES)
     columns = 1 + 2 * _NEIGHBOURS
     with house_style():
         figure = Figure(figsize=(1.35 * columns + 0.4, 1.5 * len(queries) + 0.6), layout="constrained")

@@ -30,6 +30,7 @@ from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.models.building import with_stride
 from cribo.models.saving import WEIGHTS_FILE
 from cribo.pretraining.config import PretrainConfig
+from cribo.pretraining.files import CONFIG
 from cribo.pretraining.planning import seconds_per_step, with_epochs
 from cribo.pretraining.presets import load_config
 from cribo.pretraining.run import pretrain
@@ -122,9 +123,13 @@ def adapt(
         log.info(_described(choice))
         candidates = [Candidate("starting weights", original), Candidate("closed form", start)]
         if config.trains:
-            used = time.perf_counter() - started
-            trained = _train(config, recipe, start, images, folder, 60 * config.minutes - 2 * used, console)
-            trained = trained.to(device)
+            begun = folder / _TRAINING
+            if (begun / CONFIG).is_file():
+                planned = load_config(begun)
+            else:
+                seconds = 60 * config.minutes - 2 * (time.perf_counter() - started)
+                planned = planned_training(config, recipe, start, images, folder, seconds)
+            trained = _train(planned, start, folder, console).to(device)
             with Phases(console) as progress:
                 again = partial(progress, "closed form of the adapted weights")
                 refit_whitening(trained, images, power=choice.power, dims=config.dims, progress=again)
@@ -210,28 +215,12 @@ def _described(choice: Choice) -> str:
     )
 
 
-def _train(
-    config: AdaptConfig,
-    recipe: PretrainConfig,
-    start: Backbone,
-    images: ImageFiles,
-    folder: Path,
-    seconds: float,
-    console: Console,
-) -> Backbone:
+def _train(planned: PretrainConfig, start: Backbone, folder: Path, console: Console) -> Backbone:
     """Train from the closed form in a run folder of its own, or continue the run that is there."""
-    run = folder / _TRAINING
-    if not (run / "config.yaml").is_file():
-        planned = planned_training(config, recipe, start, images, folder, seconds)
-    else:
-        planned = load_config(run)
     advice = f"to continue, repeat the command with --name {folder.name} --resume"
-    trained = pretrain(
-        planned, out=folder, name=_TRAINING, continue_run=True, advice=advice, console=console
-    ).backbone()
-    if planned.backbone.train_blocks is None and planned.backbone.lora is None:
-        return trained
-    return with_trained_weights(start, trained)
+    run = pretrain(planned, out=folder, name=_TRAINING, continue_run=True, advice=advice, console=console)
+    trains_all = planned.backbone.train_blocks is None and planned.backbone.lora is None
+    return run.backbone() if trains_all else with_trained_weights(start, run.backbone())
 
 
 def with_trained_weights(start: Backbone, trained: Backbone) -> Backbone:

@@ -1,17 +1,16 @@
 """The verdict: did adaptation help? By labelled images if given, otherwise by signs that need no labels."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from cribo.adaptation.config import Keep
 from cribo.adaptation.labelled import Gain, Labelled, gain, score_images
 from cribo.adaptation.signs import Signs, measure_signs
+from cribo.console import Progress
 from cribo.data import ImageSource
 from cribo.method import ViewRecipe
 from cribo.models import Backbone
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
