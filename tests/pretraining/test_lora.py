@@ -1,4 +1,4 @@
-"""Runs that train adapters alone, and leave a plain backbone."""
+"""Runs that train only adapters export a backbone without them."""
 
 from collections.abc import Callable
 from typing import Any

@@ -141,7 +141,7 @@ def mean_iou(tallies: Int[Tensor, "q c c"]) -> float:
 
 
 def _mean_iou(confusion: Int[Tensor, "c c"]) -> float:
-    # A class that is only predicted would be 0 with one network and missing with another.
+    # Average over classes in the ground truth: others count only with networks that predict them.
     return float(iou(confusion)[confusion.sum(dim=1) > 0].mean())
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Moments:
-    """Mean and covariance of any number of vectors, in float64.
+    """Mean and covariance of vectors, accumulated in float64.
 
     Args:
         dim: D.

@@ -35,7 +35,7 @@ class RunBank:
         self._restored: dict[str, Any] | None = None
 
     def allocate(self, rows: Float[Tensor, "2 r d"]) -> MemoryBank:
-        """The bank for rows like these, on their device; restored from the checkpoint if there was one."""
+        """Allocate the bank with the width, dtype and device of these rows, or return it; restore it when resuming."""
         if self.bank is None:
             self.bank = MemoryBank(
                 num_images=self.num_images,

@@ -34,7 +34,7 @@ class Points(RowPairs):
         return _rows(tokens, self.rows, self.places, self.grid)
 
     def draw(self, count: int, generator: torch.Generator) -> RowPairs:
-        """The same few points of each image; all of them if there are no more than `count`."""
+        """Draw `count` points, the same in each image; all if there are no more."""
         points = self.places.shape[2]
         chosen = torch.randperm(points, generator=generator)[:count].to(self.rows.device)
         teacher = self.teacher.unflatten(1, (-1, points))[:, :, chosen].flatten(1, 2)

@@ -81,7 +81,7 @@ def _read_or_explain(path: Path, read: Callable[[Path], Any]) -> Any:
 
 
 def flatten(content: Mapping[Any, Any]) -> dict[str, Tensor]:
-    """Flatten a nested mapping to its tensors; keys are paths with slashes.
+    """Flatten a nested mapping of tensors; join its keys by slashes.
 
     Raises:
         ValueError: the mapping holds itself, or is nested very deep.

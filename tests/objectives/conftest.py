@@ -1,0 +1,28 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cribo.pretraining import PretrainConfig, pretrain, resume
+from cribo.training.checkpoints import checkpoint_files
+
+
+@pytest.fixture
+def resumed_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[PretrainConfig], dict[str, Any]]:
+    """Train, resume from the checkpoint before the last, assert that both end equal, and return the final state."""
+    monkeypatch.setattr("cribo.pretraining.run.write_report", lambda *args, **kwargs: [])
+
+    def call(config: PretrainConfig) -> dict[str, Any]:
+        folder = pretrain(config, out=tmp_path).folder
+        last, *_ = checkpoint_files(folder)
+        whole = torch.load(last, weights_only=False)["state_dict"]
+        for file in (last, folder / "summary.json", folder / "backbone.safetensors"):
+            file.unlink()
+        resume(folder)
+        again = torch.load(last, weights_only=False)["state_dict"]
+        torch.testing.assert_close(whole, again, rtol=0, atol=0)
+        return whole
+
+    return call
