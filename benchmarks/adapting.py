@@ -108,16 +108,10 @@ def closed_form(original: Backbone, arguments: argparse.Namespace, console: Cons
 
 def train(row: str, start: Backbone, arguments: argparse.Namespace, console: Console) -> Backbone:
     """Train a row, and fit its whitening to the images again."""
-    batch = load_config("adapt").optim.batch_size
-    changes = {
-        "seed": arguments.seed,
-        "backbone.cache_trunk": arguments.cache,
-        "objects.group_size": batch,
-        **ROWS[row],
-    }
+    changes = {"seed": arguments.seed, "backbone.cache_trunk": arguments.cache, **ROWS[row]}
     recipe = load_config("adapt", {key: "null" if value is None else value for key, value in changes.items()})
     images, asked = open_images(arguments.images), BackboneSource(str(arguments.backbone))
-    steps = arguments.epochs * (len(images) // batch)
+    steps = arguments.epochs * (len(images) // recipe.optim.batch_size)
     config = AdaptConfig(str(arguments.images), asked, steps=steps)
     planned = planned_training(config, recipe, start, images, arguments.out, seconds=0)
     name = f"{re.sub('[^a-z_]+', '-', row.lower())}-{arguments.seed}"

@@ -57,7 +57,18 @@ def test_the_command_leaves_a_backbone_a_verdict_and_a_picture(
     scenes: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["adapt", str(scenes / "images"), "--backbone", str(source), "--steps", "10", "--blocks", "3"]
-    words += ["--workers", "0", "--training", json.dumps(TRAINING), "--labelled", str(scenes), "--second", str(scenes)]
+    words += [
+        "--power",
+        "0.6",
+        "--workers",
+        "0",
+        "--training",
+        json.dumps(TRAINING),
+        "--labelled",
+        str(scenes),
+        "--second",
+        str(scenes),
+    ]
     assert main([*words, "--out", str(tmp_path), "--name", "mine", "--keep", "adapted", "--device", "cpu"]) == 0
     said = capsys.readouterr().out
     assert "Kept the adapted weights" in said

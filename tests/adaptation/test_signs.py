@@ -1,12 +1,14 @@
 """Neighbour agreement across views by its definition, and what the closed form chooses by it."""
 
+import pytest
 import torch
 
 from cribo.adaptation.closed_form import choose_closed_form
 from cribo.adaptation.signs import measure_signs, neighbour_agreement
 from cribo.data.scenes import Scenes
 from cribo.method import ViewRecipe
-from cribo.models import build_backbone
+from cribo.models import Backbone, build_backbone
+from cribo.models.building import first_blocks
 
 RECIPE = ViewRecipe(size=32, area=(0.4, 0.8))
 
@@ -60,9 +62,37 @@ def test_the_closed_form_is_what_was_asked_for_and_otherwise_what_agrees_most() 
     assert (start.depth, start.embed_dim, choice.blocks, choice.power) == (2, 7, 2, 0.5)
     start, choice = choose_closed_form(backbone, images, RECIPE, progress=nothing)
     assert choice.blocks == start.depth >= 2
-    assert choice.agreement == max(
+    plain = measure_signs(first_blocks(backbone, start.depth), images, RECIPE).agreement
+    whitened = [
         choose_closed_form(backbone, images, RECIPE, blocks=choice.blocks, power=power, progress=nothing)[1].agreement
         for power in (0.3, 0.6, 0.8, 1.0)
-    )
+    ]
+    assert choice.agreement == max(plain, *whitened)
+    assert (start.readout is None) == (plain > max(whitened))
     assert measure_signs(start, images, RECIPE).agreement == choice.agreement
     assert backbone.readout is None  # the network itself is left as it was
+
+
+@pytest.fixture
+def convolutional() -> Backbone:
+    """A small random network, whose directions of little variance hold noise."""
+    torch.manual_seed(0)
+    return build_backbone("resnet18", args={"layers": [1, 1, 0, 0], "channels": [8, 8, 8, 8]}, image_size=32)
+
+
+def test_features_that_whitening_harms_are_left_as_they_are(convolutional: Backbone) -> None:
+    images = Scenes(12, size=64, seed=0)
+    start, choice = choose_closed_form(convolutional, images, RECIPE, progress=nothing)
+    assert (choice.power, choice.agreement) == (None, choice.before)
+    assert start.readout is None
+    _, forced = choose_closed_form(convolutional, images, RECIPE, power=1.0, progress=nothing)
+    assert forced.agreement < choice.agreement
+
+
+def test_a_backbone_with_a_readout_gets_a_new_one(convolutional: Backbone) -> None:
+    images = Scenes(12, size=64, seed=0)
+    start, choice = choose_closed_form(convolutional, images, RECIPE, power=0.6, dims=4, progress=nothing)
+    again, second = choose_closed_form(start, images, RECIPE, power=0.6, dims=4, progress=nothing)
+    assert second.before == pytest.approx(choice.agreement, abs=0.01)
+    image = torch.rand(1, 3, 32, 32)
+    torch.testing.assert_close(again.encode(image).tokens, start.encode(image).tokens)

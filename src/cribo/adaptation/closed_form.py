@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.nn.functional import linear
 
 from cribo.adaptation.encoding import encode, readable
 from cribo.adaptation.signs import neighbour_agreement, view_points
@@ -16,8 +17,8 @@ from cribo.method import ViewRecipe
 from cribo.models import Backbone
 from cribo.models.building import first_blocks
 
-POWERS = (0.3, 0.6, 0.8, 1.0)
-"""Of the partial whitening, to choose from."""
+POWERS = (None, 0.3, 0.6, 0.8, 1.0)
+"""Powers of the partial whitening to choose from; None for features as they are, which suit some networks better."""
 
 _IMAGES = 300
 _NEARLY_AS_GOOD = 0.95  # at equal agreement, later blocks know more of what things are
@@ -25,17 +26,17 @@ _NEARLY_AS_GOOD = 0.95  # at equal agreement, later blocks know more of what thi
 
 @dataclass(frozen=True)
 class Choice:
-    """What the closed form reads.
+    """A closed form, and the neighbour agreement that speaks for it.
 
     Attributes:
-        blocks: so many of a vision transformer's; None for another network.
-        power: of the partial whitening.
-        agreement: of neighbours across views that it gives.
-        before: likewise, of the network as it was.
+        blocks: number of blocks of a vision transformer that are kept; None for other networks.
+        power: of the partial whitening; None: features are left as they are.
+        agreement: neighbour agreement across views, from 0 to 1.
+        before: the same for the last block without whitening.
     """
 
     blocks: int | None
-    power: float
+    power: float | None
     agreement: float
     before: float
 
@@ -50,20 +51,20 @@ def choose_closed_form(
     dims: int | None = None,
     progress: Progress,
 ) -> tuple[Backbone, Choice]:
-    """A copy of the backbone that ends where its features are best, with a partial whitening as its readout.
+    """Copy the backbone up to its best block, with a partial whitening as its readout where that helps.
 
-    Of a few powers the one whose neighbours agree most across views is taken (`neighbour_agreement`), and of the upper
-    half of a vision transformer's blocks the last one that comes within 5 % of the best: in trials this predicted dense
-    retrieval (docs/adapting.md).
+    Chosen are the power with the highest neighbour agreement across views (`neighbour_agreement`) and, in the upper
+    half of a vision transformer, the last block within 5 % of the best: in trials, this predicted dense retrieval
+    (docs/adapting.md).
 
     Args:
-        backbone: on the device where it shall run.
-        images: unlabelled; up to 300 of them are read, evenly spread.
+        backbone: on the device where it is to run; a readout is replaced.
+        images: unlabelled; up to 300 of them are read, evenly spaced.
         recipe: how views are drawn.
-        blocks: read after this one; None to choose.
-        power: of the whitening; None to choose.
-        dims: directions to keep.
-        progress: is told what is being done, and how much of it is.
+        blocks: number of blocks to keep; None to choose.
+        power: of the whitening; None to choose, or to leave features as they are.
+        dims: directions to keep; None for all.
+        progress: called with the phase, and how many images of how many are done.
 
     Raises:
         ValueError: `dims` is more than there are, or too few images.
@@ -71,23 +72,35 @@ def choose_closed_form(
     """
     candidates = [blocks] if blocks is not None else list(range((backbone.depth + 1) // 2, backbone.depth + 1))
     layers = backbone.depth - candidates[0] + 1
-    moments = gather_moments(backbone, images, layers, lambda *so_far: progress("statistics of patches", *so_far))
+    plain = copy.deepcopy(backbone)
+    plain.remove_readout()
+    moments = gather_moments(plain, images, layers, lambda *so_far: progress("statistics of patches", *so_far))
     points = view_points(
-        backbone, images, recipe, layers=layers, progress=lambda *so_far: progress("pairs of views", *so_far)
+        plain, images, recipe, layers=layers, progress=lambda *so_far: progress("pairs of views", *so_far)
     ).chunk(layers, dim=-1)
-    best: list[tuple[float, int, float]] = []
+    read = points[-1]
+    if backbone.readout is not None:
+        read = linear(read, backbone.readout.weight.cpu(), backbone.readout.bias.cpu())
+    before = neighbour_agreement(read)
+    powers = (power,) if power is not None else POWERS if dims is None else POWERS[1:]
+    best: list[Choice] = []
     for block, own_moments, own_points in zip(candidates, moments, points, strict=False):
         tried = []
-        for exponent in POWERS if power is None else (power,):
-            weight, bias = partial_whitening(own_moments, power=exponent, dims=dims)
-            tried.append((neighbour_agreement(own_points @ weight.T + bias), block, exponent))
-        best.append(max(tried))
-    enough = _NEARLY_AS_GOOD * max(best)[0]
-    agreement, block, exponent = next(each for each in reversed(best) if each[0] >= enough)
-    start = first_blocks(backbone, block) if backbone.depth > 1 else copy.deepcopy(backbone)
-    start.set_readout(*partial_whitening(moments[block - candidates[0]], power=exponent, dims=dims))
-    before = neighbour_agreement(points[-1])
-    return start, Choice(block if backbone.depth > 1 else None, exponent, agreement, before)
+        for exponent in powers:
+            seen = own_points
+            if exponent is not None:
+                weight, bias = partial_whitening(own_moments, power=exponent, dims=dims)
+                seen = own_points @ weight.T + bias
+            kept = block if backbone.depth > 1 else None
+            tried.append(Choice(kept, exponent, neighbour_agreement(seen), before))
+        best.append(max(tried, key=lambda choice: choice.agreement))
+    enough = _NEARLY_AS_GOOD * max(choice.agreement for choice in best)
+    last = max(index for index, choice in enumerate(best) if choice.agreement >= enough)
+    choice = best[last]
+    start = plain if choice.blocks is None else first_blocks(plain, choice.blocks)
+    if choice.power is not None:
+        start.set_readout(*partial_whitening(moments[last], power=choice.power, dims=dims))
+    return start, choice
 
 
 def refit_whitening(
@@ -101,11 +114,11 @@ def refit_whitening(
     """Fit a partial whitening to unlabelled images, in place of the backbone's present readout.
 
     Args:
-        backbone: on the device where it shall run.
-        images: up to 300 of them are read, evenly spread.
+        backbone: on the device where it is to run.
+        images: up to 300 of them are read, evenly spaced.
         power: see `partial_whitening`.
-        dims: directions to keep.
-        progress: is told how many images of how many are done.
+        dims: directions to keep; None for all.
+        progress: called with how many images of how many are done.
 
     Raises:
         ValueError: see `partial_whitening`.

@@ -30,7 +30,7 @@ class AdaptConfig:
             agreement]
         stride: output stride of a convolutional network, if it can be dilated: 16 gives four times as many features as
             32. [unchanged]
-        power: of the partial whitening: 0 rotates only, 1 whitens. [chosen by neighbour agreement]
+        power: of the partial whitening: 0 rotates only, 1 whitens. [chosen by neighbour agreement, or no whitening]
         dims: number of directions of largest variance to keep. [all]
         recipe: a preset or YAML file of `cribo pretrain`.
         training: values of the recipe to change, such as {"optim.lr": 1e-3, "backbone.train_blocks": 2}.

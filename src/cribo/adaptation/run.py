@@ -130,9 +130,10 @@ def adapt(
                 seconds = 60 * config.minutes - 2 * (time.perf_counter() - started)
                 planned = planned_training(config, recipe, start, images, folder, seconds)
             trained = _train(planned, start, folder, console).to(device)
-            with Phases(console) as progress:
-                again = partial(progress, "closed form of the adapted weights")
-                refit_whitening(trained, images, power=choice.power, dims=config.dims, progress=again)
+            if choice.power is not None:
+                with Phases(console) as progress:
+                    again = partial(progress, "closed form of the adapted weights")
+                    refit_whitening(trained, images, power=choice.power, dims=config.dims, progress=again)
             candidates.append(Candidate("adapted weights", trained))
         with Phases(console) as progress:
             verdict = judge(candidates, images, recipe.views, *sets, keep=config.keep, progress=progress)
@@ -209,9 +210,10 @@ def _closed_form(
 
 def _described(choice: Choice) -> str:
     where = "" if choice.blocks is None else f"block {choice.blocks}, "
+    how = "not whitened" if choice.power is None else f"whitened to the power of {choice.power:g}"
     return (
-        f"closed form: {where}whitened to the power of {choice.power:g}; neighbours across views agree in "
-        f"{choice.agreement:.0%} (before: {choice.before:.0%})"
+        f"closed form: {where}{how}; neighbours across views agree in {choice.agreement:.0%} "
+        f"(before: {choice.before:.0%})"
     )
 
 
@@ -264,6 +266,7 @@ def planned_training(
             pretrained=str(folder / _CLOSED_FORM / WEIGHTS_FILE),
             train_blocks=train_blocks,
         ),
+        objects=replace(recipe.objects, group_size=min(recipe.objects.group_size, batch)),
         optim=replace(recipe.optim, batch_size=batch),
         runtime=replace(recipe.runtime, precision="bf16-mixed" if torch.cuda.is_available() else "32-true"),
     )
