@@ -1,17 +1,19 @@
-"""Segmentation by a few examples on CamVid: mIoU over pixels against the number of examples, and what an image costs.
+"""Segmentation by a few examples: what is chosen, what that is worth, how well it is known, and what it costs.
 
-    uv run python -m benchmarks.segmentation                        # cost alone, each part named
-    uv run python -m benchmarks.segmentation --backbone runs/camvid # and the quality of a backbone
+    uv run python -m benchmarks.segmentation --backbone WEIGHTS --data SET [SET ...]
+    uv run python -m benchmarks.segmentation --backbone WEIGHTS --data SET --only cost
 
-A backbone is set beside the mean colour of a patch, and beside the same network before training. Examples are drawn
-uniformly among the training images, seeded; the validation images are labelled at their own size.
+SET is a folder with images/train, images/val, labels/train, labels/val and classes.txt. Examples are drawn uniformly
+from the training images; validation images are labelled at their own size. Each row is the mean over the draws:
+mIoU and expected calibration error over pixels, both in %.
 """
 
 import argparse
 import dataclasses
+import hashlib
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,22 +21,59 @@ import torch
 from benchmarks.measuring import timed
 from torch import Tensor
 
+from cribo.adaptation.labelled import open_labelled
 from cribo.allocator import keep_freed_memory
-from cribo.data import LabelledImages, LabelledSubset, open_segmentation
+from cribo.data import LabelledSubset
 from cribo.data.randomness import keyed_generator
+from cribo.evaluation.data import spread
 from cribo.evaluation.results import iou
 from cribo.models import Backbone, build_backbone, load_backbone
+from cribo.retrieval import PatchEncoder
+from cribo.retrieval.encoders import backbone_encoder, blocks_encoder
 from cribo.segmentation import Example, SegmentationMemory, SegmentationSettings
-from cribo.segmentation.memory import BackboneLike
+from cribo.segmentation.fitting import block_sets, calibration_error
+from cribo.segmentation.suggesting import suggest
 
-CAMVID = Path(__file__).parents[2] / "shared" / "data" / "camvid"
-DRAWS, FEW = 3, 20  # so few examples are drawn so often
 _DRAW = 0x736567
+_EVERY = 7  # pixels for the calibration error
 
 
-def untrained(backbone: Backbone) -> Backbone:
-    """The same network with random weights."""
-    return build_backbone(backbone.name, args=backbone.args, image_size=backbone.image_size, seed=1).eval()
+def remembering(backbone: Backbone) -> PatchEncoder:
+    """The encoder of all candidate blocks, which encodes no image twice."""
+    blocks = sorted({block for chosen in block_sets(backbone.depth) for block in chosen})
+    encoder = backbone_encoder(backbone) if backbone.depth == 1 else blocks_encoder(backbone, blocks)
+    known: dict[str, Tensor] = {}
+
+    def encode(images: Tensor) -> Tensor:
+        keys = [hashlib.sha256(image.numpy().tobytes()).hexdigest() for image in images]
+        for key, image in zip(keys, images, strict=True):
+            if key not in known:
+                known[key] = encoder.encode(image[None])[0].half()
+        return torch.stack([known[key] for key in keys]).float()
+
+    return dataclasses.replace(encoder, encode=encode)
+
+
+def rows_of(depth: int) -> dict[str, dict[str, object]]:
+    """Settings of each row."""
+    last, middle = (depth,), max(block_sets(depth), key=lambda blocks: (len(blocks), -blocks[-1]))
+    plain = {"head": "knn", "whiten": False}
+    rows: dict[str, dict[str, object]] = {
+        "last block, k = 5 (before)": {"blocks": last, **plain, "neighbours": 5, "temperature": 0.02},
+        "last block, k = 20": {"blocks": last, **plain},
+    }
+    if depth > 1:
+        rows["block at 3/4, k = 20"] = {"blocks": (round(depth * 0.75),), **plain}
+    return rows | {
+        "four blocks, ridge": {"blocks": middle, "head": "ridge", "whiten": False},
+        "four blocks, whitened, both": {"blocks": middle, "head": "both", "whiten": True},
+        "chosen": {},
+    }
+
+
+def draw_of(count: int, among: int, draw: int) -> list[int]:
+    """Indices of the examples of a draw."""
+    return sorted(torch.randperm(among, generator=keyed_generator(_DRAW, count, draw))[:count].tolist())
 
 
 def filled(memory: SegmentationMemory, images: LabelledSubset, chosen: Sequence[int]) -> SegmentationMemory:
@@ -44,121 +83,133 @@ def filled(memory: SegmentationMemory, images: LabelledSubset, chosen: Sequence[
     return memory
 
 
-def chosen_examples(count: int, among: int, draw: int) -> list[int]:
-    if count >= among:
-        return list(range(among))
-    return sorted(torch.randperm(among, generator=keyed_generator(_DRAW, count, draw))[:count].tolist())
-
-
-def miou(memory: SegmentationMemory, queries: LabelledImages, features: Sequence[Tensor]) -> float:
-    """Over all pixels of all images together, of the classes that occur."""
+def scored(memory: SegmentationMemory, queries: LabelledSubset) -> tuple[float, float]:
+    """Compute the mIoU of the classes that occur, and the calibration error, over all pixels."""
     classes = len(queries.classes)
     confusion = torch.zeros(classes, classes, dtype=torch.long)
-    for start in range(0, len(queries), 8):
-        part = range(start, min(start + 8, len(queries)))
-        for index, votes in zip(part, memory.vote([features[i] for i in part]), strict=True):
-            truth, found = queries.labels(index), memory.label(votes, queries.load(index)).labels
-            known = truth != queries.ignore_index
-            pairs = truth[known].long() * classes + found[known].long()
-            confusion += torch.bincount(pairs, minlength=classes**2).view(classes, classes)
-    return float(iou(confusion).nanmean())
+    confidence, right = [], []
+    for index in range(len(queries)):
+        truth, found = queries.labels(index), memory.segment(queries.load(index))
+        known = truth != queries.ignore_index
+        pairs = truth[known].long() * classes + found.labels[known].long()
+        confusion += torch.bincount(pairs, minlength=classes**2).view(classes, classes)
+        confidence.append(found.confidence[known][::_EVERY])
+        right.append((truth == found.labels)[known][::_EVERY].float())
+    score = float(iou(confusion)[confusion.sum(dim=1) > 0].mean())
+    return 100 * score, 100 * calibration_error(torch.cat(confidence), torch.cat(right))
 
 
-def quality(name: str, backbone: BackboneLike, settings: SegmentationSettings, arguments: argparse.Namespace) -> None:
-    """One row of mIoU."""
-    train, val = opened(arguments)
-    new = lambda: SegmentationMemory(  # noqa: E731
-        backbone, classes=train.classes, settings=settings, device=arguments.device
-    )
-    features = [new().encode([val.load(index)])[0] for index in range(len(val))]
-    cells = []
+def quality(train: LabelledSubset, val: LabelledSubset, encoder: PatchEncoder, arguments: argparse.Namespace) -> None:
+    """Print a table of mIoU and calibration error by the number of examples."""
+    found: dict[str, list[str]] = {}
     for count in arguments.examples:
-        draws = DRAWS if count <= FEW else 1
-        scores = [
-            100 * miou(filled(new(), train, chosen_examples(count, len(train), draw)), val, features)
-            for draw in range(draws)
-        ]
-        cells.append(
-            f"{scores[0]:.1f}" if draws == 1 else f"{statistics.fmean(scores):.1f} ± {statistics.stdev(scores):.1f}"
-        )
-    print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        scores: dict[str, list[tuple[float, float]]] = {}
+        expected = []
+        for draw in range(arguments.draws):
+            for name, values in rows_of(encoder.blocks[-1]).items():
+                memory = SegmentationMemory(encoder, classes=train.classes, settings=settings_of(values, arguments))
+                filled(memory, train, draw_of(count, len(train), draw))
+                scores.setdefault(name, []).append(scored(memory, val))
+                if name == "chosen":
+                    expected.append(100 * (memory.fit().expected or float("nan")))
+        for name, own in scores.items():
+            cell = f"{statistics.fmean(score for score, _ in own):.1f}"
+            if name in ("chosen", "last block, k = 5 (before)"):
+                cell += f" (error {statistics.fmean(error for _, error in own):.1f})"
+            found.setdefault(name, []).append(cell)
+        best = [max(scores[name][draw][0] for name in scores) for draw in range(arguments.draws)]
+        found.setdefault("best row of each draw", []).append(f"{statistics.fmean(best):.1f}")
+        found.setdefault("expected by the fit", []).append(f"{statistics.fmean(expected):.1f}")
+    print(f"| | {' | '.join(map(str, arguments.examples))} |\n|---|{'---|' * len(arguments.examples)}")
+    for name, cells in found.items():
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
-def cost(name: str, backbone: BackboneLike, settings: SegmentationSettings, arguments: argparse.Namespace) -> None:
-    """Rows of milliseconds for each part of an image, and of what adding an example costs."""
-    train, val = opened(arguments)
+def suggestions(
+    train: LabelledSubset, val: LabelledSubset, encoder: PatchEncoder, arguments: argparse.Namespace
+) -> None:
+    """Print mIoU after labelling suggested images, beside random ones, from the same two examples."""
+    pool = LabelledSubset(train, spread(len(train), arguments.pool))
+    curves: dict[str, list[list[float]]] = {"suggested": [], "random": []}
+    for draw in range(arguments.draws):
+        first = draw_of(2, len(pool), draw)
+        order = torch.randperm(len(pool), generator=keyed_generator(_DRAW, draw)).tolist()
+        for name, curve in curves.items():
+            memory = SegmentationMemory(encoder, classes=train.classes, settings=settings_of({}, arguments))
+            filled(memory, pool, first)
+            labelled, points = list(first), [scored(memory, val)[0]]
+            for _ in range(3):
+                left = [index for index in order if index not in labelled]
+                chosen = left[:3]
+                if name == "suggested":
+                    chosen = [left[index] for index in suggest(memory, (pool.load(index) for index in left), 3)]
+                labelled += chosen
+                points.append(scored(filled(memory, pool, chosen), val)[0])
+            curve.append(points)
+    print("| next images | 2 | 5 | 8 | 11 |\n|---|---|---|---|---|")
+    for name, curve in curves.items():
+        print(f"| {name} | {' | '.join(f'{statistics.fmean(own):.1f}' for own in zip(*curve, strict=True))} |")
+
+
+def cost(train: LabelledSubset, val: LabelledSubset, backbone: Backbone, arguments: argparse.Namespace) -> None:
+    """Print seconds for each part, with the whole of the present tool and as before."""
     image = val.load(0)
-    for count in arguments.timed:
-        memory = SegmentationMemory(backbone, classes=train.classes, settings=settings, device=arguments.device)
+    print(
+        "| seconds | encode the examples | fit | encode an image | label patches | label pixels |\n|---|---|---|---|---|---|"
+    )
+    rows = rows_of(backbone.depth)
+    for name in ("last block, k = 5 (before)", "chosen"):
+        memory = SegmentationMemory(backbone, classes=train.classes, settings=settings_of(rows[name], arguments))
         begun = time.perf_counter()
-        filled(memory, train, chosen_examples(count, len(train), 0))
-        added = (time.perf_counter() - begun) / count
+        filled(memory, train, draw_of(8, len(train), 0))
+        added = time.perf_counter() - begun
+        begun = time.perf_counter()
+        memory.fit()
+        fitted = time.perf_counter() - begun
         features = memory.encode([image])
         votes = memory.vote(features)[0]
-        settings_of = {refine: dataclasses.replace(settings, refine=refine) for refine in ("none", settings.refine)}
-        parts = [
-            partial(memory.encode, [image]),
-            partial(memory.vote, features),
-            *(partial(label, memory, votes, image, one) for one in settings_of.values()),
-        ]
-        medians = []
-        for part in parts:
-            part()
-            medians.append(statistics.median(timed(part, arguments.device) for _ in range(arguments.rounds)))
-        cells = " | ".join(f"{1000 * seconds:.0f}" for seconds in (*medians, added))
-        print(f"| {name} | {count} | {memory.patches} | {cells} |", flush=True)
+        parts = [partial(memory.encode, [image]), partial(memory.vote, features), partial(memory.label, votes, image)]
+        medians = [statistics.median(timed(part, "cpu") for _ in range(arguments.rounds)) for part in parts]
+        print(f"| {name} | {added:.2f} | {fitted:.2f} | {' | '.join(f'{each:.3f}' for each in medians)} |", flush=True)
 
 
-def label(memory: SegmentationMemory, votes: Tensor, image: Tensor, settings: SegmentationSettings) -> None:
-    memory.settings = settings
-    memory.label(votes, image)
-
-
-def opened(arguments: argparse.Namespace) -> tuple[LabelledSubset, LabelledSubset]:
-    if not arguments.camvid.is_dir():
-        raise SystemExit(f"needs the CamVid data in {arguments.camvid}: give --camvid")
-    train, val = (open_segmentation("camvid", arguments.camvid, split) for split in ("train", "val"))
-    queries = min(arguments.queries, len(val))
-    chosen = [number * len(val) // queries for number in range(queries)]
-    return LabelledSubset(train, range(len(train))), LabelledSubset(val, chosen)
+def settings_of(values: Mapping[str, object], arguments: argparse.Namespace) -> SegmentationSettings:
+    """The defaults with some values changed."""
+    return dataclasses.replace(SegmentationSettings(scale=arguments.scale), **values)
 
 
 def main() -> None:
     """Print the tables as markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--backbone", help="a run folder, file or timm name; a random ViT-S/16 when not given")
-    parser.add_argument("--camvid", type=Path, default=CAMVID, help="where CamVid lies")
-    parser.add_argument("--examples", type=int, nargs="+", default=[1, 5, 20, 100, 367], help="for the quality")
-    parser.add_argument("--timed", type=int, nargs="+", default=[5, 20], help="examples, for the cost")
-    parser.add_argument("--queries", type=int, default=101, help="validation images that are labelled")
+    parser.add_argument("--backbone", help="what `cribo segment` takes; a random ViT-S/16 when not given")
+    parser.add_argument("--untrained", action="store_true", help="the same network with random weights")
+    parser.add_argument("--data", type=Path, nargs="+", required=True)
+    parser.add_argument("--examples", type=int, nargs="+", default=[1, 2, 8, 32])
+    parser.add_argument("--draws", type=int, default=5)
+    parser.add_argument("--queries", type=int, default=15, help="validation images that are labelled")
+    parser.add_argument("--pool", type=int, default=100, help="images to suggest from")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, help="of the images; the default of `cribo segment` when not given")
-    parser.add_argument("--refine", choices=("guided", "bilateral"), default="guided")
-    parser.add_argument("--only", choices=("quality", "cost"))
+    parser.add_argument("--only", choices=("quality", "suggestions", "cost"))
     arguments = parser.parse_args()
-    if arguments.device == "cpu":
-        keep_freed_memory()  # as `cribo segment` does
-    settings = SegmentationSettings(scale=arguments.scale, refine=arguments.refine)
-    trained = load_backbone(arguments.backbone) if arguments.backbone else None
-    network = trained or build_backbone("vit_small_patch16_224").eval()
-    named: dict[str, BackboneLike] = {"mean colour of a patch": "mean-colour"}
-    if trained is not None:
-        named |= {f"{trained.name}, untrained": untrained(trained), f"{trained.name}, {arguments.backbone}": trained}
-    else:
-        named[f"{network.name}, untrained"] = network
-    if trained is not None and arguments.only != "cost":
-        counts = " | ".join(str(count) for count in arguments.examples)
-        print(f"mIoU [%] over the pixels of {arguments.queries} images, by the number of examples")
-        print(f"\n| features | {counts} |\n|---|{'---|' * len(arguments.examples)}")
-        for name, backbone in named.items():
-            quality(name, backbone, settings, arguments)
-    if arguments.only != "quality":
-        print("\nMilliseconds of an image of 480 x 360 pixels, and of adding an example")
-        print("\n| features | examples | patches | encode | search and vote | to pixels | refined | add |")
-        print(f"|{'---|' * 8}")
-        for name, backbone in named.items():
-            cost(name, backbone, settings, arguments)
+    keep_freed_memory()  # as `cribo segment` does
+    backbone = load_backbone(arguments.backbone) if arguments.backbone else build_backbone("vit_small_patch16_224")
+    if arguments.untrained:
+        backbone = build_backbone(backbone.name, args=backbone.args, image_size=backbone.image_size, seed=1)
+    encoder = remembering(backbone.eval())
+    for folder in arguments.data:
+        known = open_labelled(folder)
+        train = LabelledSubset(known.memory, range(len(known.memory)))
+        val = LabelledSubset(known.queries, spread(len(known.queries), arguments.queries))
+        parts = {
+            "quality": partial(quality, train, val, encoder, arguments),
+            "suggestions": partial(suggestions, train, val, encoder, arguments),
+            "cost": partial(cost, train, val, backbone, arguments),
+        }
+        for name, part in parts.items():
+            if arguments.only in (None, name):
+                print(f"\n{folder.name}, {backbone.name}: {name}\n")
+                part()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from cribo.retrieval import PatchEncoder
 from cribo.segmentation import SegmentationSettings
 
 PATCH = 4
-EXACT = SegmentationSettings(scale=1.0, neighbours=3, refine="none")
+EXACT = SegmentationSettings(scale=1.0, neighbours=3, refine="none", head="knn", whiten=False)
 
 
 def _one_hot_of_red(images: torch.Tensor) -> torch.Tensor:

@@ -33,11 +33,13 @@ def test_sizes_at_which_images_are_encoded(settings: dict, size: tuple[int, int]
     made = encoder(**settings)
     assert made.size(42, 57 if settings != {"size": 20} else 58) == size
     image = noise(42, 57 if settings != {"size": 20} else 58)
-    assert made.encode([image])[0].shape == (size[0] // PATCH, size[1] // PATCH, 3)
+    assert made.encode([image])[0].shape == (size[0] // PATCH, size[1] // PATCH, 1, 3)
 
 
 def test_large_images_are_reduced_by_default() -> None:
     assert encoder().size(3000, 4000) == (1024, 1364)
+    assert encoder().size(300, 400) == (384, 512)
+    assert encoder().size(480, 640) == (480, 640)
     assert encoder(scale=1.0).size(3000, 4000) == (3000, 4000)
 
 
@@ -57,7 +59,7 @@ def test_overlapping_windows_count_most_in_their_middle() -> None:
 
     settings = SegmentationSettings(scale=1.0, window=32, stride=16)
     made = GridEncoder(PatchEncoder(first_column, PATCH), settings, "cpu", batch_size=2)
-    row = made.encode([noise(32, 48)])[0][0]
+    row = made.encode([noise(32, 48)])[0][0, :, 0]
     # Patches 4 to 7 are right in the first window, 0 to 3 of the second one: near the middle of the first at 4.
     assert row[:4, 0].tolist() == [1, 1, 1, 1]
     assert (row[4:8, 1] / row[4:8, 0]).tolist() == sorted((row[4:8, 1] / row[4:8, 0]).tolist(), reverse=True)
@@ -98,6 +100,9 @@ def test_an_encoder_that_gives_too_few_features() -> None:
         ({"size": 100, "scale": 2.0}, r"size=100 and scale=2\.0 exclude each other"),
         ({"size": 0}, "size must be >= 1, got 0"),
         ({"neighbours": 0}, "neighbours must be >= 1, got 0"),
+        ({"blocks": ()}, r"blocks must be numbers from 1, got \[\]"),
+        ({"blocks": (0, 2)}, r"blocks must be numbers from 1, got \[0, 2\]"),
+        ({"min_confidence": 1.0}, r"min_confidence must be from 0 to below 1, got 1\.0"),
         ({"temperature": 0.0}, r"temperature must be > 0, got 0\.0"),
         ({"contrast": float("nan")}, "contrast must be > 0, got nan"),
     ],

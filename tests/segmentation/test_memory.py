@@ -13,10 +13,13 @@ from safetensors.torch import save_file
 import cribo
 from cribo.data.images import DataError, MissingData
 from cribo.data.reading import UnreadableImage
+from cribo.data.scenes import Scenes
 from cribo.models import Backbone, build_backbone
 from cribo.retrieval import PatchEncoder
 from cribo.segmentation import Example, SegmentationMemory, SegmentationSettings
+from cribo.segmentation.fitting import Reading
 from cribo.segmentation.settings import Refine
+from cribo.segmentation.suggesting import suggest
 
 from .coded import EXACT, PERFECT, blocks, image_of, save_image, save_labels
 
@@ -110,18 +113,6 @@ def test_a_thin_stroke_in_a_large_image_is_not_lost() -> None:
     assert memory.patches == 4
 
 
-def test_soft_and_hard_labels_of_patches() -> None:
-    labels = torch.zeros(4, 4, dtype=torch.uint8)
-    labels[0] = 1
-    image = image_of(torch.zeros_like(labels))
-    for patch_labels, confidence in (("soft", 0.75), ("hard", 1.0)):
-        memory = perfect(patch_labels=patch_labels)
-        memory.add(image, labels)
-        found = memory.segment(image)
-        assert not found.labels.any()
-        assert float(found.confidence[0, 0]) == pytest.approx(confidence)
-
-
 def test_a_small_memory_votes_as_a_whole_and_says_so_once() -> None:
     memory = perfect(neighbours=30)
     memory.add(image_of(FIRST), FIRST)
@@ -188,7 +179,7 @@ def test_a_memory_that_is_read_labels_as_the_one_that_was_written(tmp_path: Path
 
 def test_how_patches_vote_can_be_changed_when_a_memory_is_read(tmp_path: Path) -> None:
     filled().save(tmp_path / "m")
-    read = SegmentationMemory.load(tmp_path / "m", PERFECT, changes={"neighbours": 1, "patch_labels": "hard"})
+    read = SegmentationMemory.load(tmp_path / "m", PERFECT, changes={"neighbours": 1})
     assert read.settings.neighbours == 1
     assert read.fingerprint != filled().fingerprint
     with pytest.raises(ValueError, match=r"scale is 1\.0 in the memory and cannot be 2\.0"):
@@ -222,7 +213,7 @@ def test_damaged_memories_and_other_files_are_refused(tmp_path: Path) -> None:
         SegmentationMemory.load(path, PERFECT)
     about = {"format": 99, "sha256": ""}
     save_file({"features": torch.zeros(2)}, path, metadata={"cribo segmentation memory": json.dumps(about)})
-    with pytest.raises(DataError, match="has the format 99, this version of cribo knows 1"):
+    with pytest.raises(DataError, match="has the format 99, this version of cribo knows 2"):
         SegmentationMemory.load(path, PERFECT)
 
 
@@ -322,3 +313,75 @@ def test_classes_without_an_example_are_known() -> None:
 
 def test_it_is_in_the_package() -> None:
     assert cribo.SegmentationMemory is SegmentationMemory
+
+
+# ----------------------------------------------------------------------------------------------- fit
+
+
+def deep(seed: int = 0) -> Backbone:
+    args = {"patch_size": 8, "depth": 6, "embed_dim": 32, "num_heads": 2}
+    return build_backbone("vit_tiny_patch16_224", args=args, image_size=32, seed=seed)
+
+
+def scenes(memory: SegmentationMemory, count: int) -> SegmentationMemory:
+    found = Scenes(count, size=64, seed=0)
+    memory.extend([Example(found.load(index), found.labels(index)) for index in range(count)])
+    return memory
+
+
+def test_adding_an_example_chooses_again() -> None:
+    memory = scenes(SegmentationMemory(deep()), 2)
+    before = memory.fit()
+    assert memory.fit() is before
+    found = Scenes(3, size=64, seed=0)
+    memory.add(found.load(2), found.labels(2))
+    assert memory.fit().per_class != before.per_class
+
+
+def test_the_choice_is_kept_in_the_file_and_made_again_for_other_settings(tmp_path: Path) -> None:
+    memory = scenes(SegmentationMemory(deep()), 3)
+    choice = memory.fit()
+    memory.save(tmp_path / "m")
+    read = SegmentationMemory.load(tmp_path / "m", deep())
+    assert read._choice == choice  # not fitted again
+    image = Scenes(4, size=64, seed=0).load(3)
+    assert torch.equal(read.segment(image).labels, memory.segment(image).labels)
+    changed = SegmentationMemory.load(tmp_path / "m", deep(), changes={"head": "knn", "blocks": (5, 6), "whiten": True})
+    assert changed.fit().reading == Reading((5, 6), True, "knn")
+    with pytest.raises(ValueError, match="has features of blocks 3, 4, 5, 6, not of 2"):
+        SegmentationMemory.load(tmp_path / "m", deep(), changes={"blocks": (2, 6)})
+
+
+def test_blocks_that_a_network_does_not_have() -> None:
+    with pytest.raises(ValueError, match="blocks must be at most 6, the depth of vit_tiny_patch16_224, got 7"):
+        SegmentationMemory(deep(), settings=SegmentationSettings(blocks=(3, 7)))
+    convolutional = build_backbone("resnet10t", image_size=64)
+    with pytest.raises(ValueError, match="resnet10t gives features of its last block alone: leave blocks out"):
+        SegmentationMemory(convolutional, settings=SegmentationSettings(blocks=(3,)))
+
+
+def test_uncertain_pixels_are_left_unlabelled() -> None:
+    image, certain = image_of(NEW), filled(neighbours=1).segment(image_of(NEW))
+    found = filled(neighbours=1, min_confidence=0.7).segment(image)
+    unsure = certain.confidence < 0.7
+    assert 0 < unsure.float().mean() < 1
+    assert torch.equal(found.labels == 255, unsure)
+    assert torch.equal(found.labels[~unsure], certain.labels[~unsure])
+    assert sum(found.shares.values()) == pytest.approx(float((~unsure).float().mean()))
+
+
+def test_a_memory_of_an_older_version_is_refused(tmp_path: Path) -> None:
+    about = {"format": 1, "sha256": ""}
+    save_file({"features": torch.zeros(2)}, tmp_path / "m", metadata={"cribo segmentation memory": json.dumps(about)})
+    with pytest.raises(DataError, match="was made by an older version of cribo: make it again"):
+        SegmentationMemory.load(tmp_path / "m", PERFECT)
+
+
+def test_images_that_show_what_is_unknown_are_suggested_once() -> None:
+    memory = perfect()
+    memory.add(image_of(FIRST), FIRST)  # classes 0 to 2
+    known, new, other = blocks([0, 1], [2, 0]), blocks([4, 4], [5, 4]), blocks([6, 6], [6, 7])
+    images = [image_of(labels) for labels in (known, new, new, other, known)]
+    assert set(suggest(memory, images, 2)) == {1, 3}
+    assert len(suggest(memory, images, 9)) == 5
+    assert suggest(memory, [], 2) == []

@@ -48,6 +48,8 @@ def config(folder: Path, **changes) -> SegmentConfig:
         "examples": str(folder / "examples"),
         "scale": 1.0,
         "neighbours": 1,
+        "head": "knn",
+        "whiten": False,
         "refine": "none",
         "workers": 1,
         "device": "cpu",
@@ -283,7 +285,7 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (status, said.err) == (0, "")
     for part in ("memory: 2 examples", "Share of each class", "3 images in", "images/s", "summary.csv"):
         assert part in said.out
-    again = [*words, *memory, "--out", str(folder / "again"), "--window", "32", "--vote", "majority"]
+    again = [*words, *memory, "--out", str(folder / "again"), "--window", "32"]
     assert main(again) == 2
     assert "window is None in the memory and cannot be 32" in capsys.readouterr().err
     other = save_backbone(build_backbone("vit_tiny_patch16_224", args=args, image_size=32, seed=1), folder / "other")
@@ -301,7 +303,9 @@ def test_street_scenes(camvid: Path, tmp_path: Path) -> None:
         labels=str(camvid / "labels" / "train"),
         classes=str(camvid / "classes.txt"),
         images=str(_listed(camvid / "images" / "val", 30, tmp_path / "val")),
-        neighbours=10,
+        neighbours=20,
+        head=None,
+        whiten=None,
         refine="guided",
     )
     assert done.images == 4

@@ -10,8 +10,9 @@ from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_
 from cribo.console import loading, log_to
 
 HELP = """\
-Label the pixels of many images by a few labelled examples. Nothing is trained: each patch of a new image takes its
-label from the most similar patches of the examples.
+Label the pixels of many images by a few labelled examples; two are enough to begin. The backbone is not trained: which
+of its blocks are read, and whether patches are labelled by their nearest neighbours, by ridge regression or by both, is
+chosen by leaving out one example at a time. The command prints what that gave, and what to expect.
 
   cribo segment --backbone runs/mine --examples EXAMPLES --images FRAMES --out RESULT
   cribo segment --backbone runs/mine --examples EXAMPLES --images FRAMES --out RESULT --memory mine.safetensors
@@ -19,8 +20,9 @@ label from the most similar patches of the examples.
 
 EXAMPLES contains a.jpg and a.png (or a_labels.png), or images/a.jpg and labels/a.png, or images and one JSON file in
 COCO's format. RESULT receives label maps, overlays, confidences, summary.csv and contact.png. To continue after an
-interruption, repeat the command with --resume. If classes are confused, add examples of them. If small things are
-missed in large images, use --scale 1 --window 448. If it is too slow, use --scale 1 or --size 384.
+interruption, repeat the command with --resume. If classes are confused, add examples of them; --suggest 5 names the
+images that would help most. If small things are missed in large images, use --scale 1 --window 448. If it is too slow,
+use --size 384.
 """
 
 LESS_MEMORY = "lower --batch_size or --size, or use --window"
@@ -48,13 +50,14 @@ def _segment(words: list[str]) -> None:
     parser.add_argument("--resume", action="store_true", help="continue the interrupted command that wrote to --out")
     parser.add_argument("--overwrite", action="store_true", help="replace existing results in --out")
     parser.add_argument("--pictures", type=int, default=6, help="number of images in contact.png")
+    parser.add_argument("--suggest", type=int, default=0, help="number of images to suggest for labelling next")
     parser.add_argument("--config", action="config", help="a YAML file of options, overridden by the command line")
     parser.add_class_arguments(SegmentConfig)
     parsed = parser.parse_args(words)
     made = parser.instantiate(parsed)
     config = SegmentConfig(**{name: made[name] for name in SegmentConfig.__dataclass_fields__})
     with loading(console):
-        from cribo.segmentation.run import OVERVIEW, SUMMARY, segment_images, speed
+        from cribo.segmentation.run import OVERVIEW, SUGGESTED, SUMMARY, segment_images, speed
 
     segmented = segment_images(
         config,
@@ -62,6 +65,7 @@ def _segment(words: list[str]) -> None:
         resume=parsed.resume,
         overwrite=parsed.overwrite,
         pictures=parsed.pictures,
+        suggestions=parsed.suggest,
         command=shlex.join(["cribo", "segment", *words]),
         console=console,
     )
@@ -82,5 +86,6 @@ def _segment(words: list[str]) -> None:
             "confidence": segmented.folder / "confidence",
             "numbers": segmented.folder / SUMMARY,
             **({"overview": segmented.folder / OVERVIEW} if parsed.pictures else {}),
+            **({"label next": segmented.folder / SUGGESTED} if parsed.suggest else {}),
         },
     )

@@ -26,11 +26,13 @@ class PatchEncoder:
         encode: gives (B, N, D) features of (B, 3, H, W) images in 0-1, N patches row by row.
         patch_size: pixels; H and W are multiples of it.
         identity: what tells this encoder from all others, for the cache on disk; None keeps it out of the cache.
+        blocks: numbers, from 1, of the blocks whose features are concatenated in the D channels.
     """
 
     encode: Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "b n d"]]
     patch_size: int
     identity: str | None = None
+    blocks: tuple[int, ...] = (1,)
 
     def grids(
         self, pixels: UInt8[Tensor, "b 3 h w"], device: torch.device | str = "cpu"
@@ -63,7 +65,33 @@ def backbone_encoder(backbone: Backbone, *, layers: int = 1) -> PatchEncoder:
         with evaluation_mode(backbone):
             return backbone.encode(normalise(images, mean=backbone.mean, std=backbone.std), layers).tokens
 
-    return PatchEncoder(encode, backbone.patch_size, f"{backbone.fingerprint()}-{layers}")
+    blocks = tuple(range(backbone.depth - layers + 1, backbone.depth + 1))
+    return PatchEncoder(encode, backbone.patch_size, f"{backbone.fingerprint()}-{layers}", blocks)
+
+
+def blocks_encoder(backbone: Backbone, blocks: Sequence[int]) -> PatchEncoder:
+    """Patch features of some blocks of a backbone, concatenated in ascending order; one pass computes all of them.
+
+    Args:
+        backbone: on the device where it is to run.
+        blocks: numbers from 1 to the backbone's depth.
+
+    Raises:
+        ValueError: the backbone does not have these blocks (`Backbone.check_layers`).
+    """
+    chosen = tuple(sorted(set(blocks)))
+    layers = backbone.depth - chosen[0] + 1
+    if chosen[-1] > backbone.depth:
+        raise ValueError(f"blocks must be 1 to {backbone.depth}, those of {backbone.name}, got {chosen[-1]}")
+    backbone.check_layers(layers)
+    last = backbone_encoder(backbone, layers=layers)
+
+    def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n d"]:
+        features = last.encode(images).unflatten(-1, (layers, -1))
+        return features[:, :, [block - chosen[0] for block in chosen]].flatten(2)
+
+    identity = f"{backbone.fingerprint()}-blocks-{'-'.join(map(str, chosen))}"
+    return PatchEncoder(encode, backbone.patch_size, identity, chosen)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cribo.arguments import ConfigError
-from cribo.retrieval.choices import FeaturePrecision, PatchLabels, Vote
+from cribo.retrieval.choices import FeaturePrecision
 from cribo.retrieval.source import BackboneSource
-from cribo.segmentation.settings import Refine, SegmentationSettings
+from cribo.segmentation.settings import Head, Refine, SegmentationSettings
 
 
 @dataclass
@@ -25,18 +25,20 @@ class SegmentConfig:
         classes: text file with the name of each class; classes.txt beside the examples when not given.
         memory: file that keeps the memory of the examples. Without --examples it is used as it is; with them, those
             that are not in it yet are added.
-        size: pixels of the shorter side at which images are encoded: larger is finer, and slower. [twice the image's
-            own, 1024 at most]
+        size: pixels of the shorter side at which images are encoded: larger is finer, and slower. [the image's own,
+            from 384 to 1024]
         scale: enlarge images so many times before they are encoded, in place of size; 1 for their own size.
         window: encode images in square windows of so many pixels, where they are far larger than those that the
             backbone was trained on. [images as a whole]
         stride: pixels between windows. [two thirds of the window]
         precision: in which the memory keeps features: float16 takes half the room. [float16]
-        neighbours: k, how many nearest patches vote: more of them favour frequent classes. [5]
-        vote: weight of a neighbour: attention (softmax of cosine / temperature), similarity (its cosine) or majority
-            (all alike). [attention]
-        temperature: of the attention: the smaller, the more the very nearest decide. [0.02]
-        patch_labels: soft, the share of each class in a patch, or hard, the class of most of its pixels. [soft]
+        blocks: numbers, from 1, of the blocks whose features are read, such as 6,8,9,10. [chosen by left-out examples]
+        whiten: true or false: partially whiten the features by those of the examples. [chosen]
+        head: knn (nearest neighbours), ridge (ridge regression) or both (their mean). [chosen]
+        neighbours: k, how many nearest patches vote: more of them favour frequent classes. [20]
+        temperature: weights of neighbours are the softmax of cosine / temperature; lower values favour the nearest.
+            [0.07]
+        min_confidence: leave pixels below this confidence (0 to 1) unlabelled (255). [0]
         refine: let the edges of the image draw those of the labels, with a guided filter or a joint bilateral one; or
             none. [guided]
         reach: radius of that filter, in patches. [1]
@@ -57,10 +59,12 @@ class SegmentConfig:
     window: int | None = None
     stride: int | None = None
     precision: FeaturePrecision | None = None
+    blocks: tuple[int, ...] | None = None
+    whiten: bool | None = None
+    head: Head | None = None
     neighbours: int | None = None
-    vote: Vote | None = None
     temperature: float | None = None
-    patch_labels: PatchLabels | None = None
+    min_confidence: float | None = None
     refine: Refine | None = None
     reach: float | None = None
     contrast: float | None = None
@@ -73,6 +77,10 @@ class SegmentConfig:
             raise ConfigError("give --examples, a folder of labelled images, or --memory, a file that was made of some")
         if self.examples is None and self.labels is not None:
             raise ConfigError("--labels goes with --examples: it says where their labels are")
+        if self.backbone.layers != 1:
+            raise ConfigError(
+                f"--layers {self.backbone.layers} does not go with segment: name the blocks with --blocks"
+            )
         for name, least in (("batch_size", 1), ("workers", 0)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise ConfigError(f"{name} must be >= {least}, got {value}")
@@ -80,6 +88,5 @@ class SegmentConfig:
     @property
     def chosen(self) -> dict[str, Any]:
         """The settings that are not left to their defaults, by name."""
-        names = [field.name for field in dataclasses.fields(SegmentationSettings) if field.name != "layers"]
-        values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return values if self.backbone.layers == 1 else {**values, "layers": self.backbone.layers}
+        names = [field.name for field in dataclasses.fields(SegmentationSettings)]
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}

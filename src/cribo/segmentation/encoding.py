@@ -13,7 +13,7 @@ from cribo.segmentation.settings import SegmentationSettings
 
 
 class GridEncoder:
-    """Encodes images into one feature of unit length per patch, in the order of the grid.
+    """Encodes images into features of their patches, each block's of unit length, in the order of the grid.
 
     Args:
         encoder: on `device`.
@@ -42,7 +42,7 @@ class GridEncoder:
         return grid_size(round(height * factor), round(width * factor), self.encoder.patch_size)
 
     @torch.no_grad()
-    def encode(self, images: Sequence[UInt8[Tensor, "3 h w"]]) -> list[Float[Tensor, "rows columns d"]]:
+    def encode(self, images: Sequence[UInt8[Tensor, "3 h w"]]) -> list[Float[Tensor, "rows columns l d"]]:
         """Features of images of any sizes, on the device; those of one size are encoded together.
 
         Raises:
@@ -58,7 +58,7 @@ class GridEncoder:
                 found.update(zip(part, self._of_one_size(pixels), strict=True))
         return [found[number] for number in range(len(images))]
 
-    def _of_one_size(self, pixels: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b rows columns d"]:
+    def _of_one_size(self, pixels: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b rows columns l d"]:
         patch = self.encoder.patch_size
         rows, columns = pixels.shape[2] // patch, pixels.shape[3] // patch
         windows = self.settings.steps(patch)
@@ -68,7 +68,7 @@ class GridEncoder:
         places = [(top, left) for top in window_starts(rows, side, step) for left in window_starts(columns, side, step)]
         crops = [(image, top, left) for image in range(len(pixels)) for top, left in places]
         height, width = min(side, rows), min(side, columns)
-        weight = _hann(height)[:, None, None] * _hann(width)[:, None]
+        weight = _hann(height)[:, None, None, None] * _hann(width)[:, None, None]
         weight = weight.to(self.device)
         total = torch.zeros(0)
         for start in range(0, len(crops), self.batch_size):
@@ -79,13 +79,14 @@ class GridEncoder:
             ]
             features = self._unit_features(torch.stack(cut)) * weight
             if not total.numel():
-                total = features.new_zeros(len(pixels), rows, columns, features.shape[-1])
+                total = features.new_zeros(len(pixels), rows, columns, *features.shape[3:])
             for (image, top, left), own in zip(part, features, strict=True):
                 total[image, top : top + height, left : left + width] += own
         return F.normalize(total, dim=-1)
 
-    def _unit_features(self, pixels: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b rows columns d"]:
-        return F.normalize(self.encoder.grids(pixels, self.device), dim=-1)
+    def _unit_features(self, pixels: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b rows columns l d"]:
+        features = self.encoder.grids(pixels, self.device)
+        return F.normalize(features.unflatten(-1, (len(self.encoder.blocks), -1)), dim=-1)
 
 
 def _hann(length: int) -> Float[Tensor, " n"]:

@@ -15,15 +15,30 @@ from torch import Tensor
 
 from cribo.data.crops import resize_labels
 from cribo.data.images import DataError
+from cribo.data.randomness import keyed_generator
 from cribo.data.segmentation import IGNORE_INDEX, Colour, class_names
 from cribo.devices import resolve_devices
 from cribo.models import Backbone
-from cribo.retrieval.encoders import PatchEncoder, backbone_encoder, open_encoder
+from cribo.retrieval.encoders import (
+    PatchEncoder,
+    about_backbone,
+    backbone_encoder,
+    blocks_encoder,
+    open_backbone,
+    open_encoder,
+)
 from cribo.retrieval.patches import grid_counts, labels_in_memory
-from cribo.retrieval.search import TensorKeys, nearest
-from cribo.retrieval.source import BackboneSource
-from cribo.retrieval.voting import LabelShares, Voters, label_shares
+from cribo.retrieval.source import MEAN_COLOUR, BackboneSource
 from cribo.segmentation.encoding import GridEncoder
+from cribo.segmentation.fitting import (
+    Choice,
+    LabelledPatches,
+    Labeller,
+    block_sets,
+    candidate_readings,
+    choose,
+    thinned,
+)
 from cribo.segmentation.inputs import ImageLike, LabelMap, LabelsLike, open_image, open_labels
 from cribo.segmentation.palette import default_palette
 from cribo.segmentation.pixels import label_pixels
@@ -33,6 +48,9 @@ from cribo.segmentation.storage import Stored, StoredExample, read_memory, write
 log = logging.getLogger("cribo")
 
 BackboneLike = Backbone | PatchEncoder | BackboneSource | str | os.PathLike[str]
+
+_MOST_PATCHES = 16_384
+"""Patches of all examples together that label others; of more, equally many of each example are used."""
 
 _DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
 
@@ -56,8 +74,8 @@ class Segmentation:
     """The labels of one image, at its own size.
 
     Attributes:
-        labels: class of each pixel.
-        confidence: the share of the vote that this class has there, 0 to 1.
+        labels: class of each pixel; 255 where `min_confidence` is not reached.
+        confidence: probability that this is the class, 0 to 1, calibrated on left-out examples.
         shares: of the pixels, by the name of each class that occurs, the largest first.
     """
 
@@ -68,32 +86,48 @@ class Segmentation:
 
 @dataclass
 class _Known:
-    """An example in the memory: features and pixels of the classes of its patches, those without any left out."""
+    """An example in the memory.
+
+    Attributes:
+        about: how it is known again.
+        features: of its labelled patches, in random order.
+        pixels: patch, class and number of pixels.
+        halves: see `LabelledPatches`.
+    """
 
     about: StoredExample
-    features: Float[Tensor, "n d"]
+    features: Float[Tensor, "n l d"]
     pixels: Int[Tensor, "s 3"]
-    shares: LabelShares
+    halves: Int[Tensor, " n"]
+
+    def patches(self, classes: int) -> LabelledPatches:
+        """Its patches with the shares of so many classes."""
+        shares = torch.zeros(len(self.features), classes)
+        shares[self.pixels[:, 0].long(), self.pixels[:, 1].long()] = self.pixels[:, 2].float()
+        return LabelledPatches(self.features, shares / shares.sum(dim=1, keepdim=True), self.halves)
 
 
 class SegmentationMemory:
-    """Labels the pixels of images as in a few labelled examples; nothing is trained.
+    """Labels the pixels of images as in a few labelled examples; the backbone is not trained.
 
-    Each patch of a new image is labelled by a vote of the patches of the examples that are most similar to it in
-    the features of the backbone (paper, section 4.1; "in-context" segmentation of Balazevic et al. 2023). Examples
-    may be added at any time. Several threads may use one memory.
+    Each patch of a new image is labelled by the most similar patches of the examples (paper, section 4.1; "in-context"
+    segmentation of Balazevic et al. 2023), by ridge regression on them, or by both. Which of these, and which blocks of
+    the backbone are read, is chosen by leaving out examples (`fit`). Examples may be added at any time. Several threads
+    may use one memory.
 
     Args:
         backbone: a `Backbone`, which is used on the device where it is; what `load_backbone` takes, or
             `mean-colour`, as it is or in a `BackboneSource`; or any `PatchEncoder`.
         classes: names of the classes, or a text file of them; when None they are numbered, up to the highest label.
         palette: a colour for each class; those of the first example that is a palette PNG when None, or our own.
-        settings: how images are encoded, and how their patches are labelled.
+        settings: how images are encoded, and how patches are labelled; what it leaves open is chosen.
         device: where it is computed; by default the backbone's, or for a source, a GPU if there is one.
         batch_size: images, or windows, encoded at once where they are of one size.
+        keep_blocks: blocks whose features are kept; by default those of `settings`, or the candidates to choose from.
 
     Raises:
-        what `load_backbone` raises; DataError for names of classes, ValueError for windows that do not fit.
+        what `load_backbone` raises; DataError for names of classes; ValueError for windows that do not fit, or blocks
+        that the backbone does not have.
 
     Example:
         >>> from cribo.models import build_backbone
@@ -117,14 +151,16 @@ class SegmentationMemory:
         settings: SegmentationSettings | None = None,
         device: torch.device | str | None = None,
         batch_size: int = 8,
+        keep_blocks: Sequence[int] | None = None,
     ) -> None:
         self.settings = settings or SegmentationSettings()
-        encoder, self.backbone, device = _opened(backbone, self.settings.layers, device)
+        encoder, self.backbone, device = _opened(backbone, self.settings.blocks, keep_blocks, device)
         self.encoder = GridEncoder(encoder, self.settings, device, batch_size)
         self._classes = None if classes is None else class_names(classes)
         self._palette = None if palette is None else list(palette)
         self._known: list[_Known] = []
-        self._ready: tuple[TensorKeys, Voters] | None = None
+        self._choice: Choice | None = None
+        self._labeller: Labeller | None = None
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -156,10 +192,15 @@ class SegmentationMemory:
         return [*own, *default_palette(self.classes)[len(own) :]][: len(self.classes)]
 
     @property
+    def holding(self) -> list[int]:
+        """The number of examples that hold each class."""
+        present = [set(known.pixels[:, 1].tolist()) for known in self._known]
+        return [sum(c in classes for classes in present) for c in range(len(self.classes))]
+
+    @property
     def absent(self) -> list[str]:
-        """Classes that no example holds, and that no pixel will therefore be labelled with."""
-        present = set().union(*(set(known.pixels[:, 1].tolist()) for known in self._known))
-        return [name for c, name in enumerate(self.classes) if c not in present]
+        """Classes that no example holds; no pixel gets them."""
+        return [name for name, count in zip(self.classes, self.holding, strict=True) if not count]
 
     @property
     def fingerprint(self) -> str:
@@ -239,7 +280,7 @@ class SegmentationMemory:
             )
 
     def _labelled(self, about: StoredExample, labels: Tensor, features: Tensor) -> _Known:
-        rows, columns, _ = features.shape
+        rows, columns = features.shape[:2]
         patch = self.encoder.encoder.patch_size
         if rows > labels.shape[0] or columns > labels.shape[1]:  # a pixel has several patches
             labels = resize_labels(labels, (rows * patch, columns * patch))
@@ -247,13 +288,13 @@ class SegmentationMemory:
         # As they are, and not as the image is encoded: a thin stroke would be lost on the way.
         counts = grid_counts(labels, (rows, columns), classes, IGNORE_INDEX)
         counts, kept = labels_in_memory(counts, "outvote")
-        own = features.flatten(0, 1)[kept.to(features.device)].to("cpu", _DTYPES[self.settings.precision])
-        return self._of_counts(about, own, counts[kept])
-
-    def _of_counts(self, about: StoredExample, features: Tensor, counts: Int[Tensor, "n c"]) -> _Known:
-        patch, label = counts.nonzero(as_tuple=True)
-        pixels = torch.stack((patch, label, counts[patch, label]), dim=1).int()
-        return _Known(about, features, pixels, label_shares(counts, self.settings.patch_labels))
+        # In random order, so that the first few are a sample.
+        order = kept[torch.randperm(len(kept), generator=keyed_generator(len(kept)))]
+        own = features.flatten(0, 1)[order.to(features.device)].to("cpu", _DTYPES[self.settings.precision])
+        counts = counts[order]
+        patches, label = counts.nonzero(as_tuple=True)
+        pixels = torch.stack((patches, label, counts[patches, label]), dim=1).int()
+        return _Known(about, own, pixels, (order % columns >= columns / 2).int())
 
     def _put(self, known: _Known) -> None:
         same = [place for place, other in enumerate(self._known) if other.about.image == known.about.image]
@@ -262,7 +303,7 @@ class SegmentationMemory:
             self._known[same[0]] = known
         else:
             self._known.append(known)
-        self._ready = None
+        self._choice = self._labeller = None
 
     # ---------------------------------------------------------------------------------------------- new images
 
@@ -288,24 +329,19 @@ class SegmentationMemory:
         votes = self.vote(self.encode(opened))
         return [self.label(own, image) for own, image in zip(votes, opened, strict=True)]
 
-    def encode(self, images: Sequence[UInt8[Tensor, "3 h w"]]) -> list[Float[Tensor, "rows columns d"]]:
-        """The first step of `segment`: one feature of unit length per patch."""
+    def encode(self, images: Sequence[UInt8[Tensor, "3 h w"]]) -> list[Float[Tensor, "rows columns l d"]]:
+        """The first step of `segment`: a feature of unit length for each patch and each candidate block."""
         return self.encoder.encode(images)
 
     @torch.no_grad()
-    def vote(self, features: Sequence[Float[Tensor, "rows columns d"]]) -> list[Float[Tensor, "rows columns c"]]:
-        """The second step of `segment`: the share of the vote that each class gets at each patch.
-
-        Where the memory has fewer patches than `neighbours`, all of them vote.
+    def vote(self, features: Sequence[Float[Tensor, "rows columns l d"]]) -> list[Float[Tensor, "rows columns c"]]:
+        """The second step of `segment`: the probability of each class at each patch.
 
         Raises:
             DataError: the memory is empty.
         """
-        keys, voters = self._searched()
-        queries = torch.cat([own.flatten(0, 1) for own in features]).to("cpu", keys.rows.dtype)
-        neighbours = min(self.settings.neighbours, len(keys))
-        found = nearest(queries, keys, neighbours, devices=(self.encoder.device,))
-        votes = voters.vote(found, self.settings.vote, self.settings.temperature)
+        labeller = self._fitted()
+        votes = labeller(torch.cat([own.flatten(0, 1) for own in features]).cpu())
         lengths = [own.shape[0] * own.shape[1] for own in features]
         return [part.unflatten(0, own.shape[:2]) for part, own in zip(votes.split(lengths), features, strict=True)]
 
@@ -320,29 +356,58 @@ class SegmentationMemory:
             reach=settings.reach,
             contrast=settings.contrast,
         )
-        counts = found.labels.flatten().bincount().tolist()
-        names, pixels = self.classes, found.labels.numel()
+        labels = found.labels.masked_fill(found.confidence < settings.min_confidence, IGNORE_INDEX)
+        counts = labels[labels != IGNORE_INDEX].bincount().tolist()
+        names, pixels = self.classes, labels.numel()
         ranked = sorted(((count / pixels, -c) for c, count in enumerate(counts) if count), reverse=True)
-        return Segmentation(found.labels, found.confidence, {names[-c]: share for share, c in ranked})
+        return Segmentation(labels, found.confidence, {names[-c]: share for share, c in ranked})
 
-    def _searched(self) -> tuple[TensorKeys, Voters]:
-        """What is searched, and who votes; put together when it is first needed after a change."""
+    # ---------------------------------------------------------------------------------------------------- fit
+
+    def fit(self) -> Choice:
+        """Choose what the settings leave open, by left-out examples, unless it is known for these examples already.
+
+        Raises:
+            DataError: the memory is empty.
+        """
+        return self._fitted().choice
+
+    @torch.no_grad()
+    def label_patches(self, features: Float[Tensor, "n l d"]) -> tuple[Float[Tensor, "n e"], Float[Tensor, "n c"]]:
+        """Features of patches as they are compared, of unit length, and the probability of each class."""
+        labeller = self._fitted()
+        return labeller.rows(features), labeller(features)
+
+    def labelled_rows(self, most: int) -> Float[Tensor, "n e"]:
+        """Features of labelled patches as they are compared: equally many of each example, at most so many."""
+        labeller = self._fitted()
+        parts = thinned([known.patches(len(self.classes)) for known in self._known], most)
+        return labeller.rows(torch.cat([part.features for part in parts]))
+
+    def _fitted(self) -> Labeller:
+        """The labeller of the present examples; fitted when it is first needed after a change."""
         with self._lock:
-            if self._ready is None:
+            if self._labeller is None:
                 if not self._known:
                     raise DataError("the memory is empty: add an image with labels first")
-                keys = torch.cat([known.features for known in self._known])
-                # Each example keeps a view, so that nothing is held twice.
-                for known, part in zip(self._known, keys.split([len(k.features) for k in self._known]), strict=True):
-                    known.features = part
-                voters = Voters([known.shares for known in self._known], len(self.classes), self.encoder.device)
-                if len(keys) < self.settings.neighbours:
+                examples = [known.patches(len(self.classes)) for known in self._known]
+                if self.patches > _MOST_PATCHES:
+                    examples = thinned(examples, _MOST_PATCHES)
+                    log.info("%d of the %d patches of the examples are used", _MOST_PATCHES, self.patches)
+                settings, blocks = self.settings, self.encoder.encoder.blocks
+                knn = {"neighbours": settings.neighbours, "temperature": settings.temperature}
+                if self._choice is None:
+                    candidates = candidate_readings(
+                        blocks, blocks=settings.blocks, whiten=settings.whiten, head=settings.head
+                    )
+                    self._choice = choose(examples, candidates, blocks, **knn)
+                self._labeller = Labeller(examples, self._choice, blocks, device=self.encoder.device, **knn)
+                if self._choice.reading.head != "ridge" and self.patches < settings.neighbours:
                     log.warning(
                         "the memory has %d patches, fewer than the %d neighbours asked for: all of them vote",
-                        *(len(keys), self.settings.neighbours),
+                        *(self.patches, settings.neighbours),
                     )
-                self._ready = TensorKeys(keys), voters
-            return self._ready
+            return self._labeller
 
     # ----------------------------------------------------------------------------------------------- on disk
 
@@ -366,6 +431,9 @@ class SegmentationMemory:
                 examples=[known.about for known in self._known],
                 features=[known.features for known in self._known],
                 pixels=[known.pixels for known in self._known],
+                halves=[known.halves for known in self._known],
+                blocks=self.encoder.encoder.blocks,
+                choice=None if self._choice is None else self._choice.as_json(),
             )
         write_memory(path, stored)
 
@@ -395,6 +463,12 @@ class SegmentationMemory:
         """
         stored = read_memory(path)
         settings = SegmentationSettings(**stored.settings).changed(changes or {})
+        missing = sorted(set(settings.blocks or ()) - set(stored.blocks))
+        if missing:
+            raise ValueError(
+                f"{path} has features of blocks {_listed(stored.blocks)}, not of {_listed(missing)}: leave --blocks "
+                "out, or make another memory with it"
+            )
         memory = cls(
             backbone,
             classes=stored.classes,
@@ -402,6 +476,7 @@ class SegmentationMemory:
             settings=settings,
             device=device,
             batch_size=batch_size,
+            keep_blocks=stored.blocks,
         )
         identity = memory.encoder.encoder.identity
         if identity != stored.encoder:
@@ -409,30 +484,54 @@ class SegmentationMemory:
                 f"{path} was made with the features of another backbone, {stored.source} ({stored.encoder[:12]}), "
                 f"this is {memory.backbone['source']} ({str(identity)[:12]}): give that one, or make another memory"
             )
-        for about, features, pixels in zip(stored.examples, stored.features, stored.pixels, strict=True):
-            counts = torch.zeros(len(features), int(pixels[:, 1].max()) + 1, dtype=torch.long)
-            counts[pixels[:, 0].long(), pixels[:, 1].long()] = pixels[:, 2].long()
-            memory._known.append(memory._of_counts(about, features, counts))
+        memory._known = [
+            _Known(*parts) for parts in zip(stored.examples, stored.features, stored.pixels, stored.halves, strict=True)
+        ]
+        if stored.choice is not None and settings == SegmentationSettings(**stored.settings):
+            memory._choice = Choice.from_json(stored.choice)
         return memory
 
 
 def _opened(
-    backbone: BackboneLike, layers: int, device: torch.device | str | None
+    backbone: BackboneLike,
+    blocks: tuple[int, ...] | None,
+    keep: Sequence[int] | None,
+    device: torch.device | str | None,
 ) -> tuple[PatchEncoder, dict[str, Any], torch.device]:
-    """The encoder, what is known of it, and the device."""
+    """The encoder of the blocks to keep, what is known of it, and the device."""
     if isinstance(backbone, Backbone):
         place = next(backbone.parameters()).device if device is None else torch.device(device)
-        backbone.check_layers(layers)
         source = backbone.loaded.source if backbone.loaded else f"{backbone.name} with random weights"
-        encoder = backbone_encoder(backbone.to(place), layers=layers)
-        return encoder, {"source": source, "architecture": backbone.name}, place
+        return _encoder_of(backbone.to(place), blocks, keep), {"source": source, "architecture": backbone.name}, place
     place = torch.device(resolve_devices(None if device is None else (str(device),), "device")[0])
     if isinstance(backbone, PatchEncoder):
         return backbone, {"source": f"an encoder named {backbone.identity}"}, place
     if not isinstance(backbone, BackboneSource):
         backbone = BackboneSource(os.fspath(backbone))
-    encoder, about = open_encoder(dataclasses.replace(backbone, layers=layers), str(place))
-    return encoder, about, place
+    if backbone.source == MEAN_COLOUR:
+        return *open_encoder(backbone, str(place)), place
+    opened = open_backbone(backbone)
+    about = about_backbone(backbone, opened)
+    return _encoder_of(opened.eval().to(place), blocks, keep), about, place
+
+
+def _encoder_of(backbone: Backbone, blocks: tuple[int, ...] | None, keep: Sequence[int] | None) -> PatchEncoder:
+    """The encoder of the blocks to keep: by default the candidates, or fixed blocks and the last."""
+    depth = backbone.depth
+    if backbone.readout is not None or depth == 1:
+        if blocks not in (None, (depth,)):
+            raise ValueError(f"{backbone.name} gives features of its last block alone: leave blocks out")
+        return backbone_encoder(backbone)
+    if blocks is not None and blocks[-1] > depth:
+        raise ValueError(f"blocks must be at most {depth}, the depth of {backbone.name}, got {blocks[-1]}")
+    if keep is None:
+        sets = block_sets(depth) if blocks is None else [blocks, (depth,)]
+        keep = [block for chosen in sets for block in chosen]
+    return blocks_encoder(backbone, keep)
+
+
+def _listed(blocks: Sequence[int]) -> str:
+    return ", ".join(map(str, blocks))
 
 
 def _name_of(image: ImageLike, number: int) -> str:

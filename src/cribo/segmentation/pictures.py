@@ -1,6 +1,6 @@
 """What a segmentation looks like: labels over the image, and an overview of several with their legend."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,10 +61,26 @@ def _borders(labels: UInt8[Tensor, "h w"]) -> Tensor:
     return found
 
 
-def draw_overview(panels: Sequence[SegmentedPanel], classes: Sequence[str], palette: Sequence[Colour]) -> Figure:
-    """Images beside their labels and the confidence of these, with a legend of the classes that occur."""
+def draw_overview(
+    panels: Sequence[SegmentedPanel],
+    classes: Sequence[str],
+    palette: Sequence[Colour],
+    expected: Mapping[int, float],
+) -> Figure:
+    """Draw images beside their labels and confidence, with a legend of the classes that occur.
+
+    Args:
+        panels: one per row.
+        classes: their names.
+        palette: their colours.
+        expected: IoU of each class on left-out examples, 0 to 1, for the legend.
+    """
     present = sorted(set().union(*(set(panel.labels.unique().tolist()) for panel in panels)) - {IGNORE_INDEX})
     lines = -(-len(present) // _COLUMNS)
+
+    def name(c: int) -> str:
+        return f"{classes[c]} {expected[c]:.0%}" if c in expected else classes[c]
+
     height = _HEADING + _ROW_HEIGHT * len(panels) + _LEGEND_LINE * (lines + 1)
     with house_style():
         figure = Figure(figsize=(8.6, height), layout="constrained")
@@ -79,10 +95,15 @@ def draw_overview(panels: Sequence[SegmentedPanel], classes: Sequence[str], pale
         hide_ticks(axes)
         figure.colorbar(axes[0][2].images[0], ax=list(axes[:, 2]), shrink=min(1.0, 1.6 / len(panels)), aspect=14)
         handles = [
-            Patch(facecolor=tuple(part / 255 for part in palette[c]), edgecolor="0.3", label=classes[c])
-            for c in present
+            Patch(facecolor=tuple(part / 255 for part in palette[c]), edgecolor="0.3", label=name(c)) for c in present
         ]
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(_COLUMNS, len(handles)), frameon=False)
+        figure.legend(
+            handles=handles,
+            loc="outside lower center",
+            ncols=min(_COLUMNS, len(handles)),
+            frameon=False,
+            title="classes, and their IoU expected from left-out examples" if expected else None,
+        )
     return figure
 
 

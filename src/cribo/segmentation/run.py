@@ -25,6 +25,7 @@ from cribo.allocator import keep_freed_memory
 from cribo.console import Phases, duration
 from cribo.data.images import DataError, require
 from cribo.data.reading import UnreadableImage, open_header, read_image
+from cribo.data.segmentation import IGNORE_INDEX
 from cribo.devices import resolve_devices, resolve_workers
 from cribo.drawing import write_figure
 from cribo.errors import Stopped
@@ -36,6 +37,7 @@ from cribo.segmentation.examples import Examples, find_examples, open_targets
 from cribo.segmentation.memory import Segmentation, SegmentationMemory
 from cribo.segmentation.pictures import SegmentedPanel, draw_overview, overlay
 from cribo.segmentation.settings import SegmentationSettings
+from cribo.segmentation.suggesting import suggest
 
 log = logging.getLogger("cribo")
 
@@ -43,6 +45,7 @@ ABOUT = "about.json"
 """The file by which a folder of results is known."""
 
 SUMMARY, OVERVIEW = "summary.csv", "contact.png"
+SUGGESTED, SUGGESTED_PICTURE = "suggested.txt", "suggested.png"
 
 _DONE = "segmented.jsonl"  # a line for each image whose files are complete
 _CLAIM = {
@@ -50,6 +53,8 @@ _CLAIM = {
     "advice": "choose another --out, go on with it with --resume, or replace it with --overwrite",
 }
 _JPEG_QUALITY = 90
+_WEAKEST = 3  # classes that are named
+_SUGGESTED_FROM = 300  # images that are looked at, evenly spaced
 _OVERVIEW_SIDE = 480  # pixels of an image in the overview, at most
 
 
@@ -101,6 +106,7 @@ def segment_images(
     resume: bool = False,
     overwrite: bool = False,
     pictures: int = 6,
+    suggestions: int = 0,
     command: str = "",
     console: Console | None = None,
 ) -> Segmented:
@@ -112,6 +118,7 @@ def segment_images(
         resume: go on with what stands in `out`, if it was made with the same memory and settings.
         overwrite: replace what stands in `out`.
         pictures: how many images the overview shows; 0 for none.
+        suggestions: number of images to suggest for labelling next.
         command: by which it can be repeated, for the record.
         console: shows how far it is.
 
@@ -130,6 +137,8 @@ def segment_images(
     _require_apart(out, config)
     settings = SegmentationSettings(**config.chosen)
     folder, names = open_targets(config.images, apart_from=out)
+    if not 0 <= suggestions <= len(names):
+        raise ValueError(f"--suggest must be from 0 to {len(names)}, the number of images, got {suggestions}")
     examples = None
     if config.examples is not None:
         examples = find_examples(config.examples, labels=config.labels, classes=config.classes)
@@ -139,7 +148,7 @@ def segment_images(
         progress = stack.enter_context(Phases(console))
         memory = _open_memory(config, settings, examples)
         has_new = examples is not None and _add_examples(memory, examples, config, progress)
-        _say_memory(memory, console)
+        _describe_memory(memory, console)
         writer = _Results(out, memory, config, command)
         if goes_on:
             writer.check_same()
@@ -147,7 +156,11 @@ def segment_images(
             claim_folder(out, overwrite=replaces, **_CLAIM)
         if config.memory is not None and has_new:  # after what may refuse: examples do not go out of it again
             memory.save(Path(config.memory).expanduser())
-        return _segment_all(memory, folder, names, writer, config, progress, pictures, console)
+        segmented = _segment_all(memory, folder, names, writer, config, progress, pictures, console)
+        if suggestions:
+            read = [name for name in names if name not in segmented.skipped]
+            _suggest(memory, folder, read, suggestions, writer, progress)
+        return segmented
 
 
 def _require_apart(out: Path, config: SegmentConfig) -> None:
@@ -211,10 +224,13 @@ def _add_examples(memory: SegmentationMemory, examples: Examples, config: Segmen
     return changed > 0
 
 
-def _say_memory(memory: SegmentationMemory, console: Console) -> None:
+def _describe_memory(memory: SegmentationMemory, console: Console) -> None:
+    """Print what the memory holds, how it labels, and how well it should."""
     console.print(
         f"memory: {len(memory)} examples, {memory.patches} patches, {len(memory.classes)} classes", highlight=False
     )
+    for sentence in describe_choice(memory):
+        console.print(sentence, highlight=False)
     present = len(memory.classes) - len(memory.absent)
     if memory.absent:
         log.warning("no example of %s: no pixel will be labelled so", ", ".join(memory.absent))
@@ -223,6 +239,27 @@ def _say_memory(memory: SegmentationMemory, console: Console) -> None:
             "the examples hold one class only, so all pixels will be of it. In a mask of 0 and 255 the latter means "
             "no class: write 1 for what it shows"
         )
+
+
+def describe_choice(memory: SegmentationMemory) -> list[str]:
+    """What was chosen, what it should reach, and which classes need more examples."""
+    choice, classes, holding = memory.fit(), memory.classes, memory.holding
+    if choice.expected is None or choice.last_block is None:
+        return [f"reads {choice.reading}; its score is unknown: {choice.left_out} could be left out"]
+    examples = f"{len(memory)} example{'s' * (len(memory) > 1)}"
+    sentences = [
+        f"reads {choice.reading}: {choice.expected:.0%} mIoU expected from {examples} (nearest neighbours on the last "
+        f"block: {choice.last_block:.0%}); measured by leaving out {choice.left_out}"
+    ]
+    weakest = sorted(choice.per_class, key=lambda label: choice.per_class[label])[:_WEAKEST]
+    weak = [
+        f"{classes[label]} {choice.per_class[label]:.0%} (in {holding[label]})"
+        for label in weakest
+        if choice.per_class[label] < choice.expected
+    ]
+    if weak:
+        sentences.append(f"weakest classes, which need more examples: {', '.join(weak)}")
+    return sentences
 
 
 # -------------------------------------------------------------------------------------------------------- images
@@ -279,8 +316,29 @@ def _segment_all(
     if not summed:
         raise NothingSegmented(f"none of the {len(names)} images could be read; {SUMMARY} in {writer.folder} says why")
     if pictures:
-        writer.draw_overview(folder, [summed[place].name for place in spread(len(summed), pictures)])
+        writer.draw(folder, [summed[place].name for place in spread(len(summed), pictures)], OVERVIEW)
     return Segmented(writer.folder, len(summed), reused, skipped, seconds, writer.shares(summed))
+
+
+def _suggest(
+    memory: SegmentationMemory,
+    folder: Path,
+    names: Sequence[str],
+    count: int,
+    writer: "_Results",
+    progress: Phases,
+) -> None:
+    """Write the names of the images to label next, and draw them as they are labelled now."""
+    looked_at = [names[place] for place in spread(len(names), max(_SUGGESTED_FROM, count))]
+
+    def images() -> Iterator[Tensor]:
+        for done, name in enumerate(looked_at, start=1):
+            yield read_image(folder / name)
+            progress("images to label next", done, len(looked_at))
+
+    chosen = [looked_at[index] for index in suggest(memory, images(), count)]
+    write_text(writer.folder / SUGGESTED, "".join(f"{name}\n" for name in chosen))
+    writer.draw(folder, chosen, SUGGESTED_PICTURE)
 
 
 @dataclass(frozen=True)
@@ -364,6 +422,7 @@ class _Results:
     def __init__(self, folder: Path, memory: SegmentationMemory, config: SegmentConfig, command: str) -> None:
         self.folder = folder
         self.classes, self.palette = memory.classes, memory.palette
+        self.expected = memory.fit().per_class
         self._about: dict[str, Any] = {
             "format": 1,
             "command": command,
@@ -378,7 +437,8 @@ class _Results:
             "settings": dataclasses.asdict(memory.settings),
             "classes": self.classes,
             "palette": [list(colour) for colour in self.palette],
-            "confidence": "255 times the share of the vote, 0 to 1, that the pixel's class has there",
+            "choice": memory.fit().as_json(),
+            "confidence": "255 times the probability, 0 to 1, that the label is right",
             "versions": versions(str(memory.encoder.device)),
         }
 
@@ -463,7 +523,7 @@ class _Results:
         _save(Image.fromarray(overlay(image, found.labels, self.palette)), painted, "JPEG", quality=_JPEG_QUALITY)
         grey = (found.confidence * 255).round().to(torch.uint8)
         _save(Image.fromarray(grey.numpy()), confidence, "PNG")
-        counts = found.labels.flatten().bincount().tolist()
+        counts = found.labels[found.labels != IGNORE_INDEX].bincount().tolist()
         pixels = {self.classes[c]: count for c, count in enumerate(counts) if count}
         size = (found.labels.shape[0], found.labels.shape[1])
         return _Record(read.name, read.content, size, pixels, float(found.confidence.mean()))
@@ -513,8 +573,8 @@ class _Results:
         for path in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
             remove_parts(path)
 
-    def draw_overview(self, images: Path, names: Sequence[str]) -> None:
-        """Draw some images from what is written of them."""
+    def draw(self, images: Path, names: Sequence[str], file: str) -> None:
+        """Draw some images with their labels and confidence."""
         panels = []
         for name in names:
             labels, _, confidence = self._targets(name)
@@ -522,7 +582,8 @@ class _Results:
             step = max(1, -(-max(image.shape[1:]) // _OVERVIEW_SIDE))
             grey = _read_grey(confidence)[::step, ::step].float() / 255
             panels.append(SegmentedPanel(name, image[:, ::step, ::step], _read_grey(labels)[::step, ::step], grey))
-        write_figure(self.folder / OVERVIEW, draw_overview(panels, self.classes, self.palette))
+        figure = draw_overview(panels, self.classes, self.palette, self.expected)
+        write_figure(self.folder / file, figure)
 
 
 def _read_grey(path: Path) -> UInt8[Tensor, "h w"]:

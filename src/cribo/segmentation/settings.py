@@ -5,14 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cribo.retrieval.choices import FeaturePrecision, PatchLabels, Vote
+from cribo.retrieval.choices import FeaturePrecision
 
 Refine = Literal["none", "guided", "bilateral"]
-OF_FEATURES = ("size", "scale", "window", "stride", "layers", "precision")
+Head = Literal["knn", "ridge", "both"]
+OF_FEATURES = ("size", "scale", "window", "stride", "precision")
 """The settings that the features in a memory depend on: they stay as they were when it was begun."""
 
 _ENLARGED = 2.0
-_LARGEST = 1024  # pixels of a shorter side, above which whole images are beyond what most backbones can take
+_LEAST, _LARGEST = 384, 1024  # pixels of the shorter side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,18 +23,18 @@ class SegmentationSettings:
     Args:
         size: pixels of the shorter side at which images are encoded, rounded to patches.
         scale: by how much images are enlarged before they are encoded, in place of a size. A larger image has more
-            patches, and finer labels, at a cost that grows with its area. Without either, images are enlarged 2
-            times, to a shorter side of 1024 pixels at most; larger ones are reduced to that.
+            patches, and finer labels, at a cost that grows with its area. Without either, small images are enlarged to
+            a shorter side of 384 pixels, at most 2 times, and large ones are reduced to one of 1024 pixels.
         window: encode images in square windows of so many pixels, after they were resized, and average the features
             where windows overlap; None encodes each image as a whole. For images far larger than the backbone's own.
         stride: pixels between windows; two thirds of the window by default.
-        layers: how many of the backbone's last blocks give features, concatenated.
         precision: in which the features of the memory are kept; `float16` takes half the room.
+        blocks: numbers, from 1, of the blocks whose features are read; None to choose by left-out examples.
+        whiten: whether features are partially whitened; None to choose.
+        head: `knn` (nearest neighbours), `ridge` (ridge regression) or `both` (their mean); None to choose.
         neighbours: k, how many nearest patches vote.
-        vote: weight of a neighbour: `attention` (softmax of cosine / temperature), `similarity` (its cosine) or
-            `majority` (all alike).
-        temperature: of the attention; the smaller, the more the very nearest decide.
-        patch_labels: `soft`, the share of each class in a patch, or `hard`, the class of most of its pixels.
+        temperature: weights of neighbours are the softmax of cosine / temperature; lower values favour the nearest.
+        min_confidence: pixels below it (0 to 1) get no label.
         refine: have the edges of the image draw those of the labels: with a `guided` filter, a joint `bilateral`
             filter, or `none`.
         reach: radius of that filter, in patches.
@@ -47,18 +48,25 @@ class SegmentationSettings:
     scale: float | None = None
     window: int | None = None
     stride: int | None = None
-    layers: int = 1
     precision: FeaturePrecision = "float16"
-    neighbours: int = 5
-    vote: Vote = "attention"
-    temperature: float = 0.02
-    patch_labels: PatchLabels = "soft"
+    blocks: tuple[int, ...] | None = None
+    whiten: bool | None = None
+    head: Head | None = None
+    neighbours: int = 20
+    temperature: float = 0.07
+    min_confidence: float = 0.0
     refine: Refine = "guided"
     reach: float = 1.0
     contrast: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("size", "window", "stride", "layers", "neighbours"):
+        if self.blocks is not None:
+            object.__setattr__(self, "blocks", tuple(sorted(set(self.blocks))))
+            if not self.blocks or self.blocks[0] < 1:
+                raise ValueError(f"blocks must be numbers from 1, got {list(self.blocks)}")
+        if not 0 <= self.min_confidence < 1:
+            raise ValueError(f"min_confidence must be from 0 to below 1, got {self.min_confidence}")
+        for name in ("size", "window", "stride", "neighbours"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be >= 1, got {value}")
         for name in ("scale", "temperature", "reach", "contrast"):
@@ -79,7 +87,7 @@ class SegmentationSettings:
             return self.size / shorter
         if self.scale is not None:
             return self.scale
-        return min(_ENLARGED, _LARGEST / shorter)
+        return min(_ENLARGED, max(1.0, _LEAST / shorter), _LARGEST / shorter)
 
     def check(self, patch_size: int) -> None:
         """See whether windows fit a backbone's patches.

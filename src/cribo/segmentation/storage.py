@@ -18,7 +18,7 @@ from cribo.data.images import DataError, require
 from cribo.data.segmentation import Colour
 from cribo.files import write_whole
 
-MEMORY_FORMAT = 1
+MEMORY_FORMAT = 2
 
 _KIND = "cribo segmentation memory"
 
@@ -51,8 +51,11 @@ class Stored:
         palette: colours; None where no example had any.
         settings: of `SegmentationSettings`.
         examples: what they are.
-        features: of the patches of each example.
+        features: of the patches of each example, for each block.
         pixels: of each example, (patch, class, number of pixels).
+        halves: of each example, 1 for patches in the right half of the image.
+        blocks: numbers of the L blocks.
+        choice: how patches are labelled, as JSON; None if that was not chosen yet.
     """
 
     encoder: str
@@ -61,8 +64,11 @@ class Stored:
     palette: list[Colour] | None
     settings: dict[str, Any]
     examples: Sequence[StoredExample]
-    features: Sequence[Float[Tensor, "n d"]]
+    features: Sequence[Float[Tensor, "n l d"]]
     pixels: Sequence[Int[Tensor, "s 3"]]
+    halves: Sequence[Int[Tensor, " n"]]
+    blocks: Sequence[int]
+    choice: dict[str, Any] | None
 
 
 def write_memory(path: str | os.PathLike[str], stored: Stored) -> None:
@@ -78,6 +84,7 @@ def write_memory(path: str | os.PathLike[str], stored: Stored) -> None:
     tensors = {
         "features": torch.cat(list(stored.features)),
         "pixels": torch.cat(list(stored.pixels)),
+        "halves": torch.cat(list(stored.halves)),
         "patches_of_example": torch.tensor([len(part) for part in stored.features]),
         "pixels_of_example": torch.tensor([len(part) for part in stored.pixels]),
     }
@@ -89,6 +96,8 @@ def write_memory(path: str | os.PathLike[str], stored: Stored) -> None:
         "classes": stored.classes,
         "palette": stored.palette,
         "settings": stored.settings,
+        "blocks": list(stored.blocks),
+        "choice": stored.choice,
         "examples": [example._asdict() for example in stored.examples],
     }
 
@@ -124,6 +133,8 @@ def read_memory(path: str | os.PathLike[str]) -> Stored:
         raise DataError(
             f"{path} has the format {about['format']}, this version of cribo knows {MEMORY_FORMAT}: update it"
         )
+    if about["format"] < MEMORY_FORMAT:
+        raise DataError(f"{path} was made by an older version of cribo: make it again from the examples")
     if _sha256(tensors) != about["sha256"]:
         raise DataError(f"{path} is damaged: its content does not fit its checksum; copy it again, or make it again")
     return Stored(
@@ -135,6 +146,9 @@ def read_memory(path: str | os.PathLike[str]) -> Stored:
         examples=[StoredExample(**example) for example in about["examples"]],
         features=tensors["features"].split(tensors["patches_of_example"].tolist()),
         pixels=tensors["pixels"].split(tensors["pixels_of_example"].tolist()),
+        halves=tensors["halves"].split(tensors["patches_of_example"].tolist()),
+        blocks=about["blocks"],
+        choice=about["choice"],
     )
 
 

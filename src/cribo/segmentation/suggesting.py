@@ -1,0 +1,64 @@
+"""Which images to label next: those whose patches are like many uncertain ones, and unlike the labelled ones."""
+
+from collections.abc import Iterable
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from cribo.data.randomness import keyed_generator
+from cribo.segmentation.memory import SegmentationMemory
+
+_PATCHES = 24  # of an image that are looked at
+_LABELLED = 2048  # labelled patches that new ones are compared with
+
+
+def suggest(memory: SegmentationMemory, images: Iterable[UInt8[Tensor, "3 h w"]], count: int) -> list[int]:
+    """Choose images to label, the most helpful first.
+
+    Greedy facility location: each image is worth the similarity that it adds between the patches of all images and
+    their nearest labelled patch, where each patch counts as much as its label is uncertain. So an image is chosen if it
+    shows what is uncertain in many images, and no two chosen images show the same.
+
+    Args:
+        memory: of the examples so far.
+        images: not labelled yet; a few patches of each are looked at.
+        count: how many to choose.
+
+    Returns:
+        Indices into `images`, at most `count`.
+
+    Raises:
+        DataError: the memory is empty.
+    """
+    rows, uncertain = [], []
+    for index, image in enumerate(images):
+        features = memory.encode([image])[0].flatten(0, 1).cpu()
+        chosen = torch.randperm(len(features), generator=keyed_generator(index))[:_PATCHES]
+        own, shares = memory.label_patches(features[chosen])
+        rows.append(own)
+        uncertain.append(1 - shares.amax(dim=1))
+    if not rows:
+        return []
+    lengths = [len(own) for own in rows]
+    return _cover(torch.cat(rows), torch.cat(uncertain), lengths, memory.labelled_rows(_LABELLED), count)
+
+
+def _cover(
+    rows: Float[Tensor, "n e"],
+    weights: Float[Tensor, " n"],
+    lengths: list[int],
+    known: Float[Tensor, "m e"],
+    count: int,
+) -> list[int]:
+    """Greedy choice of groups of rows that cover all rows best, beyond the known ones."""
+    covered = (rows @ known.T).amax(dim=1)
+    similar = torch.stack([(rows @ group.T).amax(dim=1) for group in rows.split(lengths)])  # (images, N)
+    found: list[int] = []
+    while len(found) < min(count, len(lengths)):
+        gains = ((similar - covered).clamp(min=0) * weights).sum(dim=1)
+        gains[found] = -1
+        best = int(gains.argmax())
+        found.append(best)
+        covered = torch.maximum(covered, similar[best])
+    return found

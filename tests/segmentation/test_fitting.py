@@ -1,0 +1,178 @@
+"""Readings of labelled patches: their left-out scores by definition, and what is chosen by them."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from torch.nn.functional import normalize, one_hot
+
+from cribo.segmentation.fitting import (
+    Choice,
+    LabelledPatches,
+    Labeller,
+    Reading,
+    calibration_error,
+    candidate_readings,
+    choose,
+    default_reading,
+    left_out_ridge,
+    left_out_votes,
+    read,
+    thinned,
+)
+from cribo.segmentation.settings import Head
+
+BLOCKS = (6, 8, 9, 10, 11, 12)
+CLASSES, WIDTH = 4, 16
+
+
+def example(seed: int, *, telling: tuple[int, ...] = (), noise: float = 0.6, count: int = 80) -> LabelledPatches:
+    """An example whose class shows in the features of the telling blocks, and not in the others."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, CLASSES, (count,), generator=generator)
+    centres = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(99))
+    features = torch.randn(count, len(BLOCKS), WIDTH, generator=generator)
+    for block in telling:
+        place = BLOCKS.index(block)
+        features[:, place] = centres[labels] + noise * features[:, place]
+    halves = torch.randint(0, 2, (count,), generator=generator)
+    return LabelledPatches(normalize(features, dim=-1), one_hot(labels, CLASSES).float(), halves)
+
+
+def examples(number: int, **options) -> list[LabelledPatches]:
+    return [example(seed, **options) for seed in range(number)]
+
+
+def chosen(parts: list[LabelledPatches], candidates: list[Reading] | None = None) -> Choice:
+    everything = candidate_readings(BLOCKS, blocks=None, whiten=None, head=None)
+    return choose(parts, candidates or everything, BLOCKS, neighbours=5, temperature=0.07)
+
+
+def test_a_ridge_regression_with_a_fold_left_out_is_one_that_never_saw_it() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = normalize(torch.randn(60, 7, generator=generator), dim=-1)
+    shares = torch.rand(60, 3, generator=generator)
+    folds = torch.arange(60) % 4
+    found = left_out_ridge(rows, shares, folds, 0.05)
+    design = torch.cat((rows, torch.ones(60, 1)), dim=1).double()
+    added = torch.full((8,), 0.05 * 60 / math.sqrt(60), dtype=torch.float64)
+    added[-1] *= 1e-3
+    for fold in range(4):
+        kept = design[folds != fold]
+        weights = torch.linalg.solve(kept.T @ kept + torch.diag(added), kept.T @ shares[folds != fold].double())
+        expected = design[folds == fold] @ weights
+        torch.testing.assert_close(found[folds == fold], expected.float(), atol=1e-4, rtol=1e-4)
+
+
+def test_votes_come_from_the_nearest_patches_of_other_folds() -> None:
+    (part,) = examples(1, telling=(12,))
+    rows, folds = part.features[:, 5], torch.arange(80) % 3
+    votes = left_out_votes(rows, part.shares, folds, 2, 0.1)
+    for query in (0, 1, 41):
+        others = (folds != folds[query]).nonzero()[:, 0]
+        similarity, order = (rows[others] @ rows[query]).sort(descending=True)
+        weights = (similarity[:2] / 0.1).softmax(dim=0)
+        torch.testing.assert_close(votes[query], weights @ part.shares[others[order[:2]]])
+
+
+def test_the_block_that_tells_classes_apart_is_read() -> None:
+    choice = chosen(examples(9, telling=(9,), noise=1.0))
+    assert 9 in choice.reading.blocks
+    assert choice.expected is not None
+    assert choice.last_block is not None
+    assert choice.expected > choice.last_block + 0.3
+    assert set(choice.per_class) == set(range(CLASSES))
+    assert choice.left_out == "one image at a time"
+    assert chosen(examples(11, telling=(9,))).left_out == "a tenth of the images at a time"
+
+
+def test_a_clear_lead_of_the_last_block_is_followed() -> None:
+    choice = chosen(examples(9, telling=(12,), noise=1.0))
+    assert 12 in choice.reading.blocks
+
+
+def test_without_a_clear_lead_the_default_stays() -> None:
+    candidates = candidate_readings(BLOCKS, blocks=None, whiten=None, head=None)
+    for count, head in ((2, "ridge"), (8, "both")):
+        default = default_reading(candidates, 12, count)
+        assert (default.blocks, default.head, default.whiten) == ((6, 8, 9, 10), head, head == "both")
+        assert chosen(examples(count)).reading == default  # no block tells anything
+        # The same margin for two examples is larger than any lead of small effects.
+    assert chosen(examples(8, telling=BLOCKS, noise=0.1)).reading == default_reading(candidates, 12, 8)
+
+
+def test_what_is_fixed_is_not_chosen() -> None:
+    candidates = candidate_readings(BLOCKS, blocks=(8,), whiten=False, head="knn")
+    assert candidates == [Reading((8,), False, "knn")]
+    assert chosen(examples(5, telling=(12,)), candidates).reading == candidates[0]
+    candidates = candidate_readings(BLOCKS, blocks=None, whiten=True, head="ridge")
+    assert {(reading.whiten, reading.head) for reading in candidates} == {(True, "ridge")}
+    assert candidate_readings((10,), blocks=None, whiten=False, head="knn") == [Reading((10,), False, "knn")]
+
+
+def test_one_example_is_judged_by_its_halves_and_half_an_example_by_nothing() -> None:
+    part = example(0, telling=BLOCKS)
+    choice = chosen([part])
+    assert choice.left_out == "each half of the image"
+    assert choice.expected is not None
+    assert choice.expected > 0.8
+    half = LabelledPatches(*(values[part.halves == 0] for values in part))
+    choice = chosen([half])
+    assert (choice.expected, choice.last_block) == (None, None)
+    assert choice.left_out == "nothing: all labels lie in one half of a single image"
+
+
+@pytest.mark.parametrize("head", ["knn", "ridge", "both"])
+def test_confidence_is_the_share_of_correct_labels(head: Head) -> None:
+    candidates = candidate_readings(BLOCKS, blocks=(12,), whiten=False, head=head)
+    parts = examples(8, telling=(12,), noise=2.0, count=400)
+    labeller = Labeller(
+        parts, chosen(parts, candidates), BLOCKS, neighbours=20, temperature=0.07, device=torch.device("cpu")
+    )
+    new = example(100, telling=(12,), noise=2.0, count=4000)
+    confidence, label = labeller(new.features).max(dim=1)
+    right = (label == new.shares.argmax(dim=1)).float()
+    assert 0.5 < right.mean() < 0.95
+    assert calibration_error(confidence, right) < 0.06
+    order = confidence.argsort()
+    assert right[order[:1000]].mean() < right[order[-1000:]].mean() - 0.1
+
+
+def test_calibration_error_is_the_mean_gap_of_confidence_and_accuracy() -> None:
+    confidence = torch.tensor([0.95, 0.95, 0.95, 0.95, 0.55, 0.55, 1.0])
+    right = torch.tensor([1.0, 1, 1, 0, 0, 1, 1])
+    expected = (5 * abs((4 * 0.95 + 1) / 5 - 4 / 5) + 2 * abs(0.55 - 0.5)) / 7
+    assert calibration_error(confidence, right) == pytest.approx(expected)
+
+
+def test_a_labeller_recovers_the_labels_of_telling_features() -> None:
+    parts = examples(3, telling=(6, 8, 9, 10), noise=0.2)
+    new = example(50, telling=(6, 8, 9, 10), noise=0.2)
+    for reading in candidate_readings(BLOCKS, blocks=(6, 8, 9, 10), whiten=None, head=None):
+        choice = Choice(reading, 1.0, None, None, {}, "")
+        labeller = Labeller(parts, choice, BLOCKS, neighbours=5, temperature=0.07, device=torch.device("cpu"))
+        found = labeller(new.features)
+        assert (found.argmax(dim=1) == new.shares.argmax(dim=1)).float().mean() > 0.97
+        torch.testing.assert_close(found.sum(dim=1), torch.ones(len(found)))
+
+
+def test_rows_have_unit_length_and_each_block_counts_alike() -> None:
+    features = example(0).features * torch.tensor([1.0, 5, 1, 1, 1, 1])[:, None]
+    rows = read(features, [0, 1], None)
+    torch.testing.assert_close(rows.norm(dim=1), torch.ones(len(rows)))
+    torch.testing.assert_close(rows[:, :WIDTH].norm(dim=1), rows[:, WIDTH:].norm(dim=1))
+
+
+def test_large_examples_give_up_patches_before_small_ones() -> None:
+    parts = [example(0, count=100), example(1, count=10), example(2, count=60)]
+    assert [len(part.shares) for part in thinned(parts, 90)] == [40, 10, 40]
+    assert [len(part.shares) for part in thinned(parts, 1000)] == [100, 10, 60]
+    torch.testing.assert_close(thinned(parts, 90)[0].features, parts[0].features[:40])
+
+
+def test_a_choice_survives_json() -> None:
+    choice = chosen(examples(3, telling=(9,)))
+    again = Choice.from_json(json.loads(json.dumps(choice.as_json())))
+    assert again == dataclasses.replace(choice)
