@@ -154,9 +154,8 @@ def suggestions(
 def cost(train: LabelledSubset, val: LabelledSubset, backbone: Backbone, arguments: argparse.Namespace) -> None:
     """Print seconds for each part, with the whole of the present tool and as before."""
     image = val.load(0)
-    print(
-        "| seconds | encode the examples | fit | encode an image | label patches | label pixels |\n|---|---|---|---|---|---|"
-    )
+    print("| seconds | encode the examples | fit | encode an image | label patches | label pixels |")
+    print(f"|{'---|' * 6}")
     rows = rows_of(backbone.depth)
     for name in ("last block, k = 5 (before)", "chosen"):
         memory = SegmentationMemory(backbone, classes=train.classes, settings=settings_of(rows[name], arguments))

@@ -79,13 +79,19 @@ def test_commands_read_its_channels(command: str, kind: str, data: Path, capsys:
         assert len(result["found"]) == 2
 
 
-@pytest.mark.parametrize("command", ["dense-nn", "segment", "index", "export"])
+@pytest.mark.parametrize(
+    ("command", "option", "message"),
+    [
+        *((name, "--backbone.layers", "layers must be 1, got 2: ") for name in ("dense-nn", "index", "export")),
+        ("segment", "--blocks", "gives features of its last block alone: leave blocks out"),
+    ],
+)
 def test_commands_refuse_more_blocks_than_it_reads(
-    command: str, data: Path, capsys: pytest.CaptureFixture[str]
+    command: str, option: str, message: str, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_with_readout("vit", data / "mine")
-    assert main([*COMMANDS[command].split(), "--backbone.layers", "2"]) == 2
-    assert "layers must be 1, got 2: vit_tiny_patch16_224 has a linear layer behind" in capsys.readouterr().err
+    assert main([*COMMANDS[command].split(), option, "2,3" if option == "--blocks" else "2"]) == 2
+    assert message in capsys.readouterr().err
     assert not Path("out").exists()
 
 

@@ -80,6 +80,8 @@ def test_a_square_is_found_where_it_is_in_another_picture(visitors: Visitors) ->
     assert inside[2] > inside[1]  # magenta
     assert outside[1] > outside[2]  # yellow
     assert found.confidence.shape == found.overlay.shape
+    add_example(memory, *example_of(as_tensor(draw_square(COLOURS["red"], (9, 0))), layer(*areas), max_pixels=10**6))
+    assert "yellow, magenta. Expected mIoU on new pictures: " in memory_sentence(memory)
 
 
 def test_memories_are_each_visitors_own_and_bounded(visitors: Visitors, monkeypatch: pytest.MonkeyPatch) -> None:

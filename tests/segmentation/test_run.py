@@ -1,6 +1,7 @@
 import csv
 import json
 import logging
+import re
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,23 @@ def test_what_is_written(folder: Path) -> None:
     assert about["settings"]["neighbours"] == 1
     assert about["images"] == {"found": 3, "segmented": 3, "reused": 0, "skipped": 0}
     assert not list(out.rglob("*.part"))
+
+
+def test_pixels_without_confidence_have_no_class_and_no_share(folder: Path) -> None:
+    segment(folder, min_confidence=0.7)
+    with (
+        Image.open(folder / "out" / "labels" / "1.png") as image,
+        Image.open(folder / "out" / "confidence" / "1.png") as grey,
+    ):
+        labels, confidence = np.array(image), np.array(grey) / 255
+    unsure = labels == 255
+    assert 0 < unsure.mean() < 1
+    assert confidence[unsure].max() <= 0.7 + 1 / 255
+    assert confidence[~unsure].min() >= 0.7 - 1 / 255
+    row = summary(folder / "out")[0]
+    assert sum(float(row[name]) for name in ("road", "sky", "car", "tree")) == pytest.approx(
+        1 - unsure.mean(), abs=1e-5
+    )
 
 
 def test_a_memory_is_written_used_and_added_to(folder: Path) -> None:
@@ -280,11 +298,27 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["segment", "--backbone", str(backbone), "--images", str(folder / "images" / "**" / "*.bmp")]
     words += ["--device", "cpu", "--workers", "1", "--pictures", "0"]
     memory = ["--memory", str(folder / "m.safetensors")]
-    status = main([*words, *memory, "--examples", str(folder / "examples"), "--out", str(folder / "out")])
+    more = ["--examples", str(folder / "examples"), "--out", str(folder / "out")]
+    assert main([*words, *memory, *more, "--suggest", "4"]) == 2
+    assert "--suggest must be from 0 to 3, the number of images, got 4" in capsys.readouterr().err
+    status = main([*words, *memory, *more, "--suggest", "2"])
     said = capsys.readouterr()
     assert (status, said.err) == (0, "")
-    for part in ("memory: 2 examples", "Share of each class", "3 images in", "images/s", "summary.csv"):
+    for part in (
+        "memory: 2 examples",
+        "Share of each class",
+        "3 images in",
+        "images/s",
+        "summary.csv",
+        "suggested.txt",
+    ):
         assert part in said.out
+    assert re.search(r"reads blocks? [\d, ]+.* with .*: \d+% mIoU expected from 2 examples", said.out)
+    suggested = (folder / "out" / "suggested.txt").read_text().splitlines()
+    assert len(set(suggested)) == 2
+    assert set(suggested) <= {"1.bmp", "sub/2.bmp", "sub/3.bmp"}
+    with Image.open(folder / "out" / "suggested.png") as picture:
+        assert picture.width > 600
     again = [*words, *memory, "--out", str(folder / "again"), "--window", "32"]
     assert main(again) == 2
     assert "window is None in the memory and cannot be 32" in capsys.readouterr().err

@@ -43,7 +43,7 @@ class SegmentedPicture:
 
     Attributes:
         overlay: the picture, tinted with the colours of its classes.
-        confidence: of the vote; bright is high.
+        confidence: probability that a label is right; bright is high.
         sentence: share of each class.
     """
 
@@ -148,7 +148,10 @@ def memory_sentence(memory: SegmentationMemory) -> str:
         return "No examples yet."
     present = [name for name in memory.classes if name not in memory.absent]
     said = f"{len(memory)} example{'s' * (len(memory) > 1)}, {memory.patches} patches: {', '.join(present)}."
-    return said if len(present) > 1 else f"{said} Paint another class, too: with only one, all pixels get it."
+    if len(present) == 1:
+        return f"{said} Paint another class, too: with only one, all pixels get it."
+    expected = memory.fit().expected if len(memory) > 1 else None
+    return said if expected is None else f"{said} Expected mIoU on new pictures: {expected:.0%}."
 
 
 def segment(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"], names: Sequence[str]) -> SegmentedPicture:

@@ -81,6 +81,9 @@ def _read_labels(path: Path) -> LabelMap:
     palette = None
     if colours is not None:
         palette = tuple((colours[c], colours[c + 1], colours[c + 2]) for c in range(0, len(colours) - 2, 3))
+        used = 1 + int(values[values != IGNORE_INDEX].max(initial=0))
+        while len(palette) > used and palette[-1] == (0, 0, 0):  # padding
+            palette = palette[:-1]
     return LabelMap(_as_bytes(values, str(path)), palette)
 
 

@@ -519,7 +519,8 @@ class _Results:
             path.parent.mkdir(parents=True, exist_ok=True)
         indices = Image.fromarray(found.labels.numpy())
         indices.putpalette([part for colour in self.palette for part in colour])
-        _save(indices, labels, "PNG")
+        # Pillow would shrink indices to the bits that the palette needs, and lose 255.
+        _save(indices, labels, "PNG", **({"bits": 8} if found.labels.max() == IGNORE_INDEX else {}))
         _save(Image.fromarray(overlay(image, found.labels, self.palette)), painted, "JPEG", quality=_JPEG_QUALITY)
         grey = (found.confidence * 255).round().to(torch.uint8)
         _save(Image.fromarray(grey.numpy()), confidence, "PNG")
