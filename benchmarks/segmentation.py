@@ -26,12 +26,12 @@ from cribo.allocator import keep_freed_memory
 from cribo.data import LabelledSubset
 from cribo.data.randomness import keyed_generator
 from cribo.evaluation.data import spread
-from cribo.evaluation.results import iou
+from cribo.evaluation.results import calibration_error, iou
 from cribo.models import Backbone, build_backbone, load_backbone
 from cribo.retrieval import PatchEncoder
 from cribo.retrieval.encoders import backbone_encoder, blocks_encoder
 from cribo.segmentation import Example, SegmentationMemory, SegmentationSettings
-from cribo.segmentation.fitting import block_sets, calibration_error
+from cribo.segmentation.fitting import block_sets, middle_blocks
 from cribo.segmentation.suggesting import suggest
 
 _DRAW = 0x736567
@@ -56,7 +56,7 @@ def remembering(backbone: Backbone) -> PatchEncoder:
 
 def rows_of(depth: int) -> dict[str, dict[str, object]]:
     """Settings of each row."""
-    last, middle = (depth,), max(block_sets(depth), key=lambda blocks: (len(blocks), -blocks[-1]))
+    last, middle = (depth,), middle_blocks(depth)
     plain = {"head": "knn", "whiten": False}
     rows: dict[str, dict[str, object]] = {
         "last block, k = 5 (before)": {"blocks": last, **plain, "neighbours": 5, "temperature": 0.02},

@@ -15,7 +15,7 @@ from cribo.data.images import DataError, MissingData
 from cribo.data.reading import UnreadableImage
 from cribo.data.scenes import Scenes
 from cribo.models import Backbone, build_backbone
-from cribo.retrieval import PatchEncoder
+from cribo.retrieval import BackboneSource, PatchEncoder
 from cribo.segmentation import Example, SegmentationMemory, SegmentationSettings
 from cribo.segmentation.fitting import Reading
 from cribo.segmentation.settings import Refine
@@ -192,8 +192,9 @@ def test_the_memory_of_another_backbone_is_refused_by_name(tmp_path: Path) -> No
     memory.save(tmp_path / "m")
     with pytest.raises(DataError, match=r"another backbone, vit_tiny_patch16_224 with random weights \([0-9a-f]{12}\)"):
         SegmentationMemory.load(tmp_path / "m", tiny(seed=1))
-    with pytest.raises(DataError, match="another backbone"):
-        SegmentationMemory.load(tmp_path / "m", PERFECT)
+    for other in (PERFECT, deep(), build_backbone("resnet10t", image_size=64)):
+        with pytest.raises(DataError, match="another backbone"):
+            SegmentationMemory.load(tmp_path / "m", other)
 
 
 def test_damaged_memories_and_other_files_are_refused(tmp_path: Path) -> None:
@@ -206,6 +207,9 @@ def test_damaged_memories_and_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is no memory, or is damaged"):
         SegmentationMemory.load(path, PERFECT)
     path.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
+    with pytest.raises(DataError, match="does not fit its checksum"):
+        SegmentationMemory.load(path, PERFECT)
+    path.write_bytes(whole.replace(b"neighbours", b"neighbourz", 1))
     with pytest.raises(DataError, match="does not fit its checksum"):
         SegmentationMemory.load(path, PERFECT)
     save_file({"weight": torch.zeros(2)}, path)
@@ -344,6 +348,7 @@ def test_the_choice_is_kept_in_the_file_and_made_again_for_other_settings(tmp_pa
     memory.save(tmp_path / "m")
     read = SegmentationMemory.load(tmp_path / "m", deep())
     assert read._choice == choice  # not fitted again
+    assert SegmentationMemory.load(tmp_path / "m", deep(), changes={"min_confidence": 0.5})._choice == choice
     image = Scenes(4, size=64, seed=0).load(3)
     assert torch.equal(read.segment(image).labels, memory.segment(image).labels)
     changed = SegmentationMemory.load(tmp_path / "m", deep(), changes={"head": "knn", "blocks": (5, 6), "whiten": True})
@@ -358,6 +363,11 @@ def test_blocks_that_a_network_does_not_have() -> None:
     convolutional = build_backbone("resnet10t", image_size=64)
     with pytest.raises(ValueError, match="resnet10t gives features of its last block alone: leave blocks out"):
         SegmentationMemory(convolutional, settings=SegmentationSettings(blocks=(3,)))
+    for encoder, source in ((PERFECT, "an encoder named one-hot"), ("mean-colour", "mean-colour")):
+        with pytest.raises(ValueError, match=f"blocks must be among 1, those of {source}, got 3: leave blocks out"):
+            SegmentationMemory(encoder, settings=SegmentationSettings(blocks=(3,)))
+    with pytest.raises(ValueError, match=r"layers must be 1, got 2: name blocks in the settings \(--blocks 9,10\)"):
+        SegmentationMemory(BackboneSource("x", layers=2))
 
 
 def test_uncertain_pixels_are_left_unlabelled() -> None:
@@ -385,3 +395,14 @@ def test_images_that_show_what_is_unknown_are_suggested_once() -> None:
     assert set(suggest(memory, images, 2)) == {1, 3}
     assert len(suggest(memory, images, 9)) == 5
     assert suggest(memory, [], 2) == []
+
+
+def test_the_padding_of_a_palette_gives_no_colours(tmp_path: Path) -> None:
+    labels = Image.fromarray(FIRST.numpy())
+    labels.putpalette([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    labels.save(tmp_path / "a.png", bits=8)
+    memory = perfect()
+    memory.add(image_of(FIRST), tmp_path / "a.png")
+    save_labels(tmp_path / "b.png", SECOND, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])
+    assert memory.add(image_of(SECOND), tmp_path / "b.png")
+    assert memory.palette == [(1, 2, 3), (4, 5, 6), (7, 8, 9), (10, 11, 12)]

@@ -105,7 +105,7 @@ def test_what_is_written(folder: Path) -> None:
 
 
 def test_pixels_without_confidence_have_no_class_and_no_share(folder: Path) -> None:
-    segment(folder, min_confidence=0.7)
+    done = segment(folder, min_confidence=0.7)
     with (
         Image.open(folder / "out" / "labels" / "1.png") as image,
         Image.open(folder / "out" / "confidence" / "1.png") as grey,

@@ -10,9 +10,9 @@ from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_
 from cribo.console import loading, log_to
 
 HELP = """\
-Label the pixels of many images by a few labelled examples; two are enough to begin. The backbone is not trained: which
-of its blocks are read, and whether patches are labelled by their nearest neighbours, by ridge regression or by both, is
-chosen by leaving out one example at a time. The command prints what that gave, and what to expect.
+Label the pixels of many images by a few labelled examples; two are enough to begin. The backbone is not trained. Its
+blocks, whitening, and the head (nearest neighbours, ridge regression or both) are chosen by leaving out examples. The
+command prints the choice and the mIoU to expect.
 
   cribo segment --backbone runs/mine --examples EXAMPLES --images FRAMES --out RESULT
   cribo segment --backbone runs/mine --examples EXAMPLES --images FRAMES --out RESULT --memory mine.safetensors

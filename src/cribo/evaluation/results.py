@@ -13,7 +13,7 @@ from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 import torch
-from jaxtyping import Float64, Int
+from jaxtyping import Float, Float64, Int
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -201,6 +201,23 @@ def iou(confusion: Int[Tensor, "c p"]) -> Float64[Tensor, " c"]:
     hits = counts.diagonal()
     union = counts.sum(dim=1) + counts[:, :classes].sum(dim=0) - hits
     return torch.where(union > 0, hits.double() / union, torch.nan)
+
+
+def calibration_error(confidence: Float[Tensor, " n"], right: Float[Tensor, " n"], bins: int = 10) -> float:
+    """Expected calibration error (Guo et al. 2017): the mean gap of confidence and accuracy over bins of equal width.
+
+    Args:
+        confidence: of each prediction, in 0-1.
+        right: 1 for correct predictions, 0 for others.
+        bins: number of bins.
+
+    Example:
+        >>> calibration_error(torch.tensor([0.9, 0.9]), torch.tensor([1.0, 0.0]))  # half are right, not nine of ten
+        0.4
+    """
+    place = (confidence * bins).long().clamp(max=bins - 1)
+    gaps = torch.zeros(bins, dtype=torch.double).index_add_(0, place, confidence.double() - right.double())
+    return round(float(gaps.abs().sum() / len(confidence)), 6)
 
 
 def versions(device: torch.device | str = "cpu") -> dict[str, str]:

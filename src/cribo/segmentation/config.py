@@ -33,7 +33,7 @@ class SegmentConfig:
         stride: pixels between windows. [two thirds of the window]
         precision: in which the memory keeps features: float16 takes half the room. [float16]
         blocks: numbers, from 1, of the blocks whose features are read, such as 6,8,9,10. [chosen by left-out examples]
-        whiten: true or false: partially whiten the features by those of the examples. [chosen]
+        whiten: whiten the features partially, with statistics of the examples: true or false. [chosen]
         head: knn (nearest neighbours), ridge (ridge regression) or both (their mean). [chosen]
         neighbours: k, how many nearest patches vote: more of them favour frequent classes. [20]
         temperature: weights of neighbours are the softmax of cosine / temperature; lower values favour the nearest.
@@ -77,10 +77,6 @@ class SegmentConfig:
             raise ConfigError("give --examples, a folder of labelled images, or --memory, a file that was made of some")
         if self.examples is None and self.labels is not None:
             raise ConfigError("--labels goes with --examples: it says where their labels are")
-        if self.backbone.layers != 1:
-            raise ConfigError(
-                f"--layers {self.backbone.layers} does not go with segment: name the blocks with --blocks"
-            )
         for name, least in (("batch_size", 1), ("workers", 0)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise ConfigError(f"{name} must be >= {least}, got {value}")

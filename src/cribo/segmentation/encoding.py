@@ -42,12 +42,19 @@ class GridEncoder:
         return grid_size(round(height * factor), round(width * factor), self.encoder.patch_size)
 
     @torch.no_grad()
-    def encode(self, images: Sequence[UInt8[Tensor, "3 h w"]]) -> list[Float[Tensor, "rows columns l d"]]:
+    def encode(
+        self, images: Sequence[UInt8[Tensor, "3 h w"]], *, blocks: Sequence[int] | None = None
+    ) -> list[Float[Tensor, "rows columns l d"]]:
         """Features of images of any sizes, on the device; those of one size are encoded together.
 
+        Args:
+            images: RGB.
+            blocks: numbers of the L blocks to return, of those of the encoder; all by default.
+
         Raises:
-            ValueError: the encoder gives another number of features than there are patches.
+            ValueError: the encoder gives features that are not finite, or another number than there are patches.
         """
+        chosen = [self.encoder.blocks.index(block) for block in blocks or self.encoder.blocks]
         sizes = [self.size(image.shape[1], image.shape[2]) for image in images]
         found: dict[int, Tensor] = {}
         for size in dict.fromkeys(sizes):
@@ -55,15 +62,15 @@ class GridEncoder:
             for start in range(0, len(members), self.batch_size):
                 part = members[start : start + self.batch_size]
                 pixels = torch.stack([resize_image(images[number], size, "bicubic") for number in part])
-                found.update(zip(part, self._of_one_size(pixels), strict=True))
+                found.update(zip(part, self._of_one_size(pixels, chosen), strict=True))
         return [found[number] for number in range(len(images))]
 
-    def _of_one_size(self, pixels: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b rows columns l d"]:
+    def _of_one_size(self, pixels: UInt8[Tensor, "b 3 h w"], chosen: list[int]) -> Float[Tensor, "b rows columns l d"]:
         patch = self.encoder.patch_size
         rows, columns = pixels.shape[2] // patch, pixels.shape[3] // patch
         windows = self.settings.steps(patch)
         if windows is None or (rows <= windows[0] and columns <= windows[0]):
-            return self._unit_features(pixels)
+            return self._unit_features(pixels, chosen)
         side, step = windows
         places = [(top, left) for top in window_starts(rows, side, step) for left in window_starts(columns, side, step)]
         crops = [(image, top, left) for image in range(len(pixels)) for top, left in places]
@@ -77,16 +84,21 @@ class GridEncoder:
                 pixels[image, :, top * patch : (top + height) * patch, left * patch : (left + width) * patch]
                 for image, top, left in part
             ]
-            features = self._unit_features(torch.stack(cut)) * weight
+            features = self._unit_features(torch.stack(cut), chosen) * weight
             if not total.numel():
                 total = features.new_zeros(len(pixels), rows, columns, *features.shape[3:])
             for (image, top, left), own in zip(part, features, strict=True):
                 total[image, top : top + height, left : left + width] += own
         return F.normalize(total, dim=-1)
 
-    def _unit_features(self, pixels: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b rows columns l d"]:
+    def _unit_features(
+        self, pixels: UInt8[Tensor, "b 3 h w"], chosen: list[int]
+    ) -> Float[Tensor, "b rows columns l d"]:
         features = self.encoder.grids(pixels, self.device)
-        return F.normalize(features.unflatten(-1, (len(self.encoder.blocks), -1)), dim=-1)
+        if not features.isfinite().all():
+            raise ValueError("the encoder gives features that are not finite: check its weights, or use float32")
+        features = features.unflatten(-1, (len(self.encoder.blocks), -1))
+        return F.normalize(features[..., chosen, :], dim=-1)
 
 
 def _hann(length: int) -> Float[Tensor, " n"]:

@@ -1,4 +1,4 @@
-"""Which features to read and how to label by them: chosen by leaving out labelled images, fitted in closed form.
+"""Choice of features and head by left-out images; all heads are fitted in closed form.
 
 Candidates are sets of blocks, with and without partial whitening, and heads: k nearest neighbours, ridge regression, or
 the mean of both.
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from cribo.adaptation.whitening import Moments, partial_whitening
-from cribo.evaluation.results import iou
+from cribo.evaluation.results import calibration_error, iou
 from cribo.retrieval.search import TensorKeys, nearest
 from cribo.segmentation.settings import Head
 
@@ -33,17 +33,18 @@ _SAMPLED_PER_EXAMPLE = 128
 _MOST_FOLDS = 10
 _SHARPNESS = torch.logspace(-2, 3, 26, base=2.0)
 _LEAST_SCORE = 1e-3
+_AT_ONCE = 4096  # queries whose votes are gathered at once
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Which features are read, and how they are labelled.
+    """Features and head that label patches.
 
     Attributes:
         blocks: their features are concatenated, each of unit length; numbered from 1.
         whiten: whether each block is partially whitened before.
         head: k nearest neighbours, ridge regression on the classes' shares, or the mean of both.
-        penalty: of the ridge regression, relative to the features' mean square.
+        penalty: of the ridge regression, relative to the features' mean square times the square root of their number.
     """
 
     blocks: tuple[int, ...]
@@ -59,15 +60,16 @@ class Reading:
 
 @dataclass(frozen=True)
 class Choice:
-    """A reading, and the scores of left-out examples that speak for it.
+    """A reading and its scores on left-out patches.
 
     Attributes:
         reading: the chosen one.
         sharpness: exponent of the scores that makes them probabilities (see `probabilities`).
-        expected: mean IoU on left-out patches, in 0-1; None where nothing can be left out.
+        expected: mean IoU on left-out patches, in 0-1, of the classes in `per_class`; None if nothing can be left out.
         last_block: the same for nearest neighbours on the last block as it is.
-        per_class: IoU of each class by its index, in 0-1, on left-out patches.
-        left_out: what was left out, such as "one image at a time".
+        per_class: IoU by the index of the class, in 0-1, on left-out patches; without classes of a single fold, of
+            which nothing is left when it is left out.
+        left_out: such as "one image at a time"; empty if nothing can be left out.
     """
 
     reading: Reading
@@ -78,12 +80,12 @@ class Choice:
     left_out: str
 
     def as_json(self) -> dict[str, Any]:
-        """A form that `from_json` reads."""
+        """Convert to a dictionary for JSON."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Choice":
-        """Read what `as_json` gave and JSON stored."""
+        """Restore a choice from the dictionary of `as_json`, also after a round trip through JSON."""
         reading = Reading(**{**values["reading"], "blocks": tuple(values["reading"]["blocks"])})
         per_class = {int(label): score for label, score in values["per_class"].items()}
         return cls(**{**values, "reading": reading, "per_class": per_class})
@@ -119,6 +121,16 @@ def block_sets(depth: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(_scaled(blocks, depth) for blocks in _BLOCK_SETS))
 
 
+def middle_blocks(depth: int) -> tuple[int, ...]:
+    """Four blocks from the middle of a network on; fewer in shallow networks.
+
+    Example:
+        >>> middle_blocks(12), middle_blocks(2)
+        ((6, 8, 9, 10), (1, 2))
+    """
+    return _scaled(_MIDDLE, depth)
+
+
 def _scaled(blocks: Sequence[int], depth: int) -> tuple[int, ...]:
     return tuple(sorted({max(1, round(depth * block / 12)) for block in blocks}))
 
@@ -128,6 +140,8 @@ def candidate_readings(
 ) -> list[Reading]:
     """All readings of the available blocks that the fixed values allow; None leaves a value open."""
     sets = [chosen for chosen in block_sets(max(available)) if set(chosen) <= set(available)]
+    if not any(len(chosen) > 1 for chosen in sets):
+        sets = list(dict.fromkeys((*sets, tuple(available))))
     if blocks is not None:
         sets = [blocks]
     heads: Sequence[Head] = ("knn", "ridge", "both") if head is None else (head,)
@@ -141,13 +155,13 @@ def candidate_readings(
 
 
 def default_reading(candidates: Sequence[Reading], depth: int, examples: int) -> Reading:
-    """The candidate to take unless another one is clearly better: the best on average in trials (docs/segmentation.md).
+    """Return the default candidate: the best on average in trials (docs/segmentation.md).
 
     It reads four blocks from the middle on: with few examples by ridge regression, with more by both heads after
     whitening. If some of this is fixed otherwise, the rest stays.
     """
     head: Head = "ridge" if examples < _FEW else "both"
-    whiten, blocks = examples >= _FEW, _scaled(_MIDDLE, depth)
+    whiten, blocks = examples >= _FEW, middle_blocks(depth)
 
     def likeness(reading: Reading) -> tuple[bool, ...]:
         return (
@@ -193,10 +207,14 @@ def choose(
         folds, left_out = parts[0].halves, "each half of the image"
     default = default_reading(candidates, max(blocks), count)
     if len(folds.unique()) < 2:
-        return Choice(default, 1.0, None, None, {}, "nothing: all labels lie in one half of a single image")
+        return Choice(default, 1.0, None, None, {}, left_out="")
 
-    truth, whitening = shares.argmax(dim=1), Whitening.fit(features)
-    today = Reading((max(blocks),), whiten=False, head="knn")
+    truth = shares.argmax(dim=1)
+    measured = [label for label in truth.unique().tolist() if len(folds[truth == label].unique()) > 1]
+    measured = measured or truth.unique().tolist()
+    scored = torch.isin(truth, torch.tensor(measured))
+    whitening = Whitening.fit(features) if any(reading.whiten for reading in candidates) else None
+    baseline = Reading((max(blocks),), whiten=False, head="knn")
     quality: dict[Reading, float] = {}
 
     def left_out_scores(readings: Sequence[Reading], folds: Tensor) -> dict[Reading, Tensor]:
@@ -212,29 +230,31 @@ def choose(
         return {reading: combined(reading.head, votes, solved.get(reading.penalty)) for reading in readings}
 
     alike: dict[tuple[tuple[int, ...], bool], list[Reading]] = {}
-    for reading in dict.fromkeys((*candidates, today)):
+    for reading in dict.fromkeys((*candidates, baseline)):
         alike.setdefault((reading.blocks, reading.whiten), []).append(reading)
     for readings in alike.values():
-        quality |= {reading: _mean_iou(found, truth) for reading, found in left_out_scores(readings, folds).items()}
+        found = left_out_scores(readings, folds)
+        quality |= {
+            reading: float(_ious(scores[scored], truth[scored])[measured].mean()) for reading, scores in found.items()
+        }
     best = max(candidates, key=lambda reading: quality[reading])
     if quality[best] < quality[default] + _MARGIN / math.sqrt(count):
         best = default
-    scores = left_out_scores([best], folds)[best]
-    per_class = iou(_confusion(scores, truth))
+    per_class = _ious(left_out_scores([best], folds)[best][scored], truth[scored])
     # Without a whole image of few, heads are far less certain than with all of them: calibrate on halves.
     halves = 2 * folds + torch.cat([part.halves for part in parts])
     return Choice(
         best,
         _fit_sharpness(left_out_scores([best], halves)[best], truth),
         quality[best],
-        quality[today],
-        {label: float(per_class[label]) for label in truth.unique().tolist()},
+        quality[baseline],
+        {label: float(per_class[label]) for label in measured},
         left_out,
     )
 
 
 def thinned(examples: Sequence[LabelledPatches], most: int) -> list[LabelledPatches]:
-    """Take equally many patches of each example, at most so many in total; small examples leave room to others."""
+    """Take at most `most` patches, equally many of each example as far as it has them."""
     lengths = sorted(len(part.shares) for part in examples)
     each, left = lengths[-1], most
     for place, length in enumerate(lengths):
@@ -257,12 +277,15 @@ class Whitening(NamedTuple):
 
     @classmethod
     def fit(cls, features: Float[Tensor, "n l d"]) -> "Whitening":
-        """Partial whitening of each block."""
+        """Fit partial whitening of each block; blocks without variance are left as they are."""
         layers = []
         for block in features.unbind(dim=1):
             moments = Moments(block.shape[1])
             moments.update(block)
-            layers.append(partial_whitening(moments, power=POWER))
+            if float(moments.covariance.diagonal().sum()) > 0:
+                layers.append(partial_whitening(moments, power=POWER))
+            else:
+                layers.append((torch.eye(block.shape[1]), torch.zeros(block.shape[1])))
         return cls(layers)
 
 
@@ -317,7 +340,9 @@ def vote(
 def _weighted(
     similarity: Float[Tensor, "q k"], rows: Int[Tensor, "q k"], shares: Float[Tensor, "n c"], temperature: float
 ) -> Float[Tensor, "q c"]:
-    return torch.einsum("qk,qkc->qc", (similarity / temperature).softmax(dim=1), shares[rows])
+    weights = (similarity / temperature).softmax(dim=1)
+    parts = zip(weights.split(_AT_ONCE), rows.split(_AT_ONCE), strict=True)
+    return torch.cat([torch.einsum("qk,qkc->qc", part, shares[own]) for part, own in parts])
 
 
 def left_out_ridge(
@@ -352,7 +377,8 @@ def _with_constant(rows: Float[Tensor, "n e"]) -> Float[Tensor, "n e_plus_1"]:
 def _factor(design: Float[Tensor, "n e"], penalty: float) -> Float[Tensor, "e e"]:
     """Cholesky factor of X'X + R. R grows with the square root of the number of rows; the constant is not penalised."""
     gram = design.T @ design
-    amount = penalty * float(gram.diagonal()[:-1].sum()) / math.sqrt(len(design))
+    # Features may all be zero: then only the constant is fitted.
+    amount = penalty * max(float(gram.diagonal()[:-1].sum()), 1e-6 * len(design)) / math.sqrt(len(design))
     added = gram.new_full((len(gram),), amount)
     added[-1] = 1e-3 * amount
     return torch.linalg.cholesky(gram + torch.diag(added))
@@ -385,28 +411,17 @@ def _fit_sharpness(scores: Float[Tensor, "n c"], truth: Int[Tensor, " n"]) -> fl
     return float(_SHARPNESS[errors.index(min(errors))])
 
 
-def calibration_error(confidence: Float[Tensor, " n"], right: Float[Tensor, " n"], bins: int = 10) -> float:
-    """Expected calibration error (Guo et al. 2017): mean distance of confidence and accuracy over equal bins."""
-    place = (confidence * bins).long().clamp(max=bins - 1)
-    gaps = torch.zeros(bins).index_add_(0, place, confidence.float() - right.float())
-    return float(gaps.abs().sum() / len(confidence))
-
-
-def _confusion(scores: Float[Tensor, "n c"], truth: Int[Tensor, " n"]) -> Int[Tensor, "c c"]:
+def _ious(scores: Float[Tensor, "n c"], truth: Int[Tensor, " n"]) -> Float[Tensor, " c"]:
     classes = scores.shape[1]
-    return torch.bincount(truth * classes + scores.argmax(dim=1), minlength=classes**2).view(classes, classes)
-
-
-def _mean_iou(scores: Float[Tensor, "n c"], truth: Int[Tensor, " n"]) -> float:
-    confusion = _confusion(scores, truth)
-    return float(iou(confusion)[confusion.sum(dim=1) > 0].mean())
+    pairs = truth * classes + scores.argmax(dim=1)
+    return iou(torch.bincount(pairs, minlength=classes**2).view(classes, classes))
 
 
 class Labeller:
-    """Labels patches by labelled ones, as a choice says.
+    """Labels patches with the features and head of a choice.
 
     Args:
-        examples: all labelled patches.
+        examples: labelled patches.
         choice: the reading and its sharpness.
         blocks: numbers of the L blocks in the features.
         neighbours: k.
@@ -426,22 +441,34 @@ class Labeller:
     ) -> None:
         self.choice = choice
         reading = choice.reading
+        self._examples = examples
         self._places = [list(blocks).index(block) for block in reading.blocks]
-        features = torch.cat([part.features for part in examples])
+        features = torch.cat([part.features[:, self._places] for part in examples])
         shares = torch.cat([part.shares for part in examples])
         self._whitening = Whitening.fit(features.float()) if reading.whiten else None
         rows = self.rows(features)
         self._weights = None if reading.head == "knn" else ridge(rows, shares, reading.penalty)
-        self._keys = TensorKeys(rows)
-        self._vote = partial(vote, shares=shares, neighbours=neighbours, temperature=temperature, device=device)
+        self._vote = None
+        if reading.head != "ridge":
+            keys = TensorKeys(rows)
+            self._vote = partial(
+                vote, keys=keys, shares=shares, neighbours=neighbours, temperature=temperature, device=device
+            )
 
-    def rows(self, features: Float[Tensor, "n l d"]) -> Float[Tensor, "n e"]:
-        """Features as the heads read them: rows of unit length."""
-        return read(features, self._places, self._whitening)
+    def rows(self, features: Float[Tensor, "n r d"]) -> Float[Tensor, "n e"]:
+        """Convert features of the blocks of the reading to what heads see: rows of unit length."""
+        return read(features, range(len(self._places)), self._whitening)
 
-    def __call__(self, features: Float[Tensor, "n l d"]) -> Float[Tensor, "n c"]:
-        """Probability of each class."""
-        rows, head = self.rows(features), self.choice.reading.head
-        votes = None if head == "ridge" else self._vote(rows, self._keys)
+    def __call__(self, rows: Float[Tensor, "n e"]) -> Float[Tensor, "n c"]:
+        """Compute the probability of each class from `rows`."""
+        votes = None if self._vote is None else self._vote(rows)
         predicted = None if self._weights is None else _with_constant(rows) @ self._weights
-        return probabilities(combined(head, votes, predicted), self.choice.sharpness)
+        return probabilities(combined(self.choice.reading.head, votes, predicted), self.choice.sharpness)
+
+    def known_rows(self, most: int) -> Float[Tensor, "n e"]:
+        """Rows of at most so many labelled patches, equally many of each example as far as it has them."""
+        return self.rows(torch.cat([part.features[:, self._places] for part in thinned(self._examples, most)]))
+
+    def select(self, features: Float[Tensor, "*n l d"]) -> Float[Tensor, "*n r d"]:
+        """Select the blocks of the reading from all blocks."""
+        return features[..., self._places, :]

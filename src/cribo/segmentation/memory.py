@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
+from cribo.arguments import ConfigError
 from cribo.data.crops import resize_labels
 from cribo.data.images import DataError
 from cribo.data.randomness import keyed_generator
@@ -75,7 +76,8 @@ class Segmentation:
 
     Attributes:
         labels: class of each pixel; 255 where `min_confidence` is not reached.
-        confidence: probability that this is the class, 0 to 1, calibrated on left-out examples.
+        confidence: probability that this is the class, 0 to 1, calibrated on left-out halves of the examples; not
+            calibrated if there is only one labelled half.
         shares: of the pixels, by the name of each class that occurs, the largest first.
     """
 
@@ -123,7 +125,7 @@ class SegmentationMemory:
         settings: how images are encoded, and how patches are labelled; what it leaves open is chosen.
         device: where it is computed; by default the backbone's, or for a source, a GPU if there is one.
         batch_size: images, or windows, encoded at once where they are of one size.
-        keep_blocks: blocks whose features are kept; by default those of `settings`, or the candidates to choose from.
+        keep_blocks: blocks whose features are kept; by default the fixed blocks and the last one, or all candidates.
 
     Raises:
         what `load_backbone` raises; DataError for names of classes; ValueError for windows that do not fit, or blocks
@@ -154,7 +156,13 @@ class SegmentationMemory:
         keep_blocks: Sequence[int] | None = None,
     ) -> None:
         self.settings = settings or SegmentationSettings()
-        encoder, self.backbone, device = _opened(backbone, self.settings.blocks, keep_blocks, device)
+        wanted = keep_blocks or self.settings.blocks
+        encoder, self.backbone, device = _opened(backbone, wanted, device)
+        if not set(wanted or ()) <= set(encoder.blocks):
+            raise _MissingBlocks(
+                f"blocks must be among {_listed(encoder.blocks)}, those of {self.backbone['source']}, got "
+                f"{_listed(wanted or ())}: leave blocks out"
+            )
         self.encoder = GridEncoder(encoder, self.settings, device, batch_size)
         self._classes = None if classes is None else class_names(classes)
         self._palette = None if palette is None else list(palette)
@@ -169,7 +177,7 @@ class SegmentationMemory:
 
     @property
     def patches(self) -> int:
-        """How many patches may vote."""
+        """Number of labelled patches of all examples."""
         return sum(len(known.features) for known in self._known)
 
     @property
@@ -326,11 +334,13 @@ class SegmentationMemory:
             as `segment` does.
         """
         opened = [open_image(image) for image in images]
-        votes = self.vote(self.encode(opened))
+        labeller = self.labeller()
+        features = self.encoder.encode(opened, blocks=labeller.choice.reading.blocks)
+        votes = self._vote(labeller, features)
         return [self.label(own, image) for own, image in zip(votes, opened, strict=True)]
 
     def encode(self, images: Sequence[UInt8[Tensor, "3 h w"]]) -> list[Float[Tensor, "rows columns l d"]]:
-        """The first step of `segment`: a feature of unit length for each patch and each candidate block."""
+        """The first step of `segment`: features of each patch and each block that is kept, of unit length."""
         return self.encoder.encode(images)
 
     @torch.no_grad()
@@ -340,8 +350,12 @@ class SegmentationMemory:
         Raises:
             DataError: the memory is empty.
         """
-        labeller = self._fitted()
-        votes = labeller(torch.cat([own.flatten(0, 1) for own in features]).cpu())
+        labeller = self.labeller()
+        return self._vote(labeller, [labeller.select(own) for own in features])
+
+    def _vote(self, labeller: Labeller, features: Sequence[Float[Tensor, "rows columns r d"]]) -> list[Tensor]:
+        rows = labeller.rows(torch.cat([own.flatten(0, 1) for own in features]).cpu())
+        votes = labeller(rows).to(self.encoder.device)
         lengths = [own.shape[0] * own.shape[1] for own in features]
         return [part.unflatten(0, own.shape[:2]) for part, own in zip(votes.split(lengths), features, strict=True)]
 
@@ -365,32 +379,25 @@ class SegmentationMemory:
     # ---------------------------------------------------------------------------------------------------- fit
 
     def fit(self) -> Choice:
-        """Choose what the settings leave open, by left-out examples, unless it is known for these examples already.
+        """Choose the blocks, whitening and head that the settings leave open; cached until examples change.
 
         Raises:
             DataError: the memory is empty.
         """
-        return self._fitted().choice
+        return self.labeller().choice
 
-    @torch.no_grad()
-    def label_patches(self, features: Float[Tensor, "n l d"]) -> tuple[Float[Tensor, "n e"], Float[Tensor, "n c"]]:
-        """Features of patches as they are compared, of unit length, and the probability of each class."""
-        labeller = self._fitted()
-        return labeller.rows(features), labeller(features)
+    def labeller(self) -> Labeller:
+        """Return what labels patches by the present examples, which stays valid when others are added.
 
-    def labelled_rows(self, most: int) -> Float[Tensor, "n e"]:
-        """Features of labelled patches as they are compared: equally many of each example, at most so many."""
-        labeller = self._fitted()
-        parts = thinned([known.patches(len(self.classes)) for known in self._known], most)
-        return labeller.rows(torch.cat([part.features for part in parts]))
-
-    def _fitted(self) -> Labeller:
-        """The labeller of the present examples; fitted when it is first needed after a change."""
+        Raises:
+            DataError: the memory is empty.
+        """
         with self._lock:
             if self._labeller is None:
                 if not self._known:
                     raise DataError("the memory is empty: add an image with labels first")
-                examples = [known.patches(len(self.classes)) for known in self._known]
+                classes = len(self.classes)
+                examples = [known.patches(classes) for known in self._known]
                 if self.patches > _MOST_PATCHES:
                     examples = thinned(examples, _MOST_PATCHES)
                     log.info("%d of the %d patches of the examples are used", _MOST_PATCHES, self.patches)
@@ -467,67 +474,73 @@ class SegmentationMemory:
         if missing:
             raise ValueError(
                 f"{path} has features of blocks {_listed(stored.blocks)}, not of {_listed(missing)}: leave --blocks "
-                "out, or make another memory with it"
+                "out, or make another memory with these blocks"
             )
-        memory = cls(
-            backbone,
-            classes=stored.classes,
-            palette=stored.palette,
-            settings=settings,
-            device=device,
-            batch_size=batch_size,
-            keep_blocks=stored.blocks,
-        )
+        another = f"{path} was made with the features of another backbone, {stored.source} ({stored.encoder[:12]})"
+        try:
+            memory = cls(
+                backbone,
+                classes=stored.classes,
+                palette=stored.palette,
+                settings=settings,
+                device=device,
+                batch_size=batch_size,
+                keep_blocks=stored.blocks,
+            )
+        except _MissingBlocks as error:
+            raise DataError(f"{another}: give that one, or make another memory") from error
         identity = memory.encoder.encoder.identity
         if identity != stored.encoder:
             raise DataError(
-                f"{path} was made with the features of another backbone, {stored.source} ({stored.encoder[:12]}), "
-                f"this is {memory.backbone['source']} ({str(identity)[:12]}): give that one, or make another memory"
+                f"{another}, this is {memory.backbone['source']} ({str(identity)[:12]}): give that one, or make "
+                "another memory"
             )
         memory._known = [
             _Known(*parts) for parts in zip(stored.examples, stored.features, stored.pixels, stored.halves, strict=True)
         ]
-        if stored.choice is not None and settings == SegmentationSettings(**stored.settings):
+        if stored.choice is not None and settings.of_choice == SegmentationSettings(**stored.settings).of_choice:
             memory._choice = Choice.from_json(stored.choice)
         return memory
 
 
+class _MissingBlocks(ValueError):
+    """The backbone does not have these blocks."""
+
+
 def _opened(
-    backbone: BackboneLike,
-    blocks: tuple[int, ...] | None,
-    keep: Sequence[int] | None,
-    device: torch.device | str | None,
+    backbone: BackboneLike, blocks: Sequence[int] | None, device: torch.device | str | None
 ) -> tuple[PatchEncoder, dict[str, Any], torch.device]:
-    """The encoder of the blocks to keep, what is known of it, and the device."""
+    """The encoder of these blocks and the last one, what is known of it, and the device."""
     if isinstance(backbone, Backbone):
         place = next(backbone.parameters()).device if device is None else torch.device(device)
         source = backbone.loaded.source if backbone.loaded else f"{backbone.name} with random weights"
-        return _encoder_of(backbone.to(place), blocks, keep), {"source": source, "architecture": backbone.name}, place
+        return _encoder_of(backbone.to(place), blocks), {"source": source, "architecture": backbone.name}, place
     place = torch.device(resolve_devices(None if device is None else (str(device),), "device")[0])
     if isinstance(backbone, PatchEncoder):
         return backbone, {"source": f"an encoder named {backbone.identity}"}, place
     if not isinstance(backbone, BackboneSource):
         backbone = BackboneSource(os.fspath(backbone))
+    if backbone.layers != 1:
+        raise ConfigError(f"layers must be 1, got {backbone.layers}: name blocks in the settings (--blocks 9,10)")
     if backbone.source == MEAN_COLOUR:
         return *open_encoder(backbone, str(place)), place
     opened = open_backbone(backbone)
     about = about_backbone(backbone, opened)
-    return _encoder_of(opened.eval().to(place), blocks, keep), about, place
+    return _encoder_of(opened.eval().to(place), blocks), about, place
 
 
-def _encoder_of(backbone: Backbone, blocks: tuple[int, ...] | None, keep: Sequence[int] | None) -> PatchEncoder:
-    """The encoder of the blocks to keep: by default the candidates, or fixed blocks and the last."""
+def _encoder_of(backbone: Backbone, blocks: Sequence[int] | None) -> PatchEncoder:
+    """The encoder of these blocks and the last one; by default of all candidates."""
     depth = backbone.depth
     if backbone.readout is not None or depth == 1:
-        if blocks not in (None, (depth,)):
-            raise ValueError(f"{backbone.name} gives features of its last block alone: leave blocks out")
+        if blocks is not None and set(blocks) != {depth}:
+            raise _MissingBlocks(f"{backbone.name} gives features of its last block alone: leave blocks out")
         return backbone_encoder(backbone)
-    if blocks is not None and blocks[-1] > depth:
-        raise ValueError(f"blocks must be at most {depth}, the depth of {backbone.name}, got {blocks[-1]}")
-    if keep is None:
-        sets = block_sets(depth) if blocks is None else [blocks, (depth,)]
-        keep = [block for chosen in sets for block in chosen]
-    return blocks_encoder(backbone, keep)
+    if blocks is None:
+        return blocks_encoder(backbone, [block for chosen in block_sets(depth) for block in chosen])
+    if max(blocks) > depth:
+        raise _MissingBlocks(f"blocks must be at most {depth}, the depth of {backbone.name}, got {max(blocks)}")
+    return blocks_encoder(backbone, [*blocks, depth])
 
 
 def _listed(blocks: Sequence[int]) -> str:

@@ -21,7 +21,7 @@ class PixelLabels(NamedTuple):
 
     Attributes:
         labels: class of each pixel.
-        confidence: the share of the vote, 0 to 1, that this class has there.
+        confidence: score of this class, 0 to 1.
     """
 
     labels: UInt8[Tensor, "h w"]
@@ -45,7 +45,7 @@ def label_pixels(
     few at a time, and a filter goes over the image in strips: memory is bounded whatever the number of classes.
 
     Args:
-        votes: of each patch, 0 to 1; on the device where this shall be computed.
+        votes: score of each class at each patch, 0 to 1; on the device where this shall be computed.
         image: at its own size.
         patch_size: pixels, at the size at which the image was encoded.
         refine: the filter, or `none`.

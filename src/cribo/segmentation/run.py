@@ -34,6 +34,7 @@ from cribo.evaluation.results import versions
 from cribo.files import FolderError, claim_folder, holds_results, remove_parts, write_json, write_text, write_whole
 from cribo.segmentation.config import SegmentConfig
 from cribo.segmentation.examples import Examples, find_examples, open_targets
+from cribo.segmentation.fitting import Choice
 from cribo.segmentation.memory import Segmentation, SegmentationMemory
 from cribo.segmentation.pictures import SegmentedPanel, draw_overview, overlay
 from cribo.segmentation.settings import SegmentationSettings
@@ -229,7 +230,7 @@ def _describe_memory(memory: SegmentationMemory, console: Console) -> None:
     console.print(
         f"memory: {len(memory)} examples, {memory.patches} patches, {len(memory.classes)} classes", highlight=False
     )
-    for sentence in describe_choice(memory):
+    for sentence in _describe_choice(memory):
         console.print(sentence, highlight=False)
     present = len(memory.classes) - len(memory.absent)
     if memory.absent:
@@ -241,11 +242,11 @@ def _describe_memory(memory: SegmentationMemory, console: Console) -> None:
         )
 
 
-def describe_choice(memory: SegmentationMemory) -> list[str]:
+def _describe_choice(memory: SegmentationMemory) -> list[str]:
     """What was chosen, what it should reach, and which classes need more examples."""
     choice, classes, holding = memory.fit(), memory.classes, memory.holding
     if choice.expected is None or choice.last_block is None:
-        return [f"reads {choice.reading}; its score is unknown: {choice.left_out} could be left out"]
+        return [f"reads {choice.reading}; its score is unknown because all labels lie in one half of a single image"]
     examples = f"{len(memory)} example{'s' * (len(memory) > 1)}"
     sentences = [
         f"reads {choice.reading}: {choice.expected:.0%} mIoU expected from {examples} (nearest neighbours on the last "
@@ -259,6 +260,9 @@ def describe_choice(memory: SegmentationMemory) -> list[str]:
     ]
     if weak:
         sentences.append(f"weakest classes, which need more examples: {', '.join(weak)}")
+    unmeasured = [name for c, name in enumerate(classes) if holding[c] and c not in choice.per_class]
+    if unmeasured:
+        sentences.append(f"in one example only, so not measured: {', '.join(unmeasured)}")
     return sentences
 
 
@@ -434,10 +438,10 @@ class _Results:
                 "patches": memory.patches,
             },
             "backbone": memory.backbone,
-            "settings": dataclasses.asdict(memory.settings),
+            "settings": json.loads(json.dumps(dataclasses.asdict(memory.settings))),
             "classes": self.classes,
             "palette": [list(colour) for colour in self.palette],
-            "choice": memory.fit().as_json(),
+            "choice": json.loads(json.dumps(memory.fit().as_json())),
             "confidence": "255 times the probability, 0 to 1, that the label is right",
             "versions": versions(str(memory.encoder.device)),
         }
@@ -460,8 +464,9 @@ class _Results:
             )
 
     def _differences(self, old: dict[str, Any]) -> list[str]:
+        before, now = (str(Choice.from_json(about["choice"]).reading) for about in (old, self._about))
         if old["memory"]["fingerprint"] == self._about["memory"]["fingerprint"]:
-            return []
+            return [] if before == now else [f"it read {before}, and would now read {now}"]
         found = [
             f"{name} was {old['settings'].get(name)}, is {value}"
             for name, value in self._about["settings"].items()
@@ -537,7 +542,7 @@ class _Results:
     def shares(self, records: Sequence[_Record]) -> dict[str, float]:
         """The share of each class in the pixels of all images, the largest first."""
         pixels = {name: sum(record.pixels.get(name, 0) for record in records) for name in self.classes}
-        total = max(1, sum(pixels.values()))
+        total = max(1, sum(height * width for height, width in (record.size for record in records)))
         return {name: count / total for name, count in sorted(pixels.items(), key=lambda pair: -pair[1])}
 
     def sum_up(

@@ -80,6 +80,11 @@ class SegmentationSettings:
                 "lie further apart leave gaps"
             )
 
+    @property
+    def of_choice(self) -> tuple[Any, ...]:
+        """The settings that the choice of features and head depends on."""
+        return self.blocks, self.whiten, self.head, self.neighbours, self.temperature
+
     def factor(self, height: int, width: int) -> float:
         """By how much an image is resized before it is encoded."""
         shorter = min(height, width)

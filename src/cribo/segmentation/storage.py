@@ -90,7 +90,6 @@ def write_memory(path: str | os.PathLike[str], stored: Stored) -> None:
     }
     about = {
         "format": MEMORY_FORMAT,
-        "sha256": _sha256(tensors),
         "encoder": stored.encoder,
         "source": stored.source,
         "classes": stored.classes,
@@ -100,6 +99,7 @@ def write_memory(path: str | os.PathLike[str], stored: Stored) -> None:
         "choice": stored.choice,
         "examples": [example._asdict() for example in stored.examples],
     }
+    about["sha256"] = _sha256(tensors, about)
 
     def save(part: Path) -> None:
         try:
@@ -135,7 +135,7 @@ def read_memory(path: str | os.PathLike[str]) -> Stored:
         )
     if about["format"] < MEMORY_FORMAT:
         raise DataError(f"{path} was made by an older version of cribo: make it again from the examples")
-    if _sha256(tensors) != about["sha256"]:
+    if about.pop("sha256") != _sha256(tensors, about):
         raise DataError(f"{path} is damaged: its content does not fit its checksum; copy it again, or make it again")
     return Stored(
         encoder=about["encoder"],
@@ -152,8 +152,8 @@ def read_memory(path: str | os.PathLike[str]) -> Stored:
     )
 
 
-def _sha256(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
+def _sha256(tensors: dict[str, Tensor], about: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name, values in sorted(tensors.items()):
         digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
         digest.update(values.contiguous().flatten().view(torch.uint8).numpy().data)

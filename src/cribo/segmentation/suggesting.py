@@ -1,4 +1,4 @@
-"""Which images to label next: those whose patches are like many uncertain ones, and unlike the labelled ones."""
+"""Suggestions of images to label next."""
 
 from collections.abc import Iterable
 
@@ -31,17 +31,19 @@ def suggest(memory: SegmentationMemory, images: Iterable[UInt8[Tensor, "3 h w"]]
     Raises:
         DataError: the memory is empty.
     """
+    labeller = memory.labeller()
     rows, uncertain = [], []
     for index, image in enumerate(images):
-        features = memory.encode([image])[0].flatten(0, 1).cpu()
+        (features,) = memory.encoder.encode([image], blocks=labeller.choice.reading.blocks)
+        features = features.flatten(0, 1).cpu()
         chosen = torch.randperm(len(features), generator=keyed_generator(index))[:_PATCHES]
-        own, shares = memory.label_patches(features[chosen])
+        own = labeller.rows(features[chosen])
         rows.append(own)
-        uncertain.append(1 - shares.amax(dim=1))
+        uncertain.append(1 - labeller(own).amax(dim=1))
     if not rows:
         return []
     lengths = [len(own) for own in rows]
-    return _cover(torch.cat(rows), torch.cat(uncertain), lengths, memory.labelled_rows(_LABELLED), count)
+    return _cover(torch.cat(rows), torch.cat(uncertain), lengths, labeller.known_rows(_LABELLED), count)
 
 
 def _cover(
