@@ -233,10 +233,8 @@ def choose(
     for reading in dict.fromkeys((*candidates, baseline)):
         alike.setdefault((reading.blocks, reading.whiten), []).append(reading)
     for readings in alike.values():
-        found = left_out_scores(readings, folds)
-        quality |= {
-            reading: float(_ious(scores[scored], truth[scored])[measured].mean()) for reading, scores in found.items()
-        }
+        for reading, scores in left_out_scores(readings, folds).items():
+            quality[reading] = float(_ious(scores[scored], truth[scored])[measured].mean())
     best = max(candidates, key=lambda reading: quality[reading])
     if quality[best] < quality[default] + _MARGIN / math.sqrt(count):
         best = default
