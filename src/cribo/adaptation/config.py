@@ -20,7 +20,8 @@ class AdaptConfig:
     Attributes:
         images: a folder of images (nested or not), or a text file that lists images.
         backbone: the network to adapt.
-        minutes: total time on this machine; up to 1, only the closed form is fitted. More than 15 gains little.
+        minutes: total time on this machine; up to 1, only the closed form is fitted. At most 500
+            steps are trained; give `steps` for more, which gains on these images and loses on others.
         steps: number of training steps in place of `minutes`; the result then does not depend on the machine's speed.
         labelled: folder of labelled images for the verdict: images/ and labels/ (PNG indices, 255 for none), each with
             or without train/ and val/; at least ten images. They are never trained on.
