@@ -59,13 +59,14 @@ def rows_of(depth: int) -> dict[str, dict[str, object]]:
     last, middle = (depth,), middle_blocks(depth)
     plain = {"head": "knn", "whiten": False}
     rows: dict[str, dict[str, object]] = {
-        "last block, k = 5 (before)": {"blocks": last, **plain, "neighbours": 5, "temperature": 0.02},
-        "last block, k = 20": {"blocks": last, **plain},
+        "last block (before)": {"blocks": last, **plain, "neighbours": 5, "temperature": 0.02},
+        "last block": {"blocks": last, **plain},
     }
     if depth > 1:
-        rows["block at 3/4, k = 20"] = {"blocks": (round(depth * 0.75),), **plain}
+        rows["block at 3/4"] = {"blocks": (round(depth * 0.75),), **plain}
     return rows | {
         "four blocks, ridge": {"blocks": middle, "head": "ridge", "whiten": False},
+        "four blocks, both": {"blocks": middle, "head": "both", "whiten": False},
         "four blocks, whitened, both": {"blocks": middle, "head": "both", "whiten": True},
         "chosen": {},
     }
@@ -114,7 +115,7 @@ def quality(train: LabelledSubset, val: LabelledSubset, encoder: PatchEncoder, a
                     expected.append(100 * (memory.fit().expected or float("nan")))
         for name, own in scores.items():
             cell = f"{statistics.fmean(score for score, _ in own):.1f}"
-            if name in ("chosen", "last block, k = 5 (before)"):
+            if name in ("chosen", "last block (before)"):
                 cell += f" (error {statistics.fmean(error for _, error in own):.1f})"
             found.setdefault(name, []).append(cell)
         best = [max(scores[name][draw][0] for name in scores) for draw in range(arguments.draws)]
@@ -157,7 +158,7 @@ def cost(train: LabelledSubset, val: LabelledSubset, backbone: Backbone, argumen
     print("| seconds | encode the examples | fit | encode an image | label patches | label pixels |")
     print(f"|{'---|' * 6}")
     rows = rows_of(backbone.depth)
-    for name in ("last block, k = 5 (before)", "chosen"):
+    for name in ("last block (before)", "chosen"):
         memory = SegmentationMemory(backbone, classes=train.classes, settings=settings_of(rows[name], arguments))
         begun = time.perf_counter()
         filled(memory, train, draw_of(8, len(train), 0))

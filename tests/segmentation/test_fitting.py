@@ -97,10 +97,10 @@ def test_a_clear_lead_of_the_last_block_is_followed() -> None:
 def test_without_a_clear_lead_the_default_stays() -> None:
     candidates = candidate_readings(BLOCKS, blocks=None, whiten=None, head=None)
     for count, head in ((2, "ridge"), (8, "both")):
-        default = default_reading(candidates, 12, count)
+        default = default_reading(candidates, BLOCKS, count)
         assert (default.blocks, default.head, default.whiten) == ((6, 8, 9, 10), head, head == "both")
         assert chosen(examples(count)).reading == default  # no block tells anything
-    assert chosen(examples(8, telling=BLOCKS, noise=0.1)).reading == default_reading(candidates, 12, 8)
+    assert chosen(examples(8, telling=BLOCKS, noise=0.1)).reading == default_reading(candidates, BLOCKS, 8)
 
 
 def test_what_is_fixed_is_not_chosen() -> None:
@@ -204,3 +204,18 @@ def test_features_that_are_all_equal_are_labelled_by_the_frequent_class(value: f
         labeller = Labeller([part] * 4, choice, BLOCKS, neighbours=16, temperature=0.07, device=torch.device("cpu"))
         found = labeller(labeller.rows(labeller.select(part.features)))
         assert found.argmax(dim=1).tolist() == [1, 1, 1, 1]
+
+
+def test_few_patches_are_not_whitened() -> None:
+    few = examples(8, telling=BLOCKS, noise=0.3, count=7)  # 56 patches of 16 channels
+    assert not chosen(few).reading.whiten
+    assert chosen(examples(8, telling=BLOCKS, noise=0.3, count=9)).reading.whiten
+    only = candidate_readings(BLOCKS, blocks=None, whiten=True, head=None)
+    assert chosen(few, only).reading.whiten
+
+
+def test_a_network_with_one_feature_map_is_read_by_both_heads() -> None:
+    candidates = candidate_readings((1,), blocks=None, whiten=None, head=None)
+    assert {reading.blocks for reading in candidates} == {(1,)}
+    for count in (2, 8):
+        assert default_reading(candidates, (1,), count) == Reading((1,), False, "both")

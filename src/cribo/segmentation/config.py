@@ -35,7 +35,7 @@ class SegmentConfig:
         blocks: numbers, from 1, of the blocks whose features are read, such as 6,8,9,10. [chosen by left-out examples]
         whiten: whiten the features partially, with statistics of the examples: true or false. [chosen]
         head: knn (nearest neighbours), ridge (ridge regression) or both (their mean). [chosen]
-        neighbours: k, how many nearest patches vote: more of them favour frequent classes. [20]
+        neighbours: k, how many nearest patches vote: more of them favour frequent classes. [5]
         temperature: weights of neighbours are the softmax of cosine / temperature; lower values favour the nearest.
             [0.07]
         min_confidence: leave pixels below this confidence (0 to 1) unlabelled (255). [0]

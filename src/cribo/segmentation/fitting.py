@@ -32,6 +32,7 @@ _SAMPLED = (2048, 8192)  # patches that candidates are compared on: at least, at
 _SAMPLED_PER_EXAMPLE = 128
 _MOST_FOLDS = 10
 _SHARPNESS = torch.logspace(-2, 3, 26, base=2.0)
+_PER_CHANNEL = 4  # labelled patches that whitening needs for each channel
 _LEAST_SCORE = 1e-3
 _AT_ONCE = 4096  # queries whose votes are gathered at once
 
@@ -154,14 +155,16 @@ def candidate_readings(
     ]
 
 
-def default_reading(candidates: Sequence[Reading], depth: int, examples: int) -> Reading:
+def default_reading(candidates: Sequence[Reading], available: Sequence[int], examples: int) -> Reading:
     """Return the default candidate: the best on average in trials (docs/segmentation.md).
 
     It reads four blocks from the middle on: with few examples by ridge regression, with more by both heads after
-    whitening. If some of this is fixed otherwise, the rest stays.
+    whitening. Networks of which one block is available are read by both heads, without whitening. If some of this is
+    fixed otherwise, the rest stays.
     """
-    head: Head = "ridge" if examples < _FEW else "both"
-    whiten, blocks = examples >= _FEW, middle_blocks(depth)
+    several = len(available) > 1
+    head: Head = "ridge" if several and examples < _FEW else "both"
+    whiten, blocks = several and examples >= _FEW, middle_blocks(max(available))
 
     def likeness(reading: Reading) -> tuple[bool, ...]:
         return (
@@ -186,10 +189,11 @@ def choose(
 
     With more than ten examples, a tenth of them is left out at a time; with one, each half of the image. The default
     (`default_reading`) stays unless another candidate is ahead by 12 points divided by the square root of the number of
-    examples: the fewer there are, the more a difference is chance.
+    examples: the fewer there are, the more a difference is chance. Whitening is a candidate from four labelled patches
+    per channel on.
 
     Args:
-        examples: with patches in random order; at most 8,192 patches of all of them are read.
+        examples: with patches in random order; candidates are compared on at most 8,192 patches.
         candidates: to choose from.
         blocks: numbers of the L blocks in the features.
         neighbours: k.
@@ -200,12 +204,15 @@ def choose(
     parts = thinned(examples, min(max(least, _SAMPLED_PER_EXAMPLE * count), most))
     features = torch.cat([part.features.float() for part in parts])
     shares = torch.cat([part.shares for part in parts])
+    if sum(len(part.shares) for part in examples) < _PER_CHANNEL * features.shape[2]:
+        # Too few patches tell the covariance: directions of noise would be amplified.
+        candidates = [reading for reading in candidates if not reading.whiten] or candidates
     if count > 1:
         folds = torch.cat([torch.full((len(part.shares),), number % _MOST_FOLDS) for number, part in enumerate(parts)])
         left_out = "one image at a time" if count <= _MOST_FOLDS else "a tenth of the images at a time"
     else:
         folds, left_out = parts[0].halves, "each half of the image"
-    default = default_reading(candidates, max(blocks), count)
+    default = default_reading(candidates, blocks, count)
     if len(folds.unique()) < 2:
         return Choice(default, 1.0, None, None, {}, left_out="")
 
@@ -213,7 +220,9 @@ def choose(
     measured = [label for label in truth.unique().tolist() if len(folds[truth == label].unique()) > 1]
     measured = measured or truth.unique().tolist()
     scored = torch.isin(truth, torch.tensor(measured))
-    whitening = Whitening.fit(features) if any(reading.whiten for reading in candidates) else None
+    whitening = None
+    if any(reading.whiten for reading in candidates):
+        whitening = Whitening.fit(torch.cat([part.features.float() for part in examples]))
     baseline = Reading((max(blocks),), whiten=False, head="knn")
     quality: dict[Reading, float] = {}
 

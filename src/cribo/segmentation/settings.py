@@ -52,7 +52,7 @@ class SegmentationSettings:
     blocks: tuple[int, ...] | None = None
     whiten: bool | None = None
     head: Head | None = None
-    neighbours: int = 20
+    neighbours: int = 5
     temperature: float = 0.07
     min_confidence: float = 0.0
     refine: Refine = "guided"
