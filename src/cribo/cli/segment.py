@@ -20,8 +20,8 @@ command prints the choice and the mIoU to expect.
 
 EXAMPLES contains a.jpg and a.png (or a_labels.png), or images/a.jpg and labels/a.png, or images and one JSON file in
 COCO's format. RESULT receives label maps, overlays, confidences, summary.csv and contact.png. To continue after an
-interruption, repeat the command with --resume. If classes are confused, add examples of them; --suggest 5 names the
-images that would help most. If small things are missed in large images, use --scale 1 --window 448. If it is too slow,
+interruption, repeat the command with --resume. If classes are confused, add examples of them; --suggest 5 names images
+that show what is uncertain. If small things are missed in large images, use --scale 1 --window 448. If it is too slow,
 use --size 384.
 """
 

@@ -14,7 +14,7 @@ _LABELLED = 2048  # labelled patches that new ones are compared with
 
 
 def suggest(memory: SegmentationMemory, images: Iterable[UInt8[Tensor, "3 h w"]], count: int) -> list[int]:
-    """Choose images to label, the most helpful first.
+    """Choose images that show what is uncertain, to label next.
 
     Greedy facility location: each image is worth the similarity that it adds between the patches of all images and
     their nearest labelled patch, where each patch counts as much as its label is uncertain. So an image is chosen if it
