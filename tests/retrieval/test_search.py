@@ -371,11 +371,12 @@ print(json.dumps([resident("VmHWM") - before - 12 * queries * k, plan.device_byt
 )
 def test_the_memory_is_what_the_plan_says(queries: int, keys: int, dim: int, k: int, budget: int) -> None:
     command = [sys.executable, "-c", MEMORY, *map(str, (queries, keys, dim, k, budget))]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    measured, planned = json.loads(done.stdout)
+    runs = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(2)]
+    # The peak depends on how much the workers overlap: the larger of two runs counts.
+    measured, planned = max(json.loads(run.stdout) for run in runs)
     assert planned <= budget
     # The allocator keeps some of what was freed; the plan counts the worst case of candidates.
-    assert 0.25 * planned < measured < 1.1 * planned + 8 * 2**20
+    assert 0.3 * planned < measured < 1.1 * planned + 8 * 2**20
 
 
 # ------------------------------------------------------------------ the approximate index
