@@ -1,4 +1,4 @@
-"""Segmentation by a few examples: what is chosen, what that is worth, how well it is known, and what it costs.
+"""Few-shot segmentation: scores of fixed and chosen probes, calibration, suggestions, and run time.
 
     uv run python -m benchmarks.segmentation --backbone WEIGHTS --data SET [SET ...]
     uv run python -m benchmarks.segmentation --backbone WEIGHTS --data SET --only cost

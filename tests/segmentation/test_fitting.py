@@ -1,4 +1,4 @@
-"""Readings of labelled patches: their left-out scores by definition, and what is chosen by them."""
+"""Left-out scores of probes by definition, and the choice of a probe."""
 
 import dataclasses
 import json
@@ -14,13 +14,13 @@ from cribo.segmentation.fitting import (
     Choice,
     LabelledPatches,
     Labeller,
-    Reading,
-    candidate_readings,
+    Probe,
+    candidate_probes,
     choose,
-    default_reading,
+    concatenate,
+    default_probe,
     left_out_ridge,
     left_out_votes,
-    read,
     thinned,
 )
 from cribo.segmentation.settings import Head
@@ -46,8 +46,8 @@ def examples(number: int, **options) -> list[LabelledPatches]:
     return [example(seed, **options) for seed in range(number)]
 
 
-def chosen(parts: list[LabelledPatches], candidates: list[Reading] | None = None) -> Choice:
-    everything = candidate_readings(BLOCKS, blocks=None, whiten=None, head=None)
+def chosen(parts: list[LabelledPatches], candidates: list[Probe] | None = None) -> Choice:
+    everything = candidate_probes(BLOCKS, blocks=None, whiten=None, head=None)
     return choose(parts, candidates or everything, BLOCKS, neighbours=5, temperature=0.07)
 
 
@@ -80,7 +80,7 @@ def test_votes_come_from_the_nearest_patches_of_other_folds() -> None:
 
 def test_the_block_that_tells_classes_apart_is_read() -> None:
     choice = chosen(examples(9, telling=(9,), noise=1.0))
-    assert 9 in choice.reading.blocks
+    assert 9 in choice.probe.blocks
     assert choice.expected is not None
     assert choice.last_block is not None
     assert choice.expected > choice.last_block + 0.3
@@ -91,25 +91,25 @@ def test_the_block_that_tells_classes_apart_is_read() -> None:
 
 def test_a_clear_lead_of_the_last_block_is_followed() -> None:
     choice = chosen(examples(9, telling=(12,), noise=1.0))
-    assert 12 in choice.reading.blocks
+    assert 12 in choice.probe.blocks
 
 
 def test_without_a_clear_lead_the_default_stays() -> None:
-    candidates = candidate_readings(BLOCKS, blocks=None, whiten=None, head=None)
+    candidates = candidate_probes(BLOCKS, blocks=None, whiten=None, head=None)
     for count, head in ((2, "ridge"), (8, "both")):
-        default = default_reading(candidates, BLOCKS, count)
+        default = default_probe(candidates, BLOCKS, count)
         assert (default.blocks, default.head, default.whiten) == ((6, 8, 9, 10), head, head == "both")
-        assert chosen(examples(count)).reading == default  # no block tells anything
-    assert chosen(examples(8, telling=BLOCKS, noise=0.1)).reading == default_reading(candidates, BLOCKS, 8)
+        assert chosen(examples(count)).probe == default  # no block tells anything
+    assert chosen(examples(8, telling=BLOCKS, noise=0.1)).probe == default_probe(candidates, BLOCKS, 8)
 
 
 def test_what_is_fixed_is_not_chosen() -> None:
-    candidates = candidate_readings(BLOCKS, blocks=(8,), whiten=False, head="knn")
-    assert candidates == [Reading((8,), False, "knn")]
-    assert chosen(examples(5, telling=(12,)), candidates).reading == candidates[0]
-    candidates = candidate_readings(BLOCKS, blocks=None, whiten=True, head="ridge")
-    assert {(reading.whiten, reading.head) for reading in candidates} == {(True, "ridge")}
-    assert candidate_readings((10,), blocks=None, whiten=False, head="knn") == [Reading((10,), False, "knn")]
+    candidates = candidate_probes(BLOCKS, blocks=(8,), whiten=False, head="knn")
+    assert candidates == [Probe((8,), False, "knn")]
+    assert chosen(examples(5, telling=(12,)), candidates).probe == candidates[0]
+    candidates = candidate_probes(BLOCKS, blocks=None, whiten=True, head="ridge")
+    assert {(probe.whiten, probe.head) for probe in candidates} == {(True, "ridge")}
+    assert candidate_probes((10,), blocks=None, whiten=False, head="knn") == [Probe((10,), False, "knn")]
 
 
 def test_one_example_is_judged_by_its_halves_and_half_an_example_by_nothing() -> None:
@@ -129,7 +129,7 @@ def test_confidence_is_the_share_of_correct_labels(head: Head) -> None:
     parts = examples(8, telling=(12,), noise=2.0, count=400)
     new = example(100, telling=(12,), noise=2.0, count=4000)
     fit: dict[str, Any] = {"neighbours": 20, "temperature": 0.3}
-    choice = choose(parts, candidate_readings(BLOCKS, blocks=(12,), whiten=False, head=head), BLOCKS, **fit)
+    choice = choose(parts, candidate_probes(BLOCKS, blocks=(12,), whiten=False, head=head), BLOCKS, **fit)
 
     def predicted(choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
         labeller = Labeller(parts, choice, BLOCKS, **fit, device=torch.device("cpu"))
@@ -155,8 +155,8 @@ def test_calibration_error_is_the_mean_gap_of_confidence_and_accuracy() -> None:
 def test_a_labeller_recovers_the_labels_of_telling_features() -> None:
     parts = examples(3, telling=(6, 8, 9, 10), noise=0.2)
     new = example(50, telling=(6, 8, 9, 10), noise=0.2)
-    for reading in candidate_readings(BLOCKS, blocks=(6, 8, 9, 10), whiten=None, head=None):
-        choice = Choice(reading, 1.0, None, None, {}, "")
+    for probe in candidate_probes(BLOCKS, blocks=(6, 8, 9, 10), whiten=None, head=None):
+        choice = Choice(probe, 1.0, None, None, {}, "")
         labeller = Labeller(parts, choice, BLOCKS, neighbours=5, temperature=0.07, device=torch.device("cpu"))
         found = labeller(labeller.rows(labeller.select(new.features)))
         assert (found.argmax(dim=1) == new.shares.argmax(dim=1)).float().mean() > 0.97
@@ -165,7 +165,7 @@ def test_a_labeller_recovers_the_labels_of_telling_features() -> None:
 
 def test_rows_have_unit_length_and_each_block_counts_alike() -> None:
     features = example(0).features * torch.tensor([1.0, 5, 1, 1, 1, 1])[:, None]
-    rows = read(features, [0, 1], None)
+    rows = concatenate(features, [0, 1], None)
     torch.testing.assert_close(rows.norm(dim=1), torch.ones(len(rows)))
     torch.testing.assert_close(rows[:, :WIDTH].norm(dim=1), rows[:, WIDTH:].norm(dim=1))
 
@@ -198,9 +198,9 @@ def test_a_class_of_a_single_example_is_not_measured() -> None:
 def test_features_that_are_all_equal_are_labelled_by_the_frequent_class(value: float) -> None:
     shares = one_hot(torch.tensor([0, 1, 1, 1]), 2).float()
     part = LabelledPatches(torch.full((4, 6, WIDTH), value), shares, torch.tensor([0, 1, 0, 1]))
-    for reading in candidate_readings(BLOCKS, blocks=(12,), whiten=None, head=None):
-        assert choose([part] * 4, [reading], BLOCKS, neighbours=4, temperature=0.07).expected is not None
-        choice = Choice(reading, 1.0, None, None, {}, "")
+    for probe in candidate_probes(BLOCKS, blocks=(12,), whiten=None, head=None):
+        assert choose([part] * 4, [probe], BLOCKS, neighbours=4, temperature=0.07).expected is not None
+        choice = Choice(probe, 1.0, None, None, {}, "")
         labeller = Labeller([part] * 4, choice, BLOCKS, neighbours=16, temperature=0.07, device=torch.device("cpu"))
         found = labeller(labeller.rows(labeller.select(part.features)))
         assert found.argmax(dim=1).tolist() == [1, 1, 1, 1]
@@ -208,14 +208,14 @@ def test_features_that_are_all_equal_are_labelled_by_the_frequent_class(value: f
 
 def test_few_patches_are_not_whitened() -> None:
     few = examples(8, telling=BLOCKS, noise=0.3, count=7)  # 56 patches of 16 channels
-    assert not chosen(few).reading.whiten
-    assert chosen(examples(8, telling=BLOCKS, noise=0.3, count=9)).reading.whiten
-    only = candidate_readings(BLOCKS, blocks=None, whiten=True, head=None)
-    assert chosen(few, only).reading.whiten
+    assert not chosen(few).probe.whiten
+    assert chosen(examples(8, telling=BLOCKS, noise=0.3, count=9)).probe.whiten
+    only = candidate_probes(BLOCKS, blocks=None, whiten=True, head=None)
+    assert chosen(few, only).probe.whiten
 
 
 def test_a_network_with_one_feature_map_is_read_by_both_heads() -> None:
-    candidates = candidate_readings((1,), blocks=None, whiten=None, head=None)
-    assert {reading.blocks for reading in candidates} == {(1,)}
+    candidates = candidate_probes((1,), blocks=None, whiten=None, head=None)
+    assert {probe.blocks for probe in candidates} == {(1,)}
     for count in (2, 8):
-        assert default_reading(candidates, (1,), count) == Reading((1,), False, "both")
+        assert default_probe(candidates, (1,), count) == Probe((1,), False, "both")

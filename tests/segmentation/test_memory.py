@@ -17,7 +17,7 @@ from cribo.data.scenes import Scenes
 from cribo.models import Backbone, build_backbone
 from cribo.retrieval import BackboneSource, PatchEncoder
 from cribo.segmentation import Example, SegmentationMemory, SegmentationSettings
-from cribo.segmentation.fitting import Reading
+from cribo.segmentation.fitting import Probe
 from cribo.segmentation.settings import Refine
 from cribo.segmentation.suggesting import suggest
 
@@ -352,7 +352,7 @@ def test_the_choice_is_kept_in_the_file_and_made_again_for_other_settings(tmp_pa
     image = Scenes(4, size=64, seed=0).load(3)
     assert torch.equal(read.segment(image).labels, memory.segment(image).labels)
     changed = SegmentationMemory.load(tmp_path / "m", deep(), changes={"head": "knn", "blocks": (5, 6), "whiten": True})
-    assert changed.fit().reading == Reading((5, 6), True, "knn")
+    assert changed.fit().probe == Probe((5, 6), True, "knn")
     with pytest.raises(ValueError, match="has features of blocks 3, 4, 5, 6, not of 2"):
         SegmentationMemory.load(tmp_path / "m", deep(), changes={"blocks": (2, 6)})
 

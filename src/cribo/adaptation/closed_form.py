@@ -18,7 +18,7 @@ from cribo.models import Backbone
 from cribo.models.building import first_blocks
 
 POWERS = (None, 0.3, 0.6, 0.8, 1.0)
-"""Powers of the partial whitening to choose from; None for features as they are, which suit some networks better."""
+"""Powers of the partial whitening to choose from; None: no whitening, which is best for some networks."""
 
 _IMAGES = 300
 _NEARLY_AS_GOOD = 0.95  # at equal agreement, later blocks know more of what things are
@@ -26,7 +26,7 @@ _NEARLY_AS_GOOD = 0.95  # at equal agreement, later blocks know more of what thi
 
 @dataclass(frozen=True)
 class Choice:
-    """A closed form, and the neighbour agreement that speaks for it.
+    """A closed form and its neighbour agreement.
 
     Attributes:
         blocks: number of blocks of a vision transformer that are kept; None for other networks.
@@ -51,7 +51,7 @@ def choose_closed_form(
     dims: int | None = None,
     progress: Progress,
 ) -> tuple[Backbone, Choice]:
-    """Copy the backbone up to its best block, with a partial whitening as its readout where that helps.
+    """Copy the backbone up to its best block, and add a partial whitening as readout if that helps.
 
     Chosen are the power with the highest neighbour agreement across views (`neighbour_agreement`) and, in the upper
     half of a vision transformer, the last block within 5 % of the best: in trials, this predicted dense retrieval

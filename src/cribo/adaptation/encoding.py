@@ -31,7 +31,7 @@ def encoded_size(height: int, width: int, patch_size: int) -> tuple[int, int]:
 
 
 def encode(backbone: Backbone, image: UInt8[Tensor, "3 h w"], *, layers: int = 1) -> Features:
-    """Encode one image at `encoded_size`, in evaluation mode, on the device of the backbone."""
+    """Encode one image at `encoded_size`, in evaluation mode and on the backbone's device."""
     size = encoded_size(image.shape[1], image.shape[2], backbone.patch_size)
     if not backbone.takes_any_size:
         size = (backbone.image_size, backbone.image_size)
@@ -40,7 +40,7 @@ def encode(backbone: Backbone, image: UInt8[Tensor, "3 h w"], *, layers: int = 1
 
 @torch.inference_mode()
 def encode_pixels(backbone: Backbone, images: Float[Tensor, "b 3 h w"], *, layers: int = 1) -> Features:
-    """Encode images in 0-1, in evaluation mode, on the device of the backbone."""
+    """Encode images with values in [0, 1], in evaluation mode and on the backbone's device."""
     pixels = images.to(next(backbone.parameters()).device)
     with evaluation_mode(backbone):
         return backbone.encode(normalise(pixels, mean=backbone.mean, std=backbone.std), layers)

@@ -141,7 +141,7 @@ def mean_iou(tallies: Int[Tensor, "q c c"]) -> float:
 
 
 def _mean_iou(confusion: Int[Tensor, "c c"]) -> float:
-    # Average over classes in the ground truth: others count only with networks that predict them.
+    # Average over the classes of the ground truth, so that all networks are scored on the same classes.
     return float(iou(confusion)[confusion.sum(dim=1) > 0].mean())
 
 

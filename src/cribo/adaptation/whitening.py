@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Moments:
-    """Mean and covariance of vectors, accumulated in float64.
+    """Running mean and covariance of vectors, in float64.
 
     Args:
         dim: D.

@@ -308,7 +308,7 @@ def _is_read_whole(folder: Path) -> bool:
 def _declared_architecture(
     content: Mapping[str, Any], path: Path, name: str | None, args: Mapping[str, Any] | None
 ) -> Architecture | None:
-    """Find the architecture: given by the caller, or in the checkpoint, a timm config beside it, or the file's name."""
+    """Find the architecture: from the caller, the checkpoint, the timm config in its folder, or the file name."""
     if name is not None:
         size = timm.get_pretrained_cfg_value(name, "input_size") if timm.is_model(name) else None
         return Architecture(name, dict(args or {}), size[-1] if size else 224)

@@ -35,7 +35,7 @@ class RunBank:
         self._restored: dict[str, Any] | None = None
 
     def allocate(self, rows: Float[Tensor, "2 r d"]) -> MemoryBank:
-        """Allocate the bank with the width, dtype and device of these rows, or return it; restore it when resuming."""
+        """Return the bank; the first call allocates it for rows of this width, dtype and device, or restores it."""
         if self.bank is None:
             self.bank = MemoryBank(
                 num_images=self.num_images,

@@ -34,7 +34,7 @@ class Points(RowPairs):
         return _rows(tokens, self.rows, self.places, self.grid)
 
     def draw(self, count: int, generator: torch.Generator) -> RowPairs:
-        """Draw `count` points, the same in each image; all if there are no more."""
+        """Draw `count` points, the same in each image, or all points if there are fewer."""
         points = self.places.shape[2]
         chosen = torch.randperm(points, generator=generator)[:count].to(self.rows.device)
         teacher = self.teacher.unflatten(1, (-1, points))[:, :, chosen].flatten(1, 2)

@@ -17,13 +17,13 @@ Inputs = Float[Tensor, "b 3 h w"] | Trunk
 
 
 def shared_blocks(backbone: Backbone, config: BackboneConfig) -> int:
-    """Number of frozen first blocks that student and teacher share; 0 for networks that cannot be run in two parts."""
+    """Number of frozen blocks that student and teacher share; 0 if the network cannot be run in two parts."""
     return config.frozen_blocks(backbone.depth) if isinstance(backbone.model, VisionTransformer) else 0
 
 
 @torch.no_grad()
 def encode_frozen(backbone: Backbone, views: Float[Tensor, "b 3 h w"], config: BackboneConfig, step: Step) -> Inputs:
-    """Run the shared blocks once, for student and teacher; return the views themselves if there are none."""
+    """Run the frozen blocks that student and teacher share; return the views unchanged if there are none."""
     blocks = shared_blocks(backbone, config)
     if not blocks:
         return views

@@ -1,6 +1,6 @@
 """A cache on disk of the tokens after the frozen blocks, for a few fixed view pairs per image (`backbone.cache_trunk`).
 
-Epochs that read it run only the trained blocks: no image is decoded, no view is drawn.
+Epochs that use the cache run only the trained blocks; they neither decode images nor draw views.
 """
 
 import json

@@ -92,7 +92,7 @@ class ViewPairs:
 
 
 def drop_path_noise(batch: Batch) -> Float[Tensor, "two_b sites"] | None:
-    """The student's random numbers for stochastic depth, one row per view; None for a network without it."""
+    """Random numbers for the student's stochastic depth, one row per view; None if it has none."""
     noise = batch["drop_path_noise"].flatten(0, 1)
     return noise if noise.shape[1] else None
 

@@ -90,7 +90,7 @@ def blocks_encoder(backbone: Backbone, blocks: Sequence[int]) -> PatchEncoder:
         features = last.encode(images).unflatten(-1, (layers, -1))
         return features[:, :, [block - chosen[0] for block in chosen]].flatten(2)
 
-    identity = f"{backbone.fingerprint()}-blocks-{'-'.join(map(str, chosen))}"
+    identity = f"{last.identity}-blocks-{'-'.join(map(str, chosen))}"
     return PatchEncoder(encode, backbone.patch_size, identity, chosen)
 
 

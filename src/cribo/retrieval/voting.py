@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Num
 from torch import Tensor
 
 from cribo.retrieval.choices import PatchLabels, Vote
@@ -30,11 +30,11 @@ class LabelShares(NamedTuple):
     shares: Float[Tensor, " s"]
 
 
-def label_shares(counts: Int[Tensor, "n c"], patch_labels: PatchLabels) -> LabelShares:
+def label_shares(counts: Num[Tensor, "n c"], patch_labels: PatchLabels) -> LabelShares:
     """Label patches by the pixels of each class in them.
 
     Args:
-        counts: pixels; no patch is without any.
+        counts: pixels, or their shares; each patch has some.
         patch_labels: `hard`, the class of most pixels (the smallest of several), or `soft`, the share of each.
 
     Example:

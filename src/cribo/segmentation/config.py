@@ -32,7 +32,7 @@ class SegmentConfig:
             backbone was trained on. [images as a whole]
         stride: pixels between windows. [two thirds of the window]
         precision: in which the memory keeps features: float16 takes half the room. [float16]
-        blocks: numbers, from 1, of the blocks whose features are read, such as 6,8,9,10. [chosen by left-out examples]
+        blocks: numbers, from 1, of the blocks whose features are used, such as 6,8,9,10. [chosen by cross-validation]
         whiten: whiten the features partially, with statistics of the examples: true or false. [chosen]
         head: knn (nearest neighbours), ridge (ridge regression) or both (their mean). [chosen]
         neighbours: k, how many nearest patches vote: more of them favour frequent classes. [5]

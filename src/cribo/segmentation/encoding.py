@@ -13,7 +13,7 @@ from cribo.segmentation.settings import SegmentationSettings
 
 
 class GridEncoder:
-    """Encodes images into features of their patches, each block's of unit length, in the order of the grid.
+    """Encodes images into grids of patch features, normalised for each block.
 
     Args:
         encoder: on `device`.
@@ -49,7 +49,7 @@ class GridEncoder:
 
         Args:
             images: RGB.
-            blocks: numbers of the L blocks to return, of those of the encoder; all by default.
+            blocks: numbers of the L blocks to return; by default all blocks of the encoder.
 
         Raises:
             ValueError: the encoder gives features that are not finite, or another number than there are patches.

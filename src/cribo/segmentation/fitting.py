@@ -1,13 +1,12 @@
-"""Choice of features and head by left-out images; all heads are fitted in closed form.
+"""Probes for few-shot segmentation, chosen by cross-validation over images and fitted in closed form.
 
-Candidates are sets of blocks, with and without partial whitening, and heads: k nearest neighbours, ridge regression, or
+A probe is a set of blocks, with or without partial whitening, and a head: k-nearest neighbours, ridge regression, or
 the mean of both.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,8 @@ from torch.nn.functional import normalize
 
 from cribo.adaptation.whitening import Moments, partial_whitening
 from cribo.evaluation.results import calibration_error, iou
-from cribo.retrieval.search import TensorKeys, nearest
+from cribo.retrieval.search import Neighbours, TensorKeys, nearest
+from cribo.retrieval.voting import Voters, label_shares
 from cribo.segmentation.settings import Head
 
 POWER = 0.6
@@ -34,17 +34,16 @@ _MOST_FOLDS = 10
 _SHARPNESS = torch.logspace(-2, 3, 26, base=2.0)
 _PER_CHANNEL = 4  # labelled patches that whitening needs for each channel
 _LEAST_SCORE = 1e-3
-_AT_ONCE = 4096  # queries whose votes are gathered at once
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Features and head that label patches.
+class Probe:
+    """The features and the head that predict the class of a patch.
 
     Attributes:
-        blocks: their features are concatenated, each of unit length; numbered from 1.
-        whiten: whether each block is partially whitened before.
-        head: k nearest neighbours, ridge regression on the classes' shares, or the mean of both.
+        blocks: numbers, from 1, of the blocks whose normalised features are concatenated.
+        whiten: whether each block is partially whitened first.
+        head: k-nearest neighbours, ridge regression, or the mean of both.
         penalty: of the ridge regression, relative to the features' mean square times the square root of their number.
     """
 
@@ -61,19 +60,19 @@ class Reading:
 
 @dataclass(frozen=True)
 class Choice:
-    """A reading and its scores on left-out patches.
+    """A chosen probe and its cross-validation scores.
 
     Attributes:
-        reading: the chosen one.
-        sharpness: exponent of the scores that makes them probabilities (see `probabilities`).
+        probe: the chosen probe.
+        sharpness: exponent that calibrates the scores (see `probabilities`).
         expected: mean IoU on left-out patches, in 0-1, of the classes in `per_class`; None if nothing can be left out.
         last_block: the same for nearest neighbours on the last block as it is.
-        per_class: IoU by the index of the class, in 0-1, on left-out patches; without classes of a single fold, of
-            which nothing is left when it is left out.
+        per_class: IoU of each class index, in 0-1, on left-out patches. Classes that occur in a single fold are
+            missing: no training patch remains when that fold is left out.
         left_out: such as "one image at a time"; empty if nothing can be left out.
     """
 
-    reading: Reading
+    probe: Probe
     sharpness: float
     expected: float | None
     last_block: float | None
@@ -81,15 +80,15 @@ class Choice:
     left_out: str
 
     def as_json(self) -> dict[str, Any]:
-        """Convert to a dictionary for JSON."""
+        """Convert to a JSON-serialisable dictionary."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Choice":
-        """Restore a choice from the dictionary of `as_json`, also after a round trip through JSON."""
-        reading = Reading(**{**values["reading"], "blocks": tuple(values["reading"]["blocks"])})
+        """Create a choice from the output of `as_json`, which may have been written to JSON and read back."""
+        probe = Probe(**{**values["probe"], "blocks": tuple(values["probe"]["blocks"])})
         per_class = {int(label): score for label, score in values["per_class"].items()}
-        return cls(**{**values, "reading": reading, "per_class": per_class})
+        return cls(**{**values, "probe": probe, "per_class": per_class})
 
 
 class LabelledPatches(NamedTuple):
@@ -136,10 +135,10 @@ def _scaled(blocks: Sequence[int], depth: int) -> tuple[int, ...]:
     return tuple(sorted({max(1, round(depth * block / 12)) for block in blocks}))
 
 
-def candidate_readings(
+def candidate_probes(
     available: Sequence[int], *, blocks: tuple[int, ...] | None, whiten: bool | None, head: Head | None
-) -> list[Reading]:
-    """All readings of the available blocks that the fixed values allow; None leaves a value open."""
+) -> list[Probe]:
+    """List the probes of the available blocks; values other than None are fixed."""
     sets = [chosen for chosen in block_sets(max(available)) if set(chosen) <= set(available)]
     if not any(len(chosen) > 1 for chosen in sets):
         sets = list(dict.fromkeys((*sets, tuple(available))))
@@ -147,7 +146,7 @@ def candidate_readings(
         sets = [blocks]
     heads: Sequence[Head] = ("knn", "ridge", "both") if head is None else (head,)
     return [
-        Reading(chosen, whitened, kind, penalty)
+        Probe(chosen, whitened, kind, penalty)
         for chosen in sets
         for whitened in ((False, True) if whiten is None else (whiten,))
         for kind in heads
@@ -155,23 +154,23 @@ def candidate_readings(
     ]
 
 
-def default_reading(candidates: Sequence[Reading], available: Sequence[int], examples: int) -> Reading:
-    """Return the default candidate: the best on average in trials (docs/segmentation.md).
+def default_probe(candidates: Sequence[Probe], available: Sequence[int], examples: int) -> Probe:
+    """Return the default candidate, the best on average in trials (docs/segmentation.md).
 
-    It reads four blocks from the middle on: with few examples by ridge regression, with more by both heads after
-    whitening. Networks of which one block is available are read by both heads, without whitening. If some of this is
-    fixed otherwise, the rest stays.
+    It uses four blocks from the middle of the network on: with ridge regression for fewer than four examples, otherwise
+    with both heads after whitening. If only one block is available, it uses both heads without whitening. Values that
+    no candidate has are ignored.
     """
     several = len(available) > 1
     head: Head = "ridge" if several and examples < _FEW else "both"
     whiten, blocks = several and examples >= _FEW, middle_blocks(max(available))
 
-    def likeness(reading: Reading) -> tuple[bool, ...]:
+    def likeness(probe: Probe) -> tuple[bool, ...]:
         return (
-            reading.head == head,
-            reading.whiten == whiten,
-            reading.blocks == blocks,
-            reading.penalty == PENALTIES[0],
+            probe.head == head,
+            probe.whiten == whiten,
+            probe.blocks == blocks,
+            probe.penalty == PENALTIES[0],
         )
 
     return max(candidates, key=likeness)
@@ -179,18 +178,18 @@ def default_reading(candidates: Sequence[Reading], available: Sequence[int], exa
 
 def choose(
     examples: Sequence[LabelledPatches],
-    candidates: Sequence[Reading],
+    candidates: Sequence[Probe],
     blocks: Sequence[int],
     *,
     neighbours: int,
     temperature: float,
 ) -> Choice:
-    """Choose a reading by its mean IoU on patches whose image was left out.
+    """Choose a probe by cross-validation over images (mean IoU on left-out patches).
 
-    With more than ten examples, a tenth of them is left out at a time; with one, each half of the image. The default
-    (`default_reading`) stays unless another candidate is ahead by 12 points divided by the square root of the number of
-    examples: the fewer there are, the more a difference is chance. Whitening is a candidate from four labelled patches
-    per channel on.
+    The folds are single images, tenths of the images if there are more than ten, or the halves of a single image. A
+    candidate replaces the default (`default_probe`) only if it leads by 12 points divided by the square root of the
+    number of examples, since with few examples most differences are noise. Whitening requires four labelled patches per
+    channel.
 
     Args:
         examples: with patches in random order; candidates are compared on at most 8,192 patches.
@@ -205,14 +204,14 @@ def choose(
     features = torch.cat([part.features.float() for part in parts])
     shares = torch.cat([part.shares for part in parts])
     if sum(len(part.shares) for part in examples) < _PER_CHANNEL * features.shape[2]:
-        # Too few patches tell the covariance: directions of noise would be amplified.
-        candidates = [reading for reading in candidates if not reading.whiten] or candidates
+        # The covariance of so few patches is unreliable: whitening would amplify noise.
+        candidates = [probe for probe in candidates if not probe.whiten] or candidates
     if count > 1:
         folds = torch.cat([torch.full((len(part.shares),), number % _MOST_FOLDS) for number, part in enumerate(parts)])
         left_out = "one image at a time" if count <= _MOST_FOLDS else "a tenth of the images at a time"
     else:
         folds, left_out = parts[0].halves, "each half of the image"
-    default = default_reading(candidates, blocks, count)
+    default = default_probe(candidates, blocks, count)
     if len(folds.unique()) < 2:
         return Choice(default, 1.0, None, None, {}, left_out="")
 
@@ -221,47 +220,47 @@ def choose(
     measured = measured or truth.unique().tolist()
     scored = torch.isin(truth, torch.tensor(measured))
     whitening = None
-    if any(reading.whiten for reading in candidates):
+    if any(probe.whiten for probe in candidates):
         whitening = Whitening.fit(torch.cat([part.features.float() for part in examples]))
-    baseline = Reading((max(blocks),), whiten=False, head="knn")
-    quality: dict[Reading, float] = {}
+    baseline = Probe((max(blocks),), whiten=False, head="knn")
+    ious: dict[Probe, Tensor] = {}
 
-    def left_out_scores(readings: Sequence[Reading], folds: Tensor) -> dict[Reading, Tensor]:
-        """Scores of readings of the same features."""
-        first = readings[0]
+    def left_out_scores(probes: Sequence[Probe], folds: Tensor) -> dict[Probe, Tensor]:
+        """Scores of probes that share blocks and whitening."""
+        first = probes[0]
         places = [list(blocks).index(block) for block in first.blocks]
-        rows = read(features, places, whitening if first.whiten else None)
+        rows = concatenate(features, places, whitening if first.whiten else None)
         votes = None
-        if any(reading.head != "ridge" for reading in readings):
+        if any(probe.head != "ridge" for probe in probes):
             votes = left_out_votes(rows, shares, folds, neighbours, temperature)
-        penalties = {reading.penalty for reading in readings if reading.head != "knn"}
+        penalties = {probe.penalty for probe in probes if probe.head != "knn"}
         solved = {penalty: left_out_ridge(rows, shares, folds, penalty) for penalty in penalties}
-        return {reading: combined(reading.head, votes, solved.get(reading.penalty)) for reading in readings}
+        return {probe: combined(probe.head, votes, solved.get(probe.penalty)) for probe in probes}
 
-    alike: dict[tuple[tuple[int, ...], bool], list[Reading]] = {}
-    for reading in dict.fromkeys((*candidates, baseline)):
-        alike.setdefault((reading.blocks, reading.whiten), []).append(reading)
-    for readings in alike.values():
-        for reading, scores in left_out_scores(readings, folds).items():
-            quality[reading] = float(_ious(scores[scored], truth[scored])[measured].mean())
-    best = max(candidates, key=lambda reading: quality[reading])
+    alike: dict[tuple[tuple[int, ...], bool], list[Probe]] = {}
+    for probe in dict.fromkeys((*candidates, baseline)):
+        alike.setdefault((probe.blocks, probe.whiten), []).append(probe)
+    for probes in alike.values():
+        for probe, scores in left_out_scores(probes, folds).items():
+            ious[probe] = _ious(scores[scored], truth[scored])[measured]
+    quality = {probe: float(own.mean()) for probe, own in ious.items()}
+    best = max(candidates, key=lambda probe: quality[probe])
     if quality[best] < quality[default] + _MARGIN / math.sqrt(count):
         best = default
-    per_class = _ious(left_out_scores([best], folds)[best][scored], truth[scored])
-    # Without a whole image of few, heads are far less certain than with all of them: calibrate on halves.
+    # Calibrate on halves of images: with a whole image of only a few left out, scores are much lower than in use.
     halves = 2 * folds + torch.cat([part.halves for part in parts])
     return Choice(
         best,
         _fit_sharpness(left_out_scores([best], halves)[best], truth),
         quality[best],
         quality[baseline],
-        {label: float(per_class[label]) for label in measured},
+        dict(zip(measured, ious[best].tolist(), strict=True)),
         left_out,
     )
 
 
 def thinned(examples: Sequence[LabelledPatches], most: int) -> list[LabelledPatches]:
-    """Take at most `most` patches, equally many of each example as far as it has them."""
+    """Limit the total number of patches to `most`, with equal shares for all examples that have enough."""
     lengths = sorted(len(part.shares) for part in examples)
     each, left = lengths[-1], most
     for place, length in enumerate(lengths):
@@ -284,7 +283,7 @@ class Whitening(NamedTuple):
 
     @classmethod
     def fit(cls, features: Float[Tensor, "n l d"]) -> "Whitening":
-        """Fit partial whitening of each block; blocks without variance are left as they are."""
+        """Fit a partial whitening for each block, or the identity where features do not vary."""
         layers = []
         for block in features.unbind(dim=1):
             moments = Moments(block.shape[1])
@@ -296,12 +295,14 @@ class Whitening(NamedTuple):
         return cls(layers)
 
 
-def read(features: Float[Tensor, "n l d"], places: Sequence[int], whitening: Whitening | None) -> Float[Tensor, "n e"]:
-    """Concatenate blocks, each of unit length, to rows of unit length.
+def concatenate(
+    features: Float[Tensor, "n l d"], places: Sequence[int], whitening: Whitening | None
+) -> Float[Tensor, "n e"]:
+    """Concatenate the normalised features of several blocks into rows of unit length.
 
     Args:
         features: of all blocks.
-        places: of the blocks to read among them.
+        places: of the blocks to concatenate.
         whitening: of all blocks; None to leave features as they are.
     """
     parts = []
@@ -321,41 +322,20 @@ def left_out_votes(
     neighbours: int,
     temperature: float,
 ) -> Float[Tensor, "n c"]:
-    """Votes of the nearest patches outside of a patch's own fold."""
-    votes = torch.empty_like(shares)
+    """Class votes of the nearest patches in other folds."""
+    voters, votes = Voters([label_shares(shares, "soft")], shares.shape[1]), torch.empty_like(shares)
     for fold in folds.unique():
         own = folds == fold
         similarity = (rows[own] @ rows.T).masked_fill_(own, -2.0)
-        found = similarity.topk(min(neighbours, int((~own).sum())), dim=1)
-        votes[own] = _weighted(found.values, found.indices, shares, temperature)
+        found = Neighbours(*similarity.topk(min(neighbours, int((~own).sum())), dim=1))
+        votes[own] = voters.vote(found, "attention", temperature)
     return votes
-
-
-def vote(
-    rows: Float[Tensor, "q e"],
-    keys: TensorKeys,
-    shares: Float[Tensor, "n c"],
-    neighbours: int,
-    temperature: float,
-    device: torch.device | str = "cpu",
-) -> Float[Tensor, "q c"]:
-    """Share of the vote that each class gets from the nearest keys, weighted by the softmax of cosine / temperature."""
-    found = nearest(rows, keys, min(neighbours, len(keys)), devices=(device,))
-    return _weighted(found.similarity, found.rows, shares, temperature)
-
-
-def _weighted(
-    similarity: Float[Tensor, "q k"], rows: Int[Tensor, "q k"], shares: Float[Tensor, "n c"], temperature: float
-) -> Float[Tensor, "q c"]:
-    weights = (similarity / temperature).softmax(dim=1)
-    parts = zip(weights.split(_AT_ONCE), rows.split(_AT_ONCE), strict=True)
-    return torch.cat([torch.einsum("qk,qkc->qc", part, shares[own]) for part, own in parts])
 
 
 def left_out_ridge(
     rows: Float[Tensor, "n e"], shares: Float[Tensor, "n c"], folds: Int[Tensor, " n"], penalty: float
 ) -> Float[Tensor, "n c"]:
-    """Predictions of ridge regressions that were fitted without a patch's own fold.
+    """Predictions of ridge regressions that were fitted to the other folds.
 
     One factorisation serves all folds: with H = X (X'X + R)^-1 X', the prediction without the rows i is
     Y_i - (I - H_ii)^-1 (Y_i - (H Y)_i).
@@ -372,7 +352,7 @@ def left_out_ridge(
 
 
 def ridge(rows: Float[Tensor, "n e"], shares: Float[Tensor, "n c"], penalty: float) -> Float[Tensor, "e_plus_1 c"]:
-    """Weights of a ridge regression from features to the shares of classes; the last row is the constant."""
+    """Fit a ridge regression from features to class shares; the last row of the weights is the intercept."""
     design = _with_constant(rows)
     return torch.cholesky_solve(design.T @ shares, _factor(design, penalty))
 
@@ -382,9 +362,9 @@ def _with_constant(rows: Float[Tensor, "n e"]) -> Float[Tensor, "n e_plus_1"]:
 
 
 def _factor(design: Float[Tensor, "n e"], penalty: float) -> Float[Tensor, "e e"]:
-    """Cholesky factor of X'X + R. R grows with the square root of the number of rows; the constant is not penalised."""
+    """Cholesky factor of X'X + R, where R grows with the square root of N and hardly penalises the intercept."""
     gram = design.T @ design
-    # Features may all be zero: then only the constant is fitted.
+    # If all features are zero, only the intercept is fitted.
     amount = penalty * max(float(gram.diagonal()[:-1].sum()), 1e-6 * len(design)) / math.sqrt(len(design))
     added = gram.new_full((len(gram),), amount)
     added[-1] = 1e-3 * amount
@@ -392,7 +372,7 @@ def _factor(design: Float[Tensor, "n e"], penalty: float) -> Float[Tensor, "e e"
 
 
 def combined(head: Head, votes: Tensor | None, predicted: Tensor | None) -> Float[Tensor, "n c"]:
-    """The scores of a head, 0 to 1."""
+    """Combine votes and predictions to the scores of a head, in 0-1."""
     if head == "knn":
         assert votes is not None
         return votes
@@ -405,14 +385,14 @@ def combined(head: Head, votes: Tensor | None, predicted: Tensor | None) -> Floa
 
 
 def probabilities(scores: Float[Tensor, "n c"], sharpness: float) -> Float[Tensor, "n c"]:
-    """Scores to the power of the sharpness, normalised over the classes."""
+    """Raise scores to the power of `sharpness` and normalise them over the classes."""
     powers = scores.clamp(min=_LEAST_SCORE).pow(sharpness)
     powers = powers * (scores > 0)  # a class without any score keeps a probability of 0
     return powers / powers.sum(dim=1, keepdim=True).clamp(min=torch.finfo(powers.dtype).tiny)
 
 
 def _fit_sharpness(scores: Float[Tensor, "n c"], truth: Int[Tensor, " n"]) -> float:
-    """The exponent with the least calibration error: of pixels with confidence .9, nine of ten should be right."""
+    """Find the exponent with the smallest expected calibration error."""
     right = (scores.argmax(dim=1) == truth).float()
     errors = [calibration_error(probabilities(scores, float(each)).amax(dim=1), right) for each in _SHARPNESS]
     return float(_SHARPNESS[errors.index(min(errors))])
@@ -425,15 +405,15 @@ def _ious(scores: Float[Tensor, "n c"], truth: Int[Tensor, " n"]) -> Float[Tenso
 
 
 class Labeller:
-    """Labels patches with the features and head of a choice.
+    """Predicts the classes of patches with a fitted probe.
 
     Args:
         examples: labelled patches.
-        choice: the reading and its sharpness.
+        choice: the probe and its calibration.
         blocks: numbers of the L blocks in the features.
         neighbours: k.
         temperature: of the neighbours' weights.
-        device: where neighbours are searched; everything else is computed on the host.
+        device: device of the neighbour search; everything else is computed on the CPU.
     """
 
     def __init__(
@@ -447,35 +427,35 @@ class Labeller:
         device: torch.device,
     ) -> None:
         self.choice = choice
-        reading = choice.reading
+        probe = choice.probe
         self._examples = examples
-        self._places = [list(blocks).index(block) for block in reading.blocks]
+        self._places = [list(blocks).index(block) for block in probe.blocks]
         features = torch.cat([part.features[:, self._places] for part in examples])
         shares = torch.cat([part.shares for part in examples])
-        self._whitening = Whitening.fit(features.float()) if reading.whiten else None
+        self._whitening = Whitening.fit(features.float()) if probe.whiten else None
         rows = self.rows(features)
-        self._weights = None if reading.head == "knn" else ridge(rows, shares, reading.penalty)
-        self._vote = None
-        if reading.head != "ridge":
-            keys = TensorKeys(rows)
-            self._vote = partial(
-                vote, keys=keys, shares=shares, neighbours=neighbours, temperature=temperature, device=device
-            )
+        self._weights = None if probe.head == "knn" else ridge(rows, shares, probe.penalty)
+        self._keys = None if probe.head == "ridge" else TensorKeys(rows)
+        self._voters = Voters([label_shares(shares, "soft")], shares.shape[1])
+        self._neighbours, self._temperature, self._device = neighbours, temperature, device
 
     def rows(self, features: Float[Tensor, "n r d"]) -> Float[Tensor, "n e"]:
-        """Convert features of the blocks of the reading to what heads see: rows of unit length."""
-        return read(features, range(len(self._places)), self._whitening)
+        """Convert features of the probe's R blocks to the rows of unit length that the heads take."""
+        return concatenate(features, range(len(self._places)), self._whitening)
 
     def __call__(self, rows: Float[Tensor, "n e"]) -> Float[Tensor, "n c"]:
-        """Compute the probability of each class from `rows`."""
-        votes = None if self._vote is None else self._vote(rows)
+        """Predict the probability of each class from rows as returned by `rows`."""
+        votes = None
+        if self._keys is not None:
+            found = nearest(rows, self._keys, min(self._neighbours, len(self._keys)), devices=(self._device,))
+            votes = self._voters.vote(found, "attention", self._temperature)
         predicted = None if self._weights is None else _with_constant(rows) @ self._weights
-        return probabilities(combined(self.choice.reading.head, votes, predicted), self.choice.sharpness)
+        return probabilities(combined(self.choice.probe.head, votes, predicted), self.choice.sharpness)
 
     def known_rows(self, most: int) -> Float[Tensor, "n e"]:
-        """Rows of at most so many labelled patches, equally many of each example as far as it has them."""
+        """Rows of the labelled patches, limited to `most` (see `thinned`)."""
         return self.rows(torch.cat([part.features[:, self._places] for part in thinned(self._examples, most)]))
 
     def select(self, features: Float[Tensor, "*n l d"]) -> Float[Tensor, "*n r d"]:
-        """Select the blocks of the reading from all blocks."""
+        """Select the probe's R blocks from all L blocks."""
         return features[..., self._places, :]

@@ -36,7 +36,7 @@ from cribo.segmentation.fitting import (
     LabelledPatches,
     Labeller,
     block_sets,
-    candidate_readings,
+    candidate_probes,
     choose,
     thinned,
 )
@@ -51,7 +51,7 @@ log = logging.getLogger("cribo")
 BackboneLike = Backbone | PatchEncoder | BackboneSource | str | os.PathLike[str]
 
 _MOST_PATCHES = 16_384
-"""Patches of all examples together that label others; of more, equally many of each example are used."""
+"""Limit on the number of labelled patches that a probe is fitted to (see `thinned`)."""
 
 _DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
 
@@ -91,9 +91,9 @@ class _Known:
     """An example in the memory.
 
     Attributes:
-        about: how it is known again.
-        features: of its labelled patches, in random order.
-        pixels: patch, class and number of pixels.
+        about: name and hashes.
+        features: features of its labelled patches, in random order.
+        pixels: rows of patch, class and number of pixels.
         halves: see `LabelledPatches`.
     """
 
@@ -103,26 +103,26 @@ class _Known:
     halves: Int[Tensor, " n"]
 
     def patches(self, classes: int) -> LabelledPatches:
-        """Its patches with the shares of so many classes."""
+        """Return its patches with dense class shares."""
         shares = torch.zeros(len(self.features), classes)
         shares[self.pixels[:, 0].long(), self.pixels[:, 1].long()] = self.pixels[:, 2].float()
         return LabelledPatches(self.features, shares / shares.sum(dim=1, keepdim=True), self.halves)
 
 
 class SegmentationMemory:
-    """Labels the pixels of images as in a few labelled examples; the backbone is not trained.
+    """Segments images given a few labelled examples, without training the backbone.
 
     Each patch of a new image is labelled by the most similar patches of the examples (paper, section 4.1; "in-context"
-    segmentation of Balazevic et al. 2023), by ridge regression on them, or by both. Which of these, and which blocks of
-    the backbone are read, is chosen by leaving out examples (`fit`). Examples may be added at any time. Several threads
-    may use one memory.
+    segmentation of Balazevic et al. 2023), by ridge regression on them, or by both. The head and the blocks of the
+    backbone are chosen by cross-validation over the examples (`fit`). Examples may be added at any time. A memory is
+    thread-safe.
 
     Args:
         backbone: a `Backbone`, which is used on the device where it is; what `load_backbone` takes, or
             `mean-colour`, as it is or in a `BackboneSource`; or any `PatchEncoder`.
         classes: names of the classes, or a text file of them; when None they are numbered, up to the highest label.
         palette: a colour for each class; those of the first example that is a palette PNG when None, or our own.
-        settings: how images are encoded, and how patches are labelled; what it leaves open is chosen.
+        settings: how images are encoded and patches are labelled; values of None are chosen by cross-validation.
         device: where it is computed; by default the backbone's, or for a source, a GPU if there is one.
         batch_size: images, or windows, encoded at once where they are of one size.
         keep_blocks: blocks whose features are kept; by default the fixed blocks and the last one, or all candidates.
@@ -201,13 +201,13 @@ class SegmentationMemory:
 
     @property
     def holding(self) -> list[int]:
-        """The number of examples that hold each class."""
+        """Number of examples in which each class occurs."""
         present = [set(known.pixels[:, 1].tolist()) for known in self._known]
         return [sum(c in classes for classes in present) for c in range(len(self.classes))]
 
     @property
     def absent(self) -> list[str]:
-        """Classes that no example holds; no pixel gets them."""
+        """Classes that occur in no example, and are therefore never predicted."""
         return [name for name, count in zip(self.classes, self.holding, strict=True) if not count]
 
     @property
@@ -296,7 +296,7 @@ class SegmentationMemory:
         # As they are, and not as the image is encoded: a thin stroke would be lost on the way.
         counts = grid_counts(labels, (rows, columns), classes, IGNORE_INDEX)
         counts, kept = labels_in_memory(counts, "outvote")
-        # In random order, so that the first few are a sample.
+        # In random order, so that the first patches are a random sample (see `thinned`).
         order = kept[torch.randperm(len(kept), generator=keyed_generator(len(kept)))]
         own = features.flatten(0, 1)[order.to(features.device)].to("cpu", _DTYPES[self.settings.precision])
         counts = counts[order]
@@ -335,12 +335,12 @@ class SegmentationMemory:
         """
         opened = [open_image(image) for image in images]
         labeller = self.labeller()
-        features = self.encoder.encode(opened, blocks=labeller.choice.reading.blocks)
+        features = self.encoder.encode(opened, blocks=labeller.choice.probe.blocks)
         votes = self._vote(labeller, features)
         return [self.label(own, image) for own, image in zip(votes, opened, strict=True)]
 
     def encode(self, images: Sequence[UInt8[Tensor, "3 h w"]]) -> list[Float[Tensor, "rows columns l d"]]:
-        """The first step of `segment`: features of each patch and each block that is kept, of unit length."""
+        """The first step of `segment`: normalised features of each patch and each stored block."""
         return self.encoder.encode(images)
 
     @torch.no_grad()
@@ -387,7 +387,7 @@ class SegmentationMemory:
         return self.labeller().choice
 
     def labeller(self) -> Labeller:
-        """Return what labels patches by the present examples, which stays valid when others are added.
+        """Return the fitted probe of the present examples, which is unaffected by later changes of the memory.
 
         Raises:
             DataError: the memory is empty.
@@ -404,12 +404,12 @@ class SegmentationMemory:
                 settings, blocks = self.settings, self.encoder.encoder.blocks
                 knn = {"neighbours": settings.neighbours, "temperature": settings.temperature}
                 if self._choice is None:
-                    candidates = candidate_readings(
+                    candidates = candidate_probes(
                         blocks, blocks=settings.blocks, whiten=settings.whiten, head=settings.head
                     )
                     self._choice = choose(examples, candidates, blocks, **knn)
                 self._labeller = Labeller(examples, self._choice, blocks, device=self.encoder.device, **knn)
-                if self._choice.reading.head != "ridge" and self.patches < settings.neighbours:
+                if self._choice.probe.head != "ridge" and self.patches < settings.neighbours:
                     log.warning(
                         "the memory has %d patches, fewer than the %d neighbours asked for: all of them vote",
                         *(self.patches, settings.neighbours),
@@ -510,7 +510,7 @@ class _MissingBlocks(ValueError):
 def _opened(
     backbone: BackboneLike, blocks: Sequence[int] | None, device: torch.device | str | None
 ) -> tuple[PatchEncoder, dict[str, Any], torch.device]:
-    """The encoder of these blocks and the last one, what is known of it, and the device."""
+    """Open an encoder of these blocks and the last one; return it with its description and device."""
     if isinstance(backbone, Backbone):
         place = next(backbone.parameters()).device if device is None else torch.device(device)
         source = backbone.loaded.source if backbone.loaded else f"{backbone.name} with random weights"
@@ -530,7 +530,7 @@ def _opened(
 
 
 def _encoder_of(backbone: Backbone, blocks: Sequence[int] | None) -> PatchEncoder:
-    """The encoder of these blocks and the last one; by default of all candidates."""
+    """Create an encoder of these blocks and the last one, or of all candidate blocks."""
     depth = backbone.depth
     if backbone.readout is not None or depth == 1:
         if blocks is not None and set(blocks) != {depth}:

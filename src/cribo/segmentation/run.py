@@ -54,8 +54,8 @@ _CLAIM = {
     "advice": "choose another --out, go on with it with --resume, or replace it with --overwrite",
 }
 _JPEG_QUALITY = 90
-_WEAKEST = 3  # classes that are named
-_SUGGESTED_FROM = 300  # images that are looked at, evenly spaced
+_WEAKEST = 3  # number of classes to name
+_SUGGESTED_FROM = 300  # limit on the images to choose from
 _OVERVIEW_SIDE = 480  # pixels of an image in the overview, at most
 
 
@@ -226,7 +226,7 @@ def _add_examples(memory: SegmentationMemory, examples: Examples, config: Segmen
 
 
 def _describe_memory(memory: SegmentationMemory, console: Console) -> None:
-    """Print what the memory holds, how it labels, and how well it should."""
+    """Print the contents of the memory, the chosen probe, and its expected score."""
     console.print(
         f"memory: {len(memory)} examples, {memory.patches} patches, {len(memory.classes)} classes", highlight=False
     )
@@ -243,13 +243,13 @@ def _describe_memory(memory: SegmentationMemory, console: Console) -> None:
 
 
 def _describe_choice(memory: SegmentationMemory) -> list[str]:
-    """What was chosen, what it should reach, and which classes need more examples."""
+    """Describe the chosen probe, its expected score, and the classes that need more examples."""
     choice, classes, holding = memory.fit(), memory.classes, memory.holding
     if choice.expected is None or choice.last_block is None:
-        return [f"reads {choice.reading}; its score is unknown because all labels lie in one half of a single image"]
+        return [f"reads {choice.probe}; its score is unknown because all labels lie in one half of a single image"]
     examples = f"{len(memory)} example{'s' * (len(memory) > 1)}"
     sentences = [
-        f"reads {choice.reading}: {choice.expected:.0%} mIoU expected from {examples} (nearest neighbours on the last "
+        f"reads {choice.probe}: {choice.expected:.0%} mIoU expected from {examples} (nearest neighbours on the last "
         f"block: {choice.last_block:.0%}); measured by leaving out {choice.left_out}"
     ]
     weakest = sorted(choice.per_class, key=lambda label: choice.per_class[label])[:_WEAKEST]
@@ -332,7 +332,7 @@ def _suggest(
     writer: "_Results",
     progress: Phases,
 ) -> None:
-    """Write the names of the images to label next, and draw them as they are labelled now."""
+    """Write the names of the images to label next, and draw their present labels."""
     looked_at = [names[place] for place in spread(len(names), max(_SUGGESTED_FROM, count))]
 
     def images() -> Iterator[Tensor]:
@@ -464,9 +464,9 @@ class _Results:
             )
 
     def _differences(self, old: dict[str, Any]) -> list[str]:
-        before, now = (str(Choice.from_json(about["choice"]).reading) for about in (old, self._about))
         if old["memory"]["fingerprint"] == self._about["memory"]["fingerprint"]:
-            return [] if before == now else [f"it read {before}, and would now read {now}"]
+            old_probe, probe = (Choice.from_json(about["choice"]).probe for about in (old, self._about))
+            return [] if old_probe == probe else [f"the probe was {old_probe}, is {probe}"]
         found = [
             f"{name} was {old['settings'].get(name)}, is {value}"
             for name, value in self._about["settings"].items()
@@ -524,7 +524,7 @@ class _Results:
             path.parent.mkdir(parents=True, exist_ok=True)
         indices = Image.fromarray(found.labels.numpy())
         indices.putpalette([part for colour in self.palette for part in colour])
-        # Pillow would shrink indices to the bits that the palette needs, and lose 255.
+        # By default, Pillow stores only as many bits as the palette needs, which truncates 255.
         _save(indices, labels, "PNG", **({"bits": 8} if found.labels.max() == IGNORE_INDEX else {}))
         _save(Image.fromarray(overlay(image, found.labels, self.palette)), painted, "JPEG", quality=_JPEG_QUALITY)
         grey = (found.confidence * 255).round().to(torch.uint8)

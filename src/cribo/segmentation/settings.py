@@ -29,7 +29,7 @@ class SegmentationSettings:
             where windows overlap; None encodes each image as a whole. For images far larger than the backbone's own.
         stride: pixels between windows; two thirds of the window by default.
         precision: in which the features of the memory are kept; `float16` takes half the room.
-        blocks: numbers, from 1, of the blocks whose features are read; None to choose by left-out examples.
+        blocks: numbers, from 1, of the blocks whose features are used; None to choose by cross-validation.
         whiten: whether features are partially whitened; None to choose.
         head: `knn` (nearest neighbours), `ridge` (ridge regression) or `both` (their mean); None to choose.
         neighbours: k, how many nearest patches vote.
@@ -82,7 +82,7 @@ class SegmentationSettings:
 
     @property
     def of_choice(self) -> tuple[Any, ...]:
-        """The settings that the choice of features and head depends on."""
+        """The settings that the choice of a probe depends on."""
         return self.blocks, self.whiten, self.head, self.neighbours, self.temperature
 
     def factor(self, height: int, width: int) -> float:

@@ -9,21 +9,21 @@ from torch import Tensor
 from cribo.data.randomness import keyed_generator
 from cribo.segmentation.memory import SegmentationMemory
 
-_PATCHES = 24  # of an image that are looked at
-_LABELLED = 2048  # labelled patches that new ones are compared with
+_PATCHES = 24  # per image
+_LABELLED = 2048  # labelled patches to compare with
 
 
 def suggest(memory: SegmentationMemory, images: Iterable[UInt8[Tensor, "3 h w"]], count: int) -> list[int]:
     """Choose images that show what is uncertain, to label next.
 
-    Greedy facility location: each image is worth the similarity that it adds between the patches of all images and
-    their nearest labelled patch, where each patch counts as much as its label is uncertain. So an image is chosen if it
-    shows what is uncertain in many images, and no two chosen images show the same.
+    Greedy facility location: the gain of an image is the increase in similarity between the patches of all images and
+    their nearest labelled or chosen patch, weighted by the uncertainty of their labels. Images that resemble an example
+    or a chosen image gain little.
 
     Args:
         memory: of the examples so far.
-        images: not labelled yet; a few patches of each are looked at.
-        count: how many to choose.
+        images: unlabelled images, of which a few patches each are encoded.
+        count: number of images to choose.
 
     Returns:
         Indices into `images`, at most `count`.
@@ -34,7 +34,7 @@ def suggest(memory: SegmentationMemory, images: Iterable[UInt8[Tensor, "3 h w"]]
     labeller = memory.labeller()
     rows, uncertain = [], []
     for index, image in enumerate(images):
-        (features,) = memory.encoder.encode([image], blocks=labeller.choice.reading.blocks)
+        (features,) = memory.encoder.encode([image], blocks=labeller.choice.probe.blocks)
         features = features.flatten(0, 1).cpu()
         chosen = torch.randperm(len(features), generator=keyed_generator(index))[:_PATCHES]
         own = labeller.rows(features[chosen])
@@ -53,7 +53,7 @@ def _cover(
     known: Float[Tensor, "m e"],
     count: int,
 ) -> list[int]:
-    """Greedy choice of groups of rows that cover all rows best, beyond the known ones."""
+    """Choose groups of rows greedily so that all rows are close to a chosen or known row."""
     covered = (rows @ known.T).amax(dim=1)
     similar = torch.stack([(rows @ group.T).amax(dim=1) for group in rows.split(lengths)])  # (images, N)
     found: list[int] = []
