@@ -11,6 +11,7 @@ from torch.nn.functional import normalize, one_hot
 
 from cribo.evaluation.results import calibration_error
 from cribo.segmentation.fitting import (
+    PENALTY,
     Choice,
     LabelledPatches,
     Labeller,
@@ -56,13 +57,12 @@ def test_a_ridge_regression_with_a_fold_left_out_is_one_that_never_saw_it() -> N
     rows = normalize(torch.randn(60, 7, generator=generator), dim=-1)
     shares = torch.rand(60, 3, generator=generator)
     folds = torch.arange(60) % 4
-    found = left_out_ridge(rows, shares, folds, 0.05)
+    found = left_out_ridge(rows @ rows.T, shares, folds)
     design = torch.cat((rows, torch.ones(60, 1)), dim=1).double()
-    added = torch.full((8,), 0.05 * 60 / math.sqrt(60), dtype=torch.float64)
-    added[-1] *= 1e-3
+    penalty = PENALTY * math.sqrt(60) * torch.eye(8, dtype=torch.float64)
     for fold in range(4):
         kept = design[folds != fold]
-        weights = torch.linalg.solve(kept.T @ kept + torch.diag(added), kept.T @ shares[folds != fold].double())
+        weights = torch.linalg.solve(kept.T @ kept + penalty, kept.T @ shares[folds != fold].double())
         expected = design[folds == fold] @ weights
         torch.testing.assert_close(found[folds == fold], expected.float(), atol=1e-4, rtol=1e-4)
 
@@ -70,7 +70,7 @@ def test_a_ridge_regression_with_a_fold_left_out_is_one_that_never_saw_it() -> N
 def test_votes_come_from_the_nearest_patches_of_other_folds() -> None:
     (part,) = examples(1, telling=(12,))
     rows, folds = part.features[:, 5], torch.arange(80) % 3
-    votes = left_out_votes(rows, part.shares, folds, 2, 0.1)
+    votes = left_out_votes(rows @ rows.T, part.shares, folds, 2, 0.1)
     for query in (0, 1, 41):
         others = (folds != folds[query]).nonzero()[:, 0]
         similarity, order = (rows[others] @ rows[query]).sort(descending=True)

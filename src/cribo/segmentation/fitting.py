@@ -23,12 +23,12 @@ from cribo.segmentation.settings import Head
 POWER = 0.6
 """Of the partial whitening (docs/adapting.md)."""
 
-PENALTIES = (1e-3, 1e-2)
-"""Of the ridge regression, to choose from."""
+PENALTY = 1e-3
+"""Of the ridge regression, for one patch; it grows with the square root of their number."""
 
 _FEW = 4  # fewer examples than this cannot tell candidates apart
 _MARGIN = 0.12  # of mIoU, for one example; falls with the square root of their number
-_SAMPLED = (2048, 8192)  # patches that candidates are compared on: at least, at most
+_SAMPLED = (2048, 4096)  # patches that candidates are compared on: at least, at most
 _SAMPLED_PER_EXAMPLE = 128
 _MOST_FOLDS = 10
 _SHARPNESS = torch.logspace(-2, 3, 26, base=2.0)
@@ -44,13 +44,11 @@ class Probe:
         blocks: numbers, from 1, of the blocks whose normalised features are concatenated.
         whiten: whether each block is partially whitened first.
         head: k-nearest neighbours, ridge regression, or the mean of both.
-        penalty: of the ridge regression, relative to the features' mean square times the square root of their number.
     """
 
     blocks: tuple[int, ...]
     whiten: bool
     head: Head
-    penalty: float = PENALTIES[0]
 
     def __str__(self) -> str:
         blocks = f"block{'s' * (len(self.blocks) > 1)} {', '.join(map(str, self.blocks))}"
@@ -106,7 +104,7 @@ class LabelledPatches(NamedTuple):
 
 
 _MIDDLE = (6, 8, 9, 10)
-_BLOCK_SETS = ((12,), (10,), (9,), (8,), _MIDDLE, (8, 10, 12), (9, 10, 11, 12))  # of a network of 12 blocks
+_BLOCK_SETS = ((12,), (9,), _MIDDLE, (9, 10, 11, 12))  # of a network of 12 blocks
 
 
 def block_sets(depth: int) -> list[tuple[int, ...]]:
@@ -114,7 +112,7 @@ def block_sets(depth: int) -> list[tuple[int, ...]]:
 
     Example:
         >>> block_sets(12)
-        [(12,), (10,), (9,), (8,), (6, 8, 9, 10), (8, 10, 12), (9, 10, 11, 12)]
+        [(12,), (9,), (6, 8, 9, 10), (9, 10, 11, 12)]
         >>> block_sets(1)
         [(1,)]
     """
@@ -146,11 +144,10 @@ def candidate_probes(
         sets = [blocks]
     heads: Sequence[Head] = ("knn", "ridge", "both") if head is None else (head,)
     return [
-        Probe(chosen, whitened, kind, penalty)
+        Probe(chosen, whitened, kind)
         for chosen in sets
         for whitened in ((False, True) if whiten is None else (whiten,))
         for kind in heads
-        for penalty in (PENALTIES if kind != "knn" else PENALTIES[:1])
     ]
 
 
@@ -166,12 +163,7 @@ def default_probe(candidates: Sequence[Probe], available: Sequence[int], example
     whiten, blocks = several and examples >= _FEW, middle_blocks(max(available))
 
     def likeness(probe: Probe) -> tuple[bool, ...]:
-        return (
-            probe.head == head,
-            probe.whiten == whiten,
-            probe.blocks == blocks,
-            probe.penalty == PENALTIES[0],
-        )
+        return probe.head == head, probe.whiten == whiten, probe.blocks == blocks
 
     return max(candidates, key=likeness)
 
@@ -192,7 +184,7 @@ def choose(
     channel.
 
     Args:
-        examples: with patches in random order; candidates are compared on at most 8,192 patches.
+        examples: with patches in random order; candidates are compared on at most 4,096 patches.
         candidates: to choose from.
         blocks: numbers of the L blocks in the features.
         neighbours: k.
@@ -230,12 +222,13 @@ def choose(
         first = probes[0]
         places = [list(blocks).index(block) for block in first.blocks]
         rows = concatenate(features, places, whitening if first.whiten else None)
-        votes = None
+        similarity = rows @ rows.T
+        votes = predicted = None
         if any(probe.head != "ridge" for probe in probes):
-            votes = left_out_votes(rows, shares, folds, neighbours, temperature)
-        penalties = {probe.penalty for probe in probes if probe.head != "knn"}
-        solved = {penalty: left_out_ridge(rows, shares, folds, penalty) for penalty in penalties}
-        return {probe: combined(probe.head, votes, solved.get(probe.penalty)) for probe in probes}
+            votes = left_out_votes(similarity, shares, folds, neighbours, temperature)
+        if any(probe.head != "knn" for probe in probes):
+            predicted = left_out_ridge(similarity, shares, folds)
+        return {probe: combined(probe.head, votes, predicted) for probe in probes}
 
     alike: dict[tuple[tuple[int, ...], bool], list[Probe]] = {}
     for probe in dict.fromkeys((*candidates, baseline)):
@@ -316,7 +309,7 @@ def concatenate(
 
 
 def left_out_votes(
-    rows: Float[Tensor, "n e"],
+    similarity: Float[Tensor, "n n"],
     shares: Float[Tensor, "n c"],
     folds: Int[Tensor, " n"],
     neighbours: int,
@@ -326,49 +319,45 @@ def left_out_votes(
     voters, votes = Voters([label_shares(shares, "soft")], shares.shape[1]), torch.empty_like(shares)
     for fold in folds.unique():
         own = folds == fold
-        similarity = (rows[own] @ rows.T).masked_fill_(own, -2.0)
-        found = Neighbours(*similarity.topk(min(neighbours, int((~own).sum())), dim=1))
+        others = similarity[own].masked_fill_(own, -2.0)
+        found = Neighbours(*others.topk(min(neighbours, int((~own).sum())), dim=1))
         votes[own] = voters.vote(found, "attention", temperature)
     return votes
 
 
 def left_out_ridge(
-    rows: Float[Tensor, "n e"], shares: Float[Tensor, "n c"], folds: Int[Tensor, " n"], penalty: float
+    similarity: Float[Tensor, "n n"], shares: Float[Tensor, "n c"], folds: Int[Tensor, " n"]
 ) -> Float[Tensor, "n c"]:
-    """Predictions of ridge regressions that were fitted to the other folds.
+    """Predictions of ridge regressions (`ridge`) that were fitted to the other folds.
 
-    One factorisation serves all folds: with H = X (X'X + R)^-1 X', the prediction without the rows i is
-    Y_i - (I - H_ii)^-1 (Y_i - (H Y)_i).
+    One factorisation serves all folds: with A = (K + aI)^-1, where K are the inner products of the rows and a is the
+    penalty of all rows, the prediction of the rows i without them is Y_i - (A_ii)^-1 (A Y)_i.
     """
-    design = _with_constant(rows)
-    solved = torch.cholesky_solve(design.T, _factor(design, penalty))  # (E + 1, N)
-    fitted = design @ (solved @ shares)
+    kernel = similarity + 1.0  # of rows with a constant
+    kernel.diagonal().add_(_penalty(len(kernel)))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(kernel))
+    weights = inverse @ shares
     predicted = torch.empty_like(shares)
     for fold in folds.unique():
         own = (folds == fold).nonzero()[:, 0]
-        inner = torch.eye(len(own)) - design[own] @ solved[:, own]
-        predicted[own] = shares[own] - torch.linalg.solve(inner, shares[own] - fitted[own])
+        predicted[own] = shares[own] - torch.linalg.solve(inverse[own[:, None], own], weights[own])
     return predicted
 
 
-def ridge(rows: Float[Tensor, "n e"], shares: Float[Tensor, "n c"], penalty: float) -> Float[Tensor, "e_plus_1 c"]:
+def ridge(rows: Float[Tensor, "n e"], shares: Float[Tensor, "n c"]) -> Float[Tensor, "e_plus_1 c"]:
     """Fit a ridge regression from features to class shares; the last row of the weights is the intercept."""
     design = _with_constant(rows)
-    return torch.cholesky_solve(design.T @ shares, _factor(design, penalty))
+    gram = design.T @ design
+    gram.diagonal().add_(_penalty(len(rows)))
+    return torch.cholesky_solve(design.T @ shares, torch.linalg.cholesky(gram))
 
 
 def _with_constant(rows: Float[Tensor, "n e"]) -> Float[Tensor, "n e_plus_1"]:
     return torch.cat((rows, rows.new_ones(len(rows), 1)), dim=1)
 
 
-def _factor(design: Float[Tensor, "n e"], penalty: float) -> Float[Tensor, "e e"]:
-    """Cholesky factor of X'X + R, where R grows with the square root of N and hardly penalises the intercept."""
-    gram = design.T @ design
-    # If all features are zero, only the intercept is fitted.
-    amount = penalty * max(float(gram.diagonal()[:-1].sum()), 1e-6 * len(design)) / math.sqrt(len(design))
-    added = gram.new_full((len(gram),), amount)
-    added[-1] = 1e-3 * amount
-    return torch.linalg.cholesky(gram + torch.diag(added))
+def _penalty(rows: int) -> float:
+    return PENALTY * math.sqrt(rows)
 
 
 def combined(head: Head, votes: Tensor | None, predicted: Tensor | None) -> Float[Tensor, "n c"]:
@@ -434,7 +423,7 @@ class Labeller:
         shares = torch.cat([part.shares for part in examples])
         self._whitening = Whitening.fit(features.float()) if probe.whiten else None
         rows = self.rows(features)
-        self._weights = None if probe.head == "knn" else ridge(rows, shares, probe.penalty)
+        self._weights = None if probe.head == "knn" else ridge(rows, shares)
         self._keys = None if probe.head == "ridge" else TensorKeys(rows)
         self._voters = Voters([label_shares(shares, "soft")], shares.shape[1])
         self._neighbours, self._temperature, self._device = neighbours, temperature, device
