@@ -94,7 +94,6 @@ def test_painted_classes_segment_another_picture(watched: Watched, red: str, tmp
     page.get_by_role("button", name="Add as an example").click()
     expect(page.locator("#examples-said")).to_contain_text("1 example")
     expect(page.locator("#examples-said")).to_contain_text("red")
-    page.get_by_role("button", name="Segment", exact=True).click()
     expect(page.locator("#segmented-said")).to_contain_text("red 100%")
     expect(page.get_by_role("img", name="The picture in the colours of its classes")).to_be_visible()
 

@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from cribo.explorer.objects import ObjectFinder
 from cribo.explorer.training import require_run
 from cribo.object_search import DatabaseInfo, ObjectDatabase, ObjectSettings, index_images
 from cribo.retrieval import BackboneSource, PatchEncoder, open_encoder
+from cribo.retrieval.encoders import about_backbone, backbone_encoder, open_backbone
+from cribo.retrieval.source import MEAN_COLOUR
+from cribo.segmentation import probe_encoder
 
 if TYPE_CHECKING:
     from cribo.explorer.view_pairs import PairSample
@@ -79,8 +82,8 @@ def open_contents(asked: Asked, limits: Limits, workspace: Path, progress: Progr
     if config is None:
         note = "The run has no network yet: restart the page after its first checkpoint."
         return Contents(title, (note,), asked.run)
-    plain, about = open_encoder(config, device)
-    encoder = SharedEncoder(plain, device)
+    plain, probed, about = _open_encoders(config, device)
+    encoder = SharedEncoder(plain, device, probed=probed)
     notes: list[str] = []
     if database is not None:
         database.require_encoder(plain, str(about["name"]))
@@ -91,6 +94,17 @@ def open_contents(asked: Asked, limits: Limits, workspace: Path, progress: Progr
     if database is not None:
         finder = ObjectFinder(Collection(database, max_pixels=limits.pixels), encoder)
     return Contents(title, tuple(notes), asked.run, pairs, encoder, finder)
+
+
+def _open_encoders(config: BackboneSource, device: str) -> tuple[PatchEncoder, PatchEncoder, dict[str, Any]]:
+    """Load a backbone once, for its features and for those of the blocks that segmentation may use."""
+    if config.source == MEAN_COLOUR:
+        encoder, about = open_encoder(config, device)
+        return encoder, encoder, about
+    backbone = open_backbone(config)
+    about = about_backbone(config, backbone)
+    backbone = backbone.eval().to(device)
+    return backbone_encoder(backbone, layers=config.layers), probe_encoder(backbone), about
 
 
 def _network_of(run: Path) -> str | None:

@@ -43,63 +43,73 @@ class Dense:
 
 
 class SharedEncoder:
-    """Features of images for many visitors at once.
+    """One network for many visitors at once.
 
-    The network processes one image at a time. Recently used features are cached, because visitors send several requests
-    for one image.
+    It processes one request at a time. Features of recent images are cached, because visitors send several requests for
+    one image.
 
     Args:
         encoder: of patches.
         device: of the network.
+        probed: the same network with the features of all blocks that segmentation may use; `encoder` by default.
         max_patches: limit per image; larger images are reduced.
         cache_bytes: size of the cache.
 
     Attributes:
-        encoder: the encoder behind the same lock, for object search and segmentation.
+        encoder: the encoder behind the lock and the cache.
+        probed: `probed` behind the same lock and cache.
     """
 
     def __init__(
-        self, encoder: PatchEncoder, device: str, *, max_patches: int = 4096, cache_bytes: int = 256 * 2**20
+        self,
+        encoder: PatchEncoder,
+        device: str,
+        *,
+        probed: PatchEncoder | None = None,
+        max_patches: int = 4096,
+        cache_bytes: int = 512 * 2**20,
     ) -> None:
         self.device = device
         self.max_patches = max_patches
         self.cache_bytes = cache_bytes
         self._lock = threading.RLock()
-        self._network = encoder.encode
-        self.encoder = dataclasses.replace(encoder, encode=self._in_turn)
-        self._kept: OrderedDict[bytes, Dense] = OrderedDict()
+        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
+        self.encoder = self._shared(encoder)
+        self.probed = self._shared(probed or encoder)
 
     @property
     def kept_bytes(self) -> int:
         """Size of the cached features."""
-        return sum(dense.tokens.nbytes for dense in self._kept.values())
+        return sum(features.nbytes for features in self._kept.values())
 
+    @torch.no_grad()
     def encode(self, image: UInt8[Tensor, "3 h w"]) -> Dense:
-        """Compute the features of an image, or return cached ones.
+        """Compute the features of an image.
 
         Raises:
             ValueError: the network does not accept images of this size.
         """
-        key = hashlib.sha256(str(tuple(image.shape)).encode() + image.contiguous().numpy().tobytes()).digest()
-        with self._lock:
-            dense = self._kept.get(key)
-            if dense is None:
-                dense = self._encode(image)
-                self._kept[key] = dense
-            self._kept.move_to_end(key)
-            while len(self._kept) > 1 and self.kept_bytes > self.cache_bytes:
-                self._kept.popitem(last=False)
-            return dense
-
-    def _in_turn(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n d"]:
-        with self._lock:
-            return self._network(images)
-
-    @torch.no_grad()
-    def _encode(self, image: UInt8[Tensor, "3 h w"]) -> Dense:
         patch = self.encoder.patch_size
         height, width = image.shape[1:]
         scale = min(1.0, (self.max_patches * patch**2 / (height * width)) ** 0.5)
         size = grid_size(round(scale * height), round(scale * width), patch)
         tokens = self.encoder.grids(resize_image(image, size, "bicubic")[None], self.device)[0]
-        return Dense(tokens.cpu().clone(), (height, width))
+        return Dense(tokens.cpu(), (height, width))
+
+    def _shared(self, encoder: PatchEncoder) -> PatchEncoder:
+        def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n d"]:
+            if len(images) > 1:  # the images of a collection, each of which is encoded once
+                with self._lock:
+                    return encoder.encode(images)
+            about = f"{encoder.blocks} {tuple(images.shape)}".encode()
+            key = hashlib.sha256(about + images.cpu().contiguous().numpy().tobytes()).digest()
+            with self._lock:
+                features = self._kept.get(key)
+                if features is None:
+                    features = self._kept[key] = encoder.encode(images).cpu().clone()
+                self._kept.move_to_end(key)
+                while len(self._kept) > 1 and self.kept_bytes > self.cache_bytes:
+                    self._kept.popitem(last=False)
+            return features.to(images.device)
+
+        return dataclasses.replace(encoder, encode=encode)

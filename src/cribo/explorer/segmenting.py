@@ -86,10 +86,10 @@ class Visitors:
 
     def _empty(self) -> SegmentationMemory:
         return SegmentationMemory(
-            self.encoder.encoder,
+            self.encoder.probed,
             classes=list(BRUSHES),
             palette=list(BRUSHES.values()),
-            settings=SegmentationSettings(size=_PATCHES * self.encoder.encoder.patch_size),
+            settings=SegmentationSettings(size=_PATCHES * self.encoder.probed.patch_size),
             device=self.encoder.device,
             batch_size=1,
         )
@@ -131,6 +131,13 @@ def example_of(
     return TF.resize(image, list(size), antialias=True), labels
 
 
+def prepare(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"]) -> UInt8[Tensor, "3 new_h new_w"]:
+    """Reduce a picture and put its features into the cache, so that later requests need not wait for the network."""
+    small = TF.resize(image, list(_bounded(image.shape[1], image.shape[2])), antialias=True)
+    memory.encode([small])
+    return small
+
+
 def add_example(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"], labels: UInt8[Tensor, "h w"]) -> None:
     """Add an example to a memory.
 
@@ -150,6 +157,7 @@ def memory_sentence(memory: SegmentationMemory) -> str:
     said = f"{len(memory)} example{'s' * (len(memory) > 1)}, {memory.patches} patches: {', '.join(present)}."
     if len(present) == 1:
         return f"{said} Paint another class, too: with only one, all pixels get it."
+    # The halves of a single picture often have different classes: a score from them would mislead.
     expected = memory.fit().expected if len(memory) > 1 else None
     return said if expected is None else f"{said} Expected mIoU on new pictures: {expected:.0%}."
 
@@ -165,9 +173,9 @@ def segment(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"], names: Se
     Raises:
         Refused: there are no examples.
     """
+    small = prepare(memory, image)
     if not len(memory):
         raise Refused("There are no examples yet: paint one and add it first.")
-    small = TF.resize(image, list(_bounded(image.shape[1], image.shape[2])), antialias=True)
     found = memory.segment(small)
     picture = as_shown(small)
     size = picture.shape[:2]

@@ -5,14 +5,16 @@ from typing import TYPE_CHECKING
 from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from cribo.segmentation.encoding import probe_encoder
     from cribo.segmentation.memory import Example, Segmentation, SegmentationMemory
     from cribo.segmentation.settings import SegmentationSettings
 
-__all__ = ["Example", "Segmentation", "SegmentationMemory", "SegmentationSettings"]
+__all__ = ["Example", "Segmentation", "SegmentationMemory", "SegmentationSettings", "probe_encoder"]
 
 __getattr__ = lazy_names(
     __name__,
     {
+        ".encoding": ("probe_encoder",),
         ".memory": ("Example", "Segmentation", "SegmentationMemory"),
         ".settings": ("SegmentationSettings",),
     },

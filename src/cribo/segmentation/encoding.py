@@ -7,9 +7,37 @@ import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from cribo.retrieval.encoders import PatchEncoder
+from cribo.models import Backbone
+from cribo.retrieval.encoders import PatchEncoder, backbone_encoder, blocks_encoder
 from cribo.retrieval.patches import grid_size, resize_image, window_starts
+from cribo.segmentation.fitting import block_sets
 from cribo.segmentation.settings import SegmentationSettings
+
+
+class MissingBlocks(ValueError):
+    """The backbone does not have these blocks."""
+
+
+def probe_encoder(backbone: Backbone, blocks: Sequence[int] | None = None) -> PatchEncoder:
+    """Create an encoder of these blocks and the last one; by default of all blocks that probes may use (`block_sets`).
+
+    Args:
+        backbone: on the device where it is to run.
+        blocks: numbers from 1 to the backbone's depth.
+
+    Raises:
+        MissingBlocks: the backbone does not have these blocks.
+    """
+    depth = backbone.depth
+    if backbone.readout is not None or depth == 1:
+        if blocks is not None and set(blocks) != {depth}:
+            raise MissingBlocks(f"{backbone.name} gives features of its last block alone: leave blocks out")
+        return backbone_encoder(backbone)
+    if blocks is None:
+        return blocks_encoder(backbone, [block for chosen in block_sets(depth) for block in chosen])
+    if max(blocks) > depth:
+        raise MissingBlocks(f"blocks must be at most {depth}, the depth of {backbone.name}, got {max(blocks)}")
+    return blocks_encoder(backbone, [*blocks, depth])
 
 
 class GridEncoder:

@@ -23,19 +23,16 @@ from cribo.models import Backbone
 from cribo.retrieval.encoders import (
     PatchEncoder,
     about_backbone,
-    backbone_encoder,
-    blocks_encoder,
     open_backbone,
     open_encoder,
 )
 from cribo.retrieval.patches import grid_counts, labels_in_memory
 from cribo.retrieval.source import MEAN_COLOUR, BackboneSource
-from cribo.segmentation.encoding import GridEncoder
+from cribo.segmentation.encoding import GridEncoder, MissingBlocks, probe_encoder
 from cribo.segmentation.fitting import (
     Choice,
     LabelledPatches,
     Labeller,
-    block_sets,
     candidate_probes,
     choose,
     thinned,
@@ -159,7 +156,7 @@ class SegmentationMemory:
         wanted = keep_blocks or self.settings.blocks
         encoder, self.backbone, device = _opened(backbone, wanted, device)
         if not set(wanted or ()) <= set(encoder.blocks):
-            raise _MissingBlocks(
+            raise MissingBlocks(
                 f"blocks must be among {_listed(encoder.blocks)}, those of {self.backbone['source']}, got "
                 f"{_listed(wanted or ())}: leave blocks out"
             )
@@ -487,7 +484,7 @@ class SegmentationMemory:
                 batch_size=batch_size,
                 keep_blocks=stored.blocks,
             )
-        except _MissingBlocks as error:
+        except MissingBlocks as error:
             raise DataError(f"{another}: give that one, or make another memory") from error
         identity = memory.encoder.encoder.identity
         if identity != stored.encoder:
@@ -503,10 +500,6 @@ class SegmentationMemory:
         return memory
 
 
-class _MissingBlocks(ValueError):
-    """The backbone does not have these blocks."""
-
-
 def _opened(
     backbone: BackboneLike, blocks: Sequence[int] | None, device: torch.device | str | None
 ) -> tuple[PatchEncoder, dict[str, Any], torch.device]:
@@ -514,7 +507,7 @@ def _opened(
     if isinstance(backbone, Backbone):
         place = next(backbone.parameters()).device if device is None else torch.device(device)
         source = backbone.loaded.source if backbone.loaded else f"{backbone.name} with random weights"
-        return _encoder_of(backbone.to(place), blocks), {"source": source, "architecture": backbone.name}, place
+        return probe_encoder(backbone.to(place), blocks), {"source": source, "architecture": backbone.name}, place
     place = torch.device(resolve_devices(None if device is None else (str(device),), "device")[0])
     if isinstance(backbone, PatchEncoder):
         return backbone, {"source": f"an encoder named {backbone.identity}"}, place
@@ -526,21 +519,7 @@ def _opened(
         return *open_encoder(backbone, str(place)), place
     opened = open_backbone(backbone)
     about = about_backbone(backbone, opened)
-    return _encoder_of(opened.eval().to(place), blocks), about, place
-
-
-def _encoder_of(backbone: Backbone, blocks: Sequence[int] | None) -> PatchEncoder:
-    """Create an encoder of these blocks and the last one, or of all candidate blocks."""
-    depth = backbone.depth
-    if backbone.readout is not None or depth == 1:
-        if blocks is not None and set(blocks) != {depth}:
-            raise _MissingBlocks(f"{backbone.name} gives features of its last block alone: leave blocks out")
-        return backbone_encoder(backbone)
-    if blocks is None:
-        return blocks_encoder(backbone, [block for chosen in block_sets(depth) for block in chosen])
-    if max(blocks) > depth:
-        raise _MissingBlocks(f"blocks must be at most {depth}, the depth of {backbone.name}, got {max(blocks)}")
-    return blocks_encoder(backbone, [*blocks, depth])
+    return probe_encoder(opened.eval().to(place), blocks), about, place
 
 
 def _listed(blocks: Sequence[int]) -> str:

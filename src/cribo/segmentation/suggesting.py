@@ -17,8 +17,9 @@ def suggest(memory: SegmentationMemory, images: Iterable[UInt8[Tensor, "3 h w"]]
     """Choose images that show what is uncertain, to label next.
 
     Greedy facility location: the gain of an image is the increase in similarity between the patches of all images and
-    their nearest labelled or chosen patch, weighted by the uncertainty of their labels. Images that resemble an example
-    or a chosen image gain little.
+    their nearest labelled or chosen patch, weighted by the uncertainty of their labels. It is added up for each class
+    that the patches may have, and each sum counts by its square root: otherwise, the classes with most patches would
+    decide alone.
 
     Args:
         memory: of the examples so far.
@@ -32,35 +33,40 @@ def suggest(memory: SegmentationMemory, images: Iterable[UInt8[Tensor, "3 h w"]]
         DataError: the memory is empty.
     """
     labeller = memory.labeller()
-    rows, uncertain = [], []
+    rows, probabilities = [], []
     for index, image in enumerate(images):
         (features,) = memory.encoder.encode([image], blocks=labeller.choice.probe.blocks)
         features = features.flatten(0, 1).cpu()
         chosen = torch.randperm(len(features), generator=keyed_generator(index))[:_PATCHES]
         own = labeller.rows(features[chosen])
         rows.append(own)
-        uncertain.append(1 - labeller(own).amax(dim=1))
+        probabilities.append(labeller(own))
     if not rows:
         return []
     lengths = [len(own) for own in rows]
-    return _cover(torch.cat(rows), torch.cat(uncertain), lengths, labeller.known_rows(_LABELLED), count)
+    return _cover(torch.cat(rows), torch.cat(probabilities), lengths, labeller.known_rows(_LABELLED), count)
 
 
 def _cover(
     rows: Float[Tensor, "n e"],
-    weights: Float[Tensor, " n"],
+    probabilities: Float[Tensor, "n c"],
     lengths: list[int],
     known: Float[Tensor, "m e"],
     count: int,
 ) -> list[int]:
-    """Choose groups of rows greedily so that all rows are close to a chosen or known row."""
+    """Choose groups of rows greedily so that uncertain rows of all classes are close to a chosen or known row."""
+    uncertainty = 1 - probabilities.amax(dim=1)
+    patches_per_class = probabilities.sum(dim=0).clamp(min=1)
     covered = (rows @ known.T).amax(dim=1)
     similar = torch.stack([(rows @ group.T).amax(dim=1) for group in rows.split(lengths)])  # (images, N)
     found: list[int] = []
+    gained = torch.zeros_like(patches_per_class)
     while len(found) < min(count, len(lengths)):
-        gains = ((similar - covered).clamp(min=0) * weights).sum(dim=1)
-        gains[found] = -1
-        best = int(gains.argmax())
+        gains = ((similar - covered).clamp(min=0) * uncertainty) @ probabilities  # (images, C)
+        scores = ((gained + gains) / patches_per_class).sqrt().sum(dim=1)
+        scores[found] = -1
+        best = int(scores.argmax())
         found.append(best)
+        gained += gains[best]
         covered = torch.maximum(covered, similar[best])
     return found

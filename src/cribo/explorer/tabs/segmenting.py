@@ -5,14 +5,15 @@ from typing import Any
 import gradio as gr
 
 from cribo.explorer.network import SharedEncoder
-from cribo.explorer.segmenting import BRUSHES, Visitors, add_example, example_of, memory_sentence, segment
-from cribo.explorer.tabs.fields import ASKING, HEIGHT, sent_picture, sentence, shown_picture
+from cribo.explorer.segmenting import BRUSHES, Visitors, add_example, example_of, memory_sentence, prepare, segment
+from cribo.explorer.tabs.fields import ASKING, HEIGHT, HIDDEN, sent_picture, sentence, shown_picture
 from cribo.explorer.uploads import Refused, Uploads
 
 _LONGEST_NAME = 40
 _ADVICE = (
     "1. Upload a picture and paint over parts of each thing, with one colour per class. Unpainted pixels have no "
-    "class.\n2. Add it as an example; repeat with other pictures if you like.\n3. Upload a picture to segment."
+    "class.\n2. Upload a picture to segment.\n3. Add the painting as an example: the other picture is segmented at "
+    "once. Correct the painting, or add other pictures, and add again."
 )
 
 
@@ -34,6 +35,12 @@ def segmenting_tab(encoder: SharedEncoder, uploads: Uploads) -> None:
         memory = visitors.memory(visitor(request))
         add_example(memory, image, labels)
         return memory_sentence(memory)
+
+    @sentence
+    def look(sent: Any, request: gr.Request) -> None:
+        if isinstance(sent, dict) and sent.get("background"):
+            image = uploads.read(sent["background"], what="picture to paint on")
+            prepare(visitors.memory(visitor(request)), image)
 
     @sentence
     def forget(request: gr.Request) -> str:
@@ -69,9 +76,11 @@ def segmenting_tab(encoder: SharedEncoder, uploads: Uploads) -> None:
             overlay = shown_picture("Its segmentation", "The picture in the colours of its classes")
             shares = gr.Markdown(elem_id="segmented-said")
             confidence = shown_picture("Confidence: bright is high", "Confidence of the segmentation")
-    added.click(add, editor, examples, api_name="add_example", **ASKING)
     cleared.click(forget, None, examples, api_name="begin_anew", **ASKING)
     shown = [overlay, confidence, shares]
+    editor.upload(look, editor, None, **HIDDEN)
+    adding = added.click(add, editor, examples, api_name="add_example", **ASKING)
+    adding.success(label, [picture, *names], shown, **HIDDEN)
     gr.on([picture.upload, picture.clear, again.click], label, [picture, *names], shown, api_name="segment", **ASKING)
 
 
