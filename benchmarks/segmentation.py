@@ -29,9 +29,8 @@ from cribo.evaluation.data import spread
 from cribo.evaluation.results import calibration_error, iou
 from cribo.models import Backbone, build_backbone, load_backbone
 from cribo.retrieval import PatchEncoder
-from cribo.retrieval.encoders import backbone_encoder, blocks_encoder
-from cribo.segmentation import Example, SegmentationMemory, SegmentationSettings
-from cribo.segmentation.fitting import block_sets, middle_blocks
+from cribo.segmentation import Example, SegmentationMemory, SegmentationSettings, probe_encoder
+from cribo.segmentation.fitting import default_blocks
 from cribo.segmentation.suggesting import suggest
 
 _DRAW = 0x736567
@@ -40,8 +39,7 @@ _EVERY = 7  # pixels for the calibration error
 
 def remembering(backbone: Backbone) -> PatchEncoder:
     """The encoder of all candidate blocks, which encodes no image twice."""
-    blocks = sorted({block for chosen in block_sets(backbone.depth) for block in chosen})
-    encoder = backbone_encoder(backbone) if backbone.depth == 1 else blocks_encoder(backbone, blocks)
+    encoder = probe_encoder(backbone)
     known: dict[str, Tensor] = {}
 
     def encode(images: Tensor) -> Tensor:
@@ -54,16 +52,17 @@ def remembering(backbone: Backbone) -> PatchEncoder:
     return dataclasses.replace(encoder, encode=encode)
 
 
-def rows_of(depth: int) -> dict[str, dict[str, object]]:
-    """Settings of each row."""
-    last, middle = (depth,), middle_blocks(depth)
+def rows_of(blocks: Sequence[int]) -> dict[str, dict[str, object]]:
+    """Settings of each row, for an encoder of these blocks."""
+    depth, middle = max(blocks), default_blocks(blocks)
+    last, third_quarter = (depth,), (round(depth * 0.75),)
     plain = {"head": "knn", "whiten": False}
     rows: dict[str, dict[str, object]] = {
         "last block (before)": {"blocks": last, **plain, "neighbours": 5, "temperature": 0.02},
         "last block": {"blocks": last, **plain},
     }
-    if depth > 1:
-        rows["block at 3/4"] = {"blocks": (round(depth * 0.75),), **plain}
+    if len(blocks) > 1:
+        rows["block at 3/4"] = {"blocks": third_quarter, **plain}
     return rows | {
         "four blocks, ridge": {"blocks": middle, "head": "ridge", "whiten": False},
         "four blocks, both": {"blocks": middle, "head": "both", "whiten": False},
@@ -107,7 +106,7 @@ def quality(train: LabelledSubset, val: LabelledSubset, encoder: PatchEncoder, a
         scores: dict[str, list[tuple[float, float]]] = {}
         expected = []
         for draw in range(arguments.draws):
-            for name, values in rows_of(encoder.blocks[-1]).items():
+            for name, values in rows_of(encoder.blocks).items():
                 memory = SegmentationMemory(encoder, classes=train.classes, settings=settings_of(values, arguments))
                 filled(memory, train, draw_of(count, len(train), draw))
                 scores.setdefault(name, []).append(scored(memory, val))
@@ -157,7 +156,7 @@ def cost(train: LabelledSubset, val: LabelledSubset, backbone: Backbone, argumen
     image = val.load(0)
     print("| seconds | encode the examples | fit | encode an image | label patches | label pixels |")
     print(f"|{'---|' * 6}")
-    rows = rows_of(backbone.depth)
+    rows = rows_of(probe_encoder(backbone).blocks)
     for name in ("last block (before)", "chosen"):
         memory = SegmentationMemory(backbone, classes=train.classes, settings=settings_of(rows[name], arguments))
         begun = time.perf_counter()

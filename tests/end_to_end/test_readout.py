@@ -83,7 +83,7 @@ def test_commands_read_its_channels(command: str, kind: str, data: Path, capsys:
     ("command", "option", "message"),
     [
         *((name, "--backbone.layers", "layers must be 1, got 2: ") for name in ("dense-nn", "index", "export")),
-        ("segment", "--blocks", "gives features of its last block alone: leave blocks out"),
+        ("segment", "--blocks", "blocks must be at most 2, the depth of vit_tiny_patch16_224, got 3"),
     ],
 )
 def test_commands_refuse_more_blocks_than_it_reads(

@@ -22,6 +22,7 @@ from cribo.segmentation.fitting import (
     default_probe,
     left_out_ridge,
     left_out_votes,
+    row_weights,
     thinned,
 )
 from cribo.segmentation.settings import Head
@@ -59,11 +60,12 @@ def test_a_ridge_regression_with_a_fold_left_out_is_one_that_never_saw_it() -> N
     folds = torch.arange(60) % 4
     found = left_out_ridge(rows @ rows.T, shares, folds)
     design = torch.cat((rows, torch.ones(60, 1)), dim=1).double()
+    weights = row_weights(shares).double()[:, None]
     penalty = PENALTY * math.sqrt(60) * torch.eye(8, dtype=torch.float64)
     for fold in range(4):
-        kept = design[folds != fold]
-        weights = torch.linalg.solve(kept.T @ kept + penalty, kept.T @ shares[folds != fold].double())
-        expected = design[folds == fold] @ weights
+        kept, weighted = design[folds != fold], (weights * design)[folds != fold]
+        solved = torch.linalg.solve(weighted.T @ kept + penalty, weighted.T @ shares[folds != fold].double())
+        expected = design[folds == fold] @ solved
         torch.testing.assert_close(found[folds == fold], expected.float(), atol=1e-4, rtol=1e-4)
 
 
@@ -96,11 +98,11 @@ def test_a_clear_lead_of_the_last_block_is_followed() -> None:
 
 def test_without_a_clear_lead_the_default_stays() -> None:
     candidates = candidate_probes(BLOCKS, blocks=None, whiten=None, head=None)
-    for count, head in ((2, "ridge"), (8, "both")):
-        default = default_probe(candidates, BLOCKS, count)
-        assert (default.blocks, default.head, default.whiten) == ((6, 8, 9, 10), head, head == "both")
-        assert chosen(examples(count)).probe == default  # no block tells anything
-    assert chosen(examples(8, telling=BLOCKS, noise=0.1)).probe == default_probe(candidates, BLOCKS, 8)
+    default = default_probe(candidates, BLOCKS)
+    assert default == Probe((6, 8, 9, 10), False, "ridge")
+    for count in (2, 8):
+        assert chosen(examples(count, count=800)).probe == default  # no block tells anything
+    assert chosen(examples(8, telling=BLOCKS, noise=0.1)).probe == default
 
 
 def test_what_is_fixed_is_not_chosen() -> None:
@@ -207,15 +209,25 @@ def test_features_that_are_all_equal_are_labelled_by_the_frequent_class(value: f
 
 
 def test_few_patches_are_not_whitened() -> None:
-    few = examples(8, telling=BLOCKS, noise=0.3, count=7)  # 56 patches of 16 channels
-    assert not chosen(few).probe.whiten
-    assert chosen(examples(8, telling=BLOCKS, noise=0.3, count=9)).probe.whiten
+    def disturbed(count: int) -> list[LabelledPatches]:
+        """Examples whose features vary most in directions that have nothing to do with the classes."""
+        parts = examples(8, telling=BLOCKS, noise=0.3, count=count)
+        generator = torch.Generator().manual_seed(0)
+        directions = torch.randn(4, WIDTH, generator=generator)
+        amounts = [torch.randn(count, 1, 4, generator=generator) for _ in parts]
+        return [
+            part._replace(features=normalize(part.features + amount @ directions, dim=-1))
+            for part, amount in zip(parts, amounts, strict=True)
+        ]
+
+    candidates = candidate_probes(BLOCKS, blocks=(12,), whiten=None, head="knn")
+    assert chosen(disturbed(9), candidates).probe.whiten
+    assert not chosen(disturbed(7), candidates).probe.whiten  # 56 patches of 16 channels
     only = candidate_probes(BLOCKS, blocks=None, whiten=True, head=None)
-    assert chosen(few, only).probe.whiten
+    assert chosen(disturbed(7), only).probe.whiten
 
 
 def test_a_network_with_one_feature_map_is_read_by_both_heads() -> None:
     candidates = candidate_probes((1,), blocks=None, whiten=None, head=None)
     assert {probe.blocks for probe in candidates} == {(1,)}
-    for count in (2, 8):
-        assert default_probe(candidates, (1,), count) == Probe((1,), False, "both")
+    assert default_probe(candidates, (1,)) == Probe((1,), False, "both")

@@ -1,5 +1,6 @@
 """Images of any size into features on the grid of patches: as a whole, or in windows that overlap."""
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +22,10 @@ class MissingBlocks(ValueError):
 def probe_encoder(backbone: Backbone, blocks: Sequence[int] | None = None) -> PatchEncoder:
     """Create an encoder of these blocks and the last one; by default of all blocks that probes may use (`block_sets`).
 
+    An adapted vision transformer ends at its best block, with a whitening as readout. Its last four blocks are encoded,
+    without the readout, which is meant for nearest neighbours in large memories: with two to eight examples, ridge
+    regression on these blocks was 2 to 4 points better.
+
     Args:
         backbone: on the device where it is to run.
         blocks: numbers from 1 to the backbone's depth.
@@ -29,10 +34,14 @@ def probe_encoder(backbone: Backbone, blocks: Sequence[int] | None = None) -> Pa
         MissingBlocks: the backbone does not have these blocks.
     """
     depth = backbone.depth
-    if backbone.readout is not None or depth == 1:
-        if blocks is not None and set(blocks) != {depth}:
+    if depth == 1:
+        if blocks is not None and set(blocks) != {1}:
             raise MissingBlocks(f"{backbone.name} gives features of its last block alone: leave blocks out")
         return backbone_encoder(backbone)
+    if backbone.readout is not None:
+        backbone = copy.deepcopy(backbone)
+        backbone.remove_readout()
+        blocks = blocks or range(max(1, depth - 3), depth + 1)
     if blocks is None:
         return blocks_encoder(backbone, [block for chosen in block_sets(depth) for block in chosen])
     if max(blocks) > depth:

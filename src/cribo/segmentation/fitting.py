@@ -26,7 +26,6 @@ POWER = 0.6
 PENALTY = 1e-3
 """Of the ridge regression, for one patch; it grows with the square root of their number."""
 
-_FEW = 4  # fewer examples than this cannot tell candidates apart
 _MARGIN = 0.12  # of mIoU, for one example; falls with the square root of their number
 _SAMPLED = (2048, 4096)  # patches that candidates are compared on: at least, at most
 _SAMPLED_PER_EXAMPLE = 128
@@ -119,14 +118,15 @@ def block_sets(depth: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(_scaled(blocks, depth) for blocks in _BLOCK_SETS))
 
 
-def middle_blocks(depth: int) -> tuple[int, ...]:
-    """Four blocks from the middle of a network on; fewer in shallow networks.
+def default_blocks(available: Sequence[int]) -> tuple[int, ...]:
+    """Four blocks from the middle of a network on; all available blocks if one of these is missing.
 
     Example:
-        >>> middle_blocks(12), middle_blocks(2)
-        ((6, 8, 9, 10), (1, 2))
+        >>> default_blocks(range(1, 13)), default_blocks([7, 8, 9, 10])
+        ((6, 8, 9, 10), (7, 8, 9, 10))
     """
-    return _scaled(_MIDDLE, depth)
+    middle = _scaled(_MIDDLE, max(available))
+    return middle if set(middle) <= set(available) else tuple(available)
 
 
 def _scaled(blocks: Sequence[int], depth: int) -> tuple[int, ...]:
@@ -138,10 +138,7 @@ def candidate_probes(
 ) -> list[Probe]:
     """List the probes of the available blocks; values other than None are fixed."""
     sets = [chosen for chosen in block_sets(max(available)) if set(chosen) <= set(available)]
-    if not any(len(chosen) > 1 for chosen in sets):
-        sets = list(dict.fromkeys((*sets, tuple(available))))
-    if blocks is not None:
-        sets = [blocks]
+    sets = list(dict.fromkeys((*sets, default_blocks(available)))) if blocks is None else [blocks]
     heads: Sequence[Head] = ("knn", "ridge", "both") if head is None else (head,)
     return [
         Probe(chosen, whitened, kind)
@@ -151,19 +148,17 @@ def candidate_probes(
     ]
 
 
-def default_probe(candidates: Sequence[Probe], available: Sequence[int], examples: int) -> Probe:
+def default_probe(candidates: Sequence[Probe], available: Sequence[int]) -> Probe:
     """Return the default candidate, the best on average in trials (docs/segmentation.md).
 
-    It uses four blocks from the middle of the network on: with ridge regression for fewer than four examples, otherwise
-    with both heads after whitening. If only one block is available, it uses both heads without whitening. Values that
-    no candidate has are ignored.
+    It uses ridge regression on `default_blocks`, or both heads if only one block is available, without whitening.
+    Values that no candidate has are ignored.
     """
-    several = len(available) > 1
-    head: Head = "ridge" if several and examples < _FEW else "both"
-    whiten, blocks = several and examples >= _FEW, middle_blocks(max(available))
+    head: Head = "ridge" if len(available) > 1 else "both"
+    blocks = default_blocks(available)
 
     def likeness(probe: Probe) -> tuple[bool, ...]:
-        return probe.head == head, probe.whiten == whiten, probe.blocks == blocks
+        return probe.head == head, not probe.whiten, probe.blocks == blocks
 
     return max(candidates, key=likeness)
 
@@ -203,7 +198,7 @@ def choose(
         left_out = "one image at a time" if count <= _MOST_FOLDS else "a tenth of the images at a time"
     else:
         folds, left_out = parts[0].halves, "each half of the image"
-    default = default_probe(candidates, blocks, count)
+    default = default_probe(candidates, blocks)
     if len(folds.unique()) < 2:
         return Choice(default, 1.0, None, None, {}, left_out="")
 
@@ -331,25 +326,38 @@ def left_out_ridge(
     """Predictions of ridge regressions (`ridge`) that were fitted to the other folds.
 
     One factorisation serves all folds: with A = (K + aI)^-1, where K are the inner products of the rows and a is the
-    penalty of all rows, the prediction of the rows i without them is Y_i - (A_ii)^-1 (A Y)_i.
+    penalty, the prediction of the rows i without them is Y_i - (A_ii)^-1 (A Y)_i. Weights and penalty are those of all
+    rows.
     """
-    kernel = similarity + 1.0  # of rows with a constant
+    scale = row_weights(shares).sqrt()[:, None]
+    kernel = scale * (similarity + 1.0) * scale.T  # of rows with a constant
     kernel.diagonal().add_(_penalty(len(kernel)))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(kernel))
-    weights = inverse @ shares
+    targets = scale * shares
+    solved = inverse @ targets
     predicted = torch.empty_like(shares)
     for fold in folds.unique():
         own = (folds == fold).nonzero()[:, 0]
-        predicted[own] = shares[own] - torch.linalg.solve(inverse[own[:, None], own], weights[own])
+        residuals = torch.linalg.solve(inverse[own[:, None], own], solved[own])
+        predicted[own] = shares[own] - residuals / scale[own]
     return predicted
 
 
 def ridge(rows: Float[Tensor, "n e"], shares: Float[Tensor, "n c"]) -> Float[Tensor, "e_plus_1 c"]:
-    """Fit a ridge regression from features to class shares; the last row of the weights is the intercept."""
-    design = _with_constant(rows)
-    gram = design.T @ design
+    """Fit a weighted ridge regression from features to class shares; the last row of the result is the intercept."""
+    design, weights = _with_constant(rows), row_weights(shares)[:, None]
+    gram = design.T @ (weights * design)
     gram.diagonal().add_(_penalty(len(rows)))
-    return torch.cholesky_solve(design.T @ shares, torch.linalg.cholesky(gram))
+    return torch.cholesky_solve(design.T @ (weights * shares), torch.linalg.cholesky(gram))
+
+
+def row_weights(shares: Float[Tensor, "n c"]) -> Float[Tensor, " n"]:
+    """Weights of patches with a mean of 1, in which classes count by the square root of their inverse frequency.
+
+    Without them, the ridge regression lost 1 to 8 points of mIoU on street scenes, mostly in rare classes.
+    """
+    weights = shares @ shares.mean(dim=0).clamp(min=1 / len(shares)).rsqrt()
+    return weights / weights.mean()
 
 
 def _with_constant(rows: Float[Tensor, "n e"]) -> Float[Tensor, "n e_plus_1"]:
