@@ -151,6 +151,10 @@ def outlier(rows: int, seed: int) -> torch.Tensor:
     return found
 
 
+def _first_product(bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_first_dtype", lambda *_: torch.bfloat16 if bfloat16 else torch.float32)
+
+
 @pytest.mark.parametrize("bfloat16", [True, False])
 @pytest.mark.parametrize(
     ("make", "scale"),
@@ -168,7 +172,7 @@ def outlier(rows: int, seed: int) -> torch.Tensor:
 def test_the_first_product_loses_no_neighbour(
     bfloat16: bool, make: Callable[[int, int], torch.Tensor], scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "multiplies_bfloat16", lambda: bfloat16)
+    _first_product(bfloat16, monkeypatch)
     keys, queries = make(3000, 0), make(90, 1) * scale
     exact = queries.double() @ keys.double().T
     size = queries.norm(dim=1, keepdim=True).double() * keys.norm(dim=1).max()
@@ -185,7 +189,7 @@ def test_equal_keys_come_in_the_order_of_their_rows_with_either_first_product(
     bfloat16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each key five times, far apart: 25 neighbours are five keys, each with its rows in order."""
-    monkeypatch.setattr(search, "multiplies_bfloat16", lambda: bfloat16)
+    _first_product(bfloat16, monkeypatch)
     keys, queries = unit(700, 96), unit(80, 96, seed=1)
     for cut in PLANS:
         found = nearest(queries, TensorKeys(keys.repeat(5, 1)), 25, plan=cut).rows.view(80, 5, 5)

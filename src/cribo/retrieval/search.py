@@ -6,6 +6,7 @@ neighbour is held as one int64 that orders first by similarity, then by row, the
 k are the result, ties included.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,9 +29,10 @@ _LOWEST = -1e38  # below all similarities, and finite in bfloat16
 _TINY = 1e-30  # products below the smallest normal number may be lost
 _RUN = 16  # keys whose greatest similarity is looked at first
 _QUERY_MULTIPLE, _KEY_MULTIPLE = 16, 64  # shapes for which libraries sum all inner products in the same order
-_COMPARED_AT_ONCE = 1024  # keys compared in float32 at once
+_COMPARED_AT_ONCE = 1024  # candidates compared in float32 at once
+_RUNS_AT_ONCE = 8192  # looked at for neighbours
 _ROUNDED_AT_ONCE = 256  # rows, so that copies stay in the cache
-_LEAST_DIM_BFLOAT16, _LEAST_QUERIES_BFLOAT16 = 64, 64  # below, rounding costs more than the product gains
+_BFLOAT16_DIM, _BFLOAT16_QUERIES, _BFLOAT16_KEYS = 64, 512, 2048  # (keys per neighbour) below, float32 is faster
 
 
 class Keys(Protocol):
@@ -173,7 +175,7 @@ def plan_search(
             raise ValueError(f"{name} must be >= 1, got {value}")
     on_cpu = torch.device(device).type == "cpu"
     # On the CPU, keys that may be neighbours of any query of a block are few; on a GPU, each launch gets enough to do.
-    queries, keys = (128, 16384) if on_cpu else (512, 131072)
+    queries, keys = (128, 16384) if on_cpu else (1024, 65536)
     threads = (workers or torch.get_num_threads()) if on_cpu else 1
     per_query = 6 * dim + 8 * neighbours + 12  # the query, also rounded, its neighbours so far, and three numbers
 
@@ -182,7 +184,7 @@ def plan_search(
             min(most, _up_to_multiple(number, multiple))
             for most, number, multiple in (
                 (queries, num_queries, _QUERY_MULTIPLE),
-                (keys, num_keys, _RUN),
+                (keys, num_keys, _KEY_MULTIPLE),
             )
         )
         compared = min(_COMPARED_AT_ONCE, _up_to_multiple(columns, _KEY_MULTIPLE))
@@ -316,7 +318,7 @@ def _search_chunk(
     """Compare some queries with all keys, in one pass, and write their neighbours to `found`."""
     threads = len(devices) * plan.workers
     count = math.ceil(len(queries) / plan.query_block / threads) * threads  # as many blocks for each thread
-    dtype = _screening_dtype(queries, devices[0])
+    dtype = _first_dtype(queries, len(keys), found.rows.shape[1], devices[0])
     size = math.ceil(len(queries) / count)
     blocks = [
         _QueryBlock(part, found.rows.shape[1], devices[number % len(devices)], dtype)
@@ -325,19 +327,22 @@ def _search_chunk(
     places = {block.device for block in blocks}
     source = keys.blocks(plan.key_block)
 
-    def read(first: int) -> dict[torch.device, _KeyBlock] | None:
+    def read(first: int) -> dict[torch.device, _KeyBlock]:
         rows = next(source, None)
-        return None if rows is None else {place: _KeyBlock(rows, first, place, dtype) for place in places}
+        return {} if rows is None else {place: _KeyBlock(rows, first, place, dtype) for place in places}
+
+    def compare(block: _QueryBlock, keys: dict[torch.device, _KeyBlock]) -> None:
+        block.compare(keys[block.device])
 
     # Products of one thread each, on many blocks, need no barriers; one more thread reads ahead.
     with ThreadPoolExecutor(threads + 1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         compared = 0
         upcoming = pool.submit(read, 0)
-        while (staged := upcoming.result()) is not None:
+        while staged := upcoming.result():
             report(compared)
             compared += len(staged[blocks[0].device])
             upcoming = pool.submit(read, compared)
-            list(pool.map(lambda block: block.compare(staged[block.device]), blocks))
+            list(pool.map(compare, blocks, itertools.repeat(staged)))
         if compared != len(keys):
             raise ValueError(f"keys must give the {len(keys)} rows that they have, got {compared}")
     for block, *out in zip(blocks, found.similarity.split(size), found.rows.split(size), strict=True):
@@ -361,7 +366,7 @@ class _KeyBlock:
 
     def __init__(self, rows: Float[Tensor, "m d"], first: int, device: torch.device, dtype: torch.dtype) -> None:
         self.first, self.count = first, len(rows)
-        missing = -len(rows) % _RUN
+        missing = -len(rows) % _KEY_MULTIPLE
         self.rows = rows.to(device).float()
         self.rows = F.pad(self.rows, (0, 0, 0, missing)) if missing else self.rows
         norms = self.rows.norm(dim=1)
@@ -403,12 +408,17 @@ class _QueryBlock:
     @torch.no_grad()
     def compare(self, keys: _KeyBlock) -> None:
         """Take in the neighbours among the next keys."""
+        if keys.rounded is keys.rows:
+            similarity = _product(keys.rows, self.queries)
+            similarity[len(keys) :] = -torch.inf  # rows that fill up the block
+            self._raise_least(similarity, 0)
+            self._take(similarity, torch.arange(len(similarity), device=self.device) + keys.first)
+            return
         for part in self._candidates(keys).split(_COMPARED_AT_ONCE):
             filled = F.pad(part, (0, -len(part) % _KEY_MULTIPLE))
-            similarity = (self.queries @ keys.rows[filled].mT)[:, : len(part)]
-            query, place = (similarity >= self.least[:, None]).nonzero().unbind(1)
-            if len(query):
-                self._keep(query, _ordered(similarity[query, place], keys.first + part[place]))
+            similarity = keys.rows[filled] @ self.queries.mT
+            similarity[len(part) :] = -torch.inf
+            self._take(similarity, filled + keys.first)
 
     def _candidates(self, keys: _KeyBlock) -> Int[Tensor, " n"]:
         """Keys of the block that may be a neighbour of any query, ascending."""
@@ -419,13 +429,9 @@ class _QueryBlock:
         error = self.errors * keys.norm + (self.norms + self.errors) * keys.error
         error += sizes * _sum_error(self.queries.shape[1], self.device) + _TINY
         similarity = _product(keys.rounded, self.rounded)
-        similarity[len(keys) :] = -torch.inf  # rows that fill up the last run
+        similarity[len(keys) :] = -torch.inf
+        self._raise_least(similarity, error)
         runs = similarity.unflatten(0, (-1, _RUN))
-        k = self.best.shape[1]
-        if k <= len(runs) and (self.least == _LOWEST).any():
-            # The greatest similarities of k runs are k similarities: no neighbour is below the least of them.
-            bound = runs.amax(dim=1).mT.topk(k, dim=1, sorted=False).values.amin(dim=1).float()
-            self.least = self.least.maximum(bound - bound.abs() * torch.finfo(similarity.dtype).eps - error)
         # Rounding keeps the order: a bound that is rounded like the product remains a bound.
         floor = (self.least - error).to(similarity.dtype)
         if floor.dtype == torch.bfloat16 and (floor > 0).all():
@@ -434,6 +440,24 @@ class _QueryBlock:
         run = _any(runs.amax(dim=1) >= floor).nonzero()[:, 0]
         which, place = _any(runs[run] >= floor).nonzero().unbind(1)
         return run[which] * _RUN + place
+
+    def _raise_least(self, similarity: Float[Tensor, "m q"], error: Float[Tensor, " q"] | int) -> None:
+        """Bound the similarity of neighbours where none are known: k runs have k greatest similarities."""
+        k = self.best.shape[1]
+        if k <= len(similarity) // _RUN and (self.least == _LOWEST).any():
+            maxima = similarity.unflatten(0, (-1, _RUN)).amax(dim=1)
+            bound = maxima.mT.topk(k, dim=1, sorted=False).values.amin(dim=1).float()
+            self.least = self.least.maximum(bound - bound.abs() * torch.finfo(similarity.dtype).eps - error)
+
+    def _take(self, similarity: Float[Tensor, "m q"], rows: Int[Tensor, " m"]) -> None:
+        """Take in the neighbours among keys by their similarities; only runs that hold one are looked at."""
+        runs = similarity.unflatten(0, (-1, _RUN))
+        hits = (runs.amax(dim=1) >= self.least).mT.nonzero()
+        for query, run in (part.unbind(1) for part in hits.split(_RUNS_AT_ONCE)):
+            values = runs[run, :, query]
+            which, place = (values >= self.least[query, None]).nonzero().unbind(1)
+            if len(which):
+                self._keep(query[which], _ordered(values[which, place], rows[run[which] * _RUN + place]))
 
     def _keep(self, query: Int[Tensor, " n"], found: Int[Tensor, " n"]) -> None:
         """Keep the best k of those before and those found, which come in the order of the queries."""
@@ -465,11 +489,15 @@ def _up_to_multiple(number: int, of: int) -> int:
     return -(-number // of) * of
 
 
-def _screening_dtype(queries: Tensor, device: torch.device) -> torch.dtype:
-    """The type of the product that rules out keys."""
+def _first_dtype(queries: Tensor, num_keys: int, neighbours: int, device: torch.device) -> torch.dtype:
+    """The type of the first product; in float32 there is no other."""
     if device.type == "cuda":
         return torch.float16 if queries.dtype == torch.float16 else torch.float32
-    pays = len(queries) >= _LEAST_QUERIES_BFLOAT16 and queries.shape[1] >= _LEAST_DIM_BFLOAT16
+    pays = (
+        queries.shape[1] >= _BFLOAT16_DIM
+        and len(queries) >= _BFLOAT16_QUERIES
+        and num_keys >= _BFLOAT16_KEYS * neighbours
+    )
     return torch.bfloat16 if pays and multiplies_bfloat16() else torch.float32
 
 
