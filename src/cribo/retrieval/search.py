@@ -167,7 +167,7 @@ def plan_search(
     Example:
         >>> plan = plan_search(2_700_000, 27_000_000, 384, 50, budget=2 * 2**30, workers=2)
         >>> plan.passes, plan.device_bytes < 2 * 2**30
-        (3, True)
+        (4, True)
     """
     numbers = {"num_queries": num_queries, "num_keys": num_keys, "dim": dim, "neighbours": neighbours}
     for name, value in (*numbers.items(), ("key_bytes", key_bytes)):
