@@ -1,13 +1,11 @@
-"""Atomic writing of files and folders, and creation of result folders without data loss."""
+"""Atomic writing of files and folders."""
 
 import contextlib
 import errno
-import itertools
 import json
 import os
 import re
 import shutil
-import tempfile
 import uuid
 import zipfile
 import zlib
@@ -21,81 +19,6 @@ _PART = re.compile(r"\..+\.[0-9a-f]{32}\.part")
 
 class FolderError(ValueError):
     """A folder cannot be used for results; the message says what to do instead."""
-
-
-def make_numbered_folder(parent: Path, name: str) -> Path:
-    """Create the first of the folders `name`, `name-2`, ... that does not exist; safe against concurrent calls.
-
-    Raises:
-        FolderError: `parent` is a file, or cannot be written to.
-    """
-    _require_folder(parent)
-    for number in itertools.count(1):
-        folder = parent / (name if number == 1 else f"{name}-{number}")
-        try:
-            folder.mkdir(parents=True)
-            _try_writing(folder)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise FolderError(f"cannot write to {parent}: {error.strerror}; choose another --out") from error
-        return folder
-    raise AssertionError("unreachable")
-
-
-def claim_folder(folder: Path, *, marker: str, overwrite: bool, advice: str) -> None:
-    """Create an empty folder for results; a non-empty one is replaced only on request.
-
-    Args:
-        folder: to create.
-        marker: file that identifies results of this kind; folders without it are never replaced.
-        overwrite: replace existing results.
-        advice: what to do if the folder exists, as the end of an error message.
-
-    Raises:
-        FolderError: the folder is not empty and `overwrite` is not set, or it contains something else, is a file, or
-            is not writable.
-    """
-    try:
-        if holds_results(folder, marker=marker, overwrite=overwrite, advice=advice):
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        _try_writing(folder)
-    except OSError as error:
-        raise FolderError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
-
-
-def holds_results(folder: Path, *, marker: str, overwrite: bool, advice: str) -> bool:
-    """Whether there are results that `claim_folder` would replace; changes nothing.
-
-    Raises:
-        FolderError: as `claim_folder` does.
-    """
-    _require_folder(folder)
-    try:
-        if not folder.exists() or not any(folder.iterdir()):
-            return False
-        if not overwrite:
-            raise FolderError(f"{folder} exists already: {advice}")
-        if not (folder / marker).is_file():
-            raise FolderError(f"{folder} has no {marker}: not created by cribo, refusing to replace it")
-        _try_writing(folder)
-    except OSError as error:
-        raise FolderError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
-    return True
-
-
-def _require_folder(folder: Path) -> None:
-    for part in (folder, *folder.parents):
-        if part.is_dir():
-            return
-        if part.exists():
-            raise FolderError(f"{part} is a file, not a folder: choose another --out")
-
-
-def _try_writing(folder: Path) -> None:
-    with tempfile.TemporaryFile(dir=folder):
-        pass
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -136,7 +59,7 @@ def write_beside(path: Path, write: Callable[[Path], object]) -> Path:
     Returns:
         The temporary path, which the caller must move into place or remove.
     """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    temporary = _beside(path)
     try:
         mode = _create(temporary)
         write(temporary)
@@ -157,11 +80,13 @@ def write_folder_whole(folder: Path, write: Callable[[Path], object], *, replace
         replaces: whether a non-empty folder is replaced once the new one is complete.
 
     Raises:
-        FolderError: the folder is not empty and `replaces` is not set.
+        FolderError: the folder is not empty and `replaces` is not set; or the folders cannot be exchanged, and the
+            message says where the new one is.
         OSError: writing failed; the old folder is unchanged and the temporary one is removed.
     """
-    part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.part")
-    aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.part")
+    if not replaces and folder.is_dir() and any(folder.iterdir()):
+        raise FolderError(f"{folder} exists already: choose another folder")
+    part = _beside(folder)
     try:
         part.mkdir(parents=True)
         probe = part / ".mode"
@@ -173,20 +98,41 @@ def write_folder_whole(folder: Path, write: Callable[[Path], object], *, replace
                 path.chmod(mode)
             sync(path)
         sync(part)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    try:
+        _exchange(folder, part, replaces=replaces)
+    except OSError as error:
+        raise FolderError(f"{folder} cannot be written ({error}): the complete results are in {part}") from error
+
+
+def _exchange(folder: Path, part: Path, *, replaces: bool) -> None:
+    """Move a new folder into place; the old one is deleted only when the new one is there."""
+    old = _beside(folder)
+    try:
+        folder.rmdir()  # an empty folder is in nobody's way
+    except OSError:
         if folder.exists():
-            if not replaces and any(folder.iterdir()):
-                raise FolderError(f"{folder} exists already")
-            folder.rename(aside)
-        try:
-            part.rename(folder)
-        except BaseException:
-            if aside.exists():
-                aside.rename(folder)
-            raise
-        sync(folder.parent)
-    finally:
-        for leftover in (part, aside):
-            shutil.rmtree(leftover, ignore_errors=True)
+            if not replaces:
+                raise FileExistsError(errno.EEXIST, "it exists already", str(folder)) from None
+            folder.rename(old)
+    try:
+        part.rename(folder)
+    except OSError:
+        if old.exists():
+            try:
+                old.rename(folder)
+            except OSError as error:
+                raise OSError(error.errno, "the previous results are now at", str(old)) from error
+        raise
+    sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _beside(path: Path) -> Path:
+    """A temporary name in the same folder."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
 
 
 def _create(path: Path) -> int:

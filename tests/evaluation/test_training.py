@@ -24,7 +24,7 @@ from cribo.evaluation.runtime import TrainingRuntime
 from cribo.evaluation.training import KeyStream, TrainedModule, evaluation_folder, fit
 from cribo.files import FolderError
 from cribo.training.checkpoints import checkpoint_files
-from cribo.training.folder import RUN_LOCK, run_lock
+from cribo.training.folder import run_lock
 from cribo.training.interruption import Interrupted
 from cribo.training.module import NonFiniteLoss
 
@@ -330,8 +330,8 @@ def test_what_is_refused_before_a_step_leaves_nothing(opened: Callable[..., Any]
 
 
 def test_a_start_that_was_killed_at_once_is_gone_on_with(opened: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / RUN_LOCK).touch()
+    with opened({}) as folder:
+        (folder / "evaluation.json").unlink()
     with opened({}, resume=True) as folder:
         assert (folder / "evaluation.json").is_file()
 

@@ -183,7 +183,7 @@ def test_what_fails_its_check_leaves_nothing_and_takes_nothing_away(network: Net
 def test_nothing_is_overwritten_unless_asked(network: Network, tmp_path: Path) -> None:
     first, other = network("vit"), network("resnet")
     export_backbone(first, "timm", tmp_path / "out")
-    with pytest.raises(FolderError, match="exists already: choose another --out, or give --overwrite"):
+    with pytest.raises(FolderError, match="exists already: choose another --out, or replace it with --overwrite"):
         export_backbone(other, "timm", tmp_path / "out")
     export_backbone(other, "timm", tmp_path / "out", overwrite=True)
     assert load_backbone(tmp_path / "out").fingerprint() == other.fingerprint()

@@ -67,7 +67,9 @@ def test_an_older_run_is_drawn_without_its_clusters(run: Path, tmp_path: Path) -
         {"old": tmp_path / "old"}, tmp_path / "out", Wanted(only=("clusters", "losses"), formats=("png",))
     )
     assert "has no clusters.npz" in result.left_out["clusters"]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["captions.md", "figures.json", "losses.png"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        *("captions.md", "cribo.json", "figures.json", "losses.png")
+    ]
 
 
 def test_images_that_have_moved_are_asked_for_before_any_work(run: Path, images: Path, tmp_path: Path) -> None:
@@ -93,7 +95,7 @@ def test_the_command_compares_runs(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert "bootstrapping.pdf" in capsys.readouterr().out
     assert list(json.loads((tmp_path / "out" / "figures.json").read_text())["runs"]) == ["one", "two"]
     assert main(words) == 2
-    assert "exists already: choose another --out, or give --overwrite" in capsys.readouterr().err
+    assert "exists already: choose another --out, or replace it with --overwrite" in capsys.readouterr().err
     assert main([*words[:3], "--run", str(run), "--out", str(tmp_path / "more")]) == 2
     assert "needs its own --label" in capsys.readouterr().err
 

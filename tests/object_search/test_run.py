@@ -9,6 +9,7 @@ from PIL import Image
 
 from cribo.cli import main
 from cribo.data.reading import read_image
+from cribo.folders import ResultFolder
 from cribo.models import build_backbone, save_backbone
 from cribo.object_search import ObjectDatabase, index_vectors
 
@@ -212,6 +213,11 @@ def test_results_are_not_overwritten_unasked(cribo: Run, indexed: Path) -> None:
     cribo(*words)
     assert "exists already" in cribo(*words, status=2)
     cribo(*words, "--overwrite")
+    trained = ResultFolder(Path("segmenter"), "trained evaluation").create(
+        lambda part: (part / "results.json").write_text("{}")
+    )
+    assert "is of another kind, trained evaluation" in cribo(*words[:-1], trained, "--overwrite", status=2)
+    assert (trained / "results.json").read_text() == "{}"
 
 
 def test_a_large_database_gets_an_index_whose_recall_is_measured(indexed: Path) -> None:

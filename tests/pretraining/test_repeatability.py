@@ -11,6 +11,7 @@ import torch
 
 from cribo.arguments import ConfigError
 from cribo.files import FolderError
+from cribo.folders import ResultFolder
 from cribo.pretraining import PretrainConfig, load_config, pretrain
 
 Tiny = Callable[..., PretrainConfig]
@@ -223,8 +224,7 @@ def test_another_configuration_is_not_the_same_run(tiny: Tiny, train: Train, beg
 
 
 def test_a_start_that_was_killed_before_the_configuration_was_written(tiny: Tiny, begun: Train, tmp_path: Path) -> None:
-    left = tmp_path / "run" / f".config.yaml.{'0' * 32}.part"
-    left.parent.mkdir()
+    left = ResultFolder(tmp_path / "run", "pretraining").create() / f".config.yaml.{'0' * 32}.part"
     left.write_text("seed")
     assert begun(tiny({"optim.epochs": 1})).run.summary["steps"] == 4
     assert not left.exists()

@@ -94,7 +94,8 @@ def test_a_ratio_that_never_appears_has_no_picture(tiny: Tiny, tmp_path: Path) -
 
 def test_nothing_else_is_left(whole_run: tuple[PretrainConfig, Any]) -> None:
     _, run = whole_run
-    files = {"config.yaml", "metrics.csv", "summary.json", "clusters.npz", "backbone.safetensors", "backbone.json"}
+    files = {"cribo.json", "config.yaml", "metrics.csv", "summary.json", "clusters.npz"}
+    files |= {"backbone.safetensors", "backbone.json"}
     kept = {path.name for path in run.folder.iterdir()} - {RUN_LOCK}  # filelock removes its file or not, by version
     assert kept == files | {"checkpoints", "report", "tensorboard"}
     assert not [path for path in run.folder.rglob("*") if path.name.endswith(".part")]

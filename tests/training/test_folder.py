@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cribo.files import FolderError
+from cribo.folders import MARKER, ResultFolder
 from cribo.training.folder import RUN_LOCK, claim, run_lock
 
 HOLD = """
@@ -97,23 +98,19 @@ def test_a_fork_that_ends_by_an_exception_leaves_the_lock_to_its_parent(tmp_path
 def claim_run(out: Path, name: str | None, default_name: str, *, overwrite: bool = False, resume: bool = False) -> Path:
     """Claim a folder, and release its lock."""
     with ExitStack() as held:
-        return claim(
-            held,
-            out,
-            name,
-            default_name,
-            marker="config.yaml",
+        folder = ResultFolder(
+            out / (name or default_name),
+            "pretraining",
+            numbered=name is None,
             overwrite=overwrite,
             resume=resume,
             advice="choose another --name",
         )
+        return claim(held, folder)
 
 
 def a_run(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text("seed: 0\n")
-    (folder / "precious").write_text("results")
-    return folder
+    return ResultFolder(folder, "pretraining").create(lambda part: (part / "precious").write_text("results"))
 
 
 def test_runs_without_a_name_are_numbered(tmp_path: Path) -> None:
@@ -138,7 +135,7 @@ def test_a_run_is_never_overwritten_unasked(tmp_path: Path) -> None:
 def test_overwrite_replaces_a_run_and_nothing_else(tmp_path: Path) -> None:
     run = a_run(tmp_path / "mine")
     assert claim_run(tmp_path, "mine", "run", overwrite=True) == run
-    assert {path.name for path in run.iterdir()} <= {RUN_LOCK}
+    assert {path.name for path in run.iterdir()} <= {MARKER, RUN_LOCK}
     other = tmp_path / "holiday"
     other.mkdir()
     (other / "photo.jpg").write_text("photo")
@@ -181,9 +178,6 @@ def test_a_run_is_resumed_if_there_is_one_and_started_otherwise(tmp_path: Path) 
     assert claim_run(tmp_path, "mine", "run", resume=True) == run
     assert (run / "precious").read_text() == "results"
     assert claim_run(tmp_path, "new", "run", resume=True) == tmp_path / "new"
-    (tmp_path / "killed").mkdir()
-    (tmp_path / "killed" / RUN_LOCK).touch()  # killed before it had written its configuration
-    assert claim_run(tmp_path, "killed", "run", resume=True) == tmp_path / "killed"
     other = tmp_path / "holiday"
     other.mkdir()
     (other / "photo.jpg").write_text("photo")

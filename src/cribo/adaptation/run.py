@@ -26,6 +26,7 @@ from cribo.devices import multiplies_bfloat16, resolve_devices
 from cribo.drawing import write_figure
 from cribo.evaluation.data import spread
 from cribo.files import write_json, write_text
+from cribo.folders import ResultFolder
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.models.building import with_stride
 from cribo.models.saving import WEIGHTS_FILE
@@ -101,6 +102,16 @@ def adapt(
         raise ConfigError("--resume needs the --name of the adaptation, and does not go with --overwrite")
     started = time.perf_counter()
     console = console or Console(quiet=True)
+    target = ResultFolder(
+        Path(out) / (name or f"{backbone_name(config.backbone)}-adapted"),
+        "adaptation",
+        numbered=name is None,
+        overwrite=overwrite,
+        resume=resume,
+        known_by=ASKED,
+        inputs=(config.images, config.labelled, config.second, config.backbone.source),
+        advice="choose another --name, continue it with --resume, or --overwrite it",
+    )
     images = open_images(config.images)
     sets = [None if folder is None else open_labelled(folder) for folder in (config.labelled, config.second)]
     device = resolve_devices(None if config.device is None else [config.device], "device")[0]
@@ -108,16 +119,7 @@ def adapt(
     original = open_backbone(config.backbone).to(device)
     _check_network(config, original)
     with ExitStack() as held:
-        folder = claim(
-            held,
-            Path(out),
-            name,
-            f"{backbone_name(config.backbone)}-adapted",
-            marker=ASKED,
-            overwrite=overwrite,
-            resume=resume,
-            advice="choose another --name, continue it with --resume, or --overwrite it",
-        )
+        folder = claim(held, target)
         _record(folder, config)
         with Phases(console) as progress:
             start, choice = _closed_form(original, images, recipe, config, folder, progress)

@@ -28,7 +28,7 @@ def main(words: list[str]) -> int:
 
 
 def _profile(words: list[str]) -> None:
-    from cribo.files import make_numbered_folder
+    from cribo.folders import ResultFolder
     from cribo.pretraining.presets import ConfigParser, add_config_arguments, config_from, config_name, with_preset
 
     console = Console(soft_wrap=True)
@@ -61,6 +61,7 @@ def _profile(words: list[str]) -> None:
         from cribo.pretraining.profile_report import profile_table, write_profile
         from cribo.pretraining.profiling import profile
 
+    target = ResultFolder(parsed.out / config_name(parsed.config[-1]), "profile", numbered=True)
     with Phases(console) as progress:
         measured = profile(
             config,
@@ -71,7 +72,7 @@ def _profile(words: list[str]) -> None:
             trace=parsed.trace,
             progress=progress,
         )
-    folder = make_numbered_folder(parsed.out, config_name(parsed.config[-1]))
+    folder = target.create()
     paths = write_profile(measured, folder, command=shlex.join(["cribo", "profile", *words]))
     console.print(profile_table(measured))
     places = {"numbers": paths[0], "picture": paths[1]}

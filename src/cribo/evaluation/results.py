@@ -24,7 +24,10 @@ from cribo.data import SEGMENTATION_SETS
 from cribo.files import FolderError, write_text
 
 RESULTS = "results.json"
-"""The file that an evaluation leaves, and by which its folder is known."""
+"""The file of an evaluation's result."""
+
+OUT = Path("evaluations")
+"""Parent of the folders of evaluations without --out."""
 
 RESULTS_FORMAT = 1
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -19,10 +20,10 @@ from cribo.data import UnreadableImage
 from cribo.data.randomness import keyed_generator
 from cribo.devices import resolve_workers
 from cribo.errors import Stopped
-from cribo.evaluation.folders import OUT
-from cribo.evaluation.results import RESULTS, EvaluationResult, flat, read_result, setting_value
+from cribo.evaluation.results import OUT, RESULTS, EvaluationResult, flat, read_result, setting_value
 from cribo.evaluation.runtime import TrainingRuntime
 from cribo.files import FolderError, remove_parts, write_json
+from cribo.folders import MARKER, ResultFolder
 from cribo.processes import end_with_launcher, is_first_process
 from cribo.training.checkpoints import Checkpoints, checkpoint_files, resume_point
 from cribo.training.folder import RUN_LOCK, claim, open_on_all_ranks
@@ -34,7 +35,7 @@ from cribo.training.progress import StepProgress
 log = logging.getLogger("cribo")
 
 SETTINGS = "evaluation.json"
-"""The file by which the folder of an evaluation that trains is known before it has results."""
+"""The file of the settings of an evaluation that trains, by which a resumption is compared."""
 
 _KEPT_CHECKPOINTS = 2
 _ORDER = 0x6F7264  # keeps the draws of the order apart from others of the same seed
@@ -202,6 +203,7 @@ def evaluation_folder(
     overwrite: bool,
     resume: bool,
     runtime: TrainingRuntime,
+    inputs: Sequence[str | os.PathLike[str] | None] = (),
 ) -> Iterator[Path]:
     """The folder of an evaluation that trains: claimed and locked by its first process, the same for all.
 
@@ -212,6 +214,7 @@ def evaluation_folder(
         overwrite: replace an evaluation that stands in `out`.
         resume: go on with it; with none there, begin one.
         runtime: tells which processes there are.
+        inputs: files and folders that are read, which must not be in `out`.
 
     Raises:
         FolderError: it exists and neither is set, is in use, or holds an evaluation of other settings.
@@ -226,14 +229,15 @@ def evaluation_folder(
         ExitStack() as last,
         open_on_all_ranks(
             _trainer(runtime, None, [], 1),
-            lambda held: _open(held, out, name, settings, overwrite=overwrite, resume=resume),
+            lambda held: _open(held, out, name, settings, inputs, overwrite=overwrite, resume=resume),
         ) as folder,
     ):
         try:
             yield folder
         except ConfigError:  # refused before any work: leave the place as it was, once the lock is released
-            if is_first_process() and {path.name for path in folder.iterdir()} <= {SETTINGS, RUN_LOCK}:
-                (folder / SETTINGS).unlink(missing_ok=True)
+            if is_first_process() and {path.name for path in folder.iterdir()} <= {MARKER, SETTINGS, RUN_LOCK}:
+                for name in (MARKER, SETTINGS):
+                    (folder / name).unlink(missing_ok=True)
                 last.callback(_remove_if_empty, folder)
             raise
 
@@ -253,17 +257,27 @@ def finished_result(out: Path | None, *, resume: bool) -> EvaluationResult | Non
 
 
 def _open(
-    held: ExitStack, out: Path | None, name: str, settings: dict[str, Any], *, overwrite: bool, resume: bool
+    held: ExitStack,
+    out: Path | None,
+    name: str,
+    settings: dict[str, Any],
+    inputs: Sequence[str | os.PathLike[str] | None],
+    *,
+    overwrite: bool,
+    resume: bool,
 ) -> Path:
     folder = claim(
         held,
-        OUT if out is None else out.parent,
-        None if out is None else out.name,
-        name,
-        marker=SETTINGS,
-        overwrite=overwrite,
-        resume=resume,
-        advice="choose another --out, go on with it by --resume, or replace it with --overwrite",
+        ResultFolder(
+            out or OUT / name,
+            "trained evaluation",
+            numbered=out is None,
+            overwrite=overwrite,
+            resume=resume,
+            known_by=SETTINGS,
+            inputs=inputs,
+            advice="choose another --out, go on with it by --resume, or replace it with --overwrite",
+        ),
     )
     if (folder / SETTINGS).is_file():
         _require_same(folder, settings)

@@ -15,11 +15,12 @@ from cribo.data.randomness import keyed_generator
 from cribo.errors import Stopped
 from cribo.export.options import TARGETS, Options, Target
 from cribo.export.target import Encode, Exporter
-from cribo.files import holds_results, write_folder_whole, write_json
+from cribo.files import write_json
+from cribo.folders import ResultFolder
 from cribo.models import Backbone, describe, normalise
 
-EXPORT_MARKER = "export.json"
-"""What is said of an export, in its folder; by it an export is known."""
+ABOUT = "export.json"
+"""The file that describes an export, in its folder."""
 
 TOLERANCE = 1e-4
 """Of the largest absolute difference of features, relative to the largest feature."""
@@ -107,15 +108,14 @@ def export_backbone(
         >>> small = build_backbone("resnet18", args={"channels": (8, 8, 8, 8)})
         >>> report = export_backbone(small, "timm", getfixture("tmp_path") / "small")
         >>> sorted(report.files), report.difference < 1e-4
-        (['config.json', 'export.json', 'model.safetensors'], True)
+        (['config.json', 'cribo.json', 'export.json', 'model.safetensors'], True)
     """
     out = Path(out)
     options = Options(layers=layers, opset=opset)
     exporter = _exporter(to)
     _check(backbone, to, options)
-    replaces = holds_results(
-        out, marker=EXPORT_MARKER, overwrite=overwrite, advice="choose another --out, or give --overwrite"
-    )
+    source = None if backbone.loaded is None else backbone.loaded.source
+    target = ResultFolder(out, "export", overwrite=overwrite, inputs=[source])
     plain = _plain(backbone)
     reports: list[ExportReport] = []
 
@@ -130,11 +130,11 @@ def export_backbone(
         report = ExportReport(
             to, out, {}, difference, checked, written.how_to_load.format(folder=out.as_posix()), written.notes
         )
-        write_json(folder / EXPORT_MARKER, _describe(report, plain, options))
+        write_json(folder / ABOUT, _describe(report, plain, options))
         files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
         reports.append(replace(report, files=files))
 
-    write_folder_whole(out, write, replaces=replaces)
+    target.create(write)
     return reports[0]
 
 

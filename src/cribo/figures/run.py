@@ -19,7 +19,8 @@ from cribo.data.reading import read_image
 from cribo.drawing import paper_style, write_figure
 from cribo.figures.config import FigureName, Wanted
 from cribo.figures.layout import COLUMN_WIDTH, TEXT_WIDTH, lay_out_clusters, lay_out_features, lay_out_matches
-from cribo.files import holds_results, write_folder_whole, write_json, write_text
+from cribo.files import write_json, write_text
+from cribo.folders import ResultFolder
 from cribo.models import Backbone, load_backbone
 from cribo.objectives.cluster_record import read_clusters
 from cribo.objectives.pictures import draw_bootstrapping
@@ -34,7 +35,7 @@ from cribo.retrieval.patches import grid_size, resize_image
 
 log = logging.getLogger("cribo")
 
-FIGURES_MARKER = "figures.json"
+ABOUT = "figures.json"
 _DPI = 300
 _SCHEDULES = ("lr", "weight_decay", "momentum", "teacher_temperature")
 _GALLERY = 256
@@ -95,9 +96,7 @@ def write_figures(
     for folder in runs.values():
         if not (folder / CONFIG).is_file():
             raise FileNotFoundError(f"{folder} is no run: it holds no {CONFIG}")
-    replaces = holds_results(
-        out, marker=FIGURES_MARKER, overwrite=overwrite, advice="choose another --out, or give --overwrite"
-    )
+    target = ResultFolder(out, "figures", overwrite=overwrite, inputs=[*runs.values(), wanted.root])
     drawer = _Drawer(runs, wanted, device)
     captions: dict[FigureName, str] = {}
     left_out: dict[FigureName, str] = {}
@@ -119,7 +118,7 @@ def write_figures(
         text = "".join(f"**{name}**: {caption}\n\n" for name, caption in captions.items())
         write_text(folder / "captions.md", text.rstrip("\n") + "\n")
         write_json(
-            folder / FIGURES_MARKER,
+            folder / ABOUT,
             {
                 "runs": {name: str(run) for name, run in runs.items()},
                 "wanted": dataclasses.asdict(wanted),
@@ -128,7 +127,7 @@ def write_figures(
             },
         )
 
-    write_folder_whole(out, write, replaces=replaces)
+    target.create(write)
     return WrittenFigures(out, captions, left_out)
 
 

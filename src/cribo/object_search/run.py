@@ -15,7 +15,8 @@ from cribo.console import Phases
 from cribo.data import ImageFiles, open_images
 from cribo.data.limits import MAX_PIXELS
 from cribo.devices import resolve_devices
-from cribo.files import claim_folder, make_numbered_folder, write_json
+from cribo.files import write_json
+from cribo.folders import ResultFolder
 from cribo.object_search.config import IndexConfig, SearchConfig
 from cribo.object_search.database import (
     DatabaseError,
@@ -190,6 +191,13 @@ def search_objects(
         ImportError: LanceDB is not installed.
     """
     place = QueryPlace(config.point, config.box, config.object)
+    folder = ResultFolder(
+        out or _OUT / Path(config.image).stem,
+        "search",
+        numbered=out is None,
+        overwrite=overwrite,
+        inputs=(config.db, config.image, config.images, config.backbone),
+    )
     database = ObjectDatabase.open(config.db, images=config.images)
     if not len(database):
         raise DatabaseError(f"{database.uri} holds no objects: index images with cribo index --db {database.uri}")
@@ -199,14 +207,12 @@ def search_objects(
     found = database.search(vectors, config.k, exclude_image=own, exact=config.exact)
     rows = database.images_at([one.image for several in found for one in several])
     states = {path: database.is_changed(row) for path, row in rows.items()}
-    if out is None:
-        folder = make_numbered_folder(_OUT, query.path.stem)
-    else:
-        folder = out
-        claim_folder(folder, marker=RESULTS, overwrite=overwrite, advice="choose another --out, or use --overwrite")
-    write_sheet(folder / SHEET, query, found, states, database.root)
-    write_json(folder / RESULTS, _record(config, database, query, found, states, command))
-    return SearchResult(query, found, states, folder)
+
+    def write(part: Path) -> None:
+        write_sheet(part / SHEET, query, found, states, database.root)
+        write_json(part / RESULTS, _record(config, database, query, found, states, command))
+
+    return SearchResult(query, found, states, folder.create(write))
 
 
 def _open_known(config: SearchConfig, database: ObjectDatabase) -> tuple[PatchEncoder, str]:

@@ -19,6 +19,7 @@ from rich.console import Console
 from cribo.arguments import ConfigError
 from cribo.console import Phases
 from cribo.files import FolderError, remove_parts, write_json, write_text
+from cribo.folders import ResultFolder
 from cribo.models import Backbone, load_backbone, save_backbone
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import CONFIG, REPORT, SUMMARY, TRUNK_CACHE
@@ -218,7 +219,17 @@ def _run(
 
     def open_folder(held: ExitStack) -> Path:
         choose = f"choose another --name, resume it with --resume {out / (name or '')} or --continue, or --overwrite it"
-        folder = claim(held, out, name, default_name, marker=CONFIG, overwrite=overwrite, resume=resume, advice=choose)
+        target = ResultFolder(
+            out / (name or default_name),
+            "pretraining",
+            numbered=name is None,
+            overwrite=overwrite,
+            resume=resume,
+            known_by=CONFIG,
+            inputs=(config.data.root, config.backbone.pretrained),
+            advice=choose,
+        )
+        folder = claim(held, target)
         if (folder / CONFIG).is_file():
             _require_same(folder, session.config)
             _find_checkpoint(folder)

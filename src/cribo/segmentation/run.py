@@ -31,7 +31,8 @@ from cribo.drawing import write_figure
 from cribo.errors import Stopped
 from cribo.evaluation.data import spread
 from cribo.evaluation.results import versions
-from cribo.files import FolderError, claim_folder, holds_results, remove_parts, write_json, write_text, write_whole
+from cribo.files import FolderError, remove_parts, write_json, write_text, write_whole
+from cribo.folders import ResultFolder
 from cribo.segmentation.config import SegmentConfig
 from cribo.segmentation.examples import Examples, find_examples, open_targets
 from cribo.segmentation.fitting import Choice
@@ -43,16 +44,12 @@ from cribo.segmentation.suggesting import suggest
 log = logging.getLogger("cribo")
 
 ABOUT = "about.json"
-"""The file by which a folder of results is known."""
+"""The file that describes the results, in their folder."""
 
 SUMMARY, OVERVIEW = "summary.csv", "contact.png"
 SUGGESTED, SUGGESTED_PICTURE = "suggested.txt", "suggested.png"
 
 _DONE = "segmented.jsonl"  # a line for each image whose files are complete
-_CLAIM = {
-    "marker": ABOUT,
-    "advice": "choose another --out, go on with it with --resume, or replace it with --overwrite",
-}
 _JPEG_QUALITY = 90
 _WEAKEST = 3  # number of classes to name
 _SUGGESTED_FROM = 300  # limit on the images to choose from
@@ -135,7 +132,15 @@ def segment_images(
         raise ValueError(f"pictures must be >= 0, got {pictures}")
     if resume and overwrite:
         raise ValueError("--resume goes on with results and --overwrite replaces them: choose one")
-    _require_apart(out, config)
+    target = ResultFolder(
+        out,
+        "segmentation",
+        overwrite=overwrite,
+        resume=resume,
+        known_by=ABOUT,
+        inputs=(config.examples, config.labels, config.classes, config.memory, config.backbone.source),
+        advice="choose another --out, go on with it with --resume, or replace it with --overwrite",
+    )
     settings = SegmentationSettings(**config.chosen)
     folder, names = open_targets(config.images, apart_from=out)
     if not 0 <= suggestions <= len(names):
@@ -143,18 +148,16 @@ def segment_images(
     examples = None
     if config.examples is not None:
         examples = find_examples(config.examples, labels=config.labels, classes=config.classes)
-    goes_on = resume and holds_results(out, marker=ABOUT, overwrite=True, advice="")
-    replaces = not goes_on and holds_results(out, overwrite=overwrite, **_CLAIM)
     with ExitStack() as stack:
         progress = stack.enter_context(Phases(console))
         memory = _open_memory(config, settings, examples)
         has_new = examples is not None and _add_examples(memory, examples, config, progress)
         _describe_memory(memory, console)
         writer = _Results(out, memory, config, command)
-        if goes_on:
+        if target.resumes:
             writer.check_same()
         else:
-            claim_folder(out, overwrite=replaces, **_CLAIM)
+            target.create()
         if config.memory is not None and has_new:  # after what may refuse: examples do not go out of it again
             memory.save(Path(config.memory).expanduser())
         segmented = _segment_all(memory, folder, names, writer, config, progress, pictures, console)
@@ -162,15 +165,6 @@ def segment_images(
             read = [name for name in names if name not in segmented.skipped]
             _suggest(memory, folder, read, suggestions, writer, progress)
         return segmented
-
-
-def _require_apart(out: Path, config: SegmentConfig) -> None:
-    """Refuse to read from the folder that results are written to, which is emptied when they are replaced."""
-    inside = out.expanduser().resolve()
-    for name in ("examples", "labels", "classes", "memory"):
-        given = getattr(config, name)
-        if given is not None and Path(given).expanduser().resolve().is_relative_to(inside):
-            raise FolderError(f"--{name} {given} lies in --out {out}, which is replaced as a whole: keep it elsewhere")
 
 
 # -------------------------------------------------------------------------------------------------------- memory

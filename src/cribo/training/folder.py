@@ -10,7 +10,8 @@ from pathlib import Path
 import lightning as L
 from filelock import FileLock, Timeout
 
-from cribo.files import FolderError, claim_folder, is_part, make_numbered_folder
+from cribo.files import FolderError
+from cribo.folders import ResultFolder
 from cribo.processes import LAUNCHER
 
 log = logging.getLogger("cribo")
@@ -63,48 +64,22 @@ def _agree(trainer: L.Trainer, make: Callable[[], Path]) -> Path:
     return made
 
 
-def claim(
-    held: ExitStack,
-    out: Path,
-    name: str | None,
-    default_name: str,
-    *,
-    marker: str,
-    overwrite: bool,
-    resume: bool,
-    advice: str,
-) -> Path:
-    """Create and lock `out/name`; without a name, the first new one of `out/default_name`, `...-2`, `...-3`.
+def claim(held: ExitStack, folder: ResultFolder) -> Path:
+    """Create the folder of a training, or keep the one that is resumed, and lock it.
 
     Args:
         held: holds the lock.
-        out: folder of such folders.
-        name: of the folder; None to number it.
-        default_name: of a numbered folder.
-        marker: file that identifies a folder of this kind.
-        overwrite: replace a folder of this kind.
-        resume: keep a folder of this kind, or one that was killed before it wrote its `marker`.
-        advice: what to do if the folder exists, as the end of an error message.
+        folder: of the training.
 
     Raises:
-        FolderError: the folder exists and is not to be replaced or kept, is in use, or cannot be written to.
+        FolderError: the folder is in use, or cannot be written to.
     """
-    if name is None:
-        folder = make_numbered_folder(out, default_name)
-    else:
-        folder = out / name
-        if not (resume and ((folder / marker).is_file() or _is_barely_begun(folder))):
-            if overwrite and (folder / marker).is_file():
-                with run_lock(folder):  # refuses to replace a folder in use
-                    pass
-            claim_folder(folder, marker=marker, overwrite=overwrite, advice=advice)
-    held.enter_context(run_lock(folder))
-    return folder
-
-
-def _is_barely_begun(folder: Path) -> bool:
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    return bool(names) and all(name == RUN_LOCK or is_part(name) for name in names)
+    if folder.replaces:
+        with run_lock(folder.path):  # refuses to replace a folder in use
+            pass
+    path = folder.path if folder.resumes else folder.create()
+    held.enter_context(run_lock(path))
+    return path
 
 
 @contextmanager

@@ -99,7 +99,7 @@ def test_an_evaluation_leaves_its_results_and_pictures(
     assert {"torch", "timm", "cribo"} <= set(content["versions"])
     assert content["command"].startswith("cribo evaluate dense-nn --data folder")
     assert {path.name for path in Path("result").iterdir()} == {
-        *("results.json", "miou.png", "confusion.png", "predictions.png"),
+        *("cribo.json", "results.json", "miou.png", "confusion.png", "predictions.png"),
     }
     assert read_result("result").results == content["results"]
 
@@ -117,7 +117,10 @@ def test_folders_are_numbered_and_nothing_is_overwritten(
     assert Path(taken, "results.json").read_bytes() == before
     assert main([*command, "--out", taken, "--overwrite", "--neighbours", "5"]) == 0
     assert read_result(taken).settings["neighbours"] == 5
-    assert "not created by cribo, refusing to replace it" in refused(*command, "--out", str(data), "--overwrite")
+    assert "lies in the folder for results" in refused(*command, "--out", str(data), "--overwrite")
+    Path("mine").mkdir()
+    Path("mine", "results.json").write_text("{}")
+    assert "not created by cribo, refusing to replace it" in refused(*command, "--out", "mine", "--overwrite")
 
 
 def test_old_results_stay_until_there_are_new_ones(data: Path, refused: Callable[..., str]) -> None:

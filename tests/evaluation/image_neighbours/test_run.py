@@ -162,7 +162,7 @@ def test_folders_that_cannot_be_used(data: Path, refused: Callable[..., str]) ->
     Path("result").mkdir()
     (Path("result") / "mine.txt").write_text("not yours")
     assert "exists already" in refused(*words(data / "train", "--out", "result"))
-    assert "has no results.json" in refused(*words(data / "train", "--out", "result", "--overwrite"))
+    assert "has no cribo.json" in refused(*words(data / "train", "--out", "result", "--overwrite"))
 
 
 def test_a_broken_image_is_named_and_leaves_nothing(data: Path, refused: Callable[..., str]) -> None:

@@ -15,10 +15,10 @@ from cribo.evaluation.data import open_splits, whole_path
 from cribo.evaluation.dense_neighbours.config import DenseNNConfig
 from cribo.evaluation.dense_neighbours.protocols import protocol_settings
 from cribo.evaluation.dense_neighbours.retrieval import DenseRetrieval, RatioScore, dense_nn
-from cribo.evaluation.folders import results_folder
 from cribo.evaluation.machine import make_machine
 from cribo.evaluation.pictures import Panel, write_pictures
-from cribo.evaluation.results import EvaluationResult, versions
+from cribo.evaluation.results import OUT, EvaluationResult, versions
+from cribo.folders import ResultFolder
 from cribo.retrieval.encoders import open_encoder
 
 
@@ -65,36 +65,44 @@ def evaluate_dense_nn(
     }
     settings = protocol_settings(config.protocol, encoder.patch_size, memory.classes, **choices)
     machine = make_machine(config.runtime, devices, encoder, about_backbone)
-    with results_folder(out, f"dense-nn-{config.data.name}-{about_backbone['name']}", overwrite=overwrite) as ready:
-        with Phases(console) as progress:
-            found = dense_nn(encoder, memory, queries, settings, machine=machine, pictures=pictures, progress=progress)
-        about_data = {
-            **dataclasses.asdict(config.data),
-            "root": whole_path(config.data.root),
-            "memory": memory_split,
-            "queries": query_split,
-            "memory_images": len(memory),
-            "query_images": len(queries),
-            "memory_patches": found.memory_patches,
-            "query_patches": found.query_patches,
-        }
-        result = EvaluationResult(
-            evaluation="dense-nn",
-            settings={**found.settings.used(), "layers": config.backbone.layers},
-            backbone=about_backbone,
-            data=about_data,
-            classes=list(memory.classes),
-            metrics=["miou"],
-            varies="ratio",
-            results=[_row(score, memory.classes) for score in found.scores],
-            seconds=time.perf_counter() - started,
-            versions=versions(devices[0]),
-            command=command,
-        )
-        folder = ready()
-        result.write(folder)
-        write_pictures(result, _panels(found, queries), queries.palette, folder)
-    return result, folder
+    folder = ResultFolder(
+        out or OUT / f"dense-nn-{config.data.name}-{about_backbone['name']}",
+        "evaluation",
+        numbered=out is None,
+        overwrite=overwrite,
+        inputs=(config.backbone.source, config.data.root),
+    )
+    with Phases(console) as progress:
+        found = dense_nn(encoder, memory, queries, settings, machine=machine, pictures=pictures, progress=progress)
+    about_data = {
+        **dataclasses.asdict(config.data),
+        "root": whole_path(config.data.root),
+        "memory": memory_split,
+        "queries": query_split,
+        "memory_images": len(memory),
+        "query_images": len(queries),
+        "memory_patches": found.memory_patches,
+        "query_patches": found.query_patches,
+    }
+    result = EvaluationResult(
+        evaluation="dense-nn",
+        settings={**found.settings.used(), "layers": config.backbone.layers},
+        backbone=about_backbone,
+        data=about_data,
+        classes=list(memory.classes),
+        metrics=["miou"],
+        varies="ratio",
+        results=[_row(score, memory.classes) for score in found.scores],
+        seconds=time.perf_counter() - started,
+        versions=versions(devices[0]),
+        command=command,
+    )
+
+    def write(part: Path) -> None:
+        result.write(part)
+        write_pictures(result, _panels(found, queries), queries.palette, part)
+
+    return result, folder.create(write)
 
 
 def _row(score: RatioScore, classes: Any) -> dict[str, Any]:

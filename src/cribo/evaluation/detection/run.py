@@ -86,7 +86,15 @@ def evaluate_detection(
     # Files may lie elsewhere when it is gone on with.
     same = {"backbone": about["fingerprint"], "data": {name: data[name] for name in _SAME_DATA}, **settings}
     name = f"detection-{_short_name(splits)}-{backbone_name(config.backbone)}"
-    with evaluation_folder(out, name, same, overwrite=overwrite, resume=resume, runtime=config.runtime) as folder:
+    with evaluation_folder(
+        out,
+        name,
+        same,
+        overwrite=overwrite,
+        resume=resume,
+        runtime=config.runtime,
+        inputs=(config.backbone.source, splits.root),
+    ) as folder:
         # Asked for here, where its settings are known to be these.
         if (done := finished_result(folder, resume=resume)) is not None:
             return done, folder

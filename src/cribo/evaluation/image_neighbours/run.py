@@ -16,12 +16,12 @@ from cribo.console import Phases
 from cribo.data.classification import ClassificationSplits, ClassifiedFiles
 from cribo.devices import resolve_devices
 from cribo.evaluation.data import whole_path
-from cribo.evaluation.folders import results_folder
 from cribo.evaluation.image_neighbours.config import ImageNNConfig, image_nn_settings, open_image_splits
 from cribo.evaluation.image_neighbours.pictures import shown_score, write_image_pictures
 from cribo.evaluation.image_neighbours.retrieval import PUBLISHED, NeighbourScore, image_nn
 from cribo.evaluation.machine import make_machine
-from cribo.evaluation.results import EvaluationResult, versions
+from cribo.evaluation.results import OUT, EvaluationResult, versions
+from cribo.folders import ResultFolder
 from cribo.retrieval.encoders import open_image_encoders
 
 _SHOWN_PAIRS = 10
@@ -67,27 +67,35 @@ def evaluate_image_nn(
     devices = resolve_devices(config.runtime.devices)
     encoders, about_backbone = open_image_encoders(config.backbone, devices, image_size=settings.crop)
     machine = make_machine(config.runtime, devices, encoders[0], about_backbone)
-    with results_folder(out, f"image-nn-{config.data.name}-{about_backbone['name']}", overwrite=overwrite) as ready:
-        with Phases(console) as progress:
-            found = image_nn(encoders, splits.train, splits.val, settings, machine=machine, progress=progress)
-        asked = splits.train if splits.val is None else splits.val
-        result = EvaluationResult(
-            evaluation="image-nn",
-            settings={**dataclasses.asdict(settings), "leave_one_out": splits.val is None},
-            backbone=about_backbone,
-            data=_about_data(config, splits),
-            classes=splits.train.classes,
-            metrics=["top1", "top5"],
-            varies="neighbours",
-            results=[_row(score, asked, whole=score is shown_score(found.scores)) for score in found.scores],
-            seconds=time.perf_counter() - started,
-            versions=versions(devices[0]),
-            command=command,
-        )
-        folder = ready()
-        result.write(folder)
-        write_image_pictures(result, found, splits.train, asked, folder, pictures=pictures)
-    return result, folder
+    folder = ResultFolder(
+        out or OUT / f"image-nn-{config.data.name}-{about_backbone['name']}",
+        "evaluation",
+        numbered=out is None,
+        overwrite=overwrite,
+        inputs=(config.backbone.source, config.data.root),
+    )
+    with Phases(console) as progress:
+        found = image_nn(encoders, splits.train, splits.val, settings, machine=machine, progress=progress)
+    asked = splits.train if splits.val is None else splits.val
+    result = EvaluationResult(
+        evaluation="image-nn",
+        settings={**dataclasses.asdict(settings), "leave_one_out": splits.val is None},
+        backbone=about_backbone,
+        data=_about_data(config, splits),
+        classes=splits.train.classes,
+        metrics=["top1", "top5"],
+        varies="neighbours",
+        results=[_row(score, asked, whole=score is shown_score(found.scores)) for score in found.scores],
+        seconds=time.perf_counter() - started,
+        versions=versions(devices[0]),
+        command=command,
+    )
+
+    def write(part: Path) -> None:
+        result.write(part)
+        write_image_pictures(result, found, splits.train, asked, part, pictures=pictures)
+
+    return result, folder.create(write)
 
 
 def _about_data(config: ImageNNConfig, splits: ClassificationSplits) -> dict[str, Any]:

@@ -85,6 +85,7 @@ def evaluate_segmenter(
         overwrite=overwrite,
         resume=resume,
         runtime=config.runtime,
+        inputs=(config.backbone.source, config.data.root),
     ) as folder:
         # Asked for here, where its settings are known to be these.
         if (done := finished_result(folder, resume=resume)) is not None:

@@ -1,0 +1,173 @@
+"""Result folders: checked before any work, and replaced only by complete results of the same kind."""
+
+import contextlib
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from pathlib import Path
+
+from cribo.files import FolderError, write_folder_whole, write_json
+
+MARKER = "cribo.json"
+"""The file that names the kind of the results in a folder, and the version that wrote them."""
+
+
+class ResultFolder:
+    """A folder for results.
+
+    An existing folder is replaced only on request, as a whole, and only if its marker names the same kind of results.
+    New results are written to a folder beside it, and the two are exchanged. Nothing else is ever deleted. The
+    constructor checks all this and changes nothing.
+
+    Args:
+        path: of the folder.
+        kind: of the results, such as "search".
+        numbered: use the first of `path`, `path-2`, `path-3`, ... that does not exist.
+        overwrite: replace results of this kind.
+        resume: keep results of this kind.
+        known_by: file by which results of earlier versions, which have no marker, are recognised to be resumed.
+        inputs: files and folders that are read, which must not be in the folder; others are ignored.
+        advice: what to do if the folder exists, as the end of an error message.
+
+    Attributes:
+        path: of the folder; of a numbered one, known once it is created.
+        resumes: whether there are results, which are kept.
+        replaces: whether there are results, which are replaced.
+
+    Raises:
+        FolderError: the folder exists and is not to be replaced or kept; contains something else, an input or the
+            current folder; is a file, a symbolic link or a mounted volume; or cannot be written to.
+
+    Example:
+        >>> folder = ResultFolder(getfixture("tmp_path") / "out", "search").create(
+        ...     lambda part: (part / "sheet.png").touch()
+        ... )
+        >>> sorted(path.name for path in folder.iterdir())
+        ['cribo.json', 'sheet.png']
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        kind: str,
+        *,
+        numbered: bool = False,
+        overwrite: bool = False,
+        resume: bool = False,
+        known_by: str | None = None,
+        inputs: Iterable[str | os.PathLike[str] | None] = (),
+        advice: str = "choose another --out, or replace it with --overwrite",
+    ) -> None:
+        path = path.expanduser()
+        self.path = path.resolve() if ".." in path.parts else path  # the last part must be a name
+        self.kind, self.numbered = kind, numbered
+        self.resumes = self.replaces = False
+        try:
+            _require_writable(path.parent if numbered else path)
+            if numbered:
+                return
+            self._require_ordinary(inputs)
+            if not path.exists() or not any(path.iterdir()):
+                return
+            found = _kind_in(path)
+            legacy = found is None and known_by is not None and (path / known_by).is_file()
+            self.resumes = resume and (found == kind or legacy)
+            self.replaces = not self.resumes and overwrite
+        except OSError as error:
+            raise _not_writable(path, error) from error
+        if not self.resumes and not overwrite:
+            raise FolderError(f"{path} exists already: {advice}")
+        if self.replaces and found != kind:
+            why = f"has no {MARKER}: not created by cribo" if found is None else f"is of another kind, {found}"
+            raise FolderError(f"{path} {why}, refusing to replace it with results of the kind {kind}")
+
+    def _require_ordinary(self, inputs: Iterable[str | os.PathLike[str] | None]) -> None:
+        path = self.path
+        if path.is_symlink():
+            raise FolderError(
+                f"{path} is a symbolic link, which would be replaced: give the folder itself, {path.resolve()}"
+            )
+        whole = path.resolve()
+        if Path.cwd().is_relative_to(whole):
+            raise FolderError(f"{path} contains the current folder, which cannot be replaced: choose a folder in it")
+        if whole.is_mount():
+            raise FolderError(f"{path} is a mounted volume, which cannot be replaced: choose a folder in it")
+        for given in filter(None, inputs):
+            if Path(given).expanduser().resolve().is_relative_to(whole):
+                raise FolderError(f"the input {given} lies in the folder for results, {path}: choose another --out")
+
+    def create(self, write: Callable[[Path], object] = lambda folder: None) -> Path:
+        """Write the folder, and put it in place when it is complete.
+
+        Args:
+            write: called with a folder beside it, to which it writes the files; nothing by default, for work that goes
+                on in the folder itself.
+
+        Raises:
+            FolderError: the folder cannot be written to.
+        """
+
+        def marked(part: Path) -> None:
+            write_json(part / MARKER, {"made_by": "cribo", "version": version("cribo-ssl"), "kind": self.kind})
+            write(part)
+
+        if self.numbered:
+            self.path = _make_numbered(self.path)
+        try:
+            write_folder_whole(self.path, marked, replaces=self.replaces)
+        except BaseException:
+            if self.numbered:
+                with contextlib.suppress(OSError):
+                    self.path.rmdir()  # removes it only if it is empty
+            raise
+        return self.path
+
+
+def _kind_in(folder: Path) -> str | None:
+    """The kind of the results in a folder; None if cribo did not write it."""
+    try:
+        content = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        return content["kind"] if content["made_by"] == "cribo" else None
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _require_writable(path: Path) -> None:
+    """Raise an error if neither a folder nor the one around it can be written to."""
+    for folder in (path, *path.parents):
+        if folder.is_dir():
+            _try_writing(folder)
+            if folder == path and path.name:
+                _try_writing(path.parent)
+            return
+        if folder.exists():
+            raise FolderError(f"{folder} is a file, not a folder: choose another --out")
+
+
+def _try_writing(folder: Path) -> None:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+
+
+def _not_writable(path: Path, error: OSError) -> FolderError:
+    return FolderError(f"cannot write to {path}: {error.strerror}; choose another --out")
+
+
+def _make_numbered(path: Path) -> Path:
+    """Create the first of the folders `path`, `path-2`, ... that does not exist; safe against concurrent calls."""
+    for number in itertools.count(1):
+        folder = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise _not_writable(path.parent, error) from error
+        return folder
+    raise AssertionError("unreachable")
