@@ -17,7 +17,7 @@ from cribo.console import Progress
 from cribo.data.images import ImageFiles
 from cribo.data.reading import EncodedImage, TooManyPixels, UnreadableImage, read_image
 from cribo.files import FolderError
-from cribo.object_search.database import IndexedImage, ObjectDatabase, is_remote, new_entry
+from cribo.object_search.database import FoundObject, IndexedImage, ObjectDatabase, is_remote, new_entry
 from cribo.object_search.extraction import ImageObject, PreparedImage, extract_prepared, prepare_image
 from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval.encoders import PatchEncoder
@@ -342,18 +342,23 @@ def index_vectors(database: ObjectDatabase, *, least: int = 100_000, queries: in
         k: neighbours of each.
 
     Returns:
-        the mean share of the exact neighbours that a search by the index finds; None without an index. A neighbour as
-        similar as the last exact one, to rounding, counts as found.
+        the mean share of the exact neighbours, without the object itself, that a search by the index finds; None
+        without an index. A neighbour as similar as the last exact one, to rounding, counts as found.
     """
     if database.num_rows < least:
         return None
     if not database.has_index():
         database.build_index()
     vectors = database.sample_vectors(queries)
-    # One beyond k, for each finds itself.
+    # One more than k, because each finds itself first.
     approximate, exact = (database.search(vectors, k + 1, exact=each) for each in (False, True))
-    shares = [
-        sum(one.similarity >= several[-1].similarity - 1e-6 for one in found) / len(several)
-        for found, several in zip(approximate, exact, strict=True)
-    ]
+    shares = [_share_found(found, *several) for found, several in zip(approximate, exact, strict=True)]
     return sum(shares) / len(shares)
+
+
+def _share_found(found: Sequence[FoundObject], itself: FoundObject, *neighbours: FoundObject) -> float:
+    """The share of exact neighbours of an object among those that the index has found."""
+    own = (itself.image, itself.object.number)
+    others = [one for one in found if (one.image, one.object.number) != own]
+    near = sum(one.similarity >= neighbours[-1].similarity - 1e-6 for one in others)
+    return min(near, len(neighbours)) / len(neighbours)
