@@ -102,7 +102,8 @@ def test_what_is_indexed_anew_is_shown_again(database: Path, images: Path, tmp_p
     (images / "0-blue.png").unlink()
     with pytest.raises(Refused, match=r"0-red.png has changed since it was indexed"):
         finder.of_collection(2)
-    index_images(ObjectDatabase.open(own, images=images), mean_colour_encoder(16), open_images(images))
+    known = ObjectDatabase.open(own, images=images)
+    index_images(known, mean_colour_encoder(16), open_images(images), prune=True)
     _, found = finder.matches(finder.of_collection(2), 1, 2)
     assert {match.name for match in found} == {"0-yellow.png", "1-yellow.png"}
     with pytest.raises(Refused, match=r"0-blue.png has been deleted"):

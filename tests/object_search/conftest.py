@@ -50,7 +50,9 @@ def info_of(encoder: PatchEncoder, folder: Path, settings: ObjectSettings = SETT
     return DatabaseInfo(encoder.identity, {"name": "mean-colour"}, config, 3, settings, str(folder))
 
 
-def bring_up_to_date(folder: Path, encoder: PatchEncoder, prune: bool = True) -> tuple[ObjectDatabase, IndexSummary]:
+def bring_up_to_date(
+    folder: Path, encoder: PatchEncoder, prune: bool | None = True
+) -> tuple[ObjectDatabase, IndexSummary]:
     """Index `pictures` in a folder into `objects.db` there."""
     place, pictures = folder / "objects.db", folder / "pictures"
     with index_lock(str(place)):

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from cribo.data import ImageFiles
+from cribo.data.images import DataError
 from cribo.files import FolderError
 from cribo.object_search import IndexSummary, ObjectDatabase, index_images, index_lock
 from cribo.object_search.database import DatabaseError, holds_database, require_free
@@ -55,6 +56,28 @@ def test_deleted_images_can_be_kept(index: Index, pictures: Path) -> None:
     database, summary = index(prune=False)
     assert counts(summary) == (0, 0, 5, 0)
     assert len(database.objects_of("b/3.png")) > 0
+
+
+def test_many_images_are_not_removed_unasked(index: Index, pictures: Path) -> None:
+    database, _ = index()
+    shutil.move(pictures / "b", pictures.parent / "unmounted")
+    before = held(database)
+    with pytest.raises(DataError, match=r"3 of the 6 indexed images .* such as b/3.png.*--prune"):
+        index(prune=None)
+    assert held(ObjectDatabase.open(database.uri)) == before
+    shutil.move(pictures.parent / "unmounted", pictures / "b")
+    for number in range(6, 20):
+        write_picture(pictures / "c" / f"{number}.png", number)
+    index(prune=None)
+    (pictures / "b" / "3.png").unlink()
+    database, summary = index(prune=None)
+    assert counts(summary) == (0, 0, 19, 1)
+    versions = len(database._images.list_versions())
+    assert versions > 1  # what was removed can be brought back
+    (pictures / "b" / "4.png").unlink()
+    database, summary = index(prune=True)
+    assert summary.removed == 1
+    assert len(database._images.list_versions()) < versions
 
 
 def test_a_file_that_was_only_touched_keeps_its_objects(index: Index, pictures: Path) -> None:
@@ -129,7 +152,7 @@ for folder, moment in zip(sys.argv[1::2], sys.argv[2::2]):
         with index_lock(folder + "/objects.db"):
             database = ObjectDatabase.open(folder + "/objects.db")
             setattr(database, moment, end)
-            index_images(database, mean_colour_encoder(8), open_images(folder + "/pictures"))
+            index_images(database, mean_colour_encoder(8), open_images(folder + "/pictures"), prune=True)
         os._exit(3)
     print(moment, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """

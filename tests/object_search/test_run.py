@@ -132,7 +132,9 @@ def test_object_storage(cribo: Run, pictures: Path, tmp_path: Path, monkeypatch:
         said = cribo("index", "--db", "s3://bucket/objects", *words)
         assert "6 new images" in said
         (pictures / "b" / "3.png").unlink()
-        assert "0 new images, 0 changed, 5 unchanged, 1 removed" in cribo("index", "--db", "s3://bucket/objects")
+        assert "0 new images, 0 changed, 5 unchanged, 1 removed" in cribo(
+            "index", "--db", "s3://bucket/objects", "--prune"
+        )
         cribo("search", "--db", "s3://bucket/objects", "--image", "a/1.png", "--object", 0, "--out", "found")
         assert "b/3.png" not in {each["image"] for each in results(tmp_path / "found")[0]["found"]}
         said = cribo("search", "--db", "s3://nobody/objects", "--image", "a/1.png", status=2)

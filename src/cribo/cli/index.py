@@ -37,7 +37,7 @@ def _index(words: list[str]) -> None:
         description=HELP,
         usage="cribo index --backbone SOURCE --images DIR --db DIR_OR_URL [options]",
         short=BACKBONE_SHORT,
-        switches=(*BACKBONE_SWITCHES, "--moved"),
+        switches=(*BACKBONE_SWITCHES, "--moved", "--prune"),
     )
     parser.add_class_arguments(IndexConfig, skip={"backbone"})
     parser.add_class_arguments(BackboneSource, "backbone", skip={"source"})

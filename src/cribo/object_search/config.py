@@ -26,7 +26,8 @@ class IndexConfig:
         size: shorter side at which an image is encoded, in pixels: larger finds smaller things and takes longer; 0
             for each image's own. [480]
         min_share: objects that cover less of the image are left out. [0.005]
-        prune: remove images that are gone from the folder; false keeps them.
+        prune: remove images that are gone from the folder, and old versions of the database at once; false keeps
+            these images. [up to 5 % of the images are removed; old versions are kept for a week]
         moved: the folder was moved since it was indexed; --images says where it is now.
         max_pixels: larger images are unreadable.
         device: such as cuda:0 or cpu; the first GPU, or the CPU where there is none, when not given.
@@ -42,7 +43,7 @@ class IndexConfig:
     position_weight: float | None = None
     size: int | None = None
     min_share: float | None = None
-    prune: bool = True
+    prune: bool | None = None
     moved: bool = False
     max_pixels: int | None = None
     device: str | None = None

@@ -35,6 +35,7 @@ _FORMAT = 1
 _ABOUT, _IMAGES, _OBJECTS = "about", "images", "objects"
 _INDEX = "vector_idx"
 _NAMES_AT_ONCE = 1000  # in one condition of a query
+_KEPT_VERSIONS = timedelta(days=7)
 _OLD_VERSIONS = timedelta(hours=1)  # kept where others may be reading them or writing
 
 T = TypeVar("T")
@@ -401,16 +402,18 @@ class ObjectDatabase:
         self.drop_images(broken)
         return [image.path for image in broken]
 
-    def tidy(self, *, alone: bool) -> None:
+    def tidy(self, *, alone: bool, keep_versions: bool = False) -> None:
         """Join small files, remove old versions, and take new objects into the vector index if there is one.
 
         Args:
             alone: no other process writes, so that what a killed one has left can go.
+            keep_versions: keep versions of the last week.
         """
+        age = _KEPT_VERSIONS if keep_versions else timedelta(0) if alone else _OLD_VERSIONS
         for table in (self._objects, self._images):
             with self._writing(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # it warns of what `alone` says
-                table.optimize(cleanup_older_than=timedelta(0) if alone else _OLD_VERSIONS, delete_unverified=alone)
+                table.optimize(cleanup_older_than=age, delete_unverified=alone and not keep_versions)
 
     def has_index(self) -> bool:
         """Whether there is a vector index."""

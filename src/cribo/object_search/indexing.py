@@ -14,7 +14,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from cribo.console import Progress
-from cribo.data.images import ImageFiles
+from cribo.data.images import DataError, ImageFiles
 from cribo.data.reading import EncodedImage, TooManyPixels, UnreadableImage, read_image
 from cribo.files import FolderError
 from cribo.object_search.database import FoundObject, IndexedImage, ObjectDatabase, is_remote, new_entry
@@ -26,6 +26,7 @@ INDEX_LOCK = ".index.lock"
 
 _COMMIT_IMAGES = 256  # written at once: each writing makes a file, and lists of all files
 _COMMIT_SECONDS = 30.0
+_PRUNED_SHARE = 0.05  # of the images, which may be removed without --prune
 _READ_AHEAD = 4  # images for each of a batch
 
 
@@ -93,7 +94,7 @@ def index_images(
     encoder: PatchEncoder,
     files: ImageFiles,
     *,
-    prune: bool = True,
+    prune: bool | None = None,
     device: torch.device | str = "cpu",
     batch_size: int = 16,
     threads: int = 2,
@@ -108,7 +109,8 @@ def index_images(
         database: to write to.
         encoder: that it was built with, on `device`.
         files: all images that shall be in it.
-        prune: remove images that are not among the files any more.
+        prune: remove images that are not among the files any more, and old versions of the database at once; False
+            keeps them. By default, up to 5 % of the images are removed, and old versions are kept for a week.
         device: where objects are computed.
         batch_size: images of one size that are encoded at once.
         threads: that read and decode images.
@@ -116,6 +118,7 @@ def index_images(
 
     Raises:
         ConfigError: another encoder than the database was built with.
+        DataError: more than 5 % of the images are gone and `prune` is None; nothing is changed.
         OSError: the database cannot be written, or its disk is full.
     """
     database.require_encoder(encoder, "the one given")
@@ -123,7 +126,9 @@ def index_images(
     if database.num_rows or database.count_images():
         database.mend()
     work, gone = _compare(database, files, summary, progress)
-    if prune and gone:
+    if gone and prune is not False:
+        if prune is None:
+            _require_few(gone, database.count_images(), files)
         database.drop_images(gone)
         summary.removed = len(gone)
     started = time.perf_counter()
@@ -135,9 +140,19 @@ def index_images(
             progress("objects", done, len(work))
     indexer.finish()
     if work or gone:
-        database.tidy(alone=not is_remote(database.uri))
+        database.tidy(alone=not is_remote(database.uri), keep_versions=not prune)
     summary.seconds = time.perf_counter() - started
     return summary
+
+
+def _require_few(gone: Sequence[IndexedImage], images: int, files: ImageFiles) -> None:
+    """Refuse to remove many images: a folder that is not mounted looks empty."""
+    if len(gone) > _PRUNED_SHARE * images:
+        raise DataError(
+            f"{len(gone)} of the {images} indexed images are not in {files.folder} any more, such as {gone[0].path}, "
+            f"and more than {_PRUNED_SHARE:.0%} are not removed unasked: see whether a folder is missing, or remove "
+            "them with --prune, or keep them with --prune false"
+        )
 
 
 class _Work(NamedTuple):

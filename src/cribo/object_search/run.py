@@ -125,7 +125,7 @@ def _require_same_images(known: DatabaseInfo, files: ImageFiles, source: str, pl
     if now != before and not moved:
         raise ConfigError(
             f"{place} is a database of the images of {before[0]}, not of {source}: say --moved if these are the same "
-            "images elsewhere, or those that shall be in it from now on, or use another --db"
+            "images elsewhere, --moved --prune if the others shall be removed, or use another --db"
         )
 
 
