@@ -25,6 +25,11 @@ Progress = Callable[[str, int, int], None]
 _LINE_SECONDS = 30.0  # between lines of progress if there is no terminal
 
 
+def command_console(*, quiet: bool = False) -> Console:
+    """A console for a command. Text is printed as it is: names of files and classes may look like Rich's markup."""
+    return Console(soft_wrap=True, markup=False, highlight=False, quiet=quiet)
+
+
 def log_to(console: Console) -> None:
     """Print the package's log to a console."""
     log = logging.getLogger("cribo")

@@ -329,6 +329,22 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (folder / "again").exists()
 
 
+def test_names_that_look_like_markup_are_printed_as_they_are(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    (folder / "examples" / "classes.txt").write_text("road\n[unlabelled]\ncar\ntree\n")
+    (folder / "images" / "x[").mkdir()
+    (folder / "images" / "x[" / "b].jpg").write_bytes(b"nothing")
+    (folder / "images" / "x[" / "y[").mkdir()
+    (folder / "images" / "x[" / "y[" / "bold].jpg").write_bytes(b"nothing")
+    words = ["segment", "--backbone", "mean-colour", "--images", str(folder / "images"), "--out", str(folder / "out")]
+    assert main([*words, "--examples", str(folder / "examples"), "--pictures", "0", "--workers", "1"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"\[unlabelled\] .* \d+\.\d%", said)
+    assert "2 could not be read: x[/b].jpg, x[/y[/bold].jpg" in said
+
+
 def test_street_scenes(camvid: Path, tmp_path: Path) -> None:
     """Colours alone tell sky and road from most else: far better than chance, from four examples."""
     done = segment(

@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-from rich.console import Console
-
 from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places
-from cribo.console import loading, log_to
+from cribo.console import command_console, loading, log_to
 
 HELP = """\
 Adapt a pretrained backbone to your images: without labels, in a quarter of an hour on a laptop.
@@ -33,7 +31,7 @@ def _adapt(words: list[str]) -> None:
     from cribo.adaptation.config import AdaptConfig
     from cribo.arguments import Parser
 
-    console = Console(soft_wrap=True)
+    console = command_console()
     log_to(console)
     parser = Parser(
         prog="cribo adapt",
@@ -61,7 +59,7 @@ def _adapt(words: list[str]) -> None:
     )
     console.print()
     for sentence in adapted.verdict.sentences:
-        console.print(sentence, highlight=False)
+        console.print(sentence)
     print_places(
         console,
         {

@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-from rich.console import Console
-
 from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded
-from cribo.console import loading, log_to
+from cribo.console import command_console, loading, log_to
 
 HELP = """\
 Open a web page with the curves of a run, its view pairs and their clusters, nearest objects across a collection of
@@ -33,7 +31,7 @@ def _explore(words: list[str]) -> None:
     from cribo.explorer.config import Asked, Limits
     from cribo.retrieval.source import BackboneSource
 
-    console = Console(soft_wrap=True)
+    console = command_console()
     log_to(console)
     parser = Parser(
         prog="cribo explore",

@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-from rich.console import Console
-
 from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places
-from cribo.console import Phases, loading, log_to
+from cribo.console import Phases, command_console, loading, log_to
 
 HELP = """\
 Write a backbone for other libraries. The export is loaded back by the other library, and kept only if its features
@@ -33,7 +31,7 @@ def _export(words: list[str]) -> None:
     from cribo.export.options import TARGETS
     from cribo.retrieval.source import BackboneSource, backbone_name
 
-    console = Console(soft_wrap=True)
+    console = command_console()
     log_to(console)
     parser = Parser(
         prog="cribo export",
@@ -74,11 +72,10 @@ def _export(words: list[str]) -> None:
     sizes = ", ".join(f"{batch}x3x{height}x{width}" for batch, height, width in report.checked)
     console.print(
         f"loaded back: features differ by at most {report.difference:.1e} of the largest (images of {sizes})",
-        highlight=False,
     )
     for note in report.notes:
-        console.print(f"note: {note}", highlight=False)
+        console.print(f"note: {note}")
     print_places(console, {"written": f"{report.folder}, {report.size_bytes / 1e6:.1f} MB"})
     console.print("  to load it:")
     for line in report.how_to_load.splitlines():
-        console.print(f"    {line}", highlight=False, markup=False)
+        console.print(f"    {line}")

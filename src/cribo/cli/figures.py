@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-from rich.console import Console
-
 from cribo.cli.running import guarded, print_places
-from cribo.console import Phases, loading, log_to
+from cribo.console import Phases, command_console, loading, log_to
 
 HELP = """\
 Draw the figures of a paper from a run: vector text in embedded fonts, 300 dpi, two-column layout, no titles.
@@ -35,7 +33,7 @@ def _figures(words: list[str]) -> None:
     from cribo.arguments import ConfigError, Parser
     from cribo.figures.config import FIGURE_FORMATS, FIGURES, Wanted
 
-    console = Console(soft_wrap=True)
+    console = command_console()
     log_to(console)
     parser = Parser(prog="cribo figures", description=HELP, usage="cribo figures --run RUN [options]")
     parser.add_argument("--run", action="append", type=str, required=True, help="a run folder; repeat to compare runs")
@@ -88,6 +86,6 @@ def _figures(words: list[str]) -> None:
             progress=progress,
         )
     for name, why in written.left_out.items():
-        console.print(f"skipped {name}: {why}", highlight=False)
+        console.print(f"skipped {name}: {why}")
     places: dict[str, Path | str] = {name: written.folder / f"{name}.{wanted.formats[0]}" for name in written.captions}
     print_places(console, {**places, "captions": written.folder / "captions.md"})

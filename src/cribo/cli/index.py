@@ -1,9 +1,7 @@
 """`cribo index`: store the objects of a collection of images in a database."""
 
-from rich.console import Console
-
 from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places
-from cribo.console import duration, loading, log_to
+from cribo.console import command_console, duration, loading, log_to
 
 HELP = """\
 Find the objects in every image of a folder and store them in a database (LanceDB) for cribo search.
@@ -30,7 +28,7 @@ def _index(words: list[str]) -> None:
     from cribo.object_search.config import IndexConfig
     from cribo.retrieval.source import BackboneSource
 
-    console = Console(soft_wrap=True)
+    console = command_console()
     log_to(console)
     parser = Parser(
         prog="cribo index",
@@ -58,22 +56,20 @@ def _index(words: list[str]) -> None:
     for title, files in (("not an image", summary.unreadable), ("temporarily unreadable", summary.unread)):
         for path, reason in files[:_LISTED]:
             name = path.encode("utf-8", "backslashreplace").decode()  # it may not be valid UTF-8
-            console.print(f"  {title}: {name}: {reason}", highlight=False, markup=False)
+            console.print(f"  {title}: {name}: {reason}")
         if len(files) > _LISTED:
-            console.print(f"  {title}: {len(files) - _LISTED} more", highlight=False)
+            console.print(f"  {title}: {len(files) - _LISTED} more")
     speed = f", {summary.images_per_second:.1f} images/s" if summary.images_per_second else ""
     console.print(
         f"{summary.new} new images, {summary.changed} changed, {summary.unchanged} unchanged, "
         f"{summary.removed} removed, {len(summary.unreadable)} not readable as images; "
         f"{duration(summary.seconds)}{speed}",
-        highlight=False,
     )
     size = database.size_bytes()
     console.print(
         f"{len(database)} objects of {database.count_images()} images"
         + ("" if size is None else f", {size / 1e6:.1f} MB")
         + ("" if recall is None else f"; the vector index finds {recall:.1%} of the 10 nearest"),
-        highlight=False,
     )
     print_places(
         console, {"database": database.uri, "to search": f"cribo search --db {database.uri} --image IMAGE --point x,y"}

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cribo.cli.running import guarded, print_places
-from cribo.console import duration, loading, log_to
+from cribo.console import command_console, duration, loading, log_to
 from cribo.processes import is_first_process
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _pretrain(words: list[str]) -> None:
     )
 
     # Other ranks run this command too, and print nothing.
-    console = Console(soft_wrap=True, quiet=not is_first_process())
+    console = command_console(quiet=not is_first_process())
     log_to(console)
     parser = ConfigParser(
         prog="cribo pretrain",
@@ -142,7 +142,6 @@ def _print_summary(run: "Run", console: Console) -> None:
         f"{summary['steps']} steps in {duration(summary['seconds'])}, "
         f"{summary['images_per_second']:.0f} images/s, "
         f"peak memory {summary['peak_rss_bytes'] / 2**30:.1f} GiB · {summary.get('shown', '')}",
-        highlight=False,
     )
     print_places(
         console,

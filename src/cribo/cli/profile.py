@@ -3,10 +3,8 @@
 import shlex
 from pathlib import Path
 
-from rich.console import Console
-
 from cribo.cli.running import guarded, print_places
-from cribo.console import Phases, loading, log_to
+from cribo.console import Phases, command_console, loading, log_to
 
 HELP = """\
 What a training step costs on this machine, part by part: the paper's profiling table for your own configuration, with
@@ -31,7 +29,7 @@ def _profile(words: list[str]) -> None:
     from cribo.folders import ResultFolder
     from cribo.pretraining.presets import ConfigParser, add_config_arguments, config_from, config_name, with_preset
 
-    console = Console(soft_wrap=True)
+    console = command_console()
     log_to(console)
     parser = ConfigParser(
         prog="cribo profile",

@@ -82,4 +82,4 @@ def print_places(console: Console, places: Mapping[str, Path | str]) -> None:
     """Print the path of each result on its own line."""
     width = max(13, *(len(label) + 1 for label in places))
     for label, place in places.items():
-        console.print(f"  {label:<{width}}{place}", highlight=False)
+        console.print(f"  {label:<{width}}{place}")

@@ -4,12 +4,11 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from cribo.cli.running import guarded, print_places
-from cribo.console import loading, log_to
+from cribo.console import command_console, loading, log_to
 
 if TYPE_CHECKING:
     from cribo.object_search.run import SearchResult
@@ -38,7 +37,7 @@ def _search(words: list[str]) -> None:
     from cribo.arguments import Parser
     from cribo.object_search.config import SearchConfig
 
-    console = Console(soft_wrap=True)
+    console = command_console()
     log_to(console)
     parser = Parser(
         prog="cribo search",
@@ -62,8 +61,6 @@ def _search(words: list[str]) -> None:
         console.print(
             f"{len(gone)} of the images were changed or deleted since they were indexed, such as {gone[0]}: "
             f"update the database with cribo index --db {config.db}",
-            highlight=False,
-            markup=False,
         )
     print_places(console, {"picture": result.folder / SHEET, "numbers": result.folder / RESULTS})
 

@@ -3,11 +3,10 @@
 import shlex
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places
-from cribo.console import loading, log_to
+from cribo.console import command_console, loading, log_to
 
 HELP = """\
 Label the pixels of many images by a few labelled examples; two are enough to begin. The backbone is not trained. Its
@@ -37,7 +36,7 @@ def _segment(words: list[str]) -> None:
     from cribo.arguments import Parser
     from cribo.segmentation.config import SegmentConfig
 
-    console = Console(soft_wrap=True)
+    console = command_console()
     log_to(console)
     parser = Parser(
         prog="cribo segment",
@@ -75,9 +74,9 @@ def _segment(words: list[str]) -> None:
     for name, share in segmented.shares.items():
         table.add_row(name, f"{share:.1%}")
     console.print(table)
-    console.print(speed(segmented), highlight=False)
+    console.print(speed(segmented))
     if segmented.skipped:
-        console.print(f"{len(segmented.skipped)} could not be read: {', '.join(segmented.skipped)}", highlight=False)
+        console.print(f"{len(segmented.skipped)} could not be read: {', '.join(segmented.skipped)}")
     print_places(
         console,
         {

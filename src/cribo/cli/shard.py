@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-from rich.console import Console
-
 from cribo.cli.running import guarded, print_places
-from cribo.console import Phases, loading, log_to
+from cribo.console import Phases, command_console, loading, log_to
 
 HELP = """\
 Pack images into few large tar files, which are faster to read from network file systems and object storage than single
@@ -31,7 +29,7 @@ def _shard(words: list[str]) -> None:
     from cribo.arguments import Parser
     from cribo.data.limits import MAX_PIXELS
 
-    console = Console(soft_wrap=True)
+    console = command_console()
     log_to(console)
     parser = Parser(prog="cribo shard", description=HELP, usage="cribo shard IMAGES OUT [options]")
     parser.add_argument("images", metavar="IMAGES", type=str, help="a folder, or a text file that lists images")
@@ -62,6 +60,5 @@ def _shard(words: list[str]) -> None:
     console.print(
         f"{written.images} images in {written.shards} shards, {written.size_bytes / 1e6:.1f} MB; "
         f"{len(written.skipped)} were unreadable",
-        highlight=False,
     )
     print_places(console, {"shards": written.folder, "to train": f"cribo pretrain --data.root {written.folder}"})

@@ -222,10 +222,12 @@ def _add_examples(memory: SegmentationMemory, examples: Examples, config: Segmen
 def _describe_memory(memory: SegmentationMemory, console: Console) -> None:
     """Print the contents of the memory, the chosen probe, and its expected score."""
     console.print(
-        f"memory: {len(memory)} examples, {memory.patches} patches, {len(memory.classes)} classes", highlight=False
+        f"memory: {len(memory)} examples, {memory.patches} patches, {len(memory.classes)} classes",
+        markup=False,
+        highlight=False,
     )
     for sentence in _describe_choice(memory):
-        console.print(sentence, highlight=False)
+        console.print(sentence, markup=False, highlight=False)
     present = len(memory.classes) - len(memory.absent)
     if memory.absent:
         log.warning("no example of %s: no pixel will be labelled so", ", ".join(memory.absent))
@@ -304,6 +306,7 @@ def _segment_all(
                 console.print(
                     f"{len(records)} of {len(names)} images are done in {writer.folder}: the same command with "
                     "--resume goes on",
+                    markup=False,
                     highlight=False,
                 )
             readers.shutdown(cancel_futures=True)

@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-from rich.console import Console
-
-from cribo.console import loading
+from cribo.console import command_console, loading
 
 HELP = """\
 Compare results: the settings that differ, the classes that differ most, and the paper's published figures if the
@@ -24,7 +22,7 @@ def run(words: list[str]) -> None:
     parser.add_argument("results", nargs="+", type=Path, help="folders of evaluations, or their results.json")
     parser.add_argument("--out", type=Path, help="folder for compare.md, compare.json and compare.png")
     parsed = parser.parse_args(words)
-    console = Console(soft_wrap=True)
+    console = command_console()
     with loading(console):
         from cribo.evaluation.comparison import compare
 
@@ -32,4 +30,4 @@ def run(words: list[str]) -> None:
     console.print(comparison.table())
     if parsed.out is not None:
         for path in comparison.write(parsed.out):
-            console.print(f"  {path}", highlight=False)
+            console.print(f"  {path}")

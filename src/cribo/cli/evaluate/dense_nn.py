@@ -2,10 +2,8 @@
 
 import shlex
 
-from rich.console import Console
-
 from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, print_places
-from cribo.console import loading, log_to
+from cribo.console import command_console, loading, log_to
 
 HELP = """\
 Dense nearest-neighbour retrieval: every patch of a new image takes its label from the most similar patches of
@@ -30,7 +28,7 @@ def run(words: list[str]) -> None:
     from cribo.cli.evaluate.options import configuration, evaluation_parser
     from cribo.evaluation.dense_neighbours.config import DenseNNConfig
 
-    console = Console(soft_wrap=True)
+    console = command_console()
     log_to(console)
     parser = evaluation_parser("dense-nn", HELP, short=_SHORT, switches=_SWITCHES)
     config, how = configuration(parser, words, DenseNNConfig)

@@ -2,10 +2,8 @@
 
 import shlex
 
-from rich.console import Console
-
 from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, print_places
-from cribo.console import loading, log_to
+from cribo.console import command_console, loading, log_to
 from cribo.processes import is_first_process
 
 HELP = """\
@@ -39,7 +37,7 @@ def run(words: list[str]) -> None:
     from cribo.evaluation.detection.config import DetectionConfig
 
     # All ranks run this command; only rank 0 prints.
-    console = Console(soft_wrap=True, quiet=not is_first_process())
+    console = command_console(quiet=not is_first_process())
     log_to(console)
     parser = evaluation_parser(
         "detection",
@@ -61,7 +59,7 @@ def run(words: list[str]) -> None:
     for table in result_tables(result):
         console.print(table)
     sizes = " · ".join(f"{size} {percent(value)}" for size, value in result.results[0]["by_size"].items())
-    console.print(f"AP by the size of objects [%]: {sizes}", highlight=False)
+    console.print(f"AP by the size of objects [%]: {sizes}")
     print_places(
         console,
         {

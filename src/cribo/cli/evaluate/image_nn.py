@@ -2,10 +2,8 @@
 
 import shlex
 
-from rich.console import Console
-
 from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, print_places
-from cribo.console import loading, log_to
+from cribo.console import command_console, loading, log_to
 
 HELP = """\
 Image-level nearest neighbours: each image is classified by a vote of the training images with the most similar global
@@ -40,7 +38,7 @@ def run(words: list[str]) -> None:
     from cribo.cli.evaluate.options import configuration, evaluation_parser
     from cribo.evaluation.image_neighbours.config import ImageNNConfig
 
-    console = Console(soft_wrap=True)
+    console = command_console()
     log_to(console)
     parser = evaluation_parser("image-nn", HELP, drawn="the nearest ones are drawn", short=_SHORT, switches=_SWITCHES)
     config, how = configuration(parser, words, ImageNNConfig)

@@ -2,9 +2,7 @@
 
 import shlex
 
-from rich.console import Console
-
-from cribo.console import loading, log_to
+from cribo.console import command_console, loading, log_to
 from cribo.processes import is_first_process
 
 HELP = """\
@@ -36,7 +34,7 @@ def run(words: list[str]) -> None:
     from cribo.evaluation.segmentation.config import SegmenterConfig
 
     # All ranks run this command; only rank 0 prints.
-    console = Console(soft_wrap=True, quiet=not is_first_process())
+    console = command_console(quiet=not is_first_process())
     log_to(console)
     config, how = parse("segmenter", words, SegmenterConfig, HELP)
     with loading(console):

@@ -53,6 +53,6 @@ def print_result(console: Console, result: Any, folder: Path, *, also: Mapping[s
         best = max(result.results, key=lambda row: row[result.headline])
         where = f"{varied_title(result.varies)} {varied_value(result.varies, best[result.varies])}"
         found = f"{metric_title(result.headline)} {percent(best[result.headline])} %"
-        console.print(f"  best         {found} at {where}", highlight=False)
+        console.print(f"  best         {found} at {where}")
     places = {"numbers": folder / "results.json", "pictures": folder / "*.png", "curves": folder / "tensorboard"}
     print_places(console, {**places, **(also or {})})
