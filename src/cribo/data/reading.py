@@ -96,7 +96,7 @@ def read_image(path: str | os.PathLike[str] | EncodedImage, *, max_pixels: int =
     # Pillow alone, although torchvision.io decodes a JPEG about 20 % faster: that module is deprecated since
     # torchvision 0.29, which announces its removal.
     with open_header(path, max_pixels=max_pixels) as image:
-        return _decode(image)
+        return decode(image)
 
 
 def read_reduced(
@@ -122,7 +122,7 @@ def read_reduced(
     """
     with open_header(path, max_pixels=max_pixels) as image:
         if image.format not in ("JPEG", "MPO"):
-            pixels = _decode(image)
+            pixels = decode(image)
             reduction(pixels.shape[1], pixels.shape[2])
             return pixels, 1
         width, height = image.size
@@ -131,8 +131,8 @@ def read_reduced(
         whole = asked not in (2, 4, 8) or min(width, height) < asked**2
         outside = orientation in _UPRIGHT and (width % asked or height % asked)
         if whole or outside or image.draft(None, (width // asked, height // asked)) is None:
-            return _decode(image), 1
-        return _decode(image), asked
+            return decode(image), 1
+        return decode(image), asked
 
 
 def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
@@ -183,7 +183,12 @@ def _opened(path: str | os.PathLike[str] | EncodedImage) -> BinaryIO:
     return io.BytesIO(path.content) if isinstance(path, EncodedImage) else Path(path).open("rb")
 
 
-def _decode(image: Image.Image) -> UInt8[Tensor, "3 h w"]:
+def decode(image: Image.Image) -> UInt8[Tensor, "3 h w"]:
+    """The tensor that `read_image` would return for the file of a Pillow image.
+
+    Raises:
+        ValueError: the image has 32-bit pixels.
+    """
     image.load()
     rgb = _to_rgb(image)
     turn = _UPRIGHT.get(_orientation(image))

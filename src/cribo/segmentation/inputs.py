@@ -1,24 +1,23 @@
 """Images and label maps as they may be given: files, Pillow images, arrays or tensors."""
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import UInt8
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from cribo.data.images import DataError
-from cribo.data.reading import open_header, read_image
+from cribo.data.reading import decode, open_header, read_image
 from cribo.data.segmentation import IGNORE_INDEX, Colour
 
 ImageLike = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
 """A file; a Pillow image; a uint8 array (H, W, 3); or a uint8 tensor (3, H, W)."""
 
-LabelsLike = str | os.PathLike[str] | np.ndarray | Tensor
-"""A grey or palette PNG whose values are class indices; or an array or tensor (H, W) of integers."""
+LabelsLike = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
+"""A grey or palette PNG whose values are class indices; such a Pillow image; or integers (H, W)."""
 
 
 class LabelMap(NamedTuple):
@@ -38,12 +37,12 @@ def open_image(image: ImageLike) -> UInt8[Tensor, "3 h w"]:
 
     Raises:
         UnreadableImage: a file that cannot be read as an image.
-        ValueError: an array of another shape or type.
+        ValueError: an array of another shape or type, or a Pillow image of 32-bit pixels.
     """
     if isinstance(image, str | os.PathLike):
         return read_image(image)
     if isinstance(image, Image.Image):
-        return torch.from_numpy(np.array(ImageOps.exif_transpose(image).convert("RGB"))).permute(2, 0, 1)
+        return decode(image)
     if isinstance(image, np.ndarray):
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
             raise ValueError(f"an image must be a uint8 array (H, W, 3), got {image.dtype} {image.shape}")
@@ -58,24 +57,27 @@ def open_labels(labels: LabelsLike) -> LabelMap:
 
     Raises:
         UnreadableImage: a file that cannot be read as an image.
-        DataError: a file in colours, or a value that is no class and not 255.
+        DataError: an image in colours, or a value that is no class and not 255.
         ValueError: an array of another shape or type.
     """
     if isinstance(labels, str | os.PathLike):
-        return _read_labels(Path(labels))
+        with open_header(labels) as image:
+            image.load()
+        return _labels_in(image, os.fspath(labels))
+    if isinstance(labels, Image.Image):
+        return _labels_in(labels, "labels")
     values = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else labels
     if values.ndim != 2 or values.dtype.kind not in "iub":
         raise ValueError(f"labels must be integers (H, W), got {values.dtype} {values.shape}")
     return LabelMap(_as_bytes(values, "labels"))
 
 
-def _read_labels(path: Path) -> LabelMap:
-    with open_header(path) as image:
-        mode, values = image.mode, np.array(image)
-        colours = image.getpalette("RGB") if mode == "P" else None
+def _labels_in(image: Image.Image, what: str) -> LabelMap:
+    mode, values = image.mode, np.array(image)
+    colours = image.getpalette("RGB") if mode == "P" else None
     if values.ndim != 2 or mode == "F":
         raise DataError(
-            f"{path}: labels must be class indices in a grey or palette PNG, got colours (mode {mode}): "
+            f"{what}: labels must be class indices in a grey or palette PNG, got colours (mode {mode}): "
             "replace each colour by the index of its class"
         )
     palette = None
@@ -84,7 +86,7 @@ def _read_labels(path: Path) -> LabelMap:
         used = 1 + int(values[values != IGNORE_INDEX].max(initial=0))
         while len(palette) > used and palette[-1] == (0, 0, 0):  # padding
             palette = palette[:-1]
-    return LabelMap(_as_bytes(values, str(path)), palette)
+    return LabelMap(_as_bytes(values, what), palette)
 
 
 def _as_bytes(values: np.ndarray, what: str) -> UInt8[Tensor, "h w"]:
