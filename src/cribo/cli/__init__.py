@@ -23,7 +23,8 @@ commands:
   shard       pack images into few large files, to train from a network or from object storage
 
 `cribo pretrain` without options trains on synthetic scenes for a few minutes on a laptop.
-`cribo <command> --help` lists its options; `cribo --version` prints the version.
+`cribo <command> --help` lists its options, `cribo --version` prints the version. With `--debug`, every command shows
+the traceback of an error.
 """
 
 COMMANDS = (

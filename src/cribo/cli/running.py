@@ -1,7 +1,9 @@
 """Shared by all commands: dispatch, errors and exit status, options of a backbone."""
 
 import difflib
+import dis
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -9,6 +11,9 @@ from rich.console import Console
 
 from cribo.errors import Stopped
 from cribo.processes import is_first_process
+
+DEBUG = "--debug"
+"""The option of all commands that shows the traceback of every error."""
 
 # Short options for the fields of a `BackboneSource`.
 BACKBONE_SHORT = {
@@ -42,6 +47,9 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 def guarded(name: str, command: Callable[[list[str]], None], words: list[str], *, less_memory: str) -> int:
     """Run a command, and print errors that the user can fix as one line.
 
+    These are errors of files and connections, and those that this package raises itself. All others keep their
+    traceback. With `--debug` among the arguments, every error has one.
+
     Args:
         name: of the command, for messages.
         command: the function to call.
@@ -52,20 +60,33 @@ def guarded(name: str, command: Callable[[list[str]], None], words: list[str], *
         The exit status.
     """
     try:
-        command(words)
-    except Stopped as error:
-        # Other ranks exit 0; otherwise the launcher would report a crash.
-        return 0 if error.everywhere and not is_first_process() else _failed(name, error, error.status)
-    except (ValueError, FileNotFoundError, ConnectionError, ImportError) as error:  # invalid input
-        return _failed(name, error, 2)
-    except OSError as error:  # a full disk, for example
-        return _failed(name, error, 1)
+        command([word for word in words if word != DEBUG])
     except Exception as error:
-        if not _out_of_memory(error):
-            raise
-        reason = str(error).partition(". ")[0]
-        return _failed(name, f"{reason}: {less_memory}", 1)
+        if DEBUG in words:
+            traceback.print_exc()
+        if isinstance(error, Stopped):
+            # Other ranks exit 0; otherwise the launcher would report a crash.
+            return 0 if error.everywhere and not is_first_process() else _failed(name, error, error.status)
+        if isinstance(error, OSError):  # a missing file, no network; or a full disk, for example
+            return _failed(name, error, 2 if isinstance(error, FileNotFoundError | ConnectionError) else 1)
+        if isinstance(error, ValueError | ImportError) and _is_raised_by_us(error):  # invalid input
+            return _failed(name, error, 2)
+        if _is_out_of_memory(error):
+            reason = str(error).partition(". ")[0] or "out of memory"
+            return _failed(name, f"{reason}: {less_memory}", 1)
+        error.add_note(f"{name}: an error in cribo or a library that it uses: please report it with the lines above")
+        raise
     return 0
+
+
+def _is_raised_by_us(error: Exception) -> bool:
+    """Whether a `raise` statement of this package raised an error, in contrast to Python or a library in its code."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or not last.tb_frame.f_globals.get("__name__", "").startswith("cribo."):
+        return False
+    return last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 def _failed(name: str, error: object, status: int) -> int:
@@ -73,9 +94,12 @@ def _failed(name: str, error: object, status: int) -> int:
     return status
 
 
-def _out_of_memory(error: Exception) -> bool:
+def _is_out_of_memory(error: Exception) -> bool:
     torch = sys.modules.get("torch")  # not imported: not its error
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    # On the CPU, torch raises a plain RuntimeError.
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
 
 
 def print_places(console: Console, places: Mapping[str, Path | str]) -> None:

@@ -25,7 +25,7 @@ ONE.jpg may be any image. The backbone is not needed for an indexed and unchange
 receives results.json (boxes, masks as in COCO, similarities) and sheet.png, a contact sheet.
 """
 
-LESS_MEMORY = "use --device cpu"
+LESS_MEMORY = "use --device cpu, or a smaller image"
 
 
 def main(words: list[str]) -> int:

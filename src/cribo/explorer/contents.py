@@ -1,6 +1,7 @@
 """Open and check the contents of a page before the server starts."""
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ from cribo.segmentation import probe_encoder
 
 if TYPE_CHECKING:
     from cribo.explorer.view_pairs import PairSample
+
+log = logging.getLogger("cribo")
 
 _BACKBONE = "backbone.safetensors"
 
@@ -141,7 +144,8 @@ class _Workplace:
         except (ValueError, OSError) as error:
             if self.asked.images is not None:
                 raise
-            notes.append(f"No collection to search: {error}. Restart the page with --images DIR or --db DIR.")
+            log.warning("no collection to search: %s", error)
+            notes.append("No collection to search. Restart the page with --images DIR or --db DIR.")
             return None
         if files is None:
             return None

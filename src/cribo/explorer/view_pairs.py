@@ -1,5 +1,6 @@
 """Pairs of views of a run's images and their joint-space clusters, as in a training step."""
 
+import logging
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.files import CONFIG
 from cribo.pretraining.presets import load_config
 from cribo.pretraining.session import open_source
+
+log = logging.getLogger("cribo")
 
 PAIRS = 24
 """Number of pairs."""
@@ -79,9 +82,8 @@ class PairSample:
         try:
             source = open_source(config)
         except (ValueError, OSError) as error:
-            raise Refused(
-                f"The images of this run cannot be read ({error}): start the page with --images DIR."
-            ) from error
+            log.warning("the images of %s cannot be read: %s", self._run, error)
+            raise Refused("The images of this run cannot be read: start the page with --images DIR.") from error
         backbone = load_backbone(self._source).to(self._device)
         return sample_objects(backbone, source, config, count=PAIRS)
 
@@ -96,7 +98,8 @@ def run_config(run: Path, images: Path | None) -> PretrainConfig:
     try:
         return load_config(run / CONFIG, elsewhere)
     except ValueError as error:
-        raise Refused(f"The configuration of the run cannot be read: {error}.") from error
+        log.warning("the configuration of %s cannot be read: %s", run, error)
+        raise Refused("The configuration of the run cannot be read; see the log of `cribo explore`.") from error
 
 
 def _draw(sample: ObjectSample, number: int) -> PairPicture:

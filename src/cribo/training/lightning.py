@@ -69,7 +69,7 @@ def make_trainer(
                 default_root_dir=folder,
                 **options,
             )
-    except MisconfigurationException as error:
+    except (MisconfigurationException, ValueError) as error:
         raise ConfigError(f"runtime.accelerator {accelerator}: {error}") from error
     # Lightning would broadcast SIGTERM on the device at every step; `Interruption` handles it.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None

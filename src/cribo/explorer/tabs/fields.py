@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import gradio as gr
 
-from cribo.errors import Stopped
 from cribo.explorer.uploads import Refused
 
 log = logging.getLogger("cribo")
@@ -39,12 +38,11 @@ def sentence(function: Callable[..., T]) -> Callable[..., T]:
             return function(*arguments, **named)
         except gr.Error:
             raise
-        except (Refused, ValueError, OSError, Stopped) as error:
+        except Refused as error:
             raise gr.Error(str(error), title="Not possible", print_exception=False) from error
-        except Exception as error:
+        except Exception as error:  # its message may contain paths of this machine
             log.exception("an error on the page")
-            told = f"Something went wrong ({type(error).__name__}); see the log of `cribo explore`."
-            raise gr.Error(told, print_exception=False) from error
+            raise gr.Error("Something went wrong; see the log of `cribo explore`.", print_exception=False) from error
 
     return asked
 

@@ -1,0 +1,25 @@
+"""Errors on the page."""
+
+import logging
+
+import gradio as gr
+import pytest
+
+from cribo.explorer.tabs.fields import sentence
+from cribo.explorer.uploads import Refused
+
+
+def test_visitors_see_refusals_and_the_log_has_the_rest(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse() -> None:
+        raise Refused("The painting is empty.")
+
+    def fail() -> None:
+        raise FileNotFoundError("/home/somebody/secret.png")
+
+    with pytest.raises(gr.Error, match="The painting is empty"):
+        sentence(refuse)()
+    logging.getLogger("cribo").propagate = True
+    with pytest.raises(gr.Error) as raised:
+        sentence(fail)()
+    assert "/home/somebody" not in str(raised.value)
+    assert "/home/somebody/secret.png" in caplog.text

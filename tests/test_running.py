@@ -1,0 +1,79 @@
+"""Errors of commands: one line for what the user can fix, a traceback for everything else."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from cribo.cli.running import guarded
+from cribo.data.images import require
+from cribo.folders import ResultFolder
+from cribo.retrieval import PCAColours
+
+
+def run(command: Callable[[], object], *words: str) -> int:
+    return guarded("cribo test", lambda words: command(), list(words), less_memory="lower --size")
+
+
+def missing() -> None:
+    require(Path("/nowhere/images"))
+
+
+def colours_of_nothing() -> None:
+    PCAColours([])
+
+
+def full_disk() -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "said"),
+    [(missing, 2, "nowhere"), (colours_of_nothing, 2, "cribo test: "), (full_disk, 1, "No space left on device")],
+)
+def test_what_the_user_can_fix_is_one_line(
+    command: Callable[[], object], status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(command) == status
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert run(command, "--debug") == status
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def of_python() -> None:
+    json.loads("{")
+
+
+def of_a_library_in_our_code() -> None:
+    ResultFolder(Path("a\0b"), "search")
+
+
+def of_a_users_own_code() -> None:
+    raise ValueError("in a user's module")
+
+
+@pytest.mark.parametrize("command", [of_python, of_a_library_in_our_code, of_a_users_own_code])
+def test_internal_errors_keep_their_traceback_and_ask_for_a_report(command: Callable[[], object]) -> None:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        run(command)
+    assert any("please report it" in note for note in raised.value.__notes__)
+
+
+def too_large_for_the_processor() -> None:
+    torch.empty(2**55)
+
+
+def too_large_for_python() -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("command", [too_large_for_the_processor, too_large_for_python])
+def test_out_of_memory_on_the_processor_gets_advice(
+    command: Callable[[], object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(command) == 1
+    assert capsys.readouterr().err.endswith(": lower --size\n")
