@@ -2,11 +2,14 @@ import csv
 import json
 import logging
 import re
+import shutil
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from PIL import Image
 
 import cribo.segmentation.run as run
@@ -205,6 +208,25 @@ def test_a_refused_command_leaves_the_memory_alone(folder: Path) -> None:
     with pytest.raises(FolderError, match="was made otherwise"):
         segment(folder, memory=str(memory), resume=True)
     assert memory.read_bytes() == before
+
+
+def test_two_commands_that_add_examples_to_a_memory_lose_none(folder: Path) -> None:
+    memory = folder / "m.safetensors"
+    classes = (folder / "examples" / "classes.txt").read_text()
+    for name in "ab":
+        (folder / name).mkdir()
+        (folder / name / "classes.txt").write_text(classes)
+        for path in (folder / "examples").glob(f"{name}*"):
+            shutil.copy(path, folder / name)
+    with FileLock(folder / ".m.safetensors.lock"):  # as the first command holds it
+        second = Thread(target=segment, args=(folder,), kwargs={"memory": str(memory), "examples": str(folder / "b")})
+        second.start()
+        second.join(timeout=3)
+        segment(folder, out="first", memory=str(folder / "first.safetensors"), examples=str(folder / "a"))
+        shutil.copy(folder / "first.safetensors", memory)
+    second.join(timeout=60)
+    assert json.loads((folder / "out" / "about.json").read_text())["memory"]["examples"] == ["a.bmp", "b.bmp"]
+    assert segment(folder, out="again", memory=str(memory), examples=None).images == 3
 
 
 @pytest.mark.parametrize("name", ["examples", "labels", "classes", "memory"])

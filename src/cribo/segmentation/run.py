@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from jaxtyping import UInt8
 from PIL import Image
 from rich.console import Console
@@ -150,6 +151,9 @@ def segment_images(
         examples = find_examples(config.examples, labels=config.labels, classes=config.classes)
     with ExitStack() as stack:
         progress = stack.enter_context(Phases(console))
+        locked = stack.enter_context(ExitStack())
+        if config.memory is not None and examples is not None:
+            _lock(locked, Path(config.memory).expanduser())
         memory = _open_memory(config, settings, examples)
         has_new = examples is not None and _add_examples(memory, examples, config, progress)
         _describe_memory(memory, console)
@@ -160,6 +164,7 @@ def segment_images(
             target.create()
         if config.memory is not None and has_new:  # after what may refuse: examples do not go out of it again
             memory.save(Path(config.memory).expanduser())
+        locked.close()
         segmented = _segment_all(memory, folder, names, writer, config, progress, pictures, console)
         if suggestions:
             read = [name for name in names if name not in segmented.skipped]
@@ -168,6 +173,21 @@ def segment_images(
 
 
 # -------------------------------------------------------------------------------------------------------- memory
+
+
+def _lock(held: ExitStack, memory: Path) -> None:
+    """Let only one command at a time add examples to a memory; others wait, and add theirs to what it has saved."""
+    if not memory.parent.is_dir():
+        return
+    lock = FileLock(memory.with_name(f".{memory.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        log.info("another command is adding examples to %s: waiting for its end", memory)
+        lock.acquire()
+    except (NotImplementedError, OSError):
+        log.warning("%s cannot be locked: make sure that no other command adds examples to it", memory)
+    held.callback(lock.release)
 
 
 def _open_memory(
