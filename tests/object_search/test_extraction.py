@@ -1,14 +1,26 @@
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from faster_coco_eval.core import mask as coco_mask
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from torch import Tensor
 
 from cribo.arguments import ConfigError
+from cribo.data.reading import read_image
 from cribo.models import build_backbone
-from cribo.object_search.extraction import encoded_size, extract_objects, patch_of_pixel, prepare_image
+from cribo.object_search import extraction
+from cribo.object_search.extraction import (
+    encoded_size,
+    extract_objects,
+    patch_of_pixel,
+    prepare_image,
+    read_prepared,
+)
 from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval import PatchEncoder, backbone_encoder, mean_colour_encoder
 
@@ -144,3 +156,25 @@ def test_encoders_that_cannot_be_used_are_refused() -> None:
     broken = PatchEncoder(lambda images: torch.full((len(images), 64, 4), torch.nan), 8)
     with pytest.raises(ValueError, match="not finite"):
         extract_objects(broken, [street(0, 64, 64)], SETTINGS)
+
+
+def test_a_large_jpeg_is_reduced_while_it_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8)
+    Image.fromarray(noise).resize((800, 600), Image.Resampling.BICUBIC).save(tmp_path / "large.jpg", quality=95)
+    decoded: list[tuple[int, ...]] = []
+    reduced = extraction.read_reduced
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        result = reduced(*arguments, **options)
+        decoded.append(tuple(result[0].shape))
+        return result
+
+    monkeypatch.setattr(extraction, "read_reduced", watched)
+    settings = ObjectSettings(size=64)
+    found = read_prepared(tmp_path / "large.jpg", 16, settings)
+    assert decoded == [(3, 150, 200)]
+    whole = prepare_image(read_image(tmp_path / "large.jpg"), 16, settings)
+    assert (found.height, found.width, found.pixels.shape) == (600, 800, whole.pixels.shape)
+    assert (found.pixels.float() - whole.pixels.float()).abs().mean() < 3
+    assert read_prepared(tmp_path / "large.jpg", 16, ObjectSettings(size=480)).pixels.shape[1] == 480
+    assert decoded[1] == (3, 600, 800)

@@ -184,6 +184,17 @@ def test_a_kill_at_any_moment_leaves_what_goes_on_to_the_same_end(index: Index, 
         assert counts(summary) == (0, 0, 6, 0)
 
 
+def test_images_and_objects_are_looked_up_by_indices(index: Index, pictures: Path) -> None:
+    database, _ = index()
+    assert {column for each in database._images.list_indices() for column in each.columns} == {"path", "entry"}
+    assert [each.columns for each in database._objects.list_indices()] == [["entry"]]
+    assert not database.has_index()
+    write_picture(pictures / "c" / "6.png", 6)
+    database, _ = index()
+    assert len(database.objects_of("c/6.png")) > 0
+    assert "ScalarIndexQuery" in database._images.search().where("path = 'c/6.png'").explain_plan()
+
+
 def test_two_indexers_at_once_are_refused(tmp_path: Path) -> None:
     with (
         index_lock(str(tmp_path / "objects.db")),

@@ -403,21 +403,27 @@ class ObjectDatabase:
         return [image.path for image in broken]
 
     def tidy(self, *, alone: bool, keep_versions: bool = False) -> None:
-        """Join small files, remove old versions, and take new objects into the vector index if there is one.
+        """Join small files, remove old versions, and take new rows into the indices; make those of the keys.
 
         Args:
             alone: no other process writes, so that what a killed one has left can go.
             keep_versions: keep versions of the last week.
         """
+        from lancedb.index import BTree
+
         age = _KEPT_VERSIONS if keep_versions else timedelta(0) if alone else _OLD_VERSIONS
         for table in (self._objects, self._images):
             with self._writing(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # it warns of what `alone` says
                 table.optimize(cleanup_older_than=age, delete_unverified=alone and not keep_versions)
+        for table, column in ((self._images, "path"), (self._images, "entry"), (self._objects, "entry")):
+            if table.count_rows() and f"{column}_idx" not in {index.name for index in table.list_indices()}:
+                with self._writing():
+                    table.create_index(column, config=BTree())
 
     def has_index(self) -> bool:
         """Whether there is a vector index."""
-        return bool(self._read(lambda: self._objects.list_indices()))
+        return _INDEX in {index.name for index in self._read(lambda: self._objects.list_indices())}
 
     def build_index(self) -> None:
         """Make the vector index, or make it anew; objects that are added later are found beside it."""

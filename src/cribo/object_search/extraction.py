@@ -5,6 +5,7 @@ and where they lie, and an object is represented by the mean of its tokens.
 """
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +17,9 @@ from faster_coco_eval.core import mask as coco_mask
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
+from cribo.data.limits import MAX_PIXELS
 from cribo.data.randomness import keyed_generator
+from cribo.data.reading import EncodedImage, read_reduced
 from cribo.method import cluster_tokens, draw_initial_tokens
 from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval.encoders import PatchEncoder
@@ -135,9 +138,45 @@ class PreparedImage(NamedTuple):
     key: int
 
 
-def prepare_image(image: UInt8[Tensor, "3 h w"], patch_size: int, settings: ObjectSettings) -> PreparedImage:
-    """Resize an image for its objects; needs no backbone, so that threads can do it ahead."""
-    height, width = image.shape[1:]
+def read_prepared(
+    path: str | os.PathLike[str] | EncodedImage,
+    patch_size: int,
+    settings: ObjectSettings,
+    *,
+    max_pixels: int = MAX_PIXELS,
+) -> PreparedImage:
+    """Read and resize an image for its objects; a large JPEG is reduced while it is decoded.
+
+    Raises:
+        UnreadableImage: as `read_image` does.
+    """
+    whole = (0, 0)
+
+    def reduction(height: int, width: int) -> int:
+        nonlocal whole
+        whole = height, width
+        rows, columns = encoded_size(height, width, patch_size, settings.size)
+        # Reduced pixels that extend beyond the edge would shift the others. No less than twice the size is decoded:
+        # the better filter of `prepare_image` does the rest.
+        fitting = (by for by in (8, 4, 2) if not (height % by or width % by))
+        return next((by for by in fitting if min(height / rows, width / columns) >= 2 * by), 1)
+
+    pixels, _ = read_reduced(path, reduction, max_pixels=max_pixels)
+    return prepare_image(pixels, patch_size, settings, whole)
+
+
+def prepare_image(
+    image: UInt8[Tensor, "3 h w"], patch_size: int, settings: ObjectSettings, whole: tuple[int, int] | None = None
+) -> PreparedImage:
+    """Resize an image for its objects; needs no backbone, so that threads can do it ahead.
+
+    Args:
+        image: RGB.
+        patch_size: of the backbone.
+        settings: what counts as an object.
+        whole: (height, width) of the image before it was reduced.
+    """
+    height, width = whole or image.shape[1:]
     pixels = resize_image(image, encoded_size(height, width, patch_size, settings.size), "bicubic").contiguous()
     digest = hashlib.sha256(f"{tuple(pixels.shape)}".encode() + pixels.numpy().tobytes()).digest()
     return PreparedImage(pixels, height, width, int.from_bytes(digest[:8], "little"))

@@ -15,10 +15,10 @@ from filelock import FileLock, Timeout
 
 from cribo.console import Progress
 from cribo.data.images import DataError, ImageFiles
-from cribo.data.reading import EncodedImage, TooManyPixels, UnreadableImage, read_image
+from cribo.data.reading import EncodedImage, TooManyPixels, UnreadableImage
 from cribo.files import FolderError
 from cribo.object_search.database import FoundObject, IndexedImage, ObjectDatabase, is_remote, new_entry
-from cribo.object_search.extraction import ImageObject, PreparedImage, extract_prepared, prepare_image
+from cribo.object_search.extraction import ImageObject, PreparedImage, extract_prepared, read_prepared
 from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval.encoders import PatchEncoder
 
@@ -244,12 +244,12 @@ def _read(path: Path, work: _Work, max_pixels: int, patch_size: int, settings: O
     if work.before is not None and work.before.sha256 == sha256:
         return _Read(work, sha256)
     try:
-        image = read_image(EncodedImage(work.path, content), max_pixels=max_pixels)
+        prepared = read_prepared(EncodedImage(work.path, content), patch_size, settings, max_pixels=max_pixels)
     except TooManyPixels as error:  # the limit's doing, which may be raised
         return _Read(work, sha256, error=error.reason, passing=True)
     except UnreadableImage as error:
         return _Read(work, sha256, error=error.reason)
-    return _Read(work, sha256, prepared=prepare_image(image, patch_size, settings))
+    return _Read(work, sha256, prepared=prepared)
 
 
 class _Indexer:

@@ -14,7 +14,7 @@ from cribo.arguments import ConfigError
 from cribo.data.images import DataError, require
 from cribo.data.reading import read_image
 from cribo.object_search.database import DatabaseError, IndexedImage, ObjectDatabase
-from cribo.object_search.extraction import Box, ImageObject, extract_objects
+from cribo.object_search.extraction import Box, ImageObject, extract_prepared, read_prepared
 from cribo.retrieval.encoders import PatchEncoder
 
 log = logging.getLogger("cribo")
@@ -114,7 +114,8 @@ def make_query(database: ObjectDatabase, image: str, place: QueryPlace, open_enc
         objects = database.objects_of(indexed)
         return Query(path, indexed, pixels, _object_regions(objects, place, str(path)))
     encoder, device = open_encoder()
-    [found] = extract_objects(encoder, [pixels], database.info.settings, device=device)
+    settings = database.info.settings
+    [found] = extract_prepared(encoder, [read_prepared(path, encoder.patch_size, settings)], settings, device=device)
     if place.box is None:
         return Query(path, indexed, pixels, _object_regions(list(found.objects), place, str(path)))
     name = "box " + ",".join(map(str, place.box))
