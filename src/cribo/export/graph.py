@@ -30,13 +30,16 @@ _TORCH_FILE, _ONNX_FILE = "backbone.pt2", "backbone.onnx"
 _TRACED, _LEAST, _MOST = (5, 7), 2, 4096  # patches down and across: of the example, and of any image
 
 _LOAD_TORCH = """\
-import torch
+import numpy, torch
 encode = torch.export.load("{{folder}}/{file}").module()
-tokens, global_token = encode(torch.rand(1, 3, {size}, {size}))  # RGB in 0-1"""
+pixels = numpy.asarray(picture.convert("RGB").resize(({size}, {size}), 3), "float32")  # 3: bicubic
+images = torch.from_numpy(pixels / 255).permute(2, 0, 1)[None]  # RGB in 0-1
+tokens, global_token = encode(images)"""
 _LOAD_ONNX = """\
 import numpy, onnxruntime
 session = onnxruntime.InferenceSession("{{folder}}/{file}")
-images = numpy.random.rand(1, 3, {size}, {size}).astype("float32")  # RGB in 0-1
+pixels = numpy.asarray(picture.convert("RGB").resize(({size}, {size}), 3), "float32")  # 3: bicubic
+images = (pixels / 255).transpose(2, 0, 1)[None]  # RGB in 0-1
 tokens, global_token = session.run(["tokens", "global_token"], {{{{"images": images}}}})"""
 
 _METADATA = "cribo"

@@ -63,7 +63,7 @@ def timm_config(backbone: Backbone) -> dict[str, Any]:
             "fixed_input_size": not backbone.takes_any_size,
             "interpolation": "bicubic",
             "crop_pct": 1.0,
-            "crop_mode": "center",
+            "crop_mode": "squash",  # the whole picture, as transformers resizes it
             "mean": list(backbone.mean),
             "std": list(backbone.std),
             "num_classes": width,

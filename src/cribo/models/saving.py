@@ -29,8 +29,11 @@ TIMM_TAG = "cribo"
 """The tag in a timm `config.json` that this package writes."""
 _HOW_TO_LOAD = (
     "import json, timm, safetensors.torch; about = json.load(open('backbone.json')); "
-    "model = timm.create_model(about['name'], **about['args']); "
-    "model.load_state_dict(safetensors.torch.load_file('backbone.safetensors'))"
+    "model = timm.create_model(about['name'], **about['args']).eval(); "
+    "model.load_state_dict(safetensors.torch.load_file('backbone.safetensors')); "
+    "images = dict(input_size=(3, about['image_size'], about['image_size']), mean=about['mean'], std=about['std'], "
+    "interpolation='bicubic', crop_pct=1.0, crop_mode='squash'); "
+    "transform = timm.data.create_transform(**timm.data.resolve_data_config(images, model=model))"
 )
 _HOW_TO_SET_EPS = "; [setattr(m, 'eps', about['norm_eps']) for m in model.modules() if type(m).__name__ == 'LayerNorm']"
 _HOW_TO_SET_FINAL_EPS = "; model.head.norm.eps = about['final_norm_eps']"

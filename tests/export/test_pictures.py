@@ -1,0 +1,57 @@
+"""One picture file has the same features however a backbone is loaded, without this package."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cribo.export import TARGETS, export_backbone
+from cribo.models import Backbone, normalise, save_backbone
+
+ALONE = """
+import sys
+sys.modules["cribo"] = None  # what is None cannot be imported
+import torch
+from PIL import Image
+names = {"picture": Image.open("picture.png")}
+with torch.no_grad():
+    exec(open(sys.argv[1]).read(), names)
+tokens = names["tokens"] if "tokens" in names else names["feature_map"]
+torch.save(torch.as_tensor(tokens), sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("kind", ["vit", "resnet"])
+def test_all_ways_of_loading_give_equal_features(kind: str, network: Callable[[str], Backbone], tmp_path: Path) -> None:
+    backbone = network(kind)
+    smooth = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 13, 3), dtype=np.uint8))
+    picture = smooth.resize((211, 150), Image.Resampling.BICUBIC)
+    picture.save(tmp_path / "picture.png")
+    lines = {target: export_backbone(backbone, target, tmp_path / target).how_to_load for target in TARGETS}
+    save_backbone(backbone, tmp_path)
+    features = "tokens = model.forward_features(transform(picture)[None])"
+    prefix = getattr(backbone.model, "num_prefix_tokens", None)
+    lines["backbone.json"] = json.loads((tmp_path / "backbone.json").read_text())["how_to_load"] + (
+        f"; {features}" if prefix is None else f"; {features}[:, {prefix}:]"
+    )
+    pixels = np.array(picture.resize((backbone.image_size, backbone.image_size), Image.Resampling.BICUBIC))
+    images = torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255
+    with torch.no_grad():
+        expected = backbone.encode(normalise(images, mean=backbone.mean, std=backbone.std)).tokens
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for way, text in lines.items():
+        (tmp_path / "lines.py").write_text(text)
+        command = [sys.executable, "-c", ALONE, "lines.py", "tokens.pt"]
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+        tokens = torch.load(tmp_path / "tokens.pt")
+        tokens = tokens.flatten(2).mT if tokens.ndim == 4 else tokens
+        # Resizing a tensor rounds now and then to another of the 256 levels than resizing a Pillow image.
+        difference = float((tokens - expected).abs().max() / expected.abs().max())
+        assert difference < (2e-2 if way == "transformers" else 1e-4), way
