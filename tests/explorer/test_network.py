@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from cribo.explorer.network import Dense, SharedEncoder
-from cribo.retrieval import PatchEncoder
+from cribo.models import build_backbone
+from cribo.retrieval import PatchEncoder, backbone_encoder
 
 
 class Counting:
@@ -73,3 +74,10 @@ def test_points_are_in_patches() -> None:
     assert dense.patch_at(0, 0) == (0, 0)
     assert dense.patch_at(59.9, 20) == (1, 5)
     assert dense.patch_at(-5, 1000) == (3, 0)
+
+
+def test_a_network_of_one_size_encodes_images_at_that_size() -> None:
+    args = {"depth": 4, "embed_dim": 32, "num_heads": 2}
+    encoder = backbone_encoder(build_backbone("beit_base_patch16_224", args=args, image_size=64))
+    side = 64 // encoder.patch_size
+    assert SharedEncoder(encoder, "cpu").encode(torch.zeros(3, 70, 100, dtype=torch.uint8)).grid == (side, side)

@@ -75,7 +75,7 @@ def test_an_image_has_the_same_objects_in_any_company() -> None:
 
 
 def test_different_images_start_from_different_tokens() -> None:
-    keys = [prepare_image(street(seed), 8, SETTINGS).key for seed in (0, 1, 0)]
+    keys = [prepare_image(street(seed), mean_colour_encoder(8), SETTINGS).key for seed in (0, 1, 0)]
     assert keys[0] == keys[2] != keys[1]
 
 
@@ -170,11 +170,19 @@ def test_a_large_jpeg_is_reduced_while_it_is_decoded(tmp_path: Path, monkeypatch
         return result
 
     monkeypatch.setattr(extraction, "read_reduced", watched)
-    settings = ObjectSettings(size=64)
-    found = read_prepared(tmp_path / "large.jpg", 16, settings)
+    settings, encoder = ObjectSettings(size=64), mean_colour_encoder(16)
+    found = read_prepared(tmp_path / "large.jpg", encoder, settings)
     assert decoded == [(3, 150, 200)]
-    whole = prepare_image(read_image(tmp_path / "large.jpg"), 16, settings)
+    whole = prepare_image(read_image(tmp_path / "large.jpg"), encoder, settings)
     assert (found.height, found.width, found.pixels.shape) == (600, 800, whole.pixels.shape)
     assert (found.pixels.float() - whole.pixels.float()).abs().mean() < 3
-    assert read_prepared(tmp_path / "large.jpg", 16, ObjectSettings(size=480)).pixels.shape[1] == 480
+    assert read_prepared(tmp_path / "large.jpg", encoder, ObjectSettings(size=480)).pixels.shape[1] == 480
     assert decoded[1] == (3, 600, 800)
+
+
+def test_a_network_of_one_size_encodes_images_at_that_size() -> None:
+    args = {"depth": 4, "embed_dim": 32, "num_heads": 2}
+    encoder = backbone_encoder(build_backbone("beit_base_patch16_224", args=args, image_size=64))
+    [found] = extract_objects(encoder, [street(0)], SETTINGS)
+    assert found.grid == (64 // encoder.patch_size, 64 // encoder.patch_size)
+    assert sum(each.area for each in found.objects) == 70 * 100

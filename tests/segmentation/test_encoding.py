@@ -2,9 +2,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cribo.models import build_backbone
 from cribo.retrieval import PatchEncoder
 from cribo.segmentation import SegmentationSettings
-from cribo.segmentation.encoding import GridEncoder
+from cribo.segmentation.encoding import GridEncoder, probe_encoder
 
 PATCH = 4
 
@@ -110,3 +111,12 @@ def test_an_encoder_that_gives_too_few_features() -> None:
 def test_settings_that_cannot_be_used(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         encoder(**settings)
+
+
+def test_a_network_of_one_size_encodes_images_at_that_size() -> None:
+    args = {"depth": 4, "embed_dim": 32, "num_heads": 2}
+    encoder = probe_encoder(build_backbone("beit_base_patch16_224", args=args, image_size=64))
+    side = 64 // encoder.patch_size
+    images = [torch.zeros(3, *size, dtype=torch.uint8) for size in ((70, 100), (64, 64))]
+    found = GridEncoder(encoder, SegmentationSettings(), "cpu", batch_size=2).encode(images)
+    assert [features.shape[:2] for features in found] == [(side, side)] * 2

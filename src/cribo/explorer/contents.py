@@ -190,7 +190,7 @@ class _Workplace:
 def _info(
     encoder: PatchEncoder, device: str, config: BackboneSource, about: dict[str, object], root: str
 ) -> DatabaseInfo:
-    side = 4 * encoder.patch_size
+    side = encoder.image_size or 4 * encoder.patch_size
     with torch.no_grad():
         dim = encoder.encode(torch.zeros(1, 3, side, side, device=device)).shape[-1]
     return DatabaseInfo(

@@ -11,7 +11,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from cribo.retrieval import PatchEncoder
-from cribo.retrieval.patches import grid_size, resize_image
+from cribo.retrieval.patches import resize_image
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class SharedEncoder:
         patch = self.encoder.patch_size
         height, width = image.shape[1:]
         scale = min(1.0, (self.max_patches * patch**2 / (height * width)) ** 0.5)
-        size = grid_size(round(scale * height), round(scale * width), patch)
+        size = self.encoder.size(round(scale * height), round(scale * width))
         tokens = self.encoder.grids(resize_image(image, size, "bicubic")[None], self.device)[0]
         return Dense(tokens.cpu(), (height, width))
 

@@ -31,7 +31,7 @@ from cribo.pretraining.monitoring import read_metrics
 from cribo.pretraining.report import draw_curves, draw_losses
 from cribo.pretraining.session import open_source
 from cribo.retrieval import PCAColours, backbone_encoder
-from cribo.retrieval.patches import grid_size, resize_image
+from cribo.retrieval.patches import resize_image
 
 log = logging.getLogger("cribo")
 
@@ -218,9 +218,8 @@ class _Drawer:
         images = [self._reduced(image) for image in self._images()]
         encoder = backbone_encoder(self.backbone)
         grids = []
-        own = None if self.backbone.takes_any_size else (self.backbone.image_size, self.backbone.image_size)
         for image in images:
-            size = grid_size(image.shape[1], image.shape[2], self.backbone.patch_size, own)
+            size = encoder.size(image.shape[1], image.shape[2])
             grids.append(encoder.grids(resize_image(image, size, "bicubic")[None], self.device)[0].cpu())
         colours = PCAColours(grids)
         painted = [colours(grid, (image.shape[1], image.shape[2])) for grid, image in zip(grids, images, strict=True)]

@@ -140,7 +140,7 @@ class PreparedImage(NamedTuple):
 
 def read_prepared(
     path: str | os.PathLike[str] | EncodedImage,
-    patch_size: int,
+    encoder: PatchEncoder,
     settings: ObjectSettings,
     *,
     max_pixels: int = MAX_PIXELS,
@@ -155,31 +155,37 @@ def read_prepared(
     def reduction(height: int, width: int) -> int:
         nonlocal whole
         whole = height, width
-        rows, columns = encoded_size(height, width, patch_size, settings.size)
+        rows, columns = _size(encoder, height, width, settings)
         # Reduced pixels that extend beyond the edge would shift the others. No less than twice the size is decoded:
         # the better filter of `prepare_image` does the rest.
         fitting = (by for by in (8, 4, 2) if not (height % by or width % by))
         return next((by for by in fitting if min(height / rows, width / columns) >= 2 * by), 1)
 
     pixels, _ = read_reduced(path, reduction, max_pixels=max_pixels)
-    return prepare_image(pixels, patch_size, settings, whole)
+    return prepare_image(pixels, encoder, settings, whole)
 
 
 def prepare_image(
-    image: UInt8[Tensor, "3 h w"], patch_size: int, settings: ObjectSettings, whole: tuple[int, int] | None = None
+    image: UInt8[Tensor, "3 h w"], encoder: PatchEncoder, settings: ObjectSettings, whole: tuple[int, int] | None = None
 ) -> PreparedImage:
-    """Resize an image for its objects; needs no backbone, so that threads can do it ahead.
+    """Resize an image for its objects; nothing is encoded, so that threads can do it ahead.
 
     Args:
         image: RGB.
-        patch_size: of the backbone.
+        encoder: for which it is resized.
         settings: what counts as an object.
         whole: (height, width) of the image before it was reduced.
     """
     height, width = whole or image.shape[1:]
-    pixels = resize_image(image, encoded_size(height, width, patch_size, settings.size), "bicubic").contiguous()
+    pixels = resize_image(image, _size(encoder, height, width, settings), "bicubic").contiguous()
     digest = hashlib.sha256(f"{tuple(pixels.shape)}".encode() + pixels.numpy().tobytes()).digest()
     return PreparedImage(pixels, height, width, int.from_bytes(digest[:8], "little"))
+
+
+def _size(encoder: PatchEncoder, height: int, width: int, settings: ObjectSettings) -> tuple[int, int]:
+    if encoder.image_size is not None:
+        return encoder.size(height, width)
+    return encoded_size(height, width, encoder.patch_size, settings.size)
 
 
 def encoded_size(height: int, width: int, patch_size: int, size: int | None) -> tuple[int, int]:
@@ -225,7 +231,7 @@ def extract_objects(
         [((0, 0, 40, 64), 2560), ((40, 0, 64, 64), 1536)]
     """
     settings = settings or ObjectSettings()
-    prepared = [prepare_image(image, encoder.patch_size, settings) for image in images]
+    prepared = [prepare_image(image, encoder, settings) for image in images]
     return extract_prepared(encoder, prepared, settings, device=device)
 
 

@@ -219,7 +219,7 @@ def _read_all(
     """Read files ahead, in order."""
 
     def read(one: _Work) -> _Read:
-        return _read(Path(files.folder) / one.path, one, files.max_pixels, encoder.patch_size, settings)
+        return _read(Path(files.folder) / one.path, one, files.max_pixels, encoder, settings)
 
     # Threads: what decodes and resizes lets others run, and LanceDB does not survive a fork.
     pool = ThreadPoolExecutor(threads)
@@ -235,7 +235,7 @@ def _read_all(
         pool.shutdown(cancel_futures=True)
 
 
-def _read(path: Path, work: _Work, max_pixels: int, patch_size: int, settings: ObjectSettings) -> _Read:
+def _read(path: Path, work: _Work, max_pixels: int, encoder: PatchEncoder, settings: ObjectSettings) -> _Read:
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -244,7 +244,7 @@ def _read(path: Path, work: _Work, max_pixels: int, patch_size: int, settings: O
     if work.before is not None and work.before.sha256 == sha256:
         return _Read(work, sha256)
     try:
-        prepared = read_prepared(EncodedImage(work.path, content), patch_size, settings, max_pixels=max_pixels)
+        prepared = read_prepared(EncodedImage(work.path, content), encoder, settings, max_pixels=max_pixels)
     except TooManyPixels as error:  # the limit's doing, which may be raised
         return _Read(work, sha256, error=error.reason, passing=True)
     except UnreadableImage as error:

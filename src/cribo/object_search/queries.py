@@ -115,7 +115,7 @@ def make_query(database: ObjectDatabase, image: str, place: QueryPlace, open_enc
         return Query(path, indexed, pixels, _object_regions(objects, place, str(path)))
     encoder, device = open_encoder()
     settings = database.info.settings
-    [found] = extract_prepared(encoder, [read_prepared(path, encoder.patch_size, settings)], settings, device=device)
+    [found] = extract_prepared(encoder, [read_prepared(path, encoder, settings)], settings, device=device)
     if place.box is None:
         return Query(path, indexed, pixels, _object_regions(list(found.objects), place, str(path)))
     name = "box " + ",".join(map(str, place.box))

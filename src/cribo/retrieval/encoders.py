@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from cribo.arguments import ConfigError
 from cribo.models import Backbone, evaluation_mode, load_backbone, normalise
+from cribo.retrieval.patches import grid_size
 from cribo.retrieval.source import MEAN_COLOUR, BackboneSource, backbone_name
 
 _MEAN_COLOUR_PATCH = 16
@@ -27,12 +28,19 @@ class PatchEncoder:
         patch_size: pixels; H and W are multiples of it.
         identity: what tells this encoder from all others, for the cache on disk; None keeps it out of the cache.
         blocks: numbers, from 1, of the blocks whose features are concatenated in the D channels.
+        image_size: H and W of a network that takes images of this size alone; None for others.
     """
 
     encode: Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "b n d"]]
     patch_size: int
     identity: str | None = None
     blocks: tuple[int, ...] = (1,)
+    image_size: int | None = None
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """The (height, width) in pixels at which to encode an image: whole patches, or the network's only size."""
+        own = None if self.image_size is None else (self.image_size, self.image_size)
+        return grid_size(height, width, self.patch_size, own)
 
     def grids(
         self, pixels: UInt8[Tensor, "b 3 h w"], device: torch.device | str = "cpu"
@@ -66,7 +74,8 @@ def backbone_encoder(backbone: Backbone, *, layers: int = 1) -> PatchEncoder:
             return backbone.encode(normalise(images, mean=backbone.mean, std=backbone.std), layers).tokens
 
     blocks = tuple(range(backbone.depth - layers + 1, backbone.depth + 1))
-    return PatchEncoder(encode, backbone.patch_size, f"{backbone.fingerprint()}-{layers}", blocks)
+    image_size = None if backbone.takes_any_size else backbone.image_size
+    return PatchEncoder(encode, backbone.patch_size, f"{backbone.fingerprint()}-{layers}", blocks, image_size)
 
 
 def blocks_encoder(backbone: Backbone, blocks: Sequence[int]) -> PatchEncoder:
@@ -91,7 +100,7 @@ def blocks_encoder(backbone: Backbone, blocks: Sequence[int]) -> PatchEncoder:
         return features[:, :, [block - chosen[0] for block in chosen]].flatten(2)
 
     identity = f"{last.identity}-blocks-{'-'.join(map(str, chosen))}"
-    return PatchEncoder(encode, backbone.patch_size, identity, chosen)
+    return dataclasses.replace(last, encode=encode, identity=identity, blocks=chosen)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cribo.models import Backbone
 from cribo.retrieval.encoders import PatchEncoder, backbone_encoder, blocks_encoder
-from cribo.retrieval.patches import grid_size, resize_image, window_starts
+from cribo.retrieval.patches import resize_image, window_starts
 from cribo.segmentation.fitting import block_sets
 from cribo.segmentation.settings import SegmentationSettings
 
@@ -76,7 +76,7 @@ class GridEncoder:
     def size(self, height: int, width: int) -> tuple[int, int]:
         """The (height, width) in pixels at which an image is encoded, a whole number of patches."""
         factor = self.settings.factor(height, width)
-        return grid_size(round(height * factor), round(width * factor), self.encoder.patch_size)
+        return self.encoder.size(round(height * factor), round(width * factor))
 
     @torch.no_grad()
     def encode(
