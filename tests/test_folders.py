@@ -49,9 +49,9 @@ def test_other_contents_are_never_replaced(tmp_path: Path, content: str | None, 
     if content is not None:
         (tmp_path / MARKER).write_text(content)
     before = files(tmp_path)
-    for choices in ({"overwrite": True}, {"overwrite": True, "resume": True}):
+    for resume in (False, True):
         with pytest.raises(FolderError, match=said):
-            ResultFolder(tmp_path, "search", **choices)
+            ResultFolder(tmp_path, "search", overwrite=True, resume=resume)
     with pytest.raises(FolderError, match="exists already"):
         ResultFolder(tmp_path, "search", resume=True)
     assert files(tmp_path) == before

@@ -14,7 +14,10 @@ from cribo.retrieval import PCAColours
 
 
 def run(command: Callable[[], object], *words: str) -> int:
-    return guarded("cribo test", lambda words: command(), list(words), less_memory="lower --size")
+    def called(words: list[str]) -> None:
+        command()
+
+    return guarded("cribo test", called, list(words), less_memory="lower --size")
 
 
 def missing() -> None:

@@ -138,8 +138,6 @@ def _native(backbone: Backbone, transformers: Any) -> Any | None:
         "hidden_act": activation,
     }
     build = _as_dinov3 if isinstance(network, Eva) else _as_dinov2
-    if build is _as_dinov3 and not hasattr(transformers, "DINOv3ViTModel"):  # older than 4.56
-        return None
     try:
         model, naming, state = build(backbone, common, transformers)
         own = {key: value for key, value in model.state_dict().items() if not key.endswith("mask_token")}
