@@ -81,7 +81,7 @@ def parts_of(encoder: PatchEncoder, paths: Sequence[str], settings: ObjectSettin
     begun = time.perf_counter()
     images = [read_image(path) for path in paths]
     read = time.perf_counter()
-    prepared = [prepare_image(image, encoder.patch_size, settings) for image in images]
+    prepared = [prepare_image(image, encoder, settings) for image in images]
     resized = time.perf_counter()
     for image in prepared:
         encoder.encode(image.pixels[None].float().div_(255))

@@ -73,6 +73,7 @@ def test_places_that_cannot_be_exchanged_are_refused_before_any_work(
     for link in ("link", "dangling"):
         with pytest.raises(FolderError, match=f"{link} is a symbolic link"):
             ResultFolder(tmp_path / link, "search", overwrite=True)
+    assert ResultFolder(tmp_path / "link", "search", resume=True).resumes  # nothing is exchanged
     (folder / "below").mkdir()
     for current, out in ((folder, "."), (folder / "below", ".."), (folder, folder)):
         monkeypatch.chdir(current)

@@ -69,35 +69,22 @@ class ResultFolder:
             _require_writable(path.parent if numbered else path)
             if numbered:
                 return
-            self._require_ordinary(inputs)
-            if not path.exists() or not any(path.iterdir()):
-                return
+            _require_outside(path, inputs)
             found = _kind_in(path)
             legacy = found is None and known_by is not None and (path / known_by).is_file()
             self.resumes = resume and (found == kind or legacy)
-            self.replaces = not self.resumes and overwrite
+            if not self.resumes:
+                _require_replaceable(path)
+            if self.resumes or not path.exists() or not any(path.iterdir()):
+                return
+            self.replaces = overwrite
         except OSError as error:
             raise _not_writable(path, error) from error
-        if not self.resumes and not overwrite:
+        if not overwrite:
             raise FolderError(f"{path} exists already: {advice}")
-        if self.replaces and found != kind:
+        if found != kind:
             why = f"has no {MARKER}: not created by cribo" if found is None else f"is of another kind, {found}"
             raise FolderError(f"{path} {why}, refusing to replace it with results of the kind {kind}")
-
-    def _require_ordinary(self, inputs: Iterable[str | os.PathLike[str] | None]) -> None:
-        path = self.path
-        if path.is_symlink():
-            raise FolderError(
-                f"{path} is a symbolic link, which would be replaced: give the folder itself, {path.resolve()}"
-            )
-        whole = path.resolve()
-        if Path.cwd().is_relative_to(whole):
-            raise FolderError(f"{path} contains the current folder, which cannot be replaced: choose a folder in it")
-        if whole.is_mount():
-            raise FolderError(f"{path} is a mounted volume, which cannot be replaced: choose a folder in it")
-        for given in filter(None, inputs):
-            if Path(given).expanduser().resolve().is_relative_to(whole):
-                raise FolderError(f"the input {given} lies in the folder for results, {path}: choose another --out")
 
     def create(self, write: Callable[[Path], object] = lambda folder: None) -> Path:
         """Write the folder, and put it in place when it is complete.
@@ -135,13 +122,31 @@ def _kind_in(folder: Path) -> str | None:
         return None
 
 
+def _require_outside(path: Path, inputs: Iterable[str | os.PathLike[str] | None]) -> None:
+    for given in filter(None, inputs):
+        place = Path(given).expanduser()
+        if place.exists() and place.resolve().is_relative_to(path.resolve()):
+            raise FolderError(f"the input {given} lies in the folder for results, {path}: choose another --out")
+
+
+def _require_replaceable(path: Path) -> None:
+    """Refuse places that cannot be exchanged for another folder."""
+    if path.is_symlink():
+        raise FolderError(
+            f"{path} is a symbolic link, which would be replaced: give the folder itself, {path.resolve()}"
+        )
+    if Path.cwd().is_relative_to(path.resolve()):
+        raise FolderError(f"{path} contains the current folder, which cannot be replaced: choose a folder in it")
+    if path.resolve().is_mount():
+        raise FolderError(f"{path} is a mounted volume, which cannot be replaced: choose a folder in it")
+    _require_writable(path.parent)
+
+
 def _require_writable(path: Path) -> None:
-    """Raise an error if neither a folder nor the one around it can be written to."""
+    """Refuse a folder that cannot be written to, or created."""
     for folder in (path, *path.parents):
         if folder.is_dir():
             _try_writing(folder)
-            if folder == path and path.name:
-                _try_writing(path.parent)
             return
         if folder.exists():
             raise FolderError(f"{folder} is a file, not a folder: choose another --out")
