@@ -52,7 +52,7 @@ def test_label_maps_equal_their_files(tmp_path: Path) -> None:
     grey, palette = Image.fromarray(values), Image.fromarray(values).convert("P")
     palette.putpalette([0, 0, 0, 9, 9, 9, 30, 30, 30])
     for kind, image in (("grey", grey), ("palette", palette)):
-        image.save(tmp_path / f"{kind}.png", **({"bits": 8} if kind == "palette" else {}))
+        image.save(tmp_path / f"{kind}.png", bits=8)
         from_file, from_image = open_labels(tmp_path / f"{kind}.png"), open_labels(image)
         assert torch.equal(from_image.labels, from_file.labels)
         assert from_image.labels.tolist() == values.tolist()
