@@ -15,8 +15,8 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
 
 from cribo.data import LabelledImages, LabelledSubset, open_segmentation
-from cribo.evaluation import dense_nn, protocol_settings
-from cribo.evaluation.results import iou
+from cribo.evaluation import DenseNN, dense_nn
+from cribo.evaluation.scores import iou
 from cribo.models import build_backbone
 from cribo.retrieval import backbone_encoder
 
@@ -61,9 +61,7 @@ def main() -> None:
     opened = (open_segmentation("camvid", CAMVID, split) for split in ("train", "val"))
     memory, queries = (LabelledSubset(s, [n * len(s) // IMAGES for n in range(IMAGES)]) for s in opened)
     encoder = backbone_encoder(build_backbone("vit_tiny_patch16_224").eval())
-    settings = protocol_settings(
-        "hummingbird", PATCH, memory.classes, ratios=(1,), size=(SIDE, SIDE), augmentations=0, neighbours=NEIGHBOURS
-    )
+    settings = DenseNN(protocol="hummingbird", ratios=(1,), size=(SIDE, SIDE), augmentations=0, neighbours=NEIGHBOURS)
     print(f"ours                        {dense_nn(encoder, memory, queries, settings).scores[0].miou:.6f}")
     for name, rounding in (("centres", InterpolationMode.NEAREST_EXACT), ("corners", InterpolationMode.NEAREST)):
         print(f"plain, labels by {name}    {plain(encoder.encode, memory, queries, rounding):.6f}")

@@ -26,7 +26,7 @@ from cribo.allocator import keep_freed_memory
 from cribo.data import LabelledSubset
 from cribo.data.randomness import keyed_generator
 from cribo.evaluation.data import spread
-from cribo.evaluation.results import calibration_error, iou
+from cribo.evaluation.scores import calibration_error, iou
 from cribo.models import Backbone, build_backbone, load_backbone
 from cribo.retrieval import PatchEncoder
 from cribo.segmentation import Example, SegmentationMemory, SegmentationSettings, probe_encoder

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from cribo.data.scenes import Scenes
-from cribo.evaluation import DenseNNSettings, dense_nn
+from cribo.evaluation import DenseNN, dense_nn
 from cribo.retrieval import PatchEncoder, mean_colour_encoder
 
 PATCH = 8
@@ -24,7 +24,7 @@ def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n d"]:
 
 # Labelled images have __len__, load(index) -> (3, h, w), labels(index) -> (h, w), name(index) and classes.
 memory, queries = Scenes(60), Scenes(20, first=60)
-settings = DenseNNSettings(ratios=(1, 8), neighbours=20)
+settings = DenseNN(ratios=(1, 8), neighbours=20)
 encoders = {"random convolution": PatchEncoder(encode, PATCH), "mean colour": mean_colour_encoder(PATCH)}
 torch.set_num_threads(2)
 for name, encoder in encoders.items():

@@ -12,6 +12,7 @@ import pytest
 import cribo
 from cribo.cli import main
 from cribo.cli.evaluate import EVALUATIONS
+from cribo.evaluation.protocol import PROTOCOLS, find_protocol
 
 if TYPE_CHECKING:
     from cribo.pretraining import PretrainConfig
@@ -197,6 +198,7 @@ def test_values_after_the_configuration_override_it_and_the_default_is_quickstar
 
 def test_a_run_prints_its_numbers_and_where_they_are(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["pretrain", "--config", config, "--name", "mine", "--score.root", "scenes", "--score.images", "[4, 2]"]
+    words += ["--score.neighbours", "10"]
     assert main(words) == 0
     said = capsys.readouterr().out
     summary = json.loads(Path("runs/mine/summary.json").read_text())
@@ -234,6 +236,10 @@ def test_the_advice_for_too_little_memory_names_options_that_there_are(
     with pytest.raises(SystemExit):
         main([*command.split(), "--help"])
     known = capsys.readouterr().out
-    module = importlib.import_module(f"cribo.cli.{command.replace(' ', '.').replace('-', '_')}")
-    for option in re.findall(r"--[\w.]+", module.LESS_MEMORY):
+    name = command.removeprefix("evaluate ")
+    if name in PROTOCOLS:
+        advice = find_protocol(name).less_memory
+    else:
+        advice = importlib.import_module(f"cribo.cli.{command.replace(' ', '.')}").LESS_MEMORY
+    for option in re.findall(r"--[\w.]+", advice):
         assert f"{option} " in known

@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import Callback
 
 import cribo
 from cribo.data.scenes import Scenes
-from cribo.evaluation import Machine, dense_nn, protocol_settings
-from cribo.evaluation.dense_neighbours.protocols import Protocol
+from cribo.evaluation import DenseNN, Machine, dense_nn
+from cribo.evaluation.dense_neighbours.protocol import Variant
 from cribo.method import MemoryBank, SelfDistillation, cluster_tokens, cross_view_loss, match_objects, pool_objects
 from cribo.method.views import ViewRecipe, apply_photometric, sample_photometric
 from cribo.models import build_backbone
@@ -118,12 +118,12 @@ def test_search_agrees_with_the_cpu(precision: str):
 
 
 @pytest.mark.parametrize("protocol", ["paper", "hummingbird"])
-def test_dense_retrieval_agrees_with_the_cpu(protocol: Protocol):
+def test_dense_retrieval_agrees_with_the_cpu(protocol: Variant):
     memory, queries = Scenes(20, size=64), Scenes(10, size=64, first=20)
     scores = []
     for device in ("cpu", "cuda"):
         backbone = build_backbone("vit_tiny_patch16_224", args={"depth": 2, "patch_size": 8}, image_size=64).to(device)
-        settings = protocol_settings(protocol, 8, memory.classes, ratios=(1, 4), draws=2, size=(64, 64))
+        settings = DenseNN(protocol=protocol, ratios=(1, 4), draws=2, size=(64, 64))
         encoder, machine = backbone_encoder(backbone), Machine(devices=(device,))
         scores.append(dense_nn(encoder, memory, queries, settings, machine=machine).scores)
     for on_cpu, on_gpu in zip(*scores, strict=True):

@@ -7,6 +7,7 @@ from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cribo.adaptation import AdaptConfig, adapt
+    from cribo.evaluation import evaluate
     from cribo.models import load_backbone
     from cribo.pretraining import load_config, pretrain, resume
     from cribo.segmentation import SegmentationMemory
@@ -17,6 +18,7 @@ __all__ = [
     "SegmentationMemory",
     "__version__",
     "adapt",
+    "evaluate",
     "load_backbone",
     "load_config",
     "pretrain",
@@ -27,6 +29,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         ".adaptation": ("AdaptConfig", "adapt"),
+        ".evaluation": ("evaluate",),
         ".models": ("load_backbone",),
         ".pretraining": ("load_config", "pretrain", "resume"),
         ".segmentation": ("SegmentationMemory",),

@@ -1,6 +1,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,10 +10,9 @@ from rich.console import Console
 
 from cribo.data import SEGMENTATION_SETS
 from cribo.evaluation.comparison import COMPARISON, Comparison, compare
-from cribo.evaluation.data import TrainingDataConfig
 from cribo.evaluation.published import published_beside
 from cribo.evaluation.results import NONE, EvaluationResult, ResultError
-from cribo.evaluation.segmentation.config import LinearConfig, TrainingSettings
+from cribo.evaluation.segmentation.protocol import Linear
 from cribo.files import FolderError
 from cribo.models import build_backbone
 from cribo.retrieval import BackboneSource
@@ -342,10 +342,10 @@ def test_results_of_another_setting_say_why_nothing_stands_beside_them(
 
 @pytest.mark.parametrize("name", ["voc", "ade20k", "coco-stuff", "pascal-context-60"])
 def test_what_linear_segmentation_does_by_itself_is_the_papers_setting(name: str) -> None:
-    config = LinearConfig(BackboneSource("mine"), TrainingDataConfig(name))
     args = {"depth": 2, "embed_dim": 32, "num_heads": 2}
     backbone = build_backbone("vit_tiny_patch16_224", args=args, image_size=32)
-    used = {**TrainingSettings.of(config, backbone).used(), "layers": config.backbone.layers}
+    run: Any = SimpleNamespace(source=BackboneSource("mine"), data=SimpleNamespace(about={"name": name}))
+    used = Linear().for_data(name, backbone).used(run)
     sizes = SEGMENTATION_SETS[name].sizes
     train = "trainaug" if name == "voc" else "train"
     data = {"name": name, "train": train, "train_images": sizes[train], "val_images": sizes["val"]}
@@ -544,8 +544,11 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     a_result().write(tmp_path / "one")
     with pytest.raises(ResultError, match="at least one result to compare, got 0: give folders"):
         compare([])
-    with pytest.raises(ResultError, match="one is given 2 times: give each result once"):
-        compare([tmp_path / "one", tmp_path / "other" / ".." / "one"])
+    a_result().write(tmp_path / "two")
+    with pytest.raises(ResultError, match="one is given 3 times: give each result once"):
+        compare([tmp_path / "one", tmp_path / "two", tmp_path / "other" / ".." / "one", *[tmp_path / "one"]])
+    with pytest.raises(ResultError, match="two is given 2 times: give each result once"):
+        compare([tmp_path / "one", tmp_path / "two", tmp_path / "two"])
     with pytest.raises(ResultError, match="nowhere is not there"):
         compare([tmp_path / "one", tmp_path / "nowhere"])
     with pytest.raises(ResultError, match="names must be 2 different ones, a name for each result, got a, a"):

@@ -8,7 +8,7 @@ import torch
 
 from cribo.data import DataError, colour_map
 from cribo.data.scenes import Scenes
-from cribo.evaluation.data import LabelledDataConfig, TrainingDataConfig, open_splits, open_training_splits
+from cribo.evaluation.data import SegmentationData
 from cribo.evaluation.features import content_hash
 
 
@@ -21,9 +21,9 @@ def own_set(root: str | None, split: str) -> SimpleNamespace:
 
 @pytest.mark.parametrize("limit", [None, 4])
 def test_a_set_of_ones_own_needs_what_the_documentation_says(limit: int | None) -> None:
-    config = TrainingDataConfig(f"{__name__}.own_set", limit=limit)
-    train, train_split, val, val_split = open_training_splits(config)
-    assert (train_split, val_split) == ("train", "val")
+    splits = SegmentationData(f"{__name__}.own_set", limit=limit).open()
+    train, val = splits.train, splits.val
+    assert (splits.about["train"], splits.about["val"]) == ("train", "val")
     assert (len(train), len(val)) == (limit or 10, limit or 10)
     assert train.palette == colour_map(len(train.classes))
     assert train.ignore_index == 255
@@ -34,14 +34,13 @@ def test_a_set_of_ones_own_needs_what_the_documentation_says(limit: int | None) 
 
 def test_images_are_known_by_their_files_also_in_a_part_of_a_set(camvid: Path) -> None:
     whole, part = (
-        open_splits(LabelledDataConfig("camvid", str(camvid), memory="val", limit=limit))[0] for limit in (None, 3)
+        SegmentationData("camvid", str(camvid), train="val", limit=limit).open().train for limit in (None, 3)
     )
     assert [part.name(index) for index in range(3)] == [whole.name(index) for index in (0, 33, 67)]
     assert content_hash(part, 1) == content_hash(whole, 33)
     assert torch.equal(part.labels(1), whole.labels(33))
 
 
-@pytest.mark.parametrize("kind", [LabelledDataConfig, TrainingDataConfig])
-def test_an_unknown_set_is_refused_before_anything_is_opened(kind: type) -> None:
+def test_an_unknown_set_is_refused_before_anything_is_opened() -> None:
     with pytest.raises(DataError, match="there is no segmentation set 'vox'; did you mean 'voc'"):
-        kind("vox", "nowhere")
+        SegmentationData("vox", "nowhere")

@@ -14,7 +14,7 @@ from PIL import Image
 from cribo.data import LabelledFolder, UnreadableImage
 from cribo.evaluation import cache as cache_module
 from cribo.evaluation import features as module
-from cribo.evaluation.cache import FeatureCache
+from cribo.evaluation.cache import FeatureCache, Machine
 from cribo.evaluation.features import (
     EncodedView,
     PatchFeatures,
@@ -78,8 +78,9 @@ PREPARATION = Preparation(SIDE)
 def run(folder: Path, encode: Counting, cache: Path | None = None, **options) -> PatchFeatures:
     encoder = encode.encoder()
     kept = None if cache is None else FeatureCache(cache, encoder)
-    preparation = options.pop("preparation", PREPARATION)
-    return extract_patches(encoder, open_folder(folder), VIEWS, preparation, cache=kept, **options)
+    preparation, precision = options.pop("preparation", PREPARATION), options.pop("precision", "float32")
+    machine = Machine(cache=kept, **options)
+    return extract_patches(encoder, open_folder(folder), VIEWS, preparation, machine=machine, precision=precision)
 
 
 def same(first: PatchFeatures, second: PatchFeatures) -> bool:
@@ -192,7 +193,8 @@ def test_other_precisions_and_encoders_have_their_own(folder: Path, tmp_path: Pa
     half, other = Counting(), Counting()
     assert run(folder, half, tmp_path / "cache", precision="float16").features(VIEWS[0]).dtype == torch.float16
     encoder = other.encoder("another")
-    extract_patches(encoder, open_folder(folder), VIEWS, PREPARATION, cache=FeatureCache(tmp_path / "cache", encoder))
+    machine = Machine(cache=FeatureCache(tmp_path / "cache", encoder))
+    extract_patches(encoder, open_folder(folder), VIEWS, PREPARATION, machine=machine)
     assert (half.images, other.images) == (len(SIZES), len(SIZES))
 
 
@@ -204,7 +206,7 @@ def test_augmented_views_are_cached_by_their_draws(folder: Path, tmp_path: Path)
         encoder = counting.encoder()
         preparation = Preparation(SIDE, (24, 24), "bilinear", seed)
         cache = FeatureCache(tmp_path / "cache", encoder)
-        found = extract_patches(encoder, open_folder(folder), views, preparation, cache=cache)
+        found = extract_patches(encoder, open_folder(folder), views, preparation, machine=Machine(cache=cache))
         return counting.images, found
 
     encoded, first = encode(0)
@@ -278,10 +280,12 @@ def test_images_without_files_are_told_apart_by_their_pixels(tmp_path: Path) -> 
     encoder = PatchEncoder(pool, 4, "counting")
     cache = FeatureCache(tmp_path, encoder)
     views = [EncodedView(0), EncodedView(1), EncodedView(2)]
-    extract_patches(encoder, Coded(maps), views, Preparation(4), cache=cache)
-    extract_patches(encoder, Coded([*maps[::-1]]), views, Preparation(4), cache=cache)
+    extract_patches(encoder, Coded(maps), views, Preparation(4), machine=Machine(cache=cache))
+    extract_patches(encoder, Coded([*maps[::-1]]), views, Preparation(4), machine=Machine(cache=cache))
     assert encode.images == 3
-    extract_patches(encoder, Coded([blocks([0, 1], [2, 3])]), [EncodedView(0)], Preparation(4), cache=cache)
+    extract_patches(
+        encoder, Coded([blocks([0, 1], [2, 3])]), [EncodedView(0)], Preparation(4), machine=Machine(cache=cache)
+    )
     assert encode.images == 4
 
 
@@ -322,7 +326,7 @@ def test_images_that_wait_hold_no_file_open(folder: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/dev/fd").iterdir())) + 30, hard))
     try:
-        found = extract_patches(Counting().encoder(), images, views, PREPARATION, workers=1)
+        found = extract_patches(Counting().encoder(), images, views, PREPARATION, machine=Machine(workers=1))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(found.held) == 60

@@ -20,9 +20,9 @@ from cribo.evaluation.pictures import (
     Curve,
     Panel,
     draw_confusion,
-    draw_curves,
     draw_predictions,
     paint_right_and_wrong,
+    plot_curves,
     varied_values,
     write_pictures,
 )
@@ -250,8 +250,8 @@ def test_shares_of_the_memory_grow_to_the_right() -> None:
 
 def test_curves_stand_at_their_values() -> None:
     curves = [Curve("one", {1: 0.5, 8: 0.4}, {8: 0.01}), Curve("two", {1: 0.3, 64: None}, {}, published=True)]
-    figure = draw_curves(curves, title="A", metric="miou", varies="ratio", values=[64, 8, 1])
-    (axes,) = figure.axes
+    axes = Figure().subplots()
+    plot_curves(axes, curves, metric="miou", varies="ratio", values=[64, 8, 1])
     drawn = [bars.lines[0].get_xydata() for bars in axes.containers if isinstance(bars, ErrorbarContainer)]
     np.testing.assert_allclose(np.asarray(drawn[0]), [[1, 40], [2, 50]])
     np.testing.assert_allclose(np.asarray(drawn[1]), [[2, 30]])
@@ -263,8 +263,8 @@ def test_curves_stand_at_their_values() -> None:
 
 def test_one_value_is_drawn_as_bars() -> None:
     curves = [Curve("one", {1: 0.5}, {}), Curve("two", {1: 0.3}, {}, published=True), Curve("three", {}, {})]
-    figure = draw_curves(curves, title="A", metric="miou", varies="ratio", values=[1])
-    (axes,) = figure.axes
+    axes = Figure().subplots()
+    plot_curves(axes, curves, metric="miou", varies="ratio", values=[1])
     assert [bar.get_width() for bar in axes.patches if isinstance(bar, Rectangle)] == [50, 30, 0]
     assert [text.get_text() for text in axes.texts] == ["50.0", "30.0", "-"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["one", "two", "three"]

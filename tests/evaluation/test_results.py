@@ -12,12 +12,12 @@ from cribo.evaluation.results import (
     RESULTS,
     EvaluationResult,
     ResultError,
-    iou,
     percent,
     read_result,
     result_tables,
     versions,
 )
+from cribo.evaluation.scores import iou
 from cribo.files import FolderError
 
 

@@ -43,7 +43,15 @@ def a_folder(root: Path, count: int = 16) -> Path:
 @pytest.fixture(scope="module")
 def whole_run(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[PretrainConfig, Any]:
     """A run with everything on, pictures included."""
-    config = tiny({"score.root": "scenes", "score.images": (6, 3), "score.every_epochs": 1, "runtime.log_every": 2})
+    config = tiny(
+        {
+            "score.root": "scenes",
+            "score.images": (6, 3),
+            "score.neighbours": 10,
+            "score.every_epochs": 1,
+            "runtime.log_every": 2,
+        }
+    )
     return config, pretrain(config, out=tmp_path_factory.mktemp("out"), name="run")
 
 

@@ -1,22 +1,87 @@
-"""Batch norms of an untrained network, which is the baseline of a score."""
+"""The score during training is the dense retrieval of `cribo evaluate`."""
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from cribo.data.scenes import Scenes
-from cribo.models import build_backbone
-from cribo.pretraining.score import calibrated
+from cribo.evaluation import DenseNN, EvaluationRuntime, SegmentationData, evaluate
+from cribo.evaluation.data import Splits
+from cribo.evaluation.runner import calibrate_batch_norms
+from cribo.models import build_backbone, save_backbone
+from cribo.pretraining.score import RetrievalScore
+from cribo.retrieval import BackboneSource
 
 
-@pytest.mark.parametrize("needed", [True, False])
-def test_batch_norms_are_calibrated_for_the_score_alone(needed: bool) -> None:
+def scenes(root: str | None, split: str) -> Scenes:
+    return Scenes(8, size=64) if split == "train" else Scenes(4, size=64, first=8)
+
+
+def scorer(ratio: int = 1, size: tuple[int, int] | None = None) -> RetrievalScore:
+    config: Any = SimpleNamespace(
+        score=SimpleNamespace(memory_ratio=ratio, neighbours=5, size=size), backbone=SimpleNamespace(pretrained=None)
+    )
+    metrics: Any = SimpleNamespace(add=lambda *_: None)
+    return RetrievalScore(Splits(scenes(None, "train"), scenes(None, "val"), "score"), config, metrics)
+
+
+def miou(source: str | BackboneSource, ratio: int, tmp_path: Path) -> float:
+    runtime = EvaluationRuntime(devices=("cpu",), workers=0, cache="none")
+    data = SegmentationData(f"{__name__}.scenes")
+    result, _ = evaluate(DenseNN(ratios=(ratio,), neighbours=5), source, data, runtime, out=tmp_path / "out")
+    return result.results[0]["miou"]
+
+
+def taken(score: RetrievalScore, backbone: Any, step: int) -> float:
+    module: Any = SimpleNamespace(objective=SimpleNamespace(exported=lambda: backbone), device=torch.device("cpu"))
+    trainer: Any = SimpleNamespace(
+        global_step=step, strategy=SimpleNamespace(reduce_boolean_decision=lambda decision: decision)
+    )
+    score._take(trainer, module)
+    return score.curve[-1][1]
+
+
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_a_network_is_scored_as_by_the_command(tmp_path: Path, ratio: int) -> None:
+    backbone = build_backbone("test_resnet", seed=0)
+    save_backbone(backbone, tmp_path / "run")
+    assert taken(scorer(ratio), backbone.train(), step=7) == miou(str(tmp_path / "run"), ratio, tmp_path)
+
+
+def test_the_mean_colour_is_scored_as_by_the_command(tmp_path: Path) -> None:
+    module: Any = SimpleNamespace(device=torch.device("cpu"))
+    assert scorer().mean_colour(module) == miou("mean-colour", 1, tmp_path)
+
+
+def test_a_size_that_the_mean_colour_does_not_take_costs_its_score_only(caplog: pytest.LogCaptureFixture) -> None:
+    module: Any = SimpleNamespace(device=torch.device("cpu"))
+    assert scorer(size=(40, 40)).mean_colour(module) is None
+    assert "size must be a multiple of the patch size 16, got 40x40" in caplog.text
+
+
+def test_an_untrained_network_is_scored_as_by_the_command(tmp_path: Path) -> None:
+    untrained = BackboneSource("test_resnet", pretrained=False)
+    assert taken(scorer(), build_backbone("test_resnet", seed=0), step=0) == miou(untrained, 1, tmp_path)
+
+
+def test_batch_norms_are_calibrated_on_images_of_any_size() -> None:
+    class Small(Scenes):
+        def load(self, index: int) -> torch.Tensor:
+            return super().load(index)[:, : 5 + index]
+
+    backbone = build_backbone("test_resnet", seed=0)
+    calibrate_batch_norms(backbone, Small(3, size=16))
+    means = [value.abs().sum() for name, value in backbone.named_buffers() if name.endswith("running_mean")]
+    assert all(mean > 0 for mean in means)
+
+
+def test_batch_norms_of_an_untrained_network_are_calibrated_for_the_score_alone() -> None:
     backbone = build_backbone("test_resnet", seed=0).train()
-    before = {name: value.clone() for name, value in backbone.state_dict().items()}
-    image = torch.randn(1, 3, 64, 64)
-    plain = backbone.eval().encode(image).tokens
-    with calibrated(backbone.train(), Scenes(3, size=64), "cpu", needed=needed):
-        means = [value.abs().sum() for name, value in backbone.named_buffers() if name.endswith("running_mean")]
-        assert all(mean > 0 for mean in means) == needed
-        assert torch.equal(backbone.eval().encode(image).tokens, plain) != needed
+    before = copy.deepcopy(backbone.state_dict())
+    calibrated, plain = taken(scorer(), backbone, step=0), taken(scorer(), backbone, step=7)
+    assert calibrated != plain
     assert all(torch.equal(value, before[name]) for name, value in backbone.state_dict().items())
-    assert torch.equal(backbone.eval().encode(image).tokens, plain)

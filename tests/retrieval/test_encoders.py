@@ -8,9 +8,10 @@ from cribo.models import build_backbone, normalise, save_backbone
 from cribo.retrieval import BackboneSource, backbone_encoder, backbone_name, mean_colour_encoder
 from cribo.retrieval.encoders import (
     image_encoder,
+    image_encoders,
     mean_colour_backbone,
-    mean_colour_image_encoder,
-    open_image_encoders,
+    open_encoder,
+    open_network,
 )
 
 
@@ -54,14 +55,15 @@ def test_an_image_encoder_gives_the_global_token_and_leaves_the_mode() -> None:
 
 def test_the_mean_colour_of_an_image_is_that_of_its_patches() -> None:
     images = torch.rand(2, 3, 16, 32)
-    found = mean_colour_image_encoder(16).encode(images)
+    found = image_encoder(mean_colour_backbone()).encode(images)
     assert torch.allclose(found, normalise(images).mean(dim=(2, 3)), atol=1e-6)
 
 
 def test_each_device_has_its_own_copy_of_the_network(tmp_path: Path) -> None:
     args = {"depth": 2, "embed_dim": 32, "num_heads": 2}
     save_backbone(build_backbone("vit_tiny_patch16_224", args=args, image_size=32), tmp_path)
-    encoders, about = open_image_encoders(BackboneSource(str(tmp_path)), ["cpu", "cpu"], image_size=32)
+    backbone, about = open_network(BackboneSource(str(tmp_path)))
+    encoders = image_encoders(backbone, ["cpu", "cpu"], image_size=32)
     assert encoders[0].encode is not encoders[1].encode
     assert encoders[0].identity == encoders[1].identity
     images = torch.rand(1, 3, 32, 32)
@@ -73,9 +75,9 @@ def test_image_sizes_that_a_network_does_not_take_are_said(tmp_path: Path) -> No
     args = {"depth": 1, "embed_dim": 48, "num_heads": 2}
     save_backbone(build_backbone("samvit_base_patch16", args=args, image_size=64), tmp_path)
     with pytest.raises(ConfigError, match="takes images of 64 x 64 pixels only, got crop 80: give crop 64"):
-        open_image_encoders(BackboneSource(str(tmp_path)), ["cpu"], image_size=80)
+        image_encoders(open_network(BackboneSource(str(tmp_path)))[0], ["cpu"], image_size=80)
     with pytest.raises(ConfigError, match=r"crop must be a multiple of 16, .* got 70: give 64"):
-        open_image_encoders(BackboneSource(str(tmp_path)), ["cpu"], image_size=70)
+        image_encoders(open_network(BackboneSource(str(tmp_path)))[0], ["cpu"], image_size=70)
 
 
 def test_names_of_backbones(tmp_path: Path) -> None:
@@ -87,7 +89,7 @@ def test_names_of_backbones(tmp_path: Path) -> None:
     assert backbone_name(BackboneSource("resnet50", pretrained=False)) == "resnet50-random"
 
 
-def test_the_mean_colour_as_a_network_is_the_encoder() -> None:
-    images = torch.rand(2, 3, 32, 48)
-    found = backbone_encoder(mean_colour_backbone()).encode(images)
-    assert torch.allclose(found, mean_colour_encoder(16).encode(images), atol=1e-6)
+def test_databases_know_the_mean_colour_by_its_name() -> None:
+    encoder, about = open_encoder(BackboneSource("mean-colour"), "cpu")
+    assert (encoder.identity, about["name"]) == ("mean-colour-16", "mean-colour")
+    assert mean_colour_encoder(8).identity == "mean-colour-8"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize, one_hot
 
-from cribo.evaluation.results import calibration_error
+from cribo.evaluation.scores import calibration_error
 from cribo.segmentation.fitting import (
     PENALTY,
     Choice,

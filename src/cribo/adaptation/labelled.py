@@ -14,7 +14,7 @@ from cribo.arguments import ConfigError
 from cribo.data import LabelledFolder, LabelledImages, open_segmentation
 from cribo.data.randomness import keyed_generator
 from cribo.evaluation.data import spread
-from cribo.evaluation.results import iou
+from cribo.evaluation.scores import iou
 from cribo.models import Backbone
 from cribo.retrieval.patches import grid_counts, labels_in_memory, majority_label
 from cribo.retrieval.search import TensorKeys, nearest

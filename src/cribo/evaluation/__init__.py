@@ -1,66 +1,69 @@
-"""The field's evaluation protocols on labelled images, one folder each, and one format for their results."""
+"""The field's evaluation protocols on labelled images, the runner of all, and one format for their results."""
 
 from typing import TYPE_CHECKING
 
 from cribo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from cribo.evaluation.cache import FeatureCache
-    from cribo.evaluation.comparison import Comparison, compare
-    from cribo.evaluation.data import LabelledDataConfig
-    from cribo.evaluation.dense_neighbours.config import DenseNNConfig
-    from cribo.evaluation.dense_neighbours.protocols import DenseNNSettings, protocol_settings
-    from cribo.evaluation.dense_neighbours.retrieval import DenseRetrieval, RatioScore, dense_nn, draw_images
-    from cribo.evaluation.dense_neighbours.run import evaluate_dense_nn
-    from cribo.evaluation.image_neighbours.config import ImageDataConfig, ImageNNConfig
-    from cribo.evaluation.image_neighbours.retrieval import ImageRetrieval, image_nn
-    from cribo.evaluation.image_neighbours.run import evaluate_image_nn
-    from cribo.evaluation.image_neighbours.settings import ImageNNSettings
-    from cribo.evaluation.machine import Machine
+    from cribo.evaluation.cache import Machine
+    from cribo.evaluation.comparison import compare
+    from cribo.evaluation.data import ImageData, SegmentationData, Splits
+    from cribo.evaluation.dense_neighbours.protocol import DenseNN
+    from cribo.evaluation.dense_neighbours.retrieval import dense_nn
+    from cribo.evaluation.detection.protocol import Detection, DetectionData
+    from cribo.evaluation.image_neighbours.protocol import ImageNN
+    from cribo.evaluation.image_neighbours.retrieval import image_nn
+    from cribo.evaluation.protocol import Outcome, Protocol
     from cribo.evaluation.results import EvaluationResult, read_result
-    from cribo.evaluation.runtime import EvaluationRuntime
+    from cribo.evaluation.runner import Run, evaluate
+    from cribo.evaluation.runtime import EvaluationRuntime, TrainingRuntime
+    from cribo.evaluation.scores import iou
+    from cribo.evaluation.segmentation.protocol import FinetunedSegmenter, Linear
+    from cribo.evaluation.segmentation.trained import load_segmenter
 
 __all__ = [
-    "Comparison",
-    "DenseNNConfig",
-    "DenseNNSettings",
-    "DenseRetrieval",
+    "DenseNN",
+    "Detection",
+    "DetectionData",
     "EvaluationResult",
     "EvaluationRuntime",
-    "FeatureCache",
-    "ImageDataConfig",
-    "ImageNNConfig",
-    "ImageNNSettings",
-    "ImageRetrieval",
-    "LabelledDataConfig",
+    "FinetunedSegmenter",
+    "ImageData",
+    "ImageNN",
+    "Linear",
     "Machine",
-    "RatioScore",
+    "Outcome",
+    "Protocol",
+    "Run",
+    "SegmentationData",
+    "Splits",
+    "TrainingRuntime",
     "compare",
     "dense_nn",
-    "draw_images",
-    "evaluate_dense_nn",
-    "evaluate_image_nn",
+    "evaluate",
     "image_nn",
-    "protocol_settings",
+    "iou",
+    "load_segmenter",
     "read_result",
 ]
 
 __getattr__ = lazy_names(
     __name__,
     {
-        ".cache": ("FeatureCache",),
-        ".comparison": ("Comparison", "compare"),
-        ".data": ("LabelledDataConfig",),
-        ".dense_neighbours.config": ("DenseNNConfig",),
-        ".dense_neighbours.protocols": ("DenseNNSettings", "protocol_settings"),
-        ".dense_neighbours.retrieval": ("DenseRetrieval", "RatioScore", "dense_nn", "draw_images"),
-        ".dense_neighbours.run": ("evaluate_dense_nn",),
-        ".image_neighbours.config": ("ImageDataConfig", "ImageNNConfig"),
-        ".image_neighbours.retrieval": ("ImageRetrieval", "image_nn"),
-        ".image_neighbours.run": ("evaluate_image_nn",),
-        ".image_neighbours.settings": ("ImageNNSettings",),
-        ".machine": ("Machine",),
+        ".cache": ("Machine",),
+        ".comparison": ("compare",),
+        ".data": ("ImageData", "SegmentationData", "Splits"),
+        ".dense_neighbours.protocol": ("DenseNN",),
+        ".dense_neighbours.retrieval": ("dense_nn",),
+        ".detection.protocol": ("Detection", "DetectionData"),
+        ".image_neighbours.protocol": ("ImageNN",),
+        ".image_neighbours.retrieval": ("image_nn",),
+        ".protocol": ("Outcome", "Protocol"),
         ".results": ("EvaluationResult", "read_result"),
-        ".runtime": ("EvaluationRuntime",),
+        ".runner": ("Run", "evaluate"),
+        ".runtime": ("EvaluationRuntime", "TrainingRuntime"),
+        ".scores": ("iou",),
+        ".segmentation.protocol": ("FinetunedSegmenter", "Linear"),
+        ".segmentation.trained": ("load_segmenter",),
     },
 )

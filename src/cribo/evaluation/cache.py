@@ -1,21 +1,24 @@
-"""Features on disk: computed once, found again by whose they are and of what."""
+"""Features on disk, found again by their encoder, images and preparation."""
 
 import hashlib
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import timm
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from cribo.files import write_json, write_whole
 from cribo.retrieval.choices import FeaturePrecision
 from cribo.retrieval.search import available_memory
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
-"""In which features are kept."""
+"""The types that features are stored in."""
 
 # Raised when the same backbone and image would give other features than before.
 _CACHE_VERSION = 1
@@ -23,7 +26,7 @@ _ABOUT = "about.json"
 
 
 class Encoder(Protocol):
-    """What gives features."""
+    """Something that gives features."""
 
     @property
     def identity(self) -> str | None:
@@ -34,14 +37,13 @@ class Encoder(Protocol):
 class FeatureCache:
     """Features on disk, under names that tell encoder, images and preparation apart.
 
-    A file is there whole or not at all, and its name says what must be in it: two processes may fill one cache
-    at once, and one that was cut short goes on where it stopped. Nothing has to be cleared when weights, images
-    or sizes change: what is not asked for any more is only not read any more.
+    Files are written atomically and never change: several processes may fill one cache at once, and an interrupted
+    one continues. Nothing needs clearing when weights, images or sizes change; files no longer asked for are not read.
 
     Args:
-        folder: made when the first features are written.
+        folder: created with the first features.
         encoder: whose features.
-        about: what a person who finds the folder should know about it.
+        about: facts about the encoder, for people who look into the folder.
 
     Raises:
         ValueError: an encoder without identity.
@@ -56,19 +58,19 @@ class FeatureCache:
         self._about = {"encoder": encoder.identity, "timm": timm.__version__, **(about or {})}
 
     def path(self, content: str, preparation: str, precision: FeaturePrecision) -> Path:
-        """Where the features of what has that content stand."""
+        """Return the file for the features of images with this content."""
         name = hashlib.sha256(f"{content} {preparation} {precision}".encode()).hexdigest()
         return self.folder / name[:2] / f"{name[2:34]}.npy"
 
     def read(self, path: Path) -> np.ndarray | None:
-        """The (N, D) features in a file, None if it is not there or damaged."""
+        """Return the (N, D) features in a file, None if it does not exist or is damaged."""
         try:
             return np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError):  # shorter than its header says, or no array
             return None
 
     def write(self, path: Path, features: np.ndarray) -> None:
-        """Keep features.
+        """Store features.
 
         Raises:
             ValueError: the folder cannot be written, or is full.
@@ -91,12 +93,51 @@ class FeatureCache:
             ) from error
 
 
+@dataclass
+class Machine:
+    """Resources of an evaluation that does not train; the result does not depend on them beyond rounding.
+
+    Args:
+        devices: the search is shared among them.
+        batch_size: images encoded at once, if they have the same size.
+        workers: processes that read images.
+        memory_gib: what the search may use on each device; half of the free memory if None.
+        cache: stores features; None keeps them in memory.
+    """
+
+    devices: tuple[str, ...] = ("cpu",)
+    batch_size: int = 16
+    workers: int = 0
+    memory_gib: float | None = None
+    cache: FeatureCache | None = None
+
+    @property
+    def budget(self) -> int:
+        """Bytes that a search may use on each device."""
+        if self.memory_gib is not None:
+            return int(self.memory_gib * 2**30)
+        return min(available_memory(device) for device in self.devices) // 2
+
+
+def store(rows: Float[Tensor, "n d"], path: Path | None, cache: FeatureCache | None) -> Tensor | Path:
+    """Write features to the cache and return their path; without a cache, return a copy of them."""
+    if cache is None or path is None:
+        return rows.clone()  # a view of the batch would keep all of it alive
+    cache.write(path, rows.numpy())
+    return path
+
+
+def stored(held: Tensor | Path) -> Float[Tensor, "n d"]:
+    """Return features that `store` has stored."""
+    return held if isinstance(held, Tensor) else torch.from_numpy(np.load(held, allow_pickle=False))
+
+
 def require_room(needed: float, cache: FeatureCache | None) -> None:
-    """Refuse features that will not fit where they are to be kept.
+    """Check that features fit where they are to be stored.
 
     Args:
         needed: bytes.
-        cache: that keeps them; None for memory.
+        cache: that stores them; None for memory.
 
     Raises:
         ValueError: they do not fit.

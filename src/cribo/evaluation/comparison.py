@@ -1,4 +1,4 @@
-"""Results side by side: where their settings differ, which classes do, and what is published of the same setting."""
+"""Comparison of results: their metrics, the settings and classes that differ, and published values."""
 
 import dataclasses
 import os
@@ -13,17 +13,16 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.console import Group as Stack
 from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from cribo.drawing import house_style, write_figure
+from cribo.evaluation.data import PLACES
 from cribo.evaluation.pictures import Curve, plot_curves, varied_values
 from cribo.evaluation.published import PublishedFigures, architecture_name, published_beside
 from cribo.evaluation.results import (
     NONE,
     EvaluationResult,
     ResultError,
-    class_metric_title,
+    Section,
     flat,
     metric_title,
     percent,
@@ -35,33 +34,30 @@ from cribo.evaluation.results import (
 from cribo.files import FolderError, write_json, write_text
 
 COMPARISON = "compare.json"
-"""The file that a comparison leaves, and by which its folder is known."""
+"""The file of a comparison, by which its folder is recognised."""
 
 COMPARISON_FORMAT = 1
 
-_BEST_OF = frozenset({"learning_rate"})  # settings of which the best row is what is reported
-_BY_CHANCE = frozenset({"settings.seed", "settings.draws", "settings.precision"})  # change figures by noise only
-_OWN_DATA = frozenset({"data.memory_patches", "data.query_patches"})  # follow from the patch size
-_PLACES = ("data.root", "data.train_annotations", "data.val_annotations")
+_BEST_OF = "learning_rate"  # of which only the best row is reported
+_BY_CHANCE = frozenset({"settings.seed", "settings.draws", "settings.precision"})  # change metrics by noise only
+_FOLLOWS = frozenset({"data.memory_patches", "data.query_patches"})  # follow from the patch size
 _CLASSES = 10  # that differ most
 _TITLE_WIDTH = 90  # characters
-_LEAST_WIDTH = 14  # characters, of a column of names in a narrow terminal
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A result under the name that it has in a comparison."""
+    """A result under its name in a comparison."""
 
     name: str
     result: EvaluationResult
 
     @cached_property
     def points(self) -> dict[Any, dict[str, Any]]:
-        """The rows by the value of the setting in which they differ; the best one alone, by None, if that counts."""
-        rows, varies = self.result.results, self.result.varies
-        if varies in _BEST_OF:
-            return {None: max(rows, key=lambda row: row[self.result.headline] or 0.0)}
-        return {row[varies]: row for row in rows}
+        """Rows by the value of the setting in which they differ; of learning rates the best row only, under None."""
+        if self.result.varies == _BEST_OF:
+            return {None: self.result.best}
+        return {row[self.result.varies]: row for row in self.result.results}
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ class Difference:
 
     Attributes:
         setting: its dotted name, which begins with `settings.` or `data.`.
-        values: of each result; `NONE` where a result does not have it.
+        values: of each result; `NONE` for a result without it.
     """
 
     setting: str
@@ -78,7 +74,7 @@ class Difference:
 
     @property
     def matters(self) -> bool:
-        """Whether figures under these settings are figures of different things."""
+        """Whether metrics under these settings cannot be compared."""
         return self.setting not in _BY_CHANCE
 
     @property
@@ -89,17 +85,29 @@ class Difference:
 
 @dataclass(frozen=True)
 class Group:
-    """Results of one evaluation on one data set, and what is published of the same.
+    """Results of one protocol on one data set, and the published values of the same.
 
     Attributes:
         entries: the results.
-        published: rows that at least one of the results can be compared with.
-        apart: why a result cannot be compared with published figures, by its name; none if nothing is published.
+        published: rows that can be compared with at least one of the results.
+        apart: the reasons why a result cannot be compared with published values, by its name.
     """
 
     entries: list[Entry]
     published: list[PublishedFigures]
     apart: dict[str, list[str]]
+
+    @classmethod
+    def of(cls, entries: list[Entry]) -> "Group":
+        """Find the published values for some results."""
+        found: dict[tuple[str, int], PublishedFigures] = {}
+        apart: dict[str, list[str]] = {}
+        for entry in entries:
+            figures, obstacles = published_beside(entry.result)
+            if obstacles:
+                apart[entry.name] = obstacles
+            found |= {(one.source, id(one.row)): one for one in figures if one.points.keys() & entry.points.keys()}
+        return cls(entries, list(found.values()), apart)
 
     @property
     def first(self) -> EvaluationResult:
@@ -109,13 +117,11 @@ class Group:
     @property
     def values(self) -> list[Any]:
         """The values of the setting in which rows differ."""
-        if self.first.varies in _BEST_OF:
-            return [None]
-        return varied_values([entry.result for entry in self.entries])
+        return [None] if self.first.varies == _BEST_OF else varied_values([entry.result for entry in self.entries])
 
     @cached_property
     def differences(self) -> list[Difference]:
-        """The settings in which the results differ."""
+        """The settings in which the results differ, those of the data last."""
         known = [_comparable(entry.result) for entry in self.entries]
         names = sorted(dict.fromkeys(name for settings in known for name in settings), key=_is_of_data)
         found = [Difference(name, [settings.get(name, NONE) for settings in known]) for name in names]
@@ -123,59 +129,58 @@ class Group:
 
     @property
     def verdict(self) -> str:
-        """What the differences mean for the figures."""
-        matter = [difference.name for difference in self.differences if difference.matters]
-        if matter:
+        """The consequence of the differences."""
+        names = [difference.name for difference in self.differences]
+        if matter := [difference.name for difference in self.differences if difference.matters]:
             return f"These figures are NOT comparable: the results differ in {_listed(matter)}."
-        if self.differences:
-            names = [difference.name for difference in self.differences]
+        if names:
             return f"The results differ in {_listed(names)}, which changes figures by chance or rounding only."
         return ""
 
     def class_differences(self) -> tuple[Any, list[tuple[str, float, float]]]:
-        """Of two results, the classes whose figures (IoU, say) differ most.
+        """Return the classes whose metric differs most between two results.
 
         Returns:
-            the value of the varied setting at which they are compared, the first one that both have, and (class,
-            figure of the first result, figure of the second) from the largest difference on; no class unless there
-            are two results with classes.
+            The value of the varied setting at which they are compared, the first that both results have, and (class,
+            metric of the first result, metric of the second) in descending order of the difference; no classes unless
+            there are two results with classes.
         """
         if len(self.entries) != 2:
             return None, []
         one, other = (entry.points for entry in self.entries)
-        both = [value for value in one if value in other and one[value].get("per_class")]
-        if not both:
+        value = next((value for value in one if value in other and one[value].get("per_class")), NONE)
+        if value == NONE:
             return None, []
-        left, right = one[both[0]]["per_class"], other[both[0]].get("per_class") or {}
-        pairs = [
-            (name, left[name], right[name])
-            for name in self.first.classes
-            if left.get(name) is not None and right.get(name) is not None and left[name] != right[name]
-        ]
-        return both[0], sorted(pairs, key=lambda pair: -abs(pair[1] - pair[2]))[:_CLASSES]
+        left, right = one[value]["per_class"], other[value].get("per_class") or {}
+        pairs = [(name, left.get(name), right.get(name)) for name in self.first.classes]
+        known = [(name, a, b) for name, a, b in pairs if a is not None and b is not None and a != b]
+        return value, sorted(known, key=lambda pair: -abs(pair[1] - pair[2]))[:_CLASSES]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Results side by side, in one group for each evaluation and data set."""
+    """Results side by side, in one group for each protocol and data set."""
 
     groups: list[Group]
 
     def table(self) -> RenderableType:
-        """For a terminal: figures, differing settings and classes of each group."""
+        """Return metrics, differing settings and classes of each group for a terminal."""
         return Stack(*(part for group in self.groups for section in _sections(group) for part in section.rich()))
 
     def markdown(self) -> str:
-        """The same as Markdown, to paste."""
+        """Return the same as Markdown."""
         lines = [line for group in self.groups for section in _sections(group) for line in section.markdown()]
         return "\n".join(lines).strip() + "\n"
 
     def figure(self) -> Figure:
-        """The headline metric of each group against the setting in which rows differ."""
-        heights = [_figure_height(group) for group in self.groups]
+        """Draw the headline metric of each group against the setting in which rows differ."""
+        heights = [
+            4.2 if len(group.values) > 1 else 1.2 + 0.42 * (len(group.entries) + len(group.published))
+            for group in self.groups
+        ]
         figure = Figure(figsize=(9.5, sum(heights)), layout="constrained")
         with house_style():
-            # Each by itself: names to the left of one group's bars would take room from another's curves.
+            # Separate subfigures: the names beside the bars of one group would take space from the curves of another.
             parts = figure.subfigures(len(self.groups), squeeze=False, height_ratios=heights)[:, 0]
             for part, group in zip(parts, self.groups, strict=True):
                 axes = part.subplots()
@@ -185,17 +190,16 @@ class Comparison:
         return figure
 
     def write(self, folder: Path) -> list[Path]:
-        """Write `compare.json`, `compare.md` and `compare.png` into a folder, each whole or not at all.
+        """Write `compare.json`, `compare.md` and `compare.png` into a folder, each atomically.
 
         Raises:
-            FolderError: the folder holds a comparison already.
+            FolderError: the folder has a comparison already.
             OSError: they cannot be written.
         """
-        folder = Path(folder)
-        paths = [folder / COMPARISON, folder / "compare.md", folder / "compare.png"]
-        if there := [path for path in paths if path.exists()]:
-            raise FolderError(f"{there[0]} exists already: choose another folder")
-        folder.mkdir(parents=True, exist_ok=True)
+        paths = [Path(folder) / name for name in (COMPARISON, "compare.md", "compare.png")]
+        if existing := [path for path in paths if path.exists()]:
+            raise FolderError(f"{existing[0]} exists already: choose another folder")
+        Path(folder).mkdir(parents=True, exist_ok=True)
         write_figure(paths[2], self.figure())
         write_text(paths[1], self.markdown())
         write_json(paths[0], {"format": COMPARISON_FORMAT, "groups": [_record(group) for group in self.groups]})
@@ -205,85 +209,57 @@ class Comparison:
 def compare(
     results: Sequence[str | os.PathLike[str] | EvaluationResult], *, names: Sequence[str] | None = None
 ) -> Comparison:
-    """Lay results side by side, with the published figures that they can be compared with.
+    """Compare results with each other, and with published values of the same setting.
 
-    Results of different evaluations, data sets or classes go to different groups. Within a group, settings may
-    differ; the comparison says which do, and what that means.
+    Results of different protocols, data sets or classes go to different groups. Within a group settings may differ; the
+    comparison lists those that do.
 
     Args:
         results: folders of evaluations, their `results.json`, or results.
-        names: of the results; by default that of the backbone, with the folder's where two are alike.
+        names: of the results; by default those of the backbones, with those of the folders where needed.
 
     Raises:
-        ResultError: none is given, one twice, one that cannot be read, or names that do not fit.
+        ResultError: no result, one that is given twice or cannot be read, or names that do not fit.
     """
     if not results:
         raise ResultError("there must be at least one result to compare, got 0: give folders of evaluations")
-    paths = [None if isinstance(given, EvaluationResult) else Path(given).expanduser() for given in results]
-    twice = [path for path, count in Counter(path.resolve() for path in paths if path).items() if count > 1]
-    if twice:
-        raise ResultError(f"{twice[0]} is given {len(twice) + 1} times: give each result once")
+    paths = [None if isinstance(given, EvaluationResult) else Path(given).expanduser().resolve() for given in results]
+    for path, count in Counter(path for path in paths if path).items():
+        if count > 1:
+            raise ResultError(f"{path} is given {count} times: give each result once")
     read = [given if isinstance(given, EvaluationResult) else read_result(given) for given in results]
-    if names is None:
-        names = _names(read, paths)
+    names = _names(read, paths) if names is None else names
     if len(names) != len(read) or len(set(names)) < len(names):
         raise ResultError(f"names must be {len(read)} different ones, a name for each result, got {', '.join(names)}")
     groups: dict[tuple[Any, ...], list[Entry]] = {}
     for name, result in zip(names, read, strict=True):
-        groups.setdefault(_kind(result), []).append(Entry(name, result))
-    return Comparison([_group(entries) for entries in groups.values()])
-
-
-def _kind(result: EvaluationResult) -> tuple[Any, ...]:
-    return (result.evaluation, result.data["name"], result.varies, tuple(result.metrics), tuple(result.classes))
+        kind = result.evaluation, result.data["name"], result.varies, *result.metrics, *result.classes
+        groups.setdefault(kind, []).append(Entry(name, result))
+    return Comparison([Group.of(entries) for entries in groups.values()])
 
 
 def _names(results: Sequence[EvaluationResult], paths: Sequence[Path | None]) -> list[str]:
-    """Names that tell results apart: of the backbone; else with that of the folder; else with a number."""
+    """Names of the backbones, if necessary with those of the folders, or else with numbers."""
     backbones = [result.backbone["name"] for result in results]
-    folders = [_folder_name(path) for path in paths]
-    often = Counter(backbones)
+    folders = ["" if path is None else (path.parent if path.is_file() else path).name for path in paths]
     named = [
-        f"{name} ({folder})" if often[name] > 1 and folder else name
+        f"{name} ({folder})" if backbones.count(name) > 1 and folder else name
         for name, folder in zip(backbones, folders, strict=True)
     ]
-    count, seen = Counter(named), Counter()
-    numbered = []
-    for name in named:
-        seen[name] += 1
-        numbered.append(f"{name} #{seen[name]}" if count[name] > 1 else name)
-    return numbered
-
-
-def _folder_name(path: Path | None) -> str:
-    if path is None:
-        return ""
-    return (path.resolve().parent if path.is_file() else path.resolve()).name
-
-
-def _group(entries: list[Entry]) -> Group:
-    found: dict[tuple[str, int], PublishedFigures] = {}
-    apart: dict[str, list[str]] = {}
-    for entry in entries:
-        figures, obstacles = published_beside(entry.result)
-        if obstacles:
-            apart[entry.name] = obstacles
-        for published in figures:
-            if any(value in entry.points for value in published.points):
-                found[published.source, id(published.row)] = published
-    return Group(entries, list(found.values()), apart)
+    return [
+        f"{name} #{named[: place + 1].count(name)}" if named.count(name) > 1 else name
+        for place, name in enumerate(named)
+    ]
 
 
 def _comparable(result: EvaluationResult) -> dict[str, Any]:
-    """The settings that a figure depends on, beside backbone and varied setting."""
+    """The settings and data that metrics depend on, without the setting in which rows differ."""
     settings = {f"settings.{name}": value for name, value in flat(result.settings)}
-    for name in (result.varies, f"{result.varies}s"):
-        settings.pop(f"settings.{name}", None)
     data = {f"data.{name}": value for name, value in flat(result.data)}
-    if result.data["name"] != "folder":
-        for place in _PLACES:  # where a known set lies does not matter
-            data.pop(place, None)
-    return {**settings, **{name: value for name, value in data.items() if name not in _OWN_DATA}}
+    unimportant = {f"settings.{result.varies}", f"settings.{result.varies}s", *_FOLLOWS}
+    if result.data["name"] != "folder":  # the place of a known set does not matter
+        unimportant |= {f"data.{place}" for place in PLACES}
+    return {name: value for name, value in {**settings, **data}.items() if name not in unimportant}
 
 
 def _is_of_data(name: str) -> bool:
@@ -292,223 +268,130 @@ def _is_of_data(name: str) -> bool:
 
 def _curves(group: Group) -> list[Curve]:
     metric = group.first.headline
-    own = [
-        Curve(
-            entry.name,
-            {value: row[metric] for value, row in entry.points.items()},
-            {v: row[f"{metric}_std"] for v, row in entry.points.items() if row.get(f"{metric}_std") is not None},
-        )
-        for entry in group.entries
-    ]
+    own = [Curve.of(entry.points, metric, entry.name) for entry in group.entries]
     return own + [
         Curve(
-            f"{_method(published)}, {published.row.pretraining} {published.row.epochs} ep. (published)",
-            {value: figures.get(metric) for value, figures in published.points.items() if value in group.values},
+            f"{one.row.method} {one.row.backbone}, {one.row.pretraining} {one.row.epochs} ep. (published)",
+            {value: figures.get(metric) for value, figures in one.points.items() if value in group.values},
             {},
             published=True,
         )
-        for published in group.published
+        for one in group.published
     ]
-
-
-def _figure_height(group: Group) -> float:
-    """Inches; lines have room, bars as many as there are."""
-    return 4.2 if len(group.values) > 1 else 1.2 + 0.42 * (len(group.entries) + len(group.published))
-
-
-def _method(published: PublishedFigures) -> str:
-    return f"{published.row.method} {published.row.backbone}"
 
 
 def _listed(names: Sequence[str]) -> str:
     return " and ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else names[0]
 
 
-# --------------------------------------------------------------- how it is said
+# ---------------------------------------------------------------------- tables
 
 
-@dataclass(frozen=True)
-class _Section:
-    """A table with words above and below, for a terminal or as Markdown.
-
-    Attributes:
-        title: above.
-        header: of the columns; those from `numbers` on are aligned to the right.
-        blocks: of rows, kept apart.
-        notes: below.
-    """
-
-    title: str
-    header: list[str]
-    blocks: list[list[list[str]]]
-    notes: list[str]
-    numbers: int = 1
-
-    def rich(self) -> Iterator[RenderableType]:
-        yield Text(self.title, style="bold")
-        table = Table()
-        for place, name in enumerate(self.header):
-            number = place >= self.numbers
-            longest = max((len(row[place]) for block in self.blocks for row in block), default=0)
-            # Figures stay on a line; where a terminal is narrow, headings break, and names as far as one can read them.
-            table.add_column(
-                Text(name),
-                justify="right" if number else "left",
-                overflow="fold",
-                min_width=longest if number else min(longest, _LEAST_WIDTH),
-            )
-        for block in self.blocks:
-            table.add_section()
-            for row in block:
-                table.add_row(*map(Text, row))
-        yield table
-        yield from (Text(note) for note in (*self.notes, ""))
-
-    def markdown(self) -> Iterator[str]:
-        yield f"**{self.title}**\n"
-        yield _markdown_row(self.header)
-        yield _markdown_row(["--:" if place >= self.numbers else ":--" for place in range(len(self.header))])
-        yield from (_markdown_row(row) for block in self.blocks for row in block)
-        yield ""
-        yield from (f"{note}\n" for note in self.notes)
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
-
-
-def _sections(group: Group) -> list[_Section]:
-    sections = _figures_sections(group)
+def _sections(group: Group) -> Iterator[Section]:
+    first, names = group.first, [entry.name for entry in group.entries]
+    notes = list(_notes(group))
+    if len(group.values) == 1 or len(first.metrics) == 1:
+        columns = [(value, metric) for value in group.values for metric in first.metrics]
+        yield _figures(group, first.title, columns, notes)
+    else:  # one table for each metric, notes below the last
+        for metric in first.metrics:
+            columns = [(value, metric) for value in group.values]
+            last = metric == first.metrics[-1]
+            yield _figures(group, f"{first.title}, {metric_title(metric)}", columns, notes if last else [])
     if group.differences:
-        sections.append(
-            _Section(
-                "Settings that differ",
-                ["setting", *(entry.name for entry in group.entries)],
-                [[[difference.name, *map(setting_value, difference.values)] for difference in group.differences]],
-                [],
-            )
-        )
+        rows = [[difference.name, *map(setting_value, difference.values)] for difference in group.differences]
+        yield Section("Settings that differ", ["setting", *names], [rows])
     value, classes = group.class_differences()
     if classes:
-        at = "" if value is None else f", {varied_title(group.first.varies)} {varied_value(group.first.varies, value)}"
-        sections.append(
-            _Section(
-                f"Classes that differ most, {class_metric_title(group.first.evaluation)} [%]{at}",
-                ["class", *(entry.name for entry in group.entries), "difference"],
-                [[[name, percent(a), percent(b), f"{100 * (b - a):+.1f}"] for name, a, b in classes]],
-                [],
-            )
-        )
-    return sections
+        at = "" if value is None else f", {varied_title(first.varies)} {varied_value(first.varies, value)}"
+        rows = [[name, percent(a), percent(b), f"{100 * (b - a):+.1f}"] for name, a, b in classes]
+        title = f"Classes that differ most, {first.class_metric} [%]{at}"
+        yield Section(title, ["class", *names, "difference"], [rows])
 
 
-def _figures_sections(group: Group) -> list[_Section]:
-    """One table; of several metrics by several values, one for each metric."""
-    metrics, title = group.first.metrics, group.first.title
-    if len(group.values) == 1 or len(metrics) == 1:
-        columns = [(value, metric) for value in group.values for metric in metrics]
-        return [_figures_section(group, title, columns, list(_notes(group)))]
-    tables = [
-        _figures_section(group, f"{title}, {metric_title(metric)}", [(value, metric) for value in group.values], [])
-        for metric in metrics
-    ]
-    return [*tables[:-1], dataclasses.replace(tables[-1], notes=list(_notes(group)))]
+def _figures(group: Group, title: str, columns: Sequence[tuple[Any, str]], notes: list[str]) -> Section:
+    def cells(points: Mapping[Any, Mapping[str, Any]]) -> list[str]:
+        rows = [(points.get(value, {}), metric) for value, metric in columns]
+        return [percent(row.get(metric), row.get(f"{metric}_std")) for row, metric in rows]
 
-
-def _figures_section(group: Group, title: str, columns: Sequence[tuple[Any, str]], notes: list[str]) -> _Section:
-    published = [
-        figures
-        for figures in group.published
-        if any(metric in figures.points.get(value, {}) for value, metric in columns)
-    ]
-    about = ["backbone", "pretraining (epochs)"] if published else ["backbone"]
+    published = [one for one in group.published if set(cells(one.points)) != {NONE}]
     own_rows = [
         [
             entry.name,
             architecture_name(entry.result.backbone) or str(entry.result.backbone.get("architecture") or NONE),
             *([NONE] if published else []),
-            *(_figure(entry.points.get(value, {}), metric) for value, metric in columns),
+            *cells(entry.points),
         ]
         for entry in group.entries
     ]
-    published_rows = [
-        [
-            f"{figures.row.method}{_mark(figures)} (published)",
-            figures.row.backbone,
-            f"{figures.row.pretraining} ({figures.row.epochs})",
-            *(_figure(figures.points.get(value, {}), metric) for value, metric in columns),
-        ]
-        for figures in published
-    ]
+    published_rows = []
+    for one in published:
+        mark = ("†" if one.row.reproduced else "") + ("*" if one.row.taken_from else "")
+        pretraining = f"{one.row.pretraining} ({one.row.epochs})"
+        published_rows.append(
+            [f"{one.row.method}{mark} (published)", one.row.backbone, pretraining, *cells(one.points)]
+        )
+    about = ["backbone", "pretraining (epochs)"] if published else ["backbone"]
     header = ["", *about, *(_column_title(group, value, metric) for value, metric in columns)]
     blocks = [block for block in (own_rows, published_rows) if block]
-    return _Section(title, header, blocks, notes, numbers=1 + len(about))
+    return Section(title, header, blocks, notes, names=1 + len(about))
 
 
 def _column_title(group: Group, value: Any, metric: str) -> str:
+    title = f"{metric_title(metric)} [%]"
     if value is None:
-        best = any(len(entry.result.results) > 1 for entry in group.entries)
-        return f"{metric_title(metric)} [%]{', best' if best else ''}"
+        return f"{title}, best" if any(len(entry.result.results) > 1 for entry in group.entries) else title
     said = varied_value(group.first.varies, value)
-    return f"{metric_title(metric)} [%], {said}" if len(group.values) == 1 else said
-
-
-def _figure(row: Mapping[str, Any], metric: str) -> str:
-    return percent(row.get(metric), row.get(f"{metric}_std"))
-
-
-def _sources(published: Sequence[PublishedFigures]) -> str:
-    """Papers with their tables."""
-    papers: dict[str, list[str]] = {}
-    for source in sorted({figures.source for figures in published}):
-        paper, _, number = source.rpartition(", Table ")
-        papers.setdefault(paper, []).append(number)
-    return "; ".join(
-        f"{paper}, Table{'s' if len(numbers) > 1 else ''} {_listed(numbers)}" for paper, numbers in papers.items()
-    )
-
-
-def _mark(figures: PublishedFigures) -> str:
-    return ("†" if figures.row.reproduced else "") + ("*" if figures.row.taken_from else "")
+    return f"{title}, {said}" if len(group.values) == 1 else said
 
 
 def _notes(group: Group) -> Iterator[str]:
-    """What the figures are, and what they may be compared with."""
+    first = group.first
     if len(group.values) > 1:
-        figures = metric_title(group.first.headline) if len(group.first.metrics) == 1 else "Figures"
-        yield f"{figures} in %, by {varied_title(group.first.varies)}."
+        figures = metric_title(first.headline) if len(first.metrics) == 1 else "Figures"
+        yield f"{figures} in %, by {varied_title(first.varies)}."
     if best := [entry for entry in group.entries if None in entry.points and len(entry.result.results) > 1]:
-        said = (f"{entry.name} {setting_value(entry.points[None][group.first.varies])}" for entry in best)
-        yield f"Best {varied_title(group.first.varies)}: {', '.join(said)}."
+        said = (f"{entry.name} {setting_value(entry.points[None][first.varies])}" for entry in best)
+        yield f"Best {varied_title(first.varies)}: {', '.join(said)}."
     if group.verdict:
         yield group.verdict
     if group.published:
         comparable = [entry for entry in group.entries if entry.name not in group.apart]
         only = f" Comparable with {_listed([entry.name for entry in comparable])} only." if group.apart else ""
         yield f"Published: {_sources(group.published)}.{only}"
-        yield from dict.fromkeys(figures.remark for figures in group.published if figures.remark)
-        silent = dict.fromkeys(name for figures in group.published for name in figures.silent)
+        yield from dict.fromkeys(one.remark for one in group.published if one.remark)
+        silent = dict.fromkeys(name for one in group.published for name in one.silent)
         chosen: dict[str, list[str]] = {}
         for entry in comparable if silent else ():
-            settings = entry.result.settings
-            said = ", ".join(f"{name.replace('_', ' ')} {setting_value(settings.get(name, NONE))}" for name in silent)
+            used = entry.result.settings
+            said = ", ".join(f"{name.replace('_', ' ')} {setting_value(used.get(name, NONE))}" for name in silent)
             chosen.setdefault(said, []).append(entry.name)
         for said, names in chosen.items():
             yield f"Where the paper is silent: {said} ({_listed(names)})."
-    if any(figures.row.reproduced for figures in group.published):
+    if any(one.row.reproduced for one in group.published):
         yield "† trained by the authors of that paper, not by those of the method."
-    if taken := dict.fromkeys(figures.row.taken_from for figures in group.published if figures.row.taken_from):
+    if taken := dict.fromkeys(one.row.taken_from for one in group.published if one.row.taken_from):
         yield f"* as they report it from {'; '.join(map(str, taken))}."
     for name, reasons in group.apart.items():
         yield f"No published figures beside {name}: {'; '.join(reasons)}."
 
 
-# ----------------------------------------------------------------------- JSON
+def _sources(published: Sequence[PublishedFigures]) -> str:
+    papers: dict[str, list[str]] = {}
+    for source in sorted({figures.source for figures in published}):
+        paper, _, number = source.rpartition(", Table ")
+        papers.setdefault(paper, []).append(number)
+    plural = {paper: "s" if len(numbers) > 1 else "" for paper, numbers in papers.items()}
+    return "; ".join(f"{paper}, Table{plural[paper]} {_listed(numbers)}" for paper, numbers in papers.items())
+
+
+# ------------------------------------------------------------------------ JSON
 
 
 def _record(group: Group) -> dict[str, Any]:
     first = group.first
     value, classes = group.class_differences()
+    kept = [*first.metrics, *(f"{metric}_std" for metric in first.metrics)]
     return {
         "evaluation": first.evaluation,
         "data": first.data["name"],
@@ -518,30 +401,26 @@ def _record(group: Group) -> dict[str, Any]:
             {
                 "name": entry.name,
                 "backbone": entry.result.backbone,
-                "figures": [_bare(first, value, row) for value, row in entry.points.items()],
+                "figures": [
+                    {first.varies: value, **{name: row[name] for name in kept if name in row}}
+                    for value, row in entry.points.items()
+                ],
             }
             for entry in group.entries
         ],
         "published": [
             {
-                **vars(figures.row),
-                "source": figures.source,
-                "figures": [{first.varies: value, **points} for value, points in figures.points.items()],
+                **vars(one.row),
+                "source": one.source,
+                "figures": [{first.varies: value, **points} for value, points in one.points.items()],
             }
-            for figures in group.published
+            for one in group.published
         ],
         "not_beside_published": group.apart,
         "comparable": not any(difference.matters for difference in group.differences),
-        "differences": [
-            {"setting": difference.setting, "values": difference.values} for difference in group.differences
-        ],
+        "differences": [dataclasses.asdict(difference) for difference in group.differences],
         "class_differences": {
             "at": value,
             "classes": [{"class": name, "values": [one, other]} for name, one, other in classes],
         },
     }
-
-
-def _bare(result: EvaluationResult, value: Any, row: Mapping[str, Any]) -> dict[str, Any]:
-    names = [*result.metrics, *(f"{metric}_std" for metric in result.metrics)]
-    return {result.varies: value, **{name: row[name] for name in names if name in row}}

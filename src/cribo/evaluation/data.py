@@ -1,149 +1,175 @@
-"""The labelled images of an evaluation: what can be asked for, and opening them."""
+"""The labelled images of an evaluation. Nothing here needs torch until a set is opened."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Literal
 
 from cribo.arguments import ConfigError, import_by_path
 from cribo.data.sets import segmentation_set
 from cribo.errors import DataError
+from cribo.evaluation.runtime import require_least
 
-if TYPE_CHECKING:
-    from cribo.data import LabelledImages
+SCENES = "scenes"
+PLACES = ("root", "train_annotations", "val_annotations")
+"""Facts about data that say where it lies, not what it is."""
 
-_SCENES = "scenes"
-_SCENE_COUNTS = 400, 100  # known ones, and those that are scored
-_FIRST_SCENE = 1_000_000  # nobody trains on that many
+_SCENE_COUNTS = 400, 100  # in train and val
+_FIRST_SCENE = 1_000_000  # no training uses that many scenes
+_LABELLED_IMAGES = ("__len__", "load", "labels", "name", "classes")
 
 
-def require_limit(limit: int | None) -> None:
-    """Refuse a `data.limit` of no image.
+@dataclass(frozen=True)
+class Splits:
+    """Opened data of an evaluation.
 
-    Raises:
-        ConfigError: it is below 1.
+    Attributes:
+        train: images that are searched or trained on.
+        val: images that are scored; None if each training image is scored by the others.
+        title: for names of folders.
+        about: what `results.json` says of the data.
     """
-    if limit is not None and limit < 1:
-        raise ConfigError(f"data.limit must be >= 1, got {limit}")
+
+    train: Any
+    val: Any
+    title: str
+    about: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
-class _SetConfig:
-    """A set of labelled images.
+class SegmentationData:
+    """Images with a class for each pixel.
 
     Attributes:
         name: voc, pascal-context, pascal-context-60, coco-stuff, ade20k, cityscapes, camvid, or folder for
             images/<split> and labels/<split> (PNG indices, 255 for none), with or without classes.txt; or scenes,
-            which the program makes itself; or the import path of a function of your own (docs/extending.md).
+            which are synthetic; or the import path of a function of your own (docs/extending.md).
         root: the folder that the set was unpacked to.
-        partial: accept a set of which images are missing. Its figures cannot be compared with published ones.
-        limit: use so many images of each split only, evenly spread, to try things out.
+        partial: accept a set with missing images. Its scores cannot be compared with published ones.
+        limit: use only this many images of each split, evenly spread, to try things out.
+        train: split that is trained on, or whose patches are searched; the training images when not given (trainaug of
+            voc, if it exists).
+        val: split that is scored; the validation images when not given.
     """
 
     name: str
     root: str | None = None
     partial: bool = False
     limit: int | None = None
-
-    def __post_init__(self) -> None:
-        require_limit(self.limit)
-        if self.name != _SCENES and "." not in self.name:
-            segmentation_set(self.name)
-
-
-@dataclass
-class LabelledDataConfig(_SetConfig):
-    """Labelled images.
-
-    Attributes:
-        memory: split whose patches are searched; the training images when not given (trainaug of voc, where it
-            is there).
-        queries: split that is labelled and scored; the validation images when not given.
-    """
-
-    memory: str | None = None
-    queries: str | None = None
-
-
-@dataclass
-class TrainingDataConfig(_SetConfig):
-    """Labelled images to train on, and others to score by.
-
-    Attributes:
-        train: split that is trained on; the training images when not given (trainaug of voc, where it is there).
-        val: split that is scored; the validation images when not given.
-    """
-
     train: str | None = None
     val: str | None = None
 
+    def __post_init__(self) -> None:
+        require_least(self, {"limit": 1}, "data.")
+        if self.name != SCENES and "." not in self.name:
+            segmentation_set(self.name)
 
-def open_splits(config: LabelledDataConfig) -> "tuple[LabelledImages, str, LabelledImages, str]":
-    """Open the memory's images and the queries, each followed by the name of its split.
+    def open(self) -> Splits:
+        """Open both splits.
 
-    Raises:
-        DataError: a folder of another layout, missing images or labels.
-    """
-    return _open(config, config.memory, config.queries)
+        Raises:
+            ConfigError: no root, or options that do not fit together.
+            DataError: a folder of another layout, missing images or labels, or different classes in the two splits.
+        """
+        (train, train_name), (val, val_name) = self._scenes() if self.name == SCENES else self._sets()
+        if list(train.classes) != list(val.classes):
+            raise DataError(f"{train_name} and {val_name} have different classes: {train.classes} and {val.classes}")
+        return Splits(train, val, self.name, about_splits(self, self.root, train, train_name, val, val_name))
 
+    def _scenes(self) -> list[tuple[Any, str]]:
+        from cribo.data.scenes import Scenes
 
-def open_training_splits(config: TrainingDataConfig) -> "tuple[LabelledImages, str, LabelledImages, str]":
-    """Open the images to train on and those to score by, each followed by the name of its split.
-
-    Raises:
-        DataError: a folder of another layout, missing images or labels, or other classes in the two.
-    """
-    train, train_split, val, val_split = _open(config, config.train, config.val)
-    if list(train.classes) != list(val.classes):
-        raise DataError(f"{train_split} and {val_split} have different classes: {train.classes} and {val.classes}")
-    return train, train_split, val, val_split
-
-
-def _open(
-    config: _SetConfig, first_split: str | None, second_split: str | None
-) -> "tuple[LabelledImages, str, LabelledImages, str]":
-    # Imported here: a configuration must not wait for torch.
-    from cribo.data import LabelledSubset, default_splits, open_segmentation
-    from cribo.data.scenes import Scenes
-
-    if config.name == _SCENES:
-        given = {"root": config.root, "partial": config.partial or None}
-        given |= {"a split": first_split or second_split}
+        given = {"root": self.root, "partial": self.partial or None, "a split": self.train or self.val}
         if unused := [option for option, value in given.items() if value is not None]:
             raise ConfigError(f"data scenes are made by the program and take no {' and no '.join(unused)}")
-        first, second = (count if config.limit is None else min(config.limit, count) for count in _SCENE_COUNTS)
-        memory = Scenes(first, first=_FIRST_SCENE)
-        return memory, "held out", Scenes(second, first=_FIRST_SCENE + max(_SCENE_COUNTS)), "held out"
-    function: Callable[[str | None, str], LabelledImages]
-    own = "." in config.name
-    if own:
-        function = import_by_path(config.name, "data.name")
-        defaults = "train", "val"
-    elif config.root is None:
-        raise ConfigError(f"data.root must be given: the folder that {config.name} was unpacked to")
-    else:
-        function = cast(Any, partial(open_segmentation, config.name, partial=config.partial))
-        defaults = default_splits(config.name, config.root)
-    splits = first_split or defaults[0], second_split or defaults[1]
-    opened = []
-    for split in splits:
-        images = function(config.root, split)
-        if missing := [name for name in ("__len__", "load", "labels", "name", "classes") if not hasattr(images, name)]:
-            raise ConfigError(
-                f"data.name {config.name} must return labelled images, and {type(images).__name__} has no "
-                f"{', '.join(missing)}: see docs/extending.md"
-            )
-        number = len(images) if config.limit is None else min(config.limit, len(images))
-        if own or number < len(images):
-            images = LabelledSubset(images, spread(len(images), number))
-        opened.append(images)
-    return opened[0], splits[0], opened[1], splits[1]
+        train, val = (count if self.limit is None else min(self.limit, count) for count in _SCENE_COUNTS)
+        return [
+            (Scenes(train, first=_FIRST_SCENE), "held out"),
+            (Scenes(val, first=_FIRST_SCENE + max(_SCENE_COUNTS)), "held out"),
+        ]
+
+    def _sets(self) -> list[tuple[Any, str]]:
+        from cribo.data import LabelledSubset, default_splits, open_segmentation
+
+        if own := "." in self.name:
+            function, defaults = import_by_path(self.name, "data.name"), ("train", "val")
+        elif self.root is None:
+            raise ConfigError(f"data.root must be given: the folder that {self.name} was unpacked to")
+        else:
+            function: Any = partial(open_segmentation, self.name, partial=self.partial)
+            defaults = default_splits(self.name, self.root)
+        opened = []
+        for split in (self.train or defaults[0], self.val or defaults[1]):
+            images: Any = function(self.root, split)
+            if missing := [name for name in _LABELLED_IMAGES if not hasattr(images, name)]:
+                raise ConfigError(
+                    f"data.name {self.name} must return labelled images, and {type(images).__name__} has no "
+                    f"{', '.join(missing)}: see docs/extending.md"
+                )
+            number = len(images) if self.limit is None else min(self.limit, len(images))
+            if own or number < len(images):
+                images = LabelledSubset(images, spread(len(images), number))
+            opened.append((images, split))
+        return opened
 
 
-def whole_path(root: str | None) -> str | None:
-    """The folder of a set, for results: by itself it says which one, from wherever the command was given."""
-    return None if root is None else str(Path(root).expanduser().absolute())
+@dataclass
+class ImageData:
+    """Images of one class each.
+
+    Attributes:
+        name: imagenet (ImageNet-1k: train/<class>/*, and val/<class>/* or val/* with LOC_val_solution.csv or val.txt),
+            or folder for train/<class>/* and val/<class>/*, or, without splits, <class>/*: each image is then
+            classified by all others.
+        root: the folder that the set was unpacked to.
+        train: folder of the images whose classes are known, below the root. [train]
+        val: folder of the images to classify. [val, for a folder also validation, valid, test]
+        partial: accept an ImageNet with missing images. Its scores cannot be compared with published ones.
+        limit: use only this many images of each split, of each class in turn, to try things out.
+    """
+
+    name: Literal["imagenet", "folder"]
+    root: str | None = None
+    train: str | None = None
+    val: str | None = None
+    partial: bool = False
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        require_least(self, {"limit": 1}, "data.")
+
+    def open(self) -> Splits:
+        """Open the images whose classes are known, and those to classify.
+
+        Raises:
+            ConfigError: no root.
+            DataError: a folder of another layout, or missing images.
+        """
+        if self.root is None:
+            raise ConfigError(f"data.root must be given: the folder of {self.name}")
+        from cribo.data.classification import open_classification
+
+        found = open_classification(self.name, self.root, train=self.train, val=self.val, partial=self.partial)
+        train, val = found.train, found.val
+        if self.limit is not None:
+            train, val = train.limited(self.limit), None if val is None else val.limited(self.limit)
+        about = about_splits(self, self.root, train, found.train_name, val, found.val_name)
+        return Splits(train, val, self.name, about)
+
+
+def about_splits(
+    config: Any, root: str | None, train: Any, train_name: str, val: Any, val_name: str | None
+) -> dict[str, Any]:
+    """Return what `results.json` says of data; the root is absolute, so that it identifies a folder of your own."""
+    return {
+        **dataclasses.asdict(config),
+        "root": None if root is None else str(Path(root).expanduser().absolute()),
+        "train": train_name,
+        "val": val_name,
+        "train_images": len(train),
+        "val_images": None if val is None else len(val),
+    }
 
 
 def spread(count: int, most: int) -> list[int]:

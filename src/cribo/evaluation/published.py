@@ -1,4 +1,4 @@
-"""What papers report, to lay beside results of the same setting, and beside no others."""
+"""Values that papers report, for comparison with results of the same setting."""
 
 import json
 import re
@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 from cribo.evaluation.results import EvaluationResult, flat, setting_value
 
-# What papers call them, embed_dim and depth.
+# The name in papers, embed_dim and depth.
 _VITS = {
     "tiny": ("ViT-Ti", 192, 12),
     "small": ("ViT-S", 384, 12),
     "base": ("ViT-B", 768, 12),
     "large": ("ViT-L", 1024, 24),
 }
-# Names such as vit_small_patch16_18x2_224 are of other depths.
+# Names such as vit_small_patch16_18x2_224 have other depths.
 _VIT_NAME = re.compile(r"vit_(tiny|small|base|large)_patch\d+_(?!\d+x\d)")
 
 
@@ -27,12 +27,12 @@ class PublishedRow:
 
     Attributes:
         method: that pretrained the backbone.
-        backbone: `ViT-S/16`, say.
+        backbone: such as `ViT-S/16`.
         parameters, pretraining, epochs: as printed.
-        values: in per cent as printed, one for each column, None where there is a dash.
-        protocol: by which the values were obtained, where a table mixes several.
+        values: in per cent as printed, one for each column, None for a dash.
+        protocol: variant by which the values were obtained, if the table mixes several.
         reproduced: the backbone was trained by the authors of the table, not by those of the method.
-        taken_from: where the authors of the table have the values from, if they are not their own.
+        taken_from: the source of the values, if they are not those of the authors of the table.
     """
 
     method: str
@@ -46,18 +46,23 @@ class PublishedRow:
     taken_from: str | None = None
 
 
-class Obstacle(NamedTuple):
-    """A setting that keeps a result from standing beside published figures.
+@dataclass(frozen=True)
+class PublishedFigures:
+    """The values of a row of a table for one data set.
 
     Attributes:
-        setting: its dotted name.
-        value: in the result, as it is printed.
-        wanted: with which the figures were obtained.
+        row: of the table.
+        source: the paper, and the number of the table in it.
+        points: metrics in 0-1 by name, by the value of the setting in which rows differ (None for the best).
+        silent: settings that the values depend on, and that the paper does not mention.
+        remark: a note that is printed with the values.
     """
 
-    setting: str
-    value: str
-    wanted: str
+    row: PublishedRow
+    source: str
+    points: Mapping[Any, Mapping[str, float]]
+    silent: tuple[str, ...]
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,16 +73,15 @@ class PublishedTable:
         source: the paper, and the number of the table in it.
         label: of the table in the paper's LaTeX.
         title: of the table.
-        evaluation: of which it has figures.
-        protocols: by name, the settings that a result of that protocol must have to be comparable, with dotted names
-            where they are nested.
-        data: by name of the set, what a result must say of its data to be comparable.
+        evaluation: name of the protocol.
+        protocols: by name of the variant, the settings that a comparable result must have (dotted names if nested).
+        data: by name of the set, the facts that a comparable result must have.
         columns: of each column, the `data`, the `metric`, and `at` which value of the setting in which rows of a
             result differ; None for the best one.
         rows: of the table.
-        schedules: by name of the set, further settings that a result on it must have.
-        silent: settings on which figures depend and of which the paper says nothing.
-        remark: what else one must know to read them.
+        schedules: by name of the set, further settings of a comparable result.
+        silent: settings that the values depend on, and that the paper does not mention.
+        remark: a note that is printed with the values.
     """
 
     source: str
@@ -92,22 +96,22 @@ class PublishedTable:
     silent: tuple[str, ...] = ()
     remark: str = ""
 
-    def obstacles(self, result: EvaluationResult, protocol: str) -> "list[Obstacle]":
-        """Why a result cannot be compared with the rows of a protocol; empty if it can."""
+    def obstacles(self, result: EvaluationResult, protocol: str) -> list[tuple[str, str, str]]:
+        """Return the settings that differ from a variant's: dotted name, value of the result, published value."""
         name = result.data["name"]
         requirements = (
             ({**self.protocols[protocol], **self.schedules.get(name, {})}, dict(flat(result.settings))),
             (self.data[name], dict(flat(result.data))),
         )
         return [
-            Obstacle(setting, setting_value(has[setting]) if setting in has else "not known", setting_value(wanted))
+            (setting, setting_value(has[setting]) if setting in has else "not known", setting_value(wanted))
             for wants, has in requirements
             for setting, wanted in wants.items()
             if setting not in has or not _same(has[setting], wanted)
         ]
 
-    def figures(self, row: PublishedRow, data: str) -> "PublishedFigures":
-        """The figures of a row on a data set."""
+    def figures(self, row: PublishedRow, data: str) -> PublishedFigures:
+        """Return the values of a row for a data set."""
         points: dict[Any, dict[str, float]] = {}
         for column, value in zip(self.columns, row.values, strict=True):
             if column["data"] == data and value is not None:
@@ -115,29 +119,9 @@ class PublishedTable:
         return PublishedFigures(row, self.source, points, self.silent, self.remark)
 
 
-@dataclass(frozen=True)
-class PublishedFigures:
-    """What a row of a table says of one data set.
-
-    Attributes:
-        row: of the table.
-        source: the paper, and the number of the table in it.
-        points: metrics in 0-1 by name, by the value of the setting in which rows of a result differ (None for the
-            best one).
-        silent: settings on which they depend and of which the paper says nothing.
-        remark: what else one must know to read them.
-    """
-
-    row: PublishedRow
-    source: str
-    points: Mapping[Any, Mapping[str, float]]
-    silent: tuple[str, ...]
-    remark: str = ""
-
-
 @cache
 def published_tables() -> tuple[PublishedTable, ...]:
-    """All tables that are known."""
+    """Return all known tables."""
     content = json.loads((resources.files("cribo.evaluation") / "published.json").read_text(encoding="utf-8"))
     return tuple(
         PublishedTable(
@@ -151,15 +135,15 @@ def published_tables() -> tuple[PublishedTable, ...]:
 
 
 def published_beside(result: EvaluationResult) -> tuple[list[PublishedFigures], list[str]]:
-    """The published figures that a result can be compared with: same evaluation, protocol, data and architecture.
+    """Return the published values of the same protocol, variant, data and architecture as a result.
 
     Returns:
-        the figures, and, if there are none although the evaluation is published on this data, the reasons.
+        The values, and if there are none although the protocol is published on this data, the reasons.
     """
     name = result.data["name"]
     tables = [table for table in published_tables() if table.evaluation == result.evaluation and name in table.data]
     known = list(dict.fromkeys(protocol for table in tables for protocol in table.protocols))
-    # Where there is one, it does not matter what a result calls its own: its settings tell.
+    # With a single variant, the settings of a result decide, not its name.
     protocol = known[0] if len(known) == 1 else result.settings.get("protocol", "not known")
     candidates = [table for table in tables if protocol in table.protocols]
     if not candidates:
@@ -171,23 +155,19 @@ def published_beside(result: EvaluationResult) -> tuple[list[PublishedFigures], 
     found = [
         table.figures(row, name)
         for table, reasons in zip(candidates, obstacles, strict=True)
-        if not reasons
         for row in table.rows
-        if row.protocol == protocol and row.backbone == architecture
+        if not reasons and row.protocol == protocol and row.backbone == architecture
     ]
-    if not found:
-        return [], [f"none are of {architecture or result.backbone.get('architecture') or 'such a backbone'}"]
-    return found, []
+    none = f"none are of {architecture or result.backbone.get('architecture') or 'such a backbone'}"
+    return found, [] if found else [none]
 
 
-def _reasons(obstacles: Sequence[Sequence[Obstacle]]) -> list[str]:
-    """What stands between a result and those tables that it comes closest to, in words."""
+def _reasons(obstacles: Sequence[Sequence[tuple[str, str, str]]]) -> list[str]:
+    """Describe the obstacles of the tables with the fewest."""
     fewest = min(map(len, obstacles))
     wanted: dict[tuple[str, str], dict[str, None]] = {}
-    for table in obstacles:
-        if len(table) == fewest:
-            for obstacle in table:
-                wanted.setdefault((obstacle.setting, obstacle.value), {})[obstacle.wanted] = None
+    for setting, value, published in (one for table in obstacles if len(table) == fewest for one in table):
+        wanted.setdefault((setting, value), {})[published] = None
     return [
         f"{setting.replace('_', ' ').replace('.', ' ')} is {value}, published with {' or '.join(values)}"
         for (setting, value), values in wanted.items()
@@ -195,14 +175,12 @@ def _reasons(obstacles: Sequence[Sequence[Obstacle]]) -> list[str]:
 
 
 def _same(value: Any, wanted: Any) -> bool:
-    """Whether settings are the same; several values may stand in any order."""
-    if isinstance(value, list) and isinstance(wanted, list):
-        return sorted(value) == sorted(wanted)
-    return value == wanted
+    """Whether two settings are equal; lists in any order."""
+    return sorted(value) == sorted(wanted) if isinstance(value, list) and isinstance(wanted, list) else value == wanted
 
 
 def architecture_name(backbone: Mapping[str, Any]) -> str | None:
-    """What papers call an architecture, None if it is none that has such a name.
+    """Return the name of an architecture in papers, None if it has no such name.
 
     Args:
         backbone: with the timm name as `architecture`, its `args`, `embed_dim` and `patch_size`.

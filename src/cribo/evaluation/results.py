@@ -1,4 +1,4 @@
-"""What an evaluation found: one format for all of them, its file and its tables."""
+"""The result of an evaluation: one format for all protocols, its file and its tables."""
 
 import dataclasses
 import importlib.metadata
@@ -6,14 +6,13 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64, Int
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -21,10 +20,12 @@ from torch import Tensor
 
 from cribo.console import duration
 from cribo.data import SEGMENTATION_SETS
+from cribo.evaluation.protocol import PROTOCOLS, find_protocol
+from cribo.evaluation.scores import best_place
 from cribo.files import FolderError, write_text
 
 RESULTS = "results.json"
-"""The file of an evaluation's result."""
+"""The file of a result."""
 
 OUT = Path("evaluations")
 """Parent of the folders of evaluations without --out."""
@@ -32,69 +33,44 @@ OUT = Path("evaluations")
 RESULTS_FORMAT = 1
 
 NONE = "-"
-"""What tables show where there is no figure."""
+"""Shown in tables in place of a missing value."""
 
-_PACKAGES = {
-    "cribo": "cribo-ssl",
-    "torch": "torch",
-    "torchvision": "torchvision",
-    "timm": "timm",
-    "numpy": "numpy",
-}
-_EVALUATIONS = {
-    "dense-nn": "Dense nearest-neighbour retrieval",
-    "linear": "Linear segmentation",
-    "segmenter": "Finetuning with Segmenter",
-    "detection": "Object detection",
-    "image-nn": "Image nearest-neighbour classification",
-}
-_METRICS = {
-    "miou": "mIoU",
-    "top1": "top-1",
-    "top5": "top-5",
-    "ap": "AP",
-    "ap50": "AP50",
-    "ap75": "AP75",
-    "ap_small": "AP small",
-    "ap_medium": "AP medium",
-    "ap_large": "AP large",
-}
+_PACKAGES = {"cribo": "cribo-ssl", **{name: name for name in ("torch", "torchvision", "timm", "numpy")}}
+_METRICS = {"miou": "mIoU", "top1": "top-1", "top5": "top-5"}
 _SETS = {"coco": "COCO", "imagenet": "ImageNet-1k"}
-_CLASS_METRICS = {"detection": "AP", "image-nn": "accuracy"}
-_VARIED = {"ratio": "memory share"}
-_NOT_SET = {"size": "each image's own"}
 _ALL_CLASSES = 40  # that are printed; of more, only the best and the worst
 _EXTREME_CLASSES = 10
+_LEAST_WIDTH = 14  # characters, of a column of names in a narrow terminal
 
 
 class ResultError(ValueError):
-    """A result that cannot be read or used, with what is wrong."""
+    """A result that cannot be read or used; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Figures of one evaluation of one backbone on one data set, and all that they depend on.
+    """The scores of one backbone by one protocol on one data set, and everything that they depend on.
 
-    Whatever is given is kept as JSON has it: sequences, arrays and tensors as lists, paths as text, and numbers that
-    are not finite as None. What is read back from a file is therefore equal to what was written.
+    Values are converted to those of JSON: sequences, arrays and tensors to lists, paths to text, and numbers that are
+    not finite to None. A result that is read from its file is therefore equal to the one that was written.
 
     Args:
-        evaluation: `dense-nn`, say.
-        settings: every setting that was used, flat or nested.
-        backbone: `name` (for tables), `source`, `architecture`, and what else identifies it.
-        data: `name` of the set, its splits, their numbers of images, and whether it is only a part.
-        classes: names of the classes, none where there are none.
-        metrics: names of the figures in each row, the headline first; fractions in 0-1.
+        evaluation: name of the protocol, such as `dense-nn`.
+        settings: every setting, flat or nested.
+        backbone: `name` (for tables), `source`, `architecture`, and other facts that identify it.
+        data: `name` of the set, its splits, their numbers of images, and whether it is a part of the set.
+        classes: names of the classes, if there are classes.
+        metrics: names of the metrics in each row, the headline first; fractions in 0-1.
         varies: the setting in which the rows differ, such as `ratio`.
-        results: rows, each with the value of that setting, its figures, and what belongs to them:
-            `<metric>_std`, `per_class` (IoU, AP or accuracy by class, None where a class does not occur),
-            `confusion` (rows are labels, columns predictions), `draws`.
-        seconds: it took.
+        results: rows, each with the value of that setting, its metrics, and further values: `<metric>_std`,
+            `per_class` (IoU, AP or accuracy by class, None where a class does not occur), `confusion` (rows are
+            labels, columns predictions), `draws`.
+        seconds: that the evaluation took.
         versions: of the software, and the hardware.
         command: by which it can be repeated.
 
     Raises:
-        ValueError: a row lacks its figures, or backbone or data their name.
+        ValueError: a row lacks a metric, or backbone or data their name.
         TypeError: a value that JSON cannot hold.
     """
 
@@ -125,19 +101,31 @@ class EvaluationResult:
 
     @property
     def headline(self) -> str:
-        """The metric that matters most."""
+        """The most important metric."""
         return self.metrics[0]
 
     @property
+    def best(self) -> dict[str, Any]:
+        """The row with the highest headline metric, the first of equal ones."""
+        return self.results[best_place([row[self.headline] for row in self.results])]
+
+    @property
     def title(self) -> str:
-        """What was evaluated, on what."""
-        return f"{evaluation_title(self.evaluation)} on {data_title(self.data)}"
+        """Protocol and data, for headings."""
+        known = self.evaluation in PROTOCOLS
+        title = find_protocol(self.evaluation).title if known else self.evaluation
+        return f"{title} on {data_title(self.data)}"
+
+    @property
+    def class_metric(self) -> str:
+        """The metric of each class, for headings."""
+        return find_protocol(self.evaluation).class_metric if self.evaluation in PROTOCOLS else "IoU"
 
     def write(self, folder: Path) -> Path:
-        """Write `results.json`, whole or not at all, and return its path.
+        """Write `results.json` atomically, and return its path.
 
         Raises:
-            FolderError: the folder has one already.
+            FolderError: it exists already.
             OSError: it cannot be written.
         """
         path = Path(folder) / RESULTS
@@ -149,10 +137,10 @@ class EvaluationResult:
 
 
 def read_result(path: str | os.PathLike[str]) -> EvaluationResult:
-    """Read the result of an evaluation from its folder, or from its `results.json`.
+    """Read a result from the folder of its evaluation, or from its `results.json`.
 
     Raises:
-        ResultError: there is none, it is damaged, or it was written by a newer version.
+        ResultError: it does not exist, is damaged, or was written by a newer version.
     """
     path = Path(path).expanduser()
     file = path / RESULTS if path.is_dir() else path
@@ -171,96 +159,47 @@ def read_result(path: str | os.PathLike[str]) -> EvaluationResult:
         raise ResultError(
             f"{file} has format {content['format']}, this version of cribo reads up to {RESULTS_FORMAT}: update cribo"
         )
-    for name, hint in get_type_hints(EvaluationResult).items():
+    hints = get_type_hints(EvaluationResult)
+    for name, hint in hints.items():
         kind = get_origin(hint) or hint
         if name not in content:
             raise ResultError(f"{file} is damaged: it has no {name!r}; run the evaluation again")
         if not isinstance(content[name], (int, float) if kind is float else kind):
             raise ResultError(f"{file} is damaged: {name!r} must be a {kind.__name__}, got {content[name]!r:.60}")
     try:
-        return EvaluationResult(**{field.name: content[field.name] for field in dataclasses.fields(EvaluationResult)})
+        return EvaluationResult(**{name: content[name] for name in hints})
     except (ValueError, TypeError) as error:
         raise ResultError(f"{file} is damaged: {error}") from error
 
 
-def iou(confusion: Int[Tensor, "c p"]) -> Float64[Tensor, " c"]:
-    """Intersection over union of every class, NaN where it occurs neither in labels nor in predictions.
-
-    Args:
-        confusion: counts, rows are labels, columns predictions; columns after the classes' own count predictions
-            of no class, which are wrong wherever they are.
-
-    Raises:
-        ValueError: fewer columns than rows.
-
-    Example:
-        >>> iou(torch.tensor([[3, 1, 0], [0, 0, 0], [0, 0, 2]])).tolist()
-        [0.75, 0.0, 1.0]
-    """
-    classes, columns = confusion.shape
-    if columns < classes:
-        raise ValueError(f"confusion must have a column for each of its {classes} rows, got {columns}")
-    counts = confusion.long()
-    hits = counts.diagonal()
-    union = counts.sum(dim=1) + counts[:, :classes].sum(dim=0) - hits
-    return torch.where(union > 0, hits.double() / union, torch.nan)
-
-
-def calibration_error(confidence: Float[Tensor, " n"], right: Float[Tensor, " n"], bins: int = 10) -> float:
-    """Expected calibration error (Guo et al. 2017): the mean gap of confidence and accuracy over bins of equal width.
-
-    Args:
-        confidence: of each prediction, in 0-1.
-        right: 1 for correct predictions, 0 for others.
-        bins: number of bins.
-
-    Example:
-        >>> calibration_error(torch.tensor([0.9, 0.9]), torch.tensor([1.0, 0.0]))  # half are right, not nine of ten
-        0.4
-    """
-    place = (confidence * bins).long().clamp(max=bins - 1)
-    gaps = torch.zeros(bins, dtype=torch.double).index_add_(0, place, confidence.double() - right.double())
-    return round(float(gaps.abs().sum() / len(confidence)), 6)
-
-
 def versions(device: torch.device | str = "cpu") -> dict[str, str]:
-    """The software that results depend on, by name, and the `hardware` in a line.
+    """Return the versions of the software that results depend on, and the `hardware` in a line.
 
     Args:
         device: on which the evaluation ran.
     """
     packages = {name: importlib.metadata.version(package) for name, package in _PACKAGES.items()}
-    return {**packages, "python": platform.python_version(), "hardware": _hardware(torch.device(device))}
-
-
-def _hardware(device: torch.device) -> str:
+    device = torch.device(device)
     if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    machine = f"{_processor()}, {cores} cores"
-    return machine if device.type == "cpu" else f"{device.type}, {machine}"
+        hardware = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    else:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        hardware = f"{'' if device.type == 'cpu' else f'{device.type}, '}{_processor()}, {cores} cores"
+    return {**packages, "python": platform.python_version(), "hardware": hardware}
 
 
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == "model name"]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
-# --------------------------------------------------------------- how it is said
-
-
-def evaluation_title(evaluation: str) -> str:
-    """What an evaluation is called in headings."""
-    return _EVALUATIONS.get(evaluation, evaluation)
+# ----------------------------------------------------------------------- words
 
 
 def data_title(data: Mapping[str, Any]) -> str:
-    """What a data set is called in headings: its title in papers, or the folder's name."""
+    """Return the title of a data set in papers, or the name of the folder."""
     name = data["name"]
     if name == "folder" and data.get("root"):
         return Path(data["root"]).name or str(data["root"])
@@ -268,22 +207,22 @@ def data_title(data: Mapping[str, Any]) -> str:
 
 
 def metric_title(metric: str) -> str:
-    """What a metric is called in headings."""
-    return _METRICS.get(metric, metric)
+    """Return the title of a metric.
 
-
-def class_metric_title(evaluation: str) -> str:
-    """What the figure of each class is called in headings."""
-    return _CLASS_METRICS.get(evaluation, "IoU")
+    Example:
+        >>> metric_title("miou"), metric_title("ap50"), metric_title("ap_small")
+        ('mIoU', 'AP50', 'AP small')
+    """
+    return f"AP{metric[2:].replace('_', ' ')}" if metric.startswith("ap") else _METRICS.get(metric, metric)
 
 
 def varied_title(varies: str) -> str:
-    """What the setting in which rows differ is called in headings."""
-    return _VARIED.get(varies, varies.replace("_", " "))
+    """Return the title of the setting in which rows differ."""
+    return "memory share" if varies == "ratio" else varies.replace("_", " ")
 
 
 def varied_value(varies: str, value: Any) -> str:
-    """A value of the setting in which rows differ; a ratio is said as a share.
+    """Return a value of the setting in which rows differ as text; a ratio as a share.
 
     Example:
         >>> varied_value("ratio", 8), varied_value("learning_rate", 0.0003)
@@ -293,33 +232,27 @@ def varied_value(varies: str, value: Any) -> str:
 
 
 def setting_value(value: Any) -> str:
-    """The value of a setting as it is printed.
+    """Return the value of a setting as text.
 
     Example:
         >>> setting_value([512, 512]), setting_value(None), setting_value(True)
         ('512, 512', 'none', 'yes')
     """
-    if value is None:
-        return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:g}"
     if isinstance(value, list):
         return ", ".join(map(setting_value, value)) or "none"
-    return str(value)
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def percent(value: float | None, std: float | None = None) -> str:
-    """A fraction in per cent, with its standard deviation if there is one.
+    """Return a fraction in per cent, with its standard deviation if there is one.
 
     Example:
         >>> percent(0.4412), percent(0.4412, 0.0031), percent(None)
         ('44.1', '44.1 ± 0.3', '-')
     """
-    if value is None:
-        return NONE
-    return f"{100 * value:.1f}" + ("" if std is None else f" ± {100 * std:.1f}")
+    return NONE if value is None else f"{100 * value:.1f}" + ("" if std is None else f" ± {100 * std:.1f}")
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -336,46 +269,84 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{name}", value
 
 
+# ---------------------------------------------------------------------- tables
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table with a title and notes, for a terminal or as Markdown.
+
+    Attributes:
+        title: above the table.
+        header: titles of the columns.
+        blocks: of rows, kept apart.
+        notes: below the table.
+        names: number of columns aligned to the left; the others are numbers.
+    """
+
+    title: str
+    header: Sequence[str]
+    blocks: Sequence[Sequence[Sequence[str]]]
+    notes: Sequence[str] = ()
+    names: int = 1
+
+    def rich(self) -> Iterator[RenderableType]:
+        """Rich renderables."""
+        yield Text(self.title, style="bold")  # a table would break a title that is wider than it is
+        table = Table()
+        for place, name in enumerate(self.header):
+            is_number = place >= self.names
+            longest = max((len(row[place]) for block in self.blocks for row in block), default=0)
+            # Numbers stay on a line; in a narrow terminal, headings break, and names where they remain readable.
+            table.add_column(
+                Text(name),
+                justify="right" if is_number else "left",
+                overflow="fold",
+                min_width=longest if is_number else min(longest, _LEAST_WIDTH),
+            )
+        for block in self.blocks:
+            table.add_section()
+            for row in block:
+                table.add_row(*map(Text, row))
+        yield table
+        yield from (Text(note) for note in (*self.notes, ""))
+
+    def markdown(self) -> Iterator[str]:
+        """Lines of Markdown."""
+        rule = [":--" if place < self.names else "--:" for place in range(len(self.header))]
+        yield f"**{self.title}**\n"
+        for row in (self.header, rule, *(row for block in self.blocks for row in block)):
+            yield "| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |"
+        yield ""
+        yield from (f"{note}\n" for note in self.notes)
+
+
 def result_tables(result: EvaluationResult) -> list[RenderableType]:
-    """The result for a terminal: its figures, its classes, and every setting that was used.
+    """Return the tables of a result for a terminal: its metrics, its classes, and all settings.
 
     Of more than 40 classes, the ten best and the ten worst of the first row are shown.
     """
-    # Headings stand by themselves: a table breaks a title that is wider than it is.
-    tables: list[RenderableType] = [Text(result.title, style="bold"), _overall(result)]
-    if any(row.get("per_class") for row in result.results):
-        figure = class_metric_title(result.evaluation)
-        heading = f"{figure[0].upper()}{figure[1:]} of each class [%], by {varied_title(result.varies)}"
-        if len(result.classes) > _ALL_CLASSES:
-            heading += f"; the best and the worst of {len(result.classes)}, {RESULTS} has all"
-        tables += [Text(heading, style="bold"), _per_class(result)]
-    return [*tables, _settings(result)]
-
-
-def _overall(result: EvaluationResult) -> Table:
-    table = Table()
-    table.add_column(varied_title(result.varies), justify="right")
-    for metric in result.metrics:
-        table.add_column(f"{metric_title(metric)} [%]", justify="right")
-    numbers = _further_numbers(result)
-    for name in numbers:
-        table.add_column(name.replace("_", " "), justify="right")
-    for row in result.results:
-        table.add_row(
+    known = {result.varies, *result.metrics, *(f"{metric}_std" for metric in result.metrics)}
+    numbers = dict.fromkeys(
+        name
+        for row in result.results
+        for name, value in row.items()
+        if isinstance(value, int | float) and name not in known
+    )
+    metrics = [f"{metric_title(metric)} [%]" for metric in result.metrics]
+    header = [varied_title(result.varies), *metrics, *(name.replace("_", " ") for name in numbers)]
+    rows = [
+        [
             varied_value(result.varies, row[result.varies]),
             *(percent(row[metric], row.get(f"{metric}_std")) for metric in result.metrics),
             *(_number(row.get(name)) for name in numbers),
-        )
-    return table
-
-
-def _further_numbers(result: EvaluationResult) -> list[str]:
-    """What rows tell beside the figures, in the order in which it is met."""
-    told = {result.varies, *result.metrics, *(f"{metric}_std" for metric in result.metrics)}
-    names = dict.fromkeys(
-        name for row in result.results for name, value in row.items() if isinstance(value, int | float)
-    )
-    return [name for name in names if name not in told]
+        ]
+        for row in result.results
+    ]
+    sections = [Section(result.title, header, [rows], names=0)]
+    if any(row.get("per_class") for row in result.results):
+        sections.append(_classes(result))
+    return [*(part for section in sections for part in section.rich()), _settings(result)]
 
 
 def _number(value: float | None) -> str:
@@ -384,26 +355,20 @@ def _number(value: float | None) -> str:
     return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:.3f}"
 
 
-def _per_class(result: EvaluationResult) -> Table:
-    table = Table()
-    table.add_column("class", overflow="fold")
-    for row in result.results:
-        table.add_column(varied_value(result.varies, row[result.varies]), justify="right")
-
-    def add(name: str) -> None:
-        table.add_row(Text(name), *(percent((row.get("per_class") or {}).get(name)) for row in result.results))
-
-    if len(result.classes) <= _ALL_CLASSES:
-        for name in result.classes:
-            add(name)
-        return table
-    first = next(row["per_class"] for row in result.results if row.get("per_class"))
-    ranked = sorted((name for name in result.classes if first.get(name) is not None), key=lambda name: -first[name])
-    for part in (ranked[:_EXTREME_CLASSES], ranked[_EXTREME_CLASSES:][-_EXTREME_CLASSES:]):
-        table.add_section()
-        for name in part:
-            add(name)
-    return table
+def _classes(result: EvaluationResult) -> Section:
+    metric = result.class_metric
+    title = f"{metric[0].upper()}{metric[1:]} of each class [%], by {varied_title(result.varies)}"
+    blocks = [result.classes]
+    if len(result.classes) > _ALL_CLASSES:
+        title += f"; the best and the worst of {len(result.classes)}, {RESULTS} has all"
+        first = next(row["per_class"] for row in result.results if row.get("per_class"))
+        ranked = sorted((name for name in result.classes if first.get(name) is not None), key=lambda name: -first[name])
+        blocks = [ranked[:_EXTREME_CLASSES], ranked[_EXTREME_CLASSES:][-_EXTREME_CLASSES:]]
+    rows = [
+        [[name, *(percent((row.get("per_class") or {}).get(name)) for row in result.results)] for name in block]
+        for block in blocks
+    ]
+    return Section(title, ["class", *(varied_value(result.varies, row[result.varies]) for row in result.results)], rows)
 
 
 def _settings(result: EvaluationResult) -> Table:
@@ -413,17 +378,18 @@ def _settings(result: EvaluationResult) -> Table:
     table = Table.grid(padding=(0, 2))
     for name, value in (
         ("backbone", f"{backbone['name']} ({', '.join(about)})" if about else backbone["name"]),
-        ("data", _said({name: value for name, value in result.data.items() if value is not None})),
-        ("settings", _said(result.settings)),
+        ("data", _listed({name: value for name, value in result.data.items() if value is not None})),
+        ("settings", _listed(result.settings)),
         ("took", f"{duration(result.seconds)} on {result.versions.get('hardware', 'unknown hardware')}"),
     ):
         table.add_row(name, Text(value))
     return table
 
 
-def _said(settings: Mapping[str, Any]) -> str:
+def _listed(settings: Mapping[str, Any]) -> str:
+    unset = {"size": "each image's own"}
     return " · ".join(
-        f"{name.replace('_', ' ')} {_NOT_SET.get(name, 'none') if value is None else setting_value(value)}"
+        f"{name.replace('_', ' ')} {unset.get(name, 'none') if value is None else setting_value(value)}"
         for name, value in flat(settings)
     )
 
@@ -432,7 +398,7 @@ def _said(settings: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """A value as JSON holds it. Raises TypeError for what it cannot."""
+    """Convert a value to those of JSON. Raises TypeError if it cannot."""
     if isinstance(value, Tensor | np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, Mapping):

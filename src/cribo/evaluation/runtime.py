@@ -1,5 +1,6 @@
 """Where and how an evaluation runs, as a configuration says it. Nothing here needs torch until it is asked for."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +10,22 @@ TrainerPrecision = Literal["32-true", "bf16-mixed", "16-mixed"]
 
 Schedule = Literal["paper", "short"]
 """Whose settings a training has: the paper's, for GPUs, or short ones for small sets and CPUs."""
+
+
+def require_least(settings: object, least: Mapping[str, int], prefix: str = "") -> None:
+    """Check that settings are not too small; None is valid.
+
+    Args:
+        settings: an object with the settings as attributes.
+        least: the smallest valid value of each.
+        prefix: of the names in errors.
+
+    Raises:
+        ConfigError: a setting is smaller.
+    """
+    for name, bound in least.items():
+        if (value := getattr(settings, name)) is not None and value < bound:
+            raise ConfigError(f"{prefix}{name} must be >= {bound}, got {value}")
 
 
 @dataclass
@@ -32,9 +49,7 @@ class EvaluationRuntime:
     cache: str = "~/.cache/cribo/features"
 
     def __post_init__(self) -> None:
-        for name, least in (("batch_size", 1), ("workers", 0)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ConfigError(f"runtime.{name} must be >= {least}, got {value}")
+        require_least(self, {"batch_size": 1, "workers": 0}, "runtime.")
         if self.memory_gib is not None and self.memory_gib <= 0:
             raise ConfigError(f"runtime.memory_gib must be > 0, got {self.memory_gib}")
 
@@ -66,16 +81,8 @@ class TrainingRuntime:
     evaluate_every: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("num_nodes", 1),
-            ("workers", 0),
-            ("threads", 1),
-            ("log_every", 1),
-            ("checkpoint_every", 1),
-            ("evaluate_every", 0),
-        ):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ConfigError(f"runtime.{name} must be >= {least}, got {value}")
+        least = {"num_nodes": 1, "threads": 1, "log_every": 1, "checkpoint_every": 1, "workers": 0, "evaluate_every": 0}
+        require_least(self, least, "runtime.")
         if not (self.devices == "auto" or (str(self.devices).isdecimal() and int(self.devices) > 0)):
             raise ConfigError(f"runtime.devices must be auto or a number >= 1, got {self.devices!r}")
 

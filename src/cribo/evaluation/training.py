@@ -1,4 +1,4 @@
-"""What the evaluations that train share: a folder that can be gone on with, and Lightning's trainer in it."""
+"""Common to protocols that train: a folder that can be resumed, and Lightning's trainer."""
 
 import json
 import logging
@@ -13,13 +13,13 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from cribo.arguments import ConfigError
-from cribo.data import UnreadableImage
 from cribo.data.randomness import keyed_generator
 from cribo.devices import resolve_workers
 from cribo.errors import Stopped
+from cribo.evaluation.loading import Batches
 from cribo.evaluation.results import OUT, RESULTS, EvaluationResult, flat, read_result, setting_value
 from cribo.evaluation.runtime import TrainingRuntime
 from cribo.files import FolderError, remove_parts, write_json
@@ -43,29 +43,28 @@ _WORKER_DIED = "DataLoader worker (pid"
 
 
 class TrainedModule(ResumableModule):
-    """What an evaluation trains, by Lightning's automatic optimisation.
+    """A module trained by Lightning's automatic optimisation.
 
-    All its random numbers are keyed, none come from global generators: a resumed training is then the same as one
-    that was not stopped. What `self.log` is given with `prog_bar=True` is shown beside the progress bar.
+    All random numbers must be keyed, so that a resumed training equals an uninterrupted one. Values logged with
+    `prog_bar=True` are shown beside the progress bar.
     """
 
 
 class KeyStream(Sampler[list[tuple[int, int]]]):
-    """The keys (epoch, index) of each batch from a step on: one permutation of the data after the other.
+    """The keys (epoch, index) of each batch from the next step on: one permutation of the data after the other.
 
-    Batches go over the ends of epochs, so that a set may be smaller than a batch. The place in the data is a function
-    of the step alone.
+    Batches may cross the ends of epochs, and the place in the data depends on the step alone.
 
     Args:
-        count: of the data.
+        count: number of samples.
         batch_size: over all processes.
         steps: of the whole training.
-        seed: of the orders.
-        position: tells the step that comes next.
-        rank, world_size: which part of each batch this process gets.
+        seed: of the permutations.
+        position: returns the next step.
+        rank, world_size: of this process, which gets its share of each batch.
 
     Raises:
-        ConfigError: a batch that the processes cannot share evenly.
+        ConfigError: the batch size is not a multiple of the processes.
 
     Example:
         >>> keys = KeyStream(3, 2, 3, seed=0, position=lambda: 0)
@@ -120,37 +119,33 @@ def fit(
     runtime: TrainingRuntime,
     console: Console,
     collate: Callable[[list[Any]], Any] | None = None,
-    validation_batch_size: int = 1,
-    validation_collate: Callable[[list[Any]], Any] | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> L.Trainer:
     """Train a module and score it, from the last checkpoint in the folder if there is one.
 
     Args:
-        module: what is trained; its weights afterwards are those of the last step.
+        module: ends with the weights of the last step.
         train: samples by (epoch, index).
-        validation: samples by index; each process is given its share, none twice.
+        validation: samples by index, scored one by one; each process gets its share, without repetition.
         batch_size: samples of a step, over all devices.
         steps: optimiser steps.
         seed: of the order of the data.
         folder: for checkpoints and TensorBoard's log.
-        label: what the progress bar is called.
+        label: of the progress bar.
         runtime: where and how.
         console: shows progress.
-        collate: makes a batch of samples; torch's default when None.
-        validation_batch_size: samples of the validation at once, on each device.
-        validation_collate: makes a batch of them; torch's default when None.
-        callbacks: further ones.
+        collate: makes a batch of samples; torch's default if None.
+        callbacks: further callbacks.
 
     Returns:
-        the trainer, after its validation.
+        The trainer, after its validation.
 
     Raises:
-        ConfigError: devices that are not there, that cannot share a batch, or have nothing to score.
-        Interrupted: SIGTERM or SIGUSR1 came; a checkpoint was written. (Ctrl-C is a KeyboardInterrupt.)
+        ConfigError: devices that do not exist, cannot share a batch, or have nothing to score.
+        Interrupted: SIGTERM or SIGUSR1 was received; a checkpoint was written. (Ctrl-C is a KeyboardInterrupt.)
         NonFiniteLoss: weights are not finite.
         Stopped: a process that reads images was killed.
-        what reading a sample raises.
+        errors of reading a sample.
     """
     checkpoint = resume_point(folder) if is_first_process() else next(iter(checkpoint_files(folder)), None)
     if checkpoint is not None:
@@ -163,23 +158,26 @@ def fit(
     interruption = Interruption(lambda trainer: checkpoints.on_train_end(trainer, module), advice=advice)
     with quiet_lightning():
         trainer = _trainer(runtime, folder, [progress, *callbacks, checkpoints, interruption], steps)
-        batches = _Batches(
-            train,
-            KeyStream(
-                len(cast(Any, train)),
-                batch_size,
-                steps,
-                seed=seed,
-                position=lambda: trainer.global_step,
-                rank=trainer.global_rank,
-                world_size=trainer.world_size,
-            ),
-            collate,
-            runtime,
+        loading = {"num_workers": resolve_workers(runtime.workers), "pin_memory": runtime.on_gpu}
+        rank, processes = trainer.global_rank, trainer.world_size
+        keys = KeyStream(
+            len(cast(Any, train)),
+            batch_size,
+            steps,
+            seed=seed,
+            position=lambda: trainer.global_step,
+            rank=rank,
+            world_size=processes,
         )
-        scored = _Batches(
-            validation, _Share(len(cast(Any, validation)), validation_batch_size, trainer), validation_collate, runtime
-        )
+        batches = Batches(train, collate, batch_sampler=keys, **loading)
+        if (count := len(cast(Any, validation))) < processes:
+            # Lightning would leave a process without samples out of the validation, and the others would hang.
+            raise ConfigError(
+                f"each of the {processes} devices must have something to score, got {count}: use fewer "
+                "--runtime.devices, or raise data.limit"
+            )
+        share = [[index] for index in range(rank, count, processes)]
+        scored = Batches(validation, collate, batch_sampler=share, **loading)
         try:
             with interruptible(trainer, advice=advice):
                 trainer.fit(module, batches, scored if runtime.evaluate_every else None, ckpt_path=checkpoint)
@@ -205,20 +203,20 @@ def evaluation_folder(
     runtime: TrainingRuntime,
     inputs: Sequence[str | os.PathLike[str] | None] = (),
 ) -> Iterator[Path]:
-    """The folder of an evaluation that trains: claimed and locked by its first process, the same for all.
+    """Claim and lock the folder of an evaluation that trains on rank 0, for all ranks.
 
     Args:
-        out: the folder; `evaluations/<name>`, numbered, when None.
-        name: of a folder that nobody has named.
-        settings: what the evaluation's figures depend on, as JSON has it.
-        overwrite: replace an evaluation that stands in `out`.
-        resume: go on with it; with none there, begin one.
-        runtime: tells which processes there are.
+        out: the folder; `evaluations/<name>`, numbered, if None.
+        name: of a numbered folder.
+        settings: everything that the result depends on.
+        overwrite: replace an existing evaluation.
+        resume: continue an existing evaluation, or start one.
+        runtime: of the processes.
         inputs: files and folders that are read, which must not be in `out`.
 
     Raises:
-        FolderError: it exists and neither is set, is in use, or holds an evaluation of other settings.
-        ConfigError: devices that are not there, or both are set.
+        FolderError: it exists and neither is set, is in use, or has an evaluation of other settings.
+        ConfigError: devices that do not exist, or both are set.
     """
     if resume and (overwrite or out is None):
         raise ConfigError("--resume does not go with --overwrite" if overwrite else "--resume needs --out, the folder")
@@ -234,21 +232,21 @@ def evaluation_folder(
     ):
         try:
             yield folder
-        except ConfigError:  # refused before any work: leave the place as it was, once the lock is released
+        except ConfigError:  # before any work: remove the folder, once the lock is released
             if is_first_process() and {path.name for path in folder.iterdir()} <= {MARKER, SETTINGS, RUN_LOCK}:
-                for name in (MARKER, SETTINGS):
-                    (folder / name).unlink(missing_ok=True)
+                for file in (MARKER, SETTINGS):
+                    (folder / file).unlink(missing_ok=True)
                 last.callback(_remove_if_empty, folder)
             raise
 
 
 def _remove_if_empty(folder: Path) -> None:
-    with suppress(OSError):  # rmdir removes what is empty only
+    with suppress(OSError):  # rmdir removes only empty folders
         folder.rmdir()
 
 
 def finished_result(out: Path | None, *, resume: bool) -> EvaluationResult | None:
-    """The result of an evaluation that is to be gone on with and is finished; None if there is work left."""
+    """Return the result of an evaluation to resume that is already finished, else None."""
     if not resume or out is None or not (out / RESULTS).is_file():
         return None
     if is_first_process():
@@ -288,7 +286,7 @@ def _open(
 
 
 def _require_same(folder: Path, settings: dict[str, Any]) -> None:
-    """Refuse to go on with an evaluation under settings that would make it another."""
+    """Check that the settings of an evaluation to resume have not changed."""
     try:
         before = dict(flat(json.loads((folder / SETTINGS).read_text(encoding="utf-8"))))
     except ValueError as error:
@@ -302,107 +300,25 @@ def _require_same(folder: Path, settings: dict[str, Any]) -> None:
             )
 
 
-# ----------------------------------------------------------------------------------------------- Lightning
-
-
 def _trainer(runtime: TrainingRuntime, folder: Path | None, callbacks: Sequence[Callback], steps: int) -> L.Trainer:
-    """A trainer that stops after `steps`; it logs to `folder`, if there is one."""
-    every = runtime.evaluate_every or None
+    """Return a trainer that stops after `steps`, and logs to `folder` if there is one."""
+    every, devices = runtime.evaluate_every or None, runtime.devices
+    if runtime.num_nodes > 1 or devices != "auto":
+        is_shared = runtime.num_nodes > 1 or int(devices) > 1
+    else:
+        is_shared = runtime.on_gpu and torch.cuda.device_count() > 1
     return make_trainer(
         folder,
         callbacks,
         steps,
         accelerator=runtime.accelerator,
         threads=runtime.threads,
-        devices=runtime.devices,
+        devices=devices,
         num_nodes=runtime.num_nodes,
-        strategy=DDPStrategy(broadcast_buffers=False) if _is_shared(runtime) else "auto",
+        strategy=DDPStrategy(broadcast_buffers=False) if is_shared else "auto",
         precision=runtime.precision,
         val_check_interval=every,
         check_val_every_n_epoch=None if every else 1,
         num_sanity_val_steps=0,
         log_every_n_steps=runtime.log_every,
     )
-
-
-def _is_shared(runtime: TrainingRuntime) -> bool:
-    """Whether several processes train together."""
-    if runtime.num_nodes > 1 or runtime.devices != "auto":
-        return runtime.num_nodes > 1 or int(runtime.devices) > 1
-    return runtime.on_gpu and torch.cuda.device_count() > 1
-
-
-class _Share(Sampler[list[int]]):
-    """The indices of a validation that fall to one process, in batches.
-
-    Raises:
-        ConfigError: fewer samples than processes. Lightning leaves one without any out of the validation, and the
-            others wait for it at the sums.
-    """
-
-    def __init__(self, count: int, batch_size: int, trainer: L.Trainer) -> None:
-        if count < trainer.world_size:
-            raise ConfigError(
-                f"each of the {trainer.world_size} devices must have something to score, got {count}: use fewer "
-                "--runtime.devices, or raise data.limit"
-            )
-        self.indices = range(trainer.global_rank, count, trainer.world_size)
-        self.batch_size = batch_size
-
-    def __len__(self) -> int:
-        return -(-len(self.indices) // self.batch_size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start in range(0, len(self.indices), self.batch_size):
-            yield list(self.indices[start : start + self.batch_size])
-
-
-class _Batches:
-    """Batches from worker processes; what reading a sample raises there is raised here, as it was."""
-
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        sampler: KeyStream | _Share,
-        collate: Callable[[list[Any]], Any] | None,
-        runtime: TrainingRuntime,
-    ) -> None:
-        workers = resolve_workers(runtime.workers)
-        self._loader: DataLoader[Any] = DataLoader(
-            _Told(dataset),
-            batch_sampler=sampler,
-            num_workers=workers,
-            collate_fn=_Collate(collate or torch.utils.data.default_collate),
-            pin_memory=runtime.on_gpu,
-            persistent_workers=False,
-        )
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            if isinstance(batch, Exception):
-                raise batch
-            yield batch
-
-
-class _Told(Dataset[Any]):
-    """A data set whose errors are samples: torch would make others of them on their way to the first process."""
-
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self._dataset = dataset
-
-    def __getitem__(self, key: Any) -> Any:
-        try:
-            return self._dataset[key]
-        except (ValueError, OSError, UnreadableImage) as error:
-            return error
-
-
-class _Collate:
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: list[Any]) -> Any:
-        return next((sample for sample in samples if isinstance(sample, Exception)), None) or self._collate(samples)

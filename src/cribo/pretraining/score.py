@@ -2,41 +2,26 @@
 
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
 import torch
-from jaxtyping import Float
-from torch import Tensor
-from torch.optim.swa_utils import update_bn
 
-from cribo.data import DataError, LabelledImages, UnreadableImage, open_segmentation
+from cribo.data import DataError, UnreadableImage, open_segmentation
 from cribo.data.scenes import Scenes
-from cribo.evaluation import DenseNNSettings, Machine, dense_nn
-from cribo.models import Backbone, normalise
+from cribo.evaluation import DenseNN, Splits
+from cribo.evaluation.runner import calibrate_batch_norms, measure
+from cribo.models import Backbone
 from cribo.pretraining.config import PretrainConfig
 from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.monitoring import Metrics
-from cribo.retrieval import PatchEncoder, backbone_encoder, mean_colour_encoder
+from cribo.retrieval.encoders import mean_colour_backbone
 
 log = logging.getLogger("cribo")
 
-_CALIBRATION_IMAGES = 64
 
-
-@dataclass(frozen=True)
-class ScoreData:
-    """The labelled images of a score: memory (whose patches are searched) and queries."""
-
-    memory: LabelledImages
-    queries: LabelledImages
-
-
-def open_score_data(config: PretrainConfig) -> ScoreData | None:
-    """Open the labelled images of the configuration; None without a score.
+def open_score_data(config: PretrainConfig) -> Splits | None:
+    """Open the labelled images of the configuration: train is searched, val is scored; None without a score.
 
     Held-out scenes are numbered after the training scenes.
     """
@@ -46,14 +31,13 @@ def open_score_data(config: PretrainConfig) -> ScoreData | None:
     if root == "scenes":
         scenes = config.data.scenes
         memory, queries = config.score.images
-        return ScoreData(
-            Scenes(memory, size=scenes.size, seed=scenes.seed, first=scenes.count),
-            Scenes(queries, size=scenes.size, seed=scenes.seed, first=scenes.count + memory),
+        train = Scenes(memory, size=scenes.size, seed=scenes.seed, first=scenes.count)
+        val = Scenes(queries, size=scenes.size, seed=scenes.seed, first=scenes.count + memory)
+    else:
+        train, val = (
+            open_segmentation("folder", root, split, max_pixels=config.data.max_pixels) for split in ("train", "val")
         )
-    return ScoreData(
-        open_segmentation("folder", root, "train", max_pixels=config.data.max_pixels),
-        open_segmentation("folder", root, "val", max_pixels=config.data.max_pixels),
-    )
+    return Splits(train, val, "score", {})
 
 
 class RetrievalScore(L.Callback):
@@ -70,7 +54,7 @@ class RetrievalScore(L.Callback):
         curve: (step, mIoU in 0-1) of every score, including those before a resume.
     """
 
-    def __init__(self, data: ScoreData, config: PretrainConfig, metrics: Metrics) -> None:
+    def __init__(self, data: Splits, config: PretrainConfig, metrics: Metrics) -> None:
         self.data = data
         self.config = config
         self.metrics = metrics
@@ -99,11 +83,10 @@ class RetrievalScore(L.Callback):
         self._take(trainer, pl_module)
 
     def mean_colour(self, module: PretrainingModule) -> float | None:
-        """Mean IoU of the baseline with mean colours of patches as features; None if images cannot be read any more."""
-        patch_size = module.objective.exported().patch_size
+        """Mean IoU of the baseline `mean-colour`; None if it does not take images of this size, or none can be read."""
         try:
-            return self._score(mean_colour_encoder(patch_size), module.device)
-        except (UnreadableImage, DataError) as error:
+            return self._score(mean_colour_backbone(), module.device)
+        except (UnreadableImage, ValueError) as error:
             log.error("no score of the mean colour, %s", error)
             return None
 
@@ -114,12 +97,16 @@ class RetrievalScore(L.Callback):
             return
         backbone = module.objective.exported()
         untrained = step == 0 and self.config.backbone.pretrained is None
+        before = {name: value.clone() for name, value in backbone.named_buffers()} if untrained else {}
         miou, failed = math.nan, None
         try:
-            with calibrated(backbone, self.data.memory, module.device, needed=untrained):
-                miou = self._score(backbone_encoder(backbone), module.device)
+            if untrained:
+                calibrate_batch_norms(backbone, self.data.train)
+            miou = self._score(backbone, module.device)
         except (UnreadableImage, DataError) as error:
             failed = error
+        finally:
+            backbone.load_state_dict(before, strict=False)
         # All ranks or none, so that all have the same curve.
         if trainer.strategy.reduce_boolean_decision(failed is None):
             self.curve.append((step, miou))
@@ -130,37 +117,8 @@ class RetrievalScore(L.Callback):
         elif failed is not None:
             log.error("step %d: no score, %s; training continues", step, failed)
 
-    def _score(self, encoder: PatchEncoder, device: torch.device) -> float:
+    def _score(self, backbone: Backbone, device: torch.device) -> float:
         score = self.config.score
-        settings = DenseNNSettings(
-            ratios=(score.memory_ratio,),
-            draws=1,
-            neighbours=score.neighbours,
-            size=score.size,
-            seed=0,  # the same memory for every seed of the run, so that their scores can be compared
-        )
-        machine = Machine(devices=(str(device),))
-        return dense_nn(encoder, self.data.memory, self.data.queries, settings, machine=machine).scores[0].miou
-
-
-@contextmanager
-def calibrated(
-    backbone: Backbone, images: LabelledImages, device: torch.device | str, *, needed: bool
-) -> Iterator[None]:
-    """Set the batch norm statistics of an untrained network from some images, within this context.
-
-    Without them, an untrained network would be a weaker baseline.
-    """
-
-    def normalised(index: int) -> Float[Tensor, "1 3 h w"]:
-        image = images.load(index)[None].to(device).float() / 255
-        height, width = (side // backbone.patch_size * backbone.patch_size for side in image.shape[2:])
-        return normalise(image[..., :height, :width], mean=backbone.mean, std=backbone.std)
-
-    before = {name: value.clone() for name, value in backbone.named_buffers()} if needed else {}
-    if needed:
-        update_bn(map(normalised, range(min(_CALIBRATION_IMAGES, len(images)))), backbone)
-    try:
-        yield
-    finally:
-        backbone.load_state_dict(before, strict=False)
+        # The same seed for every seed of the run, so that their scores can be compared.
+        protocol = DenseNN(ratios=(score.memory_ratio,), neighbours=score.neighbours, size=score.size, seed=0)
+        return measure(protocol, backbone, self.data, device=device).rows[0]["miou"]

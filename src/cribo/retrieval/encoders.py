@@ -143,27 +143,8 @@ def image_encoder(backbone: Backbone) -> ImageEncoder:
     return ImageEncoder(encode, backbone.patch_size, backbone.embed_dim, f"{backbone.fingerprint()}-global")
 
 
-def mean_colour_encoder(patch_size: int) -> PatchEncoder:
-    """The baseline: the mean colour of each patch, in the normalised RGB that networks see."""
-
-    def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n 3"]:
-        return F.avg_pool2d(normalise(images), patch_size).flatten(2).mT
-
-    return PatchEncoder(encode, patch_size, f"mean-colour-{patch_size}")
-
-
-def mean_colour_image_encoder(patch_size: int) -> ImageEncoder:
-    """The baseline: the mean colour of an image, in the normalised RGB that networks see."""
-    patches = mean_colour_encoder(patch_size)
-
-    def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b 3"]:
-        return patches.encode(images).mean(dim=1)
-
-    return ImageEncoder(encode, patch_size, 3, f"{patches.identity}-global")
-
-
 class _MeanColour(nn.Module):
-    """A network that gives the mean colour of each patch."""
+    """A network that gives the mean colour of each patch, in the normalised RGB that networks see."""
 
     def __init__(self, patch_size: int) -> None:
         super().__init__()
@@ -174,9 +155,16 @@ class _MeanColour(nn.Module):
         return self.scale * F.avg_pool2d(images, self.patch_size)
 
 
-def mean_colour_backbone() -> Backbone:
-    """The baseline as a network, to put a head on: its tokens are those of `mean_colour_encoder`."""
-    return Backbone(_MeanColour(_MEAN_COLOUR_PATCH), MEAN_COLOUR, {}, _MEAN_COLOUR_PATCH)
+def mean_colour_backbone(patch_size: int = _MEAN_COLOUR_PATCH) -> Backbone:
+    """The baseline: a network whose tokens are the mean colours of patches."""
+    return Backbone(_MeanColour(patch_size), MEAN_COLOUR, {}, patch_size)
+
+
+def mean_colour_encoder(patch_size: int = _MEAN_COLOUR_PATCH) -> PatchEncoder:
+    """The patch encoder of `mean_colour_backbone`."""
+    encoder = backbone_encoder(mean_colour_backbone(patch_size))
+    # Databases of objects know the baseline by this name.
+    return dataclasses.replace(encoder, identity=f"{MEAN_COLOUR}-{patch_size}")
 
 
 def open_backbone(config: BackboneSource, *, image_size: int | None = None, drop_path: float = 0.0) -> Backbone:
@@ -205,17 +193,27 @@ def open_backbone(config: BackboneSource, *, image_size: int | None = None, drop
     )
 
 
-def open_encoder(config: BackboneSource, device: str) -> tuple[PatchEncoder, dict[str, Any]]:
-    """Load a backbone and say what it is.
+def open_network(config: BackboneSource) -> tuple[Backbone, dict[str, Any]]:
+    """Load a backbone on the host, or the baseline `mean-colour`, with the facts that identify it.
 
     Raises:
-        what `load_backbone` raises.
+        errors of `load_backbone` and `about_backbone`.
     """
+    backbone = mean_colour_backbone() if config.source == MEAN_COLOUR else open_backbone(config)
+    return backbone, about_backbone(config, backbone)
+
+
+def open_encoder(config: BackboneSource, device: str) -> tuple[PatchEncoder, dict[str, Any]]:
+    """Load a backbone as an encoder of patches, with the facts that identify it.
+
+    Raises:
+        errors of `open_network`.
+    """
+    backbone, about = open_network(config)
+    encoder = backbone_encoder(backbone.eval().to(device), layers=config.layers)
     if config.source == MEAN_COLOUR:
-        return mean_colour_encoder(_MEAN_COLOUR_PATCH), _about_mean_colour()
-    backbone = open_backbone(config)
-    about = about_backbone(config, backbone)
-    return backbone_encoder(backbone.eval().to(device), layers=config.layers), about
+        encoder = dataclasses.replace(encoder, identity=mean_colour_encoder().identity)
+    return encoder, about
 
 
 def about_backbone(config: BackboneSource, backbone: Backbone) -> dict[str, Any]:
@@ -243,43 +241,27 @@ def about_backbone(config: BackboneSource, backbone: Backbone) -> dict[str, Any]
     return about
 
 
-def open_image_encoders(
-    config: BackboneSource, devices: Sequence[str], *, image_size: int
-) -> tuple[list[ImageEncoder], dict[str, Any]]:
-    """Load a backbone onto each device, and say what it is.
+def image_encoders(backbone: Backbone, devices: Sequence[str], *, image_size: int) -> list[ImageEncoder]:
+    """Copy a backbone to each device, as encoders of images.
 
     Args:
-        config: whose it is; `layers` must be 1, for the global token is the last block's.
-        devices: where.
+        backbone: on the host; becomes the first copy.
+        devices: of the encoders.
         image_size: pixels of the images' sides.
 
     Raises:
-        ConfigError: several layers, or a backbone that takes no images of this size.
-        what `load_backbone` raises.
+        ConfigError: the backbone does not take images of this size.
     """
-    if config.layers != 1:
-        raise ConfigError(f"layers must be 1, for the global token is that of the last block, got {config.layers}")
-    if config.source == MEAN_COLOUR:
-        _check_size(image_size, _MEAN_COLOUR_PATCH, config.source)
-        return [mean_colour_image_encoder(_MEAN_COLOUR_PATCH)] * len(devices), _about_mean_colour()
-    backbone = open_backbone(config)
-    _check_size(image_size, backbone.patch_size, backbone.name)
+    patch_size, name = backbone.patch_size, backbone.name
+    if image_size % patch_size:
+        near = max(patch_size, round(image_size / patch_size) * patch_size)
+        raise ConfigError(
+            f"crop must be a multiple of {patch_size}, the patch size of {name}, got {image_size}: give {near}"
+        )
     if not backbone.takes_any_size and image_size != backbone.image_size:
         raise ConfigError(
-            f"{backbone.name} takes images of {backbone.image_size} x {backbone.image_size} pixels only, got crop "
+            f"{name} takes images of {backbone.image_size} x {backbone.image_size} pixels only, got crop "
             f"{image_size}: give crop {backbone.image_size}"
         )
     copies = [copy.deepcopy(backbone) for _ in devices[1:]]
-    placed = [part.eval().to(device) for part, device in zip([backbone, *copies], devices, strict=True)]
-    return [image_encoder(part) for part in placed], about_backbone(config, backbone)
-
-
-def _about_mean_colour() -> dict[str, Any]:
-    about = dict.fromkeys(("source", "name", "architecture"), MEAN_COLOUR)
-    return {**about, "embed_dim": 3, "patch_size": _MEAN_COLOUR_PATCH}
-
-
-def _check_size(size: int, patch_size: int, name: str) -> None:
-    if size % patch_size:
-        near = max(patch_size, round(size / patch_size) * patch_size)
-        raise ConfigError(f"crop must be a multiple of {patch_size}, the patch size of {name}, got {size}: give {near}")
+    return [image_encoder(part.eval().to(device)) for part, device in zip([backbone, *copies], devices, strict=True)]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from cribo.adaptation.whitening import Moments, partial_whitening
-from cribo.evaluation.results import calibration_error, iou
+from cribo.evaluation.scores import calibration_error, iou
 from cribo.retrieval.search import Neighbours, TensorKeys, nearest
 from cribo.retrieval.voting import Voters, label_shares
 from cribo.segmentation.settings import Head

@@ -11,7 +11,7 @@ from torchmetrics.classification import MulticlassJaccardIndex
 
 from cribo.data import open_segmentation
 from cribo.data.scenes import Scenes
-from cribo.evaluation import DenseNNSettings, Machine, dense_nn, protocol_settings
+from cribo.evaluation import DenseNN, Machine, dense_nn
 from cribo.evaluation.dense_neighbours.retrieval import draw_images
 from cribo.evaluation.features import EncodedView, Preparation
 from cribo.models import build_backbone
@@ -21,8 +21,8 @@ from cribo.retrieval.patches import class_counts
 CLASSES = ["a", "b", "c", "d"]
 
 
-def settings(**choices: Any) -> DenseNNSettings:
-    return DenseNNSettings(**{"ratios": (1,), "neighbours": 5, **choices})
+def settings(**choices: Any) -> DenseNN:
+    return DenseNN(**{"ratios": (1,), "neighbours": 5, **choices})
 
 
 # Imperfect features of `Textured`: a class is taken for another now and then.
@@ -64,7 +64,7 @@ def test_features_that_are_the_labels_score_100_percent() -> None:
 def test_features_that_are_the_labels_in_both_protocols(protocol) -> None:
     # Crops of an image move labels inside patches, so the memory of the second protocol is left as it is.
     choices: dict[str, Any] = {"ratios": (1, 2), "draws": 2, "neighbours": 3, "size": (20, 24), "augmentations": 0}
-    chosen = protocol_settings(protocol, 4, CLASSES, **choices)
+    chosen = DenseNN(protocol=protocol, **choices)
     maps = [blocks(*torch.arange(30).view(5, 6).fmod(4).roll(n, 1).tolist()) for n in range(4)]
     result = dense_nn(PERFECT, Coded(maps), Coded(maps), chosen)
     assert [score.miou for score in result.scores] == [1, 1]
@@ -87,7 +87,7 @@ def test_shuffled_labels_score_chance() -> None:
 # ------------------------------------------------------------------ against a plain version
 
 
-def plain(encoder: PatchEncoder, memory: Coded, queries: Coded, chosen: DenseNNSettings) -> np.ndarray:
+def plain(encoder: PatchEncoder, memory: Coded, queries: Coded, chosen: DenseNN) -> np.ndarray:
     """The protocol in loops over patches, for one memory of all images; labels against predictions."""
     preparation = Preparation(4, chosen.size, chosen.interpolation, chosen.seed)
     classes = len(memory.classes)
@@ -163,7 +163,7 @@ def plain(encoder: PatchEncoder, memory: Coded, queries: Coded, chosen: DenseNNS
 def test_every_choice_against_a_plain_version(choices: dict[str, Any]) -> None:
     names = ("background", "b", "c", "d")
     memory, queries = Textured(pixel_maps(5, 0), names), Textured(pixel_maps(4, 1), names)
-    chosen = settings(neighbours=6, **choices)
+    chosen = settings(neighbours=6, **choices).for_data(4, names)
     result = dense_nn(COLOURS, memory, queries, chosen)
     expected = plain(COLOURS, memory, queries, chosen)
     found = result.scores[0].confusion.numpy()
@@ -211,7 +211,7 @@ def test_neighbours_that_all_point_away_still_vote() -> None:
     signs = iter([1.0, -1.0])  # of the memory, then of the queries
     opposed = PatchEncoder(lambda images: next(signs) * torch.ones(len(images), 4, 1), 4)
     memory, queries = Coded([blocks([2, 2, 1, 2])]), Coded([blocks([2, 2, 0, 2])])
-    chosen = settings(neighbours=4, vote="similarity", score="pixel")
+    chosen = settings(neighbours=4, vote="similarity", score="pixel").for_data(4, CLASSES)
     assert dense_nn(opposed, memory, queries, chosen).scores[0].confusion[:, 2].sum() == 4 * 16
 
 
@@ -328,31 +328,29 @@ def test_predictions_for_pictures() -> None:
     for prediction in result.predictions:
         cells = maps[prediction.index][::4, ::4]
         assert torch.equal(prediction.labels, torch.where(cells == 255, 4, cells))
-        assert prediction.size == (20, 24)
 
 
 # ------------------------------------------------------------------ settings
 
 
 def test_the_protocols() -> None:
-    paper = protocol_settings("paper", 16, ["background", "person"])
-    assert paper == DenseNNSettings()
+    paper = DenseNN().for_data(16, ["background", "person"])
     assert (paper.neighbours, paper.vote, paper.score, paper.size) == (50, "majority", "patch", None)
-    humming = protocol_settings("hummingbird", 16, ["background", "person"])
+    humming = DenseNN(protocol="hummingbird").for_data(16, ["background", "person"])
     assert (humming.neighbours, humming.temperature, humming.vote) == (30, 0.02, "attention")
     assert (humming.patch_labels, humming.unlabelled, humming.size) == ("soft", "background", (512, 512))
-    assert protocol_settings("hummingbird", 14, ["wall"]).unlabelled == "class"
-    own = protocol_settings("hummingbird", 16, ["road"], neighbours=7, size=(64, 96), vote=None)
+    assert DenseNN(protocol="hummingbird").for_data(14, ["wall"]).unlabelled == "class"
+    own = DenseNN(protocol="hummingbird", neighbours=7, size=(64, 96)).for_data(16, ["road"])
     assert (own.neighbours, own.size, own.vote) == (7, (64, 96), "attention")
 
 
 def test_settings_without_a_say_are_not_listed() -> None:
-    used = settings().used()
+    used = settings().for_data(4, CLASSES).effective()
     assert "temperature" not in used
     assert "probes" not in used
     assert "draws" not in used
     assert {"vote", "unlabelled", "score", "patch_labels", "interpolation", "seed"} <= set(used)
-    assert settings(vote="attention", ratios=(1, 8)).used()["temperature"] == 0.02
+    assert settings(vote="attention", ratios=(1, 8)).for_data(4, CLASSES).effective()["temperature"] == 0.02
 
 
 @pytest.mark.parametrize(
@@ -453,7 +451,7 @@ def test_scenes_can_be_scored() -> None:
 def test_mean_colour_on_camvid(camvid: Path) -> None:
     """An eighth of the training images as memory: 15.5 % was measured elsewhere; a draw moves it by a point."""
     memory, queries = (open_segmentation("camvid", camvid, split) for split in ("train", "val"))
-    result = dense_nn(mean_colour_encoder(16), memory, queries, DenseNNSettings(ratios=(8,), draws=1))
+    result = dense_nn(mean_colour_encoder(16), memory, queries, DenseNN(ratios=(8,), draws=1))
     assert 100 * result.scores[0].miou == pytest.approx(15.5, abs=1.5)
 
 
@@ -462,5 +460,5 @@ def test_a_backbone_that_was_never_trained_is_better_than_chance(camvid: Path) -
     memory, queries = (open_segmentation("camvid", camvid, split) for split in ("train", "val"))
     args = {"depth": 2, "embed_dim": 64, "num_heads": 1}
     encoder = backbone_encoder(build_backbone("vit_tiny_patch16_224", args=args))
-    result = dense_nn(encoder, memory, queries, DenseNNSettings(ratios=(128,), draws=1))
+    result = dense_nn(encoder, memory, queries, DenseNN(ratios=(128,), draws=1))
     assert 0.05 < result.scores[0].miou < 0.2

@@ -5,7 +5,7 @@ import torch
 from matplotlib.patches import Rectangle
 
 from cribo.data.detection import BoxedImages, open_detection
-from cribo.evaluation.detection.pictures import draw_boxes, panels_of, write_pictures
+from cribo.evaluation.detection.pictures import draw_boxes, panels_of, write_boxes
 from cribo.evaluation.detection.scoring import Detections
 
 
@@ -48,7 +48,7 @@ def test_titles_count_and_the_legend_names_what_is_drawn(images: BoxedImages, fo
 def test_pictures_are_split_into_files(images: BoxedImages, found: Detections, tmp_path: Path) -> None:
     panels = 2 * panels_of(images, found, 9)
     assert len(panels) == 8
-    written = write_pictures(panels, images.classes, tmp_path, title="what")
-    assert [path.name for path in written] == ["predictions.png", "predictions-2.png"]
+    write_boxes(panels, images.classes, tmp_path, title="what")
+    assert {path.name for path in tmp_path.iterdir()} >= {"predictions.png", "predictions-2.png"}
     with pytest.raises(ValueError, match="at least one image"):
         draw_boxes([], images.classes, title="what")

@@ -1,39 +1,42 @@
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cribo.arguments import ConfigError
-from cribo.evaluation.detection.config import DetectionConfig, DetectionData
+from cribo.evaluation.detection import detector
+from cribo.evaluation.detection.detector import optimiser, rate_at
 from cribo.evaluation.detection.model import build_yolos
-from cribo.evaluation.detection.recipe import RECIPES, Recipe, optimiser, rate_at
+from cribo.evaluation.detection.protocol import Detection, DetectionData
+from cribo.evaluation.runtime import TrainingRuntime
 from cribo.models import Backbone
 from cribo.retrieval.source import BackboneSource
 
 
 def test_the_paper_schedule_is_that_of_yolos_s_with_the_batch_of_cribo() -> None:
-    assert RECIPES["paper"] == Recipe(
-        epochs=150,
-        batch_size=32,
-        learning_rate=2.5e-5,
-        size=800,
-        tokens=100,
-        final_learning_rate=1e-7,
-        weight_decay=1e-4,
-        clip=0.1,
+    paper = Detection().scheduled()
+    assert (paper.epochs, paper.batch_size, paper.learning_rate, paper.size, paper.tokens) == (
+        150,
+        32,
+        2.5e-5,
+        800,
+        100,
     )
+    run: Any = SimpleNamespace(runtime=TrainingRuntime())
+    assert paper.used(run).items() >= {"final_learning_rate": 1e-7, "weight_decay": 1e-4, "clip": 0.1}.items()
 
 
-def test_the_rate_falls_along_half_a_cosine() -> None:
-    recipe = Recipe(learning_rate=1.0, final_learning_rate=0.2)
-    assert [rate_at(recipe, step, 6) for step in (0, 2, 3, 4, 6)] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+def test_the_rate_falls_along_half_a_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detector, "FINAL_LEARNING_RATE", 0.2)
+    assert [rate_at(1.0, step, 6) for step in (0, 2, 3, 4, 6)] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
 
 
 def test_what_decays(tiny_vit: Callable[..., Backbone]) -> None:
     model = build_yolos(tiny_vit(), ["a"], positions=(32, 32))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decaying, others = (
-        {names[id(parameter)] for parameter in group["params"]} for group in optimiser(model, Recipe()).param_groups
+        {names[id(parameter)] for parameter in group["params"]} for group in optimiser(model, 1e-4).param_groups
     )
     assert decaying | others == set(names.values())
     assert {name for name in others if ".bias" not in name and "layernorm" not in name} == {
@@ -54,12 +57,16 @@ def test_what_decays(tiny_vit: Callable[..., Backbone]) -> None:
         ({"tokens": 0}, "tokens must be >= 1, got 0"),
         ({"learning_rate": 0.0}, "learning_rate must be > 0, got 0.0"),
         ({"learning_rate": float("nan")}, "learning_rate must be > 0, got nan"),
-        ({"backbone": BackboneSource("x", layers=4)}, "layers must be 1 for detection, got 4"),
     ],
 )
 def test_values_that_cannot_be(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        DetectionConfig(**{"backbone": BackboneSource("x"), **values})
+        Detection(**values)
+
+
+def test_several_layers() -> None:
+    with pytest.raises(ConfigError, match="layers must be 1 for detection, got 4"):
+        Detection().check_backbone(BackboneSource("x", layers=4))
 
 
 def test_a_limit_below_one() -> None:
@@ -68,5 +75,5 @@ def test_a_limit_below_one() -> None:
 
 
 def test_what_is_given_goes_before_the_schedule() -> None:
-    config = DetectionConfig(BackboneSource("x"), schedule="short", epochs=3, size=96)
-    assert config.recipe == Recipe(epochs=3, batch_size=8, learning_rate=2e-4, size=96)
+    made = Detection(schedule="short", epochs=3, size=96).scheduled()
+    assert (made.epochs, made.batch_size, made.learning_rate, made.size, made.tokens) == (3, 8, 2e-4, 96, 100)

@@ -15,15 +15,14 @@ import torch
 from rich.console import Console
 from transformers import AutoImageProcessor, YolosForObjectDetection
 
-import cribo.evaluation.detection.run as detection_run
+import cribo.evaluation.detection.training as detection_training
 from cribo.cli import main
 from cribo.data import read_image
 from cribo.data.detection import open_detection
 from cribo.evaluation import read_result
-from cribo.evaluation.detection.config import DetectionData
 from cribo.evaluation.detection.detector import Detector
 from cribo.evaluation.detection.model import build_yolos, require_transformers
-from cribo.evaluation.detection.recipe import Recipe
+from cribo.evaluation.detection.protocol import DetectionData
 from cribo.evaluation.detection.views import Collate, Sample, Sizes, WholeViews
 from cribo.evaluation.runtime import TrainingRuntime
 from cribo.evaluation.training import fit
@@ -111,17 +110,15 @@ class Unchanged(WholeViews):
 
 def test_it_learns_four_images(rectangles: Path, tiny_vit: Callable[..., Backbone], tmp_path: Path) -> None:
     splits = open_detection(rectangles)
-    recipe = Recipe(batch_size=4, learning_rate=1e-3, size=64, tokens=8)
     backbone = tiny_vit(embed_dim=64)
     model = build_yolos(backbone, splits.train.classes, positions=Sizes(64).positions, tokens=8)
-    detector = Detector(model, recipe, steps=150, images=splits.val, mean=backbone.mean, std=backbone.std)
+    detector = Detector(model, 1e-3, steps=150, images=splits.val, mean=backbone.mean, std=backbone.std)
     views, collate = Unchanged(splits.train, Sizes(64)), Collate(8, backbone.mean)
     fit(
         detector,
         train=views,
         validation=views,
         collate=collate,
-        validation_collate=collate,
         batch_size=4,
         steps=150,
         seed=0,
@@ -139,7 +136,7 @@ def test_boxes_are_as_exact_in_mixed_precision(rectangles: Path, tiny_vit: Calla
     images = open_detection(rectangles).val
     backbone = tiny_vit()
     model = build_yolos(backbone, images.classes, positions=(48, 64), tokens=8)
-    detector = Detector(model, Recipe(), steps=1, images=images, mean=backbone.mean, std=backbone.std)
+    detector = Detector(model, 1e-3, steps=1, images=images, mean=backbone.mean, std=backbone.std)
     pixels = images.load(0)[None]
     with torch.no_grad():
         exact = detector(pixels)
@@ -174,13 +171,13 @@ def test_what_was_killed_is_gone_on_with_and_ends_as_if_it_had_not_been(
     words = [*words, "--epochs", "4", "--runtime.checkpoint_every", "1", "--pictures", "0"]
     assert main([*words, "--out", "whole"]) == 0
     with monkeypatch.context() as patched:
-        patched.setattr(detection_run, "fit", lambda *a, **k: fit(*a, **k, callbacks=[KillAfter(2)]))
+        patched.setattr(detection_training, "fit", lambda *a, **k: fit(*a, **k, callbacks=[KillAfter(2)]))
         with pytest.raises(Killed):
             main([*words, "--out", "killed", "--resume"])
     assert not Path("killed/results.json").exists()
     assert "exists already" in refused(*words, "--out", "killed")
     said = refused(*words, "--out", "killed", "--resume", "--learning_rate", "0.1")
-    assert "was begun with learning_rate 0.0002, not 0.1" in said
+    assert "was begun with settings.learning_rate 0.0002, not 0.1" in said
     assert main([*words, "--out", "killed", "--resume"]) == 0
     assert read_result("killed").results == read_result("whole").results
     assert Path("killed/detections.json").read_bytes() == Path("whole/detections.json").read_bytes()

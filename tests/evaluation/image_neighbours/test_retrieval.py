@@ -12,13 +12,13 @@ from PIL import Image
 from cribo.arguments import ConfigError
 from cribo.data import ImageFiles, UnreadableImage
 from cribo.data.classification import ClassifiedFiles
-from cribo.evaluation.cache import FeatureCache
+from cribo.evaluation.cache import FeatureCache, Machine
 from cribo.evaluation.image_neighbours import features as features_module
 from cribo.evaluation.image_neighbours import retrieval as module
 from cribo.evaluation.image_neighbours.features import SquareCrop, extract_global
+from cribo.evaluation.image_neighbours.protocol import ImageNN
 from cribo.evaluation.image_neighbours.retrieval import ImageRetrieval, image_nn, places
-from cribo.evaluation.image_neighbours.settings import ImageNNSettings
-from cribo.evaluation.machine import Machine
+from cribo.evaluation.scores import accuracy
 from cribo.retrieval.encoders import ImageEncoder
 
 SIDE = 4
@@ -75,8 +75,8 @@ def plain(
     return votes, np.argsort(-votes, axis=1, kind="stable")
 
 
-def settings(*neighbours: int, **more: float) -> ImageNNSettings:
-    return ImageNNSettings(neighbours or (1,), resize=SIDE, crop=SIDE, **more)  # pyright: ignore[reportArgumentType]
+def settings(*neighbours: int, **more: float) -> ImageNN:
+    return ImageNN(neighbours=neighbours or (1,), resize=SIDE, crop=SIDE, **more)  # pyright: ignore[reportArgumentType]
 
 
 def check(
@@ -89,8 +89,8 @@ def check(
         for number in (1, 3, 5):
             among = (order[:, :number] == truth[:, None]).any(axis=1) & has_votes
             assert score.top(number) == pytest.approx(among.mean())
-        accuracy = score.per_class(torch.from_numpy(truth), len(CLASSES)).tolist()
-        for place, value in enumerate(accuracy):
+        right = accuracy(score.confusion(torch.from_numpy(truth), len(CLASSES))).tolist()
+        for place, value in enumerate(right):
             own = order[truth == place, 0] == place
             assert value == pytest.approx(own.mean() if len(own) else np.nan, nan_ok=True)
 
@@ -289,7 +289,7 @@ def test_an_image_is_resized_by_its_shorter_side_and_cut_from_its_centre() -> No
 )
 def test_settings_out_of_range(wrong: dict[str, object], pattern: str) -> None:
     with pytest.raises(ConfigError, match=pattern):
-        ImageNNSettings(**wrong)  # pyright: ignore[reportArgumentType]
+        ImageNN(**wrong)  # pyright: ignore[reportArgumentType]
 
 
 def test_more_neighbours_than_images(tmp_path: Path) -> None:

@@ -1,21 +1,25 @@
 """What is decided where nothing is said, and what is refused."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cribo.arguments import ConfigError
-from cribo.evaluation.data import TrainingDataConfig
-from cribo.evaluation.segmentation.config import LinearConfig, TrainingSettings
+from cribo.evaluation.segmentation.protocol import Linear
 from cribo.models import Backbone
 from cribo.retrieval import BackboneSource
 
 from .made import tiny_vit
 
 
-def settings(data: str = "voc", backbone: Backbone | None = None, **values: Any) -> TrainingSettings:
-    config = LinearConfig(BackboneSource("runs/x"), TrainingDataConfig(data, "DIR"), **values)
-    return TrainingSettings.of(config, backbone or tiny_vit())
+def settings(data: str = "voc", backbone: Backbone | None = None, **values: Any) -> Linear:
+    return Linear(**values).for_data(data, backbone or tiny_vit())
+
+
+def used(data: str = "voc", **values: Any) -> dict[str, Any]:
+    run: Any = SimpleNamespace(source=BackboneSource("x"), data=SimpleNamespace(about={"name": data}))
+    return settings(data, **values).used(run)
 
 
 @pytest.mark.parametrize(
@@ -33,9 +37,9 @@ def settings(data: str = "voc", backbone: Backbone | None = None, **values: Any)
 )
 def test_the_papers_schedule(data: str, iterations: int, scale: tuple[int, int] | None) -> None:
     made = settings(data)
-    assert (made.iterations, made.batch_size, made.crop, made.scale) == (iterations, 16, 512, scale)
+    assert (made.iterations, made.batch_size, made.crop, used(data)["scale"]) == (iterations, 16, 512, scale)
     assert made.learning_rates == (8e-4, 3e-4, 1e-4, 8e-5)
-    assert (made.inference.mode, made.inference.window, made.inference.stride) == ("whole", 512, 480)
+    assert (made.windows.mode, made.windows.window, made.windows.stride) == ("whole", 512, 480)
 
 
 def test_the_short_schedule_is_short_for_every_set() -> None:
@@ -52,9 +56,9 @@ def test_what_is_said_counts() -> None:
     )
     assert made.learning_rates == (0.5,)
     assert (made.iterations, made.batch_size, made.crop) == (7, 3, 64)
-    assert (made.inference.mode, made.inference.window, made.inference.stride) == ("slide", 64, 60)
-    assert made.used()["stride"] == 60
-    assert settings().used()["stride"] is None
+    assert (made.windows.mode, made.windows.window, made.windows.stride) == ("slide", 64, 60)
+    assert used(crop=64, inference="slide")["stride"] == 60
+    assert used()["stride"] is None
 
 
 @pytest.mark.parametrize(
@@ -83,4 +87,4 @@ def test_a_network_of_one_size_is_slid_over_images() -> None:
     for values in ({"crop": 32}, {"crop": 64, "inference": "slide"}):
         with pytest.raises(ConfigError, match=r"pixels alone.*: give --crop 32 --inference slide"):
             settings("voc", backbone, **values)
-    assert settings("voc", backbone, crop=32, inference="slide").inference.window == 32
+    assert settings("voc", backbone, crop=32, inference="slide").windows.window == 32

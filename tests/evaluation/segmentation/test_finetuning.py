@@ -6,8 +6,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +17,12 @@ from safetensors.torch import load_file
 from cribo.arguments import ConfigError
 from cribo.cli import main
 from cribo.data import open_segmentation
-from cribo.evaluation import read_result
-from cribo.evaluation.data import TrainingDataConfig
-from cribo.evaluation.results import iou
+from cribo.evaluation import evaluate, read_result
+from cribo.evaluation.data import SegmentationData
 from cribo.evaluation.runtime import TrainingRuntime
-from cribo.evaluation.segmentation.config import DecoderConfig, SegmenterConfig
-from cribo.evaluation.segmentation.finetuning import build_segmenter, evaluate_segmenter
-from cribo.evaluation.segmentation.task import SegmentationTask
+from cribo.evaluation.scores import iou
+from cribo.evaluation.segmentation.finetuning import build_segmenter
+from cribo.evaluation.segmentation.protocol import DecoderConfig, FinetunedSegmenter
 from cribo.evaluation.segmentation.trained import load_segmenter
 from cribo.files import FolderError
 from cribo.models import build_backbone, save_backbone
@@ -35,18 +34,15 @@ CPU: dict[str, Any] = {"accelerator": "cpu", "workers": 0, "threads": 1}
 RATES = 1e-3, 1e-6
 
 
-def config(folder: Path, **changes: Any) -> SegmenterConfig:
-    made = SegmenterConfig(
-        BackboneSource(str(folder / "network")),
-        TrainingDataConfig("folder", str(folder)),
-        iterations=6,
-        batch_size=4,
-        crop=64,
-        learning_rates=RATES,
-        drop_path=0.2,
-        runtime=TrainingRuntime(**CPU),
+def config(folder: Path, *, backbone: Any = None, data: Any = None, runtime: Any = None, **changes: Any) -> Any:
+    """The arguments of `evaluate`."""
+    settings: dict[str, Any] = {"iterations": 6, "batch_size": 4, "crop": 64, "learning_rates": RATES, "drop_path": 0.2}
+    return (
+        FinetunedSegmenter(**(settings | changes)),
+        backbone or BackboneSource(str(folder / "network")),
+        data or SegmentationData("folder", str(folder)),
+        runtime or TrainingRuntime(**CPU),
     )
-    return replace(made, **changes)
 
 
 def words(folder: Path, out: Path, *more: str) -> list[str]:
@@ -63,7 +59,7 @@ def words(folder: Path, out: Path, *more: str) -> list[str]:
 def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An evaluation that nothing has stopped."""
     made = config(folder, runtime=TrainingRuntime(**CPU, checkpoint_every=2))
-    return evaluate_segmenter(made, out=tmp_path_factory.mktemp("whole") / "out", pictures=0)[1]
+    return evaluate(*made, out=tmp_path_factory.mktemp("whole") / "out", pictures=0)[1]
 
 
 def assert_same(out: Path, other: Path) -> None:
@@ -76,8 +72,8 @@ def assert_same(out: Path, other: Path) -> None:
 
 
 def test_it_leaves_results_pictures_and_the_best_network(folder: Path, tmp_path: Path) -> None:
-    made = config(folder, iterations=60, data=TrainingDataConfig("folder", str(folder), train="val"))
-    result, out = evaluate_segmenter(made, out=tmp_path / "out", pictures=2)
+    made = config(folder, iterations=60, data=SegmentationData("folder", str(folder), train="val"))
+    result, out = evaluate(*made, out=tmp_path / "out", pictures=2)
     assert read_result(out) == result
     assert (result.evaluation, result.varies, result.metrics) == ("segmenter", "learning_rate", ["miou"])
     good, bad = result.results
@@ -117,7 +113,7 @@ def test_bf16(folder: Path, tmp_path: Path) -> None:
         learning_rates=(1e-3,),
         runtime=TrainingRuntime(**CPU, precision="bf16-mixed"),
     )
-    result, _ = evaluate_segmenter(made, out=tmp_path / "out", pictures=1)
+    result, _ = evaluate(*made, out=tmp_path / "out", pictures=1)
     assert result.results[0]["miou"] > 0.7
 
 
@@ -126,22 +122,23 @@ def test_a_convolutional_network_with_a_decoder_of_its_own_width(folder: Path, t
     save_backbone(build_backbone("resnet18", args=args, image_size=64), tmp_path / "network")
     backbone = BackboneSource(str(tmp_path / "network"))
     made = config(folder, backbone=backbone, decoder=DecoderConfig(1, 24, 3), learning_rates=(1e-3,), iterations=2)
-    result, out = evaluate_segmenter(made, out=tmp_path / "out", pictures=0)
+    result, out = evaluate(*made, out=tmp_path / "out", pictures=0)
     assert result.settings["decoder"] == {"layers": 1, "width": 24, "heads": 3}
     assert load_segmenter(out).network.backbone.name == "resnet18"
 
 
 def test_less_memory_gives_the_same(folder: Path, whole: Path, tmp_path: Path) -> None:
     made = config(folder, checkpointing="blocks")
-    _, out = evaluate_segmenter(made, out=tmp_path / "out", pictures=0)
+    _, out = evaluate(*made, out=tmp_path / "out", pictures=0)
     ours, others = (load_file(path / "segmenter.safetensors") for path in (out, whole))
     for name, value in ours.items():
         torch.testing.assert_close(value, others[name])
 
 
 def test_positions_are_those_of_the_crops(folder: Path) -> None:
-    made = config(folder, crop=128)
-    network = build_segmenter(made, SegmentationTask.open(made, pictures=0))
+    protocol, source, data, _ = config(folder, crop=128)
+    run = SimpleNamespace(source=source, data=data.open())
+    network = build_segmenter(protocol, run)  # pyright: ignore[reportArgumentType]
     assert network.backbone.model.pos_embed.shape[1] == 1 + 8 * 8
     assert network.backbone.num_drop_path_sites == 2
     assert network.decoder.drop_path_rates == pytest.approx((0.2, 0.2))
@@ -197,12 +194,12 @@ def test_one_that_was_killed_ends_as_if_it_had_not_been(
 
 def test_what_is_finished_is_not_done_again(folder: Path, tmp_path: Path) -> None:
     made = config(folder, iterations=2)
-    first, out = evaluate_segmenter(made, out=tmp_path / "out", pictures=0)
-    assert evaluate_segmenter(made, out=out, resume=True, pictures=0)[0] == first
+    first, out = evaluate(*made, out=tmp_path / "out", pictures=0)
+    assert evaluate(*made, out=out, resume=True, pictures=0)[0] == first
     scores = {path: path.stat().st_mtime_ns for path in out.glob("lr=*/score.json")}
     # Killed after the last training: the best network stands there, the results do not.
     (out / "results.json").unlink()
-    again, _ = evaluate_segmenter(made, out=out, resume=True, pictures=0)
+    again, _ = evaluate(*made, out=out, resume=True, pictures=0)
     assert again.results == first.results
     assert again.seconds == first.seconds
     assert {path: path.stat().st_mtime_ns for path in out.glob("lr=*/score.json")} == scores
@@ -210,18 +207,18 @@ def test_what_is_finished_is_not_done_again(folder: Path, tmp_path: Path) -> Non
     network = (out / "segmenter.safetensors").read_bytes()
     (out / "results.json").unlink()
     shutil.rmtree(out / "lr=0.001")
-    again, _ = evaluate_segmenter(made, out=out, resume=True, pictures=0)
+    again, _ = evaluate(*made, out=out, resume=True, pictures=0)
     assert again.results == first.results
     assert (out / "segmenter.safetensors").read_bytes() == network
 
 
 def test_a_score_that_is_damaged_is_named(folder: Path, tmp_path: Path) -> None:
     made = config(folder, iterations=1, learning_rates=(1e-3,))
-    _, out = evaluate_segmenter(made, out=tmp_path / "out", pictures=0)
+    _, out = evaluate(*made, out=tmp_path / "out", pictures=0)
     (out / "results.json").unlink()
     (out / "lr=0.001" / "score.json").write_text("{")
     with pytest.raises(FolderError, match=r"score\.json is damaged .*: remove .*lr=0\.001 to train it again"):
-        evaluate_segmenter(made, out=out, resume=True, pictures=0)
+        evaluate(*made, out=out, resume=True, pictures=0)
 
 
 @pytest.mark.slow
@@ -264,7 +261,7 @@ def test_what_cannot_be_trained_is_refused_before_a_folder_is_made(
     folder: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        evaluate_segmenter(config(folder, **changes), out=tmp_path / "out")
+        evaluate(*config(folder, **changes), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -279,7 +276,7 @@ def test_what_cannot_be_trained_is_refused_before_a_folder_is_made(
 )
 def test_what_no_segmenter_has_is_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        config(folder, **changes)
+        evaluate(*config(folder, **changes))
 
 
 def test_the_command_prints_tables_and_places(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from cribo.evaluation.segmentation import inference as module
-from cribo.evaluation.segmentation.inference import segment_image
-from cribo.evaluation.segmentation.modes import Inference
+from cribo.evaluation.segmentation.inference import Inference, segment_image
 
 PATCH = 4
 

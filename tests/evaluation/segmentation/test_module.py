@@ -7,10 +7,11 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from cribo.data.crops import LabelledCrops, WholeImages
-from cribo.evaluation.results import iou
+from cribo.evaluation.scores import iou
 from cribo.evaluation.segmentation import module as shared
-from cribo.evaluation.segmentation.modes import Inference
+from cribo.evaluation.segmentation.inference import Inference
 from cribo.evaluation.segmentation.module import SegmentationModule, pixel_cross_entropy, polynomial_decay
+from cribo.models import normalise
 
 from .made import Squares, score, tiny_vit
 
@@ -108,7 +109,7 @@ def test_crops_are_filled_with_zeros_after_normalisation() -> None:
 def test_the_loss_is_the_sum_of_the_heads() -> None:
     batch = default_collate([LabelledCrops(Squares(), 64, None, seed=0)[0, 0]])
     module = Watched(("a", "b"))
-    images = module.normalised(batch.pixels)
+    images = normalise(batch.pixels / 255, mean=module.backbone.mean, std=module.backbone.std)
     single = [pixel_cross_entropy(head, batch.labels) for head in module.logits(images)]
     assert torch.allclose(module.training_step(batch, 0), single[0] + single[1])
 

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,11 +16,10 @@ from PIL import Image
 from cribo.arguments import ConfigError
 from cribo.cli import main
 from cribo.data import DataError
-from cribo.evaluation import read_result
-from cribo.evaluation.data import TrainingDataConfig
+from cribo.evaluation import evaluate, read_result
+from cribo.evaluation.data import SegmentationData
 from cribo.evaluation.runtime import TrainingRuntime
-from cribo.evaluation.segmentation.config import LinearConfig
-from cribo.evaluation.segmentation.run import evaluate_linear
+from cribo.evaluation.segmentation.protocol import Linear
 from cribo.files import FolderError
 from cribo.retrieval import BackboneSource
 
@@ -30,17 +28,15 @@ from .made import Squares
 CPU = {"accelerator": "cpu", "workers": 0, "threads": 1}
 
 
-def config(folder: Path, **changes: Any) -> LinearConfig:
-    made = LinearConfig(
-        BackboneSource(str(folder / "network")),
-        TrainingDataConfig("folder", str(folder)),
-        iterations=12,
-        batch_size=4,
-        crop=64,
-        learning_rates=(0.1, 1e-4),
-        runtime=TrainingRuntime(**CPU),
+def config(folder: Path, *, backbone: Any = None, data: Any = None, runtime: Any = None, **changes: Any) -> Any:
+    """The arguments of `evaluate`."""
+    settings: dict[str, Any] = {"iterations": 12, "batch_size": 4, "crop": 64, "learning_rates": (0.1, 1e-4)}
+    return (
+        Linear(**(settings | changes)),
+        backbone or BackboneSource(str(folder / "network")),
+        data or SegmentationData("folder", str(folder)),
+        runtime or TrainingRuntime(**CPU),
     )
-    return replace(made, **changes)
 
 
 def heads(out: Path) -> dict[str, torch.Tensor]:
@@ -49,7 +45,7 @@ def heads(out: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_result_with_all_that_belongs_to_it(folder: Path, tmp_path: Path) -> None:
-    result, out = evaluate_linear(config(folder, iterations=60), out=tmp_path / "out", pictures=2)
+    result, out = evaluate(*config(folder, iterations=60), out=tmp_path / "out", pictures=2)
     assert out == tmp_path / "out"
     assert read_result(out) == result
     assert (result.evaluation, result.varies, result.metrics) == ("linear", "learning_rate", ["miou"])
@@ -71,33 +67,33 @@ def test_a_result_with_all_that_belongs_to_it(folder: Path, tmp_path: Path) -> N
 
 def test_four_layers(folder: Path, tmp_path: Path) -> None:
     made = config(folder, backbone=BackboneSource(str(folder / "network"), layers=2), iterations=2)
-    result, out = evaluate_linear(made, out=tmp_path / "out", pictures=0)
+    result, out = evaluate(*made, out=tmp_path / "out", pictures=0)
     assert result.settings["layers"] == 2
     assert heads(out)["heads.0.weight"].shape == (4, 64)
 
 
 def test_the_mean_colour_is_a_baseline(folder: Path, tmp_path: Path) -> None:
     made = config(folder, backbone=BackboneSource("mean-colour"), iterations=100)
-    result, _ = evaluate_linear(made, out=tmp_path / "out", pictures=0)
+    result, _ = evaluate(*made, out=tmp_path / "out", pictures=0)
     assert result.backbone["name"] == "mean-colour"
     assert result.results[0]["miou"] > 0.8  # colours are all there is to tell squares by
 
 
 def test_windows(folder: Path, tmp_path: Path) -> None:
-    result, _ = evaluate_linear(config(folder, inference="slide", iterations=2), out=tmp_path / "out", pictures=0)
+    result, _ = evaluate(*config(folder, inference="slide", iterations=2), out=tmp_path / "out", pictures=0)
     assert sum(map(sum, result.results[0].get("confusion") or result.results[1]["confusion"])) == 2 * 128 * 192
     assert result.settings["stride"] == 60
 
 
 def test_bf16(folder: Path, tmp_path: Path) -> None:
     runtime = TrainingRuntime(**CPU, precision="bf16-mixed")
-    result, _ = evaluate_linear(config(folder, iterations=60, runtime=runtime), out=tmp_path / "out", pictures=1)
+    result, _ = evaluate(*config(folder, iterations=60, runtime=runtime), out=tmp_path / "out", pictures=1)
     assert result.results[0]["miou"] > 0.8
 
 
 def test_an_evaluation_that_was_killed_ends_as_if_it_had_not_been(folder: Path, tmp_path: Path) -> None:
     runtime = TrainingRuntime(**CPU, checkpoint_every=5)
-    whole, out = evaluate_linear(config(folder, runtime=runtime), out=tmp_path / "whole", pictures=0)
+    whole, out = evaluate(*config(folder, runtime=runtime), out=tmp_path / "whole", pictures=0)
     stopped = tmp_path / "stopped"
     words = ["evaluate", "linear", "--backbone", str(folder / "network"), "--data", "folder"]
     words += ["--data.root", str(folder), "--iterations", "12", "--batch_size", "4", "--crop", "64"]
@@ -133,10 +129,10 @@ def test_one_that_was_killed_at_its_pictures_is_not_finished(
 ) -> None:
     made = config(folder, iterations=1)
     with monkeypatch.context() as patched:
-        patched.setattr("cribo.evaluation.segmentation.run.write_pictures", Mock(side_effect=MemoryError))
+        patched.setattr("cribo.evaluation.runner.write_pictures", Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
-            evaluate_linear(made, out=tmp_path / "out", pictures=1)
-    evaluate_linear(made, out=tmp_path / "out", resume=True, pictures=1)
+            evaluate(*made, out=tmp_path / "out", pictures=1)
+    evaluate(*made, out=tmp_path / "out", resume=True, pictures=1)
     assert (tmp_path / "out" / "predictions.png").is_file()
 
 
@@ -152,16 +148,16 @@ def test_processes_beside_the_first_print_nothing(
 
 
 def test_other_settings_are_not_gone_on_with(folder: Path, tmp_path: Path) -> None:
-    evaluate_linear(config(folder, iterations=1), out=tmp_path / "out", pictures=0)
+    evaluate(*config(folder, iterations=1), out=tmp_path / "out", pictures=0)
     with pytest.raises(FolderError, match=r"begun with settings\.iterations 1, not 2"):
-        evaluate_linear(config(folder, iterations=2), out=tmp_path / "out", resume=True, pictures=0)
+        evaluate(*config(folder, iterations=2), out=tmp_path / "out", resume=True, pictures=0)
     with pytest.raises(FolderError, match="--overwrite"):
-        evaluate_linear(config(folder, iterations=1), out=tmp_path / "out", pictures=0)
+        evaluate(*config(folder, iterations=1), out=tmp_path / "out", pictures=0)
 
 
 @pytest.mark.slow
 def test_two_processes_are_as_one(folder: Path, tmp_path: Path) -> None:
-    one, _ = evaluate_linear(config(folder), out=tmp_path / "one", pictures=1)
+    one, _ = evaluate(*config(folder), out=tmp_path / "one", pictures=1)
     words = ["evaluate", "linear", "--backbone", str(folder / "network"), "--data", "folder"]
     words += ["--data.root", str(folder), "--iterations", "12", "--batch_size", "4", "--crop", "64"]
     words += ["--learning_rates", "0.1,1e-4", "--accelerator", "cpu", "--runtime.workers", "0"]
@@ -182,9 +178,9 @@ def test_two_processes_are_as_one(folder: Path, tmp_path: Path) -> None:
     [
         ({"backbone": BackboneSource("NETWORK", layers=4)}, ConfigError, "layers must be 1 to 2, the blocks of"),
         ({"crop": 24}, ConfigError, "crop must be a multiple of the patch size"),
-        ({"data": TrainingDataConfig("folder", "ROOT", train="trian")}, DataError, "there is no .trian. in .*images"),
-        ({"data": TrainingDataConfig("camvid", "ROOT")}, DataError, "must name the classes of CamVid in their order"),
-        ({"data": TrainingDataConfig("voc")}, ConfigError, "data.root must be given"),
+        ({"data": SegmentationData("folder", "ROOT", train="trian")}, DataError, "there is no .trian. in .*images"),
+        ({"data": SegmentationData("camvid", "ROOT")}, DataError, "must name the classes of CamVid in their order"),
+        ({"data": SegmentationData("voc")}, ConfigError, "data.root must be given"),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_a_folder_is_made(
@@ -193,10 +189,10 @@ def test_what_cannot_be_used_is_refused_before_a_folder_is_made(
     for part in changes.values():
         if isinstance(part, BackboneSource) and part.source == "NETWORK":
             part.source = str(folder / "network")
-        if isinstance(part, TrainingDataConfig) and part.root == "ROOT":
+        if isinstance(part, SegmentationData) and part.root == "ROOT":
             part.root = str(folder)
     with pytest.raises(error, match=message):
-        evaluate_linear(config(folder, **changes), out=tmp_path / "out")
+        evaluate(*config(folder, **changes), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -209,15 +205,15 @@ def test_labels_that_are_all_ignored(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "labels" / "train").mkdir()
     for index in range(4):
         Image.new("L", (192, 128), 255).save(tmp_path / "labels" / "train" / f"{index}.png")
-    data = TrainingDataConfig("folder", str(tmp_path))
+    data = SegmentationData("folder", str(tmp_path))
     with pytest.raises(DataError, match="the labels of all 4 images of train are ignored"):
-        evaluate_linear(config(folder, data=data), out=tmp_path / "out")
+        evaluate(*config(folder, data=data), out=tmp_path / "out")
 
 
 def test_a_feature_map_has_one_layer(folder: Path, tmp_path: Path) -> None:
     backbone = BackboneSource("resnet18", pretrained=False, layers=4)
     with pytest.raises(ConfigError, match="resnet18 gives one feature map, so layers must be 1, got 4"):
-        evaluate_linear(config(folder, backbone=backbone), out=tmp_path / "out")
+        evaluate(*config(folder, backbone=backbone), out=tmp_path / "out")
 
 
 def test_the_command_prints_tables_and_places(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,8 @@ import safetensors.torch
 import torch
 
 from cribo.data.crops import LabelledCrops, WholeImages
+from cribo.evaluation.segmentation.inference import Inference
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
-from cribo.evaluation.segmentation.modes import Inference
 from cribo.evaluation.segmentation.segmenter import NoisyCrops, Segmenter, SegmenterFinetuning
 from cribo.evaluation.segmentation.trained import (
     SEGMENTER_FILE,

@@ -1,9 +1,15 @@
-"""`cribo evaluate`: evaluate a backbone on labelled images."""
+"""`cribo evaluate`: evaluate a backbone on labelled images; options and help come from the classes of the protocols."""
 
-import importlib
+import shlex
+from dataclasses import fields
 from functools import partial
+from pathlib import Path
+from typing import Any
 
-from cribo.cli.running import dispatch, guarded
+from cribo.arguments import ConfigError, Parser
+from cribo.cli.running import BACKBONE_SHORT, dispatch, guarded, print_places
+from cribo.console import command_console, loading, log_to
+from cribo.processes import is_first_process
 
 USAGE = """\
 usage: cribo evaluate <evaluation> [options]
@@ -16,20 +22,102 @@ evaluations:
   image-nn    image-level nearest neighbours: classify images by their nearest training images
   compare     compare results, also with published ones if the settings are the same
 
+An evaluation may also be the import path of a protocol of your own (docs/extending.md).
 `cribo evaluate <evaluation> --help` lists its options.
 """
 
 EVALUATIONS = ("dense-nn", "linear", "segmenter", "detection", "image-nn", "compare")
-"""Each evaluation is the function `run` of the module of its name."""
+
+_RUN_OPTIONS = ("out", "overwrite", "resume", "pictures")
+_SHORT = ("data.limit", "runtime.cache", "runtime.devices", "runtime.accelerator")
 
 
 def main(words: list[str]) -> int:
     """Run an evaluation."""
-    return dispatch(
-        words, "cribo evaluate", "evaluation", USAGE, {name: partial(_evaluate, name) for name in EVALUATIONS}
-    )
+    if words and "." in words[0]:
+        return _evaluate(words[0], words[1:])
+    commands = {name: partial(_evaluate, name) for name in EVALUATIONS}
+    return dispatch(words, "cribo evaluate", "evaluation", USAGE, commands)
 
 
 def _evaluate(name: str, words: list[str]) -> int:
-    file = importlib.import_module(f"cribo.cli.evaluate.{name.replace('-', '_')}")
-    return guarded(f"cribo evaluate {name}", file.run, words, less_memory=file.LESS_MEMORY)
+    if name == "compare":
+        from cribo.cli.evaluate import compare
+
+        return guarded("cribo evaluate compare", compare.run, words, less_memory=compare.LESS_MEMORY)
+    from cribo.evaluation.protocol import find_protocol
+
+    try:
+        protocol = find_protocol(name)
+    except ConfigError as error:
+        return guarded("cribo evaluate", partial(_raise, error), words, less_memory="")
+    return guarded(f"cribo evaluate {name}", partial(_run, name, protocol), words, less_memory=protocol.less_memory)
+
+
+def _raise(error: ConfigError, words: list[str]) -> None:
+    raise error
+
+
+def _run(name: str, protocol: type[Any], words: list[str]) -> None:
+    # All ranks run this command; only rank 0 prints.
+    console = command_console(quiet=not is_first_process())
+    log_to(console)
+    parser = evaluation_parser(name, protocol)
+    parsed = parser.parse_args(words)
+    made = parser.instantiate(parsed)
+    settings = protocol(**{field.name: made[field.name] for field in fields(protocol)})
+    settings.check_backbone(made.backbone)
+    how = {option: parsed[option] for option in _RUN_OPTIONS if option in parsed}
+    with loading(console):
+        from cribo.evaluation.results import result_tables
+        from cribo.evaluation.runner import evaluate
+    command = shlex.join(["cribo", "evaluate", name, *words])
+    result, folder = evaluate(settings, made.backbone, made.data, made.runtime, **how, command=command, console=console)
+    if not is_first_process():
+        return
+    for part in (*result_tables(result), *settings.report(result)):
+        console.print(part)
+    places = {"numbers": folder / "results.json", "pictures": folder / "*.png"}
+    print_places(console, {**places, **settings.places(folder)})
+
+
+def evaluation_parser(name: str, protocol: type[Any]) -> Parser:
+    """Return the parser of a protocol's options.
+
+    Args:
+        name: on the command line.
+        protocol: its class.
+    """
+    from cribo.retrieval.source import BackboneSource
+
+    parts = {"backbone": BackboneSource, "data": protocol.data_type, "runtime": protocol.runtime_type, "": protocol}
+    options = {
+        (f"{part}." if part else "") + field.name: field for part, kind in parts.items() for field in fields(kind)
+    }
+    first = fields(protocol.data_type)[0].name
+    data = f"{first.upper()} --data.root DIR" if first != "root" else "DIR"
+    parser = Parser(
+        prog=f"cribo evaluate {name}",
+        description=protocol.description,
+        usage=f"cribo evaluate {name} --backbone SOURCE --data {data} [options]",
+        short={
+            **BACKBONE_SHORT,
+            "--data": f"--data.{first}",
+            **{f"--{option.split('.')[1]}": f"--{option}" for option in _SHORT if option in options},
+            **protocol.aliases,
+        },
+        switches=[f"--{option}" for option, field in options.items() if field.default is False],
+    )
+    parser.add_argument(
+        "--out", type=Path, help=f"folder for results and pictures; evaluations/{name}-..., numbered, by default"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing evaluation in --out")
+    parser.add_argument("--pictures", type=int, default=6, help=f"number of {protocol.pictures}")
+    parser.add_argument("--config", action="config", help="a YAML file of options, overridden by the command line")
+    if protocol.trains():
+        advice = "continue the evaluation in --out, if there is one, or start it; for job schedulers"
+        parser.add_argument("--resume", action="store_true", help=advice)
+    for part, kind in parts.items():
+        parser.add_class_arguments(kind, part or None)
+    parser.set_defaults({f"runtime.{option}": value for option, value in protocol.runtime_defaults.items()})
+    return parser

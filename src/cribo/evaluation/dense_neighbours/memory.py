@@ -1,4 +1,4 @@
-"""The memory of dense nearest-neighbour retrieval: labelled patches that are searched, and that vote."""
+"""The memory of dense nearest-neighbour retrieval: labelled patches that are searched and vote."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,9 +7,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cribo.data.randomness import keyed_generator
-from cribo.evaluation.dense_neighbours.protocols import DenseNNSettings
+from cribo.evaluation.cache import Machine
+from cribo.evaluation.dense_neighbours.protocol import DenseNN
 from cribo.evaluation.features import EncodedView, PatchFeatures, SelectedKeys
-from cribo.evaluation.machine import Machine
 from cribo.retrieval.patches import labels_in_memory, rarest_patches
 from cribo.retrieval.search import (
     ApproximateIndex,
@@ -26,27 +26,27 @@ _RECALL_QUERIES = 1000
 
 
 class PatchMemory:
-    """The patches that may vote: their features as keys of a search, and their labels.
+    """Labelled patches: their features as keys of a search, and their votes.
 
     Args:
         known: features and classes of the views.
-        views: those in this memory.
+        views: in this memory.
         settings: of the protocol.
         num_classes: C.
         draw: number of the draw, on which the patches of a bounded memory depend.
         device: where votes are counted.
-        progress: is told of every view that is done.
+        progress: called after each view.
 
     Attributes:
         keys: for the search.
-        columns: of a vote, C, or C + 1 where having no class is a class of its own.
+        columns: of a vote, C, or C + 1 if having no class is a class of its own.
     """
 
     def __init__(
         self,
         known: PatchFeatures,
         views: Sequence[EncodedView],
-        settings: DenseNNSettings,
+        settings: DenseNN,
         num_classes: int,
         *,
         draw: int = 0,
@@ -75,11 +75,11 @@ class PatchMemory:
     def search(
         self,
         queries: Float[Tensor, "q d"],
-        settings: DenseNNSettings,
+        settings: DenseNN,
         machine: Machine,
         progress: Callable[[int], None] | None = None,
     ) -> tuple[Neighbours, float]:
-        """The nearest patches of each query, and the share of the true ones among them."""
+        """Return the nearest patches of each query, and the recall of the search."""
         if settings.search == "exact":
             return self._exact(queries, settings, machine, progress), 1.0
         if self._index is None:
@@ -92,15 +92,15 @@ class PatchMemory:
     def _exact(
         self,
         queries: Float[Tensor, "q d"],
-        settings: DenseNNSettings,
+        settings: DenseNN,
         machine: Machine,
         progress: Callable[[int], None] | None,
     ) -> Neighbours:
         plan = self.plan(len(queries), settings, machine)
         return nearest(queries, self.keys, settings.neighbours, devices=machine.devices, plan=plan, progress=progress)
 
-    def plan(self, queries: int, settings: DenseNNSettings, machine: Machine) -> SearchPlan:
-        """How an exact search for so many queries is cut into pieces."""
+    def plan(self, queries: int, settings: DenseNN, machine: Machine) -> SearchPlan:
+        """Return the plan of an exact search for a number of queries."""
         return plan_search(
             max(1, queries),
             len(self.keys),
@@ -111,6 +111,6 @@ class PatchMemory:
             device=machine.devices[0],
         )
 
-    def vote(self, neighbours: Neighbours, settings: DenseNNSettings) -> Float[Tensor, "q p"]:
-        """The share of the vote that each class gets, in blocks of queries."""
+    def vote(self, neighbours: Neighbours, settings: DenseNN) -> Float[Tensor, "q p"]:
+        """Return the share of the vote for each class."""
         return self._voters.vote(neighbours, settings.vote, settings.temperature)

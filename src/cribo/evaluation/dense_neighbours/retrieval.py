@@ -1,7 +1,7 @@
-"""Dense nearest-neighbour retrieval (paper section 4.1), and its sibling of Balazevic et al. 2023.
+"""Dense nearest-neighbour retrieval (paper section 4.1; Balazevic et al. 2023).
 
-Patches of labelled images are the memory. Each patch of a new image takes its label from its nearest patches
-there, and the labels are scored. Nothing is trained.
+The patches of labelled images are the memory. Each patch of a new image takes its label from the nearest patches in the
+memory, and the labels are scored. Nothing is trained.
 """
 
 import itertools
@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +21,12 @@ from cribo.console import Progress
 from cribo.data import LabelledImages
 from cribo.data.crops import resize_labels
 from cribo.data.randomness import keyed_generator
+from cribo.evaluation.cache import Machine
 from cribo.evaluation.dense_neighbours.memory import PatchMemory
-from cribo.evaluation.dense_neighbours.protocols import DenseNNSettings
+from cribo.evaluation.dense_neighbours.protocol import DenseNN
 from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, extract_patches
-from cribo.evaluation.machine import Machine
-from cribo.evaluation.results import iou
+from cribo.evaluation.pictures import Panel
+from cribo.evaluation.scores import count_confusion, iou
 from cribo.retrieval.encoders import PatchEncoder
 from cribo.retrieval.patches import majority_label
 from cribo.retrieval.search import Neighbours, available_memory
@@ -36,17 +38,16 @@ _NOT_SCORED = -1
 
 @dataclass(frozen=True)
 class RatioScore:
-    """The score with one share of the memory's images.
+    """The score with a share of the memory's images.
 
     Attributes:
-        ratio: one in that many images is used.
+        ratio: one in this many images is used.
         draws: mIoU in 0-1 of each draw.
-        per_class: IoU of every class, mean of the draws, NaN where it occurs neither in labels nor in
-            predictions.
-        confusion: (C, P) patches or pixels, summed over the draws; rows are labels, columns predictions. A
-            column C, where there is one, counts predictions of no class.
+        per_class: IoU of each class, mean of the draws, NaN where it occurs neither in labels nor in predictions.
+        confusion: (C, P) patches or pixels, summed over the draws; rows are labels, columns predictions. A column C, if
+            it exists, counts predictions of no class.
         patches: of the memory, mean of the draws.
-        recall: of the approximate search against the exact one, None for the exact one itself.
+        recall: of the approximate search, None for the exact search.
     """
 
     ratio: int
@@ -55,6 +56,21 @@ class RatioScore:
     confusion: Int[Tensor, "c p"]
     patches: float
     recall: float | None = None
+
+    @classmethod
+    def of(
+        cls, ratio: int, tallies: Sequence[Int[Tensor, "c p"]], patches: Sequence[int], recalls: Sequence[float]
+    ) -> "RatioScore":
+        """Summarise the draws of a ratio."""
+        per_class = torch.stack([iou(tally) for tally in tallies])
+        return cls(
+            ratio,
+            tuple(per_class.nanmean(dim=1).tolist()),
+            tuple(per_class.nanmean(dim=0).tolist()),
+            torch.stack(list(tallies)).sum(dim=0),
+            statistics.fmean(patches),
+            statistics.fmean(recalls) if recalls else None,
+        )
 
     @property
     def miou(self) -> float:
@@ -69,31 +85,29 @@ class RatioScore:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted label of each patch of one image, for pictures.
+    """The predicted label of each patch of an image, for pictures.
 
     Attributes:
         index: of the image among the queries.
         labels: (h, w), the grid of patches; C for no class.
-        size: (height, width) in pixels at which the image was encoded.
     """
 
     index: int
     labels: Int[Tensor, "h w"]
-    size: tuple[int, int]
 
 
 @dataclass(frozen=True)
 class DenseRetrieval:
-    """What `dense_nn` finds.
+    """The result of `dense_nn`.
 
     Attributes:
-        settings: that were used.
+        settings: that were used, all decided.
         scores: one for each ratio.
-        predictions: of some images, with the first ratio's memory.
-        memory_patches, query_patches: how many patches were encoded on either side.
+        predictions: of some images, with the memory of the first ratio.
+        memory_patches, query_patches: numbers of encoded patches.
     """
 
-    settings: DenseNNSettings
+    settings: DenseNN
     scores: tuple[RatioScore, ...]
     predictions: tuple[Prediction, ...]
     memory_patches: int
@@ -105,7 +119,7 @@ def dense_nn(
     encoder: PatchEncoder,
     memory: LabelledImages,
     queries: LabelledImages,
-    settings: DenseNNSettings | None = None,
+    settings: DenseNN | None = None,
     *,
     machine: Machine | None = None,
     pictures: int = 0,
@@ -118,60 +132,45 @@ def dense_nn(
         memory: images whose patches are searched.
         queries: images whose patches are labelled.
         settings: of the protocol.
-        machine: where it is computed.
-        pictures: of how many queries the prediction is returned.
-        progress: is told how far it is.
+        machine: its resources.
+        pictures: number of queries whose predictions are returned.
+        progress: is called with the progress.
 
     Raises:
-        ValueError: other classes in the two sets, an empty set, settings that do not fit (`DenseNNSettings`), a
-            memory without a labelled patch or with fewer patches than `neighbours`, queries without any label.
+        ValueError: different classes in the two sets, an empty set, settings that do not fit (`DenseNN`), a memory
+            without a labelled patch or with fewer patches than `neighbours`, or queries without labels.
         UnreadableImage, DataError: an image or label map that cannot be used.
     """
     machine = machine or Machine()
     _check_sets(memory, queries)
-    settings = settings or DenseNNSettings()
-    settings.check(encoder.patch_size, memory.classes)
+    settings = (settings or DenseNN()).for_data(encoder.patch_size, memory.classes)
     draws = [(ratio, draw) for ratio in settings.ratios for draw in range(settings.draws if ratio > 1 else 1)]
     images = [draw_images(len(memory), ratio, settings.seed, draw) for ratio, draw in draws]
     _require_bound(max(len(_views(part, settings)) for part in images), settings)
-
-    def encode(of: LabelledImages, views: list[EncodedView], what: str) -> PatchFeatures:
-        return extract_patches(
-            encoder,
-            of,
-            views,
-            Preparation(encoder.patch_size, settings.size, settings.interpolation, settings.seed),
-            cache=machine.cache,
-            precision=settings.precision,
-            batch_size=machine.batch_size,
-            workers=machine.workers,
-            device=machine.devices[0],
-            progress=progress,
-            what=what,
-        )
-
-    known = encode(memory, _views(sorted(set().union(*images)), settings), "features of the memory")
-    asked = encode(queries, [EncodedView(index) for index in range(len(queries))], "features of the queries")
+    preparation = Preparation(encoder.patch_size, settings.size, settings.interpolation, settings.seed)
+    encode = partial(
+        extract_patches,
+        encoder,
+        preparation=preparation,
+        machine=machine,
+        precision=settings.precision,
+        progress=progress,
+    )
+    known = encode(memory, _views(sorted(set().union(*images)), settings), what="features of the memory")
+    asked = encode(queries, [EncodedView(index) for index in range(len(queries))], what="features of the queries")
     labelled, views = itertools.count(1), sum(len(_views(part, settings)) for part in images)
 
     def report() -> None:
         if progress is not None:
             progress("labels of the memory", next(labelled), views)
 
-    def label(part: list[int], draw: int) -> PatchMemory:
-        return PatchMemory(
-            known,
-            _views(part, settings),
-            settings,
-            len(memory.classes),
-            draw=draw,
-            device=machine.devices[0],
-            progress=report,
+    memories = []
+    for part, (ratio, draw) in zip(images, draws, strict=True):
+        views_of, device = _views(part, settings), machine.devices[0]
+        memories.append(
+            PatchMemory(known, views_of, settings, len(memory.classes), draw=draw, device=device, progress=report)
         )
-
-    memories = [label(part, draw) for part, (_, draw) in zip(images, draws, strict=True)]
-    for part, (ratio, _) in zip(memories, draws, strict=True):
-        _require_neighbours(part, ratio, settings)
+        _require_neighbours(memories[-1], ratio, settings)
     scorer = _Scorer(queries, asked, settings, pictures, machine.devices[0])
     if not scorer.has_labels():
         raise ValueError("the queries have nothing to score: the labels of their images are all ignored")
@@ -179,21 +178,35 @@ def dense_nn(
     scores = []
     for ratio in settings.ratios:
         places = [place for place, (other, _) in enumerate(draws) if other == ratio]
-        scores.append(
-            _ratio_score(
-                ratio,
-                [tallies[place] for place in places],
-                [len(memories[place].keys) for place in places],
-                [recalls[place] for place in places] if settings.search == "faiss" else [],
-            )
-        )
-    return DenseRetrieval(
-        settings,
-        tuple(scores),
-        tuple(scorer.predictions),
-        sum(counts.patches for counts in known.counts.values()),
-        sum(counts.patches for counts in asked.counts.values()),
-    )
+        patches = [len(memories[place].keys) for place in places]
+        recall = [recalls[place] for place in places] if settings.search == "faiss" else []
+        scores.append(RatioScore.of(ratio, [tallies[place] for place in places], patches, recall))
+    return DenseRetrieval(settings, tuple(scores), tuple(scorer.predictions), known.patches, asked.patches)
+
+
+def row(score: RatioScore, classes: Sequence[str]) -> dict[str, Any]:
+    """Return the row of a result."""
+    return {
+        "ratio": score.ratio,
+        "miou": score.miou,
+        "miou_std": score.miou_std,
+        "per_class": dict(zip(classes, score.per_class, strict=True)),
+        "draws": list(score.draws),
+        "memory_patches": score.patches,
+        **({} if score.recall is None else {"recall": score.recall}),
+        "confusion": score.confusion.tolist(),
+    }
+
+
+def panels(found: DenseRetrieval, queries: LabelledImages) -> list[Panel]:
+    """Return images beside their labels and predictions, patches drawn as they are."""
+    drawn = []
+    for prediction in sorted(found.predictions, key=lambda prediction: prediction.index):
+        image, labels = queries.load(prediction.index), queries.labels(prediction.index)
+        label = torch.where(prediction.labels == len(queries.classes), queries.ignore_index, prediction.labels)
+        shown = resize_labels(label.to(torch.uint8), (labels.shape[0], labels.shape[1]))
+        drawn.append(Panel(queries.name(prediction.index), image, labels, shown, queries.ignore_index))
+    return drawn
 
 
 def draw_images(count: int, ratio: int, seed: int, draw: int) -> list[int]:
@@ -210,20 +223,12 @@ def draw_images(count: int, ratio: int, seed: int, draw: int) -> list[int]:
 
 
 class _Scorer:
-    """Turns votes into predictions, and predictions into counts of labels against predictions."""
+    """Turns votes into predictions, and counts labels against predictions."""
 
     def __init__(
-        self,
-        queries: LabelledImages,
-        asked: PatchFeatures,
-        settings: DenseNNSettings,
-        pictures: int,
-        device: torch.device | str,
+        self, queries: LabelledImages, asked: PatchFeatures, settings: DenseNN, pictures: int, device: str
     ) -> None:
-        self.queries = queries
-        self.asked = asked
-        self.settings = settings
-        self.device = device
+        self.queries, self.asked, self.settings, self.device = queries, asked, settings, device
         self.predictions: list[Prediction] = []
         shown = min(pictures, len(queries))
         self._shown = {round(place * (len(queries) - 1) / max(1, shown - 1)) for place in range(shown)}
@@ -243,49 +248,45 @@ class _Scorer:
         )
 
     def rows(self, view: EncodedView) -> Int[Tensor, " m"]:
-        """The patches that have to be searched for: those with a label, or all of them if pixels count."""
+        """Return the patches to search for: those with a label, or all if pixels are scored."""
         if self.settings.score == "patch":
             return (self._patch_labels[view] != _NOT_SCORED).nonzero()[:, 0]
         return torch.arange(self.asked.counts[view].patches)
 
     def score(self, chunk: "_Chunk", part: PatchMemory, neighbours: Neighbours, *, keep: bool) -> Int[Tensor, "c p"]:
-        """Labels against predictions of a chunk's images."""
+        """Count labels against predictions in the images of a chunk."""
         votes = part.vote(neighbours, self.settings)
-        tally = torch.zeros(len(self.queries.classes), part.columns, dtype=torch.long, device=self.device)
+        rows, columns = len(self.queries.classes), part.columns
+        tally = torch.zeros(rows, columns, dtype=torch.long, device=self.device)
         lengths = [len(rows) for rows in chunk.rows.values()]
-        for (view, rows), own in zip(chunk.rows.items(), votes.split(lengths), strict=True):
+        for (view, patches), own in zip(chunk.rows.items(), votes.split(lengths), strict=True):
             if keep and view.image in self._shown:
-                self.predictions.append(self._prediction(view, rows, own))
+                self.predictions.append(self._prediction(view, patches, own))
             if self.settings.score == "patch":
-                tally += _tally(self._patch_labels[view][rows].to(self.device).long(), own.argmax(dim=1), tally.shape)
+                labels = self._patch_labels[view][patches].to(self.device)
+                tally += count_confusion(labels, own.argmax(dim=1), rows, columns)
             else:
                 labels = chunk.label_map(self.queries, view, self.settings).to(self.device)
                 known = labels != self.queries.ignore_index
                 predicted = self._upsampled(own, view, (labels.shape[0], labels.shape[1]))
-                tally += _tally(labels[known].long(), predicted[known], tally.shape)
+                tally += count_confusion(labels[known], predicted[known], rows, columns)
         return tally.cpu()
 
-    def _grid(self, view: EncodedView) -> tuple[int, int]:
-        """Patches down and across."""
-        height, width = self.asked.sizes[view]
-        side = round((height * width / self.asked.counts[view].patches) ** 0.5)
-        return height // side, width // side
-
     def _upsampled(self, votes: Float[Tensor, "n p"], view: EncodedView, size: tuple[int, int]) -> Int[Tensor, "h w"]:
-        """The class of each pixel, from the votes of its patch and those around it (bilinear)."""
+        """Return the class of each pixel, from votes that are upsampled bilinearly."""
         present = (votes.amax(dim=0) > 0).nonzero()[:, 0]  # the others cannot win
-        grid = votes[:, present].mT.unflatten(1, self._grid(view))[None]
+        grid = votes[:, present].mT.unflatten(1, self.asked.grid(view))[None]
         return present[F.interpolate(grid, size=size, mode="bilinear")[0].argmax(dim=0)]
 
     def _prediction(self, view: EncodedView, rows: Int[Tensor, " m"], votes: Float[Tensor, "m p"]) -> Prediction:
         labels = torch.full((self.asked.counts[view].patches,), len(self.queries.classes))
         labels[rows] = votes.argmax(dim=1).cpu()
-        return Prediction(view.image, labels.view(self._grid(view)), self.asked.sizes[view])
+        return Prediction(view.image, labels.view(self.asked.grid(view)))
 
 
 @dataclass
 class _Chunk:
-    """Queries that are searched together: of each view, the patches that are searched for."""
+    """Queries that are searched together: the patches of each view."""
 
     asked: PatchFeatures
     rows: dict[EncodedView, Int[Tensor, " m"]] = field(default_factory=dict)
@@ -294,15 +295,15 @@ class _Chunk:
 
     @property
     def patches(self) -> int:
-        """How many are searched for."""
+        """Number of patches."""
         return sum(len(rows) for rows in self.rows.values())
 
     def features(self) -> Float[Tensor, "q d"]:
-        """Of all of them, image by image."""
+        """Return their features, image by image."""
         return torch.cat([self.asked.features(view)[rows] for view, rows in self.rows.items()])
 
-    def label_map(self, images: LabelledImages, view: EncodedView, settings: DenseNNSettings) -> UInt8[Tensor, "h w"]:
-        """The pixels that an image is scored by; read once for all memories, as far as there is room for them."""
+    def label_map(self, images: LabelledImages, view: EncodedView, settings: DenseNN) -> UInt8[Tensor, "h w"]:
+        """Return the labels by which an image is scored; read once for all memories, within bounded space."""
         if view in self._label_maps:
             return self._label_maps[view]
         labels = images.labels(view.image)
@@ -317,16 +318,16 @@ class _Chunk:
 def _score_all(
     scorer: _Scorer,
     memories: Sequence[PatchMemory],
-    settings: DenseNNSettings,
+    settings: DenseNN,
     machine: Machine,
     progress: Progress | None,
 ) -> tuple[list[Int[Tensor, "c p"]], list[float]]:
-    """Search and score all queries in all memories; labels against predictions, and recall, of each memory."""
+    """Search and score all queries in all memories; returns confusion and recall of each memory."""
     tallies = [torch.zeros(len(scorer.queries.classes), part.columns, dtype=torch.long) for part in memories]
     recalls = [0.0] * len(memories)
     chunks = deque(_chunks(scorer, memories, settings, machine))
     patches = sum(chunk.patches for chunk in chunks)
-    # To score is counted as one key more, so that the end is said when all is done.
+    # Scoring counts as one more key, so that the progress is complete only at the end.
     pairs = patches * sum(len(part.keys) + 1 for part in memories)
     done = 0
 
@@ -335,7 +336,7 @@ def _score_all(
             progress("search [%]", 100 * (done + chunk.patches * keys) // pairs, 100)
 
     while chunks:
-        chunk = chunks.popleft()  # and what it holds goes with it
+        chunk = chunks.popleft()  # frees its label maps afterwards
         features = chunk.features()
         for number, part in enumerate(memories):
             neighbours, share = part.search(features, settings, machine, partial(report, chunk))
@@ -346,14 +347,12 @@ def _score_all(
     return tallies, recalls
 
 
-def _chunks(
-    scorer: _Scorer, memories: Sequence[PatchMemory], settings: DenseNNSettings, machine: Machine
-) -> Iterator[_Chunk]:
-    """The queries in as few parts as memory allows, for each part means reading all keys once."""
+def _chunks(scorer: _Scorer, memories: Sequence[PatchMemory], settings: DenseNN, machine: Machine) -> Iterator[_Chunk]:
+    """Split the queries into as few chunks as memory allows: all keys are read once for each."""
     rows = {view: scorer.rows(view) for view in scorer.asked.counts}
     largest = max(memories, key=lambda part: len(part.keys))
     limit = largest.plan(sum(map(len, rows.values())), settings, machine).query_chunk
-    # Features, neighbours and votes of a chunk are on the host, too, and each is copied once on the way.
+    # Features, neighbours and votes of a chunk are also on the host, and each is copied once.
     row_bytes = 2 * (4 * largest.keys.dim + 12 * settings.neighbours + 4 * largest.columns)
     limit = min(limit, available_memory("cpu") // 2 // row_bytes)
     chunk = _Chunk(scorer.asked)
@@ -375,7 +374,7 @@ def _check_sets(memory: LabelledImages, queries: LabelledImages) -> None:
             raise ValueError(f"the {name} must hold at least one image, got 0")
 
 
-def _require_bound(views: int, settings: DenseNNSettings) -> None:
+def _require_bound(views: int, settings: DenseNN) -> None:
     if 0 < settings.memory_patches < views:
         raise ValueError(
             f"memory_patches must be at least the number of images in the memory (times their augmentations), "
@@ -383,7 +382,7 @@ def _require_bound(views: int, settings: DenseNNSettings) -> None:
         )
 
 
-def _require_neighbours(part: PatchMemory, ratio: int, settings: DenseNNSettings) -> None:
+def _require_neighbours(part: PatchMemory, ratio: int, settings: DenseNN) -> None:
     if not len(part.keys):
         raise ValueError(
             f"the memory has no labelled patch at ratio {ratio}: the labels of its images are all ignored"
@@ -396,25 +395,7 @@ def _require_neighbours(part: PatchMemory, ratio: int, settings: DenseNNSettings
         )
 
 
-def _views(images: Sequence[int], settings: DenseNNSettings) -> list[EncodedView]:
+def _views(images: Sequence[int], settings: DenseNN) -> list[EncodedView]:
     if not settings.augmentations:
         return [EncodedView(index) for index in images]
     return [EncodedView(index, number) for index in images for number in range(settings.augmentations)]
-
-
-def _tally(labels: Int[Tensor, " n"], predicted: Int[Tensor, " n"], shape: torch.Size) -> Int[Tensor, "c p"]:
-    return torch.bincount(labels * shape[1] + predicted, minlength=shape[0] * shape[1]).view(shape)
-
-
-def _ratio_score(
-    ratio: int, tallies: Sequence[Int[Tensor, "c p"]], patches: Sequence[int], recalls: Sequence[float]
-) -> RatioScore:
-    per_class = torch.stack([iou(tally) for tally in tallies])
-    return RatioScore(
-        ratio,
-        tuple(per_class.nanmean(dim=1).tolist()),
-        tuple(per_class.nanmean(dim=0).tolist()),
-        torch.stack(list(tallies)).sum(dim=0),
-        statistics.fmean(patches),
-        statistics.fmean(recalls) if recalls else None,
-    )

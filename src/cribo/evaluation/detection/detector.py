@@ -1,5 +1,6 @@
 """The training of a detector: a Lightning module."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from cribo.data.detection import BoxedImages
 from cribo.evaluation.detection.criterion import SetLoss
-from cribo.evaluation.detection.recipe import Recipe, optimiser, rate_at
+from cribo.evaluation.detection.protocol import CLIP, FINAL_LEARNING_RATE, WEIGHT_DECAY
 from cribo.evaluation.detection.scoring import AveragePrecision, Detections, Gathered, average_precision, read_off
 from cribo.evaluation.detection.views import Batch
 from cribo.evaluation.training import TrainedModule
@@ -22,7 +23,7 @@ class Detector(TrainedModule):
 
     Args:
         model: a `YolosForObjectDetection`.
-        recipe: of the training.
+        learning_rate: at the start.
         steps: of the whole training, over which the learning rate falls.
         images: to score on.
         mean: of the colours that the backbone expects.
@@ -39,7 +40,7 @@ class Detector(TrainedModule):
     def __init__(
         self,
         model: Any,
-        recipe: Recipe,
+        learning_rate: float,
         *,
         steps: int,
         images: BoxedImages,
@@ -47,13 +48,9 @@ class Detector(TrainedModule):
         std: Sequence[float],
     ) -> None:
         super().__init__()
-        self.model = model
-        self.recipe = recipe
-        self.steps = steps
-        self.images = images
+        self.model, self.learning_rate, self.steps, self.images = model, learning_rate, steps, images
         self.mean, self.std = tuple(mean), tuple(std)
-        self.loss = SetLoss(len(images.classes))
-        self.gathered = Gathered()
+        self.loss, self.gathered = SetLoss(len(images.classes)), Gathered()
 
     def forward(self, images: UInt8[Tensor, "b 3 h w"]) -> tuple[Float[Tensor, "b q classes"], Float[Tensor, "b q 4"]]:
         """Logits of the classes, "no object" last; centre, width and height of the boxes in shares of the canvas.
@@ -98,9 +95,9 @@ class Detector(TrainedModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW with a learning rate that falls along half a cosine."""
-        adamw = optimiser(self.model, self.recipe)
+        adamw = optimiser(self.model, self.learning_rate)
         schedule = torch.optim.lr_scheduler.LambdaLR(
-            adamw, lambda step: rate_at(self.recipe, step, self.steps) / self.recipe.learning_rate
+            adamw, lambda step: rate_at(self.learning_rate, step, self.steps) / self.learning_rate
         )
         return {"optimizer": adamw, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -110,8 +107,39 @@ class Detector(TrainedModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Shorten all gradients together to the recipe's length; the trainer itself clips nothing."""
-        self.clip_gradients(optimizer, gradient_clip_val=self.recipe.clip, gradient_clip_algorithm="norm")
+        """Shorten all gradients together to the length `CLIP`; the trainer itself clips nothing."""
+        self.clip_gradients(optimizer, gradient_clip_val=CLIP, gradient_clip_algorithm="norm")
 
     def _mean_over_devices(self, value: Tensor) -> Tensor:
         return value if self.trainer.world_size == 1 else self.trainer.strategy.reduce(value, reduce_op="mean")
+
+
+def rate_at(learning_rate: float, step: int, steps: int) -> float:
+    """Return the learning rate of a step, from 0: half a cosine; YOLOS lowers it once per epoch along the same curve.
+
+    Example:
+        >>> [f"{rate_at(2e-5, step, 100):.3g}" for step in (0, 50, 100)]
+        ['2e-05', '1.01e-05', '1e-07']
+    """
+    share = (1 + math.cos(math.pi * step / steps)) / 2
+    return FINAL_LEARNING_RATE + (learning_rate - FINAL_LEARNING_RATE) * share
+
+
+def optimiser(model: Any, learning_rate: float) -> torch.optim.AdamW:
+    """Return AdamW over a `YolosForObjectDetection`.
+
+    As in YOLOS, biases, norms, tokens and the first position embedding of the backbone do not decay; the two heads and
+    the position embeddings between blocks do.
+    """
+    without_decay = [
+        parameter
+        for name, parameter in model.vit.named_parameters()
+        if parameter.ndim == 1 or (name.startswith("embeddings.") and not name.endswith("projection.weight"))
+    ]
+    apart = {id(parameter) for parameter in without_decay}
+    with_decay = [parameter for parameter in model.parameters() if id(parameter) not in apart]
+    return torch.optim.AdamW(
+        [{"params": with_decay}, {"params": without_decay, "weight_decay": 0.0}],
+        lr=learning_rate,
+        weight_decay=WEIGHT_DECAY,
+    )

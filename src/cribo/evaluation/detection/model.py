@@ -14,7 +14,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from cribo.arguments import ConfigError
-from cribo.evaluation.detection.recipe import ADVICE
+from cribo.evaluation.detection.protocol import ADVICE
 from cribo.models import Backbone
 from cribo.models.formats.naming import State
 from cribo.models.formats.table import NAMINGS
@@ -32,23 +32,22 @@ _STD = 0.02  # of what is new in the backbone
 
 
 def build_yolos(
-    backbone: Backbone, classes: Sequence[str], *, positions: tuple[int, int], tokens: int = 100, seed: int = 0
+    backbone: Backbone, classes: Sequence[str], *, positions: Sequence[int], tokens: int = 100, seed: int = 0
 ) -> "YolosForObjectDetection":
-    """A detector whose blocks are those of a backbone.
+    """Build a detector with the blocks of a backbone.
 
-    To [CLS] and patches it adds `tokens` detection tokens, whose last features two small perceptrons turn into a class
-    and a box each. New are, beside these, the position embeddings of the detection tokens and those that are added
-    after every block but the last (truncated normal of 0.02; YOLOS, section 3 and its `models/backbone.py`). Layer
-    scales become part of the linear layers before them. The position embedding is resized as YOLOS does it, bicubic
-    and not anti-aliased.
+    Detection tokens are added to [CLS] and patches; two small perceptrons turn their last features into a class and a
+    box each. The position embeddings of the detection tokens, and those added after every block but the last, are new
+    (truncated normal of 0.02; YOLOS, section 3 and its `models/backbone.py`). Layer scales become part of the linear
+    layers before them. The position embedding is resized as in YOLOS, bicubic and not anti-aliased.
 
     Args:
         backbone: a plain vision transformer of timm; it is not changed.
-        classes: names of what is to be found.
+        classes: their names.
         positions: height and width in pixels of the images for which position embeddings are stored, in the first
             layer and between the others; for other images they are interpolated at each step.
-        tokens: how many objects can be found in an image.
-        seed: what is new depends on nothing else.
+        tokens: number of objects that can be found in an image.
+        seed: of the new weights.
 
     Raises:
         ImportError: transformers or scipy is not installed.

@@ -13,14 +13,14 @@ from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
 from cribo.data.detection import BoxedImages, Boxes
-from cribo.drawing import house_style, region_colour, write_figure
+from cribo.drawing import region_colour, write_figure
+from cribo.evaluation.data import spread
 from cribo.evaluation.detection.scoring import Detections
+from cribo.evaluation.pictures import draw_rows, pages
 
 SURE = 0.5
 """The probability from which predictions are drawn."""
 
-_WIDTH, _HEIGHT = 5.2, 4.2  # inch, of an image at most
-_TITLE, _HEADING, _LEGEND_LINE = 0.34, 0.2, 0.21
 _ROWS_PER_PICTURE = 6
 
 
@@ -46,9 +46,7 @@ class BoxPanel:
 
 
 def panels_of(images: BoxedImages, found: Detections, count: int) -> list[BoxPanel]:
-    """Some of the images, evenly spread."""
-    count = min(count, len(images))
-    chosen = [place * len(images) // count for place in range(count)]
+    """Return some of the images, evenly spread."""
     return [
         BoxPanel(
             images.name(index),
@@ -58,21 +56,18 @@ def panels_of(images: BoxedImages, found: Detections, count: int) -> list[BoxPan
             found.labels[index],
             found.scores[index],
         )
-        for index in chosen
+        for index in spread(len(images), count)
     ]
 
 
-def write_pictures(panels: Sequence[BoxPanel], classes: Sequence[str], folder: Path, *, title: str) -> list[Path]:
-    """Write `predictions.png`, `predictions-2.png`, ... of six images each into a folder, and return them."""
-    written = []
-    for number, start in enumerate(range(0, len(panels), _ROWS_PER_PICTURE), start=1):
-        figure = draw_boxes(panels[start : start + _ROWS_PER_PICTURE], classes, title=title)
-        written.append(write_figure(folder / f"predictions{'' if number == 1 else f'-{number}'}.png", figure))
-    return written
+def write_boxes(panels: Sequence[BoxPanel], classes: Sequence[str], folder: Path, *, title: str) -> None:
+    """Write `predictions.png`, `predictions-2.png`, ... of six images each into a folder."""
+    for name, part in pages("predictions", panels, _ROWS_PER_PICTURE):
+        write_figure(folder / f"{name}.png", draw_boxes(part, classes, title=title))
 
 
 def draw_boxes(panels: Sequence[BoxPanel], classes: Sequence[str], *, title: str) -> Figure:
-    """A row for each image: its true boxes, and beside them what was found with a probability of 0.5 or more.
+    """Draw the true boxes of each image, and beside them those found with a probability of at least 0.5.
 
     Args:
         panels: at least one.
@@ -82,81 +77,45 @@ def draw_boxes(panels: Sequence[BoxPanel], classes: Sequence[str], *, title: str
     Raises:
         ValueError: no panel.
     """
-    if not panels:
-        raise ValueError("panels must hold at least one image, got 0")
-    heights = [min(_HEIGHT, _WIDTH * panel.image.shape[1] / panel.image.shape[2]) for panel in panels]
-    handles = _legend(panels, classes)
-    columns = min(len(handles), 8)
-    spaces = [*(height + _TITLE for height in heights), _LEGEND_LINE * -(-len(handles) // columns) + 0.15]
-    spaces[0] += _HEADING
-    with house_style():
-        figure = Figure(figsize=(2 * _WIDTH + 0.3, sum(spaces) + 0.3), layout="constrained")
-        figure.suptitle(title)
-        rows = figure.subfigures(len(spaces), 1, squeeze=False, height_ratios=spaces)[:, 0]
-        for row, panel in zip(rows, panels, strict=False):
-            there, found = row.subplots(1, 2)
-            _draw_truth(there, panel, classes)
-            shown = int((panel.scores >= SURE).sum())
-            _draw_found(found, panel, classes)
-            objects = int((~panel.truth.crowd).sum())
-            row.suptitle(f"{panel.name}: {objects} objects, {shown} found", fontsize=9, x=0.005, ha="left")
-        for axes, heading in zip(rows[0].axes, ("labels", f"found, probability ≥ {SURE:g}"), strict=True):
-            axes.set_title(heading, fontsize=9)
-        rows[-1].legend(handles=handles, ncols=columns, loc="center", frameon=False, fontsize=8, handlelength=1.2)
-    return figure
 
+    def draw(panel: BoxPanel, axes: Sequence[Axes]) -> str:
+        height, width = panel.image.shape[1:]
+        for part in axes:
+            part.imshow(panel.image.permute(1, 2, 0).numpy(), interpolation="antialiased")
+            part.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
+            part.set_axis_off()
+        truth = panel.truth
+        rows = zip(truth.corners.tolist(), truth.labels.tolist(), truth.crowd.tolist(), strict=True)
+        for corners, label, crowd in rows:
+            _draw_box(axes[0], corners, _colour(label, classes), dashed=crowd)
+        # In ascending order: the most probable box is on top.
+        shown = [place for place in panel.scores.argsort().tolist() if panel.scores[place] >= SURE]
+        for place in shown:
+            colour, corners = _colour(int(panel.labels[place]), classes), panel.corners[place].tolist()
+            _draw_box(axes[1], corners, colour)
+            box = {"facecolor": colour, "edgecolor": "none", "pad": 0.8}
+            left, top, score = max(0.0, corners[0]), max(0.0, corners[1]), 100 * float(panel.scores[place])
+            axes[1].text(left, top, f"{score:.0f}", fontsize=6, color="white", va="top", clip_on=True, bbox=box)
+        return f"{panel.name}: {int((~truth.crowd).sum())} objects, {len(shown)} found"
 
-def _draw_truth(axes: Axes, panel: BoxPanel, classes: Sequence[str]) -> None:
-    _show(axes, panel)
-    for corners, label, crowd in zip(
-        panel.truth.corners.tolist(), panel.truth.labels.tolist(), panel.truth.crowd.tolist(), strict=True
-    ):
-        _draw_box(axes, corners, _colour(label, classes), dashed=crowd)
-
-
-def _draw_found(axes: Axes, panel: BoxPanel, classes: Sequence[str]) -> None:
-    _show(axes, panel)
-    # The surest last: it lies on top.
-    for place in panel.scores.argsort().tolist():
-        score = float(panel.scores[place])
-        if score >= SURE:
-            colour = _colour(int(panel.labels[place]), classes)
-            left, top, right, bottom = panel.corners[place].tolist()
-            _draw_box(axes, (left, top, right, bottom), colour)
-            axes.text(
-                max(0.0, left),
-                max(0.0, top),
-                f"{100 * score:.0f}",
-                fontsize=6,
-                color="white",
-                va="top",
-                clip_on=True,
-                bbox={"facecolor": colour, "edgecolor": "none", "pad": 0.8},
-            )
-
-
-def _show(axes: Axes, panel: BoxPanel) -> None:
-    height, width = panel.image.shape[1:]
-    axes.imshow(panel.image.permute(1, 2, 0).numpy(), interpolation="antialiased")
-    axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
-    axes.set_axis_off()
+    return draw_rows(
+        panels,
+        draw,
+        aspects=[panel.image.shape[1] / panel.image.shape[2] for panel in panels],
+        cell=(5.2, 4.2),
+        headings=("labels", f"found, probability ≥ {SURE:g}"),
+        handles=_legend(panels, classes),
+        title=title,
+    )
 
 
 def _draw_box(
     axes: Axes, corners: Sequence[float], colour: tuple[float, float, float], *, dashed: bool = False
 ) -> None:
     left, top, right, bottom = corners
-    axes.add_patch(
-        Rectangle(
-            (left - 0.5, top - 0.5),  # a pixel's centre lies half a pixel from its corner
-            right - left,
-            bottom - top,
-            fill=False,
-            edgecolor=colour,
-            linewidth=1.4,
-            linestyle="--" if dashed else "-",
-        )
-    )
+    corner = left - 0.5, top - 0.5  # the centre of a pixel is half a pixel from its corner
+    style = {"edgecolor": colour, "linewidth": 1.4, "linestyle": "--" if dashed else "-"}
+    axes.add_patch(Rectangle(corner, right - left, bottom - top, fill=False, **style))
 
 
 def _colour(label: int, classes: Sequence[str]) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""What a detector found, gathered from all devices, and how it is scored: COCO's average precision."""
+"""Detections, gathered from all devices, and COCO's average precision."""
 
 import json
 from collections.abc import Iterator
@@ -13,10 +13,11 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from cribo.data.detection import BoxedImages
+from cribo.evaluation.detection.protocol import Detection
 from cribo.files import write_whole
 
 # In the order in which COCO's evaluation gives them.
-METRICS = ("ap", "ap50", "ap75")
+METRICS = Detection.metrics
 SIZES = ("small", "medium", "large")
 
 
@@ -25,13 +26,13 @@ _STATES = ("indices", "corners", "labels", "scores")
 
 @dataclass(frozen=True)
 class Detections:
-    """What was found, by image; each image once, in the order of their indices.
+    """The boxes found in images; each image once, in the order of their indices.
 
     Attributes:
         indices: (N,) of the images.
         corners: (N, Q, 4), left, top, right and bottom in pixels of the image.
         labels: (N, Q), the class of each.
-        scores: (N, Q), how sure the detector is.
+        scores: (N, Q), its probability.
     """
 
     indices: Int64[Tensor, " n"]
@@ -46,7 +47,7 @@ class Detections:
 def read_off(
     logits: Float[Tensor, "b q classes"], boxes: Float[Tensor, "b q 4"], extents: Float[Tensor, "b 2"]
 ) -> tuple[Float[Tensor, "b q 4"], Int64[Tensor, "b q"], Float[Tensor, "b q"]]:
-    """The boxes that a detector means: corners in pixels, the most likely class, and its probability.
+    """Return the boxes that a detector predicts: corners in pixels, the most likely class, and its probability.
 
     Args:
         logits: of the classes, "no object" last.
@@ -60,7 +61,7 @@ def read_off(
 
 
 class Gathered(Metric):
-    """Detections from all devices, whichever of them had an image; `compute` gives the same on all."""
+    """Detections of all devices; `compute` returns the same on each."""
 
     full_state_update = False
 
@@ -98,14 +99,14 @@ class AveragePrecision:
 
 
 def average_precision(images: BoxedImages, found: Detections) -> AveragePrecision:
-    """Score what was found by COCO's evaluation (faster-coco-eval), with up to 100 boxes for each image.
+    """Score detections by COCO's evaluation (faster-coco-eval), with up to 100 boxes for each image.
 
     Args:
-        images: with the true boxes; crowds make what is found there neither right nor wrong.
-        found: for each of the images.
+        images: with the true boxes; detections in crowds are not counted.
+        found: in each image.
 
     Raises:
-        ValueError: images without detections, or of which there are two.
+        ValueError: not every image has detections once.
     """
     if not torch.equal(found.indices, torch.arange(len(images))):
         raise ValueError(f"there must be detections for each of the {len(images)} images once, got {len(found)}")
@@ -113,7 +114,7 @@ def average_precision(images: BoxedImages, found: Detections) -> AveragePrecisio
     from faster_coco_eval.core.faster_eval_api import COCOeval_faster
 
     truth = COCO(_as_coco(images))
-    evaluation = COCOeval_faster(truth, truth.loadRes(_as_table(found)), "bbox", print_function=_say_nothing)
+    evaluation = COCOeval_faster(truth, truth.loadRes(_as_table(found)), "bbox", print_function=lambda *words: None)
     evaluation.evaluate()
     evaluation.accumulate()
     evaluation.summarize()
@@ -131,30 +132,16 @@ def _known(value: Any) -> float | None:
     return None if value < 0 else float(value)
 
 
-def _say_nothing(*words: object) -> None:
-    """What is found is printed by others."""
-
-
 def _as_coco(images: BoxedImages) -> dict[str, Any]:
     annotations: list[dict[str, Any]] = []
     for index in range(len(images)):
         boxes = images.boxes(index)
-        sizes = boxes.corners[:, 2:] - boxes.corners[:, :2]
-        rows = torch.cat((boxes.corners[:, :2], sizes), dim=1).tolist()
-        for box, label, crowd, area in zip(
-            rows, boxes.labels.tolist(), boxes.crowd.tolist(), boxes.areas.tolist(), strict=True
-        ):
-            annotations.append(
-                {
-                    # 0 would stand for no match
-                    "id": len(annotations) + 1,
-                    "image_id": index,
-                    "category_id": label,
-                    "bbox": box,
-                    "area": area,
-                    "iscrowd": int(crowd),
-                }
-            )
+        corners, areas = boxes.corners, boxes.areas.tolist()
+        rows = torch.cat((corners[:, :2], corners[:, 2:] - corners[:, :2]), dim=1).tolist()
+        for box, label, crowd, area in zip(rows, boxes.labels.tolist(), boxes.crowd.tolist(), areas, strict=True):
+            number = len(annotations) + 1  # 0 would stand for no match
+            about = {"id": number, "image_id": index, "category_id": label}
+            annotations.append({**about, "bbox": box, "area": area, "iscrowd": int(crowd)})
     return {
         "images": [{"id": index} for index in range(len(images))],
         "categories": [{"id": number, "name": name} for number, name in enumerate(images.classes)],
@@ -172,23 +159,16 @@ def _as_table(found: Detections) -> np.ndarray:
 
 
 def write_detections(path: Path, images: BoxedImages, found: Detections) -> Path:
-    """Write what was found in COCO's format for results, with the file's own ids, whole or not at all."""
+    """Write detections in COCO's format for results, with the file's own ids, atomically."""
 
     def rows() -> Iterator[str]:
         for place, index in enumerate(found.indices.tolist()):
-            image = images.image_ids[index]
             corners = found.corners[place].double()
             boxes = torch.cat((corners[:, :2], corners[:, 2:] - corners[:, :2]), dim=1).tolist()
-            for box, label, score in zip(
-                boxes, found.labels[place].tolist(), found.scores[place].tolist(), strict=True
-            ):
-                row = {
-                    "image_id": image,
-                    "category_id": images.category_ids[label],
-                    "bbox": [round(side, 3) for side in box],
-                    "score": round(score, 6),
-                }
-                yield json.dumps(row)
+            about = zip(boxes, found.labels[place].tolist(), found.scores[place].tolist(), strict=True)
+            for box, label, score in about:
+                row = {"image_id": images.image_ids[index], "category_id": images.category_ids[label]}
+                yield json.dumps({**row, "bbox": [round(side, 3) for side in box], "score": round(score, 6)})
 
     def write(part: Path) -> None:
         with part.open("w", encoding="utf-8") as file:

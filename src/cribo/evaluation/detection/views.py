@@ -1,4 +1,4 @@
-"""What the detector sees: augmented images with their boxes for training, whole images for the score, and batches."""
+"""The images that a detector sees: augmented ones for training, whole ones for the score, and batches of both."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,57 +15,50 @@ from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat
 from cribo.data.detection import BoxedImages
 from cribo.data.randomness import keyed_generator
 
-_VIEWS = 0x59_4F_4C_4F  # what the draws are for
-
+_VIEWS = 0x59_4F_4C_4F  # keeps its draws apart from others of the same seed
 # YOLOS's sizes for its small and base model (its `datasets/coco.py`), in pixels.
-_SIZE = 800
-_LONGEST = 1333
-_SMALLEST, _STEP = 480, 16
-_BEFORE_CROP = (400, 500, 600)
-_CROP = (384, 600)
-_POSITIONS = (512, 864)
+_SIZE, _LONGEST, _SMALLEST, _STEP = 800, 1333, 480, 16
+_BEFORE_CROP, _CROP, _POSITIONS = (400, 500, 600), (384, 600), (512, 864)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes in pixels that go with one another: those of YOLOS at 800, and in proportion for smaller images.
+    """Sizes in pixels: those of YOLOS at 800, and in proportion for smaller images.
 
-    Args:
-        size: of the shorter side when images are scored, and the largest one in training.
+    Attributes:
+        size: of the shorter side when images are scored, and the largest in training.
     """
 
     size: int = _SIZE
 
     @property
     def longest(self) -> int:
-        """What the longer side may have; images that would have more are made smaller."""
+        """The greatest longer side; images that would exceed it are made smaller."""
         return self.size * _LONGEST // _SIZE
 
     @property
     def sides(self) -> tuple[int, ...]:
-        """The shorter sides of training, one of which is drawn."""
-        smallest = self._in_proportion(_SMALLEST)
+        """The shorter sides of training."""
+        (smallest,) = self._in_proportion(_SMALLEST)
         return tuple(range(self.size, smallest - 1, -_STEP))[::-1]
 
     @property
     def before_crop(self) -> tuple[int, ...]:
-        """The shorter sides before a crop, one of which is drawn."""
-        return tuple(map(self._in_proportion, _BEFORE_CROP))
+        """The shorter sides before a crop."""
+        return self._in_proportion(*_BEFORE_CROP)
 
     @property
-    def crop(self) -> tuple[int, int]:
-        """The least and the most that a side of a crop may have."""
-        least, most = map(self._in_proportion, _CROP)
-        return least, most
+    def crop(self) -> tuple[int, ...]:
+        """The least and the greatest side of a crop."""
+        return self._in_proportion(*_CROP)
 
     @property
-    def positions(self) -> tuple[int, int]:
+    def positions(self) -> tuple[int, ...]:
         """Height and width for which position embeddings are stored."""
-        height, width = map(self._in_proportion, _POSITIONS)
-        return height, width
+        return self._in_proportion(*_POSITIONS)
 
-    def _in_proportion(self, side: int) -> int:
-        return max(1, side * self.size // _SIZE)
+    def _in_proportion(self, *sides: int) -> tuple[int, ...]:
+        return tuple(max(1, side * self.size // _SIZE) for side in sides)
 
 
 class DetectionView(NamedTuple):
@@ -83,16 +76,16 @@ class DetectionView(NamedTuple):
 
 
 def training_view(view: DetectionView, sizes: Sizes, generator: torch.Generator) -> DetectionView:
-    """DETR's augmentation with the sizes of YOLOS: a flip in half of the cases, then one of two ways to a new size.
+    """DETR's augmentation with the sizes of YOLOS.
 
-    In half of the cases the image gets a shorter side of `sizes.sides`. In the others it first gets one of
-    `sizes.before_crop` and is cropped, both sides of the crop drawn from `sizes.crop`, as is its place. Of boxes that
-    the crop cuts through stays what lies inside.
+    The image is flipped with probability 0.5. With probability 0.5 it is resized to a shorter side of
+    `sizes.before_crop` and cropped, with sides between `sizes.crop`; boxes are clipped to the crop. Finally it is
+    resized to a shorter side of `sizes.sides`.
 
     Args:
         view: the whole image with its boxes.
-        sizes: that go with one another.
-        generator: all draws come from it.
+        sizes: of all views.
+        generator: source of all draws.
     """
 
     def draw(least: int, most: int) -> int:
@@ -117,7 +110,7 @@ def training_view(view: DetectionView, sizes: Sizes, generator: torch.Generator)
 
 
 def whole_view(view: DetectionView, sizes: Sizes) -> DetectionView:
-    """The image as it is scored: its shorter side has `sizes.size`, if the longer one is not too long then."""
+    """Resize an image for the score: its shorter side to `sizes.size`, unless the longer one exceeds its limit."""
     boxes = TF.resize(_as_boxes(view), [sizes.size], max_size=sizes.longest)
     image = TF.resize(view.image, [sizes.size], max_size=sizes.longest)
     return DetectionView(image, boxes.as_subclass(Tensor), view.labels)
@@ -129,7 +122,7 @@ def _as_boxes(view: DetectionView) -> BoundingBoxes:
     return BoundingBoxes(view.corners, **about)
 
 
-def _window(size: tuple[int, int], limits: tuple[int, int], where: Sequence[float]) -> tuple[int, int, int, int]:
+def _window(size: tuple[int, int], limits: Sequence[int], where: Sequence[float]) -> tuple[int, int, int, int]:
     """Top, left, height and width of a crop; `where` holds four numbers in [0, 1)."""
     least, most = limits
 
@@ -145,20 +138,11 @@ def _window(size: tuple[int, int], limits: tuple[int, int], where: Sequence[floa
 
 @dataclass(frozen=True)
 class Sample:
-    """A view, and where it is from.
-
-    Attributes:
-        view: the image as the detector sees it.
-        original: height and width of the image as it lies on disk.
-        index: of the image.
-    """
+    """A view, with the height and width of the image on disk, and the index of the image."""
 
     view: DetectionView
     original: tuple[int, int]
     index: int
-
-
-# --------------------------------------------------------------------- batches
 
 
 class Batch(NamedTuple):
@@ -168,9 +152,9 @@ class Batch(NamedTuple):
         images: (B, 3, H, W), each in the upper left corner of its canvas.
         boxes: (n, 4) of each image: centre, width and height in shares of the canvas.
         labels: (n,) of each image.
-        extents: (B, 2), height and width of the canvas in pixels of the image as it lies on disk, of which the view
-            shows all: a share of the canvas times these is a place in the image.
-        indices: (B,), which images these are.
+        extents: (B, 2), height and width of the canvas in pixels of the image on disk: shares of the canvas times
+            these are places in that image.
+        indices: (B,), of the images.
     """
 
     images: UInt8[Tensor, "b 3 h w"]
@@ -181,17 +165,16 @@ class Batch(NamedTuple):
 
 
 class Collate:
-    """Puts views together to a batch.
+    """Makes batches of views.
 
-    A canvas is as large as the largest view, rounded up to whole patches, and filled with the colour that
-    normalisation turns into 0. Boxes are in shares of the canvas, over which the position embeddings are spread, so
-    that what a share means does not depend on what else is in a batch. (So do transformers' image processor. YOLOS
-    takes shares of the image, but had one image on each device and hence nothing to fill; it cuts off what is less
-    than a patch at the right and at the bottom.)
+    A canvas is as large as the largest view, rounded up to whole patches, and filled with the colour that is 0 after
+    normalisation. Boxes are in shares of the canvas, as the position embeddings, so that a share does not depend on the
+    other images of the batch. (As in transformers. YOLOS takes shares of the image, but had one image on each device;
+    it cuts off incomplete patches at the right and at the bottom.)
 
     Args:
         patch_size: pixels.
-        colour: red, green and blue of what is filled, in 0-1.
+        colour: red, green and blue of the filling, in 0-1.
     """
 
     def __init__(self, patch_size: int, colour: Sequence[float]) -> None:
@@ -220,17 +203,13 @@ class Collate:
         )
 
 
+@dataclass
 class TrainingViews(Dataset[Sample]):
-    """Augmented images, by (epoch, index); what is drawn depends on seed, epoch and index alone.
+    """Augmented images, by (epoch, index); draws depend on seed, epoch and index alone. Crowds are left out."""
 
-    Args:
-        images: with boxes; crowds are left out.
-        sizes: that go with one another.
-        seed: of the draws.
-    """
-
-    def __init__(self, images: BoxedImages, sizes: Sizes, seed: int) -> None:
-        self.images, self.sizes, self.seed = images, sizes, seed
+    images: BoxedImages
+    sizes: Sizes
+    seed: int
 
     def __len__(self) -> int:
         return len(self.images)
@@ -241,16 +220,12 @@ class TrainingViews(Dataset[Sample]):
         return Sample(view, self.images.size(index), index)
 
 
+@dataclass
 class WholeViews(Dataset[Sample]):
-    """Whole images, by index.
+    """Whole images, by index."""
 
-    Args:
-        images: with boxes.
-        sizes: that go with one another.
-    """
-
-    def __init__(self, images: BoxedImages, sizes: Sizes) -> None:
-        self.images, self.sizes = images, sizes
+    images: BoxedImages
+    sizes: Sizes
 
     def __len__(self) -> int:
         return len(self.images)

@@ -1,4 +1,4 @@
-"""One feature for each image of a set, computed once and kept on disk."""
+"""One feature for each image of a set, computed once and cached on disk."""
 
 import hashlib
 from collections import deque
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,26 +13,26 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
 
 from cribo.console import Progress
 from cribo.data import UnreadableImage
 from cribo.data.classification import ClassifiedFiles
-from cribo.evaluation.cache import DTYPES, FeatureCache, require_room
-from cribo.evaluation.machine import Machine
+from cribo.evaluation.cache import DTYPES, FeatureCache, Machine, require_room, store, stored
+from cribo.evaluation.loading import Batches
 from cribo.retrieval.choices import FeaturePrecision
 from cribo.retrieval.encoders import ImageEncoder
 from cribo.retrieval.search import in_blocks
 
-_BLOCK = 1024  # images whose features share a file; what is lost at most where an extraction is cut short
+_BLOCK = 1024  # images whose features share a file; at most this many are lost by an interruption
 _BATCHES_AHEAD = 2  # for each device
 
 
 @dataclass(frozen=True)
 class SquareCrop:
-    """How an image becomes what is encoded: its shorter side is resized, and a square is cut from its centre.
+    """How an image is prepared: its shorter side is resized, and a square is cut from its centre.
 
     Attributes:
         resize: pixels of the shorter side; bicubic, anti-aliased.
@@ -44,13 +43,13 @@ class SquareCrop:
     crop: int = 224
 
     def __call__(self, image: UInt8[Tensor, "3 h w"]) -> UInt8[Tensor, "3 crop crop"]:
-        """The pixels to encode."""
+        """Return the pixels to encode."""
         small = TF.resize(image, [self.resize], interpolation=InterpolationMode.BICUBIC, antialias=True)
         return TF.center_crop(small, [self.crop, self.crop])
 
     @property
     def key(self) -> str:
-        """What of it decides the pixels, beside the image."""
+        """Everything that decides the pixels, apart from the image."""
         return f"resize {self.resize} crop {self.crop}"
 
 
@@ -64,17 +63,14 @@ class ImageFeatures:
     """
 
     def __init__(self, parts: Sequence[Float[Tensor, "m d"] | Path], length: int, dim: int) -> None:
-        self._parts = parts
-        self._length = length
-        self.dim = dim
+        self._parts, self._length, self.dim = parts, length, dim
 
     def __len__(self) -> int:
         return self._length
 
     def blocks(self, rows: int) -> Iterator[Float[Tensor, "m d"]]:
-        """All rows in order, at most `rows` at once, in the precision they are kept in."""
-        read = (part if isinstance(part, Tensor) else torch.from_numpy(np.load(part)) for part in self._parts)
-        return in_blocks(read, rows)
+        """All rows in order, at most `rows` at once, in the precision they are stored in."""
+        return in_blocks(map(stored, self._parts), rows)
 
 
 @torch.no_grad()
@@ -88,61 +84,67 @@ def extract_global(
     progress: Progress | None = None,
     what: str = "features",
 ) -> ImageFeatures:
-    """Encode images, except those whose features the cache holds.
+    """Encode images, except those whose features are cached.
 
-    Features are kept in files of 1024 images, named by the encoder, the preparation, name, size and date of the images,
-    and what the first of them holds: to read more than a million images again only to know whether they are the same
-    would take as long as many a network. An extraction that was cut short goes on where it stopped, to 1024 images.
+    The cache has files of 1024 images, identified by the encoder, the preparation, the name, size and date of each
+    image, and the content of the first: reading a million images only to hash them would take as long as many a
+    network. An interrupted extraction continues, except for up to 1024 images.
 
     Args:
         encoders: one for each device of the machine, on that device; batches go round.
-        images: whose features.
+        images: to encode.
         preparation: how they are resized.
-        machine: where it is computed.
-        precision: in which they are kept.
-        progress: is told how far it is.
-        what: the name of it all in `progress`.
+        machine: its resources.
+        precision: in which features are stored.
+        progress: is called with the progress.
+        what: the name of this phase in `progress`.
 
     Raises:
         UnreadableImage: an image that cannot be used.
         ValueError: the features do not fit in memory (without a cache) or on the disk (with one), or are not finite.
     """
     blocks = [range(start, min(start + _BLOCK, len(images))) for start in range(0, len(images), _BLOCK)]
-    cache = machine.cache
-    parts: list[Tensor | Path | None] = [None] * len(blocks)
-    if cache is not None:
-        parts = [_path(cache, images, block, preparation, precision) for block in blocks]
-    missing = [number for number, part in enumerate(parts) if not _is_kept(part, len(blocks[number]), cache)]
+    cache, dtype = machine.cache, DTYPES[precision]
+    paths = [None if cache is None else _path(cache, images, block, preparation, precision) for block in blocks]
+    parts: list[Tensor | Path | None] = [
+        path if _is_stored(path, len(block), cache) else None for path, block in zip(paths, blocks, strict=True)
+    ]
+    missing = [number for number, part in enumerate(parts) if part is None]
     wanted = [index for number in missing for index in blocks[number]]
-    require_room(len(wanted) * encoders[0].dim * DTYPES[precision].itemsize, cache)
+    require_room(len(wanted) * encoders[0].dim * dtype.itemsize, cache)
     if len(wanted) < len(images):
-        what = f"{what} ({len(images) - len(wanted):,} are there)"
-    loader = DataLoader(
-        _Prepared(images, wanted, preparation),
+        what = f"{what} ({len(images) - len(wanted):,} cached)"
+    loader = Batches(
+        _Prepared(images, np.asarray(wanted), preparation),
+        np.stack,
         batch_size=machine.batch_size,
-        collate_fn=_stacked,
         num_workers=machine.workers,
         prefetch_factor=4 if machine.workers else None,
     )
-    rows = _checked(_encoded(encoders, machine.devices, loader), images, wanted, partial(_report, progress, what))
-    # Only the last block is shorter than the others, and whatever is missing comes in order.
+
+    def report(done: int) -> None:
+        if progress is not None:
+            progress(what, done, len(wanted))
+
+    rows = _checked(_encoded(encoders, machine.devices, loader), images, wanted, report)
+    # Only the last block is shorter than the others, and the missing ones come in order.
     for number, part in zip(missing, in_blocks(rows, _BLOCK), strict=True):
-        parts[number] = _keep(part.to(DTYPES[precision]), parts[number], cache)
+        parts[number] = store(part.to(dtype), paths[number], cache)
     return ImageFeatures([part for part in parts if part is not None], len(images), encoders[0].dim)
 
 
 def _path(
     cache: FeatureCache, images: ClassifiedFiles, block: range, preparation: SquareCrop, precision: FeaturePrecision
 ) -> Path:
-    """Where the features of a block of images stand."""
+    """Return the file for the features of a block of images."""
     digest = hashlib.sha256()
     for index in block:
         path = Path(images.path(index))
         try:
             status = path.stat()
             if index == block[0]:
-                # Archives may give all files one date, and uncompressed images are of one size: train/cat/1.bmp and
-                # val/cat/1.bmp differ in what they hold alone.
+                # Archives may give all files one date, and uncompressed images have one size: train/cat/1.bmp and
+                # val/cat/1.bmp may differ only in their content.
                 digest.update(path.read_bytes())
         except OSError as error:
             raise UnreadableImage(path, error.strerror or str(error)) from error
@@ -152,67 +154,35 @@ def _path(
     return cache.path(digest.hexdigest(), preparation.key, precision)
 
 
-def _is_kept(part: Tensor | Path | None, images: int, cache: FeatureCache | None) -> bool:
-    if cache is None or not isinstance(part, Path):
-        return False
-    rows = cache.read(part)
+def _is_stored(path: Path | None, images: int, cache: FeatureCache | None) -> bool:
+    rows = None if cache is None or path is None else cache.read(path)
     return rows is not None and len(rows) == images
 
 
-def _keep(rows: Float[Tensor, "m d"], path: Tensor | Path | None, cache: FeatureCache | None) -> Tensor | Path:
-    """Put features where they stay."""
-    if cache is None or not isinstance(path, Path):
-        return rows
-    cache.write(path, rows.numpy())
-    return path
+@dataclass
+class _Prepared(Dataset[UInt8[np.ndarray, "3 h w"]]):
+    """Reads and resizes, in the workers."""
 
-
-def _report(progress: Progress | None, what: str, done: int, total: int) -> None:
-    if progress is not None:
-        progress(what, done, total)
-
-
-class _Prepared(Dataset["UInt8[np.ndarray, '3 h w'] | Exception"]):
-    """Reads and resizes, in the workers.
-
-    What is wrong with an image is handed over like the image itself: an error that is raised in a worker would
-    arrive as a text of its traceback.
-    """
-
-    def __init__(self, images: ClassifiedFiles, indices: Sequence[int], preparation: SquareCrop) -> None:
-        self.images = images
-        self.indices = np.asarray(indices)  # no Python objects, which each worker would copy
-        self.preparation = preparation
+    images: ClassifiedFiles
+    indices: np.ndarray  # no Python objects, which each worker would copy
+    preparation: SquareCrop
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, number: int) -> UInt8[np.ndarray, "3 h w"] | Exception:
-        try:
-            # In one layout, whether it goes through a worker's pipe or not: sums depend on it in their last bits.
-            return self.preparation(self.images.load(int(self.indices[number]))).contiguous().numpy()
-        except UnreadableImage as error:
-            return error
-
-
-def _stacked(prepared: Sequence[UInt8[np.ndarray, "3 h w"] | Exception]) -> UInt8[np.ndarray, "b 3 h w"] | Exception:
-    """A batch, or the first thing that is wrong with one of its images."""
-    wrong = next((part for part in prepared if isinstance(part, Exception)), None)
-    return np.stack([part for part in prepared if not isinstance(part, Exception)]) if wrong is None else wrong
+    def __getitem__(self, number: int) -> UInt8[np.ndarray, "3 h w"]:
+        # In one memory layout, with workers or without: the last bits of sums depend on it.
+        return self.preparation(self.images.load(int(self.indices[number]))).contiguous().numpy()
 
 
 def _encoded(
-    encoders: Sequence[ImageEncoder],
-    devices: Sequence[str],
-    batches: Iterable[UInt8[np.ndarray, "b 3 h w"] | Exception],
+    encoders: Sequence[ImageEncoder], devices: Sequence[str], batches: Iterable[UInt8[np.ndarray, "b 3 h w"]]
 ) -> Iterator[Float[Tensor, "b d"]]:
-    """Features of unit length, batch by batch; each device has a thread, and every batch goes to the next one."""
+    """Features of unit length, batch by batch; each device has a thread, and batches go round."""
     ahead: deque[Future[Tensor]] = deque()
     with ExitStack() as stack:
         threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in encoders]
         for number, batch in enumerate(batches):
-            if isinstance(batch, Exception):
-                raise batch
             place = number % len(encoders)
             ahead.append(threads[place].submit(_encode, encoders[place], devices[place], batch))
             if len(ahead) > _BATCHES_AHEAD * len(encoders):
@@ -221,7 +191,7 @@ def _encoded(
             yield ahead.popleft().result()
 
 
-@torch.no_grad()  # which holds in one thread only
+@torch.no_grad()  # applies to one thread only
 def _encode(encoder: ImageEncoder, device: str, batch: UInt8[np.ndarray, "b 3 h w"]) -> Float[Tensor, "b d"]:
     return F.normalize(encoder.features(torch.from_numpy(batch), device), dim=1).cpu()
 
@@ -230,9 +200,9 @@ def _checked(
     batches: Iterable[Float[Tensor, "b d"]],
     images: ClassifiedFiles,
     indices: Sequence[int],
-    report: Callable[[int, int], None],
+    report: Callable[[int], None],
 ) -> Iterator[Float[Tensor, "b d"]]:
-    """The same batches; numbers that are not finite are said with the image they are of."""
+    """The same batches; raises an error with the name of the image if features are not finite."""
     done = 0
     for rows in batches:
         wrong = (~rows.isfinite().all(dim=1)).nonzero()
@@ -240,5 +210,5 @@ def _checked(
             name = images.name(indices[done + int(wrong[0])])
             raise ValueError(f"the backbone gives features of {name} that are not finite: its weights cannot be used")
         done += len(rows)
-        report(done, len(indices))
+        report(done)
         yield rows

@@ -1,12 +1,13 @@
 """Image-level nearest neighbours: an image takes the class that its most similar training images vote for.
 
-Global tokens, cosine similarity, and votes that grow with it, as in DINO (Caron et al. 2021) and, before, in
-"Unsupervised feature learning via non-parametric instance discrimination" (Wu et al. 2018). Nothing is trained.
+Global tokens, cosine similarity, and votes that grow with it, as in DINO (Caron et al. 2021) and in "Unsupervised
+feature learning via non-parametric instance discrimination" (Wu et al. 2018). Nothing is trained.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -14,29 +15,28 @@ from torch import Tensor
 
 from cribo.console import Progress
 from cribo.data.classification import ClassifiedFiles
-from cribo.evaluation.cache import DTYPES
+from cribo.evaluation.cache import DTYPES, Machine
 from cribo.evaluation.image_neighbours.features import ImageFeatures, SquareCrop, extract_global
-from cribo.evaluation.image_neighbours.settings import ImageNNSettings, check_neighbours
-from cribo.evaluation.machine import Machine
+from cribo.evaluation.image_neighbours.protocol import PUBLISHED, ImageNN
+from cribo.evaluation.scores import accuracy, count_confusion
 from cribo.retrieval.encoders import ImageEncoder
 from cribo.retrieval.search import Neighbours, available_memory, nearest, plan_search
 
-PUBLISHED = 20
-"""The k that DINO recommends, and that papers report."""
-
-_NEAREST = 8  # that are told of each image
+_NEAREST = 8  # neighbours of each image that are returned
 _VOTES_AT_ONCE = 2**24  # images times classes
+_PAIRS = 50  # of classes that are confused most often
+_CONFUSION_CLASSES = 256  # up to which results contain the whole confusion
 
 
 @dataclass(frozen=True)
 class NeighbourScore:
-    """The score with one number of neighbours.
+    """The predictions with one number of neighbours.
 
     Attributes:
         neighbours: k.
-        predicted: the class of each image that gets most votes, the first of several.
-        place: that its own class has among all classes by votes, 0 for the first; C where no neighbour is of it.
-        votes: all together, as multiples of the nearest neighbour's.
+        predicted: the class of each image with the most votes, the first of several.
+        place: the rank of its own class by votes, 0 for the first; C if no neighbour belongs to it.
+        votes: the sum of all votes, as multiples of the nearest neighbour's.
     """
 
     neighbours: int
@@ -45,26 +45,25 @@ class NeighbourScore:
     votes: Float[Tensor, " q"]
 
     def top(self, number: int) -> float:
-        """The share of images whose class is among so many with the most votes, in 0-1."""
+        """Return the share of images whose class is among the `number` classes with the most votes."""
         return float((self.place < number).double().mean())
 
-    def per_class(self, labels: Int64[Tensor, " q"], classes: int) -> Float[Tensor, " c"]:
-        """The share of each class's images that is classified right, NaN for a class without images."""
-        right = torch.bincount(labels[self.place == 0], minlength=classes)
-        return right.double() / torch.bincount(labels, minlength=classes)
+    def confusion(self, labels: Int64[Tensor, " q"], classes: int) -> Int64[Tensor, "c c"]:
+        """Labels (rows) against predictions."""
+        return count_confusion(labels, self.predicted, classes)
 
 
 @dataclass(frozen=True)
 class ImageRetrieval:
-    """What `image_nn` finds.
+    """The result of `image_nn`.
 
     Attributes:
         settings: that were used.
         scores: one for each k.
-        nearest: the training images that are most like each image, up to eight of them.
+        nearest: up to eight of the training images that are most similar to each image.
     """
 
-    settings: ImageNNSettings
+    settings: ImageNN
     scores: tuple[NeighbourScore, ...]
     nearest: Neighbours
 
@@ -74,7 +73,7 @@ def image_nn(
     encoders: Sequence[ImageEncoder],
     train: ClassifiedFiles,
     val: ClassifiedFiles | None,
-    settings: ImageNNSettings | None = None,
+    settings: ImageNN | None = None,
     *,
     machine: Machine | None = None,
     progress: Progress | None = None,
@@ -84,14 +83,14 @@ def image_nn(
     Args:
         encoders: one for each device of the machine, on that device.
         train: images whose classes are known.
-        val: images to classify, of the same classes; None to classify each training image by all the others.
-        settings: of the classifier.
-        machine: where it is computed.
-        progress: is told how far it is.
+        val: images to classify, of the same classes; None to classify each training image by the others.
+        settings: of the protocol.
+        machine: its resources.
+        progress: called with the progress.
 
     Raises:
-        ConfigError: more neighbours than there are training images.
-        ValueError: other classes in the two sets, or features that cannot be used or kept.
+        ConfigError: more neighbours than training images.
+        ValueError: different classes in the two sets, or features that cannot be used or stored.
         UnreadableImage: an image that cannot be used.
 
     Example:
@@ -99,11 +98,10 @@ def image_nn(
         >>> {score.neighbours: score.top(1) for score in scores}  # doctest: +SKIP
     """
     machine = machine or Machine()
-    settings = settings or ImageNNSettings()
     asked = train if val is None else val
     if asked.classes != train.classes:
         raise ValueError(f"train and val must have the same classes, got {train.classes} and {asked.classes}")
-    check_neighbours(settings.neighbours, len(train), leave_one_out=val is None)
+    settings = (settings or ImageNN()).for_data(len(train), leave_one_out=val is None)
     encode = partial(
         extract_global,
         encoders,
@@ -114,22 +112,58 @@ def image_nn(
     )
     keys = encode(train, what="features of the training images" if val is not None else "features")
     queries = keys if val is None else encode(val, what="features of the images to classify")
-    election = _Election(train, asked, settings, machine.devices[0])
+    classifier = _Classifier(train, asked, settings, machine.devices[0])
     for neighbours in _neighbours(queries, keys, settings, machine, leave_one_out=val is None, progress=progress):
-        election.hold(neighbours)
-    return election.result()
+        classifier.add(neighbours)
+    return classifier.result()
+
+
+def shown_score(scores: Sequence[NeighbourScore]) -> NeighbourScore:
+    """Return the score to show in detail: of k = 20, which is published, or else of the smallest k."""
+    return next((score for score in scores if score.neighbours == PUBLISHED), scores[0])
+
+
+def row(score: NeighbourScore, asked: ClassifiedFiles, *, with_confusion: bool) -> dict[str, Any]:
+    """Return the row of a result; with the confusion if asked for, and the classes are few enough."""
+    confusion = score.confusion(torch.from_numpy(asked.labels), len(asked.classes))
+    found = {
+        "neighbours": score.neighbours,
+        "top1": score.top(1),
+        "top5": score.top(5),
+        "per_class": dict(zip(asked.classes, accuracy(confusion).tolist(), strict=True)),
+        "confused": most_confused(confusion, asked.classes),
+    }
+    if with_confusion and len(asked.classes) <= _CONFUSION_CLASSES:
+        found["confusion"] = confusion.tolist()
+    return found
+
+
+def most_confused(confusion: Int64[Tensor, "c c"], classes: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the pairs of classes confused most often: label, prediction and number of images.
+
+    Example:
+        >>> most_confused(torch.tensor([[0, 2], [0, 1]]), ["cat", "dog"])
+        [{'label': 'cat', 'prediction': 'dog', 'images': 2}]
+    """
+    wrong = (confusion - torch.diag(confusion.diagonal())).flatten()
+    pairs = wrong.nonzero()[:, 0]
+    order = pairs[wrong[pairs].argsort(descending=True, stable=True)[:_PAIRS]]
+    return [
+        {"label": classes[pair // len(classes)], "prediction": classes[pair % len(classes)], "images": count}
+        for pair, count in zip(order.tolist(), wrong[order].tolist(), strict=True)
+    ]
 
 
 def _neighbours(
     queries: ImageFeatures,
     keys: ImageFeatures,
-    settings: ImageNNSettings,
+    settings: ImageNN,
     machine: Machine,
     *,
     leave_one_out: bool,
     progress: Progress | None,
 ) -> Iterator[Neighbours]:
-    """The nearest keys of all queries in order, of as many queries at once as there is memory for."""
+    """The nearest keys of all queries in order, for as many queries at once as fit in memory."""
     count = settings.neighbours[-1] + leave_one_out
     plan = plan_search(
         len(queries),
@@ -140,7 +174,7 @@ def _neighbours(
         budget=machine.budget,
         device=machine.devices[0],
     )
-    # Features and neighbours are on the host, too, and each is copied once on the way.
+    # Features and neighbours are also on the host, and each is copied once.
     limit = available_memory("cpu") // 4 // (8 * keys.dim + 24 * count)
     done = 0
 
@@ -155,24 +189,17 @@ def _neighbours(
 
 
 def _without_themselves(found: Neighbours, first: int) -> Neighbours:
-    """The neighbours of images that are among the keys, of which they begin with the row `first`."""
+    """Remove each image from its own neighbours; the images are the keys from row `first` on."""
     own = torch.arange(first, first + len(found.rows))[:, None]
-    # An image whose own row is not there has as many doubles before it; then the last one goes.
+    # If duplicates before it displaced an image's own row, the last neighbour is removed instead.
     order = (found.rows == own).byte().argsort(dim=1, stable=True)[:, :-1]
     return Neighbours(found.similarity.gather(1, order), found.rows.gather(1, order))
 
 
-class _Election:
-    """Has neighbours vote on the class of each image.
+class _Classifier:
+    """Counts the votes of neighbours for the class of each image, block by block."""
 
-    Args:
-        train: who votes.
-        asked: on whom they vote.
-        settings: with what weight.
-        device: where votes are counted.
-    """
-
-    def __init__(self, train: ClassifiedFiles, asked: ClassifiedFiles, settings: ImageNNSettings, device: str) -> None:
+    def __init__(self, train: ClassifiedFiles, asked: ClassifiedFiles, settings: ImageNN, device: str) -> None:
         self.settings = settings
         self.classes = len(train.classes)
         self._voters = torch.from_numpy(train.labels).to(device)
@@ -184,8 +211,8 @@ class _Election:
         self._nearest: list[Neighbours] = []
         self._done = 0
 
-    def hold(self, neighbours: Neighbours) -> None:
-        """Vote on the images that come next."""
+    def add(self, neighbours: Neighbours) -> None:
+        """Classify the next images."""
         self._nearest.append(Neighbours(*(part[:, :_NEAREST].clone() for part in neighbours)))
         at_once = max(1, _VOTES_AT_ONCE // self.classes)
         for similarity, rows in zip(neighbours.similarity.split(at_once), neighbours.rows.split(at_once), strict=True):
@@ -198,7 +225,7 @@ class _Election:
         weights = vote_weights(similarity, self.settings.temperature)
         votes = weights.new_zeros(len(rows), self.classes)
         before = 0
-        for score in self._scores:  # k ascends: who votes among 10 does so among 20
+        for score in self._scores:  # k ascends: the votes among 10 are part of those among 20
             votes.scatter_add_(1, classes[:, before : score.neighbours], weights[:, before : score.neighbours])
             score.predicted[span] = votes.argmax(dim=1).cpu()
             score.place[span] = places(votes, own).cpu()
@@ -206,23 +233,18 @@ class _Election:
             before = score.neighbours
 
     def result(self) -> ImageRetrieval:
-        """What has come out."""
+        """Return all predictions."""
         nearest = Neighbours(*(torch.cat(parts) for parts in zip(*self._nearest, strict=True)))
         return ImageRetrieval(self.settings, tuple(self._scores), nearest)
 
 
 def vote_weights(similarity: Float[Tensor, "q k"], temperature: float) -> Float[Tensor, "q k"]:
-    """The votes of neighbours, exp(cosine / temperature), as shares of that of the nearest one.
-
-    The ranking of the classes is the same, and no temperature is so small that numbers overflow.
-    """
+    """Return the votes exp(cosine / temperature) of neighbours, divided by that of the nearest to avoid overflow."""
     return ((similarity - similarity[:, :1]) / temperature).exp()
 
 
 def places(votes: Float[Tensor, "q c"], labels: Int64[Tensor, " q"]) -> Int64[Tensor, " q"]:
-    """The place of one class among all by their votes: 0 for the first, C for one without votes.
-
-    Of classes with as many votes, the one with the smaller index comes first.
+    """Return the rank of a class by votes: 0 for the first, C without votes; of equal ones the smaller index is first.
 
     Example:
         >>> places(torch.tensor([[2.0, 0.0, 2.0]]).expand(3, 3), torch.tensor([0, 1, 2])).tolist()

@@ -1,4 +1,4 @@
-"""Finetuning with Segmenter from beginning to end: one training for each learning rate, and the best one for use."""
+"""Finetuning with Segmenter: one training for each learning rate, and the network of the best one."""
 
 import copy
 import json
@@ -10,18 +10,19 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Int
-from rich.console import Console
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cribo.evaluation.pictures import Panel, write_pictures
-from cribo.evaluation.results import EvaluationResult, iou
-from cribo.evaluation.segmentation.config import SegmenterConfig
+from cribo.evaluation.protocol import Outcome
+from cribo.evaluation.runner import Run
+from cribo.evaluation.runtime import TrainingRuntime
+from cribo.evaluation.scores import best_place, mean_iou
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
+from cribo.evaluation.segmentation.outcome import outcome, rows_of, training_crops, whole_images
+from cribo.evaluation.segmentation.protocol import FinetunedSegmenter, scale_of
 from cribo.evaluation.segmentation.segmenter import NoisyCrops, Segmenter, SegmenterFinetuning
-from cribo.evaluation.segmentation.task import SegmentationTask
 from cribo.evaluation.segmentation.trained import SEGMENTER_FILE, TrainedSegmenter, load_segmenter, save_segmenter
-from cribo.evaluation.training import evaluation_folder, finished_result, fit
+from cribo.evaluation.training import fit
 from cribo.files import FolderError, write_json
 from cribo.processes import is_first_process
 from cribo.retrieval.encoders import open_backbone
@@ -30,150 +31,98 @@ from cribo.training.checkpoints import CHECKPOINTS
 log = logging.getLogger("cribo")
 
 _SCORE = "score.json"
-"""What a finished training leaves in its folder: a training that has left it is not done again."""
+"""Written when the training of a learning rate has finished; it is not repeated then."""
 
 
-def evaluate_segmenter(
-    config: SegmenterConfig,
-    *,
-    out: Path | None = None,
-    overwrite: bool = False,
-    resume: bool = False,
-    pictures: int = 6,
-    command: str = "",
-    console: Console | None = None,
-) -> tuple[EvaluationResult, Path]:
-    """Finetune a backbone with Segmenter, once for each learning rate, and write results, pictures and the best one.
+def finetune(settings: FinetunedSegmenter, run: Run) -> Outcome:
+    """Finetune the network once for each learning rate, score it, and keep the best one.
 
-    Each training has a folder of its own below that of the evaluation, `lr=8e-05` for example, with its checkpoints
-    and TensorBoard's log. Beside the results, `segmenter.safetensors` is the network of the best learning rate
-    (`load_segmenter`).
-
-    Args:
-        config: what is asked for.
-        out: the folder; `evaluations/segmenter-<data>-<backbone>`, numbered, when not given.
-        overwrite: replace an evaluation that stands in `out`.
-        resume: go on with the one that stands in `out`, if there is one; trainings that are finished are not repeated.
-        pictures: of how many images the prediction is drawn.
-        command: by which it can be repeated, for the record.
-        console: shows how far it is.
-
-    Returns:
-        the result, a row for each learning rate, and the folder it was written to.
-
-    Raises:
-        ValueError: backbone, data, settings or folder cannot be used; said before anything is trained.
-        FileNotFoundError: a file of the backbone or the data is not there.
-        ConnectionError: timm's weights cannot be fetched.
-        Interrupted: a signal came; `resume` goes on from there.
-        NonFiniteLoss: a learning rate is too high.
+    Each training has a folder of its own, `lr=8e-05` for example, with its checkpoints and TensorBoard's log. The
+    network of the best rate becomes `segmenter.safetensors` (`load_segmenter`). Finished trainings are not repeated.
     """
-    console = console or Console(quiet=True)
-    task = SegmentationTask.open(config, pictures=pictures)
-    segmenter = build_segmenter(config, task)
-    _tell_of_batch_norms(config, segmenter)
-    decoder = segmenter.decoder
-    used = {
-        **task.settings.used(),
-        "decoder": {"layers": len(decoder.blocks), "width": decoder.width, "heads": decoder.heads},
-        "drop_path": config.drop_path,
-    }
-    with evaluation_folder(
-        out,
-        f"segmenter-{config.data.name}-{task.backbone_about['name']}",
-        {"evaluation": "segmenter", **task.identity(), "settings": used},
-        overwrite=overwrite,
-        resume=resume,
-        runtime=config.runtime,
-        inputs=(config.backbone.source, config.data.root),
-    ) as folder:
-        # Asked for here, where its settings are known to be these.
-        if (done := finished_result(folder, resume=resume)) is not None:
-            return done, folder
-        rates = task.settings.learning_rates
-        trainings = [_Training(config, task, segmenter, rate, folder / f"lr={rate!r}") for rate in rates]
-        for number, training in enumerate(trainings, start=1):
-            training.finish(console)
-            if is_first_process():
-                _keep_best(trainings[:number])
-        result = task.result(
-            "segmenter",
-            used,
-            {training.rate: training.confusion for training in trainings},
-            seconds=sum(training.seconds for training in trainings),
-            device=_device(config),
-            command=command,
-        )
+    trainings = [_Training(settings, run, rate) for rate in settings.learning_rates]
+    for number, training in enumerate(trainings, start=1):
+        training.finish()
         if is_first_process():
-            panels = _publish(_best(trainings), task, pictures, console)
-            # The result comes last: a folder that has one is finished.
-            write_pictures(result, panels, task.val.palette, folder)
-            result.write(folder)
-    return result, folder
+            best = _best(trainings[:number])
+            for other in trainings[:number]:
+                if other is not best:
+                    (other.folder / SEGMENTER_FILE).unlink(missing_ok=True)
+    rows, best = rows_of({training.rate: training.confusion for training in trainings}, run)
+    module = trainings[best].module()
+    if is_first_process():
+        network = trainings[best].folder / SEGMENTER_FILE
+        if network.is_file():  # else an evaluation that was killed here has moved it already
+            network.replace(run.folder / SEGMENTER_FILE)
+        trained = load_segmenter(run.folder)
+        module = SegmenterFinetuning(trained.network, learning_rate=1.0, steps=1, inference=trained.inference)
+    seconds = sum(training.seconds for training in trainings)
+    return outcome(rows, module.to(run.devices[0]), 0, run, seconds=seconds)
 
 
-def build_segmenter(config: SegmenterConfig, task: SegmentationTask) -> Segmenter:
-    """The network as each training begins: the backbone's weights, its position embedding resized to the crops.
+def build_segmenter(settings: FinetunedSegmenter, run: Run) -> Segmenter:
+    """Return the network before training: the backbone with positions resized to the crops, and a new decoder.
 
     Raises:
-        ValueError: backbone, decoder and the ways to train them do not go together.
+        ValueError: backbone, decoder and settings do not fit together.
     """
-    backbone = open_backbone(config.backbone, image_size=task.settings.crop, drop_path=config.drop_path)
-    backbone.set_checkpointing(config.checkpointing)
+    backbone = open_backbone(run.source, image_size=settings.crop, drop_path=settings.drop_path)
+    backbone.set_checkpointing(settings.checkpointing)
     decoder = MaskTransformer(
         backbone.embed_dim,
-        len(task.train.classes),
-        layers=config.decoder.layers,
-        width=config.decoder.width,
-        heads=config.decoder.heads,
-        drop_path=config.drop_path,
-        seed=config.seed,
+        len(run.data.train.classes),
+        layers=settings.decoder.layers,
+        width=settings.decoder.width,
+        heads=settings.decoder.heads,
+        drop_path=settings.drop_path,
+        seed=settings.seed,
     )
     return Segmenter(backbone, decoder)
+
+
+def warn_of_batch_norms(runtime: TrainingRuntime, segmenter: Segmenter) -> None:
+    """Warn if several CPU processes train batch norms."""
+    several = runtime.num_nodes > 1 or runtime.devices not in ("auto", 1, "1")
+    if several and not runtime.on_gpu and any(isinstance(module, _BatchNorm) for module in segmenter.modules()):
+        log.warning(
+            "batch norms are synchronised on GPUs only: on several CPU processes each has the statistics of its own "
+            "share of the batch, and the training differs from that of one process"
+        )
 
 
 class _Training:
     """The training of one learning rate, in a folder of its own.
 
     Attributes:
-        config: what was asked for.
-        task: data and settings.
-        beginning: the network before any training, which stays as it is.
         rate: the learning rate.
         folder: for its checkpoints, TensorBoard's log, score and network.
-        confusion: labels against predictions, once it is finished.
-        seconds: that it took, once it is finished; a training that was gone on with counts from there.
+        confusion: labels against predictions, once it has finished.
+        seconds: that it took, once it has finished; a resumed training counts from its continuation.
     """
 
-    def __init__(
-        self, config: SegmenterConfig, task: SegmentationTask, beginning: Segmenter, rate: float, folder: Path
-    ) -> None:
-        self.config = config
-        self.task = task
-        self.beginning = beginning
-        self.rate = rate
-        self.folder = folder
+    def __init__(self, settings: FinetunedSegmenter, run: Run, rate: float) -> None:
+        self.settings, self.run, self.rate = settings, run, rate
+        self.folder: Path = run.folder / f"lr={rate!r}"
         self.confusion: Int[Tensor, "c c"] = torch.zeros(0, 0, dtype=torch.long)
         self.seconds = 0.0
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether there is a score."""
-        return (self.folder / _SCORE).is_file()
+    def module(self) -> SegmenterFinetuning:
+        """Return the module before training; the prepared network is not changed."""
+        return SegmenterFinetuning(
+            copy.deepcopy(self.run.prepared),
+            learning_rate=self.rate,
+            steps=self.settings.iterations,
+            inference=self.settings.windows,
+        )
 
-    @property
-    def miou(self) -> float:
-        """Once it is finished."""
-        return float(iou(self.confusion).nanmean())
-
-    def finish(self, console: Console) -> None:
-        """Train, or go on, or read what was found before."""
-        if self.is_finished:
+    def finish(self) -> None:
+        """Train, resume, or read the score of a finished training."""
+        if (self.folder / _SCORE).is_file():
             self._read()
         else:
-            self._train(console)
+            self._train()
         if is_first_process():
-            # They are many times larger than the network, and nobody goes on from them.
+            # They are many times larger than the network, and no longer needed.
             shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
 
     def _read(self) -> None:
@@ -184,76 +133,39 @@ class _Training:
         except (ValueError, KeyError, TypeError) as error:
             raise FolderError(f"{path} is damaged ({error}): remove {self.folder} to train it again") from error
         if is_first_process():
-            log.info("learning rate %g is finished: mIoU %.1f %%", self.rate, 100 * self.miou)
+            log.info("learning rate %g is finished: mIoU %.1f %%", self.rate, 100 * mean_iou(self.confusion))
 
-    def _train(self, console: Console) -> None:
+    def _train(self) -> None:
         started = time.perf_counter()
-        settings = self.task.settings
-        segmenter = copy.deepcopy(self.beginning)
-        module = SegmenterFinetuning(
-            segmenter, learning_rate=self.rate, steps=settings.iterations, inference=settings.inference
-        )
+        settings, run, module = self.settings, self.run, self.module()
         number = settings.learning_rates.index(self.rate) + 1
         fit(
             module,
-            train=NoisyCrops(self.task.crops, segmenter.num_drop_path_sites),
-            validation=self.task.scored,
+            train=NoisyCrops(training_crops(settings, run), module.segmenter.num_drop_path_sites),
+            validation=whole_images(run),
             batch_size=settings.batch_size,
             steps=settings.iterations,
             seed=settings.seed,
             folder=self.folder,
             label=f"learning rate {self.rate:g} ({number} of {len(settings.learning_rates)})",
-            runtime=self.config.runtime,
-            console=console,
+            runtime=run.runtime,
+            console=run.console,
         )
         self.confusion, self.seconds = module.confusions[0], time.perf_counter() - started
         if is_first_process():
-            log.info("learning rate %g: mIoU %.1f %%", self.rate, 100 * self.miou)
-            save_segmenter(self._trained(module.eval()), self.folder / SEGMENTER_FILE)
+            log.info("learning rate %g: mIoU %.1f %%", self.rate, 100 * mean_iou(self.confusion))
+            trained = TrainedSegmenter(
+                module.eval().segmenter,
+                classes=tuple(run.data.train.classes),
+                palette=tuple(run.data.train.palette),
+                scale=scale_of(run.data.about["name"]),
+                inference=module.inference,
+            )
+            save_segmenter(trained, self.folder / SEGMENTER_FILE)
             score = {"learning_rate": self.rate, "seconds": self.seconds, "confusion": self.confusion.tolist()}
             write_json(self.folder / _SCORE, score)
 
-    def _trained(self, module: SegmenterFinetuning) -> TrainedSegmenter:
-        return TrainedSegmenter(
-            module.segmenter,
-            classes=tuple(self.task.train.classes),
-            palette=tuple(self.task.train.palette),
-            scale=self.task.settings.scale,
-            inference=module.inference,
-        )
-
 
 def _best(finished: Sequence[_Training]) -> _Training:
-    """The training with the highest mIoU, the first of equal ones."""
-    return max(finished, key=lambda training: training.miou)
-
-
-def _keep_best(finished: Sequence[_Training]) -> None:
-    """Remove the networks of the trainings that are not the best one."""
-    best = _best(finished)
-    for training in finished:
-        if training is not best:
-            (training.folder / SEGMENTER_FILE).unlink(missing_ok=True)
-
-
-def _publish(best: _Training, task: SegmentationTask, pictures: int, console: Console) -> list[Panel]:
-    """Put the best network beside the results, and have it label some images."""
-    folder = best.folder.parent
-    if (best.folder / SEGMENTER_FILE).is_file():  # an evaluation that was killed here has put it there already
-        (best.folder / SEGMENTER_FILE).replace(folder / SEGMENTER_FILE)
-    trained = load_segmenter(folder)
-    module = SegmenterFinetuning(trained.network, learning_rate=best.rate, steps=1, inference=trained.inference)
-    return task.panels(module.to(_device(best.config)), 0, pictures, console)
-
-
-def _device(config: SegmenterConfig) -> torch.device:
-    return torch.device("cuda" if config.runtime.on_gpu else "cpu")
-
-
-def _tell_of_batch_norms(config: SegmenterConfig, segmenter: Segmenter) -> None:
-    several = config.runtime.num_nodes > 1 or config.runtime.devices not in ("auto", 1, "1")
-    if several and not config.runtime.on_gpu and any(isinstance(m, _BatchNorm) for m in segmenter.modules()):
-        log.warning(
-            "batch norms are synchronised on GPUs alone: on several CPU processes each has the statistics of its own "
-            "share of the batch, and the training differs from that of one process"
-        )
+    """Return the training with the highest mIoU, the first of equal ones."""
+    return finished[best_place([mean_iou(training.confusion) for training in finished])]

@@ -1,19 +1,76 @@
-"""The classes of all pixels of an image of any size, at once or through windows that overlap."""
+"""The classes of all pixels of an image of any size, at once or through overlapping windows."""
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from cribo.evaluation.segmentation.modes import Inference
+from cribo.evaluation.runtime import require_least
+from cribo.evaluation.segmentation.protocol import InferenceMode
+from cribo.models import Backbone, normalise
+from cribo.retrieval.patches import window_starts
 
 Logits = Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "heads b c rows columns"]]
 """Gives the logits of each class on the grid of patches, by each of one or more heads, of normalised images."""
 
 _BUDGET = 2**28  # bytes of upsampled logits that are alive beside those of the image
+
+
+@dataclass(frozen=True)
+class Inference:
+    """How a resized image is looked at; MMSegmentation's two test modes.
+
+    Attributes:
+        mode: `whole`, or `slide`: in windows whose logits are averaged where they overlap, the last ones flush with
+            the edges of the image.
+        window: side of a window in pixels.
+        stride: pixels from one window to the next.
+        batch_size: windows in one pass.
+
+    Raises:
+        ValueError: a window, stride or batch size below 1, a stride beyond the window.
+    """
+
+    mode: InferenceMode = "whole"
+    window: int = 512
+    stride: int = 480
+    batch_size: int = 4
+
+    def __post_init__(self) -> None:
+        require_least(self, {"window": 1, "stride": 1, "batch_size": 1})
+        if self.stride > self.window:
+            raise ValueError(f"stride must be at most the window ({self.window}), got {self.stride}")
+
+    def windows(self, height: int, width: int) -> list[tuple[slice, slice]]:
+        """Rows and columns of each window of an image; none is larger than the image."""
+        if self.mode == "whole":
+            return [(slice(0, height), slice(0, width))]
+        rows, columns = (
+            [slice(start, start + min(self.window, side)) for start in window_starts(side, self.window, self.stride)]
+            for side in (height, width)
+        )
+        return [(down, across) for down in rows for across in columns]
+
+
+def segment_pixels(
+    pixels: UInt8[Tensor, "3 h w"], backbone: Backbone, logits: Logits, size: tuple[int, int], inference: Inference
+) -> UInt8[Tensor, "heads label_h label_w"]:
+    """Segment an image as files hold it: normalise it for a backbone, and call `segment_image`.
+
+    Args:
+        pixels: RGB, resized within the scale of the set, on the device of the backbone.
+        backbone: of the network.
+        logits: of the network.
+        size: (height, width) of the result.
+        inference: how the image is looked at.
+    """
+    image = normalise(pixels[None].float().div_(255), mean=backbone.mean, std=backbone.std)[0]
+    divisor = backbone.patch_size if backbone.takes_any_size else backbone.image_size
+    return segment_image(image, logits, size, inference, divisor=divisor)
 
 
 @torch.no_grad()

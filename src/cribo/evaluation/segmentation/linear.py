@@ -8,8 +8,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from cribo.data.randomness import keyed_generator
-from cribo.evaluation.segmentation.modes import Inference
+from cribo.evaluation.protocol import Outcome
+from cribo.evaluation.runner import Run
+from cribo.evaluation.segmentation.inference import Inference
 from cribo.evaluation.segmentation.module import SegmentationModule
+from cribo.evaluation.segmentation.outcome import outcome, rows_of, training_crops, whole_images
+from cribo.evaluation.segmentation.protocol import Linear
+from cribo.evaluation.training import fit
 from cribo.models import Backbone
 
 _HEAD = 0x6C696E65  # keeps its draws apart from others of the same seed
@@ -19,20 +24,19 @@ _STD = 0.01
 class LinearSegmentation(SegmentationModule):
     """Linear heads on the tokens of a frozen backbone, one for each learning rate, trained in one pass.
 
-    A head is MMSegmentation's `FCNHead` without convolutions: one linear layer of the tokens, its weights drawn with a
-    standard deviation of 0.01, the same ones for each rate, its bias 0. The heads see the same features of the same
-    crops, share no parameter, and Adam takes each number by itself: each is trained as it would be alone.
-
-    The backbone stays in evaluation mode and gets no gradient. Checkpoints do not hold it.
+    A head is MMSegmentation's `FCNHead` without convolutions: one linear layer, its weights drawn with a standard
+    deviation of 0.01, the same for each rate, its bias 0. Heads share features and crops but no parameters, and Adam is
+    element-wise: each is trained as it would be alone. The backbone stays in evaluation mode, gets no gradient, and is
+    not part of checkpoints.
 
     Args:
-        backbone: whose tokens are classified.
+        backbone: gives the tokens.
         classes: C.
-        layers: how many of its last blocks give tokens, concatenated.
+        layers: number of its last blocks whose tokens are concatenated.
         learning_rates: of each head, all different.
         steps: of the whole training.
         inference: how images are looked at for the score.
-        seed: of the heads' weights.
+        seed: of the weights.
 
     Example:
         >>> from cribo.models import build_backbone
@@ -91,14 +95,42 @@ class LinearSegmentation(SegmentationModule):
         checkpoint["state_dict"] = {name: value for name, value in state.items() if not name.startswith("backbone.")}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put in the backbone that is there."""
+        """Add the backbone of this process."""
         super().on_load_checkpoint(checkpoint)
         own = {name: value for name, value in self.state_dict().items() if name.startswith("backbone.")}
         checkpoint["state_dict"] = {**own, **checkpoint["state_dict"]}
 
 
+def train_heads(settings: Linear, run: Run) -> Outcome:
+    """Train the heads of an evaluation, and score them."""
+    module = LinearSegmentation(
+        run.backbone,
+        classes=len(run.data.train.classes),
+        layers=run.source.layers,
+        learning_rates=settings.learning_rates,
+        steps=settings.iterations,
+        inference=settings.windows,
+        seed=settings.seed,
+    )
+    trainer = fit(
+        module,
+        train=training_crops(settings, run),
+        validation=whole_images(run),
+        batch_size=settings.batch_size,
+        steps=settings.iterations,
+        seed=settings.seed,
+        folder=run.folder,
+        label="linear heads",
+        runtime=run.runtime,
+        console=run.console,
+    )
+    rows, best = rows_of(dict(zip(settings.learning_rates, module.confusions, strict=True)), run)
+    device = trainer.strategy.root_device
+    return outcome(rows, module.to(device), best, run, device=device)
+
+
 def linear_head(dim: int, classes: int, seed: int) -> nn.Linear:
-    """A linear layer as MMSegmentation begins it; the same one for the same seed."""
+    """Return a linear layer with MMSegmentation's initial weights, which depend on the seed alone."""
     head = nn.Linear(dim, classes)
     with torch.no_grad():
         head.weight.normal_(std=_STD, generator=keyed_generator(_HEAD, seed))

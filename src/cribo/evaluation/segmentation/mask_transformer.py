@@ -1,4 +1,4 @@
-"""Segmenter's decoder: classes are tokens, too, and a mask is how much each patch is like a class (Strudel 2021)."""
+"""Segmenter's decoder: classes are tokens, and a mask is the similarity of patches to a class (Strudel 2021)."""
 
 import torch
 import torch.nn.functional as F
@@ -20,25 +20,24 @@ _STD = 0.02
 class MaskTransformer(nn.Module):
     """Masks of K classes from patch tokens (Segmenter, section 3.2).
 
-    The tokens are projected to the decoder's width, and K learnable class tokens join them in a few transformer
-    blocks. What comes out, patches and classes, goes through a projection each and is brought to length 1; a mask
-    is the cosine of every patch with its class, and a layer norm over the classes makes scores of them.
+    The tokens are projected to the decoder's width, and pass with K learnable class tokens through a few transformer
+    blocks. Patches and classes are then projected and normalised; a mask is the cosine of each patch with its class,
+    and a layer norm over the classes turns cosines into scores.
 
-    Linear layers and class tokens begin with a truncated normal of 0.02, biases with 0, and the two last projections
-    with a normal of D^-1/2, as in the original. (MMSegmentation begins them with 0.02, too, and queries, keys and
-    values with Xavier's rule.)
+    Initial weights are those of the original: linear layers and class tokens truncated normal of 0.02, biases 0, the
+    two last projections normal of D^-1/2. (MMSegmentation: 0.02 for these too, Xavier for queries, keys and values.)
 
     Args:
         in_channels: of the patch tokens.
-        classes: K, at least 2: over a single one, the layer norm gives always 0.
-        width: D, channels inside; None: as many as the patch tokens have.
+        classes: K, at least 2: over a single one, the layer norm is always 0.
+        width: D; None for that of the patch tokens.
         layers: transformer blocks.
-        heads: of their attention; None: of 64 channels each, or one where D is less.
+        heads: of their attention; None for 64 channels each, or one head if D is less.
         drop_path: rate of the last block's residual branches; the rates rise linearly from 0.
-        seed: the weights at the beginning depend on nothing else.
+        seed: of the initial weights.
 
     Raises:
-        ValueError: a number out of range, or a width that does not divide into heads.
+        ValueError: a number out of range, or a width that is not a multiple of the heads.
 
     Example:
         >>> decoder = MaskTransformer(192, classes=21)
@@ -89,7 +88,7 @@ class MaskTransformer(nn.Module):
 
     @property
     def num_drop_path_sites(self) -> int:
-        """How many residual branches can be dropped: those whose rate is above 0."""
+        """Number of residual branches that can be dropped: those with a rate above 0."""
         return len(self.drop_path_rates)
 
     def forward(

@@ -1,4 +1,4 @@
-"""What the training of every segmentation has: its loss, its schedule, its score."""
+"""Common to the training of segmentations: loss, schedule and score."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,13 +8,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from torchmetrics.classification import MulticlassConfusionMatrix
 
 from cribo.data.crops import Crop, WholeImage
 from cribo.data.segmentation import IGNORE_INDEX
-from cribo.evaluation.results import iou
-from cribo.evaluation.segmentation.inference import segment_image
-from cribo.evaluation.segmentation.modes import Inference
+from cribo.evaluation.scores import Confusion, mean_iou
+from cribo.evaluation.segmentation.inference import Inference, segment_pixels
 from cribo.evaluation.training import TrainedModule
 from cribo.models import Backbone, normalise
 
@@ -27,54 +25,46 @@ _BUDGET = 2**29  # bytes of upsampled logits, and what goes with them, that are 
 class SegmentationModule(TrainedModule):
     """Trains one or more segmentation heads at once, and scores them on whole images.
 
-    A derived class says what the logits are (`logits`) and what is optimised (`parameter_groups`).
+    Subclasses define `logits` and `parameter_groups`.
 
     Args:
-        backbone: whose features are segmented.
+        backbone: gives the features.
         classes: C.
         heads: a name for each head, for curves and messages.
         steps: of the whole training; the learning rates fall until the last one.
         inference: how images are looked at for the score.
 
     Attributes:
-        confusions: of each head, labels (rows) against predictions, over all images and processes, from the last
-            time that all were scored.
+        confusions: of each head, labels (rows) against predictions, over all images and processes, of the last score.
     """
 
     def __init__(
         self, backbone: Backbone, *, classes: int, heads: Sequence[str], steps: int, inference: Inference
     ) -> None:
         super().__init__()
-        self.backbone = backbone
-        self.classes = classes
-        self.steps = steps
-        self.inference = inference
+        self.backbone, self.classes, self.steps, self.inference = backbone, classes, steps, inference
         self.head_names = tuple(heads)
         self.confusions: list[Int[Tensor, "c c"]] = []
-        self._scores: Sequence[MulticlassConfusionMatrix] = nn.ModuleList(  # pyright: ignore[reportAttributeAccessIssue]
-            MulticlassConfusionMatrix(classes, ignore_index=IGNORE_INDEX, validate_args=False) for _ in heads
+        self._scores: Sequence[Confusion] = nn.ModuleList(  # pyright: ignore[reportAttributeAccessIssue]
+            Confusion(classes, IGNORE_INDEX) for _ in heads
         )
-        self.divisor = backbone.patch_size if backbone.takes_any_size else backbone.image_size
 
     def logits(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "heads b c rows columns"]:
         """The logits of each class on the grid of patches, by each head.
 
         Args:
-            images: normalised; height and width are multiples of `divisor`.
+            images: normalised; height and width are multiples of the patch size.
         """
         raise NotImplementedError
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """What Adam optimises, each group with its learning rate, `lr`."""
+        """The parameters for Adam, each group with its learning rate, `lr`."""
         raise NotImplementedError
-
-    def normalised(self, pixels: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b 3 h w"]:
-        """Images as the backbone expects them."""
-        return normalise(pixels.float().div_(255), mean=self.backbone.mean, std=self.backbone.std)
 
     def training_step(self, batch: Crop, batch_idx: int) -> Float[Tensor, ""]:
         """The sum of the heads' losses: heads that share nothing trainable are trained as each would be alone."""
-        images = self.normalised(batch.pixels) * _inside(batch)
+        images = normalise(batch.pixels.float().div_(255), mean=self.backbone.mean, std=self.backbone.std)
+        images = images * _inside(batch)
         losses = [pixel_cross_entropy(head, batch.labels) for head in self.logits(images)]
         if len(losses) > 1:
             for name, loss in zip(self.head_names, losses, strict=True):
@@ -90,18 +80,17 @@ class SegmentationModule(TrainedModule):
             pixels: RGB, resized within the scale of the set (`WholeImages`), on the device of the module.
             size: (height, width) of the result.
         """
-        image = self.normalised(pixels[None])[0]
-        return segment_image(image, self.logits, size, self.inference, divisor=self.divisor)
+        return segment_pixels(pixels, self.backbone, self.logits, size, self.inference)
 
     def validation_step(self, batch: WholeImage, batch_idx: int) -> None:
-        """Count labels against predictions of one image."""
+        """Count the pixels of an image."""
         (pixels,), (labels,) = batch
         predicted = self.segment(pixels, (labels.shape[0], labels.shape[1]))
         for score, found in zip(self._scores, predicted, strict=True):
-            score.update(found.long(), labels.long())
+            score.update(labels, found)
 
     def on_validation_epoch_end(self) -> None:
-        """Sum what all processes have counted."""
+        """Sum the counts of all processes."""
         self.confusions = []
         for score in self._scores:
             self.confusions.append(score.compute().cpu())
@@ -110,11 +99,11 @@ class SegmentationModule(TrainedModule):
             self.log("miou" if len(self.head_names) == 1 else f"miou/{name}", miou)
 
     def mious(self) -> list[float]:
-        """Of each head, from the last time that all images were scored."""
-        return [float(iou(confusion).nanmean()) for confusion in self.confusions]
+        """The mIoU of each head in the last score."""
+        return list(map(mean_iou, self.confusions))
 
     def configure_optimizers(self) -> Any:
-        """Adam, its learning rates falling as a polynomial of the step."""
+        """Adam with polynomial decay of the learning rates."""
         optimizer = torch.optim.Adam(self.parameter_groups())
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, polynomial_decay(self.steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -136,14 +125,13 @@ def polynomial_decay(steps: int, power: float = POWER, last: float = LAST_RATE) 
 
 
 def pixel_cross_entropy(logits: Float[Tensor, "b c rows columns"], labels: UInt8[Tensor, "b h w"]) -> Float[Tensor, ""]:
-    """Cross-entropy of logits that are upsampled to the pixels (bilinearly), the mean over all pixels.
+    """Mean cross-entropy over all pixels of logits that are upsampled bilinearly.
 
-    Pixels without class have none, and are counted in the mean, as in MMSegmentation, so that every labelled pixel
-    of a batch weighs the same. The upsampled logits of all images are never alive at once: the gradient is
-    computed with the loss, some images at a time, and with it only the logits on the grid are kept.
+    Pixels without class have none but count in the mean, as in MMSegmentation. To bound memory, the gradient is
+    computed together with the loss, some images at a time; only logits on the grid are kept for the backward pass.
 
     Args:
-        logits: on the grid of patches; computed in float32 whatever their type is.
+        logits: on the grid of patches, of any type; computed in float32.
         labels: class of each pixel, `IGNORE_INDEX` for none.
 
     Example:
@@ -179,7 +167,7 @@ class _PixelCrossEntropy(torch.autograd.Function):
 
 
 def _inside(batch: Crop) -> Float[Tensor, "b 1 size size"]:
-    """1 where a crop lies in its image, 0 beyond: 0 is what normalised images are filled with."""
+    """1 inside the image, 0 beyond: normalised images are padded with 0."""
     places = torch.arange(batch.pixels.shape[-1], device=batch.pixels.device)
     rows, columns = (places < batch.extent[:, side, None] for side in (0, 1))
     return (rows[:, None, :, None] & columns[:, None, None, :]).float()

@@ -1,5 +1,6 @@
 """Segmenter: a backbone and a mask transformer, one network that is trained from end to end."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -9,8 +10,8 @@ from torch.utils.data import Dataset
 
 from cribo.data.crops import LabelledCrops
 from cribo.data.randomness import keyed_generator
+from cribo.evaluation.segmentation.inference import Inference
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
-from cribo.evaluation.segmentation.modes import Inference
 from cribo.evaluation.segmentation.module import SegmentationModule
 from cribo.models import Backbone
 
@@ -18,10 +19,10 @@ _NOISE = 0x64726F70  # keeps its draws apart from others of the same seed
 
 
 class Segmenter(nn.Module):
-    """Scores of each class in each patch of an image, by a backbone and a mask transformer on its tokens.
+    """A backbone and a mask transformer on the tokens of its last block: scores of each class in each patch.
 
     Args:
-        backbone: whose last block's tokens are decoded.
+        backbone: gives the tokens.
         decoder: takes tokens of the backbone's width.
 
     Example:
@@ -34,12 +35,11 @@ class Segmenter(nn.Module):
 
     def __init__(self, backbone: Backbone, decoder: MaskTransformer) -> None:
         super().__init__()
-        self.backbone = backbone
-        self.decoder = decoder
+        self.backbone, self.decoder = backbone, decoder
 
     @property
     def num_drop_path_sites(self) -> int:
-        """How many residual branches can be dropped, the backbone's and then the decoder's."""
+        """Number of residual branches that can be dropped, those of the backbone first."""
         return self.backbone.num_drop_path_sites + self.decoder.num_drop_path_sites
 
     def forward(
@@ -49,8 +49,7 @@ class Segmenter(nn.Module):
 
         Args:
             images: normalised with the backbone's `mean` and `std`; H and W multiples of its `patch_size`.
-            drop_path_noise: (B, num_drop_path_sites) uniform numbers, as `Backbone.encode` takes them; None: nothing
-                is dropped.
+            drop_path_noise: (B, num_drop_path_sites) uniform numbers, as for `Backbone.encode`; None drops nothing.
         """
         noise: tuple[Tensor | None, Tensor | None] = (None, None)
         if drop_path_noise is not None:
@@ -61,14 +60,7 @@ class Segmenter(nn.Module):
 
 
 class NoisyCrop(NamedTuple):
-    """A `Crop`, with the numbers that say which branches its image skips.
-
-    Attributes:
-        pixels: RGB, 0 beyond the image.
-        labels: class of each pixel, `ignore_index` beyond the image.
-        extent: height and width of what lies in the image, from the top left corner.
-        drop_path_noise: a uniform number for each site of drop path.
-    """
+    """A `Crop`, with a uniform number for each site of drop path."""
 
     pixels: UInt8[Tensor, "3 size size"]
     labels: UInt8[Tensor, "size size"]
@@ -76,17 +68,12 @@ class NoisyCrop(NamedTuple):
     drop_path_noise: Float[Tensor, " sites"]
 
 
+@dataclass
 class NoisyCrops(Dataset[NoisyCrop]):
-    """Crops with noise for drop path, drawn for each key (epoch, index): neither workers nor devices have a say.
+    """Crops with noise for `sites` of drop path; draws depend on seed, epoch and index alone."""
 
-    Args:
-        crops: the crops.
-        sites: of drop path, `Segmenter.num_drop_path_sites`.
-    """
-
-    def __init__(self, crops: LabelledCrops, sites: int) -> None:
-        self.crops = crops
-        self.sites = sites
+    crops: LabelledCrops
+    sites: int
 
     def __len__(self) -> int:
         return len(self.crops)
@@ -97,15 +84,15 @@ class NoisyCrops(Dataset[NoisyCrop]):
 
 
 class SegmenterFinetuning(SegmentationModule):
-    """Trains a segmenter, backbone and decoder alike, with one learning rate.
+    """Trains backbone and decoder with one learning rate.
 
-    Batch norms see the statistics of their batches (of all GPUs together), as in MMSegmentation and in pretraining:
-    with frozen ones a network that was never trained could hardly begin. What `encode` does not read of a backbone
-    stays as it is.
+    Batch norms use the statistics of their batches (of all GPUs together), as in MMSegmentation and in pretraining; a
+    network that was never trained could hardly be trained otherwise. Parameters that `encode` does not use are not
+    changed.
 
     Args:
-        segmenter: that is trained, in place.
-        learning_rate: at the beginning.
+        segmenter: trained in place.
+        learning_rate: at the start.
         steps: of the whole training.
         inference: how images are looked at for the score.
     """
@@ -126,11 +113,11 @@ class SegmenterFinetuning(SegmentationModule):
 
     @property
     def segmenter(self) -> Segmenter:
-        """The network, as far as it is trained."""
+        """The network."""
         return Segmenter(self.backbone, self.decoder)
 
     def training_step(self, batch: NoisyCrop, batch_idx: int) -> Float[Tensor, ""]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The loss of a batch, some branches of its images being dropped."""
+        """The loss of a batch with drop path."""
         self._noise = batch.drop_path_noise if batch.drop_path_noise.shape[1] else None
         try:
             return super().training_step(batch, batch_idx)  # pyright: ignore[reportArgumentType]
@@ -142,6 +129,5 @@ class SegmenterFinetuning(SegmentationModule):
         return self.segmenter(images, drop_path_noise=self._noise)[None]
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """All that is trained, with one learning rate."""
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return [{"params": trained, "lr": self.learning_rate}]
+        """All trained parameters, with one learning rate."""
+        return [{"params": [part for part in self.parameters() if part.requires_grad], "lr": self.learning_rate}]

@@ -1,4 +1,4 @@
-"""A trained segmenter for use: one file that holds its weights, its classes and how it looks at images."""
+"""A trained segmenter in one file: weights, classes, and how images are looked at."""
 
 import dataclasses
 import json
@@ -16,36 +16,35 @@ from torch import Tensor
 
 from cribo.data.crops import Scale, fitted_size, resize
 from cribo.data.segmentation import Colour
-from cribo.evaluation.segmentation.inference import segment_image
+from cribo.evaluation.segmentation.inference import Inference, segment_pixels
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
-from cribo.evaluation.segmentation.modes import Inference
 from cribo.evaluation.segmentation.segmenter import Segmenter
 from cribo.files import write_whole
-from cribo.models import build_backbone, describe, normalise
+from cribo.models import build_backbone, describe
 from cribo.models.backbone import RESERVED_ARGS
 from cribo.models.saving import numerics_of
 
 SEGMENTER_FILE = "segmenter.safetensors"
-"""What `cribo evaluate segmenter` leaves of its best learning rate."""
+"""The network of the best learning rate of `cribo evaluate segmenter`."""
 
 _ENTRY = "cribo_segmenter"
 _FORMAT = 1
 
 
 class UnusableSegmenter(ValueError):
-    """A file that holds no segmenter that can be used, with what is wrong."""
+    """A file without a usable segmenter; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class TrainedSegmenter:
-    """A segmenter with all that is needed to label an image as it did when it was scored.
+    """A segmenter that labels images as when it was scored.
 
     Attributes:
         network: in evaluation mode.
         classes: their names.
         palette: the colour of each class in pictures.
-        scale: within which images are resized first; None for their own size.
-        inference: how they are looked at then.
+        scale: to which images are resized; None for their own size.
+        inference: how resized images are looked at.
     """
 
     network: Segmenter
@@ -61,31 +60,25 @@ class TrainedSegmenter:
         device = next(backbone.parameters()).device
         height, width = image.shape[1:]
         pixels = resize(image, fitted_size(height, width, self.scale)).to(device)
-        return segment_image(
-            normalise(pixels.float().div_(255)[None], mean=backbone.mean, std=backbone.std)[0],
-            lambda images: self.network(images)[None],
-            (height, width),
-            self.inference,
-            divisor=backbone.patch_size if backbone.takes_any_size else backbone.image_size,
-        )[0]
+
+        def logits(images: Tensor) -> Tensor:
+            return self.network(images)[None]
+
+        return segment_pixels(pixels, backbone, logits, (height, width), self.inference)[0]
 
 
 def save_segmenter(trained: TrainedSegmenter, path: str | os.PathLike[str]) -> None:
-    """Write a segmenter into one file, whole or not at all.
+    """Write a segmenter into one file, atomically.
 
     Raises:
         OSError: it cannot be written.
     """
     network, decoder = trained.network, trained.network.decoder
+    layers = len(decoder.blocks)
     about = {
         "format": _FORMAT,
         "backbone": describe(network.backbone),
-        "decoder": {
-            "classes": decoder.classes,
-            "width": decoder.width,
-            "layers": len(decoder.blocks),
-            "heads": decoder.heads,
-        },
+        "decoder": {**{name: getattr(decoder, name) for name in ("classes", "width", "heads")}, "layers": layers},
         "classes": trained.classes,
         "palette": trained.palette,
         "scale": trained.scale,
@@ -104,15 +97,15 @@ def save_segmenter(trained: TrainedSegmenter, path: str | os.PathLike[str]) -> N
 
 
 def load_segmenter(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> TrainedSegmenter:
-    """Load a segmenter that an evaluation has left, for labelling other images.
+    """Load a segmenter, to label images.
 
     Args:
-        path: the evaluation's folder, or its `segmenter.safetensors`.
-        device: where it shall run.
+        path: folder of an evaluation, or its `segmenter.safetensors`.
+        device: where it runs.
 
     Raises:
-        FileNotFoundError: there is none.
-        UnusableSegmenter: the file is damaged, of something else, or of a newer version.
+        FileNotFoundError: it does not exist.
+        UnusableSegmenter: the file is damaged, not a segmenter, or of a newer version.
 
     Example:
         >>> from cribo.data.reading import read_image

@@ -1,0 +1,203 @@
+"""Dense nearest-neighbour retrieval as a protocol: its settings, its variants, and what it returns."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from cribo.evaluation.protocol import UNDECIDED, Decided, Outcome, Protocol
+from cribo.evaluation.runtime import require_least
+from cribo.retrieval.choices import FeaturePrecision, Interpolation, PatchLabels, Unlabelled, Vote
+
+if TYPE_CHECKING:
+    from cribo.evaluation.runner import Run
+
+Variant = Literal["paper", "hummingbird"]
+ScoreLevel = Literal["patch", "pixel", "resized"]
+Search = Literal["exact", "faiss"]
+
+_SIDE = 512  # of the square images of the hummingbird protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseNN(Protocol):
+    """Dense nearest-neighbour retrieval (CrIBo, section 4.1; Balazevic et al. 2023).
+
+    Attributes:
+        protocol: paper (CrIBo, section 4.1) or hummingbird (Balazevic et al. 2023, as public toolkits run it). It
+            decides the following unless given, see [brackets].
+        ratios: share of the memory's images, a row of results each: 1,8,64,128 for all, one in 8, ...
+        draws: how often the images of a share are drawn; the score is the mean.
+        seed: of the draws and the augmentations.
+        neighbours: k, the number of nearest patches that vote. [50, hummingbird: 30]
+        vote: weight of a neighbour: majority (all equal), similarity (its cosine) or attention (softmax of
+            cosine / temperature). The paper is silent. [majority, hummingbird: attention]
+        temperature: of the attention. [0.02]
+        patch_labels: hard, the class of most pixels of a patch, or soft, the share of each. [hard, hummingbird: soft]
+        unlabelled: pixels without class in the memory: drop patches in which they are most frequent, outvote them by
+            any labelled pixel, treat them as a class that is never correct, or as background. The paper is silent.
+            [drop, hummingbird: background if the first class is that, class otherwise]
+        score: what is counted: every patch, by the class of most of its pixels, every pixel of the labels on disk,
+            or every pixel of the resized labels. The paper is silent. [patch, hummingbird: resized]
+        size: height,width of all images, or one number for a square. [each image's own, rounded to the patch size;
+            hummingbird: square, 512 or the multiple of the patch size below]
+        interpolation: of images. The paper is silent. [bicubic, hummingbird: bilinear]
+        augmentations: augmented views of each image in the memory, 0 for the image itself. [0, hummingbird: 1]
+        memory_patches: bound of the memory, patches of rare classes first; 0 for none. [0]
+        search: exact, or faiss for an approximate index (its recall is printed).
+        probes: lists that the approximate index looks through: more are slower and find more.
+        precision: of the stored features: float16 takes half the space.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    name: ClassVar[str] = "dense-nn"
+    title: ClassVar[str] = "Dense nearest-neighbour retrieval"
+    metrics: ClassVar[tuple[str, ...]] = ("miou",)
+    varies: ClassVar[str] = "ratio"
+    roles: ClassVar[Mapping[str, str]] = {
+        "train": "memory",
+        "val": "queries",
+        "train_images": "memory_images",
+        "val_images": "query_images",
+    }
+    aliases: ClassVar[Mapping[str, str]] = {"--data.memory": "--data.train", "--data.queries": "--data.val"}
+    description: ClassVar[str] = """\
+Dense nearest-neighbour retrieval: every patch of a new image takes its label from the most similar patches of
+labelled images, and the labels are scored (mIoU). Nothing is trained.
+
+  cribo evaluate dense-nn --backbone runs/camvid --data camvid --data.root CAMVID
+  cribo evaluate dense-nn --backbone checkpoint.pth --data voc --data.root VOCdevkit/VOC2012
+  cribo evaluate dense-nn --backbone vit_small_patch16_224.dino --data folder --data.root MINE
+
+--protocol hummingbird follows "Towards in-context scene understanding". Features are cached on disk: the next
+evaluation of the same backbone and images starts with the search. For a first try: --data.limit 50 --ratios 1
+"""
+
+    protocol: Variant = "paper"
+    ratios: tuple[int, ...] = (1, 8, 64, 128)
+    draws: int = 5
+    seed: int = 0
+    neighbours: Decided[int] = UNDECIDED
+    vote: Decided[Vote] = UNDECIDED
+    temperature: Decided[float] = UNDECIDED
+    patch_labels: Decided[PatchLabels] = UNDECIDED
+    unlabelled: Decided[Unlabelled] = UNDECIDED
+    score: Decided[ScoreLevel] = UNDECIDED
+    size: tuple[int, int] | None = None
+    interpolation: Decided[Interpolation] = UNDECIDED
+    augmentations: Decided[int] = UNDECIDED
+    memory_patches: Decided[int] = UNDECIDED
+    search: Search = "exact"
+    probes: int = 32
+    precision: FeaturePrecision = "float32"
+
+    def __post_init__(self) -> None:
+        require_least(self, {"draws": 1, "neighbours": 1, "probes": 1, "augmentations": 0, "memory_patches": 0})
+        if not self.ratios or min(self.ratios) < 1 or len(set(self.ratios)) < len(self.ratios):
+            raise ValueError(f"ratios must be different numbers >= 1, such as 1,8,64,128, got {self.ratios}")
+        if self.is_decided("temperature") and self.temperature <= 0:
+            raise ValueError(f"temperature must be > 0, got {self.temperature}")
+
+    def for_data(self, patch_size: int, classes: Sequence[str]) -> Self:
+        """Return a copy in which the variant has decided all settings.
+
+        Args:
+            patch_size: of the backbone, in pixels.
+            classes: of the data.
+
+        Raises:
+            ValueError: a size that is not a multiple of the patch size, or `unlabelled="background"` for classes
+                that begin with another one.
+
+        Example:
+            >>> DenseNN(protocol="hummingbird", neighbours=20).for_data(14, ["road", "sky"]).size
+            (504, 504)
+        """
+        has_background = classes[0].lower() == "background"
+        settings = self.decided(_VARIANTS[self.protocol](patch_size, has_background))
+        height, width = settings.size or (patch_size, patch_size)
+        if height % patch_size or width % patch_size or min(height, width) < 1:
+            raise ValueError(f"size must be a multiple of the patch size {patch_size}, got {height}x{width}")
+        if settings.unlabelled == "background" and not has_background:
+            raise ValueError(
+                f"unlabelled=background needs a background as class 0, which is {classes[0]!r} here: use drop, "
+                "outvote or class"
+            )
+        return settings
+
+    def effective(self) -> dict[str, Any]:
+        """Return the settings by name, without those that others make meaningless."""
+        values = dataclasses.asdict(self)
+        unused = {
+            "temperature": self.vote != "attention",
+            "probes": self.search == "exact",
+            "draws": max(self.ratios) == 1,
+        }
+        return {name: value for name, value in values.items() if not unused.get(name)}
+
+    def prepare(self, run: "Run") -> Self:
+        """Decide all settings."""
+        return self.for_data(run.backbone.patch_size, run.data.train.classes)
+
+    def used(self, run: "Run") -> dict[str, Any]:
+        """Return the settings, with the layers that give features."""
+        return {**self.effective(), "layers": run.source.layers}
+
+    def measure(self, run: "Run") -> Outcome:
+        """Label the patches of val by those of train."""
+        from cribo.console import Phases
+        from cribo.evaluation.dense_neighbours.retrieval import dense_nn, panels, row
+
+        encoder = run.encoder(run.source.layers)
+        train, val = run.data.train, run.data.val
+        with Phases(run.console) as progress:
+            found = dense_nn(
+                encoder,
+                train,
+                val,
+                self,
+                machine=run.machine(encoder),
+                pictures=run.num_pictures,
+                progress=progress,
+            )
+        return Outcome(
+            rows=[row(score, train.classes) for score in found.scores],
+            classes=train.classes,
+            panels=panels(found, val),
+            palette=val.palette,
+            data={"memory_patches": found.memory_patches, "query_patches": found.query_patches},
+        )
+
+
+def _paper(patch_size: int, has_background: bool) -> dict[str, Any]:
+    return {
+        "neighbours": 50,
+        "vote": "majority",
+        "temperature": 0.02,
+        "patch_labels": "hard",
+        "unlabelled": "drop",
+        "score": "patch",
+        "interpolation": "bicubic",
+        "augmentations": 0,
+        "memory_patches": 0,
+    }
+
+
+def _hummingbird(patch_size: int, has_background: bool) -> dict[str, Any]:
+    side = max(1, _SIDE // patch_size) * patch_size
+    return {
+        **_paper(patch_size, has_background),
+        "neighbours": 30,
+        "vote": "attention",
+        "patch_labels": "soft",
+        "unlabelled": "background" if has_background else "class",
+        "score": "resized",
+        "size": (side, side),
+        "interpolation": "bilinear",
+        "augmentations": 1,
+    }
+
+
+_VARIANTS = {"paper": _paper, "hummingbird": _hummingbird}

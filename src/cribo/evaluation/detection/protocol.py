@@ -1,0 +1,188 @@
+"""Object detection with YOLOS as a protocol: data, settings, and what it returns."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from cribo.arguments import ConfigError
+from cribo.evaluation.data import Splits, about_splits, spread
+from cribo.evaluation.protocol import UNDECIDED, Decided, Outcome, Protocol
+from cribo.evaluation.runtime import Schedule, TrainingRuntime, require_least
+from cribo.retrieval.source import MEAN_COLOUR, BackboneSource
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cribo.evaluation.results import EvaluationResult
+    from cribo.evaluation.runner import Run
+
+ADVICE = "choose a vision transformer with a [CLS] token and no registers, such as vit_small_patch16_224"
+"""What to finetune in place of a network that YOLOS cannot be built on."""
+
+# The paper's schedule is that of YOLOS-S: the command in YOLOS's README, but for the batch, which is CrIBo's (appendix
+# "Object detection with YOLO-S": 32 instead of 8). The short one trains a small network on a CPU in minutes: small
+# images, small batches for more steps, and a higher rate for both.
+_SCHEDULES: dict[Schedule, dict[str, Any]] = {
+    "paper": {"epochs": 150, "batch_size": 32, "learning_rate": 2.5e-5, "size": 800, "tokens": 100},
+    "short": {"epochs": 40, "batch_size": 8, "learning_rate": 2e-4, "size": 256, "tokens": 100},
+}
+# Of all schedules; the defaults of YOLOS's `main.py`.
+FINAL_LEARNING_RATE = 1e-7
+WEIGHT_DECAY = 1e-4
+CLIP = 0.1  # length to which all gradients together are shortened
+
+
+@dataclass
+class DetectionData:
+    """Images with boxes, in files of COCO's format.
+
+    Attributes:
+        root: the folder of the set, in COCO's own layout (annotations/instances_train2017.json, train2017), with
+            instances_train.json and images/train, or with train/_annotations.coco.json beside the images; and the same
+            with val (or valid).
+        train_annotations: the JSON file of the training images, wherever it is.
+        train_images: their folder; that of the layout, or the file's own, when not given.
+        val_annotations: the JSON file of the images to score.
+        val_images: their folder.
+        limit: use only this many images of each split, evenly spread, to try things out.
+    """
+
+    root: str | None = None
+    train_annotations: str | None = None
+    train_images: str | None = None
+    val_annotations: str | None = None
+    val_images: str | None = None
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        require_least(self, {"limit": 1}, "data.")
+
+    def open(self) -> Splits:
+        """Open both splits.
+
+        Raises:
+            errors of `open_detection`.
+        """
+        from cribo.data.detection import open_detection
+
+        places = {name: value for name, value in dataclasses.asdict(self).items() if name not in ("root", "limit")}
+        found = open_detection(self.root, **places)
+        train, val = found.train, found.val
+        if self.limit is not None:
+            train, val = (images.subset(spread(len(images), self.limit)) for images in (train, val))
+        boxes = {"train_boxes": train.num_boxes, "val_boxes": val.num_boxes}
+        about = about_splits(self, str(found.root), train, "train", val, "val")
+        title = found.name if found.name != "folder" else found.root.absolute().name
+        return Splits(train, val, title, {**about, "name": found.name, **boxes})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detection(Protocol):
+    """Object detection with YOLOS.
+
+    Attributes:
+        schedule: paper (YOLOS-S on COCO, days of a GPU) or short (small images, for a small machine). It decides the
+            next five unless given, see [brackets].
+        epochs: over the training images. [150, short: 40]
+        batch_size: images of a step, over all devices. [32, short: 8]
+        learning_rate: at the start; it falls along half a cosine. If the loss does not fall, or diverges, try three
+            times as much, or a third. [2.5e-5, short: 2e-4]
+        size: pixels of an image's shorter side when it is scored; in training, sides from 0.6 of it are drawn. Small
+            objects need large images; the cost grows with its fourth power where attention dominates. [800, short: 256]
+        tokens: number of objects that can be found in an image. [100]
+        checkpointing: recompute activations in the backward pass: a third more work, much less memory.
+        seed: of the new weights, of the order of the images and of their augmentation.
+    """
+
+    name: ClassVar[str] = "detection"
+    title: ClassVar[str] = "Object detection"
+    metrics: ClassVar[tuple[str, ...]] = ("ap", "ap50", "ap75")
+    varies: ClassVar[str] = "learning_rate"
+    class_metric: ClassVar[str] = "AP"
+    data_type: ClassVar[type[Any]] = DetectionData
+    runtime_type: ClassVar[type[Any]] = TrainingRuntime
+    pictures: ClassVar[str] = "images for which the boxes are drawn"
+    less_memory: ClassVar[str] = (
+        "use --checkpointing, --runtime.precision bf16-mixed, more --devices, or a smaller --size"
+    )
+    description: ClassVar[str] = """\
+Object detection with YOLOS: the backbone with detection tokens is finetuned on images with boxes (COCO's format), and
+the boxes predicted for the validation images are scored (AP, AP50, AP75).
+
+  cribo evaluate detection --backbone runs/mine --data COCO --runtime.precision bf16-mixed
+  cribo evaluate detection --backbone runs/mine --data MINE --schedule short
+  cribo evaluate detection --backbone checkpoint.pth --data.train_annotations t.json --data.train_images t/ \\
+                           --data.val_annotations v.json --data.val_images v/
+
+The backbone must be a vision transformer with a [CLS] token. The paper's schedule takes days on a GPU for COCO; to
+continue after an interruption, use --out FOLDER --resume. For a first try: --schedule short --limit 20 --epochs 2
+Requires: pip install "cribo-ssl[detection]"
+"""
+
+    schedule: Schedule = "paper"
+    epochs: Decided[int] = UNDECIDED
+    batch_size: Decided[int] = UNDECIDED
+    learning_rate: Decided[float] = UNDECIDED
+    size: Decided[int] = UNDECIDED
+    tokens: Decided[int] = UNDECIDED
+    checkpointing: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_least(self, {"epochs": 1, "batch_size": 1, "size": 1, "tokens": 1})
+        if self.is_decided("learning_rate") and not 0 < self.learning_rate < float("inf"):
+            raise ConfigError(f"learning_rate must be > 0, got {self.learning_rate}")
+
+    def scheduled(self) -> Self:
+        """Return a copy in which the schedule has decided all settings."""
+        return self.decided(_SCHEDULES[self.schedule])
+
+    def check_backbone(self, source: BackboneSource) -> None:
+        """Refuse what cannot be finetuned as a detector."""
+        if source.source == MEAN_COLOUR:
+            raise ConfigError(f"{MEAN_COLOUR} is no network that a detector could begin with: {ADVICE}")
+        if source.layers != 1:
+            raise ConfigError(
+                f"layers must be 1 for detection, got {source.layers}: detection tokens go through all blocks"
+            )
+
+    def prepare(self, run: "Run") -> Self:
+        """Decide all settings, and build the detector."""
+        from cribo.evaluation.detection.training import build_detector
+
+        settings = self.scheduled()
+        run.prepared = build_detector(settings, run)
+        return settings
+
+    def used(self, run: "Run") -> dict[str, Any]:
+        """Return the settings of the training."""
+        return {
+            "protocol": self.schedule,
+            **{name: getattr(self, name) for name in _SCHEDULES[self.schedule]},
+            "final_learning_rate": FINAL_LEARNING_RATE,
+            "weight_decay": WEIGHT_DECAY,
+            "clip": CLIP,
+            "seed": self.seed,
+            "precision": run.runtime.precision,
+        }
+
+    def measure(self, run: "Run") -> Outcome:
+        """Finetune the detector, and score the boxes that it finds."""
+        from cribo.evaluation.detection.training import train_detector
+
+        return train_detector(self, run)
+
+    def report(self, result: "EvaluationResult") -> list[Any]:
+        """Return AP by the size of objects."""
+        from cribo.evaluation.results import percent
+
+        sizes = " · ".join(f"{size} {percent(value)}" for size, value in result.results[0]["by_size"].items())
+        return [f"AP by the size of objects [%]: {sizes}"]
+
+    def places(self, folder: "Path") -> dict[str, Any]:
+        """Return the paths of what was found, the detector and the curves."""
+        return {
+            "found": folder / "detections.json",
+            "detector": folder / "detector",
+            "curves": f"tensorboard --logdir {folder / 'tensorboard'}",
+        }

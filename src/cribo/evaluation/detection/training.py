@@ -1,0 +1,128 @@
+"""The training of a detector, from a backbone to boxes, pictures and a detector in transformers' format."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from cribo.arguments import ConfigError
+from cribo.evaluation.detection.detector import Detector
+from cribo.evaluation.detection.model import build_yolos, require_transformers, save_yolos
+from cribo.evaluation.detection.pictures import panels_of, write_boxes
+from cribo.evaluation.detection.protocol import Detection
+from cribo.evaluation.detection.scoring import write_detections
+from cribo.evaluation.detection.views import Collate, Sizes, TrainingViews, WholeViews
+from cribo.evaluation.protocol import Outcome
+from cribo.evaluation.results import EvaluationResult
+from cribo.evaluation.runner import Run
+from cribo.evaluation.training import fit
+from cribo.files import write_folder_whole, write_json
+from cribo.models import Backbone
+
+log = logging.getLogger("cribo")
+
+DETECTIONS = "detections.json"
+"""What was found, in COCO's format for results."""
+
+DETECTOR = "detector"
+"""The folder of the trained detector, in transformers' format."""
+
+_FEWEST_PATCHES = 4  # along the shorter side
+
+
+def build_detector(settings: Detection, run: Run) -> Detector:
+    """Return the detector before training.
+
+    Raises:
+        ImportError: transformers or scipy is not installed.
+        ConfigError: a backbone or size that YOLOS does not take, or no boxes to train on.
+    """
+    require_transformers()
+    train, val, backbone = run.data.train, run.data.val, run.backbone
+    if not train.num_boxes:
+        raise ConfigError(
+            f"there must be a box to train on, got none in {len(train)} images of {train.file}: raise data.limit, or "
+            "give another file"
+        )
+    backbone.remove_readout()  # the detection tokens belong to the blocks
+    model = build_yolos(
+        backbone,
+        train.classes,
+        positions=Sizes(settings.size).positions,
+        tokens=settings.tokens,
+        seed=settings.seed,
+    )
+    if settings.checkpointing:
+        enable_checkpointing(model)
+    if (most := max(train.most_boxes, val.most_boxes)) > settings.tokens:
+        log.warning(
+            "an image has %d boxes, but no more than %d can be found in one: raise --tokens to have all of them",
+            most,
+            settings.tokens,
+        )
+    if settings.size < (least := _FEWEST_PATCHES * backbone.patch_size):
+        raise ConfigError(
+            f"size must be >= {least}, {_FEWEST_PATCHES} patches of {backbone.patch_size} pixels, got {settings.size}"
+        )
+    steps = max(1, round(settings.epochs * len(train) / settings.batch_size))
+    return Detector(model, settings.learning_rate, steps=steps, images=val, mean=backbone.mean, std=backbone.std)
+
+
+def train_detector(settings: Detection, run: Run) -> Outcome:
+    """Finetune the detector of a run, and score the boxes that it finds."""
+    detector, sizes = run.prepared, Sizes(settings.size)
+    collate = Collate(run.backbone.patch_size, run.backbone.mean)
+    trainer = fit(
+        detector,
+        train=TrainingViews(run.data.train, sizes, settings.seed),
+        validation=WholeViews(run.data.val, sizes),
+        collate=collate,
+        batch_size=settings.batch_size,
+        steps=detector.steps,
+        seed=settings.seed,
+        folder=run.folder,
+        label="detection",
+        runtime=run.runtime,
+        console=run.console,
+    )
+    found, val = detector.precision, run.data.val
+
+    def write(result: EvaluationResult, folder: Path) -> None:
+        write_detections(folder / DETECTIONS, val, detector.found)
+        write_folder_whole(folder / DETECTOR, lambda part: _save(part, detector, run.backbone, sizes), replaces=True)
+        panels = panels_of(val, detector.found, run.num_pictures)
+        write_boxes(panels, val.classes, folder, title=f"{result.title}, {result.backbone['name']}")
+
+    row = {"learning_rate": settings.learning_rate, **found.metrics}
+    return Outcome(
+        rows=[{**row, "by_size": found.by_size, "per_class": found.per_class}],
+        classes=val.classes,
+        packages={"transformers": require_transformers().__version__},
+        device=trainer.strategy.root_device,
+        write=write,
+    )
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Make a model of transformers recompute its activations in the backward pass."""
+    # Version 6 of transformers drops the older name.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def _save(folder: Path, detector: Detector, backbone: Backbone, sizes: Sizes) -> None:
+    """Write the detector as transformers loads it, with the settings of its image processor."""
+    save_yolos(detector.model, folder)
+    write_json(
+        folder / "preprocessor_config.json",
+        {
+            "image_processor_type": "YolosImageProcessor",
+            "do_resize": True,
+            "size": {"shortest_edge": sizes.size, "longest_edge": sizes.longest},
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": list(backbone.mean),
+            "image_std": list(backbone.std),
+            "do_pad": True,
+        },
+    )

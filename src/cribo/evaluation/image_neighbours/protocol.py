@@ -1,0 +1,148 @@
+"""Image-level nearest neighbours as a protocol: its settings, and what it returns."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from cribo.arguments import ConfigError
+from cribo.evaluation.data import ImageData
+from cribo.evaluation.protocol import UNDECIDED, Decided, Outcome, Protocol
+from cribo.retrieval.choices import FeaturePrecision
+from cribo.retrieval.source import BackboneSource
+
+if TYPE_CHECKING:
+    from cribo.evaluation.results import EvaluationResult
+    from cribo.evaluation.runner import Run
+
+NEIGHBOURS = (10, 20, 100, 200)
+"""The k that are usually reported."""
+
+PUBLISHED = 20
+"""The k that DINO recommends, and that papers report."""
+
+_SHOWN_PAIRS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageNN(Protocol):
+    """Image-level nearest neighbours, as in DINO's `eval_knn.py`.
+
+    Attributes:
+        neighbours: k, the number of nearest training images that vote, a row of results each; published scores have
+            k = 20. [10,20,100,200, as far as there are training images]
+        temperature: the vote of a neighbour is exp(cosine / temperature): lower values favour near ones.
+        resize: pixels of an image's shorter side.
+        crop: pixels of the square that is cut from its centre; a multiple of the patch size.
+        precision: of the stored features: float16 takes half the space.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    name: ClassVar[str] = "image-nn"
+    title: ClassVar[str] = "Image nearest-neighbour classification"
+    metrics: ClassVar[tuple[str, ...]] = ("top1", "top5")
+    varies: ClassVar[str] = "neighbours"
+    class_metric: ClassVar[str] = "accuracy"
+    data_type: ClassVar[type[Any]] = ImageData
+    runtime_defaults: ClassVar[Mapping[str, Any]] = {"batch_size": 64}
+    pictures: ClassVar[str] = "images for which the nearest ones are drawn"
+    description: ClassVar[str] = """\
+Image-level nearest neighbours: each image is classified by a vote of the training images with the most similar global
+tokens, as in DINO, and the classes are scored (top-1, top-5). Nothing is trained.
+
+  cribo evaluate image-nn --backbone runs/imagenet --data imagenet --data.root ILSVRC2012
+  cribo evaluate image-nn --backbone vit_small_patch16_224.dino --data folder --data.root MINE
+  cribo evaluate image-nn --backbone mean-colour --data folder --data.root MINE
+
+A folder contains train/<class>/* and val/<class>/*, or, without a split, <class>/*: each image is then classified by
+all others. If images come in series (frames of one film, crops of one photograph), provide a split that keeps each
+series on one side; otherwise images are classified by their own series, and the score is too high.
+
+Features are cached on disk. An interrupted evaluation continues when the same command is repeated, and the next
+evaluation of the same backbone and images starts with the search. For a first try: --limit 200
+"""
+
+    neighbours: Decided[tuple[int, ...]] = UNDECIDED
+    temperature: float = 0.07
+    resize: int = 256
+    crop: int = 224
+    precision: FeaturePrecision = "float32"
+
+    def __post_init__(self) -> None:
+        if self.is_decided("neighbours"):
+            object.__setattr__(self, "neighbours", tuple(sorted(self.neighbours)))
+            if not self.neighbours or min(self.neighbours) < 1:
+                raise ConfigError(f"neighbours must be numbers >= 1, at least one, got {list(self.neighbours)}")
+            if len(set(self.neighbours)) < len(self.neighbours):
+                raise ConfigError(f"neighbours must differ, got {', '.join(map(str, self.neighbours))}")
+        if not self.temperature > 0:
+            raise ConfigError(f"temperature must be > 0, got {self.temperature}")
+        if self.crop < 1:
+            raise ConfigError(f"crop must be >= 1, got {self.crop}")
+        if self.resize < self.crop:
+            raise ConfigError(f"resize must be >= crop, which is cut from it, got {self.resize} and crop {self.crop}")
+
+    def for_data(self, images: int, *, leave_one_out: bool) -> Self:
+        """Return a copy with `neighbours` decided for a number of training images.
+
+        Raises:
+            ConfigError: more neighbours than training images.
+        """
+        most = images - leave_one_out
+        settings = self.decided({"neighbours": tuple(k for k in NEIGHBOURS if k <= most) or (most,)})
+        if settings.neighbours[-1] > most:
+            others = "others " if leave_one_out else ""
+            raise ConfigError(
+                f"neighbours must be at most the number of training images, {most} {others}here, got "
+                f"{settings.neighbours[-1]}: give fewer, --neighbours {min(5, most)}, say"
+            )
+        return settings
+
+    def check_backbone(self, source: BackboneSource) -> None:
+        """Refuse several layers."""
+        if source.layers != 1:
+            raise ConfigError(f"layers must be 1, for the global token is that of the last block, got {source.layers}")
+
+    def prepare(self, run: "Run") -> Self:
+        """Decide the neighbours."""
+        return self.for_data(len(run.data.train), leave_one_out=run.data.val is None)
+
+    def used(self, run: "Run") -> dict[str, Any]:
+        """Return the settings."""
+        return {**dataclasses.asdict(self), "leave_one_out": run.data.val is None}
+
+    def measure(self, run: "Run") -> Outcome:
+        """Classify the images of val, or each training image by the others."""
+        from cribo.console import Phases
+        from cribo.evaluation.image_neighbours.pictures import write_neighbours
+        from cribo.evaluation.image_neighbours.retrieval import image_nn, row, shown_score
+        from cribo.retrieval.encoders import image_encoders
+
+        train, val = run.data.train, run.data.val
+        encoders = image_encoders(run.backbone, run.devices, image_size=self.crop)
+        with Phases(run.console) as progress:
+            found = image_nn(encoders, train, val, self, machine=run.machine(encoders[0]), progress=progress)
+        asked, shown = train if val is None else val, shown_score(found.scores)
+        return Outcome(
+            rows=[row(score, asked, with_confusion=score is shown) for score in found.scores],
+            classes=train.classes,
+            write=lambda result, folder: write_neighbours(found, train, asked, folder, number=run.num_pictures),
+        )
+
+    def report(self, result: "EvaluationResult") -> list[Any]:
+        """Return a table of the classes that are confused most often."""
+        from rich.table import Table
+        from rich.text import Text
+
+        row = next((row for row in result.results if row["neighbours"] == PUBLISHED), result.results[0])
+        if not row["confused"]:
+            return []
+        table = Table()
+        for name in ("class", "taken for"):
+            table.add_column(name, overflow="fold")
+        table.add_column("images", justify="right")
+        for pair in row["confused"][:_SHOWN_PAIRS]:
+            table.add_row(Text(pair["label"]), Text(pair["prediction"]), f"{pair['images']:,}")
+        return [Text(f"Confused most, neighbours {row['neighbours']}", style="bold"), table]

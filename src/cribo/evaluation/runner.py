@@ -1,0 +1,272 @@
+"""The runner of all evaluations: opens backbone and data, runs a protocol, and writes its folder."""
+
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from rich.console import Console
+from torch import Tensor
+from torch.optim.swa_utils import update_bn
+
+from cribo.arguments import ConfigError
+from cribo.console import Phases
+from cribo.data import LabelledImages
+from cribo.devices import resolve_devices, resolve_workers
+from cribo.evaluation.cache import Encoder, FeatureCache, Machine
+from cribo.evaluation.data import PLACES, Splits
+from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, extract_patches
+from cribo.evaluation.pictures import write_pictures
+from cribo.evaluation.protocol import Outcome, Protocol
+from cribo.evaluation.results import OUT, EvaluationResult, versions
+from cribo.evaluation.runtime import EvaluationRuntime
+from cribo.folders import ResultFolder
+from cribo.models import Backbone, normalise
+from cribo.processes import is_first_process
+from cribo.retrieval.choices import FeaturePrecision, Interpolation
+from cribo.retrieval.encoders import PatchEncoder, backbone_encoder, open_network
+from cribo.retrieval.patches import resize_image
+from cribo.retrieval.source import BackboneSource
+
+_CALIBRATION_IMAGES = 64
+
+
+@dataclass
+class Run:
+    """An evaluation in progress: what a protocol is given.
+
+    Attributes:
+        source: whose backbone.
+        data: the opened splits.
+        runtime: how and where it runs.
+        backbone: the network, on the host.
+        about: what `results.json` says of the backbone.
+        console: shows progress.
+        num_pictures: number of images to draw.
+        folder: of the results, from `measure` on; a protocol that trains writes its checkpoints there.
+        prepared: anything that `prepare` leaves for `measure`.
+    """
+
+    source: BackboneSource
+    data: Splits
+    runtime: Any
+    backbone: Backbone
+    about: dict[str, Any]
+    console: Console
+    num_pictures: int
+    folder: Path = Path()
+    prepared: Any = None
+    _encoders: dict[int, PatchEncoder] = field(default_factory=dict)
+
+    @cached_property
+    def devices(self) -> tuple[str, ...]:
+        """Where it runs."""
+        if isinstance(self.runtime, EvaluationRuntime):
+            return resolve_devices(self.runtime.devices)
+        return ("cuda" if self.runtime.on_gpu else "cpu",)
+
+    def encoder(self, layers: int = 1) -> PatchEncoder:
+        """Return the encoder of patches by the last `layers` blocks, on the first device."""
+        if layers not in self._encoders:
+            self._encoders[layers] = backbone_encoder(self.backbone.to(self.devices[0]), layers=layers)
+        return self._encoders[layers]
+
+    def machine(self, encoder: Encoder) -> Machine:
+        """Return the resources of a protocol that does not train, with the cache of an encoder's features."""
+        runtime, cache = self.runtime, None
+        if runtime.cache != "none":
+            about = {name: self.about[name] for name in ("source", "architecture")}
+            cache = FeatureCache(Path(runtime.cache), encoder, about)
+        workers = resolve_workers(runtime.workers)
+        return Machine(self.devices, runtime.batch_size, workers, runtime.memory_gib, cache)
+
+    def patches(
+        self,
+        images: LabelledImages,
+        *,
+        size: tuple[int, int] | None = None,
+        interpolation: Interpolation = "bicubic",
+        precision: FeaturePrecision = "float32",
+    ) -> PatchFeatures:
+        """Return the features of all patches of images, and the classes in each patch.
+
+        Features are cached by encoder, image and size: protocols that encode images alike share them.
+
+        Args:
+            images: which images.
+            size: (height, width) in pixels to which they are resized; the closest multiple of the patch size if None.
+            interpolation: of the images.
+            precision: in which the features are stored.
+
+        Raises:
+            UnreadableImage, DataError: an image or label map that cannot be used.
+            ValueError: the features do not fit in memory or on the disk.
+        """
+        encoder = self.encoder(self.source.layers)
+        views = [EncodedView(index) for index in range(len(images))]
+        preparation = Preparation(encoder.patch_size, size, interpolation)
+        with Phases(self.console) as progress:
+            return extract_patches(
+                encoder,
+                images,
+                views,
+                preparation,
+                machine=self.machine(encoder),
+                precision=precision,
+                progress=progress,
+            )
+
+    def identity(self, protocol: Protocol) -> dict[str, Any]:
+        """Return what a resumed evaluation must have in common with its beginning."""
+        about = {name: value for name, value in self.data.about.items() if name not in PLACES}
+        settings = protocol.used(self)
+        return {"evaluation": protocol.name, "backbone": self.about["fingerprint"], "data": about, "settings": settings}
+
+
+def evaluate(
+    protocol: Protocol,
+    backbone: BackboneSource | str,
+    data: Any,
+    runtime: Any = None,
+    *,
+    out: Path | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    pictures: int = 6,
+    command: str = "",
+    console: Console | None = None,
+) -> tuple[EvaluationResult, Path]:
+    """Measure a backbone by a protocol, and write the results and pictures into a folder.
+
+    Args:
+        protocol: with its settings, such as `DenseNN(ratios=(1, 8))`.
+        backbone: its source, such as a run folder or a name of timm.
+        data: the protocol's `data_type`, such as `SegmentationData("camvid", "CAMVID")`.
+        runtime: the protocol's `runtime_type`; its defaults if None.
+        out: the folder; by default `evaluations/<protocol>-<data>-<backbone>`, numbered.
+        overwrite: replace an existing evaluation in `out`.
+        resume: continue the evaluation in `out` if it exists, else start it; for protocols that train.
+        pictures: number of images to draw.
+        command: by which it can be repeated, for the record.
+        console: shows progress.
+
+    Returns:
+        The result and its folder.
+
+    Raises:
+        ValueError: backbone, data, settings or folder cannot be used; as far as possible before any work.
+        ImportError: an optional package is not installed.
+        FileNotFoundError: a file of the backbone or the data does not exist.
+        ConnectionError: timm's weights cannot be fetched.
+        UnreadableImage: an image is damaged.
+        Interrupted: SIGTERM or SIGUSR1 was received; `resume` continues. (Ctrl-C is a KeyboardInterrupt.)
+        NonFiniteLoss: training has diverged.
+    """
+    if pictures < 0:
+        raise ValueError(f"pictures must be >= 0, got {pictures}")
+    if resume and not protocol.trains():
+        raise ConfigError(f"{protocol.name} does not train, so there is nothing to resume: leave out --resume")
+    source = BackboneSource(backbone) if isinstance(backbone, str) else backbone
+    protocol.check_backbone(source)
+    runtime = protocol.runtime_type(**protocol.runtime_defaults) if runtime is None else runtime
+    console = console or Console(quiet=True)
+    started = time.perf_counter()
+    splits = data.open()
+    network, about = open_network(source)
+    run = Run(source, splits, runtime, network, about, console, pictures)
+    protocol = protocol.prepare(run)
+    if not source.pretrained and not protocol.trains():
+        calibrate_batch_norms(network, splits.train)
+    name = f"{protocol.name}-{splits.title}-{about['name']}"
+    inputs = source.source, splits.about.get("root")
+
+    def measured() -> tuple[Outcome, EvaluationResult]:
+        outcome = protocol.measure(run)
+        facts = {protocol.roles.get(name, name): value for name, value in splits.about.items()}
+        seconds = time.perf_counter() - started if outcome.seconds is None else outcome.seconds
+        return outcome, EvaluationResult(
+            evaluation=protocol.name,
+            settings=protocol.used(run),
+            backbone=about,
+            data={**facts, **outcome.data},
+            classes=list(outcome.classes),
+            metrics=list(protocol.metrics),
+            varies=protocol.varies,
+            results=outcome.rows,
+            seconds=seconds,
+            versions={**versions(outcome.device or run.devices[0]), **outcome.packages},
+            command=command,
+        )
+
+    def write(outcome: Outcome, result: EvaluationResult, folder: Path) -> None:
+        write_pictures(result, outcome.panels, outcome.palette, folder)
+        if outcome.write is not None:
+            outcome.write(result, folder)
+        result.write(folder)  # last: an evaluation with a result has finished
+
+    if not protocol.trains():
+        target = ResultFolder(out or OUT / name, "evaluation", numbered=out is None, overwrite=overwrite, inputs=inputs)
+        outcome, result = measured()
+        return result, target.create(lambda part: write(outcome, result, part))
+    from cribo.evaluation.training import evaluation_folder, finished_result
+
+    with evaluation_folder(
+        out,
+        name,
+        run.identity(protocol),
+        overwrite=overwrite,
+        resume=resume,
+        runtime=runtime,
+        inputs=inputs,
+    ) as run.folder:
+        if (done := finished_result(run.folder, resume=resume)) is not None:
+            return done, run.folder
+        outcome, result = measured()
+        if is_first_process():
+            write(outcome, result, run.folder)
+    return result, run.folder
+
+
+def measure(protocol: Protocol, backbone: Backbone, data: Splits, *, device: torch.device | str = "cpu") -> Outcome:
+    """Measure a network in memory, as `evaluate` does, by a protocol that does not train; writes nothing.
+
+    Args:
+        protocol: with its settings.
+        backbone: on the device; its mode does not matter.
+        data: the opened splits.
+        device: where it runs.
+
+    Raises:
+        ValueError: settings, network and data do not fit together.
+        UnreadableImage, DataError: an image that cannot be used.
+    """
+    runtime = EvaluationRuntime(devices=(str(device),), workers=0, cache="none")
+    source = BackboneSource(backbone.name)
+    run = Run(source, data, runtime, backbone, {}, Console(quiet=True), num_pictures=0)
+    return protocol.prepare(run).measure(run)
+
+
+def calibrate_batch_norms(backbone: Backbone, images: LabelledImages) -> None:
+    """Set the batch norm statistics of an untrained network from 64 images; without them it is a weaker baseline.
+
+    Args:
+        backbone: changed in place; unchanged if it has no batch norms.
+        images: of any sizes.
+    """
+    device = next(backbone.parameters()).device
+
+    def normalised(index: int) -> Float[Tensor, "1 3 h w"]:
+        image, patch = images.load(index), backbone.patch_size
+        height, width = (side // patch * patch for side in image.shape[1:])
+        if not backbone.takes_any_size:
+            height = width = backbone.image_size
+        if not backbone.takes_any_size or min(height, width) < 2 * patch:  # statistics need several values
+            height, width = max(height, 2 * patch), max(width, 2 * patch)
+            image = resize_image(image, (height, width), "bicubic")
+        pixels = image[None, :, :height, :width].to(device).float() / 255
+        return normalise(pixels, mean=backbone.mean, std=backbone.std)
+
+    update_bn(map(normalised, range(min(_CALIBRATION_IMAGES, len(images)))), backbone)

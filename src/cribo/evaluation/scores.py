@@ -1,0 +1,111 @@
+"""Counts and scores of predictions against labels."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float64, Int
+from torch import Tensor
+from torchmetrics import Metric
+
+
+def count_confusion(
+    labels: Int[Tensor, " n"], predicted: Int[Tensor, " n"], classes: int, columns: int | None = None
+) -> Int[Tensor, "c p"]:
+    """Count labels (rows) against predictions (columns).
+
+    Args:
+        labels: 0 to `classes` - 1.
+        predicted: 0 to `columns` - 1.
+        classes: number of rows.
+        columns: number of columns, as many as rows if None; further ones stand for predictions of no class.
+
+    Example:
+        >>> count_confusion(torch.tensor([0, 0, 1]), torch.tensor([0, 2, 1]), 2, 3).tolist()
+        [[1, 0, 1], [0, 1, 0]]
+    """
+    columns = classes if columns is None else columns
+    places = labels.long() * columns + predicted.long()
+    return torch.bincount(places, minlength=classes * columns).view(classes, columns)
+
+
+class Confusion(Metric):
+    """The confusion over all batches and processes (`count_confusion`); labels equal to `ignore_index` do not count."""
+
+    full_state_update = False
+
+    def __init__(self, classes: int, ignore_index: int) -> None:
+        super().__init__()
+        self.classes, self.ignore_index = classes, ignore_index
+        self.add_state("counts", default=torch.zeros(classes, classes, dtype=torch.long), dist_reduce_fx="sum")
+        self.counts: Any
+
+    def update(self, labels: Int[Tensor, "..."], predicted: Int[Tensor, "..."]) -> None:
+        """Count pixels."""
+        known = labels != self.ignore_index
+        self.counts += count_confusion(labels[known], predicted[known], self.classes)
+
+    def compute(self) -> Int[Tensor, "c c"]:
+        """Return the counts of all processes."""
+        return self.counts
+
+
+def iou(confusion: Int[Tensor, "c p"]) -> Float64[Tensor, " c"]:
+    """Intersection over union of each class, NaN where it occurs neither in labels nor in predictions.
+
+    Args:
+        confusion: counts, rows are labels, columns predictions; columns after those of the classes count predictions
+            of no class, which are always wrong.
+
+    Raises:
+        ValueError: fewer columns than rows.
+
+    Example:
+        >>> iou(torch.tensor([[3, 1, 0], [0, 0, 0], [0, 0, 2]])).tolist()
+        [0.75, 0.0, 1.0]
+    """
+    classes, columns = confusion.shape
+    if columns < classes:
+        raise ValueError(f"confusion must have a column for each of its {classes} rows, got {columns}")
+    counts = confusion.long()
+    hits = counts.diagonal()
+    union = counts.sum(dim=1) + counts[:, :classes].sum(dim=0) - hits
+    return torch.where(union > 0, hits.double() / union, torch.nan)
+
+
+def mean_iou(confusion: Int[Tensor, "c p"]) -> float:
+    """Mean IoU of the classes that occur."""
+    return float(iou(confusion).nanmean())
+
+
+def best_place(values: Sequence[float | None]) -> int:
+    """Return the place of the highest value, the first of equal ones; None is lower than any number.
+
+    Example:
+        >>> best_place([None, 0.1, 0.3, 0.3])
+        2
+    """
+    return max(range(len(values)), key=lambda place: -math.inf if (value := values[place]) is None else value)
+
+
+def accuracy(confusion: Int[Tensor, "c p"]) -> Float[Tensor, " c"]:
+    """Share of the labels of each class that are predicted correctly, NaN for a class without labels."""
+    return confusion.diagonal().double() / confusion.sum(dim=1)
+
+
+def calibration_error(confidence: Float[Tensor, " n"], right: Float[Tensor, " n"], bins: int = 10) -> float:
+    """Expected calibration error (Guo et al. 2017): the mean gap of confidence and accuracy over bins of equal width.
+
+    Args:
+        confidence: of each prediction, in 0-1.
+        right: 1 for correct predictions, 0 for others.
+        bins: number of bins.
+
+    Example:
+        >>> calibration_error(torch.tensor([0.9, 0.9]), torch.tensor([1.0, 0.0]))  # half are correct, not nine of ten
+        0.4
+    """
+    place = (confidence * bins).long().clamp(max=bins - 1)
+    gaps = torch.zeros(bins, dtype=torch.double).index_add_(0, place, confidence.double() - right.double())
+    return round(float(gaps.abs().sum() / len(confidence)), 6)

@@ -1,0 +1,73 @@
+"""What trained segmentations read and return: their samples, rows and pictures."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor
+
+from cribo.console import Phases
+from cribo.data.crops import LabelledCrops, WholeImages
+from cribo.evaluation.data import spread
+from cribo.evaluation.pictures import Panel
+from cribo.evaluation.protocol import Outcome
+from cribo.evaluation.runner import Run
+from cribo.evaluation.scores import best_place, iou
+from cribo.evaluation.segmentation.module import SegmentationModule
+from cribo.evaluation.segmentation.protocol import SegmentationTraining, scale_of
+from cribo.processes import is_first_process
+
+
+def training_crops(settings: SegmentationTraining, run: Run) -> LabelledCrops:
+    """Return the crops of the training images."""
+    return LabelledCrops(run.data.train, settings.crop, scale_of(run.data.about["name"]), seed=settings.seed)
+
+
+def whole_images(run: Run) -> WholeImages:
+    """Return the images that are scored."""
+    return WholeImages(run.data.val, scale_of(run.data.about["name"]))
+
+
+def rows_of(confusions: Mapping[float, Int[Tensor, "c c"]], run: Run) -> tuple[list[dict[str, Any]], int]:
+    """Return the row of each learning rate, and the place of the best one, which has the whole confusion.
+
+    Args:
+        confusions: labels against predictions, by learning rate.
+        run: of the evaluation.
+    """
+    rows = []
+    for rate, confusion in confusions.items():
+        per_class = iou(confusion)
+        rows.append(
+            {
+                "learning_rate": rate,
+                "miou": float(per_class.nanmean()),
+                "pixel_accuracy": float(confusion.diagonal().sum() / confusion.sum().clamp(min=1)),
+                "per_class": dict(zip(run.data.train.classes, per_class.tolist(), strict=True)),
+            }
+        )
+    best = best_place([row["miou"] for row in rows])
+    rows[best]["confusion"] = list(confusions.values())[best].tolist()
+    return rows, best
+
+
+def outcome(rows: list[dict[str, Any]], module: SegmentationModule, head: int, run: Run, **more: Any) -> Outcome:
+    """Return the outcome of a protocol, with some images of val, evenly spread, labelled by a head.
+
+    Args:
+        rows: of the result.
+        module: on the device to use.
+        head: which of its heads.
+        run: of the evaluation.
+        more: further fields of the outcome.
+    """
+    images, panels, val = whole_images(run), [], run.data.val
+    shown = spread(len(images), run.num_pictures) if is_first_process() else []
+    module.eval()
+    with Phases(run.console) as progress:
+        for number, index in enumerate(shown, start=1):
+            pixels, labels = images[index]
+            found = module.segment(pixels.to(module.device), (labels.shape[0], labels.shape[1]))[head].cpu()
+            panels.append(Panel(val.name(index), val.load(index), labels, found, val.ignore_index))
+            progress("pictures", number, len(shown))
+    return Outcome(rows, run.data.train.classes, panels, val.palette, **more)

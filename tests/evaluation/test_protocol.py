@@ -1,0 +1,116 @@
+"""Protocols of one's own: one class in one file, run by the same runner and command."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from cribo.arguments import ConfigError
+from cribo.cli import main
+from cribo.evaluation import EvaluationRuntime, Outcome, Protocol, SegmentationData, compare, evaluate, read_result
+from cribo.evaluation.protocol import PROTOCOLS, find_protocol
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted(Protocol):
+    """Counts images.
+
+    Attributes:
+        step: counted in such steps.
+    """
+
+    name: ClassVar[str] = "counted"
+    title: ClassVar[str] = "Counted images"
+    metrics: ClassVar[tuple[str, ...]] = ("share",)
+    varies: ClassVar[str] = "step"
+
+    step: int = 1
+
+    def measure(self, run: Any) -> Outcome:
+        share = len(run.data.val) / (len(run.data.train) + len(run.data.val))
+        return Outcome([{"step": self.step, "share": share}], run.data.train.classes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unnamed(Protocol):
+    """Has no name."""
+
+    metrics: ClassVar[tuple[str, ...]] = ("share",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fruitless(Counted):
+    """Returns no row."""
+
+    def measure(self, run: Any) -> Outcome:
+        return Outcome([], [])
+
+
+WORDS = ["--backbone", "mean-colour", "--data", "scenes", "--limit", "6", "--cache", "none", "--devices", "cpu"]
+
+
+def test_a_protocol_of_ones_own_is_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(EXAMPLES)
+    words = ["evaluate", "own_protocol.ClassMeans", *WORDS, "--runtime.workers", "0", "--out", str(tmp_path / "out")]
+    assert main([*words, "--sizes", "64,96"]) == 0
+    result = read_result(tmp_path / "out")
+    assert [row["size"] for row in result.results] == [64, 96]
+    assert 0 < result.best["miou"] < 1
+    assert result.settings == {"sizes": [64, 96]}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"results.json", "confusion.png", "miou.png"}
+    said = " ".join(capsys.readouterr().out.split())
+    assert "class-means on scenes" in said
+    with pytest.raises(SystemExit):
+        main(["evaluate", "own_protocol.ClassMeans", "--help"])
+    assert "sides of the square images" in " ".join(capsys.readouterr().out.split())
+    assert "class-means" in compare([tmp_path / "out"]).markdown()
+
+
+def test_features_are_shared_by_protocols_that_encode_images_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(EXAMPLES)
+    words = [*WORDS[:-4], "--devices", "cpu", "--cache", str(tmp_path / "cache"), "--runtime.workers", "0"]
+    dense = ["--size", "96", "--ratios", "1", "--neighbours", "5", "--out", str(tmp_path / "dense")]
+    assert main(["evaluate", "dense-nn", *words, *dense]) == 0
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")}
+    assert len(files) == 12
+    own = ["--sizes", "96", "--out", str(tmp_path / "own")]
+    assert main(["evaluate", "own_protocol.ClassMeans", *words, *own]) == 0
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")} == files
+
+
+def test_from_python(tmp_path: Path) -> None:
+    runtime = EvaluationRuntime(devices=("cpu",), workers=0, cache="none")
+    data = SegmentationData("scenes", limit=3)
+    result, folder = evaluate(Counted(step=2), "mean-colour", data, runtime, out=tmp_path / "out")
+    assert (result.results, folder) == ([{"step": 2, "share": 0.5}], tmp_path / "out")
+    with pytest.raises(ValueError, match="needs a metric and a row"):
+        evaluate(Fruitless(), "mean-colour", data, runtime, out=tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(ConfigError, match="counted does not train, so there is nothing to resume"):
+        evaluate(Counted(), "mean-colour", data, runtime, out=tmp_path / "out", resume=True)
+
+
+def test_the_protocols_of_the_table_are_there() -> None:
+    for name in PROTOCOLS:
+        assert find_protocol(name).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tests.evaluation.test_protocol.Unnamed", "has no name, title, varies, measure: see docs/extending.md"),
+        ("pathlib.Path", "pathlib.Path must be a subclass of cribo.evaluation.Protocol"),
+        ("own_protocol_that.Is_Not", "module 'own_protocol_that' not found"),
+        ("tests.evaluation.test_protocol.Count", "did you mean tests.evaluation.test_protocol.Counted?"),
+    ],
+)
+def test_what_is_no_protocol_is_refused(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", name, *WORDS]) == 2
+    assert message in capsys.readouterr().err
