@@ -1,6 +1,6 @@
 """Protocols of one's own: one class in one file, run by the same runner and command."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -49,6 +49,17 @@ class Fruitless(Counted):
         return Outcome([], [])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Undrawable(Counted):
+    """Fails when its pictures are drawn."""
+
+    def measure(self, run: Any) -> Outcome:
+        def draw(result: Any, folder: Path) -> None:
+            raise RuntimeError("no font")
+
+        return replace(super().measure(run), write=draw)
+
+
 WORDS = ["--backbone", "mean-colour", "--data", "scenes", "--limit", "6", "--cache", "none", "--devices", "cpu"]
 
 
@@ -95,6 +106,14 @@ def test_from_python(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
     with pytest.raises(ConfigError, match="counted does not train, so there is nothing to resume"):
         evaluate(Counted(), "mean-colour", data, runtime, out=tmp_path / "out", resume=True)
+
+
+def test_pictures_that_fail_do_not_cost_the_result(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runtime = EvaluationRuntime(devices=("cpu",), workers=0, cache="none")
+    evaluate(Undrawable(), "mean-colour", SegmentationData("scenes", limit=3), runtime, out=tmp_path / "out")
+    assert read_result(tmp_path / "out").results == [{"step": 1, "share": 0.5}]
+    assert "not all pictures could be written" in caplog.text
+    assert "no font" in caplog.text
 
 
 def test_the_protocols_of_the_table_are_there() -> None:

@@ -1,5 +1,6 @@
 """The runner of all evaluations: opens backbone and data, runs a protocol, and writes its folder."""
 
+import logging
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,6 +31,8 @@ from cribo.retrieval.choices import FeaturePrecision, Interpolation
 from cribo.retrieval.encoders import PatchEncoder, backbone_encoder, open_network
 from cribo.retrieval.patches import resize_image
 from cribo.retrieval.source import BackboneSource
+
+log = logging.getLogger("cribo")
 
 _CALIBRATION_IMAGES = 64
 
@@ -202,9 +205,14 @@ def evaluate(
         )
 
     def write(outcome: Outcome, result: EvaluationResult, folder: Path) -> None:
-        write_pictures(result, outcome.panels, outcome.palette, folder)
-        if outcome.write is not None:
-            outcome.write(result, folder)
+        try:
+            write_pictures(result, outcome.panels, outcome.palette, folder)
+            if outcome.write is not None:
+                outcome.write(result, folder)
+        except Exception:
+            if protocol.trains():
+                raise  # --resume draws again
+            log.exception("not all pictures could be written; the results are complete")
         result.write(folder)  # last: an evaluation with a result has finished
 
     if not protocol.trains():
