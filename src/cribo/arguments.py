@@ -14,8 +14,10 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
+from cribo.errors import InputError
 
-class ConfigError(ValueError):
+
+class ConfigError(InputError):
     """Invalid configuration: an unknown name, or a value of the wrong type or out of range."""
 
 

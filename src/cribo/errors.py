@@ -1,4 +1,12 @@
-"""Errors with messages for the user. Invalid input raises ValueError or FileNotFoundError before any work begins."""
+"""Errors with messages for the user: commands print them as one line; all others keep their traceback."""
+
+
+class InputError(ValueError):
+    """A value, file or folder that cannot be used; the message names it, the limit, and what to do instead."""
+
+
+class MissingPackage(ImportError):
+    """An optional package that is not installed; the message says how to install it."""
 
 
 class Stopped(Exception):
@@ -13,7 +21,7 @@ class Stopped(Exception):
     everywhere = False
 
 
-class DataError(ValueError):
+class DataError(InputError):
     """Data that cannot be used as asked; the message says what was found and what to change."""
 
 

@@ -13,11 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cribo.errors import InputError
+
 # Temporary names of `write_beside`.
 _PART = re.compile(r"\..+\.[0-9a-f]{32}\.part")
 
 
-class FolderError(ValueError):
+class FolderError(InputError):
     """A folder cannot be used for results; the message says what to do instead."""
 
 
@@ -170,7 +172,7 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-class Damaged(ValueError):
+class Damaged(InputError):
     """A file is damaged; the message gives the reason, without the name of the file."""
 
 

@@ -12,6 +12,7 @@ from cribo.adaptation.encoding import encode, encode_pixels, readable
 from cribo.adaptation.whitening import Moments
 from cribo.data import ImageSource
 from cribo.data.randomness import keyed_generator
+from cribo.errors import InputError
 from cribo.evaluation.data import spread
 from cribo.method import (
     ViewRecipe,
@@ -114,7 +115,7 @@ def view_points(
             points.append(sample_tokens(tokens[None], grid, places)[0])
         progress(done, len(indices))
     if len(points) < 2:
-        raise ValueError(f"signs need at least 2 images whose views overlap, got {len(points)}: give more images")
+        raise InputError(f"signs need at least 2 images whose views overlap, got {len(points)}: give more images")
     return torch.stack(points)
 
 

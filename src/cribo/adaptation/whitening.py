@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from cribo.errors import InputError
+
 
 class Moments:
     """Running mean and covariance of vectors, in float64.
@@ -66,14 +68,14 @@ def partial_whitening(
         ValueError: a power outside of [0, 1], more directions than there are, or fewer than two vectors.
     """
     if not 0.0 <= power <= 1.0:
-        raise ValueError(f"power must be from 0 (rotate only) to 1 (whiten), got {power}")
+        raise InputError(f"power must be from 0 (rotate only) to 1 (whiten), got {power}")
     if moments.count < 2:
-        raise ValueError(f"whitening needs at least 2 vectors, got {moments.count}: give more images")
+        raise InputError(f"whitening needs at least 2 vectors, got {moments.count}: give more images")
     variances, axes = torch.linalg.eigh(moments.covariance)  # ascending
     variances, axes = variances.flip(0), axes.flip(1)
     available = int((variances > _NEGLIGIBLE * variances[0]).sum())
     if dims is not None and not 1 <= dims <= available:
-        raise ValueError(f"dims must be 1 to {available}, the directions with variance, got {dims}")
+        raise InputError(f"dims must be 1 to {available}, the directions with variance, got {dims}")
     kept = dims or available
     weight = (axes[:, :kept] * variances[:kept].pow(-power / 2)).T
     return weight.float(), -(weight @ moments.mean).float()

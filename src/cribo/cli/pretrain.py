@@ -8,6 +8,7 @@ from rich.table import Table
 
 from cribo.cli.running import guarded, print_places
 from cribo.console import command_console, duration, loading, log_to
+from cribo.errors import InputError
 from cribo.processes import is_first_process
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _pretrain(words: list[str]) -> None:
     if parsed.resume is not None:
         for option in ("name", "minutes", "config", "overwrite", "continue"):
             if parsed[option]:
-                raise ValueError(f"--{option} does not go with --resume: it is taken from the run")
+                raise InputError(f"--{option} does not go with --resume: it is taken from the run")
         with loading(console):
             from cribo.pretraining.run import latest_run, overrides_in, resume
 

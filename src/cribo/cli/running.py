@@ -1,7 +1,6 @@
 """Shared by all commands: dispatch, errors and exit status, options of a backbone."""
 
 import difflib
-import dis
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -9,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cribo.errors import Stopped
+from cribo.errors import InputError, MissingPackage, Stopped
 from cribo.processes import is_first_process
 
 DEBUG = "--debug"
@@ -47,8 +46,8 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 def guarded(name: str, command: Callable[[list[str]], None], words: list[str], *, less_memory: str) -> int:
     """Run a command, and print errors that the user can fix as one line.
 
-    These are errors of files and connections, and those that this package raises itself. All others keep their
-    traceback. With `--debug` among the arguments, every error has one.
+    These are errors of files and connections, `InputError` and `MissingPackage`. All others keep their traceback. With
+    `--debug` among the arguments, every error has one.
 
     Args:
         name: of the command, for messages.
@@ -69,7 +68,7 @@ def guarded(name: str, command: Callable[[list[str]], None], words: list[str], *
             return 0 if error.everywhere and not is_first_process() else _failed(name, error, error.status)
         if isinstance(error, OSError):  # a missing file, no network; or a full disk, for example
             return _failed(name, error, 2 if isinstance(error, FileNotFoundError | ConnectionError) else 1)
-        if isinstance(error, ValueError | ImportError) and _is_raised_by_us(error):  # invalid input
+        if isinstance(error, InputError | MissingPackage):
             return _failed(name, error, 2)
         if _is_out_of_memory(error):
             reason = str(error).partition(". ")[0] or "out of memory"
@@ -77,16 +76,6 @@ def guarded(name: str, command: Callable[[list[str]], None], words: list[str], *
         error.add_note(f"{name}: an error in cribo or a library that it uses: please report it with the lines above")
         raise
     return 0
-
-
-def _is_raised_by_us(error: Exception) -> bool:
-    """Whether a `raise` statement of this package raised an error, in contrast to Python or a library in its code."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    if last is None or not last.tb_frame.f_globals.get("__name__", "").startswith("cribo."):
-        return False
-    return last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 def _failed(name: str, error: object, status: int) -> int:

@@ -12,6 +12,7 @@ from jaxtyping import Int, Int64
 
 from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, enumerated, list_files, require
 from cribo.data.limits import MAX_PIXELS
+from cribo.errors import InputError
 
 IMAGENET_SIZES = {"train": 1_281_167, "val": 50_000}
 """Images of each split of ImageNet-1k (ILSVRC 2012)."""
@@ -38,7 +39,7 @@ class ClassifiedFiles(ImageFiles):
 
     def __init__(self, images: ImageFiles, classes: Sequence[str], labels: Int[np.ndarray, " n"]) -> None:
         if len(labels) != len(images):
-            raise ValueError(f"there must be a label for each of the {len(images)} images, got {len(labels)}")
+            raise InputError(f"there must be a label for each of the {len(images)} images, got {len(labels)}")
         super().__init__(images.folder, images.names, max_pixels=images.max_pixels)
         self.classes = list(classes)
         self.labels: Int64[np.ndarray, " n"] = labels.astype(np.int64)
@@ -52,7 +53,7 @@ class ClassifiedFiles(ImageFiles):
             ValueError: a number below 1.
         """
         if number < 1:
-            raise ValueError(f"number must be >= 1, got {number}")
+            raise InputError(f"number must be >= 1, got {number}")
         chosen = np.sort(np.lexsort((self.labels, _place_in_class(self.labels)))[:number])
         files = ImageFiles(self.folder, map(self.name, chosen.tolist()), max_pixels=self.max_pixels)
         return ClassifiedFiles(files, self.classes, self.labels[chosen])

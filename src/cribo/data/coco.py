@@ -15,6 +15,7 @@ from cribo.data.images import DataError, ImageFiles, MissingData, enumerated, re
 from cribo.data.limits import MAX_PIXELS
 from cribo.data.reading import image_size
 from cribo.data.segmentation import IGNORE_INDEX, class_names, colour_map
+from cribo.errors import InputError
 
 BACKGROUND = "background"
 """The class of pixels outside all objects; it comes first."""
@@ -188,11 +189,11 @@ class CocoLabels(ImageFiles):
         try:
             if isinstance(outline, list):
                 if any(len(polygon) < _POLYGON or len(polygon) % 2 for polygon in outline):
-                    raise ValueError("a polygon needs at least three corners, x and y of each")
+                    raise InputError("a polygon needs at least three corners, x and y of each")
                 parts: Any = coco.frPyObjects(outline, height, width)
                 encoded: Any = coco.merge(parts)
             elif tuple(outline["size"]) != (height, width):
-                raise ValueError(f"its run lengths are of {outline['size']} (height, width), not {[height, width]}")
+                raise InputError(f"its run lengths are of {outline['size']} (height, width), not {[height, width]}")
             else:
                 compressed = isinstance(outline["counts"], str | bytes)
                 encoded = outline if compressed else coco.frPyObjects(outline, height, width)

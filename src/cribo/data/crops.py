@@ -17,6 +17,7 @@ from torchvision.transforms.v2 import functional as TF
 
 from cribo.data.randomness import keyed_generator
 from cribo.data.segmentation import LabelledImages
+from cribo.errors import InputError
 
 Scale = tuple[int, int]
 """Long and short side, in any order, within which a resized image must fit."""
@@ -76,7 +77,7 @@ class LabelledCrops(Dataset[Crop]):
 
     def __init__(self, images: LabelledImages, size: int, scale: Scale | None, *, seed: int) -> None:
         if size < 1:
-            raise ValueError(f"size must be >= 1, got {size}")
+            raise InputError(f"size must be >= 1, got {size}")
         self.images = images
         self.size = size
         self.scale = scale

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cribo.data.limits import MAX_PIXELS
 from cribo.data.reading import read_image, read_reduced
-from cribo.errors import DataError, MissingData
+from cribo.errors import DataError, InputError, MissingData
 
 # Compared in lower case: ImageNet's files end in .JPEG.
 EXTENSIONS = (
@@ -99,7 +99,7 @@ class PackedNames:
             ValueError: the arrays are inconsistent.
         """
         if len(ends) == 0 or ends[0] != 0 or ends[-1] != len(text) or (np.diff(ends) < 0).any():
-            raise ValueError("these are not the arrays of packed names")
+            raise InputError("these are not the arrays of packed names")
         names = cls(())
         names._text, names._ends = text, ends
         return names

@@ -16,7 +16,7 @@ from PIL import Image, ImageChops, UnidentifiedImageError
 from torch import Tensor
 
 from cribo.data.limits import MAX_PIXELS
-from cribo.errors import Stopped
+from cribo.errors import InputError, Stopped
 
 # Named, so that no file can reach Pillow's rarer plugins: the one for EPS, for example, starts Ghostscript.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "JPEG2000")
@@ -210,7 +210,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         # versions. Older ones open 16-bit PNGs as "I".
         return Image.fromarray((np.array(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
-        raise ValueError(
+        raise InputError(
             "32-bit pixels have no defined range of brightness: convert the file to 8 or 16 bits per channel"
         )
     if image.mode == "CMYK" and image.format in ("JPEG", "MPO") and "adobe" not in image.info:

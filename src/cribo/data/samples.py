@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, Sampler
 from cribo.data.images import DataError, ImageSource, OrderedSource, ReducingSource
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import UnreadableImage, passing_error
+from cribo.errors import InputError
 
 # Purposes of keyed draws, so that no two share a stream.
 _SAMPLE, _ORDER, _REPLACEMENT = 0, 1, 2
@@ -124,7 +125,7 @@ class Batch:
             ValueError: the batch does not divide.
         """
         if len(self) % parts:
-            raise ValueError(f"a batch of {len(self)} images does not divide into {parts} parts")
+            raise InputError(f"a batch of {len(self)} images does not divide into {parts} parts")
         size = len(self) // parts
         return [self.narrow(start, start + size) for start in range(0, len(self), size)]
 
@@ -315,12 +316,12 @@ class StepBatchSampler(Sampler[list[tuple[int, int]]]):
     ) -> None:
         num_images = images if isinstance(images, int) else len(images)
         if num_images < batch_size:
-            raise ValueError(
+            raise InputError(
                 f"the data has {num_images} images, fewer than one batch: "
                 f"set optim.batch_size to {num_images} or less, got {batch_size}"
             )
         if batch_size % world_size:
-            raise ValueError(f"optim.batch_size must be a multiple of the {world_size} processes, got {batch_size}")
+            raise InputError(f"optim.batch_size must be a multiple of the {world_size} processes, got {batch_size}")
         self.images = images
         self.num_images = num_images
         self.batch_size = batch_size

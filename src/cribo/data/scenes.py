@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from cribo.errors import InputError
+
 OBJECT_CLASSES = (
     "striped disc",
     "dotted square",
@@ -65,9 +67,9 @@ class Scenes:
     def __post_init__(self) -> None:
         for name, least in (("count", 1), ("size", 16), ("seed", 0), ("first", 0), ("min_objects", 1)):
             if getattr(self, name) < least:
-                raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)}")
+                raise InputError(f"{name} must be >= {least}, got {getattr(self, name)}")
         if self.max_objects < self.min_objects:
-            raise ValueError(f"max_objects must be >= min_objects ({self.min_objects}), got {self.max_objects}")
+            raise InputError(f"max_objects must be >= min_objects ({self.min_objects}), got {self.max_objects}")
 
     @property
     def classes(self) -> list[str]:

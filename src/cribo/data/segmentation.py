@@ -24,6 +24,7 @@ from cribo.data.images import (
 )
 from cribo.data.limits import MAX_PIXELS
 from cribo.data.reading import image_size, open_header
+from cribo.errors import InputError
 
 IGNORE_INDEX = 255
 """Label of pixels that are ignored in memories and scores."""
@@ -67,7 +68,7 @@ def colour_map(count: int) -> list[Colour]:
     [(0, 0, 0), (128, 0, 0), (0, 128, 0)]
     """
     if not 0 <= count <= 256:
-        raise ValueError(f"count must be in 0..256 (there are 256 colours), got {count}")
+        raise InputError(f"count must be in 0..256 (there are 256 colours), got {count}")
 
     def channel(number: int, first_bit: int) -> int:
         return sum((number >> (3 * step + first_bit) & 1) << (7 - step) for step in range(3))

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, TypeVar
 from filelock import FileLock, Timeout
 
 from cribo.data.images import DataError, MissingData
-from cribo.errors import Stopped
+from cribo.errors import MissingPackage, Stopped
 
 log = logging.getLogger("cribo")
 T = TypeVar("T")
@@ -186,7 +186,7 @@ class RemoteShards:
         try:
             return url_to_fs(self.root)
         except ImportError as error:
-            raise ImportError(f"{self.root}: {error}; install cribo-ssl[stream] for s3://") from error
+            raise MissingPackage(f"{self.root}: {error}; install cribo-ssl[stream] for s3://") from error
         except ValueError as error:
             raise DataError(f"{self.root}: {error}") from error
 

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from cribo.errors import InputError
 from cribo.files import write_json, write_whole
 from cribo.retrieval.choices import FeaturePrecision
 from cribo.retrieval.search import available_memory
@@ -51,7 +52,7 @@ class FeatureCache:
 
     def __init__(self, folder: Path, encoder: Encoder, about: Mapping[str, object] | None = None) -> None:
         if encoder.identity is None:
-            raise ValueError("an encoder without identity cannot be cached: give it one, or do without the cache")
+            raise InputError("an encoder without identity cannot be cached: give it one, or do without the cache")
         # Another version of timm may compute a network differently.
         identity = f"{_CACHE_VERSION} {timm.__version__} {encoder.identity}"
         self.folder = folder.expanduser() / hashlib.sha256(identity.encode()).hexdigest()[:20]
@@ -87,7 +88,7 @@ class FeatureCache:
                 write_json(about, self._about)
             write_whole(path, save)
         except OSError as error:
-            raise ValueError(
+            raise InputError(
                 f"cannot keep features in {self.folder} ({error.strerror or error}): make room, give another --cache, "
                 "or do without with --cache none"
             ) from error
@@ -150,6 +151,6 @@ def require_room(needed: float, cache: FeatureCache | None) -> None:
         room, place = shutil.disk_usage(folder).free, str(folder)
         advice = "give a --cache with more room, or halve what is needed with --precision float16"
     if needed > room:
-        raise ValueError(
+        raise InputError(
             f"the features need about {needed / 2**30:.1f} GiB, {place} has {room / 2**30:.1f} GiB free: {advice}"
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cribo.data.segmentation import Colour
 from cribo.drawing import STRIPES, house_style, paint_classes, stripes, write_figure
+from cribo.errors import InputError
 from cribo.evaluation.results import EvaluationResult, metric_title, percent, varied_title, varied_value
 from cribo.evaluation.scores import accuracy, count_confusion, iou, mean_iou
 
@@ -66,7 +67,7 @@ class Panel:
     def __post_init__(self) -> None:
         sizes = {tuple(part.shape[-2:]) for part in (self.image, self.labels, self.prediction)}
         if len(sizes) > 1:
-            raise ValueError(f"image, labels and prediction of {self.name} must be of one size, got {sorted(sizes)}")
+            raise InputError(f"image, labels and prediction of {self.name} must be of one size, got {sorted(sizes)}")
 
     @property
     def counts(self) -> Bool[Tensor, "h w"]:
@@ -231,7 +232,7 @@ def draw_confusion(
     """
     count, columns = confusion.shape
     if count != len(classes) or columns not in (count, count + 1):
-        raise ValueError(
+        raise InputError(
             f"confusion must have {len(classes)} rows and as many columns or one more, one for each class, "
             f"got {count} x {columns}"
         )
@@ -320,7 +321,7 @@ def draw_rows(
         ValueError: no panel.
     """
     if not panels:
-        raise ValueError("panels must hold at least one image, got 0")
+        raise InputError("panels must hold at least one image, got 0")
     columns = min(len(handles), 8)
     spaces = [min(cell[1], cell[0] * aspect) + _TITLE for aspect in aspects]
     spaces = [spaces[0] + _HEADING, *spaces[1:], _LEGEND_LINE * -(-len(handles) // columns) + 0.15]
@@ -353,7 +354,7 @@ def draw_predictions(panels: Sequence[Panel], classes: Sequence[str], palette: S
         ValueError: no panel, or not a colour for each class.
     """
     if len(palette) != len(classes):
-        raise ValueError(f"palette must have a colour for each of the {len(classes)} classes, got {len(palette)}")
+        raise InputError(f"palette must have a colour for each of the {len(classes)} classes, got {len(palette)}")
 
     def draw(panel: Panel, axes: Sequence[Axes]) -> str:
         pictures = (

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cribo.console import duration
 from cribo.data import SEGMENTATION_SETS
+from cribo.errors import InputError
 from cribo.evaluation.protocol import PROTOCOLS, find_protocol
 from cribo.evaluation.scores import best_place
 from cribo.files import FolderError, write_text
@@ -43,7 +44,7 @@ _EXTREME_CLASSES = 10
 _LEAST_WIDTH = 14  # characters, of a column of names in a narrow terminal
 
 
-class ResultError(ValueError):
+class ResultError(InputError):
     """A result that cannot be read or used; the message gives the reason."""
 
 
@@ -91,13 +92,13 @@ class EvaluationResult:
             object.__setattr__(self, field.name, _plain(getattr(self, field.name), field.name))
         for name in ("backbone", "data"):
             if not isinstance(getattr(self, name).get("name"), str):
-                raise ValueError(f"{name} must have a name, got {sorted(getattr(self, name))}")
+                raise InputError(f"{name} must have a name, got {sorted(getattr(self, name))}")
         if not self.metrics or not self.results:
-            raise ValueError(f"a result needs a metric and a row, got {self.metrics} and {len(self.results)} rows")
+            raise InputError(f"a result needs a metric and a row, got {self.metrics} and {len(self.results)} rows")
         for number, row in enumerate(self.results):
             missing = [name for name in (self.varies, *self.metrics) if name not in row]
             if missing:
-                raise ValueError(f"row {number} of the results lacks {', '.join(missing)}: it has {', '.join(row)}")
+                raise InputError(f"row {number} of the results lacks {', '.join(missing)}: it has {', '.join(row)}")
 
     @property
     def headline(self) -> str:

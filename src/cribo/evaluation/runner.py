@@ -17,6 +17,7 @@ from cribo.arguments import ConfigError
 from cribo.console import Phases
 from cribo.data import LabelledImages
 from cribo.devices import resolve_devices, resolve_workers
+from cribo.errors import InputError
 from cribo.evaluation.cache import Encoder, FeatureCache, Machine
 from cribo.evaluation.data import PLACES, Splits
 from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, extract_patches
@@ -169,7 +170,7 @@ def evaluate(
         NonFiniteLoss: training has diverged.
     """
     if pictures < 0:
-        raise ValueError(f"pictures must be >= 0, got {pictures}")
+        raise InputError(f"pictures must be >= 0, got {pictures}")
     if resume and not protocol.trains():
         raise ConfigError(f"{protocol.name} does not train, so there is nothing to resume: leave out --resume")
     source = BackboneSource(backbone) if isinstance(backbone, str) else backbone

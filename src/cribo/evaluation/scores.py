@@ -9,6 +9,8 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 from torchmetrics import Metric
 
+from cribo.errors import InputError
+
 
 def count_confusion(
     labels: Int[Tensor, " n"], predicted: Int[Tensor, " n"], classes: int, columns: int | None = None
@@ -67,7 +69,7 @@ def iou(confusion: Int[Tensor, "c p"]) -> Float64[Tensor, " c"]:
     """
     classes, columns = confusion.shape
     if columns < classes:
-        raise ValueError(f"confusion must have a column for each of its {classes} rows, got {columns}")
+        raise InputError(f"confusion must have a column for each of its {classes} rows, got {columns}")
     counts = confusion.long()
     hits = counts.diagonal()
     union = counts.sum(dim=1) + counts[:, :classes].sum(dim=0) - hits

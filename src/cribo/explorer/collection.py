@@ -9,6 +9,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from cribo.data.reading import UnreadableImage, read_reduced
+from cribo.errors import InputError
 from cribo.explorer.uploads import Refused
 from cribo.object_search import ImageObject, IndexedImage, ObjectDatabase
 
@@ -43,7 +44,7 @@ class Collection:
         self.max_pixels = max_pixels
         self._images = [image for image in database.images() if image.objects]
         if not self._images:
-            raise ValueError(
+            raise InputError(
                 f"{database.uri} holds no objects: index images with cribo index --images DIR --db {database.uri}"
             )
 

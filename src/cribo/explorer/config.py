@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cribo.arguments import ConfigError
+from cribo.errors import InputError
 from cribo.retrieval.source import BackboneSource
 
 
@@ -55,7 +56,7 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("megabytes", "megapixels"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"max_{name} must be > 0, got {getattr(self, name)}")
+                raise InputError(f"max_{name} must be > 0, got {getattr(self, name)}")
 
     @property
     def bytes(self) -> int:

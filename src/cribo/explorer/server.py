@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cribo.errors import InputError, MissingPackage
 from cribo.explorer.config import Limits
 from cribo.explorer.uploads import Uploads
 
@@ -20,7 +21,7 @@ _SHUTDOWN_SECONDS = 2
 _ALL_ADDRESSES = ("0.0.0.0", "::")
 
 
-class CannotListen(ValueError):
+class CannotListen(InputError):
     """The address is in use, or does not belong to this machine."""
 
 
@@ -76,7 +77,7 @@ def require_gradio() -> None:
     import importlib.util
 
     if importlib.util.find_spec("gradio") is None:
-        raise ImportError('the page needs Gradio: pip install "cribo-ssl[explore]"')
+        raise MissingPackage('the page needs Gradio: pip install "cribo-ssl[explore]"')
 
 
 def serve(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cribo.console import duration
+from cribo.errors import InputError
 from cribo.pretraining.files import CONFIG, METRICS, SUMMARY
 
 _SCORE = {"dense_nn": "mIoU"}
@@ -108,7 +109,7 @@ def require_run(folder: Path) -> None:
 
     require(folder)
     if not (folder / CONFIG).is_file():
-        raise ValueError(f"{folder} has no {CONFIG}, so it is not a run: give the folder that `cribo pretrain` printed")
+        raise InputError(f"{folder} has no {CONFIG}, so it is not a run: give the folder that `cribo pretrain` printed")
 
 
 def summary_table(state: RunState) -> str:

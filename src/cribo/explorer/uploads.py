@@ -8,10 +8,11 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from cribo.data.reading import EncodedImage, UnreadableImage, read_image
+from cribo.errors import InputError
 from cribo.explorer.config import Limits
 
 
-class Refused(ValueError):
+class Refused(InputError):
     """A request is refused; the message is a sentence for the page."""
 
 

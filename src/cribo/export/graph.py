@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._export.serde.serialize import SerializeError
 from torch.export import Dim, ExportedProgram
 
+from cribo.errors import InputError
 from cribo.export.options import Options
 from cribo.export.target import Encode, Exporter, MissingExtra, Written
 from cribo.models import Backbone, describe, normalise
@@ -76,7 +77,7 @@ def trace(backbone: Backbone, layers: int) -> ExportedProgram:
             return torch.export.export(graph, (torch.rand(2, 3, *size),), dynamic_shapes={"images": free})
     except Exception as error:  # tracing has no error of its own
         reason = str(error).partition("\n")[0]
-        raise ValueError(
+        raise InputError(
             f"{backbone.name} cannot be traced ({type(error).__name__}: {reason}): use --to timm or --to transformers"
         ) from error
 
@@ -125,7 +126,7 @@ def write_torch(backbone: Backbone, folder: Path, options: Options) -> Written:
             torch.export.save(program, folder / _TORCH_FILE, extra_files=about)
     except SerializeError as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"PyTorch cannot store the graph of {backbone.name} ({reason}): use --to onnx") from error
+        raise InputError(f"PyTorch cannot store the graph of {backbone.name} ({reason}): use --to onnx") from error
     return Written(_LOAD_TORCH.format(file=_TORCH_FILE, size=backbone.image_size), _notes(backbone))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cribo.data.randomness import keyed_generator
-from cribo.errors import Stopped
+from cribo.errors import InputError, Stopped
 from cribo.export.options import TARGETS, Options, Target
 from cribo.export.target import Encode, Exporter
 from cribo.files import write_json
@@ -192,7 +192,7 @@ def _sizes(backbone: Backbone) -> tuple[tuple[int, int, int], ...]:
 
 def _exporter(to: str) -> Exporter:
     if to not in TARGETS:
-        raise ValueError(f"a backbone is exported to one of {', '.join(TARGETS)}, got {to!r}")
+        raise InputError(f"a backbone is exported to one of {', '.join(TARGETS)}, got {to!r}")
     module, name = _EXPORTERS[to]
     return getattr(import_module(f"cribo.export.{module}"), name)
 
@@ -200,17 +200,17 @@ def _exporter(to: str) -> Exporter:
 def _check(backbone: Backbone, to: Target, options: Options) -> None:
     backbone.check_layers(options.layers)
     if options.layers > 1 and to in ("timm", "transformers"):
-        raise ValueError(
+        raise InputError(
             f"layers={options.layers} is for onnx and torch-export: {to} gives tokens of the last block, and those of "
             "other blocks by its own options"
         )
     if options.opset not in _OPSETS:
-        raise ValueError(f"opset must be {_OPSETS[0]} to {_OPSETS[-1]}, got {options.opset}")
+        raise InputError(f"opset must be {_OPSETS[0]} to {_OPSETS[-1]}, got {options.opset}")
     if reason := _exporter(to).refusal(backbone, options):
-        raise ValueError(f"{to} cannot hold this network: {reason}{_others(backbone, to)}")
+        raise InputError(f"{to} cannot hold this network: {reason}{_others(backbone, to)}")
     for key, value in backbone.model.state_dict().items():
         if not value.isfinite().all():
-            raise ValueError(f"the weights are damaged: {key} is not finite; nothing was written")
+            raise InputError(f"the weights are damaged: {key} is not finite; nothing was written")
 
 
 def _others(backbone: Backbone, to: Target) -> str:

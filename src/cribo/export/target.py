@@ -7,6 +7,7 @@ from pathlib import Path
 from jaxtyping import Float
 from torch import Tensor
 
+from cribo.errors import MissingPackage
 from cribo.export.options import Options
 from cribo.models import Backbone
 
@@ -42,7 +43,7 @@ class Exporter:
     refusal: Callable[[Backbone, Options], str | None]
 
 
-class MissingExtra(ImportError):
+class MissingExtra(MissingPackage):
     """A library of the extra `export` is not installed."""
 
     def __init__(self, target: str, error: ImportError) -> None:

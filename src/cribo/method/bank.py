@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from cribo.errors import InputError
 from cribo.method.matching import NO_MATCH, cycle_consistency, nearest_rows, top_rows
 from cribo.method.precision import at_least_float32, in_float32
 from cribo.method.recipe import Criterion
@@ -66,7 +67,7 @@ class MemoryBank:
     ) -> None:
         for name, value in (("num_images", num_images), ("num_objects", num_objects), ("dim", dim)):
             if value < 1:
-                raise ValueError(f"{name} must be >= 1, got {value}")
+                raise InputError(f"{name} must be >= 1, got {value}")
         self.num_images = num_images
         self.capacity = num_images * num_objects
         # Uninitialised: only live slots are read, and a host commits memory only when they are written.
@@ -129,7 +130,7 @@ class MemoryBank:
         Source: paper equations 2 to 4.
         """
         if not callable(criterion) and criterion not in get_args(Criterion):
-            raise ValueError(f"criterion must be one of {', '.join(get_args(Criterion))}, got {criterion!r}")
+            raise InputError(f"criterion must be one of {', '.join(get_args(Criterion))}, got {criterion!r}")
         live = ring_slices(self._oldest, self._length, self.capacity)
         nearest = torch.stack(
             [
@@ -183,9 +184,9 @@ class MemoryBank:
         """
         rows = objects.shape[1]
         if sum(counts) != rows:
-            raise ValueError(f"counts must sum to the {rows} objects given, got {sum(counts)}")
+            raise InputError(f"counts must sum to the {rows} objects given, got {sum(counts)}")
         if len(counts) > self.num_images or rows > self.capacity:
-            raise ValueError(
+            raise InputError(
                 f"a batch of {len(counts)} images with {rows} objects does not fit a bank of "
                 f"{self.num_images} images and {self.capacity} objects: use a larger bank or a smaller batch"
             )
@@ -240,9 +241,9 @@ class MemoryBank:
         rows: Tensor = state["rows"]
         counts: list[int] = state["counts"].tolist()
         if rows.shape[2] != self._rows.shape[2]:
-            raise ValueError(f"the bank's objects have {self._rows.shape[2]} channels, the state's {rows.shape[2]}")
+            raise InputError(f"the bank's objects have {self._rows.shape[2]} channels, the state's {rows.shape[2]}")
         if len(counts) > self.num_images or rows.shape[1] > self.capacity:
-            raise ValueError(
+            raise InputError(
                 f"a state of {len(counts)} images with {rows.shape[1]} objects does not fit a bank of "
                 f"{self.num_images} images and {self.capacity} objects: use a larger bank"
             )

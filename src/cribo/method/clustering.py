@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from cribo.errors import InputError
 from cribo.method.blocks import rows_per_block
 from cribo.method.precision import in_float32
 from cribo.method.recipe import Marginals
@@ -66,13 +67,13 @@ def cluster_tokens(
         torch.Size([2, 98])
     """
     if marginals not in get_args(Marginals):
-        raise ValueError(f"marginals must be one of {', '.join(get_args(Marginals))}, got {marginals!r}")
+        raise InputError(f"marginals must be one of {', '.join(get_args(Marginals))}, got {marginals!r}")
     if position_weight < 0:
-        raise ValueError(f"position_weight must be >= 0, got {position_weight}")
+        raise InputError(f"position_weight must be >= 0, got {position_weight}")
     if not 0 < sharpness <= 100:  # exp(-sharpness) must not underflow
-        raise ValueError(f"sharpness must be > 0 and <= 100, got {sharpness}")
+        raise InputError(f"sharpness must be > 0 and <= 100, got {sharpness}")
     if sinkhorn_iterations < 1:
-        raise ValueError(f"sinkhorn_iterations must be >= 1, got {sinkhorn_iterations}")
+        raise InputError(f"sinkhorn_iterations must be >= 1, got {sinkhorn_iterations}")
     initial_tokens = _initial_tokens(tokens, coordinates, num_objects, iterations, initial_tokens, generator)
     images = rows_per_block(2 * tokens.shape[1] ** 2, tokens.device)  # the distances, and the same for temporaries
     parts = zip(tokens.split(images), coordinates.split(images), initial_tokens.split(images), strict=True)
@@ -105,7 +106,7 @@ def cluster_tokens_kmeans(
         torch.Size([2, 98])
     """
     if position_weight != 0:
-        raise ValueError(
+        raise InputError(
             f"k-means has no positional cue: position_weight must be 0, got {position_weight}; "
             "use cluster_tokens for positional cues"
         )
@@ -134,7 +135,7 @@ def draw_initial_tokens(
 
 def _check_num_objects(num_objects: int, num_tokens: int) -> None:
     if not 1 <= num_objects <= num_tokens:
-        raise ValueError(
+        raise InputError(
             f"num_objects must be between 1 and the number of tokens of both views ({num_tokens}), "
             f"got {num_objects}: use fewer clusters, larger images or smaller patches"
         )
@@ -150,18 +151,18 @@ def _initial_tokens(
 ) -> Int[Tensor, "b k"]:
     """Check the arguments that every clustering shares, and draw the initial tokens if none are given."""
     if tokens.ndim != 3:
-        raise ValueError(f"tokens must have the shape (B, T, D), got {tuple(tokens.shape)}")
+        raise InputError(f"tokens must have the shape (B, T, D), got {tuple(tokens.shape)}")
     batch, num_tokens, _ = tokens.shape
     if coordinates.shape != (batch, num_tokens, 2):
-        raise ValueError(f"coordinates must have the shape ({batch}, {num_tokens}, 2), got {tuple(coordinates.shape)}")
+        raise InputError(f"coordinates must have the shape ({batch}, {num_tokens}, 2), got {tuple(coordinates.shape)}")
     _check_num_objects(num_objects, num_tokens)
     if iterations < 1:
-        raise ValueError(f"iterations must be >= 1, got {iterations}")
+        raise InputError(f"iterations must be >= 1, got {iterations}")
     if initial_tokens is None:
         draws = [draw_initial_tokens(num_tokens, num_objects, generator=generator) for _ in range(batch)]
         return torch.stack(draws).to(tokens.device) if draws else tokens.new_zeros((0, num_objects)).long()
     if initial_tokens.shape != (batch, num_objects):
-        raise ValueError(
+        raise InputError(
             f"initial_tokens must have the shape ({batch}, {num_objects}), got {tuple(initial_tokens.shape)}"
         )
     return initial_tokens.long()

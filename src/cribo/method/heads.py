@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from cribo.errors import InputError
 from cribo.method.precision import at_least_float32
 
 
@@ -53,9 +54,9 @@ class ProjectionHead(nn.Module):
         }
         for name, value in sizes.items():
             if value < 1:
-                raise ValueError(f"{name} must be >= 1, got {value}")
+                raise InputError(f"{name} must be >= 1, got {value}")
         if init_std <= 0:
-            raise ValueError(f"init_std must be > 0, got {init_std}")
+            raise InputError(f"init_std must be > 0, got {init_std}")
         widths = [dim, *[hidden_dim] * (num_layers - 1), bottleneck_dim]
         layers: list[nn.Module] = []
         for inputs, outputs in itertools.pairwise(widths):
@@ -91,7 +92,7 @@ class PrototypeLayer(nn.Module):
         super().__init__()
         for name, value in (("bottleneck_dim", bottleneck_dim), ("num_prototypes", num_prototypes)):
             if value < 1:
-                raise ValueError(f"{name} must be >= 1, got {value}")
+                raise InputError(f"{name} must be >= 1, got {value}")
         # The default initialisation of nn.Linear.
         bound = 1 / math.sqrt(bottleneck_dim)
         self.direction = nn.Parameter(torch.empty(num_prototypes, bottleneck_dim).uniform_(-bound, bound))

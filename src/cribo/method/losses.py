@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from cribo.errors import InputError
 from cribo.method.blocks import rows_per_block
 from cribo.method.precision import at_least_float32, in_float32
 
@@ -36,7 +37,7 @@ class SelfDistillation:
     def __post_init__(self) -> None:
         for name in ("student_temperature", "teacher_temperature"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+                raise InputError(f"{name} must be > 0, got {getattr(self, name)}")
 
 
 CrossEntropy = Callable[..., tuple[Tensor, Tensor]]
@@ -126,7 +127,7 @@ def _groups(rows: Float[Tensor, "2 r *e"], group_rows: Sequence[int] | None) -> 
     """The group of each row, and the number of groups."""
     sizes = [rows.shape[1]] if group_rows is None else list(group_rows)
     if sum(sizes) != rows.shape[1]:
-        raise ValueError(f"group_rows must sum to the {rows.shape[1]} rows, got {sizes}")
+        raise InputError(f"group_rows must sum to the {rows.shape[1]} rows, got {sizes}")
     return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(rows.device), len(sizes)
 
 
@@ -290,7 +291,7 @@ class Centre(nn.Module):
     def __init__(self, num_prototypes: int, *, momentum: float = 0.9) -> None:
         super().__init__()
         if not 0 <= momentum < 1:
-            raise ValueError(f"momentum of the centre must be in [0, 1), got {momentum}")
+            raise InputError(f"momentum of the centre must be in [0, 1), got {momentum}")
         self.momentum = momentum
         self.register_buffer("value", torch.zeros(num_prototypes))
 
@@ -337,9 +338,9 @@ def sinkhorn_centre(
         torch.Size([32])
     """
     if temperature <= 0:
-        raise ValueError(f"temperature must be > 0, got {temperature}")
+        raise InputError(f"temperature must be > 0, got {temperature}")
     if iterations < 1:
-        raise ValueError(f"iterations must be >= 1, got {iterations}")
+        raise InputError(f"iterations must be >= 1, got {iterations}")
     num_prototypes = len(prototypes)
     shift = prototypes.new_zeros(num_prototypes)  # logarithm of the columns' scaling
     if not len(embeddings):

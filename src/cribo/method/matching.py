@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from cribo.errors import InputError
 from cribo.method.blocks import rows_per_block
 from cribo.method.precision import in_float32, inner_products
 
@@ -40,9 +41,9 @@ def match_objects(
         (torch.Size([2, 12]), torch.Size([2, 12]))
     """
     if objects.ndim != 3 or objects.shape[0] != 2:
-        raise ValueError(f"objects must have the shape (2, R, D), got {tuple(objects.shape)}")
+        raise InputError(f"objects must have the shape (2, R, D), got {tuple(objects.shape)}")
     if bank.ndim != 3 or bank.shape[0] != 2 or bank.shape[2] != objects.shape[2]:
-        raise ValueError(f"bank must have the shape (2, M, {objects.shape[2]}), got {tuple(bank.shape)}")
+        raise InputError(f"bank must have the shape (2, M, {objects.shape[2]}), got {tuple(bank.shape)}")
     rows = F.normalize(bank, dim=-1)
     nearest = torch.stack([nearest_rows(objects[view], rows[view]) for view in (0, 1)])
     if bank.shape[1] == 0:
@@ -73,7 +74,7 @@ def cycle_consistency(
     """
     sizes = [objects.shape[1]] if group_rows is None else list(group_rows)
     if sum(sizes) != objects.shape[1]:
-        raise ValueError(f"group_rows must sum to {objects.shape[1]} objects, got {sizes}")
+        raise InputError(f"group_rows must sum to {objects.shape[1]} objects, got {sizes}")
     queries, targets = F.normalize(jumped, dim=-1), F.normalize(objects.flip(0), dim=-1)
     closed = [
         (query @ target.mT).argmax(dim=2) == torch.arange(size, device=objects.device)

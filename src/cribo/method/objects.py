@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from cribo.errors import InputError
 from cribo.method.precision import in_float32
 
 
@@ -37,9 +38,9 @@ def pool_objects(
         (torch.Size([4, 2, 6, 16]), torch.Size([4, 6]))
     """
     if tokens.ndim != 4 or tokens.shape[1] != 2:
-        raise ValueError(f"tokens must have the shape (B, 2, N, D), got {tuple(tokens.shape)}")
+        raise InputError(f"tokens must have the shape (B, 2, N, D), got {tuple(tokens.shape)}")
     if labels.shape != tokens.shape[:3]:
-        raise ValueError(f"labels must have the shape {tuple(tokens.shape[:3])}, got {tuple(labels.shape)}")
+        raise InputError(f"labels must have the shape {tuple(tokens.shape[:3])}, got {tuple(labels.shape)}")
     members = F.one_hot(labels.long(), num_objects).to(tokens.dtype)  # (B, 2, N, K)
     sizes = members.sum(dim=2)
     return members.mT @ tokens / sizes.clamp_min(1)[..., None], (sizes > 0).all(dim=1)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from cribo.errors import InputError
+
 Marginals = Literal["adaptive", "uniform"]
 Criterion = Literal["cycle", "none"]
 
@@ -51,7 +53,7 @@ class ViewRecipe:
             value = getattr(self, name)
             numbers = value if isinstance(value, (tuple, list)) else (value,)
             if not all(low <= number <= high for number in numbers):
-                raise ValueError(f"{name} must be between {low:g} and {high:g}, got {value}")
+                raise InputError(f"{name} must be between {low:g} and {high:g}, got {value}")
 
         check("size", 1, 8192)
         for name in ("flip", "jitter", "greyscale", "blur", "solarise", "brightness", "contrast", "saturation"):
@@ -64,4 +66,4 @@ class ViewRecipe:
         for name in ("area", "aspect", "blur_sigma"):
             low, high = getattr(self, name)
             if low > high:
-                raise ValueError(f"{name} must go from low to high, got ({low}, {high})")
+                raise InputError(f"{name} must go from low to high, got ({low}, {high})")

@@ -10,6 +10,7 @@ from typing import Literal
 from timm.models import Beit, VisionTransformer
 from torch import Tensor
 
+from cribo.errors import InputError
 from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, Backbone
 from cribo.models.building import build_backbone, is_import_path
 from cribo.models.formats.architecture import Architecture, whose_fixed_positions
@@ -68,7 +69,7 @@ def build(
     """Build a network without values for weights that are read next, or with random weights if a seed is given."""
     module = architecture.name.rpartition(".")[0]
     if is_import_path(architecture.name) and module not in sys.modules and not trust:
-        raise ValueError(
+        raise InputError(
             f"the weights say that their network is {architecture.name}, which is code that nothing has imported yet: "
             f"import {module} first, or allow it with --trust (trust=True in Python)"
         )
@@ -169,7 +170,7 @@ def _fit(
         try:
             fitted = checkpoint_filter(dict(state), backbone.model)
         except Exception as error:  # each family's filter has its own ways to fail on another family's file
-            raise ValueError(
+            raise InputError(
                 f"{source} does not fit {backbone.name}: timm's filter failed ({type(error).__name__}: {error})"
             ) from error
     resampled = (key for key, value in fitted.items() if key in shapes and shapes[key] != value.shape)
@@ -223,7 +224,7 @@ def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source
     if problems:
         arguments = f" with {backbone.args}" if backbone.args else ""
         way_out = ": leave them out with --backbone.ignore PATTERN (ignore= in Python)" if unexpected else ""
-        raise ValueError(
+        raise InputError(
             f"{source} does not fit {backbone.name}{arguments}; nothing was loaded; {'; '.join(problems)}{way_out}"
         )
     usable = {key: state[key] for key in own if key in state and state[key].shape == own[key].shape}

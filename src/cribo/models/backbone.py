@@ -16,6 +16,7 @@ from timm.models import Beit, ConvNeXt, Eva, VisionTransformer, Xcit
 from timm.models.beit import Attention as BeitAttention
 from torch import Tensor, nn
 
+from cribo.errors import InputError
 from cribo.models import networks
 from cribo.models.checkpointing import set_checkpointing
 from cribo.models.linear import use_onednn
@@ -242,15 +243,15 @@ class Backbone(nn.Module):
         """
         width = self.readout.in_features if self.readout is not None else self.embed_dim
         if weight.shape != (len(bias), width):
-            raise ValueError(f"the layer must take {width} channels, got a weight of {tuple(weight.shape)}")
+            raise InputError(f"the layer must take {width} channels, got a weight of {tuple(weight.shape)}")
         like = next(self.parameters())
         if not hasattr(self.model, "reset_classifier"):
-            raise ValueError(f"{self.name} has no place for a layer behind its features: use a network of timm")
+            raise InputError(f"{self.name} has no place for a layer behind its features: use a network of timm")
         self.model.reset_classifier(len(bias))
         layer = self.model.get_classifier()
         if not isinstance(layer, nn.Linear) or layer.in_features != width:
             self.model.reset_classifier(0)
-            raise ValueError(
+            raise InputError(
                 f"{self.name} has no place for a layer behind its features, because its classifier has other layers or "
                 "several heads: use another network, such as a vision transformer, ResNet, ConvNeXt or EfficientNet"
             )
@@ -285,7 +286,7 @@ class Backbone(nn.Module):
             ValueError: a network without transformer blocks.
         """
         if mode != "none" and not self._is_transformer:
-            raise ValueError(
+            raise InputError(
                 f"{self.name} has no transformer blocks to checkpoint, got {mode!r}: use 'none', and smaller "
                 "micro-batches to save memory"
             )
@@ -365,13 +366,13 @@ class Backbone(nn.Module):
         """
         if not 1 <= layers <= self.depth:
             if not self._is_transformer:
-                raise ValueError(
+                raise InputError(
                     f"{self.name} gives one feature map, so layers must be 1, got {layers}: only the blocks "
                     "of a vision transformer share one grid"
                 )
-            raise ValueError(f"layers must be 1 to {self.depth}, the blocks of {self.name}, got {layers}")
+            raise InputError(f"layers must be 1 to {self.depth}, the blocks of {self.name}, got {layers}")
         if layers > 1 and self.readout is not None:
-            raise ValueError(
+            raise InputError(
                 f"layers must be 1, got {layers}: {self.name} has a linear layer behind its features, which reads the "
                 "last block alone"
             )
@@ -460,11 +461,11 @@ class Backbone(nn.Module):
         """
         model = self.model
         if not isinstance(model, VisionTransformer):
-            raise ValueError(
+            raise InputError(
                 f"{self.name} cannot be run in two parts: use a vision transformer (timm's VisionTransformer)"
             )
         if not 0 <= blocks <= self.depth:
-            raise ValueError(f"blocks must be 0 to {self.depth}, the blocks of {self.name}, got {blocks}")
+            raise InputError(f"blocks must be 0 to {self.depth}, the blocks of {self.name}, got {blocks}")
         self._check(images, 1, None)
         tokens = model.patch_embed(images.to(next(self.parameters()).dtype))
         tokens = model.norm_pre(model.patch_drop(model._pos_embed(tokens)))
@@ -509,11 +510,11 @@ class Backbone(nn.Module):
 
     def _check(self, images: Tensor, layers: int, drop_path_noise: Tensor | None) -> None:
         if images.ndim != 4 or images.shape[1] != 3:
-            raise ValueError(f"images must be (B, 3, H, W), got {tuple(images.shape)}")
+            raise InputError(f"images must be (B, 3, H, W), got {tuple(images.shape)}")
         height, width = images.shape[2], images.shape[3]
         _check_divisible((height, width), self.patch_size)
         if not self.takes_any_size and (height, width) != (self.image_size, self.image_size):
-            raise ValueError(
+            raise InputError(
                 f"{self.name} was built for {self.image_size}x{self.image_size} images and takes no other, "
                 f"got {height}x{width}: build it with that image_size, or choose a vision transformer or a "
                 "convolutional network"
@@ -521,12 +522,12 @@ class Backbone(nn.Module):
         self.check_layers(layers)
         expected = (images.shape[0], self.num_drop_path_sites)
         if drop_path_noise is not None and tuple(drop_path_noise.shape) != expected:
-            raise ValueError(
+            raise InputError(
                 f"drop_path_noise must be (B, num_drop_path_sites) = {expected}, got {tuple(drop_path_noise.shape)}"
             )
         if drop_path_noise is not None and getattr(self.model, "grad_checkpointing", False):
             # A block that is computed again in the backward pass would find the noise gone.
-            raise ValueError(
+            raise InputError(
                 "drop path noise and timm's gradient checkpointing exclude each other: use set_checkpointing"
             )
 
@@ -560,7 +561,7 @@ def _transformer_patch_size(model: Any, name: str) -> int:
     ratio = embed.feat_ratio(as_scalar=False) if hasattr(embed, "feat_ratio") else embed.patch_size
     ratio = (ratio, ratio) if isinstance(ratio, int) else ratio
     if ratio[0] != ratio[1]:
-        raise ValueError(f"the patches of {name} must be square, got {ratio[0]}x{ratio[1]}")
+        raise InputError(f"the patches of {name} must be square, got {ratio[0]}x{ratio[1]}")
     return int(ratio[0])
 
 
@@ -578,11 +579,11 @@ def _map_stride(model: Any, name: str, size: int) -> int:
         output = model.forward_features(torch.zeros(1, 3, size, size))
     if not isinstance(output, Tensor) or output.ndim != 4:
         kind = f"a {output.ndim}-dimensional tensor" if isinstance(output, Tensor) else type(output).__name__
-        raise ValueError(f"{name} gives {kind} and no feature map{_SUPPORTED}")
+        raise InputError(f"{name} gives {kind} and no feature map{_SUPPORTED}")
     is_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
     height, width = output.shape[1:3] if is_last else output.shape[2:4]
     if height != width or size % height:
-        raise ValueError(f"{name} gives a {height}x{width} map of a {size}-pixel image, no regular grid{_SUPPORTED}")
+        raise InputError(f"{name} gives a {height}x{width} map of a {size}-pixel image, no regular grid{_SUPPORTED}")
     return size // height
 
 
@@ -591,7 +592,7 @@ def _check_divisible(sizes: Sequence[int], patch_size: int) -> None:
         if size % patch_size or size < 1:
             below, above = size // patch_size * patch_size, (size // patch_size + 1) * patch_size
             use = f"{below} or {above}" if below else f"{above}"
-            raise ValueError(f"image size {size} is not divisible by the patch size {patch_size}: use {use}")
+            raise InputError(f"image size {size} is not divisible by the patch size {patch_size}: use {use}")
 
 
 def _leaves(output: Tensor) -> set[Tensor]:

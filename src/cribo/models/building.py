@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from cribo.arguments import import_by_path
+from cribo.errors import InputError
 from cribo.models import networks
 from cribo.models.backbone import RESERVED_ARGS, Backbone
 
@@ -58,9 +59,9 @@ def build_backbone(
     _check_name(name)
     _check_args(name, args)
     if not 0.0 <= drop_path < 1.0:
-        raise ValueError(f"drop_path must be >= 0 and < 1, got {drop_path}")
+        raise InputError(f"drop_path must be >= 0 and < 1, got {drop_path}")
     if image_size < 1:
-        raise ValueError(f"image_size must be >= 1, got {image_size}")
+        raise InputError(f"image_size must be >= 1, got {image_size}")
     if not initialise and (backbone := _build_empty(name, args, image_size, drop_path)) is not None:
         return backbone
     with torch.random.fork_rng(devices=[]):
@@ -85,18 +86,18 @@ def first_blocks(backbone: Backbone, count: int) -> Backbone:
         ValueError: a network without transformer blocks or with fewer, or with parameters that all blocks share.
     """
     if not isinstance(backbone.model, VisionTransformer | Eva | Beit):
-        raise ValueError(
+        raise InputError(
             f"{backbone.name} has no transformer blocks to choose from, got {count}: use all of it, or a vision "
             "transformer"
         )
     if not 1 <= count <= backbone.depth:
-        raise ValueError(f"{backbone.name} has blocks 1 to {backbone.depth} to choose from, got {count}")
+        raise InputError(f"{backbone.name} has blocks 1 to {backbone.depth} to choose from, got {count}")
     state = backbone.model.state_dict()
     shorter = _build_again(backbone, {"depth": count})
     own = shorter.model.state_dict()
     for key, value in own.items():
         if state[key].shape != value.shape:
-            raise ValueError(f"{backbone.name} cannot be shortened, because all blocks share {key}: use all of them")
+            raise InputError(f"{backbone.name} cannot be shortened, because all blocks share {key}: use all of them")
     shorter.model.load_state_dict({key: state[key] for key in own})
     return shorter
 
@@ -112,9 +113,9 @@ def with_stride(backbone: Backbone, stride: int) -> Backbone:
     try:
         dilated = _build_again(backbone, {"output_stride": stride})
     except ValueError as error:
-        raise ValueError(f"{backbone.name} cannot have an output stride of {stride}: {error}") from error
+        raise InputError(f"{backbone.name} cannot have an output stride of {stride}: {error}") from error
     if dilated.patch_size != stride:
-        raise ValueError(f"{backbone.name} cannot have an output stride of {stride}, only {dilated.patch_size}")
+        raise InputError(f"{backbone.name} cannot have an output stride of {stride}, only {dilated.patch_size}")
     state = backbone.model.state_dict()
     dilated.model.load_state_dict({key: state[key] for key in dilated.model.state_dict()})
     return dilated
@@ -178,10 +179,10 @@ def _create(name: str, args: Mapping[str, Any], image_size: int, drop_path: floa
             if unknown and unknown[1] in size_args:
                 continue
             if unknown and unknown[1] == "drop_path_rate":
-                raise ValueError(f"{name} has no drop path: use drop_path=0, got {drop_path}") from error
+                raise InputError(f"{name} has no drop path: use drop_path=0, got {drop_path}") from error
             if unknown:
-                raise ValueError(f"{name} has no argument {unknown[1]!r}: see timm's documentation") from error
-            raise ValueError(f"{name} cannot be built with {dict(args)} at {image_size} pixels: {error}") from error
+                raise InputError(f"{name} has no argument {unknown[1]!r}: see timm's documentation") from error
+            raise InputError(f"{name} cannot be built with {dict(args)} at {image_size} pixels: {error}") from error
     raise AssertionError("the last attempt sets no size argument")
 
 
@@ -190,14 +191,14 @@ def _create_own(name: str, args: Mapping[str, Any], drop_path: float) -> nn.Modu
     try:
         model = factory(**args)
     except TypeError as error:
-        raise ValueError(f"{name} cannot be called with {dict(args)}: {error}") from error
+        raise InputError(f"{name} cannot be called with {dict(args)}: {error}") from error
     if not (isinstance(model, nn.Module) and hasattr(model, "forward_features")):
-        raise ValueError(
+        raise InputError(
             f"{name} must give a module whose forward_features(images) is a feature map (B, D, h, w), got "
             f"{type(model).__name__}"
         )
     if drop_path > 0 and not any(isinstance(part, DropPath) for part in model.modules()):
-        raise ValueError(f"{name} has no drop path: use drop_path=0, got {drop_path}")
+        raise InputError(f"{name} has no drop path: use drop_path=0, got {drop_path}")
     return model
 
 
@@ -229,17 +230,17 @@ def _check_name(name: str) -> None:
         return
     architecture, _, tag = name.partition(".")
     if not timm.is_model(architecture):
-        raise ValueError(f"unknown backbone {name!r}{nearest_names(architecture)}")
+        raise InputError(f"unknown backbone {name!r}{nearest_names(architecture)}")
     if tag:
-        raise ValueError(f"{name!r} names pretrained weights: use name={architecture!r} and pretrained={name!r}")
+        raise InputError(f"{name!r} names pretrained weights: use name={architecture!r} and pretrained={name!r}")
 
 
 def _check_args(name: str, args: Mapping[str, Any]) -> None:
     for key, value in args.items():
         if key in RESERVED_ARGS:
-            raise ValueError(f"the argument {key!r} of {name} is set by build_backbone: {RESERVED_ARGS[key]}")
+            raise InputError(f"the argument {key!r} of {name} is set by build_backbone: {RESERVED_ARGS[key]}")
         if key.endswith("drop_rate") and value:
-            raise ValueError(
+            raise InputError(
                 f"the argument {key!r} of {name} must be 0, got {value}: dropout draws from the global "
                 "generator, so that a run could not be repeated; use drop_path"
             )

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
+from cribo.errors import InputError
 from cribo.models.formats.naming import State
 from cribo.models.formats.table import Naming
 
@@ -49,7 +50,7 @@ def write_as(
         if key not in read or key not in state or read[key].shape != _rows(state[key].shape)
     ]
     if wrong:
-        raise ValueError(f"no network of {naming.name} has these weights: {', '.join(wrong[:4])}")
+        raise InputError(f"no network of {naming.name} has these weights: {', '.join(wrong[:4])}")
     own = {key: torch.zeros(shape) for key, shape in shapes.items()}
     keys = list(shapes)
     for key, numbers in read.items():
@@ -60,7 +61,7 @@ def write_as(
             mine = owners == owner
             target = own[keys[owner]]
             if target.numel() != rows.shape[1] * math.prod(_rows(target.shape)):
-                raise ValueError(
+                raise InputError(
                     f"no network of {naming.name} has these weights: {keys[owner]} is {tuple(target.shape)}, for "
                     f"rows of {rows.shape[1]}"
                 )

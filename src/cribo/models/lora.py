@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from cribo.errors import InputError, MissingPackage
 from cribo.models.backbone import Backbone
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -36,17 +37,17 @@ def add_adapters(backbone: Backbone, rank: int, *, first_block: int = 0, seed: i
     """
     layers = _linear_layers(backbone, first_block)
     if not layers:
-        raise ValueError(
+        raise InputError(
             f"{backbone.name} has no linear layers in its blocks, which LoRA needs: train all of its weights, or use a "
             "vision transformer"
         )
     width = min(min(layer.in_features, layer.out_features) for layer in layers.values())
     if not 1 <= rank <= width:
-        raise ValueError(f"the rank must be 1 to {width}, the width of {backbone.name}, got {rank}")
+        raise InputError(f"the rank must be 1 to {width}, the width of {backbone.name}, got {rank}")
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise ImportError(f"LoRA needs peft ({error}): pip install 'cribo-ssl[lora]'") from error
+        raise MissingPackage(f"LoRA needs peft ({error}): pip install 'cribo-ssl[lora]'") from error
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         config = LoraConfig(r=rank, lora_alpha=rank, target_modules="|".join(map(re.escape, layers)))

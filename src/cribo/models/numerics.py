@@ -11,6 +11,7 @@ from timm.models import ResNet, VisionTransformer
 from timm.models.swin_transformer import SwinTransformerBlock
 from torch import nn
 
+from cribo.errors import InputError
 from cribo.models.positions import RESIZINGS, RelativeResizing, Resizing, Windows, attend_in_windows, embed_positions
 
 
@@ -45,9 +46,9 @@ class Numerics:
 
     def __post_init__(self) -> None:
         if self.positions not in RESIZINGS:
-            raise ValueError(f"positions must be one of {', '.join(RESIZINGS)}, got {self.positions!r}")
+            raise InputError(f"positions must be one of {', '.join(RESIZINGS)}, got {self.positions!r}")
         if self.rope_coordinates not in ("separate", "max", "min"):
-            raise ValueError(f"rope_coordinates must be separate, max or min, got {self.rope_coordinates!r}")
+            raise InputError(f"rope_coordinates must be separate, max or min, got {self.rope_coordinates!r}")
 
 
 _FINAL_NORMS = ("norm", "fc_norm", "head.norm")
@@ -96,13 +97,13 @@ def _set_rope(model: Any, numerics: Numerics) -> None:
     rope: Any = getattr(model, "rope", None)
     if not isinstance(rope, RotaryEmbeddingDinoV3):
         if numerics.rope_periods is not None or numerics.rope_coordinates != "separate":
-            raise ValueError(
+            raise InputError(
                 f"{type(model).__name__} has no rotary embedding of DINOv3, got rope_periods or rope_coordinates"
             )
         return
     periods, count = numerics.rope_periods, rope.dim // 4
     if periods is not None and len(periods) != count:
-        raise ValueError(f"rope_periods must be {count} numbers, one for four channels of a head, got {len(periods)}")
+        raise InputError(f"rope_periods must be {count} numbers, one for four channels of a head, got {len(periods)}")
     vars(rope).pop("_compute_periods", None)
     if periods is not None:
         vars(rope)["_compute_periods"] = partial(torch.tensor, periods)

@@ -14,6 +14,8 @@ from timm.models.beit import gen_relative_position_index
 from timm.models.swin_transformer import window_partition, window_reverse
 from torch import Tensor
 
+from cribo.errors import InputError, MissingPackage
+
 Resizing = Literal["timm", "bicubic", "bicubic_offset", "bilinear", "bilinear_antialiased", "bilinear_corners"]
 """`timm`: bicubic, antialiased (also DINOv2 with registers, open_clip). `bicubic`: without antialiasing (Hugging Face,
 MMSegmentation, MAE). `bicubic_offset`: the same by a scale factor of (h + 0.1) / H (DINO, iBOT, DINOv2).
@@ -103,7 +105,7 @@ def _resize_by_spline(grid: Float[Tensor, "heads h w"], new_h: int, new_w: int) 
     try:
         from scipy.interpolate import RectBivariateSpline
     except ImportError as error:
-        raise ImportError(
+        raise MissingPackage(
             "BEiT's position biases are resized by a spline of scipy, which is not installed: pip install scipy, or "
             "leave out image_size"
         ) from error
@@ -159,7 +161,7 @@ def attend_in_windows(block: Any, x: Float[Tensor, "b h w d"]) -> Float[Tensor, 
     height, width = x.shape[1:3]
     window = block.window_size
     if min(height, width) < max(window):
-        raise ValueError(
+        raise InputError(
             f"images of this size give a map of {height}x{width} places, fewer than the {max(window)} of a window: use "
             "larger images"
         )

@@ -13,6 +13,7 @@ import torch
 from timm.models import Beit, ConvNeXt, Eva, VisionTransformer, Xcit
 from torch import Tensor, nn
 
+from cribo.errors import InputError
 from cribo.files import sync, write_beside
 from cribo.models.adopting import adopt, build
 from cribo.models.backbone import RESERVED_ARGS, Backbone
@@ -31,9 +32,9 @@ _HOW_TO_LOAD = (
     "import json, timm, safetensors.torch; about = json.load(open('backbone.json')); "
     "model = timm.create_model(about['name'], **about['args']).eval(); "
     "model.load_state_dict(safetensors.torch.load_file('backbone.safetensors')); "
-    "images = dict(input_size=(3, about['image_size'], about['image_size']), mean=about['mean'], std=about['std'], "
+    "inputs = dict(input_size=(3, about['image_size'], about['image_size']), mean=about['mean'], std=about['std'], "
     "interpolation='bicubic', crop_pct=1.0, crop_mode='squash'); "
-    "transform = timm.data.create_transform(**timm.data.resolve_data_config(images, model=model))"
+    "transform = timm.data.create_transform(**timm.data.resolve_data_config(inputs, model=model))"
 )
 _HOW_TO_SET_EPS = "; [setattr(m, 'eps', about['norm_eps']) for m in model.modules() if type(m).__name__ == 'LayerNorm']"
 _HOW_TO_SET_FINAL_EPS = "; model.head.norm.eps = about['final_norm_eps']"
@@ -68,7 +69,7 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> Path:
     try:
         json.dumps(backbone.arguments)
     except TypeError as error:
-        raise ValueError(
+        raise InputError(
             f"the arguments of {backbone.name} cannot be written as JSON ({error}): give names where timm "
             f'takes them (norm_layer="layernorm"), got {backbone.args}'
         ) from error
@@ -172,7 +173,7 @@ def load_saved(
         )
     about = read_description(description)
     if _sha256(path) != about["sha256"]:
-        raise ValueError(
+        raise InputError(
             f"{path} is not the file that {description} describes (sha256 differs): copy both again from one run"
         )
     args = {key: value for key, value in about["args"].items() if key not in RESERVED_ARGS}
@@ -214,7 +215,7 @@ def read_description(path: Path) -> dict[str, Any]:
     content = read_json(path)
     missing = {"name", "args", "image_size", "mean", "std", "sha256"} - set(content)
     if missing:
-        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: it is not a description of a backbone")
+        raise InputError(f"{path} lacks {', '.join(sorted(missing))}: it is not a description of a backbone")
     return content
 
 

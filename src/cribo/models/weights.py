@@ -11,6 +11,7 @@ import torch
 from timm.layers.activations import GELUTanh, QuickGELU
 from timm.models import load_state_dict_from_hf
 
+from cribo.errors import InputError
 from cribo.files import Damaged, check_archive
 from cribo.models.adopting import LoadedWeights, adopt, build
 from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, RESERVED_ARGS, Backbone
@@ -97,17 +98,17 @@ def load_backbone(
     path = _as_path(source)
     if path is None:
         if name is not None:
-            raise ValueError(f"name={name!r} is for files, and {str(source)!r} is a timm name itself: leave it out")
+            raise InputError(f"name={name!r} is for files, and {str(source)!r} is a timm name itself: leave it out")
         return _build_from_timm(
             str(source), args, pretrained=pretrained, image_size=image_size, drop_path=drop_path, seed=seed
         )
     if not pretrained:
-        raise ValueError(f"pretrained=False is for timm names, and {source} is a file of weights: give a name")
+        raise InputError(f"pretrained=False is for timm names, and {source} is a file of weights: give a name")
     path, notes = _file_of(path)
     if is_saved(path):
         for option, value in (("name", name), ("args", args)):
             if value:
-                raise ValueError(f"{option}={value!r} does not go with {path}, which says what its network is")
+                raise InputError(f"{option}={value!r} does not go with {path}, which says what its network is")
         return load_saved(path, image_size=image_size, positions=positions, drop_path=drop_path, trust=trust)
     with _naming(path):
         return _load_foreign(
@@ -152,7 +153,7 @@ def _load_foreign(
         try:
             architecture = infer_architecture(recognised.state, **_hidden_arguments(recognised, path, args))
         except ValueError as error:
-            raise ValueError(f"{path} ({recognised.format}): {error}") from error
+            raise InputError(f"{path} ({recognised.format}): {error}") from error
         architecture = architecture._replace(args={**architecture.args, **(args or {})})
         backbone = build(architecture, image_size, drop_path, trust=trust)
         notes += architecture.notes
@@ -163,7 +164,7 @@ def _load_foreign(
     try:
         adopt(backbone, recognised, str(path), notes, positions=positions)
     except ValueError as error:
-        raise ValueError(f"{error}{_nearer_name(content, path, backbone, network)}") from error
+        raise InputError(f"{error}{_nearer_name(content, path, backbone, network)}") from error
     return backbone
 
 
@@ -191,7 +192,7 @@ def _naming(path: Path) -> Iterator[None]:
             message += f"; {whole} may be it"
         if message == str(error):
             raise
-        raise ValueError(message) from error
+        raise InputError(message) from error
 
 
 def load_pretrained(
@@ -363,9 +364,9 @@ def _recognise(
     """Recognise the network in a file, using configuration files beside it for what keys do not show."""
     tensors = flatten(content)
     if not tensors:
-        raise ValueError(f"{path} holds no tensors, only {first_keys(content) or 'nothing'}: give a file of weights")
+        raise InputError(f"{path} holds no tensors, only {first_keys(content) or 'nothing'}: give a file of weights")
     if network == "student" and any(".lora_A." in key for key in tensors):
-        raise ValueError(f"{path}: the student has LoRA adapters: take the teacher, which follows its merged weights")
+        raise InputError(f"{path}: the student has LoRA adapters: take the teacher, which follows its merged weights")
     recognised = recognise(tensors, str(path), network=network, backbone=backbone, ignore=ignore)
     recognised = replace(recognised, output_stride=named_stride(content))
     if recognised.format == "cribo run":
@@ -412,7 +413,7 @@ def _hidden_arguments(recognised: Recognised, path: Path, args: Mapping[str, Any
     config, args = hub_config(path), args or {}
     for option in ("downsample_in_bottleneck", "downsample_in_first_stage"):
         if config.get(option):
-            raise ValueError(f"{path.with_name(HUB_CONFIG)} has {option} set: timm has no such ResNet")
+            raise InputError(f"{path.with_name(HUB_CONFIG)} has {option} set: timm has no such ResNet")
     return {
         "heads": recognised.expected.heads,
         "num_heads": args.get("num_heads", config.get("num_attention_heads", recognised.num_heads)),
@@ -441,7 +442,7 @@ def _check_hidden_arguments(backbone: Backbone, recognised: Recognised, path: Pa
     """Weights also fit a network with other heads, activation or strides, but its features would be meaningless."""
     stride = recognised.output_stride
     if stride not in (None, 32, backbone.patch_size):  # a network of stride 32 may be dilated on purpose
-        raise ValueError(
+        raise InputError(
             f"{path} is of a ResNet with an output stride of {stride}, the backbone has {backbone.patch_size}: build "
             f"it with args={{'output_stride': {stride}}}"
         )
@@ -456,7 +457,7 @@ def _check_hidden_arguments(backbone: Backbone, recognised: Recognised, path: Pa
     }
     for argument, value in expected.items():
         if value is not None and has[argument] not in (None, value):
-            raise ValueError(
+            raise InputError(
                 f"{path} is of {recognised.format}, whose networks of this width have {argument} {value}, the backbone "
                 f"has {has[argument]}: build it with args={{{argument!r}: {value!r}}}"
             )
@@ -476,7 +477,7 @@ def _build_from_timm(
 ) -> Backbone:
     architecture = source.partition(".")[0]
     if not timm.is_model(architecture):
-        raise ValueError(f"{source!r} is neither a file nor a timm name{nearest_names(architecture)}")
+        raise InputError(f"{source!r} is neither a file nor a timm name{nearest_names(architecture)}")
     if pretrained:
         _check_tag(source)
     size = timm.get_pretrained_cfg_value(source if pretrained else architecture, "input_size") or (3, 224, 224)
@@ -491,24 +492,24 @@ def _check_tag(name: str) -> None:
     architecture, _, tag = name.partition(".")
     tags = [full for full in timm.list_pretrained() if full.partition(".")[0] == architecture]
     if not tags:
-        raise ValueError(f"timm has no pretrained weights of {architecture}: give a file, or use random weights")
+        raise InputError(f"timm has no pretrained weights of {architecture}: give a file, or use random weights")
     if tag and name not in tags:
-        raise ValueError(f"timm has no weights {name!r}: it has {', '.join(tags)}")
+        raise InputError(f"timm has no weights {name!r}: it has {', '.join(tags)}")
 
 
 def _load_from_timm(backbone: Backbone, name: str) -> LoadedWeights:
     architecture = name.partition(".")[0]
     if not timm.is_model(architecture):
-        raise ValueError(f"pretrained={name!r} is neither a file nor a timm name{nearest_names(architecture)}")
+        raise InputError(f"pretrained={name!r} is neither a file nor a timm name{nearest_names(architecture)}")
     if architecture != backbone.name:
-        raise ValueError(f"{name!r} holds weights of {architecture}, the backbone is {backbone.name}")
+        raise InputError(f"{name!r} holds weights of {architecture}, the backbone is {backbone.name}")
     _check_tag(name)
     config = timm.get_pretrained_cfg(name)
     # `custom_load` speaks of the file behind the URL, unless it is "hf".
     hub = config.hf_hub_id if config and str(config.custom_load) != "hf" else None
     url = config.url if config and not config.custom_load and isinstance(config.url, str) else None
     if config is None or not (hub or url):
-        raise ValueError(f"the weights {name!r} are in no format of PyTorch: give a file")
+        raise InputError(f"the weights {name!r} are in no format of PyTorch: give a file")
     try:
         if hub:
             content = load_state_dict_from_hf(hub, config.hf_hub_filename or _HUB_FILE)

@@ -26,6 +26,7 @@ from jaxtyping import Float, Int64
 
 from cribo.arguments import ConfigError
 from cribo.data.images import DataError, require
+from cribo.errors import InputError, MissingPackage
 from cribo.object_search.extraction import GridMask, ImageObject
 from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval.encoders import PatchEncoder
@@ -462,12 +463,12 @@ class ObjectDatabase:
     def _checked(self, vectors: Float[np.ndarray, "q d"], k: int) -> Float[np.ndarray, "q d"]:
         vectors = np.asarray(vectors, dtype=np.float32)
         if vectors.ndim != 2 or vectors.shape[1] != self.info.dim:
-            raise ValueError(f"vectors must have the shape (Q, {self.info.dim}), got {vectors.shape}")
+            raise InputError(f"vectors must have the shape (Q, {self.info.dim}), got {vectors.shape}")
         if k < 1:
-            raise ValueError(f"k must be >= 1, got {k}")
+            raise InputError(f"k must be >= 1, got {k}")
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
         if not np.isfinite(vectors).all() or not lengths.all():
-            raise ValueError("vectors must be finite and have a length above 0, for they are compared by cosine")
+            raise InputError("vectors must be finite and have a length above 0, for they are compared by cosine")
         return vectors / lengths
 
     def _nearest(self, vectors: Float[np.ndarray, "q d"], limit: int, *, exact: bool) -> list[list[dict[str, Any]]]:
@@ -563,7 +564,7 @@ def _lancedb() -> Any:
     try:
         import lancedb
     except ImportError as error:
-        raise ImportError('object search needs LanceDB: pip install "cribo-ssl[search]"') from error
+        raise MissingPackage('object search needs LanceDB: pip install "cribo-ssl[search]"') from error
     return lancedb
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from cribo.data.limits import MAX_PIXELS
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import EncodedImage, read_reduced
+from cribo.errors import InputError
 from cribo.method import cluster_tokens, draw_initial_tokens
 from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval.encoders import PatchEncoder
@@ -269,7 +270,7 @@ def _extract_batch(
     tokens = encoder.grids(torch.stack([image.pixels for image in batch]), device).flatten(1, 2)
     patches = grid[0] * grid[1]
     if not tokens.isfinite().all():
-        raise ValueError("the encoder gives values that are not finite: its weights, or its precision, are of no use")
+        raise InputError("the encoder gives values that are not finite: its weights, or its precision, are of no use")
     num_objects = min(settings.num_objects, patches)
     initial = [
         draw_initial_tokens(patches, num_objects, generator=keyed_generator(_INITIAL_TOKENS, image.key))

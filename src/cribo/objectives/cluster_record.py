@@ -16,6 +16,7 @@ from torch import Tensor
 from cribo.data import DataError, UnreadableImage
 from cribo.data.images import ImageSource
 from cribo.data.samples import Batch
+from cribo.errors import InputError
 from cribo.files import write_whole
 from cribo.models import Backbone
 from cribo.objectives.options import ObjectiveOptions
@@ -76,7 +77,7 @@ def read_clusters(folder: Path) -> ClusterHistory:
                 labels=torch.from_numpy(content["labels"].astype(np.int64)),
             )
     except (KeyError, IndexError, ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} is damaged ({error}): remove it; it is only used for figures") from error
+        raise InputError(f"{path} is damaged ({error}): remove it; it is only used for figures") from error
 
 
 def recorded_epochs(epochs: int) -> tuple[int, ...]:

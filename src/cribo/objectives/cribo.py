@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cribo.arguments import ConfigError
 from cribo.data.samples import Batch, SampleDataset
+from cribo.errors import InputError
 from cribo.method import (
     Centre,
     Matches,
@@ -150,7 +151,7 @@ class CrIBo(Distillation):
             ValueError: a batch that is not a whole number of groups.
         """
         if len(batch) % self.images_per_group or not len(batch):
-            raise ValueError(
+            raise InputError(
                 f"a batch must be a whole number of groups of {self.images_per_group} images, got {len(batch)}"
             )
         inputs = inputs_of(batch, self.teacher.backbone, self.options, step)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cribo.arguments import ConfigError, import_by_path
 from cribo.data.samples import Batch
+from cribo.errors import InputError
 from cribo.method import cluster_tokens, cluster_tokens_kmeans, pool_objects
 from cribo.objectives.options import ObjectiveOptions, ObjectsConfig
 
@@ -79,7 +80,7 @@ def label_tokens(
     )
     expected = (tokens.shape[0], 2 * tokens.shape[2])
     if tuple(labels.shape) != expected or labels.is_floating_point():
-        raise ValueError(
+        raise InputError(
             f"objects.clustering {config.clustering} must return integer labels of shape (B, 2N) = {expected}, got "
             f"{labels.dtype} of {tuple(labels.shape)}"
         )

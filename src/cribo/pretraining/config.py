@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cribo.data.limits import MAX_PIXELS
+from cribo.errors import InputError
 from cribo.models.modes import CUDA_GRAPH_MODES, CompileMode
 from cribo.objectives.options import ObjectiveOptions
 
@@ -249,23 +250,23 @@ def _check_ranges(config: PretrainConfig) -> None:
             if not (above and below):
                 low_text = f"{'>=' if low_allowed else '>'} {low:g}"
                 high_text = "" if math.isinf(high) else f" and {'<=' if high_allowed else '<'} {high:g}"
-                raise ValueError(f"{name} must be {low_text}{high_text}, got {value}")
+                raise InputError(f"{name} must be {low_text}{high_text}, got {value}")
 
 
 def _check_combinations(config: PretrainConfig) -> None:
     optim = config.optim
     if not re.fullmatch(r"auto|-1|\d+(,\d+)*,?", str(config.runtime.devices)):
-        raise ValueError(
+        raise InputError(
             f"runtime.devices must be a number >= 1, auto, or a list such as 0,2, got {config.runtime.devices!r}"
         )
     if config.runtime.compile in CUDA_GRAPH_MODES and optim.micro_batches > 1:
         # The replay of the next micro-batch would overwrite the previous one's gradients.
-        raise ValueError(
+        raise InputError(
             f"runtime.compile {config.runtime.compile} replays CUDA graphs, whose gradients cannot be accumulated over "
             f"optim.micro_batches, got {optim.micro_batches}: use runtime.compile default, or 1 micro-batch with "
             "backbone.checkpointing selective"
         )
     if optim.batch_size % optim.micro_batches:
-        raise ValueError(
+        raise InputError(
             f"optim.batch_size must be a multiple of optim.micro_batches {optim.micro_batches}, got {optim.batch_size}"
         )

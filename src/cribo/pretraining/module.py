@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from cribo.data.samples import Batch
+from cribo.errors import InputError
 from cribo.models import describe
 from cribo.objectives import Setting, Step, make_objective
 from cribo.objectives.base import check_output
@@ -179,7 +180,7 @@ class PretrainingModule(ResumableModule):
         """Restore the unfinished row of metrics."""
         state = checkpoint["cribo"]
         if state["num_images"] != self.num_images:
-            raise ValueError(
+            raise InputError(
                 f"the run was trained on {state['num_images']} images, data.root now has {self.num_images}: its "
                 "schedules would change; restore the images, or start a new run"
             )

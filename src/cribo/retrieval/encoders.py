@@ -12,6 +12,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from cribo.arguments import ConfigError
+from cribo.errors import InputError
 from cribo.models import Backbone, evaluation_mode, load_backbone, normalise
 from cribo.retrieval.patches import grid_size
 from cribo.retrieval.source import MEAN_COLOUR, BackboneSource, backbone_name
@@ -57,7 +58,7 @@ class PatchEncoder:
         grid = pixels.shape[2] // self.patch_size, pixels.shape[3] // self.patch_size
         features = self.encode(pixels.to(device).float().div_(255)).float()
         if features.shape[1] != grid[0] * grid[1]:
-            raise ValueError(f"the encoder gives {features.shape[1]} features of {grid[0] * grid[1]} patches")
+            raise InputError(f"the encoder gives {features.shape[1]} features of {grid[0] * grid[1]} patches")
         return features.unflatten(1, grid)
 
 
@@ -91,7 +92,7 @@ def blocks_encoder(backbone: Backbone, blocks: Sequence[int]) -> PatchEncoder:
     chosen = tuple(sorted(set(blocks)))
     layers = backbone.depth - chosen[0] + 1
     if chosen[-1] > backbone.depth:
-        raise ValueError(f"blocks must be 1 to {backbone.depth}, those of {backbone.name}, got {chosen[-1]}")
+        raise InputError(f"blocks must be 1 to {backbone.depth}, those of {backbone.name}, got {chosen[-1]}")
     backbone.check_layers(layers)
     last = backbone_encoder(backbone, layers=layers)
 

@@ -12,6 +12,7 @@ from torchvision.transforms.v2 import functional as TF
 
 from cribo.data.crops import resize_labels
 from cribo.data.randomness import keyed_generator
+from cribo.errors import InputError
 from cribo.retrieval.choices import Interpolation, Unlabelled
 
 _MODES = {"bicubic": InterpolationMode.BICUBIC, "bilinear": InterpolationMode.BILINEAR}
@@ -101,7 +102,7 @@ def grid_counts(
     """
     known = labels != ignore_index
     if (wrong := labels[known & (labels >= num_classes)]).numel():
-        raise ValueError(f"labels must be in 0..{num_classes - 1} or {ignore_index} (ignored), got {int(wrong[0])}")
+        raise InputError(f"labels must be in 0..{num_classes - 1} or {ignore_index} (ignored), got {int(wrong[0])}")
     rows, across = (
         torch.from_numpy(patch_of_pixel(side, patches)).to(labels.device)
         for side, patches in zip(labels.shape, grid, strict=True)

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from cribo.errors import InputError
+
 _CHANNELS = 3
 _TAIL = 0.01  # share of the patches at each end of a component that may be cut off, so that no odd patch sets the scale
 
@@ -34,7 +36,7 @@ class PCAColours:
 
     def __init__(self, grids: Sequence[Float[Tensor, "h w d"]]) -> None:
         if not grids:
-            raise ValueError("colours need the features of one image at least, got none")
+            raise InputError("colours need the features of one image at least, got none")
         self.dim = grids[0].shape[-1]
         directions = torch.cat([self._directions(grid).flatten(0, 1) for grid in grids])
         self._mean = directions.mean(dim=0)
@@ -75,12 +77,12 @@ class PCAColours:
 
     def _directions(self, grid: Float[Tensor, "h w d"]) -> Float[Tensor, "h w d"]:
         if grid.ndim != 3 or grid.shape[-1] != self.dim or not grid.numel():
-            raise ValueError(
+            raise InputError(
                 f"features must be (h, w, {self.dim}), the patches of one image row by row, got {tuple(grid.shape)}"
             )
         grid = grid.detach().cpu().double()  # products of a host in double precision are the same on every machine
         if not grid.isfinite().all():
-            raise ValueError("features must be finite, got NaN or infinity: the network's weights are damaged")
+            raise InputError("features must be finite, got NaN or infinity: the network's weights are damaged")
         return F.normalize(grid, dim=-1)
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from cribo.devices import multiplies_bfloat16
+from cribo.errors import InputError, MissingPackage
 from cribo.models.linear import linear
 from cribo.retrieval.free_memory import available_memory
 
@@ -65,7 +66,7 @@ class TensorKeys:
 
     def __init__(self, rows: Float[Tensor, "m d"]) -> None:
         if rows.ndim != 2:
-            raise ValueError(f"keys must have the shape (M, D), got {tuple(rows.shape)}")
+            raise InputError(f"keys must have the shape (M, D), got {tuple(rows.shape)}")
         self.rows = rows
         self.dim = rows.shape[1]
 
@@ -172,7 +173,7 @@ def plan_search(
     numbers = {"num_queries": num_queries, "num_keys": num_keys, "dim": dim, "neighbours": neighbours}
     for name, value in (*numbers.items(), ("key_bytes", key_bytes)):
         if value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}")
+            raise InputError(f"{name} must be >= 1, got {value}")
     on_cpu = torch.device(device).type == "cpu"
     # On the CPU, keys that may be neighbours of any query of a block are few; on a GPU, each launch gets enough to do.
     queries, keys = (128, 16384) if on_cpu else (1024, 65536)
@@ -206,7 +207,7 @@ def plan_search(
             queries, keys = max(32, queries // 2), max(512, keys // 2)
     rows, columns, fixed = needed()
     if fixed + per_query * rows > budget:
-        raise ValueError(
+        raise InputError(
             f"a search for {neighbours} neighbours in {dim} dimensions needs at least "
             f"{math.ceil((fixed + per_query * rows) / 2**20)} MiB, got a budget of {budget / 2**20:.1f} MiB: give it "
             "more memory, or ask for fewer neighbours"
@@ -260,7 +261,7 @@ def nearest(
     places = [torch.device(device) for device in devices]
     _check(queries, len(keys), keys.dim, neighbours)
     if len({place.type for place in places}) != 1:
-        raise ValueError(f"devices must be of one kind, at least one, got {list(map(str, places))}")
+        raise InputError(f"devices must be of one kind, at least one, got {list(map(str, places))}")
     found = Neighbours(torch.empty(len(queries), neighbours), torch.empty(len(queries), neighbours, dtype=torch.long))
     if not len(queries):
         return found
@@ -282,19 +283,19 @@ def nearest(
 
 def _check(queries: Tensor, num_keys: int, dim: int, neighbours: int) -> None:
     if queries.ndim != 2 or queries.shape[1] != dim:
-        raise ValueError(f"queries must have the shape (Q, {dim}), as the keys have, got {tuple(queries.shape)}")
+        raise InputError(f"queries must have the shape (Q, {dim}), as the keys have, got {tuple(queries.shape)}")
     if neighbours < 1:
-        raise ValueError(f"neighbours must be >= 1, got {neighbours}")
+        raise InputError(f"neighbours must be >= 1, got {neighbours}")
     if neighbours > num_keys:
-        raise ValueError(
+        raise InputError(
             f"neighbours must be <= the number of keys, got {neighbours} for {num_keys} keys: ask for fewer "
             "neighbours, or search among more images (a smaller memory ratio)"
         )
     if num_keys >= _ROW_MASK:
-        raise ValueError(f"at most {_ROW_MASK - 1} keys can be searched, got {num_keys}: search them in parts")
+        raise InputError(f"at most {_ROW_MASK - 1} keys can be searched, got {num_keys}: search them in parts")
     for part in queries.split(65536):
         if not part.isfinite().all():
-            raise ValueError("queries hold values that are not finite: leave those rows out")
+            raise InputError("queries hold values that are not finite: leave those rows out")
 
 
 def _default_plan(queries: Tensor, keys: Keys, neighbours: int, devices: Sequence[torch.device]) -> SearchPlan:
@@ -344,7 +345,7 @@ def _search_chunk(
             upcoming = pool.submit(read, compared)
             list(pool.map(compare, blocks, itertools.repeat(staged)))
         if compared != len(keys):
-            raise ValueError(f"keys must give the {len(keys)} rows that they have, got {compared}")
+            raise InputError(f"keys must give the {len(keys)} rows that they have, got {compared}")
     for block, *out in zip(blocks, found.similarity.split(size), found.rows.split(size), strict=True):
         for part, result in zip(out, block.result(), strict=True):
             part.copy_(result)
@@ -372,7 +373,7 @@ class _KeyBlock:
         norms = self.rows.norm(dim=1)
         if not norms.isfinite().all() and not rows.isfinite().all():
             row = first + int((~rows.isfinite()).any(dim=1).nonzero()[0])
-            raise ValueError(f"keys hold values that are not finite, first in row {row}: leave that row out")
+            raise InputError(f"keys hold values that are not finite, first in row {row}: leave that row out")
         self.rounded, errors = _rounded(self.rows, dtype)
         self.norm, self.error = norms.max(), errors.max()
 
@@ -481,7 +482,7 @@ class _QueryBlock:
         best = self.best[: self.count].cpu().sort(dim=1, descending=True).values
         similarity = _similarity(best)
         if (best == _NOTHING).any() or not similarity.isfinite().all():
-            raise ValueError("similarities overflow float32: normalise queries and keys to unit length")
+            raise InputError("similarities overflow float32: normalise queries and keys to unit length")
         return Neighbours(similarity, _row(best))
 
 
@@ -577,18 +578,18 @@ class ApproximateIndex:
     def __init__(self, keys: Keys, *, probes: int = 32, lists: int | None = None, seed: int = 0) -> None:
         self._faiss = _import_faiss()
         if not len(keys):
-            raise ValueError("keys must hold one row at least, got 0")
+            raise InputError("keys must hold one row at least, got 0")
         # k-means wants some tens of keys for each centre.
         lists = lists if lists is not None else max(1, min(round(4 * math.sqrt(len(keys))), len(keys) // 40))
         for name, value, most in (("lists", lists, len(keys)), ("probes", probes, None)):
             if value < 1 or (most is not None and value > most):
-                raise ValueError(f"{name} must be >= 1{'' if most is None else f' and <= {most}'}, got {value}")
+                raise InputError(f"{name} must be >= 1{'' if most is None else f' and <= {most}'}, got {value}")
         self.lists = lists
         self.probes = min(probes, lists)
         sample = min(len(keys), 64 * lists)
         self.bytes = _index_bytes(len(keys), keys.dim, sample)
         if self.bytes > (free := available_memory("cpu")):
-            raise ValueError(
+            raise InputError(
                 f"an index of {len(keys)} keys may need {self.bytes / _GIB:.1f} GiB, {free / _GIB:.1f} GiB are "
                 "free: use exact search, or search among fewer images"
             )
@@ -652,7 +653,7 @@ def _import_faiss() -> Any:
     try:
         import faiss
     except ImportError as error:
-        raise ImportError("approximate search needs faiss: pip install 'cribo-ssl[search]'") from error
+        raise MissingPackage("approximate search needs faiss: pip install 'cribo-ssl[search]'") from error
     return faiss
 
 
@@ -665,7 +666,7 @@ def recall(approximate: Neighbours, exact: Neighbours) -> float:
         ValueError: neighbours of different queries, or different numbers of them.
     """
     if approximate.rows.shape != exact.rows.shape:
-        raise ValueError(
+        raise InputError(
             f"both must have the same queries and neighbours, got {tuple(approximate.rows.shape)} and "
             f"{tuple(exact.rows.shape)}"
         )

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from cribo.errors import InputError
 from cribo.models import Backbone
 from cribo.retrieval.encoders import PatchEncoder, backbone_encoder, blocks_encoder
 from cribo.retrieval.patches import resize_image, window_starts
@@ -15,7 +16,7 @@ from cribo.segmentation.fitting import block_sets
 from cribo.segmentation.settings import SegmentationSettings
 
 
-class MissingBlocks(ValueError):
+class MissingBlocks(InputError):
     """The backbone does not have these blocks."""
 
 
@@ -66,7 +67,7 @@ class GridEncoder:
         self, encoder: PatchEncoder, settings: SegmentationSettings, device: torch.device | str, batch_size: int
     ) -> None:
         if batch_size < 1:
-            raise ValueError(f"batch_size must be >= 1, got {batch_size}")
+            raise InputError(f"batch_size must be >= 1, got {batch_size}")
         settings.check(encoder.patch_size)
         self.encoder = encoder
         self.settings = settings
@@ -133,7 +134,7 @@ class GridEncoder:
     ) -> Float[Tensor, "b rows columns l d"]:
         features = self.encoder.grids(pixels, self.device)
         if not features.isfinite().all():
-            raise ValueError("the encoder gives features that are not finite: check its weights, or use float32")
+            raise InputError("the encoder gives features that are not finite: check its weights, or use float32")
         features = features.unflatten(-1, (len(self.encoder.blocks), -1))
         return F.normalize(features[..., chosen, :], dim=-1)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from cribo.data.images import DataError
 from cribo.data.reading import decode, open_header, read_image
 from cribo.data.segmentation import IGNORE_INDEX, Colour
+from cribo.errors import InputError
 
 ImageLike = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
 """A file; a Pillow image; a uint8 array (H, W, 3); or a uint8 tensor (3, H, W)."""
@@ -45,10 +46,10 @@ def open_image(image: ImageLike) -> UInt8[Tensor, "3 h w"]:
         return decode(image)
     if isinstance(image, np.ndarray):
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
-            raise ValueError(f"an image must be a uint8 array (H, W, 3), got {image.dtype} {image.shape}")
+            raise InputError(f"an image must be a uint8 array (H, W, 3), got {image.dtype} {image.shape}")
         return torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)
     if image.ndim != 3 or image.shape[0] != 3 or image.dtype != torch.uint8:
-        raise ValueError(f"an image must be a uint8 tensor (3, H, W), got {image.dtype} {tuple(image.shape)}")
+        raise InputError(f"an image must be a uint8 tensor (3, H, W), got {image.dtype} {tuple(image.shape)}")
     return image.detach().cpu()
 
 
@@ -68,7 +69,7 @@ def open_labels(labels: LabelsLike) -> LabelMap:
         return _labels_in(labels, "labels")
     values = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else labels
     if values.ndim != 2 or values.dtype.kind not in "iub":
-        raise ValueError(f"labels must be integers (H, W), got {values.dtype} {values.shape}")
+        raise InputError(f"labels must be integers (H, W), got {values.dtype} {values.shape}")
     return LabelMap(_as_bytes(values, "labels"))
 
 

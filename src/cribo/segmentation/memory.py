@@ -19,6 +19,7 @@ from cribo.data.images import DataError
 from cribo.data.randomness import keyed_generator
 from cribo.data.segmentation import IGNORE_INDEX, Colour, class_names
 from cribo.devices import resolve_devices
+from cribo.errors import InputError
 from cribo.models import Backbone
 from cribo.retrieval.encoders import (
     PatchEncoder,
@@ -424,7 +425,7 @@ class SegmentationMemory:
         """
         identity = self.encoder.encoder.identity
         if identity is None:
-            raise ValueError("a memory of an encoder without identity cannot be saved: give the encoder one")
+            raise InputError("a memory of an encoder without identity cannot be saved: give the encoder one")
         with self._lock:
             stored = Stored(
                 encoder=identity,
@@ -469,7 +470,7 @@ class SegmentationMemory:
         settings = SegmentationSettings(**stored.settings).changed(changes or {})
         missing = sorted(set(settings.blocks or ()) - set(stored.blocks))
         if missing:
-            raise ValueError(
+            raise InputError(
                 f"{path} has features of blocks {_listed(stored.blocks)}, not of {_listed(missing)}: leave --blocks "
                 "out, or make another memory with these blocks"
             )

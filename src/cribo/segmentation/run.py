@@ -29,7 +29,7 @@ from cribo.data.reading import UnreadableImage, open_header, read_image
 from cribo.data.segmentation import IGNORE_INDEX
 from cribo.devices import resolve_devices, resolve_workers
 from cribo.drawing import write_figure
-from cribo.errors import Stopped
+from cribo.errors import InputError, Stopped
 from cribo.evaluation.data import spread
 from cribo.evaluation.results import versions
 from cribo.files import FolderError, remove_parts, write_json, write_text, write_whole
@@ -130,9 +130,9 @@ def segment_images(
     """
     console = console or Console(quiet=True)
     if pictures < 0:
-        raise ValueError(f"pictures must be >= 0, got {pictures}")
+        raise InputError(f"pictures must be >= 0, got {pictures}")
     if resume and overwrite:
-        raise ValueError("--resume goes on with results and --overwrite replaces them: choose one")
+        raise InputError("--resume goes on with results and --overwrite replaces them: choose one")
     target = ResultFolder(
         out,
         "segmentation",
@@ -145,7 +145,7 @@ def segment_images(
     settings = SegmentationSettings(**config.chosen)
     folder, names = open_targets(config.images, apart_from=out)
     if not 0 <= suggestions <= len(names):
-        raise ValueError(f"--suggest must be from 0 to {len(names)}, the number of images, got {suggestions}")
+        raise InputError(f"--suggest must be from 0 to {len(names)}, the number of images, got {suggestions}")
     examples = None
     if config.examples is not None:
         examples = find_examples(config.examples, labels=config.labels, classes=config.classes)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from cribo.errors import InputError
 from cribo.retrieval.choices import FeaturePrecision
 
 Refine = Literal["none", "guided", "bilateral"]
@@ -63,19 +64,19 @@ class SegmentationSettings:
         if self.blocks is not None:
             object.__setattr__(self, "blocks", tuple(sorted(set(self.blocks))))
             if not self.blocks or self.blocks[0] < 1:
-                raise ValueError(f"blocks must be numbers from 1, got {list(self.blocks)}")
+                raise InputError(f"blocks must be numbers from 1, got {list(self.blocks)}")
         if not 0 <= self.min_confidence < 1:
-            raise ValueError(f"min_confidence must be from 0 to below 1, got {self.min_confidence}")
+            raise InputError(f"min_confidence must be from 0 to below 1, got {self.min_confidence}")
         for name in ("size", "window", "stride", "neighbours"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} must be >= 1, got {value}")
+                raise InputError(f"{name} must be >= 1, got {value}")
         for name in ("scale", "temperature", "reach", "contrast"):
             if (value := getattr(self, name)) is not None and not value > 0:
-                raise ValueError(f"{name} must be > 0, got {value}")
+                raise InputError(f"{name} must be > 0, got {value}")
         if self.size is not None and self.scale is not None:
-            raise ValueError(f"size={self.size} and scale={self.scale} exclude each other: leave one of them out")
+            raise InputError(f"size={self.size} and scale={self.scale} exclude each other: leave one of them out")
         if self.stride is not None and (self.window is None or self.stride > self.window):
-            raise ValueError(
+            raise InputError(
                 f"stride must be at most the window, got {self.stride} with a window of {self.window}: windows that "
                 "lie further apart leave gaps"
             )
@@ -104,7 +105,7 @@ class SegmentationSettings:
             value = getattr(self, name)
             if value is not None and (value < patch_size or value % patch_size):
                 below, above = value // patch_size * patch_size, (value // patch_size + 1) * patch_size
-                raise ValueError(
+                raise InputError(
                     f"{name} must be a multiple of the backbone's patch size {patch_size}, got {value}: use "
                     f"{f'{below} or {above}' if below else above}"
                 )
@@ -124,7 +125,7 @@ class SegmentationSettings:
         """
         for name in OF_FEATURES:
             if name in changes and changes[name] != getattr(self, name):
-                raise ValueError(
+                raise InputError(
                     f"{name} is {getattr(self, name)} in the memory and cannot be {changes[name]} for new images: "
                     f"leave it out, or make another memory with it"
                 )

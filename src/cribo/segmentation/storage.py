@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cribo.data.images import DataError, require
 from cribo.data.segmentation import Colour
+from cribo.errors import InputError
 from cribo.files import write_whole
 
 MEMORY_FORMAT = 2
@@ -80,7 +81,7 @@ def write_memory(path: str | os.PathLike[str], stored: Stored) -> None:
     """
     path = Path(path)
     if not stored.examples:
-        raise ValueError(f"an empty memory is not written to {path}: add an image with labels first")
+        raise InputError(f"an empty memory is not written to {path}: add an image with labels first")
     tensors = {
         "features": torch.cat(list(stored.features)),
         "pixels": torch.cat(list(stored.pixels)),

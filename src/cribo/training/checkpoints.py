@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from cribo.errors import Stopped
+from cribo.errors import InputError, Stopped
 from cribo.files import Damaged, FolderError, check_archive, remove_parts, write_whole
 from cribo.training.module import ResumableModule
 
@@ -33,7 +33,7 @@ _NAME = re.compile(r"step=(\d+)\.ckpt")
 _T = TypeVar("_T")
 
 
-class UnusableCheckpoint(ValueError):
+class UnusableCheckpoint(InputError):
     """A checkpoint that no run can resume from; nothing was loaded from it."""
 
 
@@ -245,7 +245,7 @@ class Checkpoints(L.Callback):
                 file.seek(0)
                 torch.load(file, weights_only=True)
             except (pickle.PickleError, AttributeError, TypeError) as error:  # pickle raises each of them
-                raise ValueError(
+                raise InputError(
                     f"the state_dict of the callback {type(callback).__name__} contains other types than tensors, "
                     "numbers, text, lists and dictionaries, so its checkpoints could not be loaded: use only these"
                 ) from error

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+from cribo.errors import InputError
 from cribo.evaluation.protocol import UNDECIDED, Decided, Outcome, Protocol
 from cribo.evaluation.runtime import require_least
 from cribo.retrieval.choices import FeaturePrecision, Interpolation, PatchLabels, Unlabelled, Vote
@@ -96,9 +97,9 @@ evaluation of the same backbone and images starts with the search. For a first t
     def __post_init__(self) -> None:
         require_least(self, {"draws": 1, "neighbours": 1, "probes": 1, "augmentations": 0, "memory_patches": 0})
         if not self.ratios or min(self.ratios) < 1 or len(set(self.ratios)) < len(self.ratios):
-            raise ValueError(f"ratios must be different numbers >= 1, such as 1,8,64,128, got {self.ratios}")
+            raise InputError(f"ratios must be different numbers >= 1, such as 1,8,64,128, got {self.ratios}")
         if self.is_decided("temperature") and self.temperature <= 0:
-            raise ValueError(f"temperature must be > 0, got {self.temperature}")
+            raise InputError(f"temperature must be > 0, got {self.temperature}")
 
     def for_data(self, patch_size: int, classes: Sequence[str]) -> Self:
         """Return a copy in which the variant has decided all settings.
@@ -119,9 +120,9 @@ evaluation of the same backbone and images starts with the search. For a first t
         settings = self.decided(_VARIANTS[self.protocol](patch_size, has_background))
         height, width = settings.size or (patch_size, patch_size)
         if height % patch_size or width % patch_size or min(height, width) < 1:
-            raise ValueError(f"size must be a multiple of the patch size {patch_size}, got {height}x{width}")
+            raise InputError(f"size must be a multiple of the patch size {patch_size}, got {height}x{width}")
         if settings.unlabelled == "background" and not has_background:
-            raise ValueError(
+            raise InputError(
                 f"unlabelled=background needs a background as class 0, which is {classes[0]!r} here: use drop, "
                 "outvote or class"
             )

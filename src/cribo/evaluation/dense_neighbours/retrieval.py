@@ -21,6 +21,7 @@ from cribo.console import Progress
 from cribo.data import LabelledImages
 from cribo.data.crops import resize_labels
 from cribo.data.randomness import keyed_generator
+from cribo.errors import InputError
 from cribo.evaluation.cache import Machine
 from cribo.evaluation.dense_neighbours.memory import PatchMemory
 from cribo.evaluation.dense_neighbours.protocol import DenseNN
@@ -173,7 +174,7 @@ def dense_nn(
         _require_neighbours(memories[-1], ratio, settings)
     scorer = _Scorer(queries, asked, settings, pictures, machine.devices[0])
     if not scorer.has_labels():
-        raise ValueError("the queries have nothing to score: the labels of their images are all ignored")
+        raise InputError("the queries have nothing to score: the labels of their images are all ignored")
     tallies, recalls = _score_all(scorer, memories, settings, machine, progress)
     scores = []
     for ratio in settings.ratios:
@@ -368,15 +369,15 @@ def _chunks(scorer: _Scorer, memories: Sequence[PatchMemory], settings: DenseNN,
 
 def _check_sets(memory: LabelledImages, queries: LabelledImages) -> None:
     if list(memory.classes) != list(queries.classes):
-        raise ValueError(f"memory and queries have different classes: {memory.classes} and {queries.classes}")
+        raise InputError(f"memory and queries have different classes: {memory.classes} and {queries.classes}")
     for name, images in (("memory", memory), ("queries", queries)):
         if not len(images):
-            raise ValueError(f"the {name} must hold at least one image, got 0")
+            raise InputError(f"the {name} must hold at least one image, got 0")
 
 
 def _require_bound(views: int, settings: DenseNN) -> None:
     if 0 < settings.memory_patches < views:
-        raise ValueError(
+        raise InputError(
             f"memory_patches must be at least the number of images in the memory (times their augmentations), "
             f"{views}, got {settings.memory_patches}: allow more patches, or 0 for all"
         )
@@ -384,12 +385,12 @@ def _require_bound(views: int, settings: DenseNN) -> None:
 
 def _require_neighbours(part: PatchMemory, ratio: int, settings: DenseNN) -> None:
     if not len(part.keys):
-        raise ValueError(
+        raise InputError(
             f"the memory has no labelled patch at ratio {ratio}: the labels of its images are all ignored"
             + ("; try a smaller ratio" if ratio > 1 else "")
         )
     if len(part.keys) < settings.neighbours:
-        raise ValueError(
+        raise InputError(
             f"neighbours must be at most the number of patches in the memory, got {settings.neighbours} with "
             f"{len(part.keys)} patches at ratio {ratio}: ask for fewer neighbours or leave out this ratio"
         )

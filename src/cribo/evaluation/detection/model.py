@@ -14,6 +14,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from cribo.arguments import ConfigError
+from cribo.errors import MissingPackage
 from cribo.evaluation.detection.protocol import ADVICE
 from cribo.models import Backbone
 from cribo.models.formats.naming import State
@@ -94,7 +95,7 @@ def require_transformers() -> Any:
         import transformers
         from transformers import YolosForObjectDetection  # noqa: F401
     except ImportError as error:
-        raise ImportError(
+        raise MissingPackage(
             f'detection needs transformers and scipy ({error}): pip install "cribo-ssl[detection]"'
         ) from error
     return transformers

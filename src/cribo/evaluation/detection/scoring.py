@@ -13,6 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from cribo.data.detection import BoxedImages
+from cribo.errors import InputError
 from cribo.evaluation.detection.protocol import Detection
 from cribo.files import write_whole
 
@@ -109,7 +110,7 @@ def average_precision(images: BoxedImages, found: Detections) -> AveragePrecisio
         ValueError: not every image has detections once.
     """
     if not torch.equal(found.indices, torch.arange(len(images))):
-        raise ValueError(f"there must be detections for each of the {len(images)} images once, got {len(found)}")
+        raise InputError(f"there must be detections for each of the {len(images)} images once, got {len(found)}")
     from faster_coco_eval.core.coco import COCO
     from faster_coco_eval.core.faster_eval_api import COCOeval_faster
 

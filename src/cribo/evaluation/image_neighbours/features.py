@@ -20,6 +20,7 @@ from torchvision.transforms.v2 import functional as TF
 from cribo.console import Progress
 from cribo.data import UnreadableImage
 from cribo.data.classification import ClassifiedFiles
+from cribo.errors import InputError
 from cribo.evaluation.cache import DTYPES, FeatureCache, Machine, require_room, store, stored
 from cribo.evaluation.loading import Batches
 from cribo.retrieval.choices import FeaturePrecision
@@ -208,7 +209,7 @@ def _checked(
         wrong = (~rows.isfinite().all(dim=1)).nonzero()
         if len(wrong):
             name = images.name(indices[done + int(wrong[0])])
-            raise ValueError(f"the backbone gives features of {name} that are not finite: its weights cannot be used")
+            raise InputError(f"the backbone gives features of {name} that are not finite: its weights cannot be used")
         done += len(rows)
         report(done)
         yield rows

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cribo.console import Progress
 from cribo.data.classification import ClassifiedFiles
+from cribo.errors import InputError
 from cribo.evaluation.cache import DTYPES, Machine
 from cribo.evaluation.image_neighbours.features import ImageFeatures, SquareCrop, extract_global
 from cribo.evaluation.image_neighbours.protocol import PUBLISHED, ImageNN
@@ -100,7 +101,7 @@ def image_nn(
     machine = machine or Machine()
     asked = train if val is None else val
     if asked.classes != train.classes:
-        raise ValueError(f"train and val must have the same classes, got {train.classes} and {asked.classes}")
+        raise InputError(f"train and val must have the same classes, got {train.classes} and {asked.classes}")
     settings = (settings or ImageNN()).for_data(len(train), leave_one_out=val is None)
     encode = partial(
         extract_global,

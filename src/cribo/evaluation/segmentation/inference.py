@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from cribo.errors import InputError
 from cribo.evaluation.runtime import require_least
 from cribo.evaluation.segmentation.protocol import InferenceMode
 from cribo.models import Backbone, normalise
@@ -43,7 +44,7 @@ class Inference:
     def __post_init__(self) -> None:
         require_least(self, {"window": 1, "stride": 1, "batch_size": 1})
         if self.stride > self.window:
-            raise ValueError(f"stride must be at most the window ({self.window}), got {self.stride}")
+            raise InputError(f"stride must be at most the window ({self.window}), got {self.stride}")
 
     def windows(self, height: int, width: int) -> list[tuple[slice, slice]]:
         """Rows and columns of each window of an image; none is larger than the image."""

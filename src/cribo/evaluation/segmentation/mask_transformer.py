@@ -7,6 +7,7 @@ from timm.layers.weight_init import trunc_normal_
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
+from cribo.errors import InputError
 from cribo.models.backbone import DropPathNoise, replace_drop_path
 from cribo.models.linear import use_onednn
 
@@ -59,12 +60,12 @@ class MaskTransformer(nn.Module):
         super().__init__()
         width = in_channels if width is None else width
         if classes < 2:
-            raise ValueError(f"Segmenter tells classes from one another and needs at least 2, got {classes}")
+            raise InputError(f"Segmenter tells classes from one another and needs at least 2, got {classes}")
         for name, value in (("width", width), ("layers", layers)):
             if value < 1:
-                raise ValueError(f"decoder.{name} must be >= 1, got {value}")
+                raise InputError(f"decoder.{name} must be >= 1, got {value}")
         if not 0.0 <= drop_path < 1.0:
-            raise ValueError(f"drop_path must be >= 0 and < 1, got {drop_path}")
+            raise InputError(f"drop_path must be >= 0 and < 1, got {drop_path}")
         self.classes = classes
         self.width = width
         self.heads = _heads(width, heads)
@@ -131,11 +132,11 @@ def _heads(width: int, heads: int | None) -> int:
     if heads is None:
         heads = max(1, width // HEAD_WIDTH)
     if heads < 1:
-        raise ValueError(f"decoder.heads must be >= 1, got {heads}")
+        raise InputError(f"decoder.heads must be >= 1, got {heads}")
     if width % heads:
         below, above = width // heads * heads, (width // heads + 1) * heads
         near = f"{below} or {above}" if below else f"{above}"
-        raise ValueError(
+        raise InputError(
             f"decoder.width {width} does not divide into {heads} heads: choose decoder.heads among its divisors, or "
             f"decoder.width {near}"
         )

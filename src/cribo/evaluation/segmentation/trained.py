@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cribo.data.crops import Scale, fitted_size, resize
 from cribo.data.segmentation import Colour
+from cribo.errors import InputError
 from cribo.evaluation.segmentation.inference import Inference, segment_pixels
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
 from cribo.evaluation.segmentation.segmenter import Segmenter
@@ -31,7 +32,7 @@ _ENTRY = "cribo_segmenter"
 _FORMAT = 1
 
 
-class UnusableSegmenter(ValueError):
+class UnusableSegmenter(InputError):
     """A file without a usable segmenter; the message gives the reason."""
 
 

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from cribo.errors import InputError
 from cribo.models import networks
 
 # Widths and depths with a name, and the attention heads of each width. Most have 64 channels a head, but not all:
@@ -104,7 +105,7 @@ def infer_architecture(
             notes = (_ACTIVATION_NOTE.format(assumed_act_layer),)
         found = _vit(state, heads or {}, given)
         return found._replace(notes=(*notes, *found.notes))
-    raise ValueError(
+    raise InputError(
         "the weights are of no vision transformer with a position embedding, DINOv3, Swin, ConvNeXt or ResNet: give "
         "the timm name of their architecture"
     )
@@ -118,7 +119,7 @@ _ACTIVATION_NOTE = (
 
 def _vit(state: Mapping[str, Tensor], known_heads: Mapping[int, int], given: Mapping[str, Any]) -> Architecture:
     if "norm_pre.weight" in state and "act_layer" not in given:
-        raise ValueError(
+        raise InputError(
             "the weights have a norm before the first block, as CLIP has, and do not show which activation goes with "
             "it: give the timm name of their architecture, such as vit_base_patch16_clip_quickgelu_224, or "
             "args={'act_layer': 'gelu'} or 'quick_gelu'"
@@ -277,7 +278,7 @@ def _conv_stem_vit(
 
 def _capi(state: Mapping[str, Tensor]) -> Architecture:
     if "encoder.blocks.0.residual1.norm.bias" in state:
-        raise ValueError("a CAPI network with layer norms instead of its RMS norms cannot be built")
+        raise InputError("a CAPI network with layer norms instead of its RMS norms cannot be built")
     patches = state["patch_embed.weight"]
     dim, depth, patch_size = len(patches), _count(state, r"encoder\.blocks"), patches.shape[-1]
     channels = state["encoder.blocks.0.residual1.fn.rope.freqs"].shape[1]
@@ -318,7 +319,7 @@ def _xcit(state: Mapping[str, Tensor]) -> Architecture:
 
 def _resnet(state: Mapping[str, Tensor], output_stride: int | None, given: Mapping[str, Any]) -> Architecture:
     if given.get("act_layer", "relu") != "relu":
-        raise ValueError(f"a ResNet has the activation relu, got {given['act_layer']}")
+        raise InputError(f"a ResNet has the activation relu, got {given['act_layer']}")
     layers = tuple(_count(state, rf"layer{stage}") for stage in range(1, 5))
     is_bottleneck = "layer1.0.conv3.weight" in state
     kind = "bottleneck" if is_bottleneck else "basic"
@@ -347,7 +348,7 @@ def _resnet(state: Mapping[str, Tensor], output_stride: int | None, given: Mappi
     if getattr(state.get(f"layer{stages[-1]}.0.downsample.1.weight"), "ndim", 1) == 4:
         args["avg_down"] = True
         if "output_stride" in args:
-            raise ValueError("timm averages in the shortcuts of a dilated ResNet-D, where MMSegmentation does not")
+            raise InputError("timm averages in the shortcuts of a dilated ResNet-D, where MMSegmentation does not")
     if "conv1.0.weight" in state:  # ResNet-C and -D: three convolutions
         first, second = len(state["conv1.0.weight"]), len(state["conv1.3.weight"])
         args |= {"stem_type": "deep" if first == second else "deep_tiered", "stem_width": second}
@@ -360,7 +361,7 @@ def _resnet(state: Mapping[str, Tensor], output_stride: int | None, given: Mappi
 def _beit(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture:
     dim, patch_size, depth = _transformer_shape(state)
     if given.get("act_layer", "gelu") != "gelu":
-        raise ValueError(f"timm has no BEiT with the activation {given['act_layer']}")
+        raise InputError(f"timm has no BEiT with the activation {given['act_layer']}")
     table = next(value for key, value in state.items() if key.endswith("relative_position_bias_table"))
     found = {
         "patch_size": patch_size,
@@ -391,7 +392,7 @@ def _beit(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture
     args = {key: value for key, value in found.items() if usual[key] != value}
     side = (math.isqrt(len(table) - 3) + 1) // 2
     if (2 * side - 1) ** 2 + 3 != len(table):
-        raise ValueError(f"a table of {len(table)} position biases is that of no square image")
+        raise InputError(f"a table of {len(table)} position biases is that of no square image")
     return Architecture(name, args, side * patch_size, (*_beit_notes(state), *_depth_notes(dim, depth)))
 
 
@@ -417,7 +418,7 @@ _CONVNEXT_NAMES: dict[tuple[str, tuple[int, ...], int], str] = {
 
 def _convnext(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture:
     if state["stem.1.weight"].ndim != 1:
-        raise ValueError("the stem has overlapping convolutions: give the timm name, such as convnext_atto_ols")
+        raise InputError("the stem has overlapping convolutions: give the timm name, such as convnext_atto_ols")
     depths = tuple(_count(state, rf"stages\.{stage}\.blocks") for stage in range(_count(state, "stages")))
     dims = tuple(len(state[f"stages.{stage}.blocks.0.conv_dw.weight"]) for stage in range(len(depths)))
     block = "stages.0.blocks.0"
@@ -464,7 +465,7 @@ def _swin(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture
     tables = [state[f"layers.{stage}.blocks.0.attn.relative_position_bias_table"] for stage in range(len(depths))]
     windows, heads = {(math.isqrt(len(table)) + 1) // 2 for table in tables}, tuple(table.shape[1] for table in tables)
     if len(windows) > 1:
-        raise ValueError(f"the windows of the stages differ, {sorted(windows)}: give the timm name of the architecture")
+        raise InputError(f"the windows of the stages differ, {sorted(windows)}: give the timm name of the architecture")
     window, (dim, _, _, patch_size) = windows.pop(), state["patch_embed.proj.weight"].shape
     hidden = len(state["layers.0.blocks.0.mlp.fc1.weight"])
     found = {
@@ -484,7 +485,7 @@ def _swin(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture
         usual |= {"embed_dim": dim, "depths": depths, "num_heads": heads, "window_size": window}
     args = {key: value for key, value in found.items() if key not in usual or usual[key] != value}
     if given.get("act_layer", "gelu") != "gelu":
-        raise ValueError(f"timm has no Swin transformer with the activation {given['act_layer']}")
+        raise InputError(f"timm has no Swin transformer with the activation {given['act_layer']}")
     # The original trains with maps that are as large as the window after the last stage.
     return Architecture(name, args, patch_size * 2 ** (len(depths) - 1) * window)
 
@@ -496,7 +497,7 @@ def _doubled(first: int, count: int) -> tuple[int, ...]:
 def _transformer_shape(state: Mapping[str, Tensor]) -> tuple[int, int, int]:
     patches = state["patch_embed.proj.weight"]
     if patches.ndim != 4 or patches.shape[2] != patches.shape[3] or patches.shape[1] != 3:
-        raise ValueError(
+        raise InputError(
             f"patch_embed.proj.weight must be (D, 3, P, P) for square patches of RGB images, got {tuple(patches.shape)}"
         )
     return patches.shape[0], patches.shape[-1], _count(state, "blocks")
@@ -506,7 +507,7 @@ def _count(state: Mapping[str, Tensor], name: str) -> int:
     numbers = {int(match[1]) for key in state if (match := re.match(rf"{name}\.(\d+)\.", key))}
     missing = sorted(set(range(max(numbers, default=-1) + 1)) - numbers)
     if missing:
-        raise ValueError(f"{name} are numbered to {max(numbers)}, but {missing} are missing: the file is not complete")
+        raise InputError(f"{name} are numbered to {max(numbers)}, but {missing} are missing: the file is not complete")
     return len(numbers)
 
 
@@ -517,7 +518,7 @@ def _grid(positions: int, prefix_tokens: int) -> tuple[int, bool]:
         side = math.isqrt(max(positions - tokens, 0))
         if side and side * side == positions - tokens:
             return side, tokens != prefix_tokens
-    raise ValueError(
+    raise InputError(
         f"pos_embed has {positions} positions, which with {prefix_tokens} prefix tokens is no square grid: networks "
         "trained on images that are not square cannot be built"
     )
@@ -530,7 +531,7 @@ def _ratio(hidden: int, dim: int) -> float:
 
 def _guess_heads(dim: int) -> tuple[int, tuple[str, ...]]:
     if dim % 64:
-        raise ValueError(
+        raise InputError(
             f"weights do not show their attention heads, and a width of {dim} is no multiple of the usual 64 channels "
             "of a head: give args={'num_heads': ...}"
         )

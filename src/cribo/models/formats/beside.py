@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from cribo.errors import InputError
 from cribo.models.formats.recognising import Recognised
 from cribo.models.formats.table import Expected
 from cribo.models.positions import Resizing
@@ -29,7 +30,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), PlainYamlLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): copy it again") from error
+        raise InputError(f"{path} is damaged ({error}): copy it again") from error
     return content if isinstance(content, dict) else {}
 
 
@@ -89,11 +90,11 @@ def _as_configured(
     if recognised.rope_periods is None:
         how = (bool(student.get("interpolate_antialias", False)), bool(student.get("interpolate_offset", 0.1)))
         if how not in _RESIZINGS:
-            raise ValueError(f"{config} resizes positions antialiased and by an offset, which is not supported")
+            raise InputError(f"{config} resizes positions antialiased and by an offset, which is not supported")
         return replace(expecting(recognised, note, **values), positions=_RESIZINGS[how])
     norm = student.get("norm_layer", "layernorm")
     if norm not in _DINOV3_EPS:
-        raise ValueError(f"{config} has norm_layer {norm!r}: it must be one of {', '.join(_DINOV3_EPS)}")
+        raise InputError(f"{config} has norm_layer {norm!r}: it must be one of {', '.join(_DINOV3_EPS)}")
     notes = [note]
     if student.get("pos_embed_rope_dtype", "bf16") != "fp32":
         notes.append("its training computes the rotary embedding in bfloat16; here it is computed in float32")
@@ -136,12 +137,12 @@ def as_of_mmsegmentation(recognised: Recognised, content: Mapping[str, Any], pat
     known = {((1, 2, 2, 2), (1, 1, 1, 1)): 32, ((1, 2, 2, 1), (1, 1, 1, 2)): 16, ((1, 2, 1, 1), (1, 1, 2, 4)): 8}
     output_stride = known.get((strides, dilations))
     if output_stride is None or "multi_grid" in settings or style != "pytorch":
-        raise ValueError(
+        raise InputError(
             f"its configuration has strides {strides}, dilations {dilations}, multi_grid {settings.get('multi_grid')} "
             f"and style {style!r}, which no ResNet of timm has"
         )
     if output_stride < 32 and "layer1.0.conv3.weight" not in recognised.state:
-        raise ValueError(
+        raise InputError(
             f"{path} has a dilated ResNet of basic blocks: MMSegmentation dilates the first convolution of a block, "
             "timm both, so that features could not be the same"
         )
@@ -176,18 +177,18 @@ def as_of_detectron2(recognised: Recognised, path: Path) -> Recognised:
     config = path.with_name("config.yaml")
     content = read_yaml(config) if config.is_file() else {}
     if not isinstance(model := content.get("MODEL"), Mapping):
-        raise ValueError(
+        raise InputError(
             f"{path} is of a training of detectron2, and no config.yaml of it lies beside it: only that shows the "
             "order of colours, the normalisation and the strides that the weights expect"
         )
     resnet = model.get("RESNETS", {})
     if resnet.get("STRIDE_IN_1X1", True):
-        raise ValueError(
+        raise InputError(
             f"{config} has STRIDE_IN_1X1: true, as networks of Caffe, whose strides lie in the first convolution of a "
             "block; no network of timm has that, so that features could not be the same"
         )
     if resnet.get("RES5_DILATION", 1) != 1:
-        raise ValueError(f"{config} has RES5_DILATION {resnet['RES5_DILATION']}: only 1 is supported")
+        raise InputError(f"{config} has RES5_DILATION {resnet['RES5_DILATION']}: only 1 is supported")
     mean, std = (tuple(value / 255 for value in model[key]) for key in ("PIXEL_MEAN", "PIXEL_STD"))
     if content.get("INPUT", {}).get("FORMAT", "BGR") == "BGR":
         state = {**recognised.state, "conv1.weight": recognised.state["conv1.weight"].flip(1)}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cribo.errors import InputError
 from cribo.models.formats.plain_pickle import PlainUnpickler
 
 METADATA = ".metadata"
@@ -46,9 +47,9 @@ def read_distributed(folder: Path) -> dict[str, Tensor]:
 
 def _read_piece(folder: Path, info: Any) -> Tensor:
     if getattr(info, "transform_descriptors", None):
-        raise ValueError("its files are compressed: save it without transforms")
+        raise InputError("its files are compressed: save it without transforms")
     if Path(info.relative_path).name != info.relative_path:
-        raise ValueError(f"it names a file outside of its folder: {info.relative_path}")
+        raise InputError(f"it names a file outside of its folder: {info.relative_path}")
     with (folder / info.relative_path).open("rb") as file:
         file.seek(info.offset)
         content = file.read(info.length)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cribo.errors import InputError
 from cribo.models.formats.beside import read_yaml
 from cribo.models.formats.reading import read_json
 
@@ -62,7 +63,7 @@ def activation_of(config: Mapping[str, Any], path: Path) -> str | None:
     if "hidden_act" not in config or config.get("use_swiglu_ffn") or config.get("use_gated_mlp"):
         return None
     if config["hidden_act"] not in _ACTIVATIONS:
-        raise ValueError(
+        raise InputError(
             f"{path.with_name(HUB_CONFIG)} has hidden_act {config['hidden_act']!r}: it must be one of "
             f"{', '.join(_ACTIVATIONS)}"
         )

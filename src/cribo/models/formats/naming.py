@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from cribo.errors import InputError
+
 State = dict[str, Tensor]
 Replacements = tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]
 
@@ -21,7 +23,7 @@ def substitute(state: State, *rules: tuple[str, str | Callable[[re.Match[str]], 
         for pattern, replacement in rules:
             key = re.sub(pattern, replacement, key)
         if key in renamed:
-            raise ValueError(f"two keys of the file stand for {key}: it holds parts of two formats")
+            raise InputError(f"two keys of the file stand for {key}: it holds parts of two formats")
         renamed[key] = value
     return renamed
 

@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from cribo.errors import InputError, MissingPackage
 from cribo.models.formats.distributed import METADATA, read_distributed
 from cribo.models.formats.plain_pickle import ForbiddenName, PlainUnpickler, as_pickle_module, forbidden_names
 from cribo.models.formats.table import SHARD
@@ -48,7 +49,7 @@ def read_weights(path: Path, *, trust: bool = False) -> dict[str, Any]:
     if (path / METADATA).is_file():
         return _read_or_explain(path, read_distributed)
     if path.is_dir() and any((path / name).exists() for name in ORBAX_FILES):
-        raise ValueError(
+        raise InputError(
             f"{path} is a checkpoint of Orbax (JAX): where orbax and flax are installed, save its arrays with "
             'numpy.savez("weights.npz", **flax.traverse_util.flatten_dict('
             f'orbax.checkpoint.PyTreeCheckpointer().restore("{path.absolute()}"), sep="/")), and give that file'
@@ -58,13 +59,13 @@ def read_weights(path: Path, *, trust: bool = False) -> dict[str, Any]:
     with path.open("rb") as file:
         start = file.read(_HEADER_BYTES)
     if not start:
-        raise ValueError(f"{path} is empty: {_AGAIN}")
+        raise InputError(f"{path} is empty: {_AGAIN}")
     _refuse_text(path, start)
     _refuse_archives(path, start)
     reader = _reader(path, start)
     content = _read_or_explain(path, partial(_read_torch, trust=trust) if reader is _read_torch else reader)
     if not isinstance(content, Mapping):
-        raise ValueError(f"{path} holds a {type(content).__name__}, expected a mapping of names to tensors")
+        raise InputError(f"{path} holds a {type(content).__name__}, expected a mapping of names to tensors")
     return {str(key): value for key, value in content.items()}
 
 
@@ -75,7 +76,7 @@ def _read_or_explain(path: Path, read: Callable[[Path], Any]) -> Any:
         raise
     except Exception as error:  # a damaged file can fail anywhere in its reader
         first_line = str(error).partition("\n")[0][:200]
-        raise ValueError(
+        raise InputError(
             f"{path} is damaged or is no file of weights ({type(error).__name__}: {first_line}): {_AGAIN}"
         ) from error
 
@@ -94,7 +95,7 @@ def flatten(content: Mapping[Any, Any]) -> dict[str, Tensor]:
 
     def descend(value: Any, path: str) -> None:
         if path.count("/") > _DEEPEST:
-            raise ValueError(
+            raise InputError(
                 f"the file holds itself, or is nested more than {_DEEPEST} levels deep, at {path[:60]}...: save only "
                 "its state dict"
             )
@@ -122,13 +123,13 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): {_AGAIN}") from error
+        raise InputError(f"{path} is damaged ({error}): {_AGAIN}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, expected an object")
+        raise InputError(f"{path} holds a {type(content).__name__}, expected an object")
     return content
 
 
-class UntrustedFile(ValueError):
+class UntrustedFile(InputError):
     """A file that needs to run code to be read, which is not allowed or not possible."""
 
 
@@ -136,23 +137,23 @@ def _refuse_text(path: Path, start: bytes) -> None:
     # safetensors and zip files have zeros near their start; msgpack and pickle start as no UTF-8 does.
     text = start.lstrip(b"\xef\xbb\xbf \t\r\n")
     if re.match(rb"(?i)<(!doctype|html|head|\?xml|error)", text):
-        raise ValueError(
+        raise InputError(
             f"{path} is a web page, probably of an error or a login, and no file of weights: download it again, "
             "from the address that the page itself links to"
         )
     if text.startswith(b"version https://git-lfs"):
-        raise ValueError(f"{path} is a pointer of Git LFS and not the file it stands for: fetch it with git lfs pull")
+        raise InputError(f"{path} is a pointer of Git LFS and not the file it stands for: fetch it with git lfs pull")
     if _is_text(start):
-        raise ValueError(f"{path} is a text file and no file of weights: {_AGAIN}")
+        raise InputError(f"{path} is a text file and no file of weights: {_AGAIN}")
 
 
 def _refuse_archives(path: Path, start: bytes) -> None:
     """Refuse archives that contain a file of weights; PyTorch's own files are zip files, its oldest ones tar files."""
     for magic, (kind, program) in _ARCHIVES.items():
         if start.startswith(magic):
-            raise ValueError(f"{path} is a {kind} archive: unpack it ({program}), and give the file of weights in it")
+            raise InputError(f"{path} is a {kind} archive: unpack it ({program}), and give the file of weights in it")
     if start.startswith(b"\x89HDF\r\n"):
-        raise ValueError(f"{path} is an HDF5 file, as Keras writes it: save its arrays as .npz (numpy.savez)")
+        raise InputError(f"{path} is an HDF5 file, as Keras writes it: save its arrays as .npz (numpy.savez)")
     inside: list[str] = []
     if start[:4] == b"PK\x03\x04" and zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
@@ -162,7 +163,7 @@ def _refuse_archives(path: Path, start: bytes) -> None:
             inside = archive.getnames()
     files = [name for name in inside if re.search(r"\.(pth|pt|pkl|ckpt|bin|safetensors)$", name)]
     if files and not any(name.endswith("data.pkl") for name in inside):
-        raise ValueError(f"{path} is an archive that holds {files[0]}: unpack it, and give that file")
+        raise InputError(f"{path} is an archive that holds {files[0]}: unpack it, and give that file")
 
 
 _ARCHIVES = {
@@ -189,9 +190,9 @@ def _reader(path: Path, start: bytes) -> Any:
             with zipfile.ZipFile(path) as archive:
                 names = archive.namelist()
         except zipfile.BadZipFile as error:
-            raise ValueError(f"{path} is cut off or damaged ({error}): {_AGAIN}") from error
+            raise InputError(f"{path} is cut off or damaged ({error}): {_AGAIN}") from error
         if any("/code/" in name for name in names):
-            raise ValueError(f"{path} is a TorchScript program and no file of weights: save its module's state dict")
+            raise InputError(f"{path} is a TorchScript program and no file of weights: save its module's state dict")
         return _read_numpy if all(name.endswith(".npy") for name in names) else _read_torch
     if len(start) > 8 and start[8:9] == b"{":
         return safetensors.torch.load_file
@@ -265,7 +266,7 @@ def _read_flax(path: Path) -> Any:
     try:
         import msgpack
     except ImportError as error:
-        raise ImportError(
+        raise MissingPackage(
             f"{path} is a checkpoint of Flax, which needs msgpack: pip install msgpack, or save its parameters as .npz"
         ) from error
     return msgpack.unpackb(path.read_bytes(), ext_hook=_flax_array, raw=False, strict_map_key=False)

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
+from cribo.errors import InputError
 from cribo.models.backbone import Backbone
 from cribo.models.formats.naming import State
 from cribo.models.formats.table import (
@@ -97,21 +98,21 @@ def recognise(
             no network of the kind that was asked for.
     """
     if network not in get_args(NetworkName):
-        raise ValueError(f"network must be one of {', '.join(get_args(NetworkName))}, got {network!r}")
+        raise InputError(f"network must be one of {', '.join(get_args(NetworkName))}, got {network!r}")
     own = dict.fromkeys(backbone.model.state_dict()) if backbone is not None else {}
     # Wrappers of parallel training and compilation stand anywhere in a key and say nothing.
     originals = {re.sub(_WRAPPERS, r"\1", key): key for key in tensors}
     if len(originals) < len(tensors):
         twice = set(tensors) - set(originals.values())
-        raise ValueError(f"{source} holds keys that only wrappers tell apart: {first_keys(sorted(twice))}")
+        raise InputError(f"{source} holds keys that only wrappers tell apart: {first_keys(sorted(twice))}")
     for pattern, reason in REFUSED:
         if any(re.search(pattern, key) for key in originals):
-            raise ValueError(f"{source} {reason}")
+            raise InputError(f"{source} {reason}")
     project = next((project for project in PROJECTS if _shows(project.signs, originals)), None)
     found = _networks(originals, own)
     if not found:
         like = f", though its other keys are those of {project.name}" if project else ""
-        raise ValueError(
+        raise InputError(
             f"{source} holds no network in a known format{like}; its first keys are "
             f"{first_keys(originals) or 'none'}: give the timm name of its architecture, if it has one"
         )
@@ -133,7 +134,7 @@ def recognise(
             state = naming.rename(state)
             state = project.adapt(state) if project else state
         except Exception as error:  # of tensors that are missing or have shapes that no network has
-            raise ValueError(
+            raise InputError(
                 f"{source} holds no whole network of {naming.name} ({type(error).__name__}: {error})"
             ) from error
     periods = state.pop("rope_embed.periods", None)
@@ -215,7 +216,7 @@ def _choose(
         by_role = {"teacher": teachers, "student": [prefix for prefix in found if prefix not in teachers]}
     named = ", ".join(repr(prefix) for prefix in found)
     if len(found) == 1 and network == "student" and not any("student" in prefix for prefix in by_role["student"]):
-        raise ValueError(
+        raise InputError(
             f"{source} holds one network, under the prefix {named}, and no student: leave network as it is"
         )
     if len(by_role[network]) == 1:
@@ -223,7 +224,7 @@ def _choose(
         return by_role[network][0], None if is_only else network
     if network == "teacher" and not by_role["teacher"] and len(by_role["student"]) == 1:
         return by_role["student"][0], None if project is None else "student"
-    raise ValueError(
+    raise InputError(
         f"{source} holds several networks and does not say which is the {network}: under the prefixes {named}; save "
         "the one you want in a file of its own"
     )
