@@ -23,11 +23,10 @@ BENCHMARKS = {
     "startup": "what a user waits for",
     "loading": "loading of a large network against timm",
     "search": "exact search of dense retrieval against faiss",
-    "retrieval": "dense retrieval from features to labels against the Hummingbird toolkit's way",
     "segmentation": "segmentation by a few examples: what an image costs, part by part",
     "object_search": "indexing of images and search among their objects, LanceDB against faiss",
 }
-WITHOUT_DEVICE = ("startup", "loading", "object_search", "retrieval", "step")
+WITHOUT_DEVICE = ("startup", "loading", "object_search", "step")
 
 
 def main() -> int:

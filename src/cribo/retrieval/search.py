@@ -1,16 +1,18 @@
 """Nearest neighbours among many patches: exact search within bounded memory, and an approximate index.
 
-Exact search compares block after block of keys with block after block of queries and keeps the k best keys of each
-query. A fast product, with a bound on its error, rules out most keys of a block; the others are compared in float32. A
-neighbour is held as one int64 that orders first by similarity, then by row, the smaller row first, so that the greatest
-k are the result, ties included.
+Exact search compares block after block of the keys with block after block of the queries and keeps the best few
+of every query; a whole matrix of similarities never exists. A neighbour found so far is one integer of 64 bits
+that orders as it should: first by similarity, then by row, the smaller row first. So the greatest k integers are the
+neighbours, ties included, in whatever order and on whichever device the blocks were met.
 """
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,35 +20,28 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from cribo.devices import multiplies_bfloat16
 from cribo.errors import InputError, MissingPackage
 from cribo.models.linear import linear
-from cribo.retrieval.free_memory import available_memory
 
 _GIB = 2**30
+_RUN = 64  # most keys in a run, whose greatest similarity stands for all of them at first
+_ROW_MULTIPLE = 16  # queries of a block, so that no product takes a library's path for odd sizes
 _ROW_MASK = 2**32 - 1
 _NOTHING = torch.iinfo(torch.int64).min
-_LOWEST = -1e38  # below all similarities, and finite in bfloat16
-_TINY = 1e-30  # products below the smallest normal number may be lost
-_RUN = 16  # keys whose greatest similarity is looked at first
-_QUERY_MULTIPLE, _KEY_MULTIPLE = 16, 64  # shapes for which libraries sum all inner products in the same order
-_COMPARED_AT_ONCE = 1024  # candidates compared in float32 at once
-_RUNS_AT_ONCE = 8192  # looked at for neighbours
-_ROUNDED_AT_ONCE = 256  # rows, so that copies stay in the cache
-_BFLOAT16_DIM, _BFLOAT16_QUERIES, _BFLOAT16_KEYS = 64, 512, 2048  # (keys per neighbour) below, float32 is faster
+_LOWEST = torch.finfo(torch.float32).min
 
 
 class Keys(Protocol):
-    """The rows to search, in memory or on disk."""
+    """What is searched: rows of D numbers, in memory or on disk."""
 
     dim: int
 
     def __len__(self) -> int:
-        """Return the number of rows."""
+        """Number of rows."""
         ...
 
     def blocks(self, rows: int) -> Iterator[Float[Tensor, "m d"]]:
-        """Yield all rows in order, at most `rows` at once, as float32 or float16 on the CPU; restarts at each call."""
+        """All rows in order, at most `rows` at once, on the host, float32 or float16; again at every call."""
         ...
 
 
@@ -54,7 +49,7 @@ class TensorKeys:
     """Rows of one tensor.
 
     Args:
-        rows: (M, D), float32 or float16, on the CPU.
+        rows: (M, D), float32 or float16, on the host.
 
     Raises:
         ValueError: another shape.
@@ -74,12 +69,12 @@ class TensorKeys:
         return len(self.rows)
 
     def blocks(self, rows: int) -> Iterator[Float[Tensor, "m d"]]:
-        """Yield all rows in order, at most `rows` at once."""
+        """All rows in order, at most `rows` at once."""
         return iter(self.rows.split(rows) if len(self.rows) else ())
 
 
 def in_blocks(parts: Iterable[Float[Tensor, "_ d"]], rows: int) -> Iterator[Float[Tensor, "m d"]]:
-    """Regroup parts of any length into blocks of `rows` rows; the last one may be shorter.
+    """Rows that come in parts of any length, in blocks of `rows`; the last one may be shorter.
 
     Example:
         >>> [len(block) for block in in_blocks([torch.zeros(5, 2), torch.zeros(1, 2)], 4)]
@@ -101,40 +96,56 @@ def in_blocks(parts: Iterable[Float[Tensor, "_ d"]], rows: int) -> Iterator[Floa
 
 
 class Neighbours(NamedTuple):
-    """The nearest keys of each query, on the CPU.
+    """The nearest keys of each query, on the host.
 
     Attributes:
         similarity: float32, descending.
-        rows: int64, rows of the keys; of equally similar ones the smaller row first.
+        rows: int64, which keys; of equally similar ones the smaller row first.
     """
 
     similarity: Float[Tensor, "q k"]
     rows: Int[Tensor, "q k"]
 
 
-# ------------------------------------------------------------------ memory
+# ------------------------------------------------------------------ what it takes
 
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """How an exact search is cut into blocks, and the memory that takes.
+    """How a search is cut into pieces, and what that needs.
 
     Attributes:
-        query_chunk: queries searched in one pass over the keys.
+        query_chunk: queries whose neighbours so far are held at once.
         query_block: queries compared with a block of keys at once, by each worker.
         key_block: keys read, and compared, at once.
-        workers: threads on the CPU; a GPU has one.
+        run: keys of which only the greatest similarity is looked at first.
+        workers: threads of a host; a GPU has one.
         passes: how often all keys are read.
-        device_bytes: peak on each device, without the result (12 bytes per neighbour, on the CPU) and without what the
-            keys need to read a block.
+        device_bytes: peak on each device beyond what is there before; the result is not in it, 12 bytes for
+            each neighbour on the host, nor what the keys need to read a block.
+        flops: of the products, in all.
     """
 
     query_chunk: int
     query_block: int
     key_block: int
+    run: int
     workers: int
     passes: int
     device_bytes: int
+    flops: int
+
+
+class _Tile(NamedTuple):
+    """Queries and keys that are compared at once."""
+
+    queries: int
+    keys: int
+
+
+# A host's tile stays in its caches; a GPU wants enough work for each launch.
+_HOST_TILE, _GPU_TILE = _Tile(256, 8192), _Tile(4096, 32768)
+_SMALL_TILE, _LEAST_TILE = _Tile(128, 4096), _Tile(64, 512)
 
 
 def plan_search(
@@ -148,73 +159,160 @@ def plan_search(
     device: torch.device | str = "cpu",
     workers: int | None = None,
 ) -> SearchPlan:
-    """Cut a search into blocks so that it stays within a budget of memory, for any number of queries and keys.
-
-    Blocks are as large as is fast, or smaller until they leave three quarters of the budget to the queries.
+    """Cut a search so that it stays within a budget of memory, whatever the number of queries and keys.
 
     Args:
         num_queries: Q.
         num_keys: M.
         dim: D.
         neighbours: k.
-        key_bytes: bytes of each number in the keys.
+        key_bytes: of each number in the keys.
         budget: bytes on each device.
         device: kind of device.
-        workers: threads on the CPU; by default, PyTorch's number of threads.
+        workers: threads of a host, PyTorch's number of threads by default.
 
     Raises:
-        ValueError: a number below 1, or a budget too small for the smallest blocks.
+        ValueError: a number below 1, or a budget below what the smallest pieces need.
 
     Example:
         >>> plan = plan_search(2_700_000, 27_000_000, 384, 50, budget=2 * 2**30, workers=2)
         >>> plan.passes, plan.device_bytes < 2 * 2**30
-        (4, True)
+        (3, True)
     """
     numbers = {"num_queries": num_queries, "num_keys": num_keys, "dim": dim, "neighbours": neighbours}
     for name, value in (*numbers.items(), ("key_bytes", key_bytes)):
         if value < 1:
             raise InputError(f"{name} must be >= 1, got {value}")
-    on_cpu = torch.device(device).type == "cpu"
-    # On the CPU, keys that may be neighbours of any query of a block are few; on a GPU, each launch gets enough to do.
-    queries, keys = (128, 16384) if on_cpu else (1024, 65536)
-    threads = (workers or torch.get_num_threads()) if on_cpu else 1
-    per_query = 6 * dim + 8 * neighbours + 12  # the query, also rounded, its neighbours so far, and three numbers
-
-    def needed() -> tuple[int, int, int]:
-        rows, columns = (
-            min(most, _up_to_multiple(number, multiple))
-            for most, number, multiple in (
-                (queries, num_queries, _QUERY_MULTIPLE),
-                (keys, num_keys, _KEY_MULTIPLE),
-            )
-        )
-        compared = min(_COMPARED_AT_ONCE, _up_to_multiple(columns, _KEY_MULTIPLE))
-        worker = (
-            10 * rows * columns  # the product in float32, a copy of its best runs, and which of them are candidates
-            + 4 * compared * dim  # candidates in float32
-            + 48 * rows * compared  # their similarities, and those that are neighbours
-            + 48 * rows * neighbours  # neighbours before and after
-        )
-        # A block of keys in use and one being read: as given, in float32, and rounded.
-        return rows, columns, threads * worker + 2 * columns * dim * (key_bytes + 6)
-
-    while (fixed := needed()[2]) + per_query * min(queries, num_queries) * threads > budget // 4:
-        if (queries, keys) == (32, 512) and threads == 1:
-            break
-        if threads > 1 and keys <= 2048:
-            threads -= 1
-        else:
-            queries, keys = max(32, queries // 2), max(512, keys // 2)
-    rows, columns, fixed = needed()
-    if fixed + per_query * rows > budget:
+    on_host = torch.device(device).type == "cpu"
+    most = (workers or torch.get_num_threads()) if on_host else 1
+    whole = _Tile(_up_to_multiple(num_queries, _ROW_MULTIPLE), _up_to_multiple(num_keys, _RUN))
+    per_query = _query_bytes(dim, neighbours)
+    cuts = [
+        (tile, threads, _fixed_bytes(tile, dim, neighbours, key_bytes, threads))
+        for tile, threads in _cuts(_HOST_TILE if on_host else _GPU_TILE, whole, most)
+    ]
+    fitting = (cut for cut in cuts if cut[2] + per_query * cut[0].queries * cut[1] <= budget // 2)
+    tile, threads, fixed = next(fitting, cuts[-1])
+    if fixed + per_query * tile.queries > budget:
+        needed = math.ceil((fixed + per_query * tile.queries) / 2**20)
         raise InputError(
-            f"a search for {neighbours} neighbours in {dim} dimensions needs at least "
-            f"{math.ceil((fixed + per_query * rows) / 2**20)} MiB, got a budget of {budget / 2**20:.1f} MiB: give it "
-            "more memory, or ask for fewer neighbours"
+            f"a search for {neighbours} neighbours in {dim} dimensions needs at least {needed} MiB, got a budget of "
+            f"{budget / 2**20:.1f} MiB: give it more memory, or ask for fewer neighbours"
         )
     passes = math.ceil(num_queries / ((budget - fixed) // per_query))
     chunk = math.ceil(num_queries / passes)
-    return SearchPlan(chunk, rows, columns, threads, passes, fixed + per_query * chunk)
+    return SearchPlan(
+        query_chunk=chunk,
+        query_block=tile.queries,
+        key_block=tile.keys,
+        run=_run_length(tile, neighbours),
+        workers=threads,
+        passes=passes,
+        device_bytes=fixed + per_query * chunk,
+        flops=2 * num_queries * num_keys * dim,
+    )
+
+
+def _cuts(tile: _Tile, whole: _Tile, threads: int) -> Iterator[tuple[_Tile, int]]:
+    """Tiles and numbers of threads, from the fastest to those that need least memory."""
+    for least, fewest in ((_SMALL_TILE, threads), (_SMALL_TILE, 1), (_LEAST_TILE, 1)):
+        yield _Tile(*map(min, tile, whole)), threads
+        while tile != least or threads > fewest:
+            if tile != least:
+                tile = _Tile(*map(max, least, (side // 2 for side in tile)))
+            else:
+                threads -= 1
+            yield _Tile(*map(min, tile, whole)), threads
+
+
+def _query_bytes(dim: int, neighbours: int) -> int:
+    """What stays for a query all through a pass: itself, its neighbours so far, the worst of them."""
+    return 4 * dim + 8 * neighbours + 4
+
+
+def _fixed_bytes(tile: _Tile, dim: int, neighbours: int, key_bytes: int, workers: int) -> int:
+    """What does not grow with the number of queries."""
+    similarities = tile.queries * tile.keys
+    candidates = max(similarities // _SHARE_AT_ONCE, _run_length(tile, neighbours))
+    runs = similarities // _run_length(tile, neighbours)
+    # Similarities, as the library lays them out and as we read them; candidates with their rows and queries;
+    # maxima of runs and which of them are candidates; neighbours before and after a merge.
+    worker = 8 * similarities + 100 * candidates + 40 * runs + 96 * tile.queries * neighbours
+    # Blocks of keys: in work, waiting, and being read.
+    blocks = tile.keys * dim * (3 * 4 + 2 * key_bytes)
+    return workers * worker + blocks
+
+
+_SHARE_AT_ONCE = 8  # of a tile's similarities, the part that is looked at as candidates at once
+
+
+def _run_length(tile: _Tile, neighbours: int) -> int:
+    """Keys of a run: enough runs in a tile that their maxima tell a bound on the k-th best similarity."""
+    run = _RUN
+    while run > 1 and tile.keys // run < neighbours:
+        run //= 2
+    return run
+
+
+def _up_to_multiple(number: int, of: int) -> int:
+    return -(-number // of) * of
+
+
+def available_memory(device: torch.device | str) -> int:
+    """Bytes of a device that one may plan with: free ones, on a host within the limit of its control group."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        # What PyTorch has reserved and does not use is free for us too.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return min((_free_on_host(), *_free_in_groups()))
+
+
+def _free_on_host() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        pass
+    try:  # no Linux: half of what there is, for want of knowledge
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (AttributeError, ValueError, OSError):
+        return 4 * _GIB
+
+
+def _free_in_groups(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """Bytes left under the limit of each control group that this process is in, of version 1 or 2."""
+    try:
+        lines = proc.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    free = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = mount / "memory" if controllers else mount
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(root):
+                free += _free_in_group(folder, *names)
+    return free
+
+
+def _free_in_group(folder: Path, limit_name: str, usage_name: str) -> list[int]:
+    try:
+        limit = (folder / limit_name).read_text(encoding="ascii").strip()
+        usage = int((folder / usage_name).read_text(encoding="ascii"))
+        statistics = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return []  # a group outside this container's sight, or one without a limit
+    if limit == "max":
+        return []
+    cached = [
+        int(line.split()[1]) for line in statistics if line.split()[0] in ("inactive_file", "total_inactive_file")
+    ]
+    return [max(0, int(limit) - usage + max(cached, default=0))]
 
 
 # ------------------------------------------------------------------ exact search
@@ -230,27 +328,30 @@ def nearest(
     plan: SearchPlan | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Neighbours:
-    """Find the keys with the greatest inner product with each query, exactly; the cosine if all have unit length.
+    """The keys with the greatest inner product with each query, exactly; the cosine where all have unit length.
 
-    Of equally similar keys the one with the smaller row comes first. That holds for similarities in float32: their last
-    bits are the matrix library's, so keys whose similarities differ by rounding alone may change places with another
-    device or plan. Shapes of products are such that equal keys are equally similar wherever they are.
+    Of keys that are equally similar the one with the smaller row comes first. That holds for similarities as
+    they come out in float32: their last bits are the matrix library's, so two keys whose similarities differ by
+    rounding alone may change places with another device or plan. On a host all blocks are filled up to shapes for
+    which the libraries sum in one order, so that equal keys are equally similar wherever they stand.
 
-    On processors with instructions for bfloat16, products in it rule out most keys; a bound on their error ensures
-    that no neighbour is lost. Where features are so alike that few keys are ruled out, all are compared in float32.
-    PyTorch's settings for float32 products on GPUs (TF32) apply.
+    On several devices the blocks of keys go round, each device finds its share's neighbours of all queries, and
+    the best of all shares are the result: the same as on one device.
+
+    float32 is used throughout, except that a GPU multiplies float16 queries with float16 keys as they are and
+    sums in float32. PyTorch's own setting for float32 products on GPUs (TF32) applies.
 
     Args:
         queries: (Q, D), float32 or float16.
-        keys: the rows to search; each block is read once per pass.
+        keys: what is searched; each block is read once per pass.
         neighbours: k.
-        devices: all of one kind; the queries are divided among them. One that is named twice works twice.
-        plan: how the search is cut into blocks; by default, within four fifths of the free memory.
-        progress: called with the number of keys compared, up to `len(keys)`, whatever the number of passes.
+        devices: all of one kind; one that is named twice works twice.
+        plan: how the search is cut into pieces; by default, within most of the memory that is free.
+        progress: is told how many keys have been compared, up to `len(keys)`, whatever the number of passes.
 
     Raises:
         ValueError: k below 1 or above the number of keys, devices of several kinds or none, queries of another
-            dimension, values that are not finite or too large for float32 products, or too little memory.
+            dimension, values that are not finite, or too little memory.
 
     Example:
         >>> keys = TensorKeys(torch.tensor([[0.0, 1.0], [0.6, 0.8], [0.6, -0.8]]))
@@ -262,23 +363,23 @@ def nearest(
     _check(queries, len(keys), keys.dim, neighbours)
     if len({place.type for place in places}) != 1:
         raise InputError(f"devices must be of one kind, at least one, got {list(map(str, places))}")
-    found = Neighbours(torch.empty(len(queries), neighbours), torch.empty(len(queries), neighbours, dtype=torch.long))
+    result = Neighbours(torch.empty(len(queries), neighbours), torch.empty(len(queries), neighbours, dtype=torch.long))
     if not len(queries):
-        return found
+        return result
     plan = plan or _default_plan(queries, keys, neighbours, places)
-    chunks = [part.split(plan.query_chunk) for part in (queries, *found)]
     threads = torch.get_num_threads()
     try:
-        for number, (chunk, similarity, rows) in enumerate(zip(*chunks, strict=True)):
+        for number, start in enumerate(range(0, len(queries), plan.query_chunk)):
+            chunk = slice(start, start + plan.query_chunk)
 
-            def report(compared: int, number: int = number) -> None:
+            def report(done: int, number: int = number) -> None:
                 if progress is not None:
-                    progress((number * len(keys) + compared) // len(chunks[0]))
+                    progress((number * len(keys) + done) // math.ceil(len(queries) / plan.query_chunk))
 
-            _search_chunk(chunk, keys, Neighbours(similarity, rows), plan, places, report)
+            _search_chunk(queries[chunk], keys, Neighbours(*(part[chunk] for part in result)), plan, places, report)
     finally:
         torch.set_num_threads(threads)  # each worker computes with one, and PyTorch has one number for all threads
-    return found
+    return result
 
 
 def _check(queries: Tensor, num_keys: int, dim: int, neighbours: int) -> None:
@@ -299,7 +400,7 @@ def _check(queries: Tensor, num_keys: int, dim: int, neighbours: int) -> None:
 
 
 def _default_plan(queries: Tensor, keys: Keys, neighbours: int, devices: Sequence[torch.device]) -> SearchPlan:
-    """Plan within four fifths of the free memory of the device that has least for each time it is named."""
+    """Within four fifths of the free memory of the device that has least for each time it is named."""
     result = 12 * len(queries) * neighbours if devices[0].type == "cpu" else 0
     free = min((available_memory(device) - result) // devices.count(device) for device in devices)
     workers = max(1, torch.get_num_threads() // len(devices))
@@ -311,224 +412,200 @@ def _default_plan(queries: Tensor, keys: Keys, neighbours: int, devices: Sequenc
 def _search_chunk(
     queries: Float[Tensor, "q d"],
     keys: Keys,
-    found: Neighbours,
+    result: Neighbours,
     plan: SearchPlan,
     devices: Sequence[torch.device],
     report: Callable[[int], None],
 ) -> None:
-    """Compare some queries with all keys, in one pass, and write their neighbours to `found`."""
-    threads = len(devices) * plan.workers
-    count = math.ceil(len(queries) / plan.query_block / threads) * threads  # as many blocks for each thread
-    dtype = _first_dtype(queries, len(keys), found.rows.shape[1], devices[0])
-    size = math.ceil(len(queries) / count)
-    blocks = [
-        _QueryBlock(part, found.rows.shape[1], devices[number % len(devices)], dtype)
-        for number, part in enumerate(queries.split(size))
-    ]
-    places = {block.device for block in blocks}
-    source = keys.blocks(plan.key_block)
-
-    def read(first: int) -> dict[torch.device, _KeyBlock]:
-        rows = next(source, None)
-        return {} if rows is None else {place: _KeyBlock(rows, first, place, dtype) for place in places}
-
-    def compare(block: _QueryBlock, keys: dict[torch.device, _KeyBlock]) -> None:
-        block.compare(keys[block.device])
-
-    # Products of one thread each, on many blocks, need no barriers; one more thread reads ahead.
-    with ThreadPoolExecutor(threads + 1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        compared = 0
-        upcoming = pool.submit(read, 0)
-        while staged := upcoming.result():
-            report(compared)
-            compared += len(staged[blocks[0].device])
-            upcoming = pool.submit(read, compared)
-            list(pool.map(compare, blocks, itertools.repeat(staged)))
-        if compared != len(keys):
-            raise InputError(f"keys must give the {len(keys)} rows that they have, got {compared}")
-    for block, *out in zip(blocks, found.similarity.split(size), found.rows.split(size), strict=True):
-        for part, result in zip(out, block.result(), strict=True):
-            part.copy_(result)
-    report(compared)
+    """One pass over the keys for the queries whose neighbours are held at once, into `result`."""
+    shares = [_Share(queries, result.rows.shape[1], plan, device) for device in devices]
+    reader = _single_threaded(1)  # reads ahead while the devices compute
+    try:
+        blocks = keys.blocks(plan.key_block)
+        following = itertools.cycle(shares)
+        done = 0
+        upcoming = reader.submit(_read, blocks, share := next(following), done)
+        while (staged := upcoming.result()) is not None:
+            share.finish()
+            share.start(staged, done)
+            report(done)
+            done += staged.rows
+            upcoming = reader.submit(_read, blocks, share := next(following), done)
+        if done != len(keys):
+            raise InputError(f"keys must give the {len(keys)} rows that they have, got {done}")
+        for share in shares:
+            share.finish()
+        _collect(shares, result)
+        report(done)
+    finally:
+        reader.shutdown(cancel_futures=True)
+        for share in shares:
+            share.close()
 
 
-class _KeyBlock:
-    """Consecutive keys on a device, and rounded for the first product.
+def _single_threaded(workers: int) -> ThreadPoolExecutor:
+    """Threads that compute with one thread each: parallel pieces need no barriers within them."""
+    return ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+
+
+class _Staged(NamedTuple):
+    """A block of keys where and how a device wants it."""
+
+    keys: Tensor
+    rows: int
+    ready: Any = None
+    """What the device waits for before it uses the keys."""
+
+
+@torch.no_grad()
+def _read(blocks: Iterator[Tensor], share: "_Share", first: int) -> _Staged | None:
+    """The next block of keys, moved to its device; None after the last."""
+    block = next(blocks, None)
+    if block is None:
+        return None
+    # A sum is one quick pass; only one that is not finite needs a second look.
+    if not block.sum(dtype=torch.float32).isfinite() and not block.isfinite().all():
+        row = first + int((~block.isfinite()).any(dim=1).nonzero()[0])
+        raise InputError(f"keys hold values that are not finite, first in row {row}: leave that row out")
+    return share.arithmetic.stage(block)
+
+
+def _collect(shares: "Sequence[_Share]", result: Neighbours) -> None:
+    """The best neighbours of all shares, in order."""
+    start = 0
+    for parts in zip(*(share.blocks for share in shares), strict=True):
+        found = torch.cat([part.best[: part.count].cpu() for part in parts], dim=1)
+        best = found.sort(dim=1, descending=True).values[:, : result.rows.shape[1]]
+        if (best == _NOTHING).any():
+            raise InputError("similarities overflow: normalise queries and keys to unit length")
+        rows = slice(start, start + len(best))
+        result.similarity[rows], result.rows[rows] = _similarity(best), _row(best)
+        start += len(best)
+
+
+class _Share:
+    """The neighbours of a chunk of queries among the keys that one device is given.
 
     Args:
-        rows: (M, D).
-        first: row of the first one among all keys.
-        device: where they are compared.
-        dtype: of the first product.
-
-    Raises:
-        ValueError: values that are not finite.
+        queries: (Q, D).
+        neighbours: k.
+        plan: of the search.
+        device: where.
     """
 
-    def __init__(self, rows: Float[Tensor, "m d"], first: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.first, self.count = first, len(rows)
-        missing = -len(rows) % _KEY_MULTIPLE
-        self.rows = rows.to(device).float()
-        self.rows = F.pad(self.rows, (0, 0, 0, missing)) if missing else self.rows
-        norms = self.rows.norm(dim=1)
-        if not norms.isfinite().all() and not rows.isfinite().all():
-            row = first + int((~rows.isfinite()).any(dim=1).nonzero()[0])
-            raise InputError(f"keys hold values that are not finite, first in row {row}: leave that row out")
-        self.rounded, errors = _rounded(self.rows, dtype)
-        self.norm, self.error = norms.max(), errors.max()
+    def __init__(self, queries: Float[Tensor, "q d"], neighbours: int, plan: SearchPlan, device: torch.device) -> None:
+        self.arithmetic = _arithmetic(device)
+        self.run = plan.run
+        workers = plan.workers if device.type == "cpu" else 1
+        # As many blocks for one worker as for another.
+        count = _up_to_multiple(math.ceil(len(queries) / plan.query_block), workers)
+        parts = queries.split(math.ceil(len(queries) / count))
+        self.blocks = [_QueryBlock(self.arithmetic, part, neighbours, device) for part in parts]
+        self._executor = _single_threaded(workers)
+        self._running: list[Future[None]] = []
 
-    def __len__(self) -> int:
-        return self.count
+    def start(self, staged: _Staged, first: int) -> None:
+        """Compare all queries with a block of keys whose first row is `first`."""
+        self._running = [self._executor.submit(self._compare, block, staged, first) for block in self.blocks]
+
+    def finish(self) -> None:
+        """Wait for the comparison that was started last.
+
+        Raises:
+            whatever went wrong in it.
+        """
+        for future in self._running:
+            future.result()
+        self._running = []
+
+    def close(self) -> None:
+        """Stop, after an error too."""
+        self._executor.shutdown(cancel_futures=True)
+
+    @torch.no_grad()
+    def _compare(self, block: "_QueryBlock", staged: _Staged, first: int) -> None:
+        similarity = self.arithmetic.product(block.queries, staged)
+        similarity[:, staged.rows :] = -torch.inf  # rows that only fill the block up
+        block.offer(similarity, self.run, first)
 
 
 class _QueryBlock:
     """Some queries and the best neighbours they have met so far.
 
     Args:
+        arithmetic: of the device.
         queries: (Q, D).
         neighbours: k.
-        device: where they are compared.
-        dtype: of the first product.
-
-    Attributes:
-        best: (Q, k) neighbours so far, as `_ordered` writes them.
-        least: (Q,) the least similarity that a further neighbour must have; keys come in the order of their rows.
+        device: where.
     """
 
-    def __init__(
-        self, queries: Float[Tensor, "q d"], neighbours: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self.device, self.count = device, len(queries)
-        self.queries = F.pad(queries.to(device).float(), (0, 0, 0, -len(queries) % _QUERY_MULTIPLE))
-        self.norms = self.queries.norm(dim=1)
-        self.rounded, self.errors = _rounded(self.queries, dtype)
-        self.best = torch.full((len(self.queries), neighbours), _NOTHING, device=device)
-        self.least = torch.full((len(self.queries),), _LOWEST, device=device)
-        self.least[self.count :] = torch.inf  # rows that fill up the block have no neighbours
+    def __init__(self, arithmetic: "_Arithmetic", queries: Tensor, neighbours: int, device: torch.device) -> None:
+        self.count = len(queries)
+        rows = _up_to_multiple(self.count, _ROW_MULTIPLE)
+        self.queries = arithmetic.place(F.pad(queries, (0, 0, 0, rows - self.count)))
+        self.best = torch.full((rows, neighbours), _NOTHING, device=device)
+        self.worst = torch.full((rows,), _LOWEST, device=device)
+        # The rows that fill up are zero: no neighbour is better than the first that comes.
+        self.worst[self.count :] = torch.inf
 
-    @torch.no_grad()
-    def compare(self, keys: _KeyBlock) -> None:
-        """Take in the neighbours among the next keys."""
-        if keys.rounded is keys.rows:
-            similarity = _product(keys.rows, self.queries)
-            similarity[len(keys) :] = -torch.inf  # rows that fill up the block
-            self._raise_least(similarity, 0)
-            self._take(similarity, torch.arange(len(similarity), device=self.device) + keys.first)
-            return
-        for part in self._candidates(keys).split(_COMPARED_AT_ONCE):
-            filled = F.pad(part, (0, -len(part) % _KEY_MULTIPLE))
-            similarity = keys.rows[filled] @ self.queries.mT
-            similarity[len(part) :] = -torch.inf
-            self._take(similarity, filled + keys.first)
+    def offer(self, similarity: Float[Tensor, "q m"], run: int, first: int) -> None:
+        """Take in the similarities with the next keys, of rows `first` and up; later ones than all before.
 
-    def _candidates(self, keys: _KeyBlock) -> Int[Tensor, " n"]:
-        """Keys of the block that may be a neighbour of any query, ascending."""
-        # |q·k - q'·k'| <= |q - q'| |k| + |q'| |k - k'|, and sums in float32 are inexact, here and in `compare`.
-        sizes = (self.norms + self.errors) * (keys.norm + keys.error)
-        if not (sizes < -_LOWEST / 10).all():  # sums in float32 may overflow
-            return torch.arange(len(keys), device=self.device)
-        error = self.errors * keys.norm + (self.norms + self.errors) * keys.error
-        error += sizes * _sum_error(self.queries.shape[1], self.device) + _TINY
-        similarity = _product(keys.rounded, self.rounded)
-        similarity[len(keys) :] = -torch.inf
-        self._raise_least(similarity, error)
-        runs = similarity.unflatten(0, (-1, _RUN))
-        # Rounding keeps the order: a bound that is rounded like the product remains a bound.
-        floor = (self.least - error).to(similarity.dtype)
-        if floor.dtype == torch.bfloat16 and (floor > 0).all():
-            # The bits of positive numbers have the same order, and integers are compared several times as fast.
-            runs, floor = runs.view(torch.int16), floor.view(torch.int16)
-        run = _any(runs.amax(dim=1) >= floor).nonzero()[:, 0]
-        which, place = _any(runs[run] >= floor).nonzero().unbind(1)
-        return run[which] * _RUN + place
-
-    def _raise_least(self, similarity: Float[Tensor, "m q"], error: Float[Tensor, " q"] | int) -> None:
-        """Bound the similarity of neighbours where none are known: k runs have k greatest similarities."""
-        k = self.best.shape[1]
-        if k <= len(similarity) // _RUN and (self.least == _LOWEST).any():
-            maxima = similarity.unflatten(0, (-1, _RUN)).amax(dim=1)
-            bound = maxima.mT.topk(k, dim=1, sorted=False).values.amin(dim=1).float()
-            self.least = self.least.maximum(bound - bound.abs() * torch.finfo(similarity.dtype).eps - error)
-
-    def _take(self, similarity: Float[Tensor, "m q"], rows: Int[Tensor, " m"]) -> None:
-        """Take in the neighbours among keys by their similarities; only runs that hold one are looked at."""
-        runs = similarity.unflatten(0, (-1, _RUN))
-        hits = (runs.amax(dim=1) >= self.least).mT.nonzero()
-        for query, run in (part.unbind(1) for part in hits.split(_RUNS_AT_ONCE)):
-            values = runs[run, :, query]
-            which, place = (values >= self.least[query, None]).nonzero().unbind(1)
-            if len(which):
-                self._keep(query[which], _ordered(values[which, place], rows[run[which] * _RUN + place]))
-
-    def _keep(self, query: Int[Tensor, " n"], found: Int[Tensor, " n"]) -> None:
-        """Keep the best k of those before and those found, which come in the order of the queries."""
-        owners, inverse, counts = query.unique_consecutive(return_inverse=True, return_counts=True)
-        position = torch.arange(len(found), device=self.device) - (counts.cumsum(0) - counts)[inverse]
-        offered = found.new_full((len(owners), int(counts.max())), _NOTHING)
-        offered[inverse, position] = found
-        best = torch.cat((self.best[owners], offered), dim=1).topk(self.best.shape[1], dim=1, sorted=False).values
-        self.best[owners] = best
-        worst = best.amin(dim=1)
-        # A later key must be better than the worst; an equal one has the larger row.
-        least = _similarity(worst).nextafter(torch.tensor(torch.inf, device=self.device))
-        self.least[owners] = self.least[owners].maximum(least.where(worst != _NOTHING, _LOWEST))
-
-    def result(self) -> Neighbours:
-        """Return the neighbours, the nearest first.
-
-        Raises:
-            ValueError: fewer than k finite similarities.
+        Few similarities beat the worst neighbour that a query has. The maxima of runs of keys tell which runs
+        hold one, and only those are looked at.
         """
-        best = self.best[: self.count].cpu().sort(dim=1, descending=True).values
-        similarity = _similarity(best)
-        if (best == _NOTHING).any() or not similarity.isfinite().all():
-            raise InputError("similarities overflow float32: normalise queries and keys to unit length")
-        return Neighbours(similarity, _row(best))
+        runs = similarity.shape[1] // run
+        maxima = similarity.view(-1, runs, run).amax(dim=2)
+        # Equal is not better: the keys met before have smaller rows.
+        promising = maxima > self.worst[:, None]
+        floor = self._raise_floor(maxima, promising)
+        chosen = promising.flatten().nonzero()[:, 0]
+        by_run = similarity.view(-1, run)
+        for part in chosen.split(max(1, similarity.numel() // (_SHARE_AT_ONCE * run))):
+            values = by_run[part]
+            owner = part // runs
+            place = (values >= floor[owner, None]).flatten().nonzero()[:, 0]
+            which = place // run
+            row = part[which] % runs * run + place % run + first
+            self._merge(owner[which], values.flatten()[place], row)
+
+    def _raise_floor(self, maxima: Float[Tensor, "q r"], promising: Bool[Tensor, "q r"]) -> Float[Tensor, " q"]:
+        """The least similarity that may matter; drops the runs that stay below it.
+
+        A query with more than k promising runs has k values at least as great as the k-th of their maxima.
+        """
+        k = self.best.shape[1]
+        many = (promising.sum(dim=1) > k).nonzero()[:, 0]
+        if not len(many):
+            return self.worst
+        floor = self.worst.clone()
+        some = maxima[many]
+        floor[many] = some.topk(k, dim=1, sorted=False).values.amin(dim=1)
+        promising[many] &= some >= floor[many, None]
+        return floor
+
+    def _merge(self, owner: Int[Tensor, " n"], values: Float[Tensor, " n"], row: Int[Tensor, " n"]) -> None:
+        """Take in candidates, those of one query beside each other and in the order of their rows.
+
+        Each query takes k at once at most, so that one with very many of them costs no memory.
+        """
+        k = self.best.shape[1]
+        while len(owner):
+            queries, inverse, counts = torch.unique_consecutive(owner, return_inverse=True, return_counts=True)
+            position = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[inverse]
+            now = position < k
+            width = min(k, int(counts.max()))
+            offered = self.best.new_full((len(queries), width), _NOTHING)
+            offered[inverse[now], position[now]] = _ordered(values[now], row[now])
+            best = torch.cat((self.best[queries], offered), dim=1).topk(k, dim=1, sorted=False).values
+            self.best[queries] = best
+            worst = _similarity(best.amin(dim=1))
+            self.worst[queries] = worst.where(worst > _LOWEST, _LOWEST)  # NaN: still without k neighbours
+            left = ~now & (values > self.worst[owner])
+            owner, values, row = owner[left], values[left], row[left]
 
 
-def _up_to_multiple(number: int, of: int) -> int:
-    return -(-number // of) * of
-
-
-def _first_dtype(queries: Tensor, num_keys: int, neighbours: int, device: torch.device) -> torch.dtype:
-    """The type of the first product; in float32 there is no other."""
-    if device.type == "cuda":
-        return torch.float16 if queries.dtype == torch.float16 else torch.float32
-    pays = (
-        queries.shape[1] >= _BFLOAT16_DIM
-        and len(queries) >= _BFLOAT16_QUERIES
-        and num_keys >= _BFLOAT16_KEYS * neighbours
-    )
-    return torch.bfloat16 if pays and multiplies_bfloat16() else torch.float32
-
-
-def _rounded(rows: Float[Tensor, "n d"], dtype: torch.dtype) -> tuple[Tensor, Float[Tensor, " n"]]:
-    """Rows in another type, and the norms of what rounding took from them."""
-    if dtype == rows.dtype:
-        return rows, rows.new_zeros(len(rows))
-    rounded = torch.empty_like(rows, dtype=dtype)
-    parts = zip(rows.split(_ROUNDED_AT_ONCE), rounded.split(_ROUNDED_AT_ONCE), strict=True)
-    return rounded, torch.cat([out.copy_(part).float().sub_(part).norm(dim=1) for part, out in parts])
-
-
-def _sum_error(dim: int, device: torch.device) -> float:
-    """Error of two inner products as a share of the product of norms: of sums in float32, and of TF32 on GPUs."""
-    return dim * 2**-22 + (2**-8 if device.type == "cuda" else 0)
-
-
-def _product(keys: Tensor, queries: Tensor) -> Tensor:
-    """All inner products, (M, Q), summed in float32; those of bfloat16 are rounded to it."""
-    if keys.dtype == torch.float16:
-        return torch.mm(keys, queries.mT, out_dtype=torch.float32)
-    return linear(keys, queries) if keys.dtype == torch.float32 else keys @ queries.mT
-
-
-def _any(found: Bool[Tensor, "*n q"]) -> Bool[Tensor, "*n"]:
-    """`found.any(dim=-1)` of a multiple of eight columns, eight at once."""
-    return found.view(torch.int64).any(dim=-1)
-
-
-def _ordered(similarity: Float[Tensor, "*n"], row: Int[Tensor, "*m"]) -> Int[Tensor, "*n"]:
+def _ordered(similarity: Float[Tensor, "*n"], row: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
     """Integers that are the greater the greater the similarity and, where that is equal, the smaller the row."""
     bits = (similarity + 0.0).view(torch.int32)  # + 0.0 turns -0 into 0
     return (_flip_negative(bits).long() << 32) + (_ROW_MASK - row)
@@ -547,6 +624,74 @@ def _row(ordered: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
 def _flip_negative(bits: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
     """Bits of floats to integers of the same order, and back: those of negative floats count downwards."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+class _Arithmetic(Protocol):
+    """How a device takes queries and keys, and multiplies them."""
+
+    def place(self, queries: Float[Tensor, "q d"]) -> Tensor:
+        """Queries where and how products want them."""
+        ...
+
+    def stage(self, block: Float[Tensor, "m d"]) -> _Staged:
+        """Keys where and how products want them, zero rows added up to a multiple of the longest run."""
+        ...
+
+    def product(self, queries: Tensor, staged: _Staged) -> Float[Tensor, "q m"]:
+        """All inner products, float32, in memory that may be written to."""
+        ...
+
+
+def _arithmetic(device: torch.device) -> _Arithmetic:
+    if device.type == "cuda":
+        return _Cuda(device)
+    return _Host()
+
+
+class _Host:
+    """Products on a host."""
+
+    def place(self, queries: Float[Tensor, "q d"]) -> Tensor:
+        return queries.to("cpu", torch.float32).contiguous()
+
+    def stage(self, block: Float[Tensor, "m d"]) -> _Staged:
+        return _Staged(_filled_up(block).to("cpu", torch.float32).contiguous(), len(block))
+
+    def product(self, queries: Tensor, staged: _Staged) -> Float[Tensor, "q m"]:
+        return linear(queries, staged.keys)
+
+
+class _Cuda:
+    """Products on a GPU; keys are copied while it computes.
+
+    Args:
+        device: which one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._copies = torch.cuda.Stream(device)
+
+    def place(self, queries: Float[Tensor, "q d"]) -> Tensor:
+        return queries.to(self.device)
+
+    def stage(self, block: Float[Tensor, "m d"]) -> _Staged:
+        with torch.cuda.stream(self._copies):
+            keys = _filled_up(block.pin_memory().to(self.device, non_blocking=True))
+            return _Staged(keys, len(block), self._copies.record_event())
+
+    def product(self, queries: Tensor, staged: _Staged) -> Float[Tensor, "q m"]:
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(staged.ready)
+        staged.keys.record_stream(stream)  # else their memory may be given to the next block too early
+        if queries.dtype == staged.keys.dtype == torch.float16:
+            return torch.mm(queries, staged.keys.mT, out_dtype=torch.float32)
+        return queries.float() @ staged.keys.float().mT
+
+
+def _filled_up(block: Float[Tensor, "m d"]) -> Float[Tensor, "n d"]:
+    missing = -len(block) % _RUN
+    return F.pad(block, (0, 0, 0, missing)) if missing else block
 
 
 # ------------------------------------------------------------------ approximate search
