@@ -1,11 +1,16 @@
-"""Exact nearest-neighbour search against faiss's flat index, in one run, and how it scales.
+"""Exact search, and dense retrieval from features to votes, against faiss and the public Hummingbird toolkit's way.
 
-    uv run python -m benchmarks.search --threads 2      # on the CPU, about ten minutes on two idle cores
+    uv run python -m benchmarks.search --threads 2
+    uv run python -m benchmarks.search --backbone ../shared/weights/vits14_dinov2_descendant.safetensors   # CamVid, too
     uv run python -m benchmarks.search --device cuda    # faiss stays on the CPU, where its wheels run
 
-Ours and faiss take turns in one process with the same number of threads, so that a busy machine slows both; times are
-medians, and the ratio is the median of the rounds' own ratios. Rows are random and of unit length, the worst case for
-the index and no help to a running selection.
+The toolkit's way: for each image, search a flat inner-product index of faiss for k neighbours, gather their features
+and their labels from dense tables, and weight the labels by the softmax of the cosines at temperature 0.02. Ours is
+`nearest` for all images and `Voters.vote`. Both start from the same features and labels in memory; the index is built
+before.
+
+Both take turns in one process with the same number of threads. The ratios are medians of the rounds' own ratios, of
+seconds on the clock and of CPU seconds of the process, which other programs on the machine change less.
 """
 
 import argparse
@@ -13,7 +18,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import faiss
 import torch
@@ -21,30 +27,27 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as TF
 
+from cribo.data import LabelledImages, LabelledSubset, open_segmentation
+from cribo.models import load_backbone
+from cribo.retrieval import backbone_encoder
 from cribo.retrieval.search import Neighbours, TensorKeys, nearest, recall
+from cribo.retrieval.voting import Voters, label_shares
+
+CAMVID = Path(__file__).parents[2] / "shared" / "data" / "camvid"
+GRID = 32  # patches along each side of an image
+PER_IMAGE = GRID * GRID
+TEMPERATURE = 0.02
 
 
-@dataclass(frozen=True)
-class Case:
-    """A search: how many of what."""
+class Data(NamedTuple):
+    """Features of unit length, and the share of each class in the keys' patches."""
 
-    name: str
-    keys: int
-    queries: int
-    dim: int
-    neighbours: int
-
-
-CASES = (
-    Case("CamVid, ViT-S", 240_000, 6_600, 384, 50),
-    Case("CamVid, ViT-S", 240_000, 6_600, 384, 30),
-    Case("CamVid, ViT-B", 240_000, 6_600, 768, 50),
-    Case("CamVid, mean colour", 240_000, 6_600, 3, 50),
-    Case("a million patches", 1_000_000, 2_000, 384, 50),
-)
-SCALING = tuple(Case("", keys, 2_000, dim, 50) for dim in (3, 384, 768) for keys in (50_000, 200_000, 1_000_000))
-LEAST = Case("", 2_000, 200, 16, 5)
+    keys: Tensor
+    shares: Tensor
+    queries: Tensor
 
 
 def unit_rows(rows: int, dim: int, seed: int) -> Tensor:
@@ -56,87 +59,138 @@ def unit_rows(rows: int, dim: int, seed: int) -> Tensor:
     return found
 
 
-def timed(call: Callable[[], Neighbours]) -> tuple[float, Neighbours]:
-    """Seconds of one call, and what it found: on the host, so a GPU has finished."""
-    start = time.perf_counter()
-    found = call()
-    return time.perf_counter() - start, found
+def random_data(keys: int, queries: int, dim: int) -> Data:
+    """Random directions, with one class each."""
+    classes = torch.randint(21, (keys,), generator=torch.Generator().manual_seed(2))
+    return Data(unit_rows(keys, dim, 0), F.one_hot(classes, 21).float(), unit_rows(queries, dim, 1))
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Median seconds of ours and of faiss, the median ratio, and how far the neighbours agree."""
+@torch.no_grad()
+def camvid_data(backbone: str, queries: int) -> Data:
+    """All training images of CamVid, and some of the validation images."""
+    encoder = backbone_encoder(load_backbone(backbone).eval())
+    side = GRID * encoder.patch_size
 
-    ours: float
-    flat: float
-    ratio: float
-    agreement: float
+    def features(images: LabelledImages) -> Tensor:
+        found = []
+        for index in range(len(images)):
+            pixels = TF.resize(images.load(index), [side, side], antialias=True)
+            found.append(encoder.grids(pixels[None], "cpu").float().flatten(0, 2))
+        return F.normalize(torch.cat(found), dim=-1)
+
+    memory, val = (open_segmentation("camvid", CAMVID, split) for split in ("train", "val"))
+    asked = LabelledSubset(val, [number * len(val) // queries for number in range(queries)])
+    shares = []
+    for index in range(len(memory)):
+        labels = TF.resize(memory.labels(index)[None], [side, side], interpolation=InterpolationMode.NEAREST)[0].long()
+        table = F.one_hot(labels.where(labels != 255, len(memory.classes)), len(memory.classes) + 1)
+        shares.append(F.avg_pool2d(table.permute(2, 0, 1).float()[None], encoder.patch_size)[0].flatten(1).mT)
+    return Data(features(memory), torch.cat(shares), features(asked))
 
 
-def measure(case: Case, device: str, rounds: int) -> Measured:
-    """Ours and faiss in turn; `agreement` is the share of faiss's neighbours that ours found, ties included."""
-    rows, queries = unit_rows(case.keys, case.dim, 0), unit_rows(case.queries, case.dim, 1)
-    index = faiss.IndexFlatIP(case.dim)
-    index.add(rows.numpy())
-    keys = TensorKeys(rows)
+class Found(NamedTuple):
+    """What one of the ways found: neighbours and votes, and (clock, CPU) seconds for the neighbours and in all."""
 
-    def flat() -> Neighbours:
-        similarity, found = index.search(queries.numpy(), case.neighbours)
-        return Neighbours(torch.from_numpy(similarity), torch.from_numpy(found))
+    neighbours: Neighbours
+    votes: Tensor
+    search: tuple[float, float]
+    whole: tuple[float, float]
 
-    def ours() -> Neighbours:
-        return nearest(queries, keys, case.neighbours, devices=(device,))
 
-    nearest(queries[:64], keys, case.neighbours, devices=(device,))  # libraries set themselves up at first use
-    turns = [(timed(ours), timed(flat)) for _ in range(rounds)]
-    return Measured(
-        ours=statistics.median(mine[0] for mine, _ in turns),
-        flat=statistics.median(theirs[0] for _, theirs in turns),
-        ratio=statistics.median(theirs[0] / mine[0] for mine, theirs in turns),
-        agreement=recall(turns[0][0][1], turns[0][1][1]),
+def timed(call: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
+    """Return what a call returns, on the CPU, so that a GPU has finished, and its (clock, CPU) seconds."""
+    clock, cpu = time.perf_counter(), time.process_time()
+    result = call()
+    return result, (time.perf_counter() - clock, time.process_time() - cpu)
+
+
+def toolkit(data: Data, index: faiss.Index, k: int) -> Found:
+    """A flat index and dense tables, image by image."""
+    similarity, rows, votes = [], [], []
+    search, whole = (0.0, 0.0), (0.0, 0.0)
+
+    def vote(image: Tensor, rows: Tensor) -> Tensor:
+        flat = rows.flatten()
+        features = F.normalize(data.keys[flat].view(*rows.shape, -1), dim=-1)
+        cosines = torch.einsum("qd,qkd->qk", F.normalize(image, dim=-1), features)
+        weights = (cosines / TEMPERATURE).softmax(dim=-1)
+        return torch.einsum("qk,qkc->qc", weights, data.shares[flat].view(*rows.shape, -1))
+
+    for image in data.queries.split(PER_IMAGE):
+        found, searched = timed(lambda image=image: index.search(image.numpy(), k))
+        similarity.append(torch.from_numpy(found[0]))
+        rows.append(torch.from_numpy(found[1]))
+        part, voted = timed(lambda image=image: vote(image, rows[-1]))
+        votes.append(part)
+        search = (search[0] + searched[0], search[1] + searched[1])
+        whole = (whole[0] + searched[0] + voted[0], whole[1] + searched[1] + voted[1])
+    return Found(Neighbours(torch.cat(similarity), torch.cat(rows)), torch.cat(votes), search, whole)
+
+
+def ours(data: Data, voters: Voters, k: int, device: str) -> Found:
+    """The functions that `cribo evaluate dense-nn` calls."""
+    neighbours, search = timed(lambda: nearest(data.queries, TensorKeys(data.keys), k, devices=(device,)))
+    votes, voted = timed(lambda: voters.vote(neighbours, "attention", TEMPERATURE))
+    return Found(neighbours, votes, search, (search[0] + voted[0], search[1] + voted[1]))
+
+
+def add_row(table: Table, name: str, data: Data, k: int, threads: int, device: str, rounds: int) -> None:
+    """Measure one case."""
+    torch.set_num_threads(threads)
+    faiss.omp_set_num_threads(threads)
+    index = faiss.IndexFlatIP(data.keys.shape[1])
+    index.add(data.keys.numpy())
+    labels = [label_shares(part, "soft") for part in data.shares.split(PER_IMAGE)]
+    voters = Voters(labels, data.shares.shape[1])
+    nearest(data.queries[:64], TensorKeys(data.keys), k, devices=(device,))  # libraries set themselves up at first use
+    turns = [(ours(data, voters, k, device), toolkit(data, index, k)) for _ in range(rounds)]
+
+    def ratio(part: str, kind: int) -> str:
+        ratios = (getattr(theirs, part)[kind] / getattr(mine, part)[kind] for mine, theirs in turns)
+        return f"{statistics.median(ratios):.2f}"
+
+    mine, theirs = turns[0]
+    seconds = (statistics.median(found.whole[0] for found in way) for way in zip(*turns, strict=True))
+    same = (mine.votes.argmax(dim=1) == theirs.votes.argmax(dim=1)).double().mean()
+    table.add_row(
+        *(name, f"{len(data.keys):,}", f"{len(data.queries):,}", str(data.keys.shape[1]), str(k), str(threads)),
+        *(f"{each:.2f} s" for each in seconds),
+        *(ratio(part, kind) for part in ("whole", "search") for kind in (0, 1)),
+        *(f"{recall(mine.neighbours, theirs.neighbours):.4%}", f"{same:.4%}"),
     )
 
 
-def table(title: str, cases: tuple[Case, ...], threads: tuple[int, ...], device: str, rounds: int) -> Table:
-    """A row for each case and number of threads."""
-    found = Table(title=title)
-    columns = ("case", "keys", "queries", "D", "k", "threads", "ours", "faiss", "times faster", "GFLOP/s", "agreement")
-    for column in columns:
-        found.add_column(column, justify="left" if column == "case" else "right")
-    for case in cases:
-        for number in threads:
-            torch.set_num_threads(number)
-            faiss.omp_set_num_threads(number)
-            measured = measure(case, device, rounds)
-            speed = 2 * case.keys * case.queries * case.dim / measured.ours / 1e9
-            found.add_row(
-                *(case.name, f"{case.keys:,}", f"{case.queries:,}", str(case.dim), str(case.neighbours), str(number)),
-                *(f"{measured.ours:.2f} s", f"{measured.flat:.2f} s", f"{measured.ratio:.2f}"),
-                *(f"{speed:.0f}", f"{measured.agreement:.4%}"),
-            )
-    return found
-
-
 def main() -> None:
-    """Measure, and print the tables."""
+    """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of both, on the CPU")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each search is timed")
-    parser.add_argument("--only", choices=("cases", "scaling", "least"), help="one of the tables; least: a quick check")
+    parser.add_argument("--backbone", help="whose features of CamVid are searched; without it, only random ones are")
+    parser.add_argument("--images", type=int, default=4, help="CamVid's validation images that are labelled")
+    parser.add_argument("--device", default="cpu", help="of our search; faiss and all votes run on the CPU")
+    parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()], help="of both, on the CPU")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each is timed")
+    parser.add_argument("--least", action="store_true", help="a quick check in place of the cases")
     arguments = parser.parse_args()
     where = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "CPU"
-    versions = f"{where}, PyTorch {torch.__version__}, faiss {faiss.__version__}"
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    both = tuple(sorted({1, arguments.threads}))
-    if arguments.only in (None, "cases"):
-        title = f"exact search against faiss's flat index, {versions}"
-        console.print(table(title, CASES, (arguments.threads,), arguments.device, arguments.rounds))
-    if arguments.only in (None, "scaling"):
-        title = f"how it scales, {versions}"
-        console.print(table(title, SCALING, both, arguments.device, max(1, arguments.rounds // 2)))
-    if arguments.only == "least":
-        console.print(table(versions, (LEAST,), (arguments.threads,), arguments.device, arguments.rounds))
+    columns = ("memory", "keys", "queries", "D", "k", "threads", "ours", "toolkit", "clock", "CPU")
+    table = Table(
+        title=f"times faster than the toolkit's way, {where}, PyTorch {torch.__version__}, faiss {faiss.__version__}"
+    )
+    for column in (*columns, "search: clock", "CPU", "same neighbours", "same class"):
+        table.add_column(column, justify="left" if column == "memory" else "right")
+    cases: list[tuple[str, Callable[[], Data], int]] = [
+        ("random, CamVid's size", lambda: random_data(281_856, 2 * PER_IMAGE, 384), 50),
+        ("random, a million", lambda: random_data(1_000_000, 2 * PER_IMAGE, 384), 30),
+        ("random, mean colour", lambda: random_data(281_856, 2 * PER_IMAGE, 3), 50),
+    ]
+    if arguments.backbone:
+        cases.insert(0, ("CamVid", lambda: camvid_data(arguments.backbone, arguments.images), 30))
+    if arguments.least:
+        cases = [("least", lambda: random_data(2_000, 200, 16), 5)]
+    for name, load, k in cases:
+        data = load()
+        for threads in arguments.threads:
+            add_row(table, name, data, k, threads, arguments.device, arguments.rounds)
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
 
 
 if __name__ == "__main__":

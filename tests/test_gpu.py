@@ -117,13 +117,13 @@ def test_search_agrees_with_the_cpu(precision: str):
     assert (shared.rows == found.rows).float().mean() > 0.999
 
 
-@pytest.mark.parametrize("protocol", ["paper", "hummingbird"])
-def test_dense_retrieval_agrees_with_the_cpu(protocol: Variant):
+@pytest.mark.parametrize("variant", ["cribo", "hummingbird"])
+def test_dense_retrieval_agrees_with_the_cpu(variant: Variant):
     memory, queries = Scenes(20, size=64), Scenes(10, size=64, first=20)
     scores = []
     for device in ("cpu", "cuda"):
         backbone = build_backbone("vit_tiny_patch16_224", args={"depth": 2, "patch_size": 8}, image_size=64).to(device)
-        settings = DenseNN(protocol=protocol, ratios=(1, 4), draws=2, size=(64, 64))
+        settings = DenseNN(variant=variant, ratios=(1, 4), draws=2, size=(64, 64))
         encoder, machine = backbone_encoder(backbone), Machine(devices=(device,))
         scores.append(dense_nn(encoder, memory, queries, settings, machine=machine).scores)
     for on_cpu, on_gpu in zip(*scores, strict=True):

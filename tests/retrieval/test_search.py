@@ -16,7 +16,6 @@ from cribo.retrieval.search import (
     Neighbours,
     SearchPlan,
     TensorKeys,
-    available_memory,
     in_blocks,
     nearest,
     plan_search,
@@ -35,8 +34,8 @@ def whole_numbers(rows: int, dim: int, seed: int = 0, most: int = 2) -> torch.Te
     return torch.randint(-most, most + 1, (rows, dim), generator=torch.Generator().manual_seed(seed)).float()
 
 
-def plan(query_chunk: int, query_block: int, key_block: int, run: int = 64, workers: int = 2) -> SearchPlan:
-    return SearchPlan(query_chunk, query_block, key_block, run, workers, passes=1, device_bytes=0, flops=0)
+def plan(query_chunk: int, query_block: int, key_block: int, workers: int = 2) -> SearchPlan:
+    return SearchPlan(query_chunk, query_block, key_block, workers, passes=1, device_bytes=0)
 
 
 def naive(queries: torch.Tensor, keys: torch.Tensor, k: int) -> Neighbours:
@@ -84,8 +83,8 @@ class FromDisk:
 PLANS = [
     plan(10**6, 256, 8192),
     plan(10**6, 16, 64),
-    plan(10**6, 7, 333, run=32),
-    plan(33, 5, 100, run=16, workers=1),
+    plan(10**6, 7, 333),
+    plan(33, 5, 100, workers=1),
     plan(1, 1, 1000),
     plan(64, 64, 4096, workers=3),
 ]
@@ -129,14 +128,28 @@ def test_the_cut_changes_nothing_but_the_rounding_of_near_ties(dim: int) -> None
         assert_nearest(nearest(queries, TensorKeys(keys), 25, plan=cut), queries, keys)
 
 
-@pytest.mark.parametrize("amd", [True, False])
-def test_by_either_library_for_products(amd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("amd", "bfloat16"), [(True, False), (False, True), (False, False)])
+def test_by_any_product(amd: bool, bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "has_amd_processor", lambda: amd)
     monkeypatch.setattr("cribo.models.linear.has_amd_processor", lambda: amd)
-    same, queries = unit(1, 31).expand(2500, -1), unit(40, 31, seed=1)
-    keys = unit(3000, 31)
+    monkeypatch.setattr(search, "multiplies_bfloat16", lambda: bfloat16)
+    same, queries = unit(1, 40).expand(2500, -1), unit(40, 40, seed=1)
+    keys = unit(3000, 40)
     for cut in PLANS:
         assert_nearest(nearest(queries, TensorKeys(keys), 25, plan=cut), queries, keys)
         assert torch.equal(nearest(queries, TensorKeys(same), 30, plan=cut).rows, torch.arange(30).expand(40, -1))
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e6])
+def test_features_that_bfloat16_cannot_tell_apart(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a collapsed network; the last keys are the nearest, so no block can be skipped."""
+    monkeypatch.setattr(search, "multiplies_bfloat16", lambda: True)
+    keys = unit(1, 64) + 1e-5 * torch.linspace(0, 1, 3000)[:, None] * unit(1, 64)
+    found = nearest(scale * unit(1, 64).expand(20, -1), TensorKeys(scale * keys), 10, plan=plan(10**6, 16, 512))
+    expected = (scale * keys) @ (scale * unit(1, 64)[0])
+    torch.testing.assert_close(
+        found.similarity, expected.topk(10).values.expand(20, -1), atol=2e-7 * scale * scale, rtol=0
+    )
 
 
 @pytest.mark.gpu
@@ -242,6 +255,8 @@ def test_errors() -> None:
         nearest(queries, keys, 2, devices=())
     with pytest.raises(ValueError, match="queries hold values that are not finite"):
         nearest(torch.full((1, 6), torch.inf), keys, 2)
+    with pytest.raises(ValueError, match="similarities overflow float32: normalise"):
+        nearest(1e25 * unit(60, 6), TensorKeys(1e25 * unit(30, 6)), 2, plan=PLANS[1])
     bad = unit(300, 6)
     bad[217, 3] = torch.nan
     with pytest.raises(ValueError, match="keys hold values that are not finite, first in row 217"):
@@ -259,31 +274,32 @@ ADE20K = {"num_queries": 2_700_000, "num_keys": 27_000_000, "neighbours": 50}
 """About the patches of all training and validation images at their own size, patch 16."""
 
 
-@pytest.mark.parametrize("budget", [2 * GIB, 8 * GIB, 24 * GIB])
+@pytest.mark.parametrize("budget", [2 * GIB, 8 * GIB])
 @pytest.mark.parametrize("dim", [384, 768])
-@pytest.mark.parametrize(("device", "workers"), [("cpu", 2), ("cpu", 64), ("cuda", None)])
 @pytest.mark.parametrize("key_bytes", [2, 4])
-def test_the_whole_of_ade20k_within_a_budget(
-    budget: int, dim: int, device: str, workers: int | None, key_bytes: int
-) -> None:
-    found = plan_search(**ADE20K, dim=dim, budget=budget, device=device, workers=workers, key_bytes=key_bytes)
-    held = found.query_chunk * (4 * dim + 8 * 50) + 2 * 4 * found.query_block * found.key_block * found.workers
-    staged = found.key_block * dim * (4 + key_bytes)
-    assert held + staged < found.device_bytes <= budget
-    assert found.passes * found.query_chunk >= ADE20K["num_queries"] > (found.passes - 1) * found.query_chunk
-    assert found.passes <= 2 * ADE20K["num_queries"] * (4 * dim + 8 * 50) / budget + 1  # at least half is for queries
-    assert found.flops == 2 * 27_000_000 * 2_700_000 * dim
-    assert found.key_block // found.run >= 50
-    if budget >= 8 * GIB:
-        assert found.workers == (workers or 1)
+def test_the_whole_of_ade20k_within_a_budget(budget: int, dim: int, key_bytes: int) -> None:
+    on_cpu, on_gpu = (
+        plan_search(**ADE20K, dim=dim, budget=budget, device=device, workers=64, key_bytes=key_bytes)
+        for device in ("cpu", "cuda")
+    )
+    assert max(on_cpu.device_bytes, on_gpu.device_bytes) <= budget
+    # On the CPU the neighbours are written to the result, and the keys are read once.
+    assert (on_cpu.passes, on_cpu.workers) == (1, 64 if budget > 2 * GIB else on_cpu.workers)
+    # On a GPU at least half of the budget is for queries and their neighbours.
+    assert on_gpu.passes * on_gpu.query_chunk >= ADE20K["num_queries"] > (on_gpu.passes - 1) * on_gpu.query_chunk
+    assert on_gpu.passes <= 2 * ADE20K["num_queries"] * (4 * dim + 12 * 50) / budget + 1
 
 
 def test_the_plan_does_not_grow_with_the_keys_and_shrinks_with_the_budget() -> None:
     few, many = (plan_search(1000, keys, 384, 50, budget=GIB) for keys in (10**5, 10**9))
     assert few.device_bytes == many.device_bytes
-    sizes = [plan_search(10**6, 10**6, 64, 30, budget=budget * 2**20).device_bytes for budget in (16, 64, 256, 1024)]
+    sizes = [
+        plan_search(10**6, 10**6, 64, 30, budget=budget * 2**20, device="cuda").device_bytes
+        for budget in (16, 64, 256, 1024)
+    ]
     assert sizes == sorted(sizes)
     assert sizes[0] <= 16 * 2**20
+    assert plan_search(10**6, 10**6, 64, 30, budget=16 * 2**20, workers=64).device_bytes <= 16 * 2**20
 
 
 def test_a_plan_for_few_patches_needs_little() -> None:
@@ -308,30 +324,6 @@ def test_plans_that_cannot_be() -> None:
         numbers: dict[str, Any] = {"num_queries": 9, "num_keys": 9, "dim": 9, "neighbours": 9, "key_bytes": 4}
         with pytest.raises(ValueError, match=f"{name} must be >= 1, got 0"):
             plan_search(**{**numbers, name: 0}, budget=GIB)
-
-
-def test_available_memory_is_some_of_what_there_is() -> None:
-    assert 2**20 < available_memory("cpu") < 2**50
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_limit_of_a_control_group_counts(tmp_path: Path, version: int) -> None:
-    """A group within one that has less left; page cache that can go is as good as free."""
-    root = tmp_path if version == 2 else tmp_path / "memory"
-    limit, usage = (
-        ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    )
-    for folder, values in ((root / "outer" / "inner", (1000, 900, 50)), (root / "outer", (950, 930, 40))):
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, value in zip((limit, usage), values, strict=False):
-            (folder / name).write_text(f"{value}\n")
-        (folder / "memory.stat").write_text(f"anon 7\ninactive_file {values[2]}\n")
-    groups = tmp_path / "groups"
-    groups.write_text("0::/outer/inner\n" if version == 2 else "5:devices:/\n4:cpu,memory:/outer/inner\n")
-    assert search._free_in_groups(groups, tmp_path) == [150, 60]
-    (root / "outer" / limit).write_text("max\n")
-    assert search._free_in_groups(groups, tmp_path) == [150]
-    assert search._free_in_groups(tmp_path / "none", tmp_path) == []
 
 
 MEMORY = """
@@ -375,7 +367,7 @@ def test_the_memory_is_what_the_plan_says(queries: int, keys: int, dim: int, k: 
     # The peak depends on how much the workers overlap: the larger of two runs counts.
     measured, planned = max(json.loads(run.stdout) for run in runs)
     assert planned <= budget
-    # The allocator keeps some of what was freed; the plan counts the worst case of candidates.
+    # The allocator keeps some of what was freed.
     assert 0.3 * planned < measured < 1.1 * planned + 8 * 2**20
 
 

@@ -1,0 +1,39 @@
+"""Free memory of the host, within the limits of its control groups, and of GPUs."""
+
+from pathlib import Path
+
+import psutil
+import torch
+
+
+def available_memory(device: torch.device | str) -> int:
+    """Return the free bytes of a device; on the CPU, at most what its control groups (containers, SLURM) leave."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        # Memory that PyTorch has reserved and does not use is free, too.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return min((psutil.virtual_memory().available, *_free_in_groups()))
+
+
+def _free_in_groups(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """Bytes left under the limit of each control group of this process, version 1 or 2; psutil ignores them."""
+    free = []
+    for line in proc.read_text(encoding="utf-8").splitlines() if proc.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = mount / "memory" if controllers else mount
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            try:
+                limit, usage = (int((folder / name).read_text(encoding="ascii")) for name in names)
+                statistics = (folder / "memory.stat").read_text(encoding="ascii").split()
+            except (OSError, ValueError):  # outside this container's sight, above the mount, or without a limit ("max")
+                continue
+            # The page cache that can be dropped; version 1 counts the groups inside this one under another name.
+            counts = dict(zip(statistics[::2], map(int, statistics[1::2]), strict=True))
+            cached = max(counts.get("inactive_file", 0), counts.get("total_inactive_file", 0))
+            free.append(max(0, limit - usage + cached))
+    return free
