@@ -163,7 +163,7 @@ def cost(train: LabelledSubset, val: LabelledSubset, backbone: Backbone, argumen
         filled(memory, train, draw_of(8, len(train), 0))
         added = time.perf_counter() - begun
         begun = time.perf_counter()
-        memory.fit()
+        memory.labeller()
         fitted = time.perf_counter() - begun
         features = memory.encode([image])
         votes = memory.vote(features)[0]

@@ -4,14 +4,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from faster_coco_eval.core import mask as coco_mask
 from PIL import Image
 
 from cribo.cli import main
 from cribo.data.reading import read_image
 from cribo.folders import ResultFolder
-from cribo.models import build_backbone, save_backbone
-from cribo.object_search import ObjectDatabase, index_vectors
+from cribo.models import build_backbone, load_backbone, save_backbone
+from cribo.object_search import ObjectDatabase, extract_objects, index_vectors
+from cribo.retrieval.encoders import backbone_encoder, blocks_encoder
 
 from .conftest import write_picture
 
@@ -167,7 +169,7 @@ def test_other_settings_are_refused(cribo: Run, indexed: Path) -> None:
 def test_images_that_were_moved(cribo: Run, indexed: Path, pictures: Path, tmp_path: Path) -> None:
     moved = pictures.rename(tmp_path / "archive")
     said = cribo("index", "--db", indexed, "--images", moved, status=2)
-    assert "say --moved if these are the same images elsewhere" in said
+    assert "add --moved if these are the same images elsewhere" in said
     cribo("search", "--db", indexed, "--images", moved, "--image", "a/1.png", "--object", 0, "--out", "found")
     assert "0 new images, 0 changed, 6 unchanged" in cribo("index", "--db", indexed, "--images", moved, "--moved")
     assert ObjectDatabase.open(indexed).root == moved
@@ -268,3 +270,53 @@ def test_the_same_class_is_found_on_camvid(camvid: Path, tmp_path: Path, cribo: 
     frequency = np.bincount(list(classes.values())) / len(classes)
     assert len(classes) > 60
     assert right > 2 * (frequency**2).sum()
+
+
+def test_an_index_reads_the_blocks_that_it_is_told_and_keeps_to_them(
+    cribo: Run, backbone: Path, pictures: Path, tmp_path: Path
+) -> None:
+    words = ("--images", pictures, "--size", 0, "--device", "cpu")
+    cribo("index", "--db", "blocks.db", "--backbone", backbone, "--blocks", "1,2", *words)
+    database = ObjectDatabase.open(tmp_path / "blocks.db")
+    assert database.info.blocks == (1, 2)
+    write_picture(tmp_path / "new.png", 3)
+    cribo("search", "--db", "blocks.db", "--image", "new.png", "--object", 0, "--k", 1, "--out", "found")
+    encoder = blocks_encoder(load_backbone(backbone), (1, 2))
+    [new] = extract_objects(encoder, [read_image(tmp_path / "new.png")], database.info.settings)
+    [[nearest]] = database.search(new.objects[0].vector[None], 1)
+    assert results(tmp_path / "found")[0]["found"][0]["similarity"] == pytest.approx(nearest.similarity, abs=1e-5)
+    assert "6 unchanged" in cribo("index", "--db", "blocks.db")
+    error = cribo("index", "--db", "blocks.db", "--blocks", "2", status=2)
+    assert "was built with --blocks 1,2 (asked for: --blocks 2): leave the option out" in error
+    error = cribo("index", "--db", "blocks.db", "--backbone", backbone, "--layers", 2, status=2)
+    assert "was built with --blocks 1,2 (asked for: --layers 2): leave the option out" in error
+    cribo("index", "--db", "last.db", "--backbone", backbone, *words)
+    error = cribo("index", "--db", "last.db", "--blocks", "1", status=2)
+    assert "was built with the last blocks (asked for: --blocks 1): leave the option out" in error
+    error = cribo("index", "--db", "other.db", "--backbone", backbone, "--blocks", "3", *words, status=2)
+    assert "blocks must be 1 to 2" in error
+    error = cribo("index", "--db", "other.db", "--backbone", backbone, "--blocks", "1", "--layers", 2, *words, status=2)
+    assert "--layers 2 and --blocks exclude each other" in error
+    assert not (tmp_path / "other.db").exists()
+
+
+def test_an_index_reads_what_adapting_has_chosen(cribo: Run, pictures: Path, backbone: Path, tmp_path: Path) -> None:
+    """An adapted backbone ends at its best block and has a linear layer behind it; blocks are read without it."""
+    adapted = load_backbone(backbone)
+    weight = torch.randn(5, adapted.embed_dim, generator=torch.Generator().manual_seed(0))
+    adapted.set_readout(weight, torch.zeros(5))
+    save_backbone(adapted, tmp_path / "adapted")
+    words = ("--backbone", tmp_path / "adapted", "--images", pictures, "--size", 0, "--device", "cpu")
+    cribo("index", "--db", "adapted.db", *words)
+    database = ObjectDatabase.open(tmp_path / "adapted.db")
+    [expected] = extract_objects(
+        backbone_encoder(load_backbone(tmp_path / "adapted")),
+        [read_image(pictures / "a" / "1.png")],
+        database.info.settings,
+    )
+    found = database.objects_of("a/1.png")[0].vector
+    assert found.shape == (5,)
+    np.testing.assert_allclose(found, expected.objects[0].vector, atol=1e-5)
+    cribo("index", "--db", "blocks.db", "--blocks", "1,2", *words)
+    vector = ObjectDatabase.open(tmp_path / "blocks.db").objects_of("a/1.png")[0].vector
+    assert vector.shape == (64,)

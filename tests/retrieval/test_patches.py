@@ -88,7 +88,7 @@ COUNTS = torch.tensor([[3, 1, 0], [1, 2, 6], [0, 4, 4], [0, 0, 9], [2, 2, 1]])
         ("drop", [0, 2, 4], [0, 1, 0]),
         ("outvote", [0, 1, 2, 4], [0, 1, 1, 0]),
         ("class", [0, 1, 2, 3, 4], [0, 2, 1, 2, 0]),
-        ("background", [0, 1, 2, 3, 4], [0, 0, 0, 0, 0]),
+        ("first", [0, 1, 2, 3, 4], [0, 0, 0, 0, 0]),
     ],
 )
 def test_pixels_without_class_in_the_memory(unlabelled, kept: list[int], classes: list[int]) -> None:
@@ -100,7 +100,7 @@ def test_pixels_without_class_in_the_memory(unlabelled, kept: list[int], classes
 
 
 def test_background_takes_in_the_pixels_without_class() -> None:
-    counts, _ = labels_in_memory(COUNTS, "background")
+    counts, _ = labels_in_memory(COUNTS, "first")
     assert counts.tolist() == [[3, 1], [7, 2], [4, 4], [9, 0], [3, 2]]
 
 

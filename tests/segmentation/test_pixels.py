@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,12 +31,12 @@ def test_equal_votes_are_for_the_smaller_class() -> None:
     assert not found.labels.any()
 
 
-@pytest.mark.parametrize("refine", ["none", "guided", "bilateral"])
+@pytest.mark.parametrize("refine", ["none", "bilateral"])
 @pytest.mark.parametrize(("size", "reach"), [((40, 56), 0.6), ((61, 33), 0.6), ((150, 70), 1.2)])
 def test_little_memory_gives_the_same(
     monkeypatch: pytest.MonkeyPatch, refine: Refine, size: tuple[int, int], reach: float
 ) -> None:
-    """Classes in many blocks and strips of a few rows, against all at once."""
+    """One class at a time, against all at once."""
     votes, image = random_votes(19, 9, 9), random_image(*size)
     votes[..., 4] = 0
     whole = label_pixels(votes, image, patch_size=8, refine=refine, reach=reach)
@@ -45,30 +47,43 @@ def test_little_memory_gives_the_same(
     assert not (whole.labels == 4).any()
 
 
-@pytest.mark.parametrize("refine", ["guided", "bilateral"])
-def test_refined_labels_follow_the_edge_of_the_image(refine: Refine) -> None:
+def test_refined_labels_follow_the_edge_of_the_image() -> None:
     """An edge of the image that lies inside a patch, where votes alone put the border at the patch's side."""
     image = torch.zeros(3, 32, 32, dtype=torch.uint8)
     image[:, :, 19:] = 255
     votes = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.4], [0.0, 1.0]]).expand(4, 4, 2)
     truth = (torch.arange(32) >= 19).expand(32, 32)
     plain = label_pixels(votes, image, patch_size=8)
-    refined = label_pixels(votes, image, patch_size=8, refine=refine)
+    refined = label_pixels(votes, image, patch_size=8, refine="bilateral")
     assert (plain.labels.bool() != truth).float().mean() > 0.04
     assert (refined.labels.bool() != truth).float().mean() < 0.005
 
 
-@pytest.mark.parametrize("refine", ["guided", "bilateral"])
-def test_an_image_without_edges_is_labelled_as_without_a_filter(refine: Refine) -> None:
+def test_an_image_without_edges_is_labelled_as_without_a_filter() -> None:
     image = torch.full((3, 64, 64), 90, dtype=torch.uint8)
     votes = random_votes(2, 2, 2).round()
     plain = label_pixels(votes, image, patch_size=32)
-    refined = label_pixels(votes, image, patch_size=32, refine=refine, reach=0.2)
+    refined = label_pixels(votes, image, patch_size=32, refine="bilateral", reach=0.2)
     assert (plain.labels != refined.labels).float().mean() < 0.03
 
 
-def test_the_radius_stays_within_the_image() -> None:
+def test_the_filter_is_a_mean_weighted_by_distance_and_colour() -> None:
+    """By definition, at one pixel: 5 x 5 pixels, two steps to each side, of which some lie outside of the image."""
+    image, votes = random_image(24, 32), random_votes(6, 8, 3)
+    found = label_pixels(votes, image, patch_size=4, refine="bilateral", reach=1.0, contrast=0.3)
+    maps = F.interpolate(votes.permute(2, 0, 1)[None], size=(24, 32), mode="bilinear")[0]
+    colours, mean, total = image.float() / 255, torch.zeros(3), 0.0
+    for down in range(-2, 3):
+        for right in range(-2, 3):
+            y, x = min(23, max(0, 2 + 2 * down)), min(31, max(0, 20 + 2 * right))
+            difference = float((colours[:, y, x] - colours[:, 2, 20]).abs().sum())
+            weight = math.exp(-((difference / 0.3) ** 2) / 2 - (4 * down**2 + 4 * right**2) / (2 * 3.0**2))
+            mean, total = mean + weight * maps[:, y, x], total + weight
+    assert found.confidence[2, 20] == pytest.approx(float((mean / total).max()), abs=1e-5)
+    assert int(found.labels[2, 20]) == int(mean.argmax())
+
+
+def test_the_reach_counts_in_patches() -> None:
     assert radius(1.0, 10, 20, (160, 320)) == 16
     assert radius(1.0, 20, 40, (160, 320)) == 8
     assert radius(0.01, 10, 20, (160, 320)) == 1
-    assert radius(9.0, 1, 1, (6, 16)) == 5

@@ -378,7 +378,7 @@ def test_street_scenes(camvid: Path, tmp_path: Path) -> None:
         neighbours=20,
         head=None,
         whiten=None,
-        refine="guided",
+        refine="bilateral",
     )
     assert done.images == 4
     right = []

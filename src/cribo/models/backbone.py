@@ -20,7 +20,7 @@ from cribo.errors import InputError
 from cribo.models import networks
 from cribo.models.checkpointing import set_checkpointing
 from cribo.models.linear import use_onednn
-from cribo.models.modes import CUDA_GRAPH_MODES, Checkpointing, CompileMode
+from cribo.models.modes import CUDA_GRAPH_MODES, Checkpointing, CompileMode, NormalisedLayers
 from cribo.models.numerics import Numerics, apply_numerics, norm_epsilons
 from cribo.models.positions import RelativePositions, RelativeResizing
 
@@ -322,14 +322,16 @@ class Backbone(nn.Module):
         images: Float[Tensor, "b 3 h w"],
         layers: int = 1,
         *,
+        normalised_layers: NormalisedLayers = "all",
         drop_path_noise: Float[Tensor, "b sites"] | None = None,
     ) -> Features:
         """Turn normalised images into one global token and a grid of tokens each.
 
         Args:
             images: (B, 3, H, W) of any float type, normalised with `mean` and `std`; H and W multiples of `patch_size`.
-            layers: how many of the last blocks give tokens (each after the final norm), concatenated along
-                the channels, the last block last. The global token is always the last block's.
+            layers: how many of the last blocks give tokens, concatenated along the channels, the last block last. The
+                global token is always the last block's.
+            normalised_layers: which of these layers pass the final norm: `all`, or only the `last`.
             drop_path_noise: (B, num_drop_path_sites) uniform numbers in [0, 1). Where a number is below its
                 site's rate, that residual branch is dropped for that sample; the others are divided by the
                 probability of being kept. None: nothing is dropped, in training mode too.
@@ -349,7 +351,7 @@ class Backbone(nn.Module):
         self._noise.value = drop_path_noise
         try:
             if self._is_transformer:
-                features = self._encode_tokens(images, layers)
+                features = self._encode_tokens(images, layers, normalised_layers)
             elif isinstance(self.model, Xcit):
                 features = self._encode_sequence(images)
             else:
@@ -418,7 +420,7 @@ class Backbone(nn.Module):
             return Features(features.global_token.clone(), features.tokens.clone(), features.grid)
         return features
 
-    def _encode_tokens(self, images: Tensor, layers: int) -> Features:
+    def _encode_tokens(self, images: Tensor, layers: int, normalised_layers: NormalisedLayers) -> Features:
         model = self.model
         grid = (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
         if self._positions is not None:
@@ -428,19 +430,29 @@ class Backbone(nn.Module):
             images,
             indices=layers,
             return_prefix_tokens=has_prefix,
-            norm=True,
+            norm=normalised_layers == "all",
             output_fmt="NLC",
             intermediates_only=True,
         )
-        return self._pool([block if has_prefix else (block, None) for block in blocks], grid)
+        blocks = [block if has_prefix else (block, None) for block in blocks]
+        if normalised_layers == "last":
+            patches, prefix = blocks[-1]
+            blocks[-1] = model.norm(patches), None if prefix is None else model.norm(prefix)
+        return self._pool(blocks, grid, normalised_layers)
 
-    def _pool(self, blocks: Sequence[tuple[Tensor, Tensor | None]], grid: tuple[int, int]) -> Features:
+    def _pool(
+        self,
+        blocks: Sequence[tuple[Tensor, Tensor | None]],
+        grid: tuple[int, int],
+        normalised_layers: NormalisedLayers = "all",
+    ) -> Features:
         """Features of the patches and the prefix that blocks give, after the norm of the model."""
         model = self.model
         # Networks made for average pooling keep their final norm behind the pooling, in `fc_norm`.
         late_norm = model.fc_norm if isinstance(model.norm, nn.Identity) else nn.Identity()
-        tokens = [late_norm(patches) for patches, _ in blocks]
         patches, prefix = blocks[-1]
+        earlier_norm = late_norm if normalised_layers == "all" else nn.Identity()
+        tokens = [*(earlier_norm(earlier) for earlier, _ in blocks[:-1]), late_norm(patches)]
         if getattr(model, "attn_pool", None) is not None:
             global_token = model.attn_pool(tokens[-1])
         elif model.cls_token is None or prefix is None or not isinstance(late_norm, nn.Identity):
@@ -554,6 +566,19 @@ def replace_drop_path(model: nn.Module, noise: DropPathNoise) -> tuple[float, ..
                 setattr(parent, child_name, KeyedDropPath(rate, len(rates), noise))
                 rates.append(rate)
     return tuple(rates)
+
+
+def drop_feed_forward_only(network: Any) -> None:
+    """Limit the drop path of transformer blocks to their feed-forward branch: attention branches get a rate of 0.
+
+    Args:
+        network: a `Backbone`, or another module with blocks of timm and `drop_path_rates`; changed in place.
+    """
+    rates = list(network.drop_path_rates)
+    for block in network.modules():
+        if isinstance(path := getattr(block, "drop_path1", None), KeyedDropPath):
+            path.rate = rates[path.site] = 0.0
+    network.drop_path_rates = tuple(rates)
 
 
 def _transformer_patch_size(model: Any, name: str) -> int:

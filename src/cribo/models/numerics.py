@@ -103,7 +103,9 @@ def _set_rope(model: Any, numerics: Numerics) -> None:
         return
     periods, count = numerics.rope_periods, rope.dim // 4
     if periods is not None and len(periods) != count:
-        raise InputError(f"rope_periods must be {count} numbers, one for four channels of a head, got {len(periods)}")
+        raise InputError(
+            f"rope_periods must be {count} numbers, one for every four channels of a head, got {len(periods)}"
+        )
     vars(rope).pop("_compute_periods", None)
     if periods is not None:
         vars(rope)["_compute_periods"] = partial(torch.tensor, periods)

@@ -19,6 +19,8 @@ class IndexConfig:
         db: the database: a folder, or a URL such as s3://bucket/name.
         images: a folder of images of any depth, or a text file that lists them.
         backbone: whose features.
+        blocks: numbers, from 1, of the blocks whose features are concatenated, such as 6,8,9,10; the linear layer of an
+            adapted backbone is left out. [the last block; for an adapted backbone, through its linear layer]
         num_objects: K, the objects of an image at most. More find smaller things, and cut large ones. [16]
         marginals: adaptive lets the number and sizes of objects follow the image; uniform makes K of about one size.
             [adaptive]
@@ -38,6 +40,7 @@ class IndexConfig:
     db: str
     images: str | None = None
     backbone: BackboneSource | None = None
+    blocks: tuple[int, ...] | None = None
     num_objects: int | None = None
     marginals: Marginals | None = None
     position_weight: float | None = None
@@ -54,6 +57,12 @@ class IndexConfig:
         for name in ("batch_size", "threads"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} must be >= 1, got {value}")
+        if self.blocks is not None:
+            self.blocks = tuple(sorted(set(self.blocks)))
+            if not self.blocks or self.blocks[0] < 1:
+                raise ConfigError(f"blocks must be numbers from 1, got {list(self.blocks)}")
+            if self.backbone is not None and self.backbone.layers != 1:
+                raise ConfigError(f"--layers {self.backbone.layers} and --blocks exclude each other: leave one out")
         if self.moved and self.images is None:
             raise ConfigError("--moved wants --images: where the folder is now")
 

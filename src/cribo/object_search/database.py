@@ -58,6 +58,7 @@ class DatabaseInfo:
         settings: what counts as an object.
         root: the folder of the images, absolute; their paths are relative to it.
         images: what was indexed: that folder, or a text file in it that lists images.
+        blocks: numbers of the blocks that give features; None for the last ones (`config.layers`).
     """
 
     identity: str
@@ -67,6 +68,7 @@ class DatabaseInfo:
     settings: ObjectSettings
     root: str
     images: str = ""
+    blocks: tuple[int, ...] | None = None
 
     @property
     def backbone_name(self) -> str:
@@ -195,18 +197,18 @@ class ObjectDatabase:
         return cls(place, connection, info, Path(info.root))
 
     def require_encoder(self, encoder: PatchEncoder, name: str) -> None:
-        """Refuse features of another backbone than the database holds.
+        """Refuse features of another backbone, or of other blocks, than the database holds.
 
         Raises:
-            ConfigError: it was built with another one; the message names both.
+            ConfigError: it was built with others; the message names both.
         """
         if encoder.identity != self.info.identity:
             source = self.info.config["source"]
             raise ConfigError(
                 f"{self.uri} was built with the backbone {self.info.backbone_name} ({source}, "
                 f"{_short(self.info.identity)}), not with {name} ({_short(encoder.identity)}): vectors of different "
-                f"backbones cannot be compared. Use --backbone {source} as it was then, or build another database with "
-                "cribo index --db ELSEWHERE"
+                f"backbones or blocks cannot be compared. Use --backbone {source} as it was then, or build another "
+                "database with cribo index --db ELSEWHERE"
             )
 
     def require_settings(self, settings: ObjectSettings) -> None:
@@ -404,7 +406,7 @@ class ObjectDatabase:
         return [image.path for image in broken]
 
     def tidy(self, *, alone: bool, keep_versions: bool = False) -> None:
-        """Join small files, remove old versions, and take new rows into the indices; make those of the keys.
+        """Merge small files, remove old versions, add new rows to the indices, and create missing indices of the keys.
 
         Args:
             alone: no other process writes, so that what a killed one has left can go.
@@ -610,8 +612,9 @@ def _read_info(place: str, connection: Any) -> DatabaseInfo:
                 "cribo index"
             )
         names = [field.name for field in dataclasses.fields(DatabaseInfo)]
-        values = {name: content[name] for name in names}
-        return DatabaseInfo(**{**values, "settings": ObjectSettings(**content["settings"])})
+        values = {name: content[name] for name in names if name in content}
+        blocks = None if content.get("blocks") is None else tuple(content["blocks"])
+        return DatabaseInfo(**{**values, "blocks": blocks, "settings": ObjectSettings(**content["settings"])})
     except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
         raise DatabaseError(f"{place} holds a table {_ABOUT!r} that is nothing of ours: use another --db") from error
 

@@ -146,7 +146,7 @@ def read_prepared(
     *,
     max_pixels: int = MAX_PIXELS,
 ) -> PreparedImage:
-    """Read and resize an image for its objects; a large JPEG is reduced while it is decoded.
+    """Read and resize an image; a large JPEG is reduced while it is decoded.
 
     Raises:
         UnreadableImage: as `read_image` does.
@@ -169,7 +169,7 @@ def read_prepared(
 def prepare_image(
     image: UInt8[Tensor, "3 h w"], encoder: PatchEncoder, settings: ObjectSettings, whole: tuple[int, int] | None = None
 ) -> PreparedImage:
-    """Resize an image for its objects; nothing is encoded, so that threads can do it ahead.
+    """Resize an image for `extract_objects`; threads can do this ahead of the encoder.
 
     Args:
         image: RGB.

@@ -26,7 +26,7 @@ INDEX_LOCK = ".index.lock"
 
 _COMMIT_IMAGES = 256  # written at once: each writing makes a file, and lists of all files
 _COMMIT_SECONDS = 30.0
-_PRUNED_SHARE = 0.05  # of the images, which may be removed without --prune
+_PRUNED_SHARE = 0.05  # of the images; more are removed with --prune only
 _READ_AHEAD = 4  # images for each of a batch
 
 
@@ -150,8 +150,8 @@ def _require_few(gone: Sequence[IndexedImage], images: int, files: ImageFiles) -
     if len(gone) > _PRUNED_SHARE * images:
         raise DataError(
             f"{len(gone)} of the {images} indexed images are not in {files.folder} any more, such as {gone[0].path}, "
-            f"and more than {_PRUNED_SHARE:.0%} are not removed unasked: see whether a folder is missing, or remove "
-            "them with --prune, or keep them with --prune false"
+            f"which is more than {_PRUNED_SHARE:.0%}: check whether a folder is missing; remove them with --prune, or "
+            "keep them with --prune false"
         )
 
 
@@ -372,7 +372,7 @@ def index_vectors(database: ObjectDatabase, *, least: int = 100_000, queries: in
 
 
 def _share_found(found: Sequence[FoundObject], itself: FoundObject, *neighbours: FoundObject) -> float:
-    """The share of exact neighbours of an object among those that the index has found."""
+    """Return the share of the exact neighbours of an object that the index has found."""
     own = (itself.image, itself.object.number)
     others = [one for one in found if (one.image, one.object.number) != own]
     near = sum(one.similarity >= neighbours[-1].similarity - 1e-6 for one in others)

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,13 +78,14 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
         require_free(place)
     else:
         _require_same_images(known, files, source, place, moved=config.moved)
+    blocks = config.blocks if known is None else _known_blocks(known, config, place)
     device = resolve_devices(None if config.device is None else (config.device,), "device")[0]
     if device == "cpu":
         keep_freed_memory()
-    encoder, about = open_encoder(backbone, device)
+    encoder, about = open_encoder(backbone, device, blocks=blocks)
     with index_lock(place), Phases(console) as progress:
         if known is None:
-            info = _info(encoder, about, backbone, settings, files, source)
+            info = _info(encoder, device, about, backbone, blocks, settings, files, source)
             database = ObjectDatabase.create(place, info)
         else:
             database = ObjectDatabase.open(place)
@@ -119,13 +121,33 @@ def _known_backbone(known: DatabaseInfo | None) -> BackboneSource:
     return known.backbone_config
 
 
+def _known_blocks(known: DatabaseInfo, config: IndexConfig, place: str) -> tuple[int, ...] | None:
+    """The blocks that the database was built with; others are refused."""
+    asked = None
+    if config.blocks is not None and config.blocks != known.blocks:
+        asked = f"--blocks {_listed(config.blocks)}"
+    elif known.blocks is not None and config.backbone is not None and config.backbone.layers != 1:
+        asked = f"--layers {config.backbone.layers}"
+    if asked is not None:
+        before = "the last blocks" if known.blocks is None else f"--blocks {_listed(known.blocks)}"
+        raise ConfigError(
+            f"{place} was built with {before} (asked for: {asked}): leave the option out to go on with it, or build "
+            "another database with cribo index --db ELSEWHERE"
+        )
+    return known.blocks
+
+
+def _listed(blocks: Sequence[int]) -> str:
+    return ",".join(map(str, blocks))
+
+
 def _require_same_images(known: DatabaseInfo, files: ImageFiles, source: str, place: str, *, moved: bool) -> None:
     """Refuse another collection: all that it does not hold would be removed from the database."""
     before, now = (known.images or known.root, known.root), (source, _root(files))
     if now != before and not moved:
         raise ConfigError(
-            f"{place} is a database of the images of {before[0]}, not of {source}: say --moved if these are the same "
-            "images elsewhere, --moved --prune if the others shall be removed, or use another --db"
+            f"{place} is a database of the images of {before[0]}, not of {source}: add --moved if these are the same "
+            "images elsewhere, --moved --prune if the others are to be removed, or use another --db"
         )
 
 
@@ -140,8 +162,10 @@ def _absolute(path: str | os.PathLike[str]) -> str:
 
 def _info(
     encoder: PatchEncoder,
+    device: str,
     about: dict[str, Any],
     backbone: BackboneSource,
+    blocks: tuple[int, ...] | None,
     settings: ObjectSettings,
     files: ImageFiles,
     source: str,
@@ -150,8 +174,7 @@ def _info(
     config = dataclasses.asdict(backbone)
     if Path(backbone.source).expanduser().exists():  # a search may be started elsewhere
         config["source"] = str(Path(backbone.source).expanduser().absolute())
-    dim = about["embed_dim"] * backbone.layers
-    return DatabaseInfo(encoder.identity, about, config, dim, settings, _root(files), source)
+    return DatabaseInfo(encoder.identity, about, config, encoder.dim(device), settings, _root(files), source, blocks)
 
 
 # ------------------------------------------------------------------ searching
@@ -221,7 +244,7 @@ def _open_known(config: SearchConfig, database: ObjectDatabase) -> tuple[PatchEn
     backbone = dataclasses.replace(_known_backbone(database.info), trust=config.trust)
     if config.backbone is not None:
         backbone = dataclasses.replace(backbone, source=config.backbone)
-    encoder, about = open_encoder(backbone, device)
+    encoder, about = open_encoder(backbone, device, blocks=database.info.blocks)
     database.require_encoder(encoder, about["name"])
     return encoder, device
 

@@ -1,4 +1,4 @@
-"""Retrieval on dense features: images on the grid of patches, their encoders, nearest neighbours and colours."""
+"""Retrieval on dense features: patch grids, encoders, whitening, nearest neighbours and colours."""
 
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from cribo.retrieval.pca import PCAColours, pca_colours
     from cribo.retrieval.search import Neighbours, nearest
     from cribo.retrieval.source import BackboneSource, backbone_name
+    from cribo.retrieval.whitening import Moments, partial_whitening
 
 __all__ = [
     "BackboneSource",
+    "Moments",
     "Neighbours",
     "PCAColours",
     "PatchEncoder",
@@ -27,6 +29,7 @@ __all__ = [
     "nearest",
     "open_backbone",
     "open_encoder",
+    "partial_whitening",
     "pca_colours",
 ]
 
@@ -37,5 +40,6 @@ __getattr__ = lazy_names(
         ".pca": ("PCAColours", "pca_colours"),
         ".search": ("Neighbours", "nearest"),
         ".source": ("BackboneSource", "backbone_name"),
+        ".whitening": ("Moments", "partial_whitening"),
     },
 )

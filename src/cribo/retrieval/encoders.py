@@ -1,4 +1,4 @@
-"""What turns images into one feature per patch, or one each, and whose features they are."""
+"""Encoders of images: one feature for each patch, or one for each image."""
 
 import copy
 import dataclasses
@@ -22,14 +22,14 @@ _MEAN_COLOUR_PATCH = 16
 
 @dataclass(frozen=True)
 class PatchEncoder:
-    """What turns images into one feature per patch.
+    """Encodes images as one feature for each patch.
 
     Attributes:
-        encode: gives (B, N, D) features of (B, 3, H, W) images in 0-1, N patches row by row.
-        patch_size: pixels; H and W are multiples of it.
-        identity: what tells this encoder from all others, for the cache on disk; None keeps it out of the cache.
+        encode: maps images (B, 3, H, W) in 0-1 to features (B, N, D) of N patches, row by row.
+        patch_size: in pixels; H and W are multiples of it.
+        identity: identifies the features in the cache on disk; None if they are not to be cached.
         blocks: numbers, from 1, of the blocks whose features are concatenated in the D channels.
-        image_size: H and W of a network that takes images of this size alone; None for others.
+        image_size: H and W of a network that takes images of this size only; None for others.
     """
 
     encode: Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "b n d"]]
@@ -61,13 +61,20 @@ class PatchEncoder:
             raise InputError(f"the encoder gives {features.shape[1]} features of {grid[0] * grid[1]} patches")
         return features.unflatten(1, grid)
 
+    @torch.no_grad()
+    def dim(self, device: torch.device | str = "cpu") -> int:
+        """D, measured on a small black image on the encoder's device."""
+        side = 4 * self.patch_size
+        blank = torch.zeros(1, 3, *self.size(side, side), dtype=torch.uint8)
+        return self.grids(blank, device).shape[-1]
+
 
 def backbone_encoder(backbone: Backbone, *, layers: int = 1) -> PatchEncoder:
-    """Patch features of a backbone, in evaluation mode, whatever mode it is left in.
+    """Create an encoder of patches from a backbone, which runs in evaluation mode and keeps its own mode.
 
     Args:
-        backbone: on the device where it shall run.
-        layers: how many of its last blocks give features, concatenated (`Backbone.encode`).
+        backbone: on the device where it is to run.
+        layers: number of last blocks whose features are concatenated (`Backbone.encode`).
     """
 
     def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n d"]:
@@ -76,11 +83,16 @@ def backbone_encoder(backbone: Backbone, *, layers: int = 1) -> PatchEncoder:
 
     blocks = tuple(range(backbone.depth - layers + 1, backbone.depth + 1))
     image_size = None if backbone.takes_any_size else backbone.image_size
-    return PatchEncoder(encode, backbone.patch_size, f"{backbone.fingerprint()}-{layers}", blocks, image_size)
+    identity = f"{backbone.fingerprint()}-{layers}"
+    if backbone.name == MEAN_COLOUR:
+        identity = f"{MEAN_COLOUR}-{backbone.patch_size}"  # by which existing databases of objects know it
+    return PatchEncoder(encode, backbone.patch_size, identity, blocks, image_size)
 
 
 def blocks_encoder(backbone: Backbone, blocks: Sequence[int]) -> PatchEncoder:
-    """Patch features of some blocks of a backbone, concatenated in ascending order; one pass computes all of them.
+    """Create an encoder of patches from some blocks, concatenated in ascending order; one pass computes all of them.
+
+    A readout, which is fitted to the last block alone, is left out.
 
     Args:
         backbone: on the device where it is to run.
@@ -93,6 +105,9 @@ def blocks_encoder(backbone: Backbone, blocks: Sequence[int]) -> PatchEncoder:
     layers = backbone.depth - chosen[0] + 1
     if chosen[-1] > backbone.depth:
         raise InputError(f"blocks must be 1 to {backbone.depth}, those of {backbone.name}, got {chosen[-1]}")
+    if backbone.readout is not None:
+        backbone = copy.deepcopy(backbone)
+        backbone.remove_readout()
     backbone.check_layers(layers)
     last = backbone_encoder(backbone, layers=layers)
 
@@ -106,13 +121,13 @@ def blocks_encoder(backbone: Backbone, blocks: Sequence[int]) -> PatchEncoder:
 
 @dataclass(frozen=True)
 class ImageEncoder:
-    """What turns images into one feature each.
+    """Encodes images as one feature each.
 
     Attributes:
-        encode: gives (B, D) features of (B, 3, H, W) images in 0-1.
-        patch_size: pixels; H and W are multiples of it.
+        encode: maps images (B, 3, H, W) in 0-1 to features (B, D).
+        patch_size: in pixels; H and W are multiples of it.
         dim: D.
-        identity: what tells this encoder from all others, for the cache on disk; None keeps it out of the cache.
+        identity: identifies the features in the cache on disk; None if they are not to be cached.
     """
 
     encode: Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "b d"]]
@@ -131,10 +146,10 @@ class ImageEncoder:
 
 
 def image_encoder(backbone: Backbone) -> ImageEncoder:
-    """The global token of a backbone, in evaluation mode, whatever mode it is left in.
+    """Create an encoder of images from the global token of a backbone, which runs in evaluation mode.
 
     Args:
-        backbone: on the device where it shall run.
+        backbone: on the device where it is to run; it keeps its mode.
     """
 
     def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b d"]:
@@ -157,27 +172,25 @@ class _MeanColour(nn.Module):
 
 
 def mean_colour_backbone(patch_size: int = _MEAN_COLOUR_PATCH) -> Backbone:
-    """The baseline: a network whose tokens are the mean colours of patches."""
+    """Create the baseline: a network whose tokens are the mean colours of patches."""
     return Backbone(_MeanColour(patch_size), MEAN_COLOUR, {}, patch_size)
 
 
 def mean_colour_encoder(patch_size: int = _MEAN_COLOUR_PATCH) -> PatchEncoder:
-    """The patch encoder of `mean_colour_backbone`."""
-    encoder = backbone_encoder(mean_colour_backbone(patch_size))
-    # Databases of objects know the baseline by this name.
-    return dataclasses.replace(encoder, identity=f"{MEAN_COLOUR}-{patch_size}")
+    """Create an encoder of patches from `mean_colour_backbone`."""
+    return backbone_encoder(mean_colour_backbone(patch_size))
 
 
 def open_backbone(config: BackboneSource, *, image_size: int | None = None, drop_path: float = 0.0) -> Backbone:
-    """Load a backbone, on the host; its layers are not looked at.
+    """Load a backbone on the host; `config.layers` is not used here.
 
     Args:
-        config: whose it is.
-        image_size: pixels; the size to which the position embedding is resized. None: the size it has.
-        drop_path: rate of the last residual branch, for who trains it.
+        config: its source and options.
+        image_size: in pixels, to which the position embedding is resized; its own size if None.
+        drop_path: rate of stochastic depth in the last block, if the backbone is to be trained.
 
     Raises:
-        what `load_backbone` raises.
+        errors of `load_backbone`.
     """
     return load_backbone(
         config.source,
@@ -204,21 +217,27 @@ def open_network(config: BackboneSource) -> tuple[Backbone, dict[str, Any]]:
     return backbone, about_backbone(config, backbone)
 
 
-def open_encoder(config: BackboneSource, device: str) -> tuple[PatchEncoder, dict[str, Any]]:
+def open_encoder(
+    config: BackboneSource, device: str, *, blocks: Sequence[int] | None = None
+) -> tuple[PatchEncoder, dict[str, Any]]:
     """Load a backbone as an encoder of patches, with the facts that identify it.
 
+    Args:
+        config: whose features.
+        device: where it is to run.
+        blocks: numbers, from 1, of the blocks that give features (`blocks_encoder`), in place of the last ones.
+
     Raises:
-        errors of `open_network`.
+        errors of `open_network`; ValueError: the backbone does not have these blocks.
     """
     backbone, about = open_network(config)
-    encoder = backbone_encoder(backbone.eval().to(device), layers=config.layers)
-    if config.source == MEAN_COLOUR:
-        encoder = dataclasses.replace(encoder, identity=mean_colour_encoder().identity)
+    backbone.eval().to(device)
+    encoder = blocks_encoder(backbone, blocks) if blocks else backbone_encoder(backbone, layers=config.layers)
     return encoder, about
 
 
 def about_backbone(config: BackboneSource, backbone: Backbone) -> dict[str, Any]:
-    """What results say about a backbone that was opened: how it was asked for, and all that identifies it.
+    """Describe an opened backbone for `results.json`: the options by which it was opened, and what identifies it.
 
     Raises:
         ConfigError: more layers than it has, or than the layer behind its features reads, or none.

@@ -136,7 +136,7 @@ def labels_in_memory(
             `drop`: they count in the majority, and a patch where they win is left out.
             `outvote`: only the other pixels count; a patch that has none is left out.
             `class`: they are a class of their own, which no score counts as right.
-            `background`: they are of class 0.
+            `first`: they are of class 0, which is right where that is the background.
 
     Returns:
         pixels of each class, (n, C), or (n, C + 1) for `class`; and the rows of the patches that are kept.
@@ -144,7 +144,7 @@ def labels_in_memory(
     classes, without = counts[:, :-1], counts[:, -1]
     if unlabelled == "class":
         return counts, torch.arange(len(counts), device=counts.device)
-    if unlabelled == "background":
+    if unlabelled == "first":
         classes = classes.clone()
         classes[:, 0] += without
         return classes, torch.arange(len(counts), device=counts.device)
@@ -189,7 +189,7 @@ def rarest_patches(counts: Int[Tensor, "n c"], number: int, generator: torch.Gen
 def augment_image(
     image: UInt8[Tensor, "3 h w"], size: tuple[int, int], interpolation: Interpolation, key: tuple[int, ...]
 ) -> UInt8[Tensor, "3 new_h new_w"]:
-    """A view of an image for the hummingbird protocol's memory: colour jitter, then a resized crop.
+    """A view of an image for a memory of augmented images: colour jitter, then a resized crop.
 
     Brightness, contrast, saturation and hue are each jittered by up to 0.1 with probability 0.5; the crop has
     0.5 to 2 times the image's area (where one above it fits nowhere, another is drawn) and an aspect ratio of

@@ -39,10 +39,10 @@ class SegmentConfig:
         temperature: weights of neighbours are the softmax of cosine / temperature; lower values favour the nearest.
             [0.07]
         min_confidence: leave pixels below this confidence (0 to 1) unlabelled (255). [0]
-        refine: let the edges of the image draw those of the labels, with a guided filter or a joint bilateral one; or
-            none. [guided]
+        refine: move the borders of the labels to the edges of the image, with a joint bilateral filter; or none.
+            [bilateral]
         reach: radius of that filter, in patches. [1]
-        contrast: difference in colour (0 to 1) from which on an edge counts as one. [0.1]
+        contrast: difference in colour (the sum of three channels, each 0 to 1) from which on an edge counts. [0.1]
         batch_size: images, or windows, encoded at once where they are of one size. Lower it if memory runs out.
         workers: threads that read and write images; when not given, half of the cores.
         device: such as cuda:0 or cpu; a GPU if there is one, when not given.

@@ -1,6 +1,5 @@
 """Images of any size into features on the grid of patches: as a whole, or in windows that overlap."""
 
-import copy
 from collections.abc import Sequence
 
 import torch
@@ -40,8 +39,6 @@ def probe_encoder(backbone: Backbone, blocks: Sequence[int] | None = None) -> Pa
             raise MissingBlocks(f"{backbone.name} gives features of its last block alone: leave blocks out")
         return backbone_encoder(backbone)
     if backbone.readout is not None:
-        backbone = copy.deepcopy(backbone)
-        backbone.remove_readout()
         blocks = blocks or range(max(1, depth - 3), depth + 1)
     if blocks is None:
         return blocks_encoder(backbone, [block for chosen in block_sets(depth) for block in chosen])

@@ -5,6 +5,7 @@ the mean of both.
 """
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -14,10 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from cribo.adaptation.whitening import Moments, partial_whitening
 from cribo.evaluation.scores import calibration_error, iou
 from cribo.retrieval.search import Neighbours, TensorKeys, nearest
 from cribo.retrieval.voting import Voters, label_shares
+from cribo.retrieval.whitening import Moments, partial_whitening
 from cribo.segmentation.settings import Head
 
 POWER = 0.6
@@ -163,6 +164,87 @@ def default_probe(candidates: Sequence[Probe], available: Sequence[int]) -> Prob
     return max(candidates, key=likeness)
 
 
+class CrossValidation:
+    """Predictions for the patches of each example by probes that were fitted to the others.
+
+    The folds are single images, tenths of the images if there are more than ten, or the halves of a single image.
+
+    Args:
+        examples: with patches in random order, of which at most 4,096 are used.
+        blocks: numbers of the L blocks in the features.
+        neighbours: k.
+        temperature: of the neighbours' weights.
+
+    Attributes:
+        left_out: such as "one image at a time"; empty if nothing can be left out.
+    """
+
+    def __init__(
+        self, examples: Sequence[LabelledPatches], blocks: Sequence[int], *, neighbours: int, temperature: float
+    ) -> None:
+        count = len(examples)
+        least, most = _SAMPLED
+        parts = thinned(examples, min(max(least, _SAMPLED_PER_EXAMPLE * count), most))
+        self._examples = examples
+        self._features = torch.cat([part.features.float() for part in parts])
+        self._shares = torch.cat([part.shares for part in parts])
+        self._halves = torch.cat([part.halves for part in parts])
+        self._image = torch.cat([torch.full((len(part.shares),), number) for number, part in enumerate(parts)])
+        self._blocks = list(blocks)
+        self._neighbours, self._temperature = neighbours, temperature
+        self._whitening: Whitening | None = None
+        if count > 1:
+            folds = self._image % _MOST_FOLDS
+            self.left_out = "one image at a time" if count <= _MOST_FOLDS else "a tenth of the images at a time"
+        else:
+            folds, self.left_out = self._halves, "each half of the image"
+        self._folds = folds
+        if len(folds.unique()) < 2:
+            self.left_out = ""
+        truth = self._shares.argmax(dim=1)
+        measured = [label for label in truth.unique().tolist() if len(folds[truth == label].unique()) > 1]
+        self._truth, self._measured = truth, torch.tensor(measured or truth.unique().tolist())
+
+    def confusions(self, probes: Sequence[Probe]) -> dict[Probe, Int[Tensor, "n c c"]]:
+        """Count pairs of class (row) and prediction (column) of the left-out patches of each example.
+
+        Classes that occur in a single fold are missing: no training patch remains when that fold is left out.
+        """
+        images, classes = len(self._examples), self._shares.shape[1]
+        scored = torch.isin(self._truth, self._measured)
+        alike: dict[tuple[tuple[int, ...], bool], list[Probe]] = {}
+        for probe in dict.fromkeys(probes):
+            alike.setdefault((probe.blocks, probe.whiten), []).append(probe)
+        found = {}
+        for group in alike.values():
+            for probe, scores in self._scores(group, self._folds).items():
+                cells = (self._image * classes + self._truth) * classes + scores.argmax(dim=1)
+                counts = torch.bincount(cells[scored], minlength=images * classes**2)
+                found[probe] = counts.view(images, classes, classes)
+        return found
+
+    def sharpness(self, probe: Probe) -> float:
+        """Find the exponent that calibrates a probe (see `probabilities`)."""
+        # On halves of images: with a whole image of only a few left out, scores are much lower than in use.
+        halves = 2 * self._folds + self._halves
+        return _fit_sharpness(self._scores([probe], halves)[probe], self._truth)
+
+    def _scores(self, probes: Sequence[Probe], folds: Int[Tensor, " n"]) -> dict[Probe, Float[Tensor, "n c"]]:
+        """Left-out scores of probes that share blocks and whitening."""
+        first = probes[0]
+        if first.whiten and self._whitening is None:
+            self._whitening = Whitening.fit(torch.cat([part.features.float() for part in self._examples]))
+        places = [self._blocks.index(block) for block in first.blocks]
+        rows = concatenate(self._features, places, self._whitening if first.whiten else None)
+        similarity = rows @ rows.T
+        votes = predicted = None
+        if any(probe.head != "ridge" for probe in probes):
+            votes = left_out_votes(similarity, self._shares, folds, self._neighbours, self._temperature)
+        if any(probe.head != "knn" for probe in probes):
+            predicted = left_out_ridge(similarity, self._shares, folds)
+        return {probe: combined(probe.head, votes, predicted) for probe in probes}
+
+
 def choose(
     examples: Sequence[LabelledPatches],
     candidates: Sequence[Probe],
@@ -171,80 +253,33 @@ def choose(
     neighbours: int,
     temperature: float,
 ) -> Choice:
-    """Choose a probe by cross-validation over images (mean IoU on left-out patches).
+    """Choose a probe by cross-validation over images (mean IoU on left-out patches, see `CrossValidation`).
 
-    The folds are single images, tenths of the images if there are more than ten, or the halves of a single image. A
-    candidate replaces the default (`default_probe`) only if it leads by 12 points divided by the square root of the
+    A candidate replaces the default (`default_probe`) only if it leads by 12 points divided by the square root of the
     number of examples, since with few examples most differences are noise. Whitening requires four labelled patches per
     channel.
 
     Args:
-        examples: with patches in random order; candidates are compared on at most 4,096 patches.
+        examples: with patches in random order.
         candidates: to choose from.
         blocks: numbers of the L blocks in the features.
         neighbours: k.
         temperature: of the neighbours' weights.
     """
-    count = len(examples)
-    least, most = _SAMPLED
-    parts = thinned(examples, min(max(least, _SAMPLED_PER_EXAMPLE * count), most))
-    features = torch.cat([part.features.float() for part in parts])
-    shares = torch.cat([part.shares for part in parts])
-    if sum(len(part.shares) for part in examples) < _PER_CHANNEL * features.shape[2]:
+    if sum(len(part.shares) for part in examples) < _PER_CHANNEL * examples[0].features.shape[2]:
         # The covariance of so few patches is unreliable: whitening would amplify noise.
         candidates = [probe for probe in candidates if not probe.whiten] or candidates
-    if count > 1:
-        folds = torch.cat([torch.full((len(part.shares),), number % _MOST_FOLDS) for number, part in enumerate(parts)])
-        left_out = "one image at a time" if count <= _MOST_FOLDS else "a tenth of the images at a time"
-    else:
-        folds, left_out = parts[0].halves, "each half of the image"
     default = default_probe(candidates, blocks)
-    if len(folds.unique()) < 2:
+    validation = CrossValidation(examples, blocks, neighbours=neighbours, temperature=temperature)
+    if not validation.left_out:
         return Choice(default, 1.0, None, None, {}, left_out="")
-
-    truth = shares.argmax(dim=1)
-    measured = [label for label in truth.unique().tolist() if len(folds[truth == label].unique()) > 1]
-    measured = measured or truth.unique().tolist()
-    scored = torch.isin(truth, torch.tensor(measured))
-    whitening = None
-    if any(probe.whiten for probe in candidates):
-        whitening = Whitening.fit(torch.cat([part.features.float() for part in examples]))
     baseline = Probe((max(blocks),), whiten=False, head="knn")
-    ious: dict[Probe, Tensor] = {}
-
-    def left_out_scores(probes: Sequence[Probe], folds: Tensor) -> dict[Probe, Tensor]:
-        """Scores of probes that share blocks and whitening."""
-        first = probes[0]
-        places = [list(blocks).index(block) for block in first.blocks]
-        rows = concatenate(features, places, whitening if first.whiten else None)
-        similarity = rows @ rows.T
-        votes = predicted = None
-        if any(probe.head != "ridge" for probe in probes):
-            votes = left_out_votes(similarity, shares, folds, neighbours, temperature)
-        if any(probe.head != "knn" for probe in probes):
-            predicted = left_out_ridge(similarity, shares, folds)
-        return {probe: combined(probe.head, votes, predicted) for probe in probes}
-
-    alike: dict[tuple[tuple[int, ...], bool], list[Probe]] = {}
-    for probe in dict.fromkeys((*candidates, baseline)):
-        alike.setdefault((probe.blocks, probe.whiten), []).append(probe)
-    for probes in alike.values():
-        for probe, scores in left_out_scores(probes, folds).items():
-            ious[probe] = _ious(scores[scored], truth[scored])[measured]
-    quality = {probe: float(own.mean()) for probe, own in ious.items()}
+    ious = {probe: class_ious(counts) for probe, counts in validation.confusions([*candidates, baseline]).items()}
+    quality = {probe: statistics.fmean(own.values()) for probe, own in ious.items()}
     best = max(candidates, key=lambda probe: quality[probe])
-    if quality[best] < quality[default] + _MARGIN / math.sqrt(count):
+    if quality[best] < quality[default] + _MARGIN / math.sqrt(len(examples)):
         best = default
-    # Calibrate on halves of images: with a whole image of only a few left out, scores are much lower than in use.
-    halves = 2 * folds + torch.cat([part.halves for part in parts])
-    return Choice(
-        best,
-        _fit_sharpness(left_out_scores([best], halves)[best], truth),
-        quality[best],
-        quality[baseline],
-        dict(zip(measured, ious[best].tolist(), strict=True)),
-        left_out,
-    )
+    return Choice(best, validation.sharpness(best), quality[best], quality[baseline], ious[best], validation.left_out)
 
 
 def thinned(examples: Sequence[LabelledPatches], most: int) -> list[LabelledPatches]:
@@ -395,10 +430,11 @@ def _fit_sharpness(scores: Float[Tensor, "n c"], truth: Int[Tensor, " n"]) -> fl
     return float(_SHARPNESS[errors.index(min(errors))])
 
 
-def _ious(scores: Float[Tensor, "n c"], truth: Int[Tensor, " n"]) -> Float[Tensor, " c"]:
-    classes = scores.shape[1]
-    pairs = truth * classes + scores.argmax(dim=1)
-    return iou(torch.bincount(pairs, minlength=classes**2).view(classes, classes))
+def class_ious(confusions: Int[Tensor, "n c c"]) -> dict[int, float]:
+    """IoU, in 0-1, of each class that occurs in the rows of confusion matrices, over all of them."""
+    confusion = confusions.sum(dim=0)
+    scores = iou(confusion)
+    return {label: float(scores[label]) for label in confusion.sum(dim=1).nonzero()[:, 0].tolist()}
 
 
 class Labeller:

@@ -21,17 +21,13 @@ from cribo.data.segmentation import IGNORE_INDEX, Colour, class_names
 from cribo.devices import resolve_devices
 from cribo.errors import InputError
 from cribo.models import Backbone
-from cribo.retrieval.encoders import (
-    PatchEncoder,
-    about_backbone,
-    open_backbone,
-    open_encoder,
-)
+from cribo.retrieval.encoders import PatchEncoder, open_network
 from cribo.retrieval.patches import grid_counts, labels_in_memory
-from cribo.retrieval.source import MEAN_COLOUR, BackboneSource
+from cribo.retrieval.source import BackboneSource
 from cribo.segmentation.encoding import GridEncoder, MissingBlocks, probe_encoder
 from cribo.segmentation.fitting import (
     Choice,
+    CrossValidation,
     LabelledPatches,
     Labeller,
     candidate_probes,
@@ -177,6 +173,11 @@ class SegmentationMemory:
     def patches(self) -> int:
         """Number of labelled patches of all examples."""
         return sum(len(known.features) for known in self._known)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the features of all examples in bytes."""
+        return sum(known.features.nbytes for known in self._known)
 
     @property
     def names(self) -> list[str]:
@@ -338,7 +339,7 @@ class SegmentationMemory:
         return [self.label(own, image) for own, image in zip(votes, opened, strict=True)]
 
     def encode(self, images: Sequence[UInt8[Tensor, "3 h w"]]) -> list[Float[Tensor, "rows columns l d"]]:
-        """The first step of `segment`: normalised features of each patch and each stored block."""
+        """Encode images for `vote`: normalised features of each patch and each stored block."""
         return self.encoder.encode(images)
 
     @torch.no_grad()
@@ -382,7 +383,16 @@ class SegmentationMemory:
         Raises:
             DataError: the memory is empty.
         """
-        return self.labeller().choice
+        with self._lock:
+            if self._choice is None:
+                if not self._known:
+                    raise DataError("the memory is empty: add an image with labels first")
+                settings, blocks = self.settings, self.encoder.encoder.blocks
+                candidates = candidate_probes(
+                    blocks, blocks=settings.blocks, whiten=settings.whiten, head=settings.head
+                )
+                self._choice = choose(self._examples(), candidates, blocks, **self._neighbours)
+            return self._choice
 
     def labeller(self) -> Labeller:
         """Return the fitted probe of the present examples, which is unaffected by later changes of the memory.
@@ -392,27 +402,46 @@ class SegmentationMemory:
         """
         with self._lock:
             if self._labeller is None:
-                if not self._known:
-                    raise DataError("the memory is empty: add an image with labels first")
-                classes = len(self.classes)
-                examples = [known.patches(classes) for known in self._known]
+                choice, neighbours = self.fit(), self.settings.neighbours
                 if self.patches > _MOST_PATCHES:
-                    examples = thinned(examples, _MOST_PATCHES)
                     log.info("%d of the %d patches of the examples are used", _MOST_PATCHES, self.patches)
-                settings, blocks = self.settings, self.encoder.encoder.blocks
-                knn = {"neighbours": settings.neighbours, "temperature": settings.temperature}
-                if self._choice is None:
-                    candidates = candidate_probes(
-                        blocks, blocks=settings.blocks, whiten=settings.whiten, head=settings.head
-                    )
-                    self._choice = choose(examples, candidates, blocks, **knn)
-                self._labeller = Labeller(examples, self._choice, blocks, device=self.encoder.device, **knn)
-                if self._choice.probe.head != "ridge" and self.patches < settings.neighbours:
+                self._labeller = Labeller(
+                    self._examples(),
+                    choice,
+                    self.encoder.encoder.blocks,
+                    device=self.encoder.device,
+                    **self._neighbours,
+                )
+                if choice.probe.head != "ridge" and self.patches < neighbours:
                     log.warning(
                         "the memory has %d patches, fewer than the %d neighbours asked for: all of them vote",
-                        *(self.patches, settings.neighbours),
+                        *(self.patches, neighbours),
                     )
             return self._labeller
+
+    def left_out(self) -> Int[Tensor, "n c c"]:
+        """Classes (rows) and predictions (columns) of the left-out patches of each example, by the chosen probe.
+
+        `fit().expected` is their mean IoU over the classes that occur in the rows.
+
+        Raises:
+            DataError: the memory is empty, or nothing can be left out (`fit().expected` is None).
+        """
+        with self._lock:
+            probe = self.fit().probe
+            if self.fit().expected is None:
+                raise DataError("all labels lie in one half of a single image, so nothing can be left out: label more")
+            validation = CrossValidation(self._examples(), self.encoder.encoder.blocks, **self._neighbours)
+            return validation.confusions([probe])[probe]
+
+    @property
+    def _neighbours(self) -> dict[str, Any]:
+        return {"neighbours": self.settings.neighbours, "temperature": self.settings.temperature}
+
+    def _examples(self) -> list[LabelledPatches]:
+        """The labelled patches that a probe is fitted to."""
+        classes = len(self.classes)
+        return thinned([known.patches(classes) for known in self._known], _MOST_PATCHES)
 
     # ----------------------------------------------------------------------------------------------- on disk
 
@@ -467,7 +496,9 @@ class SegmentationMemory:
             ValueError: a change of a setting that the features depend on, or a value out of range.
         """
         stored = read_memory(path)
-        settings = SegmentationSettings(**stored.settings).changed(changes or {})
+        of_earlier_versions = {"refine": "bilateral"} if stored.settings["refine"] == "guided" else {}
+        saved = SegmentationSettings(**{**stored.settings, **of_earlier_versions})
+        settings = saved.changed(changes or {})
         missing = sorted(set(settings.blocks or ()) - set(stored.blocks))
         if missing:
             raise InputError(
@@ -496,7 +527,7 @@ class SegmentationMemory:
         memory._known = [
             _Known(*parts) for parts in zip(stored.examples, stored.features, stored.pixels, stored.halves, strict=True)
         ]
-        if stored.choice is not None and settings.of_choice == SegmentationSettings(**stored.settings).of_choice:
+        if stored.choice is not None and settings.of_choice == saved.of_choice:
             memory._choice = Choice.from_json(stored.choice)
         return memory
 
@@ -516,11 +547,8 @@ def _opened(
         backbone = BackboneSource(os.fspath(backbone))
     if backbone.layers != 1:
         raise ConfigError(f"layers must be 1, got {backbone.layers}: name blocks in the settings (--blocks 9,10)")
-    if backbone.source == MEAN_COLOUR:
-        return *open_encoder(backbone, str(place)), place
-    opened = open_backbone(backbone)
-    about = about_backbone(backbone, opened)
-    return probe_encoder(opened.eval().to(place), blocks), about, place
+    network, about = open_network(backbone)
+    return probe_encoder(network.eval().to(place), blocks), about, place
 
 
 def _listed(blocks: Sequence[int]) -> str:

@@ -39,6 +39,7 @@ from cribo.segmentation.examples import Examples, find_examples, open_targets
 from cribo.segmentation.fitting import Choice
 from cribo.segmentation.memory import Segmentation, SegmentationMemory
 from cribo.segmentation.pictures import SegmentedPanel, draw_overview, overlay
+from cribo.segmentation.pixels import write_labels
 from cribo.segmentation.settings import SegmentationSettings
 from cribo.segmentation.suggesting import suggest
 
@@ -539,10 +540,7 @@ class _Results:
         labels, painted, confidence = self._targets(read.name)
         for path in (labels, painted, confidence):
             path.parent.mkdir(parents=True, exist_ok=True)
-        indices = Image.fromarray(found.labels.numpy())
-        indices.putpalette([part for colour in self.palette for part in colour])
-        # By default, Pillow stores only as many bits as the palette needs, which truncates 255.
-        _save(indices, labels, "PNG", **({"bits": 8} if found.labels.max() == IGNORE_INDEX else {}))
+        write_whole(labels, lambda part: write_labels(found.labels, self.palette, part))
         _save(Image.fromarray(overlay(image, found.labels, self.palette)), painted, "JPEG", quality=_JPEG_QUALITY)
         grey = (found.confidence * 255).round().to(torch.uint8)
         _save(Image.fromarray(grey.numpy()), confidence, "PNG")

@@ -3,12 +3,12 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from cribo.errors import InputError
 from cribo.retrieval.choices import FeaturePrecision
 
-Refine = Literal["none", "guided", "bilateral"]
+Refine = Literal["none", "bilateral"]
 Head = Literal["knn", "ridge", "both"]
 OF_FEATURES = ("size", "scale", "window", "stride", "precision")
 """The settings that the features in a memory depend on: they stay as they were when it was begun."""
@@ -36,10 +36,9 @@ class SegmentationSettings:
         neighbours: k, how many nearest patches vote.
         temperature: weights of neighbours are the softmax of cosine / temperature; lower values favour the nearest.
         min_confidence: pixels below it (0 to 1) get no label.
-        refine: have the edges of the image draw those of the labels: with a `guided` filter, a joint `bilateral`
-            filter, or `none`.
+        refine: move the borders of the labels to the edges of the image with a joint `bilateral` filter, or `none`.
         reach: radius of that filter, in patches.
-        contrast: difference in colour (0 to 1) from which on an edge counts as one.
+        contrast: difference in colour (the sum of three channels, each 0 to 1) from which on an edge counts.
 
     Raises:
         ValueError: a value out of range, or two that exclude each other.
@@ -56,7 +55,7 @@ class SegmentationSettings:
     neighbours: int = 5
     temperature: float = 0.07
     min_confidence: float = 0.0
-    refine: Refine = "guided"
+    refine: Refine = "bilateral"
     reach: float = 1.0
     contrast: float = 0.1
 
@@ -73,6 +72,8 @@ class SegmentationSettings:
         for name in ("scale", "temperature", "reach", "contrast"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise InputError(f"{name} must be > 0, got {value}")
+        if self.refine not in get_args(Refine):
+            raise InputError(f"refine must be {' or '.join(get_args(Refine))}, got {self.refine!r}")
         if self.size is not None and self.scale is not None:
             raise InputError(f"size={self.size} and scale={self.scale} exclude each other: leave one of them out")
         if self.stride is not None and (self.window is None or self.stride > self.window):

@@ -10,7 +10,7 @@ from cribo.data.randomness import keyed_generator
 from cribo.segmentation.memory import SegmentationMemory
 
 _PATCHES = 24  # per image
-_LABELLED = 2048  # labelled patches to compare with
+_LABELLED = 2048  # limit on the labelled patches that images are compared with
 
 
 def suggest(memory: SegmentationMemory, images: Iterable[UInt8[Tensor, "3 h w"]], count: int) -> list[int]:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from cribo.adaptation import Moments, partial_whitening
+from cribo.retrieval import Moments, partial_whitening
 
 
 def features(count: int = 4000, dim: int = 6) -> torch.Tensor:
