@@ -20,7 +20,7 @@ from torch import Tensor
 from cribo.adaptation.closed_form import choose_closed_form, refit_whitening
 from cribo.adaptation.config import AdaptConfig
 from cribo.adaptation.labelled import gain, open_labelled, score_images
-from cribo.adaptation.run import planned_training, with_trained_weights
+from cribo.adaptation.run import averaged, planned_training
 from cribo.adaptation.signs import measure_signs
 from cribo.console import Phases
 from cribo.data import LabelledSubset, open_images
@@ -116,7 +116,7 @@ def train(row: str, start: Backbone, arguments: argparse.Namespace, console: Con
     planned = planned_training(config, recipe, start, images, arguments.out, seconds=0)
     name = f"{re.sub('[^a-z_]+', '-', row.lower())}-{arguments.seed}"
     run = pretrain(planned, out=arguments.out, name=name, continue_run=True, console=console)
-    adapted = with_trained_weights(start, run.backbone())
+    adapted = averaged(start, run.backbone(), 1.0)
     refit_whitening(adapted, images, power=POWER)
     return adapted
 

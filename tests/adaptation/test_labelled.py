@@ -7,7 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from cribo.adaptation.labelled import gain, mean_iou, open_labelled, score_images
+from cribo.adaptation.labelled import fit_segmentation, gain, mean_iou, open_labelled, score_images
+from cribo.adaptation.verdict import choose_network
 from cribo.models import build_backbone
 
 COLOURS = np.array([[250, 20, 20], [20, 250, 20], [20, 20, 250]], np.uint8)
@@ -88,3 +89,37 @@ def test_a_class_that_few_images_show_does_not_move_the_interval_by_its_absence(
     found = gain(before, after)
     assert found.high - found.low < 0.1
     assert mean_iou(after[1:]) > 0.8
+
+
+def test_segmentation_is_fitted_to_the_scored_images_and_scored_on_those_left_out(tmp_path: Path, network) -> None:
+    write(tmp_path, "train", 2, seed=0)
+    write(tmp_path, "val", 12, seed=1)
+    (tmp_path / "classes.txt").write_text("red\ngreen\nblue\n")
+    Image.fromarray(np.full((64, 96), 255, np.uint8)).save(tmp_path / "labels" / "val" / "03.png")
+    labelled = open_labelled(tmp_path)
+    fit = fit_segmentation(network, labelled)
+    assert fit is not None
+    assert fit.probe == "block 1 with ridge and nearest neighbours"
+    assert fit.tallies.shape == (11, 3, 3)  # an image without labels is no example
+    assert mean_iou(fit.tallies) > 0.8
+    for number in ("05", "07"):
+        Image.fromarray(np.full((64, 96), 255, np.uint8)).save(tmp_path / "labels" / "val" / f"{number}.png")
+    assert fit_segmentation(network, labelled) is None
+
+
+def test_a_network_is_kept_if_a_measure_is_better_and_none_is_worse() -> None:
+    good, fair, bad = (torch.tensor([[[right, 100 - right], [100 - right, right]]] * 12) for right in (90, 80, 60))
+    names = ("before", "after")
+
+    def chosen(agreement: tuple[float, float], *measures: tuple[torch.Tensor, torch.Tensor]) -> str:
+        tallies: list[dict[str, torch.Tensor]] = [dict(zip(names, each, strict=True)) for each in measures]
+        return choose_network(dict(zip(names, agreement, strict=True)), tallies)
+
+    assert chosen((0.4, 0.2), (fair, fair), (fair, good)) == "after"
+    assert chosen((0.2, 0.4), (fair, good), (fair, bad)) == "before"
+    assert chosen((0.2, 0.4), (fair, bad), (fair, good)) == "before"
+    assert chosen((0.2, 0.4), (fair, fair), (good, good)) == chosen((0.2, 0.4)) == "after"
+    assert chosen((0.4, 0.2), (fair, fair)) == chosen((0.4, 0.2)) == "before"
+    # A third network is compared with the one that is kept so far.
+    measure: dict[str, torch.Tensor] = {"before": fair, "after": good, "last": fair}
+    assert choose_network(dict.fromkeys(measure, 0.3), [measure]) == "after"

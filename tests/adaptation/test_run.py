@@ -11,7 +11,7 @@ from PIL import Image
 
 from cribo.adaptation import AdaptConfig, adapt
 from cribo.adaptation.encoding import encode
-from cribo.adaptation.run import planned_training
+from cribo.adaptation.run import averaged, planned_training
 from cribo.cli import main
 from cribo.data import open_images
 from cribo.data.scenes import Scenes
@@ -22,11 +22,9 @@ from cribo.retrieval.source import BackboneSource
 SMALL = {"depth": 4, "embed_dim": 32, "num_heads": 2, "patch_size": 8}
 
 
-@pytest.fixture(scope="module")
-def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twenty scenes with labels, in the layout of a labelled folder."""
-    folder = tmp_path_factory.mktemp("scenes")
-    found = Scenes(20, size=64, seed=0)
+def write_scenes(folder: Path, size: int) -> Path:
+    """Write twenty scenes with labels, in the layout of a labelled folder."""
+    found = Scenes(20, size=size, seed=0)
     for kind in ("images", "labels"):
         (folder / kind).mkdir()
     for index in range(len(found)):
@@ -34,6 +32,17 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.fromarray(found.labels(index).numpy()).save(folder / "labels" / f"{index:02d}.png")
     (folder / "classes.txt").write_text("\n".join(found.classes))
     return folder
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_scenes(tmp_path_factory.mktemp("scenes"), 64)
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small ones, since the fit takes time for each patch."""
+    return write_scenes(tmp_path_factory.mktemp("labelled"), 32)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +63,7 @@ def _asked(scenes: Path, source: Path, **changes: object) -> AdaptConfig:
 
 @pytest.mark.slow
 def test_the_command_leaves_a_backbone_a_verdict_and_a_picture(
-    scenes: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    scenes: Path, labelled: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["adapt", str(scenes / "images"), "--backbone", str(source), "--steps", "10", "--blocks", "3"]
     words += [
@@ -65,9 +74,9 @@ def test_the_command_leaves_a_backbone_a_verdict_and_a_picture(
         "--training",
         json.dumps(TRAINING),
         "--labelled",
-        str(scenes),
+        str(labelled),
         "--second",
-        str(scenes),
+        str(labelled),
     ]
     assert main([*words, "--out", str(tmp_path), "--name", "mine", "--keep", "adapted", "--device", "cpu"]) == 0
     said = capsys.readouterr().out
@@ -83,9 +92,17 @@ def test_the_command_leaves_a_backbone_a_verdict_and_a_picture(
         if name.startswith("blocks.") and not value.equal(start.model.state_dict()[name])
     }
     assert changed == {"2"}  # the last block alone was trained
+    trained = load_backbone(tmp_path / "mine" / "training")
+    before, after, exported = (each.model.blocks[2].attn.qkv.weight for each in (start, trained, backbone))
+    assert not torch.equal(before, after)
+    assert torch.allclose(exported, 0.25 * before + 0.75 * after, atol=1e-7)
     verdict = json.loads((tmp_path / "mine" / "verdict.json").read_text())
     assert set(verdict["labelled"]) == set(verdict["second"]) == {"closed form", "adapted weights"}
     assert verdict["labelled"] == verdict["second"]  # the same images
+    assert set(verdict["segmentation"]) == {"closed form", "adapted weights"}
+    assert verdict["segmentation"]["closed form"]["before"] > 0.1
+    probe = verdict["probes"]["adapted weights"]
+    assert f"Segmentation by a few examples with the adapted weights ({probe})" in " ".join(said.split())
     with Image.open(tmp_path / "mine" / "neighbours.png") as picture:
         assert np.asarray(picture).std() > 10
 
@@ -120,6 +137,15 @@ def test_an_interrupted_adaptation_continues_to_the_same_weights(scenes: Path, s
         adapt(asked, out=tmp_path, name="cut")
 
 
+def test_weights_are_averaged_but_for_a_resized_position_embedding() -> None:
+    small, large = (build_backbone("vit_tiny_patch16_224", args=SMALL, image_size=size) for size in (32, 64))
+    average = averaged(small, large, 0.25)
+    assert average.model.pos_embed.equal(small.model.pos_embed)
+    mean = 0.75 * small.model.blocks[0].mlp.fc1.weight + 0.25 * large.model.blocks[0].mlp.fc1.weight
+    assert torch.allclose(average.model.blocks[0].mlp.fc1.weight, mean)
+    assert averaged(small, large, 1.0).model.blocks[3].mlp.fc2.weight.equal(large.model.blocks[3].mlp.fc2.weight)
+
+
 def test_a_network_that_sees_no_better_is_not_kept(scenes: Path, source: Path, tmp_path: Path) -> None:
     # Whitening a single direction leaves next to nothing of the features.
     adapted = adapt(
@@ -127,6 +153,7 @@ def test_a_network_that_sees_no_better_is_not_kept(scenes: Path, source: Path, t
     )
     assert adapted.verdict.kept == "starting weights"
     assert adapted.verdict.labelled["closed form"].high < 0
+    assert "Kept the starting weights: adaptation did not help." in adapted.verdict.sentences
     original = load_backbone(source)
     kept = load_backbone(tmp_path / "worse")
     image = torch.rand(1, 3, 32, 32)
@@ -139,6 +166,7 @@ def test_a_network_that_sees_no_better_is_not_kept(scenes: Path, source: Path, t
         ({"blocks": 5}, "blocks must be at most 4"),
         ({"power": 1.5}, "power must be from 0"),
         ({"minutes": 0}, "minutes must be > 0"),
+        ({"trained_share": 0}, "trained_share must be > 0 and at most 1, got 0"),
         ({"steps": 0}, "steps must be >= 1"),
         ({"second": "x"}, "--second goes with --labelled"),
         ({"images": "/nowhere"}, "there is no 'nowhere'"),

@@ -9,16 +9,13 @@ if TYPE_CHECKING:
     from cribo.adaptation.config import AdaptConfig
     from cribo.adaptation.run import Adapted, adapt
     from cribo.adaptation.signs import neighbour_agreement
-    from cribo.adaptation.whitening import Moments, partial_whitening
 
 __all__ = [
     "AdaptConfig",
     "Adapted",
-    "Moments",
     "adapt",
     "choose_closed_form",
     "neighbour_agreement",
-    "partial_whitening",
     "refit_whitening",
 ]
 
@@ -29,6 +26,5 @@ __getattr__ = lazy_names(
         ".config": ("AdaptConfig",),
         ".run": ("Adapted", "adapt"),
         ".signs": ("neighbour_agreement",),
-        ".whitening": ("Moments", "partial_whitening"),
     },
 )

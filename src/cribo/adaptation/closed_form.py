@@ -9,13 +9,13 @@ from torch.nn.functional import linear
 
 from cribo.adaptation.encoding import encode, readable
 from cribo.adaptation.signs import neighbour_agreement, view_points
-from cribo.adaptation.whitening import Moments, partial_whitening
 from cribo.console import Progress
 from cribo.data import ImageSource
 from cribo.evaluation.data import spread
 from cribo.method import ViewRecipe
 from cribo.models import Backbone
 from cribo.models.building import first_blocks
+from cribo.retrieval.whitening import Moments, partial_whitening
 
 POWERS = (None, 0.3, 0.6, 0.8, 1.0)
 """Powers of the partial whitening to choose from; None: no whitening, which is best for some networks."""

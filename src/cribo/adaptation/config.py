@@ -26,13 +26,16 @@ class AdaptConfig:
         labelled: folder of labelled images for the verdict: images/ and labels/ (PNG indices, 255 for none), each with
             or without train/ and val/; at least ten images. They are never trained on.
         second: another such folder, of other images, to measure what is forgotten.
-        keep: the network to export: `better` for the one that the verdict favours, or `adapted` in any case.
+        keep: the network to export: `better` for one that gains in retrieval or segmentation and loses in neither, or
+            `adapted` for the last one in any case.
         blocks: number of blocks of a vision transformer to use; the later ones are dropped. [chosen by neighbour
             agreement]
         stride: output stride of a convolutional network, if it can be dilated: 16 gives four times as many features as
             32. [unchanged]
         power: of the partial whitening: 0 rotates only, 1 whitens. [chosen by neighbour agreement, or no whitening]
         dims: number of directions of largest variance to keep. [all]
+        trained_share: share of the trained weights in their average with the starting weights, which is exported. 1
+            exports the trained weights as they are; less forgets less of other images.
         recipe: a preset or YAML file of `cribo pretrain`.
         training: values of the recipe to change, such as {"optim.lr": 1e-3, "backbone.train_blocks": 2}.
         workers: processes that read images during training. [depends on the number of cores]
@@ -53,6 +56,7 @@ class AdaptConfig:
     stride: int | None = None
     power: float | None = None
     dims: int | None = None
+    trained_share: float = 0.75
     recipe: str = "adapt"
     training: dict[str, Any] = field(default_factory=dict)
     workers: int | None = None
@@ -65,6 +69,8 @@ class AdaptConfig:
             raise ConfigError(f"steps must be >= 1, got {self.steps}: for the closed form alone, use --minutes 1")
         if self.power is not None and not 0 <= self.power <= 1:
             raise ConfigError(f"power must be from 0 (rotate only) to 1 (whiten), got {self.power}")
+        if not 0 < self.trained_share <= 1:
+            raise ConfigError(f"trained_share must be > 0 and at most 1, got {self.trained_share}")
         for name in ("blocks", "stride", "dims"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} must be >= 1, got {value}")

@@ -1,4 +1,4 @@
-"""Dense retrieval on labelled images, scored image by image, so that a difference has an interval."""
+"""Dense retrieval and segmentation on labelled images, scored image by image, so that a difference has an interval."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,11 +19,13 @@ from cribo.models import Backbone
 from cribo.retrieval.patches import grid_counts, labels_in_memory, majority_label
 from cribo.retrieval.search import TensorKeys, nearest
 from cribo.retrieval.voting import Voters, label_shares
+from cribo.segmentation.memory import SegmentationMemory
 
 LEAST_IMAGES = 10
 """With fewer labelled images the interval would say nothing."""
 
 _MOST_IMAGES = 150  # of the memory, and of the queries
+_MOST_EXAMPLES = 24  # of a fit
 _FOLDS = 5
 _NEIGHBOURS = 20
 _TEMPERATURE = 0.07
@@ -188,3 +190,42 @@ def gain(before: Int[Tensor, "q c c"], after: Int[Tensor, "q c c"]) -> Gain:
     ]
     low, high = (scores[1] - scores[0]).quantile(torch.tensor([0.025, 0.975])).tolist()
     return Gain(mean_iou(before), mean_iou(after), low, high)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What `cribo segment` would choose and reach with the labelled images as examples.
+
+    Attributes:
+        probe: the chosen blocks and head, in words.
+        tallies: (Q, C, C) confusion of labels (rows) and predictions of the left-out patches of each example.
+    """
+
+    probe: str
+    tallies: Int[Tensor, "q c c"]
+
+
+def fit_segmentation(
+    backbone: Backbone, labelled: Labelled, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Fit | None:
+    """Fit the segmentation of `cribo segment` to up to 24 of the scored images, as it does by default.
+
+    Args:
+        backbone: on the device where it is to run.
+        labelled: the images; those without any label are left out.
+        progress: called with how many images of how many are encoded.
+
+    Returns:
+        The fit; None if fewer than ten of the images have labels, too few for an interval.
+    """
+    images = labelled.queries
+    memory = SegmentationMemory(backbone, classes=images.classes)
+    chosen = spread(len(images), _MOST_EXAMPLES)
+    for done, index in enumerate(chosen, start=1):
+        labels = images.labels(index)
+        if (labels != images.ignore_index).any():
+            memory.add(images.load(index), labels, name=images.name(index))
+        progress(done, len(chosen))
+    if len(memory) < LEAST_IMAGES:
+        return None
+    return Fit(str(memory.fit().probe), memory.left_out())

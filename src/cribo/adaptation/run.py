@@ -132,7 +132,7 @@ def adapt(
             else:
                 seconds = 60 * config.minutes - 2 * (time.perf_counter() - started)
                 planned = planned_training(config, recipe, start, images, folder, seconds)
-            trained = _train(planned, start, folder, console).to(device)
+            trained = _train(planned, start, config.trained_share, folder, console).to(device)
             if choice.power is not None:
                 with Phases(console) as progress:
                     again = partial(progress, "closed form of the adapted weights")
@@ -220,23 +220,31 @@ def _described(choice: Choice) -> str:
     )
 
 
-def _train(planned: PretrainConfig, start: Backbone, folder: Path, console: Console) -> Backbone:
-    """Train from the closed form in a run folder of its own, or continue the run that is there."""
+def _train(planned: PretrainConfig, start: Backbone, share: float, folder: Path, console: Console) -> Backbone:
+    """Train from the closed form in a run folder of its own, or continue that run; average its weights with `start`."""
     advice = f"to continue, repeat the command with --name {folder.name} --resume"
     run = pretrain(planned, out=folder, name=_TRAINING, continue_run=True, advice=advice, console=console)
-    trains_all = planned.backbone.train_blocks is None and planned.backbone.lora is None
-    return run.backbone() if trains_all else with_trained_weights(start, run.backbone())
+    trained = run.backbone()
+    # The run has resized the position embedding to its views. It is part of the result only if it was trained.
+    if planned.backbone.train_blocks is None and planned.backbone.lora is None:
+        return averaged(trained, start, 1 - share)
+    return averaged(start, trained, share)
 
 
-def with_trained_weights(start: Backbone, trained: Backbone) -> Backbone:
-    """A copy of a backbone with the weights of a run that began with it and did not train the position embedding.
+def averaged(backbone: Backbone, other: Backbone, share: float) -> Backbone:
+    """Average the weights of two backbones (WiSE-FT; Wortsman et al. 2022).
 
-    The run has resized that to the size of its views; the copy keeps the original one.
+    Args:
+        backbone: is copied; its weights of another shape than the other's, such as a resized position embedding, stay.
+        other: of the same architecture.
+        share: of the other, 0 to 1.
     """
-    adapted, state = copy.deepcopy(start), trained.model.state_dict()
-    own = adapted.model.state_dict()
-    adapted.model.load_state_dict({key: state[key] if state[key].shape == own[key].shape else own[key] for key in own})
-    return adapted
+    result, state = copy.deepcopy(backbone), other.model.state_dict()
+    with torch.no_grad():
+        for key, own in result.model.state_dict().items():
+            if own.is_floating_point() and own.shape == state[key].shape:
+                own.lerp_(state[key].to(own.device), share)
+    return result
 
 
 def planned_training(

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from cribo.adaptation.encoding import encode, encode_pixels, readable
-from cribo.adaptation.whitening import Moments
 from cribo.data import ImageSource
 from cribo.data.randomness import keyed_generator
 from cribo.errors import InputError
@@ -24,6 +23,7 @@ from cribo.method import (
 )
 from cribo.models import Backbone
 from cribo.objectives.points import overlap_points, sample_tokens
+from cribo.retrieval.whitening import Moments
 
 _IMAGES = 64
 _POINTS = 8
