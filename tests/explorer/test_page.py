@@ -1,6 +1,7 @@
 """The page as a person meets it, in a real browser."""
 
 import re
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,7 @@ def test_an_object_finds_its_like(watched: Watched, red: str) -> None:
 def test_painted_classes_segment_another_picture(watched: Watched, red: str, tmp_path: Path) -> None:
     page = watched.page
     watched.open("Segment")
+    expect(page.locator("#examples-said")).to_contain_text("No examples yet")  # the visitor is known from here on
     page.locator("[role=tabpanel]:visible input[type=file]").last.set_input_files(red)
     expect(page.get_by_text("There are no examples yet")).to_be_visible()
     page.locator("[role=tabpanel]:visible input[type=file]").first.set_input_files(red)
@@ -96,6 +98,16 @@ def test_painted_classes_segment_another_picture(watched: Watched, red: str, tmp
     expect(page.locator("#examples-said")).to_contain_text("red")
     expect(page.locator("#segmented-said")).to_contain_text("red 100%")
     expect(page.get_by_role("img", name="The picture in the colours of its classes")).to_be_visible()
+    page.reload()
+    watched.open("Segment")
+    expect(page.locator("#examples-said")).to_contain_text("1 example")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Download the examples").click()
+        page.get_by_role("link", name="examples.zip").or_(page.locator("a[download]:visible")).first.click()
+    with zipfile.ZipFile(download.value.path()) as archive:
+        assert sorted(archive.namelist())[1:] == ["examples/images/01.png", "examples/labels/01.png"]
+    page.get_by_role("button", name="Start over").click()
+    expect(page.locator("#examples-said")).to_contain_text("No examples yet")
 
 
 def test_what_is_too_large_or_no_picture_is_refused_in_a_sentence(watched: Watched, tmp_path: Path) -> None:

@@ -1,3 +1,7 @@
+import io
+import zipfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -6,9 +10,12 @@ from tests.explorer.conftest import COLOURS, draw_square, encoded
 
 from cribo.explorer import segmenting
 from cribo.explorer.network import SharedEncoder
-from cribo.explorer.segmenting import BRUSHES, Visitors, add_example, example_of, memory_sentence, segment
+from cribo.explorer.segmenting import BRUSHES, Visitors, example_of, memory_sentence, segment
 from cribo.explorer.uploads import Refused
 from cribo.retrieval import mean_colour_encoder
+from cribo.segmentation import SegmentationMemory
+from cribo.segmentation.examples import find_examples
+from cribo.segmentation.inputs import open_labels
 
 
 def as_tensor(image: Image.Image) -> torch.Tensor:
@@ -65,10 +72,11 @@ def test_paintings_that_cannot_be_used(painted: bytes, said: str) -> None:
 
 
 def test_a_square_is_found_where_it_is_in_another_picture(visitors: Visitors) -> None:
-    memory = visitors.memory("a")
+    examples = visitors.examples("a")
+    memory = examples.memory
     assert memory_sentence(memory) == "No examples yet."
     areas = ("magenta", (4, 4, 44, 44)), ("yellow", (60, 60, 90, 90))
-    add_example(memory, *example_of(as_tensor(draw_square(COLOURS["red"], (0, 0))), layer(*areas), max_pixels=10**6))
+    examples.add(*example_of(as_tensor(draw_square(COLOURS["red"], (0, 0))), layer(*areas), max_pixels=10**6))
     assert memory_sentence(memory).endswith("patches: yellow, magenta.")
     names = ["", "", "", "", "tomato", ""]
     found = segment(memory, as_tensor(draw_square(COLOURS["red"], (48, 32))), names)
@@ -80,27 +88,57 @@ def test_a_square_is_found_where_it_is_in_another_picture(visitors: Visitors) ->
     assert inside[2] > inside[1]  # magenta
     assert outside[1] > outside[2]  # yellow
     assert found.confidence.shape == found.overlay.shape
-    add_example(memory, *example_of(as_tensor(draw_square(COLOURS["red"], (9, 0))), layer(*areas), max_pixels=10**6))
+    examples.add(*example_of(as_tensor(draw_square(COLOURS["red"], (9, 0))), layer(*areas), max_pixels=10**6))
     assert "yellow, magenta. Expected mIoU on new pictures: " in memory_sentence(memory)
+
+
+def test_examples_are_downloaded_as_cribo_segment_reads_them(visitors: Visitors, tmp_path: Path) -> None:
+    examples = visitors.examples("a")
+    with pytest.raises(Refused, match="There are no examples yet"):
+        examples.zipped([])
+    picture = as_tensor(draw_square(COLOURS["red"], (0, 0)))
+    for area in ((4, 4, 44, 44), (0, 0, 48, 48)):  # a correction
+        painted = example_of(picture, layer(("magenta", area), ("yellow", (60, 60, 90, 90))), max_pixels=10**6)
+        examples.add(*painted)
+    with zipfile.ZipFile(io.BytesIO(examples.zipped(["", "", "", "", "tomato"]))) as archive:
+        archive.extractall(tmp_path)
+    found = find_examples(tmp_path / "examples")
+    memory = SegmentationMemory("mean-colour", classes=found.classes, palette=found.palette)
+    memory.extend([found.example(index) for index in range(len(found))])
+    assert memory.classes == ["red", "green", "blue", "yellow", "tomato", "cyan"]
+    assert memory.palette == list(BRUSHES.values())
+    assert memory.names == ["01.png"]
+    assert torch.equal(open_labels(tmp_path / "examples" / "labels" / "01.png").labels, painted[1])
+
+
+def test_examples_of_all_visitors_together_are_bounded(visitors: Visitors, monkeypatch: pytest.MonkeyPatch) -> None:
+    painted = example_of(
+        as_tensor(draw_square(COLOURS["red"], (0, 0))), layer(("red", (0, 0, 96, 96))), max_pixels=10**6
+    )
+    for name in "abc":
+        visitors.examples(name).add(*painted)
+    monkeypatch.setattr(segmenting, "_MOST_BYTES", 2 * visitors.examples("c").nbytes)
+    visitors.examples("c")
+    assert [name in visitors for name in "abc"] == [False, True, True]
 
 
 def test_memories_are_each_visitors_own_and_bounded(visitors: Visitors, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segmenting, "_MOST_VISITORS", 3)
     monkeypatch.setattr(segmenting, "_MOST_EXAMPLES", 2)
-    first = visitors.memory("first")
+    first = visitors.examples("first")
     for shade in (0, 90):
         picture = Image.fromarray(np.full((96, 96, 3), shade, np.uint8))
-        add_example(first, *example_of(as_tensor(picture), layer(("red", (0, 0, 96, 96))), max_pixels=10**6))
+        first.add(*example_of(as_tensor(picture), layer(("red", (0, 0, 96, 96))), max_pixels=10**6))
     with pytest.raises(Refused, match=r"The memory is full \(2 examples\): start over"):
-        add_example(first, torch.zeros(3, 96, 96, dtype=torch.uint8), torch.zeros(96, 96, dtype=torch.uint8))
-    assert "Paint another class, too" in memory_sentence(first)
-    assert visitors.memory("first") is first
-    assert len(visitors.memory("second")) == 0
+        first.add(torch.zeros(3, 96, 96, dtype=torch.uint8), torch.zeros(96, 96, dtype=torch.uint8))
+    assert "Paint another class, too" in memory_sentence(first.memory)
+    assert visitors.examples("first") is first
+    assert len(visitors.examples("second").memory) == 0
     for name in ("third", "first", "fourth"):
-        visitors.memory(name)
+        visitors.examples(name)
     assert len(visitors) == 3
-    assert visitors.memory("first") is first  # it was asked for after the second
+    assert visitors.examples("first") is first  # it was asked for after the second
     visitors.forget("first")
-    assert len(visitors.memory("first")) == 0
+    assert len(visitors.examples("first").memory) == 0
     with pytest.raises(Refused, match="There are no examples yet"):
-        segment(visitors.memory("first"), torch.zeros(3, 96, 96, dtype=torch.uint8), [])
+        segment(visitors.examples("first").memory, torch.zeros(3, 96, 96, dtype=torch.uint8), [])

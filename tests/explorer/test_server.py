@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.explorer.conftest import COLOURS, SECRET, Refusal, Served, Visitor, draw_square, serve
+from tests.explorer.conftest import COLOURS, SECRET, Refusal, Served, Visitor, draw_square, encoded, serve
 
 from cribo.cli import main
 from cribo.explorer.server import host_names
@@ -97,7 +97,7 @@ def test_what_is_shown_is_what_was_asked_for(visitor: Visitor) -> None:
         ("nearest", (None, "../../etc/passwd", 0, 3), "Not a number"),
         ("nearest", ({"path": "", "url": "http://127.0.0.1:9/"}, 0, 0, 3), "There is no picture yet"),
         ("likeness", (None, 0, 0), "There is no picture yet"),
-        ("add_example", (None,), "There is no picture to paint on yet"),
+        ("add_example", (None, "visitor-of-this-test"), "There is no picture to paint on yet"),
     ],
 )
 def test_errors_are_sentences(visitor: Visitor, what: str, data: tuple[object, ...], said: str) -> None:
@@ -115,18 +115,23 @@ def test_examples_are_each_visitors_own(served: Served, visitor: Visitor) -> Non
     layer.paste((*BRUSHES["green"], 255), (8, 8, 40, 40))
     layer.paste((*BRUSHES["blue"], 255), (60, 60, 90, 90))
     painting = {"background": visitor.send(picture), "layers": [visitor.send(layer, "layer.png")], "composite": None}
-    assert visitor.ask("add_example", painting)[0].startswith("1 example, ")
+    own, others = "visitor-of-this-test", "another-visitor-of-it"
+    assert visitor.ask("add_example", painting, own)[0].startswith("1 example, ")
     new = visitor.send(draw_square(COLOURS["red"], (48, 32)))
     names = ["", "square", *[""] * (len(BRUSHES) - 2)]
-    overlay, _, said = visitor.ask("segment", new, *names)
+    overlay, _, said = visitor.ask("segment", own, new, *names)
     assert re.fullmatch(r"blue 7\d%, square 2\d%\.", said)
     colour = visitor.picture(overlay).getpixel((200, 280))
     assert isinstance(colour, tuple)
     assert colour[1] > colour[2]
     other = Visitor(served.address, "another")
     with pytest.raises(Refusal, match="There are no examples yet"):
-        other.ask("segment", other.send(picture), *names)
-    assert visitor.ask("begin_anew") == ["No examples yet."]
+        other.ask("segment", others, other.send(picture), *names)
+    with pytest.raises(Refusal, match="The visitor is unknown"):
+        other.ask("segment", "", other.send(picture), *names)
+    assert visitor.ask("begin_anew", own)[0] == "No examples yet."
+    with pytest.raises(Refusal, match="There are no examples yet"):
+        visitor.ask("segment", own, new, *names)
 
 
 @pytest.mark.parametrize(
@@ -266,6 +271,37 @@ def test_a_page_for_all_is_called_by_the_host_names_its_machine() -> None:
     assert host_names("Lab.example") == {"localhost", "lab.example"}
 
 
+@pytest.mark.slow
+def test_a_password_is_asked_for(tmp_path: Path) -> None:
+    served = serve(tmp_path / "log.txt", "--backbone", "mean-colour", "--password", "open sesame")
+    try:
+        client = httpx.Client(base_url=served.address, timeout=60)
+        assert client.get("/config").status_code == 401
+        picture = encoded(draw_square(COLOURS["red"], (0, 0)))
+        assert client.post("/gradio_api/upload", files={"files": ("picture.png", picture)}).status_code == 401
+        question = {"data": [None], "fn_index": 0, "session_hash": "x"}
+        assert client.post("/gradio_api/queue/join", json=question).status_code == 401
+        wrong = {"username": "cribo", "password": "sesame"}
+        assert client.post("/login", data=wrong).status_code == 400
+        assert client.post("/login", data={**wrong, "password": "0" * 100_000}).status_code == 413
+        assert client.post("/login", data={**wrong, "password": "open sesame"}).status_code == 200
+        assert client.get("/config").status_code == 200
+        assert client.post("/gradio_api/upload", files={"files": ("picture.png", picture)}).status_code == 200
+    finally:
+        served.stop()
+
+
+def test_only_pages_for_other_machines_need_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+    monkeypatch.setattr("cribo.explorer.run.explore", lambda *given, password, **named: asked.append(password))
+    for words in ([], ["--host", "0.0.0.0"], ["--host", "0.0.0.0", "--no_password"], ["--host", "::1"]):
+        assert main(["explore", "--backbone", "mean-colour", *words]) == 0
+    local, others, open_to_all, also_local = asked
+    assert local is open_to_all is also_local is None
+    assert others is not None
+    assert len(others) >= 12
+
+
 # ------------------------------------------------------------------ what is refused before the server starts
 
 
@@ -289,6 +325,7 @@ def test_there_must_be_something_to_look_at(refused: Callable[..., str], tmp_pat
     assert "holds no database of objects" in refused("--db", str(tmp_path))
     assert "no images in" in refused("--backbone", "mean-colour", "--images", str(tmp_path))
     assert "limit must be >= 1, got 0" in refused("--backbone", "mean-colour", "--limit", "0")
+    assert "contradict each other" in refused("--backbone", "mean-colour", "--password", "x", "--no_password")
     assert "max_megabytes must be > 0, got 0" in refused("--backbone", "mean-colour", "--max_megabytes", "0")
 
 

@@ -1,5 +1,6 @@
 """`cribo explore`: a web page to inspect a run or a collection."""
 
+import secrets
 from pathlib import Path
 
 from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded
@@ -14,8 +15,8 @@ images, features as colours, and segmentation from a few painted examples.
   cribo explore --run runs/camvid --db street.db        both
   cribo explore --backbone vit_small_patch16_224.dino --images PHOTOGRAPHS
 
-The page is served to this machine only (127.0.0.1). With --host 0.0.0.0, everybody who can reach the port can see the
-images. Nothing is sent to, or loaded from, other servers. Ctrl-C stops the server.
+The page is served to this machine only (127.0.0.1). With --host 0.0.0.0, other machines can open it, too, with a
+password, which is printed. Nothing is sent to, or loaded from, other servers. Ctrl-C stops the server.
 """
 
 LESS_MEMORY = "lower --max_megapixels, or use --device cpu"
@@ -27,7 +28,7 @@ def main(words: list[str]) -> int:
 
 
 def _explore(words: list[str]) -> None:
-    from cribo.arguments import Parser
+    from cribo.arguments import ConfigError, Parser
     from cribo.explorer.config import Asked, Limits
     from cribo.retrieval.source import BackboneSource
 
@@ -48,6 +49,10 @@ def _explore(words: list[str]) -> None:
     )
     parser.add_argument("--host", type=str, default="127.0.0.1", help="0.0.0.0 allows other machines to open the page")
     parser.add_argument("--port", type=int, default=7860, help="port of the page; 0 takes a free one")
+    parser.add_argument(
+        "--password", type=str, help="password of the page; with a --host other than this machine, random by default"
+    )
+    parser.add_argument("--no_password", action="store_true", help="let all who can reach the port see the images")
     parser.add_argument("--max_megabytes", type=float, default=20.0, help="size limit of an uploaded picture")
     parser.add_argument("--max_megapixels", type=float, default=40.0, help="pixel limit of an uploaded picture")
     parser.add_argument("--device", type=str, help="device of the network, such as cuda:0; a GPU if there is one")
@@ -68,7 +73,13 @@ def _explore(words: list[str]) -> None:
         limit=parsed.limit,
         device=parsed.device,
     )
+    if parsed.no_password and parsed.password is not None:
+        raise ConfigError("--password and --no_password contradict each other: give one of them")
     with loading(console):
         from cribo.explorer.run import explore
+        from cribo.explorer.server import is_loopback
 
-    explore(asked, host=parsed.host, port=parsed.port, limits=limits, console=console)
+    password = parsed.password
+    if password is None and not parsed.no_password and not is_loopback(parsed.host):
+        password = secrets.token_urlsafe(9)
+    explore(asked, host=parsed.host, port=parsed.port, limits=limits, console=console, password=password)

@@ -4,9 +4,7 @@ import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from cribo.allocator import keep_freed_memory
 from cribo.console import Progress
@@ -18,9 +16,8 @@ from cribo.explorer.network import SharedEncoder
 from cribo.explorer.objects import ObjectFinder
 from cribo.explorer.training import require_run
 from cribo.object_search import DatabaseInfo, ObjectDatabase, ObjectSettings, index_images
-from cribo.retrieval import BackboneSource, PatchEncoder, open_encoder
-from cribo.retrieval.encoders import about_backbone, backbone_encoder, open_backbone
-from cribo.retrieval.source import MEAN_COLOUR
+from cribo.retrieval import BackboneSource, PatchEncoder, backbone_encoder
+from cribo.retrieval.encoders import blocks_encoder, open_network
 from cribo.segmentation import probe_encoder
 
 if TYPE_CHECKING:
@@ -85,8 +82,11 @@ def open_contents(asked: Asked, limits: Limits, workspace: Path, progress: Progr
     if config is None:
         note = "The run has no network yet: restart the page after its first checkpoint."
         return Contents(title, (note,), asked.run)
-    plain, probed, about = _open_encoders(config, device)
-    encoder = SharedEncoder(plain, device, probed=probed)
+    backbone, about = open_network(config)
+    backbone.eval().to(device)
+    blocks = None if database is None else database.info.blocks
+    plain = blocks_encoder(backbone, blocks) if blocks else backbone_encoder(backbone, layers=config.layers)
+    encoder = SharedEncoder(plain, device, probed=probe_encoder(backbone))
     notes: list[str] = []
     if database is not None:
         database.require_encoder(plain, str(about["name"]))
@@ -97,17 +97,6 @@ def open_contents(asked: Asked, limits: Limits, workspace: Path, progress: Progr
     if database is not None:
         finder = ObjectFinder(Collection(database, max_pixels=limits.pixels), encoder)
     return Contents(title, tuple(notes), asked.run, pairs, encoder, finder)
-
-
-def _open_encoders(config: BackboneSource, device: str) -> tuple[PatchEncoder, PatchEncoder, dict[str, Any]]:
-    """Load a backbone once, for its features and for those of the blocks that segmentation may use."""
-    if config.source == MEAN_COLOUR:
-        encoder, about = open_encoder(config, device)
-        return encoder, encoder, about
-    backbone = open_backbone(config)
-    about = about_backbone(config, backbone)
-    backbone = backbone.eval().to(device)
-    return backbone_encoder(backbone, layers=config.layers), probe_encoder(backbone), about
 
 
 def _network_of(run: Path) -> str | None:
@@ -190,14 +179,11 @@ class _Workplace:
 def _info(
     encoder: PatchEncoder, device: str, config: BackboneSource, about: dict[str, object], root: str
 ) -> DatabaseInfo:
-    side = encoder.image_size or 4 * encoder.patch_size
-    with torch.no_grad():
-        dim = encoder.encode(torch.zeros(1, 3, side, side, device=device)).shape[-1]
     return DatabaseInfo(
         identity=str(encoder.identity),
         backbone=about,
         config=dataclasses.asdict(config),
-        dim=dim,
+        dim=encoder.dim(device),
         settings=ObjectSettings(),
         root=str(Path(root).absolute()),
     )

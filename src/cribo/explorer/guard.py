@@ -7,7 +7,7 @@ rest is here, because no middleware of theirs does it:
 - `CORSMiddleware` keeps other origins from reading answers, but lets their requests through.
 - Gradio fetches URLs given in place of an uploaded file, and does not limit the total of all uploads.
 
-No rule depends on the names of Gradio's routes, except that only one of them accepts bodies other than JSON.
+No rule depends on the names of Gradio's routes, except that only two of them accept bodies other than JSON.
 """
 
 import ipaddress
@@ -29,8 +29,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cribo.explorer.uploads import Uploads
 
 _UPLOAD = "/gradio_api/upload"
+_LOGIN = "/login"
 _JSON_BYTES = 2**20
-_FORM_BYTES = 2**16  # boundaries and headers of a form around one file
+_FORM_BYTES = 2**16  # of a form, apart from the file in it
 
 # Plots and the painting field compile code, and the page starts with inline scripts, hence `unsafe-*`. Nothing is
 # loaded from, or sent to, other servers.
@@ -82,6 +83,7 @@ class Guard:
         self._uploads = uploads
         self._hosts = hosts
         self._upload = _UploadQuota(app, uploads, folder_bytes)
+        self._login = RequestBodyLimitMiddleware(app, _FORM_BYTES)
         self._json = RequestBodyLimitMiddleware(self._with_own_files, _JSON_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,6 +97,8 @@ class Guard:
                 await self._app(scope, receive, send)
             elif scope["path"] == _UPLOAD:
                 await self._upload(scope, receive, send)
+            elif scope["path"] == _LOGIN:
+                await self._login(scope, receive, send)
             else:
                 await self._json(scope, receive, send)
         except _Denied as error:

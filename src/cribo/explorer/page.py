@@ -53,6 +53,7 @@ def build_page(contents: Contents, uploads: Uploads) -> gr.Blocks:
     with gr.Blocks(
         title=f"{contents.title} - cribo", analytics_enabled=False, delete_cache=(_CLEANED_SECONDS, _KEPT_SECONDS)
     ) as page:
+        identity = gr.BrowserState(storage_key="cribo-visitor")  # outlasts a reload, unlike Gradio's session
         gr.Markdown(f"# {contents.title}")
         for note in contents.notes:
             gr.Markdown(note)
@@ -70,5 +71,5 @@ def build_page(contents: Contents, uploads: Uploads) -> gr.Blocks:
                 with gr.Tab("Features"):
                     features_tab(contents.encoder, uploads, contents.finder)
                 with gr.Tab("Segment"):
-                    segmenting_tab(contents.encoder, uploads)
+                    segmenting_tab(page, identity, contents.encoder, uploads)
     return page

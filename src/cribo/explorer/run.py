@@ -13,10 +13,12 @@ from rich.console import Console
 from cribo.console import Phases, loading
 from cribo.explorer.config import Asked, Limits
 from cribo.explorer.contents import open_contents
-from cribo.explorer.server import listening, require_gradio, serve, uploads_folder
+from cribo.explorer.server import USER, is_loopback, listening, require_gradio, serve, uploads_folder
 
 
-def explore(asked: Asked, *, host: str, port: int, limits: Limits, console: Console) -> None:
+def explore(
+    asked: Asked, *, host: str, port: int, limits: Limits, console: Console, password: str | None = None
+) -> None:
     """Open what is asked for and serve its page until Ctrl-C.
 
     Args:
@@ -25,6 +27,7 @@ def explore(asked: Asked, *, host: str, port: int, limits: Limits, console: Cons
         port: of the page; 0 for a free one.
         limits: of uploaded pictures.
         console: for progress and the address of the page.
+        password: of the user `cribo`; None to ask for none.
 
     Raises:
         ValueError: what is asked for cannot be opened, or the address cannot be used.
@@ -46,9 +49,13 @@ def explore(asked: Asked, *, host: str, port: int, limits: Limits, console: Cons
             page = build_page(contents, uploads)
 
         def announce() -> None:
-            console.print(f"Open {address} in a browser; Ctrl-C stops the server.", highlight=False)
+            console.print(f"Open {address} in a browser; Ctrl-C stops the server.")
+            if password is not None:
+                console.print(f"Log in as {USER} with the password {password}")
+            elif not is_loopback(host):
+                console.print("There is no password: everybody who can reach the port can see the images.")
 
-        serve(page, uploads, listener, host=host, look=look(), on_start=announce)
+        serve(page, uploads, listener, host=host, password=password, look=look(), on_start=announce)
 
 
 @contextmanager

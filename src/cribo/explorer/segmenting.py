@@ -1,9 +1,12 @@
-"""Segmentation by examples that visitors paint: one bounded memory of patches per visitor."""
+"""Segmentation by examples that visitors paint; those of the most recent visitors are kept, within bounded memory."""
 
+import io
 import threading
+import zipfile
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import sha256
 
 import numpy as np
 import torch
@@ -18,6 +21,8 @@ from cribo.explorer.network import SharedEncoder
 from cribo.explorer.pictures import as_shown
 from cribo.explorer.uploads import Refused
 from cribo.segmentation import SegmentationMemory, SegmentationSettings
+from cribo.segmentation.fitting import candidate_probes, default_probe
+from cribo.segmentation.pixels import write_labels
 
 BRUSHES: dict[str, Colour] = {
     "red": (230, 25, 75),
@@ -34,6 +39,7 @@ _PATCHES = 45  # along the shorter side
 _MOST_EXAMPLES = 12
 _MOST_PATCHES = 30_000
 _MOST_VISITORS = 32
+_MOST_BYTES = 2 * 2**30  # of the examples of all visitors
 _NO_CLASS = 255
 
 
@@ -52,8 +58,59 @@ class SegmentedPicture:
     sentence: str
 
 
+@dataclass
+class PaintedExamples:
+    """The examples of a visitor.
+
+    Attributes:
+        memory: of their features.
+        paintings: pictures and their classes, by a hash of the picture: a new painting replaces an earlier one.
+    """
+
+    memory: SegmentationMemory
+    paintings: dict[str, tuple[UInt8[Tensor, "3 h w"], UInt8[Tensor, "h w"]]] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        paintings = [part for painting in self.paintings.values() for part in painting]
+        return self.memory.nbytes + sum(part.nbytes for part in paintings)
+
+    def add(self, image: UInt8[Tensor, "3 h w"], labels: UInt8[Tensor, "h w"]) -> None:
+        """Add a painting.
+
+        Raises:
+            Refused: there are too many examples.
+        """
+        if len(self.memory) >= _MOST_EXAMPLES or self.memory.patches >= _MOST_PATCHES:
+            raise Refused(f"The memory is full ({len(self.memory)} examples): start over to add others.")
+        self.memory.add(image, labels)
+        self.paintings[sha256(image.numpy().tobytes()).hexdigest()] = image, labels
+
+    def zipped(self, names: Sequence[str]) -> bytes:
+        """Return a zip file of all paintings in the layout that `cribo segment --examples` reads.
+
+        Args:
+            names: of the classes, in the order of the brushes; empty names default to the colour.
+
+        Raises:
+            Refused: there are no examples.
+        """
+        if not self.paintings:
+            raise Refused("There are no examples yet: paint one and add it first.")
+        content = io.BytesIO()
+        with zipfile.ZipFile(content, "w") as archive:
+            for number, (image, labels) in enumerate(self.paintings.values(), start=1):
+                with archive.open(f"examples/images/{number:02d}.png", "w") as file:
+                    TF.to_pil_image(image).save(file, "PNG")
+                with archive.open(f"examples/labels/{number:02d}.png", "w") as file:
+                    write_labels(labels, list(BRUSHES.values()), file)
+            archive.writestr("examples/classes.txt", "".join(f"{name}\n" for name in _named(names)))
+        return content.getvalue()
+
+
 class Visitors:
-    """Memories of the most recently active visitors.
+    """Examples of the most recently active visitors.
 
     Args:
         encoder: shared by all.
@@ -62,34 +119,49 @@ class Visitors:
     def __init__(self, encoder: SharedEncoder) -> None:
         self.encoder = encoder
         self._lock = threading.Lock()
-        self._memories: OrderedDict[str, SegmentationMemory] = OrderedDict()
+        self._examples: OrderedDict[str, PaintedExamples] = OrderedDict()
 
     def __len__(self) -> int:
-        """Number of memories."""
-        return len(self._memories)
+        """Number of visitors with examples."""
+        return len(self._examples)
 
-    def memory(self, visitor: str) -> SegmentationMemory:
-        """Return the memory of a visitor; an empty one for a new visitor."""
+    def __contains__(self, visitor: str) -> bool:
+        """Whether a visitor has examples."""
+        return visitor in self._examples
+
+    def examples(self, visitor: str) -> PaintedExamples:
+        """Return the examples of a visitor; none for a new visitor."""
         with self._lock:
-            memory = self._memories.get(visitor)
-            if memory is None:
-                memory = self._memories[visitor] = self._empty()
-            self._memories.move_to_end(visitor)
-            while len(self._memories) > _MOST_VISITORS:
-                self._memories.popitem(last=False)
-            return memory
+            examples = self._examples.get(visitor)
+            if examples is None:
+                examples = self._examples[visitor] = PaintedExamples(self._empty())
+            self._examples.move_to_end(visitor)
+            while len(self) > 1 and (len(self) > _MOST_VISITORS or self._nbytes() > _MOST_BYTES):
+                self._examples.popitem(last=False)
+            return examples
 
     def forget(self, visitor: str) -> None:
-        """Discard the memory of a visitor."""
+        """Discard the examples of a visitor."""
         with self._lock:
-            self._memories.pop(visitor, None)
+            self._examples.pop(visitor, None)
+
+    def _nbytes(self) -> int:
+        return sum(examples.nbytes for examples in self._examples.values())
 
     def _empty(self) -> SegmentationMemory:
+        # The default probe, without a comparison with others, which would take several seconds after each stroke.
+        available = self.encoder.probed.blocks
+        probe = default_probe(candidate_probes(available, blocks=None, whiten=None, head=None), available)
         return SegmentationMemory(
             self.encoder.probed,
             classes=list(BRUSHES),
             palette=list(BRUSHES.values()),
-            settings=SegmentationSettings(size=_PATCHES * self.encoder.probed.patch_size),
+            settings=SegmentationSettings(
+                size=_PATCHES * self.encoder.probed.patch_size,
+                blocks=probe.blocks,
+                whiten=probe.whiten,
+                head=probe.head,
+            ),
             device=self.encoder.device,
             batch_size=1,
         )
@@ -138,20 +210,9 @@ def prepare(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"]) -> UInt8[
     return small
 
 
-def add_example(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"], labels: UInt8[Tensor, "h w"]) -> None:
-    """Add an example to a memory.
-
-    Raises:
-        Refused: the memory is full.
-    """
-    if len(memory) >= _MOST_EXAMPLES or memory.patches >= _MOST_PATCHES:
-        raise Refused(f"The memory is full ({len(memory)} examples): start over to add others.")
-    memory.add(image, labels)
-
-
-def memory_sentence(memory: SegmentationMemory) -> str:
-    """Describe the contents of a memory."""
-    if not len(memory):
+def memory_sentence(memory: SegmentationMemory | None) -> str:
+    """Describe the contents of a memory; None for that of a new visitor."""
+    if memory is None or not len(memory):
         return "No examples yet."
     present = [name for name in memory.classes if name not in memory.absent]
     said = f"{len(memory)} example{'s' * (len(memory) > 1)}, {memory.patches} patches: {', '.join(present)}."
@@ -184,9 +245,15 @@ def segment(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"], names: Se
     colours = np.array(list(BRUSHES.values()), dtype=np.float32)[labels]
     overlay = np.rint(0.45 * picture + 0.55 * colours).astype(np.uint8)
     clear = np.array(Image.fromarray((255 * found.confidence.clamp(0, 1)).byte().numpy()).resize((size[1], size[0])))
-    said = {brush: name.strip() for brush, name in zip(BRUSHES, names, strict=False) if name.strip()}
-    shares = ", ".join(f"{said.get(name, name)} {share:.0%}" for name, share in found.shares.items())
+    said = dict(zip(BRUSHES, _named(names), strict=True))
+    shares = ", ".join(f"{said[name]} {share:.0%}" for name, share in found.shares.items())
     return SegmentedPicture(overlay, clear[..., None].repeat(3, axis=2), f"{shares}.")
+
+
+def _named(names: Sequence[str]) -> list[str]:
+    """Return a name for each brush: the visitor's, or the colour."""
+    said = {brush: name.strip() for brush, name in zip(BRUSHES, names, strict=False)}
+    return [said.get(brush) or brush for brush in BRUSHES]
 
 
 def _bounded(height: int, width: int) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """The page's server: local by default, loads nothing from other servers, stops on Ctrl-C."""
 
+import ipaddress
 import os
 import socket
 import tempfile
@@ -19,6 +20,9 @@ _FOLDER_BYTES = 2 * 2**30
 _MAX_WAITING = 128  # requests; further ones are refused
 _SHUTDOWN_SECONDS = 2
 _ALL_ADDRESSES = ("0.0.0.0", "::")
+
+USER = "cribo"
+"""The user name to log in with, if the page has a password."""
 
 
 class CannotListen(InputError):
@@ -86,6 +90,7 @@ def serve(
     listener: socket.socket,
     *,
     host: str,
+    password: str | None,
     look: dict[str, object],
     on_start: Callable[[], None],
 ) -> None:
@@ -96,6 +101,7 @@ def serve(
         uploads: folder and limits of uploaded pictures.
         listener: listening socket.
         host: host that the socket was opened for.
+        password: of `USER`; None to ask for none.
         look: theme and style, as Gradio takes them.
         on_start: called when the page can be opened.
 
@@ -134,6 +140,8 @@ def serve(
         show_error=True,
         max_file_size=uploads.limits.bytes,
         blocked_paths=[],
+        auth=None if password is None else (USER, password),
+        auth_message=f"The user is {USER}. The password was printed where the page was started.",
         **look,  # pyright: ignore[reportArgumentType]
     )
     config = uvicorn.Config(
@@ -147,6 +155,19 @@ def serve(
     server = uvicorn.Server(config)
     on_start()
     server.run(sockets=[listener])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a page that is served at `host`.
+
+    Example:
+        >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0")
+        (True, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def host_names(host: str) -> frozenset[str]:

@@ -1,11 +1,14 @@
 """The tab of in-context segmentation: paint examples, and label new pictures by them."""
 
+import secrets
+from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any
 
 import gradio as gr
 
 from cribo.explorer.network import SharedEncoder
-from cribo.explorer.segmenting import BRUSHES, Visitors, add_example, example_of, memory_sentence, prepare, segment
+from cribo.explorer.segmenting import BRUSHES, PaintedExamples, Visitors, example_of, memory_sentence, prepare, segment
 from cribo.explorer.tabs.fields import ASKING, HEIGHT, HIDDEN, sent_picture, sentence, shown_picture
 from cribo.explorer.uploads import Refused, Uploads
 
@@ -17,43 +20,67 @@ _ADVICE = (
 )
 
 
-def segmenting_tab(encoder: SharedEncoder, uploads: Uploads) -> None:
-    """A field to paint in, the examples so far, and a field for the picture to label."""
+def segmenting_tab(page: gr.Blocks, identity: gr.BrowserState, encoder: SharedEncoder, uploads: Uploads) -> None:
+    """Add a field to paint in, the examples so far, and a field for the picture to label.
+
+    Args:
+        page: of the tab.
+        identity: of the visitor; outside the tab, for the browser restores visible components only.
+        encoder: the network.
+        uploads: folder and limits of uploaded pictures.
+    """
     visitors = Visitors(encoder)
 
-    def visitor(request: gr.Request) -> str:
-        if not request.session_hash:
-            raise Refused("The session is unknown: reload the page.")
-        return request.session_hash
+    def enter(known: Any) -> tuple[str, str]:
+        if isinstance(known, str) and known in visitors:
+            return known, memory_sentence(visitors.examples(known).memory)
+        return secrets.token_urlsafe(16), memory_sentence(None)
+
+    def examples_of(visitor: Any) -> PaintedExamples:
+        if visitor is None:
+            raise Refused("The page is still loading: try again in a moment.")
+        if not isinstance(visitor, str) or not 16 <= len(visitor) <= 64:
+            raise Refused("The visitor is unknown: reload the page.")
+        return visitors.examples(visitor)
 
     @sentence
-    def add(sent: Any, request: gr.Request) -> str:
+    def add(sent: Any, visitor: Any) -> str:
         parts = sent if isinstance(sent, dict) else {}
         image = uploads.read(parts.get("background"), what="picture to paint on")
         layer = uploads.content(next(iter(parts.get("layers") or ()), None), what="painting")
         image, labels = example_of(image, layer, max_pixels=uploads.limits.pixels)
-        memory = visitors.memory(visitor(request))
-        add_example(memory, image, labels)
-        return memory_sentence(memory)
+        examples = examples_of(visitor)
+        examples.add(image, labels)
+        return memory_sentence(examples.memory)
 
     @sentence
-    def look(sent: Any, request: gr.Request) -> None:
+    def look(sent: Any, visitor: Any) -> None:
         if isinstance(sent, dict) and sent.get("background"):
             image = uploads.read(sent["background"], what="picture to paint on")
-            prepare(visitors.memory(visitor(request)), image)
+            prepare(examples_of(visitor).memory, image)
 
     @sentence
-    def forget(request: gr.Request) -> str:
-        visitors.forget(visitor(request))
-        return "No examples yet."
+    def forget(visitor: Any) -> tuple[str, gr.File]:
+        visitors.forget(str(visitor))
+        return memory_sentence(None), gr.File(visible=False)
 
     @sentence
-    def label(request: gr.Request, sent: Any, *said: Any) -> tuple[Any, ...]:
+    def label(visitor: Any, sent: Any, *said: Any) -> tuple[Any, ...]:
         if sent is None:
             return None, None, ""
-        called = [str(name or "")[:_LONGEST_NAME] for name in said]
-        found = segment(visitors.memory(visitor(request)), uploads.read(sent), called)
+        found = segment(examples_of(visitor).memory, uploads.read(sent), called(said))
         return found.overlay, found.confidence, found.sentence
+
+    @sentence
+    def download(visitor: Any, *said: Any) -> gr.File:
+        content = examples_of(visitor).zipped(called(said))
+        folder = uploads.folder / sha256(visitor.encode()).hexdigest()[:32]  # one file for each visitor
+        folder.mkdir(exist_ok=True)
+        (folder / "examples.zip").write_bytes(content)
+        return gr.File(str(folder / "examples.zip"), visible=True)
+
+    def called(said: Sequence[Any]) -> list[str]:
+        return [" ".join(str(name or "").split())[:_LONGEST_NAME] for name in said]
 
     gr.Markdown(_ADVICE)
     with gr.Row(equal_height=False):
@@ -65,8 +92,10 @@ def segmenting_tab(encoder: SharedEncoder, uploads: Uploads) -> None:
                     gr.Textbox(label=colour, placeholder=colour, max_length=_LONGEST_NAME, lines=1)
                     for colour in BRUSHES
                 ]
-            examples = gr.Markdown("No examples yet.", elem_id="examples-said")
+            examples = gr.Markdown(elem_id="examples-said")  # filled once the visitor is known
             added = gr.Button("Add as an example", variant="primary")
+            packed = gr.Button("Download the examples")
+            archive = gr.File(label="For cribo segment --examples", visible=False, interactive=False)
             cleared = gr.Button("Start over")
     with gr.Row(equal_height=False):
         with gr.Column(min_width=280):
@@ -76,12 +105,15 @@ def segmenting_tab(encoder: SharedEncoder, uploads: Uploads) -> None:
             overlay = shown_picture("Its segmentation", "The picture in the colours of its classes")
             shares = gr.Markdown(elem_id="segmented-said")
             confidence = shown_picture("Confidence: bright is high", "Confidence of the segmentation")
-    cleared.click(forget, None, examples, api_name="begin_anew", **ASKING)
+    page.load(enter, identity, [identity, examples], **HIDDEN)
+    cleared.click(forget, identity, [examples, archive], api_name="begin_anew", **ASKING)
+    packed.click(download, [identity, *names], archive, api_name="download_examples", **ASKING)
     shown = [overlay, confidence, shares]
-    editor.upload(look, editor, None, **HIDDEN)
-    adding = added.click(add, editor, examples, api_name="add_example", **ASKING)
-    adding.success(label, [picture, *names], shown, **HIDDEN)
-    gr.on([picture.upload, picture.clear, again.click], label, [picture, *names], shown, api_name="segment", **ASKING)
+    editor.upload(look, [editor, identity], None, **HIDDEN)
+    adding = added.click(add, [editor, identity], examples, api_name="add_example", **ASKING)
+    asked = [identity, picture, *names]
+    adding.success(label, asked, shown, **HIDDEN)
+    gr.on([picture.upload, picture.clear, again.click], label, asked, shown, api_name="segment", **ASKING)
 
 
 def _editor(uploads: Uploads) -> gr.ImageEditor:
