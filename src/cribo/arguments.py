@@ -117,6 +117,7 @@ class Parser(ArgumentParser):
         """Return the help with short names."""
         # A group can be read from its own file. This duplicates --config and is not documented.
         text = re.sub(r"\n  --\S+ CONFIG\s+Path to a configuration file\.", "", super().format_help(*args, **kwargs))
+        text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
         for short, long in self._short.items():
             text = re.sub(rf"{re.escape(long)}(?![\w.])", short, text)
         return text

@@ -9,6 +9,7 @@ from PIL import Image
 from rich.console import Console
 
 from cribo.data import SEGMENTATION_SETS
+from cribo.evaluation import DenseNN
 from cribo.evaluation.comparison import COMPARISON, Comparison, compare
 from cribo.evaluation.published import published_beside
 from cribo.evaluation.results import NONE, EvaluationResult, ResultError
@@ -18,7 +19,7 @@ from cribo.models import build_backbone
 from cribo.retrieval import BackboneSource
 
 SETTINGS = {
-    "protocol": "paper",
+    "variant": "cribo",
     "ratios": [1, 8],
     "draws": 5,
     "seed": 0,
@@ -36,7 +37,7 @@ SETTINGS = {
     "layers": 1,
 }
 HUMMINGBIRD = {
-    "protocol": "hummingbird",
+    "variant": "hummingbird",
     "neighbours": 30,
     "vote": "attention",
     "temperature": 0.02,
@@ -57,6 +58,7 @@ VOC = {
 }
 VIT_S = {"name": "mine", "architecture": "vit_small_patch16_224", "embed_dim": 384, "patch_size": 16, "args": {}}
 VIT_B = {**VIT_S, "architecture": "vit_base_patch16_224", "embed_dim": 768}
+VIT_S14, VIT_B14 = ({**vit, "patch_size": 14} for vit in (VIT_S, VIT_B))
 
 
 def a_result(
@@ -133,8 +135,8 @@ def test_published_figures_of_the_same_setting_stand_beside() -> None:
         ({"settings": {"memory_patches": 10_240_000}}, "memory patches is 10240000, published with 0"),
         ({"settings": {"search": "faiss"}}, "search is faiss, published with exact"),
         ({"settings": {"layers": 4}}, "layers is 4, published with 1"),
-        ({"settings": {"protocol": "mine"}}, "protocol is mine, published with paper and hummingbird"),
-        ({"settings": {"protocol": "hummingbird"}}, "neighbours is 50, published with 30"),
+        ({"settings": {"variant": "mine"}}, "variant is mine, published with cribo, hummingbird, dip, franca"),
+        ({"settings": {"variant": "hummingbird"}}, "neighbours is 50, published with 30"),
         ({"data": {"memory": "train"}}, "memory is train, published with trainaug"),
         ({"data": {"queries": "train"}}, "queries is train, published with val"),
         ({"data": {"partial": True}}, "partial is yes, published with no"),
@@ -181,11 +183,62 @@ def test_what_nobody_has_published_needs_no_reason(changes: dict[str, Any]) -> N
     assert "ublished" not in printed(compare([result]))
 
 
-def test_the_hummingbird_protocol_has_rows_of_its_own() -> None:
+def test_the_hummingbird_variant_has_rows_of_its_own() -> None:
     hummingbird = a_result(settings=HUMMINGBIRD, backbone=VIT_B)
     assert [f.row.method for f in published_beside(hummingbird)[0]] == ["LOCA", "Hummingbird"]
     paper = published_beside(a_result(backbone=VIT_B))[0]
     assert [f.row.method for f in paper] == ["DINO", "MAE", "CrIBo"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "backbone", "more", "methods", "points"),
+    [
+        ("hummingbird", VIT_S14, {}, ["DINOv2"], {1: {"miou": 0.770}}),
+        ("hummingbird", VIT_S, {}, ["DINO"], {1: {"miou": 0.466}}),
+        ("hummingbird", VIT_S14, {"memory_patches": 102_400}, ["DINOv2"], {1: {"miou": 0.702}}),
+        ("dip", VIT_S14, {}, ["DINOv2R", "NeCo", "DIP"], {1: {"miou": 0.810}, 8: {"miou": 0.777}}),
+        ("franca", VIT_B14, {}, ["DINOv2", "DINOv2", "Franca"], {1: {"miou": 0.767}}),
+        ("franca", VIT_S14, {}, [], {}),
+        ("hummingbird-strict", VIT_S14, {}, [], {}),
+        ("dip", VIT_S14, {"temperature": 0.02}, [], {}),
+        ("hummingbird", VIT_S14, {"mean": "present"}, [], {}),
+    ],
+)
+def test_tables_of_others_stand_beside_results_of_their_variant_only(
+    variant: Any,
+    backbone: dict[str, Any],
+    more: dict[str, Any],
+    methods: list[str],
+    points: dict[int, dict[str, float]],
+) -> None:
+    decided = DenseNN(variant=variant, **more).for_data(backbone["patch_size"], SEGMENTATION_SETS["voc"].classes)
+    result = a_result(settings={**decided.effective(), "layers": 1}, backbone=backbone)
+    figures, obstacles = published_beside(result)
+    assert [f.row.method for f in figures] == methods
+    assert bool(obstacles) == (not methods)
+    if points:
+        assert {at: figures[-1].points[at] for at in points} == {at: pytest.approx(row) for at, row in points.items()}
+        text = printed(compare([result]))
+        assert f"{methods[-1]} (published)" in text
+        assert figures[-1].source.partition(", Table")[0] in text
+
+
+def test_hyperparameters_are_shown_when_asked_for() -> None:
+    """Of Table 4; its best row is that of Table 1."""
+    shown, asked = (published_beside(a_result(), sweeps=sweeps)[0] for sweeps in (False, True))
+    sweep = [f for f in asked if f not in shown]
+    assert len(sweep) == 25
+    assert {f.source for f in sweep} == {"CrIBo, ICLR 2024, arXiv:2310.07855, Table 4"}
+    (few,) = (f for f in sweep if f.row.method == "CrIBo, K = 4")
+    assert few.points == {1: pytest.approx({"miou": 0.499})}
+
+
+def test_headings_have_the_variants() -> None:
+    cribo, hummingbird = a_result("one"), a_result("two", settings=HUMMINGBIRD)
+    assert "Dense nearest-neighbour retrieval (cribo) on Pascal VOC" in printed(compare([cribo]))
+    both = printed(compare([cribo, hummingbird]))
+    assert "Dense nearest-neighbour retrieval (cribo, hummingbird) on Pascal VOC" in both
+    assert "NOT comparable: the results differ in variant" in both
 
 
 def test_only_ratios_that_a_result_has_are_laid_beside() -> None:
@@ -197,8 +250,24 @@ def test_only_ratios_that_a_result_has_are_laid_beside() -> None:
 
 # ------------------------------------------ published figures of other evaluations
 
-SEGMENTATION = {"schedule": "paper", "iterations": 80000, "batch_size": 16, "crop": 512, "optimiser": "adam", "seed": 0}
-LINEAR = {**SEGMENTATION, "learning_rates": [8e-4, 3e-4, 1e-4, 8e-5], "inference": "whole", "layers": 1}
+SEGMENTATION = {
+    "variant": "paper",
+    "schedule": "paper",
+    "iterations": 80000,
+    "batch_size": 16,
+    "crop": 512,
+    "optimiser": "adam",
+    "weight_decay": 0.0,
+    "seed": 0,
+}
+LINEAR = {
+    **SEGMENTATION,
+    "learning_rates": [8e-4, 3e-4, 1e-4, 8e-5],
+    "inference": "whole",
+    "drop_path": 0.0,
+    "layers": 1,
+}
+RELEASED = {"variant": "released", "inference": "slide", "weight_decay": 0.01, "drop_path": 0.1}
 SEGMENTER = {
     **SEGMENTATION,
     "learning_rates": [8e-5, 3e-5, 1e-5, 8e-6],
@@ -359,6 +428,17 @@ def test_sets_that_are_not_published_need_no_reason() -> None:
     assert published_beside(trained("image-nn", data={"name": "folder"})) == ([], [])
 
 
+@pytest.mark.parametrize("evaluation", ["linear", "segmenter"])
+def test_a_setting_that_differs_from_the_released_code_is_told(evaluation: str) -> None:
+    said = "setting differs from the released code"
+    assert said in printed(compare([trained(evaluation)]))
+    text = printed(compare([trained(evaluation, settings=RELEASED)]))
+    assert "CrIBo (published)" in text
+    assert said not in text
+    changed = trained(evaluation, settings={**RELEASED, "weight_decay": 0.0})
+    assert published_beside(changed) == ([], ["weight decay is 0, published with 0.01"])
+
+
 def test_the_best_learning_rate_is_what_counts_and_is_said() -> None:
     comparison = compare([trained("linear", "one"), trained("linear", "two", settings={"inference": "slide"})])
     text = printed(comparison)
@@ -367,8 +447,8 @@ def test_the_best_learning_rate_is_what_counts_and_is_said() -> None:
     assert rows["CrIBo (published)"][1:] == ["ViT-S/16", "IN1K (800)", "73.7"]
     assert "mIoU [%], best" in text
     assert "Best learning rate: one 0.0003, two 0.0003." in text
-    assert "Where the paper is silent: inference whole (one)" in text
-    assert "inference slide (two)" in text
+    assert "Where the paper is silent: inference whole, weight decay 0, drop path 0 (one)" in text
+    assert "inference slide, weight decay 0, drop path 0 (two)" in text
     assert "These figures are NOT comparable: the results differ in inference." in text
 
 
@@ -590,7 +670,7 @@ def test_the_figure_has_a_curve_for_each_result_and_published_row() -> None:
     voc, camvid = comparison.figure().axes
     labels = [text.get_text() for text in (voc.get_legend() or pytest.fail("no legend")).get_texts()]
     assert labels[0] == "one"
-    assert "CrIBo ViT-S/16, COCO 300 ep. (published)" in labels
+    assert "CrIBo ViT-S/16, COCO (300) (published)" in labels
     assert len(labels) == 11
     assert "Pascal VOC 2012" in voc.get_title()
     assert "CamVid" in camvid.get_title()

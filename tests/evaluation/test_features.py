@@ -1,3 +1,4 @@
+import dataclasses
 import errno
 import multiprocessing
 import os
@@ -90,13 +91,15 @@ def same(first: PatchFeatures, second: PatchFeatures) -> bool:
 # ------------------------------------------------------------------ extraction
 
 
-def test_features_are_normalised_and_in_the_order_of_patches(folder: Path) -> None:
+def test_features_are_in_the_order_of_patches_and_normalised_unless_raw(folder: Path) -> None:
     found = run(folder, Counting())
+    raw = run(folder, Counting(), preparation=dataclasses.replace(PREPARATION, unit=False))
     images = open_folder(folder)
     for view in VIEWS:
         pixels = PREPARATION.image(images, view).float()[None] / 255
-        expected = F.normalize(F.avg_pool2d(pixels, SIDE).flatten(2).mT, dim=-1)[0]
-        torch.testing.assert_close(found.features(view), expected)
+        expected = F.avg_pool2d(pixels, SIDE).flatten(2).mT[0]
+        torch.testing.assert_close(raw.features(view), expected)
+        torch.testing.assert_close(found.features(view), F.normalize(expected, dim=-1))
         labels = PREPARATION.labels(images, view)
         assert torch.equal(found.counts[view].dense(), class_counts(labels, SIDE, 3, 255))
         assert found.sizes[view] == tuple(labels.shape)
@@ -178,7 +181,7 @@ def test_the_cache_goes_by_content(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "preparation",
-    [Preparation(SIDE, (24, 24)), Preparation(SIDE, interpolation="bilinear")],
+    [Preparation(SIDE, (24, 24)), Preparation(SIDE, interpolation="bilinear"), Preparation(SIDE, unit=False)],
 )
 def test_another_preparation_has_other_features(folder: Path, tmp_path: Path, preparation: Preparation) -> None:
     run(folder, Counting(), tmp_path / "cache")

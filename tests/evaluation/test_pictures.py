@@ -261,6 +261,16 @@ def test_curves_stand_at_their_values() -> None:
     assert [text.get_text() for text in legend.get_texts()] == ["one", "two"]
 
 
+def test_names_are_not_joined_by_lines() -> None:
+    axes = Figure().subplots()
+    curves = [Curve("mine", {"lost": 0.2, "tokencut": 0.4}, {}), Curve("theirs", {"lost": 0.2, "tokencut": 0.3}, {})]
+    plot_curves(axes, curves, metric="corloc", varies="method", values=["lost", "tokencut"])
+    assert {line.get_linestyle() for line in axes.lines} == {"None"}
+    drawn = [bars.lines[0].get_xydata() for bars in axes.containers if isinstance(bars, ErrorbarContainer)]
+    mine, theirs = map(np.asarray, drawn)
+    assert mine[0, 0] < theirs[0, 0]  # equal values do not hide each other
+
+
 def test_one_value_is_drawn_as_bars() -> None:
     curves = [Curve("one", {1: 0.5}, {}), Curve("two", {1: 0.3}, {}, published=True), Curve("three", {}, {})]
     axes = Figure().subplots()

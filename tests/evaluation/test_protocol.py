@@ -8,7 +8,17 @@ import pytest
 
 from cribo.arguments import ConfigError
 from cribo.cli import main
-from cribo.evaluation import EvaluationRuntime, Outcome, Protocol, SegmentationData, compare, evaluate, read_result
+from cribo.errors import InputError
+from cribo.evaluation import (
+    DenseNN,
+    EvaluationRuntime,
+    Outcome,
+    Protocol,
+    SegmentationData,
+    compare,
+    evaluate,
+    read_result,
+)
 from cribo.evaluation.protocol import PROTOCOLS, find_protocol
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -115,6 +125,24 @@ def test_pictures_that_fail_do_not_cost_the_result(tmp_path: Path, caplog: pytes
     assert read_result(tmp_path / "out").results == [{"step": 1, "share": 0.5}]
     assert "not all pictures could be written" in caplog.text
     assert "no font" in caplog.text
+
+
+def test_an_unknown_variant_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(
+        InputError, match="variant must be one of cribo, hummingbird, hummingbird-strict, dip, franca, got 'paper'"
+    ):
+        DenseNN(variant="paper")  # pyright: ignore[reportArgumentType]
+    assert main(["evaluate", "dense-nn", *WORDS, "--variant", "paper"]) == 2
+    assert (
+        "variant must be cribo, hummingbird, hummingbird-strict, dip or franca, got 'paper'" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("name", ["image-nn", "detection", "tests.evaluation.test_protocol.Counted"])
+@pytest.mark.parametrize("option", [["--variant", "released"], ["--variant=released"]])
+def test_a_protocol_without_variants_says_so(name: str, option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", name, *WORDS, *option]) == 2
+    assert f"{name} has no variants: leave out --variant" in capsys.readouterr().err
 
 
 def test_the_protocols_of_the_table_are_there() -> None:

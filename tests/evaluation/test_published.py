@@ -16,6 +16,12 @@ ROWS = {
 }
 # One table of three evaluations; the row of all losses stands in Table 1 already where it is of dense retrieval.
 ABLATION, ABLATION_ROWS = "tab:ablation_loss", {"dense-nn": 2, "detection": 3, "image-nn": 3}
+SWEEP, SWEEP_ROWS = "tab:ablation_hp", 25
+OTHERS = {
+    "DIP, ICCV 2025, arXiv:2506.18463, Table 1": 6,
+    "Franca, CVPR 2026, arXiv:2507.14137v4, Table 3": 10,
+    "open-hummingbird-eval 2.0.0, README": 6,
+}
 
 
 def table_of(label: str, evaluation: str | None = None) -> PublishedTable:
@@ -26,15 +32,16 @@ def table_of(label: str, evaluation: str | None = None) -> PublishedTable:
 
 
 def test_all_tables_are_there_and_whole() -> None:
-    rows = {(table.label, table.evaluation): len(table.rows) for table in published_tables()}
-    whole = {(label, table_of(label).evaluation): count for label, count in ROWS.items()}
-    assert rows == whole | {(ABLATION, evaluation): count for evaluation, count in ABLATION_ROWS.items()}
+    rows = {(table.label or table.source, table.evaluation): len(table.rows) for table in published_tables()}
+    whole = {(label, table_of(label).evaluation): count for label, count in (ROWS | {SWEEP: SWEEP_ROWS}).items()}
+    whole |= {(ABLATION, evaluation): count for evaluation, count in ABLATION_ROWS.items()}
+    assert rows == whole | {(source, "dense-nn"): count for source, count in OTHERS.items()}
     for table in published_tables():
         assert set(table.schedules) <= set(table.data)
         assert {column["data"] for column in table.columns} == set(table.data)
         for row in table.rows:
             assert len(row.values) == len(table.columns)
-            assert row.protocol in table.protocols
+            assert row.variant in table.variants
 
 
 def test_data_sets_are_those_that_can_be_opened() -> None:
@@ -69,7 +76,7 @@ def test_figures_of_dense_retrieval(
     found = {at: metrics["miou"] for at, metrics in table.figures(row, data).points.items()}
     assert found == pytest.approx(figures)
     borrowed = method in ("LOCA", "Hummingbird")
-    assert row.protocol == ("hummingbird" if borrowed else "paper")
+    assert row.variant == ("hummingbird" if borrowed else "cribo")
     assert row.taken_from == ("Balazevic et al. 2023" if borrowed else None)
 
 
@@ -114,7 +121,28 @@ def test_tables_have_the_numbers_of_the_paper() -> None:
     labels = [found[1] for text in environments if (found := re.search(r"\\label\{([^}]*)\}", text))]
     assert len(labels) == len(environments)
     for table in published_tables():
-        assert table.source == f"CrIBo, ICLR 2024, arXiv:2310.07855, Table {labels.index(table.label) + 1}"
+        if table.source not in OTHERS:
+            assert table.source == f"CrIBo, ICLR 2024, arXiv:2310.07855, Table {labels.index(table.label) + 1}"
+
+
+@pytest.mark.skipif(not PAPER.is_file(), reason="needs the paper in ../shared/paper")
+def test_the_sweep_of_hyperparameters_says_what_the_paper_says() -> None:
+    text = PAPER.read_text(encoding="utf-8")
+    place = text.index(rf"\label{{{SWEEP}}}")
+    lines = text[text.rindex(r"\begin{tabular}", 0, place) : place].splitlines()
+    head = next(line for line in lines if line.startswith("Dataset"))
+    columns = re.findall(r"\d+\.\d|\d+k|\d+", head.split("&&", 1)[1])
+    names = [f"{name} = {value}" for name, value in zip(["λ_pos"] * 6 + ["S"] * 3 + ["K"] * 5, columns, strict=True)]
+    printed = {}
+    for line in lines:
+        if found := re.search(r"(Pascal VOC|ADE20K) & \\(xk|ck) (.*)", line):
+            values = re.findall(r"\d+\.\d|-", found[3])
+            title = "CrIBo" if found[2] == "ck" else "CrIBo, no cross-image loss"
+            for name, value in zip(names, values, strict=True):
+                if value != "-":
+                    printed.setdefault(f"{title}, {name}", {})[found[1]] = float(value)
+    known = {row.method: dict(zip(("Pascal VOC", "ADE20K"), row.values, strict=True)) for row in table_of(SWEEP).rows}
+    assert known == printed
 
 
 @pytest.mark.skipif(not PAPER.is_file(), reason="needs the paper in ../shared/paper")
@@ -168,6 +196,8 @@ def _cells(line: str, names: dict[str, str]) -> list[str]:
         ("vit_small_patch16_224", 384, 8, {"patch_size": 8}, "ViT-S/8"),
         ("resnet50.a1_in1k", 2048, 32, {}, "ResNet-50"),
         ("resnet50", 2048, 16, {"output_stride": 16}, "ResNet-50"),
+        ("vit_giant_patch14_dinov2", 1536, 14, {}, "ViT-G/14"),
+        ("vit_small_patch14_reg4_dinov2", 384, 14, {}, "ViT-S/14"),
         ("vit_small_patch16_18x2_224", 384, 16, {}, None),
         ("vit_small_patch16_224", 384, 16, {"depth": 6}, None),
         ("vit_small_patch16_224", 192, 16, {"embed_dim": 192}, None),

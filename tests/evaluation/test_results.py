@@ -38,7 +38,7 @@ def a_result(count: int = 3, **changes: Any) -> EvaluationResult:
     ]
     values: dict[str, Any] = {
         "evaluation": "dense-nn",
-        "settings": {"protocol": "paper", "ratios": (1, 8), "size": None, "optim": {"lr": 0.1}},
+        "settings": {"variant": "cribo", "ratios": (1, 8), "size": None, "optim": {"lr": 0.1}},
         "backbone": {"name": "mine", "architecture": "vit_small_patch16_224"},
         "data": {"name": "camvid", "root": Path("sets") / "camvid", "partial": False},
         "classes": names,
@@ -111,9 +111,22 @@ def test_the_file_holds_all_figures_as_they_are(tmp_path: Path) -> None:
     assert (second["ratio"], second["miou"], second["miou_std"]) == (8, 1 / 3 / 8, 0.004)
     assert first["per_class"] == {"class 0": None, "class 1": 0.1}
     assert first["confusion"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert content["settings"] == {"protocol": "paper", "ratios": [1, 8], "size": None, "optim": {"lr": 0.1}}
+    assert content["settings"] == {"variant": "cribo", "ratios": [1, 8], "size": None, "optim": {"lr": 0.1}}
     assert content["data"]["root"] == str(Path("sets") / "camvid")
     assert content["format"] == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "variant"),
+    [({"protocol": "paper", "seed": 0}, "cribo"), ({"protocol": "hummingbird", "seed": 0}, "hummingbird-strict")],
+)
+def test_results_from_before_variants_had_names_are_read(
+    tmp_path: Path, settings: dict[str, Any], variant: str
+) -> None:
+    settings |= {"unlabelled": "background"}
+    read = read_result(a_result(settings=settings).write(tmp_path).parent)
+    assert read.settings == {"variant": variant, "seed": 0, "mean": "present", "unlabelled": "first"}
+    assert read.title == f"Dense nearest-neighbour retrieval ({variant}) on CamVid"
 
 
 def test_a_row_of_the_confusion_is_a_line(tmp_path: Path) -> None:
@@ -211,9 +224,9 @@ def test_tables_show_figures_classes_and_every_setting() -> None:
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
     assert rows[:2] == [["1/1", "33.3", "12,345"], ["1/8", "4.2 ± 0.4", "1,543"]]
     assert rows[2:] == [["class 0", "20.0", "2.5"], ["class 1", "40.0", "5.0"], ["class 2", "60.0", "7.5"]]
-    assert "Dense nearest-neighbour retrieval on CamVid" in text
+    assert "Dense nearest-neighbour retrieval (cribo) on CamVid" in text
     for said in (
-        "protocol paper",
+        "variant cribo",
         "size each image's own",
         "optim.lr 0.1",
         "ratios 1, 8",

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int, Integer, UInt8
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.v2 import InterpolationMode
@@ -40,11 +40,12 @@ class Crop(NamedTuple):
     Attributes:
         pixels: RGB, 0 beyond the image.
         labels: class of each pixel, `ignore_index` beyond the image.
-        extent: height and width of the part inside the image, from the top left corner.
+        extent: height and width, from the top left corner, of the part that networks see as pixels; beyond it they see
+            0 in place of normalised pixels.
     """
 
     pixels: UInt8[Tensor, "3 size size"]
-    labels: UInt8[Tensor, "size size"]
+    labels: UInt8[Tensor, "mask mask"]
     extent: Int[Tensor, "2"]
 
 
@@ -61,10 +62,13 @@ class LabelledCrops(Dataset[Crop]):
         images: labelled images.
         size: side of the crops in pixels.
         scale: to which images are resized (`fitted_size`); None for their own size.
+        pad_to: side to which crops are padded; `size` if None.
+        black_padding: networks see the padding as black pixels; otherwise as 0 after the normalisation, the mean
+            colour.
         seed: of all draws.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: a size below 1, or above `pad_to`.
         UnreadableImage, DataError: an image or label map that cannot be used.
 
     Example:
@@ -75,11 +79,24 @@ class LabelledCrops(Dataset[Crop]):
         (torch.Size([3, 64, 64]), torch.Size([64, 64]), True)
     """
 
-    def __init__(self, images: LabelledImages, size: int, scale: Scale | None, *, seed: int) -> None:
+    def __init__(
+        self,
+        images: LabelledImages,
+        size: int,
+        scale: Scale | None,
+        *,
+        pad_to: int | None = None,
+        black_padding: bool = False,
+        seed: int,
+    ) -> None:
         if size < 1:
             raise InputError(f"size must be >= 1, got {size}")
+        if pad_to is not None and pad_to < size:
+            raise InputError(f"pad_to must be >= size, {size}, got {pad_to}")
         self.images = images
         self.size = size
+        self.pad_to = size if pad_to is None else pad_to
+        self.black_padding = black_padding
         self.scale = scale
         self.seed = seed
 
@@ -100,11 +117,11 @@ class LabelledCrops(Dataset[Crop]):
         if flip < 0.5:
             pixels, labels = pixels.flip(2), labels.flip(1)
         pixels = distort(pixels, generator)
-        below, right = self.size - labels.shape[0], self.size - labels.shape[1]
+        below, right = self.pad_to - labels.shape[0], self.pad_to - labels.shape[1]
         return Crop(
             F.pad(pixels, (0, right, 0, below)),
             F.pad(labels, (0, right, 0, below), value=self.images.ignore_index),
-            torch.tensor(labels.shape),
+            torch.tensor((self.pad_to, self.pad_to) if self.black_padding else labels.shape),
         )
 
     def _place(self, labels: UInt8[Tensor, "h w"], places: list[list[float]]) -> tuple[int, int]:
@@ -179,8 +196,8 @@ def resize(image: UInt8[Tensor, "3 h w"], size: tuple[int, int]) -> UInt8[Tensor
     return TF.resize(image, list(size), interpolation=InterpolationMode.BILINEAR, antialias=False)
 
 
-def resize_labels(labels: UInt8[Tensor, "h w"], size: tuple[int, int]) -> UInt8[Tensor, "new_h new_w"]:
-    """Resize a label map; each pixel takes the label of the nearest one."""
+def resize_labels(labels: Integer[Tensor, "h w"], size: tuple[int, int]) -> Integer[Tensor, "new_h new_w"]:
+    """Resize a map of labels or cluster numbers; each pixel takes that of the nearest one."""
     return TF.resize(labels[None], list(size), interpolation=InterpolationMode.NEAREST_EXACT)[0]
 
 

@@ -275,35 +275,62 @@ def open_detection(
     )
 
 
+def open_boxes(
+    root: str | os.PathLike[str] | None,
+    split: str,
+    *,
+    annotations: str | os.PathLike[str] | None = None,
+    images: str | os.PathLike[str] | None = None,
+) -> BoxedImages:
+    """Open one split of a detection set.
+
+    Args:
+        root: the folder of the set, in one of the layouts of `open_detection`.
+        split: `train` or `val`.
+        annotations: the JSON file, at any path.
+        images: the folder of its images; by default that of the layout, or of the file.
+
+    Raises:
+        MissingData: a folder, file or image does not exist.
+        DataError: neither a root nor the file is given, an unknown split, or errors of `BoxedImages`.
+    """
+    if split not in _NAMES:
+        raise DataError(f"split must be {' or '.join(_NAMES)}, got {split!r}")
+    return BoxedImages(*_place(root, split, annotations, images, options="data."))
+
+
 def _place(
     root: str | os.PathLike[str] | None,
     split: str,
     annotations: str | os.PathLike[str] | None,
     images: str | os.PathLike[str] | None,
+    *,
+    options: str | None = None,
 ) -> tuple[Path, str | os.PathLike[str] | Sequence[Path] | None]:
-    """The file of a split, and candidate folders of its images."""
+    """The file of a split, and candidate folders of its images; `options` is the prefix of options in errors."""
+    options = f"data.{split}_" if options is None else options
     if root is None:
         if annotations is None:
             raise DataError(
-                f"data.root must be given, the folder of images and annotations, or data.{split}_annotations, a JSON "
+                f"data.root must be given, the folder of images and annotations, or {options}annotations, a JSON "
                 "file in COCO's format"
             )
         return Path(annotations), images
     folder = Path(root).expanduser()
     require(folder)
-    file = Path(annotations) if annotations is not None else _annotations(folder, split)
+    file = Path(annotations) if annotations is not None else _annotations(folder, split, options)
     if images is not None:
         return file, images
     below = [folder / place.format(split=name) for name, place in product(_NAMES[split], _IMAGES)]
     return file, [*below, file.parent, folder]
 
 
-def _annotations(folder: Path, split: str) -> Path:
+def _annotations(folder: Path, split: str, options: str) -> Path:
     places = [place.format(split=name) for name, place in product(_NAMES[split], _ANNOTATIONS)]
     for place in places:
         if (folder / place).is_file():
             return folder / place
     raise MissingData(
         f"no annotations of the {split} split in {folder}: looked for {', '.join(places)}; set "
-        f"data.{split}_annotations to the file and data.{split}_images to the folder of its images"
+        f"{options}annotations to the file and {options}images to the folder of its images"
     )

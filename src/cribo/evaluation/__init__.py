@@ -7,12 +7,15 @@ from cribo.lazy import lazy_names
 if TYPE_CHECKING:
     from cribo.evaluation.cache import Machine
     from cribo.evaluation.comparison import compare
+    from cribo.evaluation.correspondence.protocol import Correspondence, CorrespondenceData
     from cribo.evaluation.data import ImageData, SegmentationData, Splits
     from cribo.evaluation.dense_neighbours.protocol import DenseNN
     from cribo.evaluation.dense_neighbours.retrieval import dense_nn
     from cribo.evaluation.detection.protocol import Detection, DetectionData
+    from cribo.evaluation.discovery.protocol import Discovery, DiscoveryData
     from cribo.evaluation.image_neighbours.protocol import ImageNN
     from cribo.evaluation.image_neighbours.retrieval import image_nn
+    from cribo.evaluation.overclustering.protocol import Overclustering
     from cribo.evaluation.protocol import Outcome, Protocol
     from cribo.evaluation.results import EvaluationResult, read_result
     from cribo.evaluation.runner import Run, evaluate
@@ -22,9 +25,13 @@ if TYPE_CHECKING:
     from cribo.evaluation.segmentation.trained import load_segmenter
 
 __all__ = [
+    "Correspondence",
+    "CorrespondenceData",
     "DenseNN",
     "Detection",
     "DetectionData",
+    "Discovery",
+    "DiscoveryData",
     "EvaluationResult",
     "EvaluationRuntime",
     "FinetunedSegmenter",
@@ -33,6 +40,7 @@ __all__ = [
     "Linear",
     "Machine",
     "Outcome",
+    "Overclustering",
     "Protocol",
     "Run",
     "SegmentationData",
@@ -52,12 +60,15 @@ __getattr__ = lazy_names(
     {
         ".cache": ("Machine",),
         ".comparison": ("compare",),
+        ".correspondence.protocol": ("Correspondence", "CorrespondenceData"),
         ".data": ("ImageData", "SegmentationData", "Splits"),
         ".dense_neighbours.protocol": ("DenseNN",),
         ".dense_neighbours.retrieval": ("dense_nn",),
         ".detection.protocol": ("Detection", "DetectionData"),
+        ".discovery.protocol": ("Discovery", "DiscoveryData"),
         ".image_neighbours.protocol": ("ImageNN",),
         ".image_neighbours.retrieval": ("image_nn",),
+        ".overclustering.protocol": ("Overclustering",),
         ".protocol": ("Outcome", "Protocol"),
         ".results": ("EvaluationResult", "read_result"),
         ".runner": ("Run", "evaluate"),

@@ -1,4 +1,4 @@
-"""Features on disk, found again by their encoder, images and preparation."""
+"""A cache of features on disk, with a key of encoder, image and preparation."""
 
 import hashlib
 import shutil
@@ -52,7 +52,7 @@ class FeatureCache:
 
     def __init__(self, folder: Path, encoder: Encoder, about: Mapping[str, object] | None = None) -> None:
         if encoder.identity is None:
-            raise InputError("an encoder without identity cannot be cached: give it one, or do without the cache")
+            raise InputError("an encoder without identity cannot be cached: give it one, or use no cache")
         # Another version of timm may compute a network differently.
         identity = f"{_CACHE_VERSION} {timm.__version__} {encoder.identity}"
         self.folder = folder.expanduser() / hashlib.sha256(identity.encode()).hexdigest()[:20]

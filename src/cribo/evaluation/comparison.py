@@ -27,6 +27,7 @@ from cribo.evaluation.results import (
     metric_title,
     percent,
     read_result,
+    result_title,
     setting_value,
     varied_title,
     varied_value,
@@ -34,7 +35,7 @@ from cribo.evaluation.results import (
 from cribo.files import FolderError, write_json, write_text
 
 COMPARISON = "compare.json"
-"""The file of a comparison, by which its folder is recognised."""
+"""The file in the folder of a comparison, by which the folder is recognised."""
 
 COMPARISON_FORMAT = 1
 
@@ -47,7 +48,7 @@ _TITLE_WIDTH = 90  # characters
 
 @dataclass(frozen=True)
 class Entry:
-    """A result under its name in a comparison."""
+    """A result, and its name in a comparison."""
 
     name: str
     result: EvaluationResult
@@ -98,12 +99,12 @@ class Group:
     apart: dict[str, list[str]]
 
     @classmethod
-    def of(cls, entries: list[Entry]) -> "Group":
+    def of(cls, entries: list[Entry], *, sweeps: bool = False) -> "Group":
         """Find the published values for some results."""
         found: dict[tuple[str, int], PublishedFigures] = {}
         apart: dict[str, list[str]] = {}
         for entry in entries:
-            figures, obstacles = published_beside(entry.result)
+            figures, obstacles = published_beside(entry.result, sweeps=sweeps)
             if obstacles:
                 apart[entry.name] = obstacles
             found |= {(one.source, id(one.row)): one for one in figures if one.points.keys() & entry.points.keys()}
@@ -113,6 +114,11 @@ class Group:
     def first(self) -> EvaluationResult:
         """The first result."""
         return self.entries[0].result
+
+    @property
+    def title(self) -> str:
+        """Protocol, variants and data, for headings."""
+        return result_title([entry.result for entry in self.entries])
 
     @property
     def values(self) -> list[Any]:
@@ -186,7 +192,7 @@ class Comparison:
                 axes = part.subplots()
                 metric, varies = group.first.headline, group.first.varies
                 plot_curves(axes, _curves(group), metric=metric, varies=varies, values=group.values)
-                axes.set_title("\n".join((group.first.title, *textwrap.wrap(group.verdict, _TITLE_WIDTH))))
+                axes.set_title("\n".join((group.title, *textwrap.wrap(group.verdict, _TITLE_WIDTH))))
         return figure
 
     def write(self, folder: Path) -> list[Path]:
@@ -207,7 +213,10 @@ class Comparison:
 
 
 def compare(
-    results: Sequence[str | os.PathLike[str] | EvaluationResult], *, names: Sequence[str] | None = None
+    results: Sequence[str | os.PathLike[str] | EvaluationResult],
+    *,
+    names: Sequence[str] | None = None,
+    sweeps: bool = False,
 ) -> Comparison:
     """Compare results with each other, and with published values of the same setting.
 
@@ -217,6 +226,7 @@ def compare(
     Args:
         results: folders of evaluations, their `results.json`, or results.
         names: of the results; by default those of the backbones, with those of the folders where needed.
+        sweeps: also compare with published values of other hyperparameters of the pretraining.
 
     Raises:
         ResultError: no result, one that is given twice or cannot be read, or names that do not fit.
@@ -235,7 +245,7 @@ def compare(
     for name, result in zip(names, read, strict=True):
         kind = result.evaluation, result.data["name"], result.varies, *result.metrics, *result.classes
         groups.setdefault(kind, []).append(Entry(name, result))
-    return Comparison([Group.of(entries) for entries in groups.values()])
+    return Comparison([Group.of(entries, sweeps=sweeps) for entries in groups.values()])
 
 
 def _names(results: Sequence[EvaluationResult], paths: Sequence[Path | None]) -> list[str]:
@@ -271,7 +281,7 @@ def _curves(group: Group) -> list[Curve]:
     own = [Curve.of(entry.points, metric, entry.name) for entry in group.entries]
     return own + [
         Curve(
-            f"{one.row.method} {one.row.backbone}, {one.row.pretraining} {one.row.epochs} ep. (published)",
+            f"{one.row.title} (published)",
             {value: figures.get(metric) for value, figures in one.points.items() if value in group.values},
             {},
             published=True,
@@ -292,12 +302,12 @@ def _sections(group: Group) -> Iterator[Section]:
     notes = list(_notes(group))
     if len(group.values) == 1 or len(first.metrics) == 1:
         columns = [(value, metric) for value in group.values for metric in first.metrics]
-        yield _figures(group, first.title, columns, notes)
+        yield _figures(group, group.title, columns, notes)
     else:  # one table for each metric, notes below the last
         for metric in first.metrics:
             columns = [(value, metric) for value in group.values]
             last = metric == first.metrics[-1]
-            yield _figures(group, f"{first.title}, {metric_title(metric)}", columns, notes if last else [])
+            yield _figures(group, f"{group.title}, {metric_title(metric)}", columns, notes if last else [])
     if group.differences:
         rows = [[difference.name, *map(setting_value, difference.values)] for difference in group.differences]
         yield Section("Settings that differ", ["setting", *names], [rows])
@@ -327,9 +337,8 @@ def _figures(group: Group, title: str, columns: Sequence[tuple[Any, str]], notes
     published_rows = []
     for one in published:
         mark = ("†" if one.row.reproduced else "") + ("*" if one.row.taken_from else "")
-        pretraining = f"{one.row.pretraining} ({one.row.epochs})"
         published_rows.append(
-            [f"{one.row.method}{mark} (published)", one.row.backbone, pretraining, *cells(one.points)]
+            [f"{one.row.method}{mark} (published)", one.row.backbone, one.row.training, *cells(one.points)]
         )
     about = ["backbone", "pretraining (epochs)"] if published else ["backbone"]
     header = ["", *about, *(_column_title(group, value, metric) for value, metric in columns)]
@@ -379,10 +388,12 @@ def _notes(group: Group) -> Iterator[str]:
 def _sources(published: Sequence[PublishedFigures]) -> str:
     papers: dict[str, list[str]] = {}
     for source in sorted({figures.source for figures in published}):
-        paper, _, number = source.rpartition(", Table ")
-        papers.setdefault(paper, []).append(number)
-    plural = {paper: "s" if len(numbers) > 1 else "" for paper, numbers in papers.items()}
-    return "; ".join(f"{paper}, Table{plural[paper]} {_listed(numbers)}" for paper, numbers in papers.items())
+        paper, _, number = source.partition(", Table ")
+        papers.setdefault(paper, []).extend([number] if number else [])
+    tables = {
+        paper: f", Table{'s' * (len(numbers) > 1)} {_listed(numbers)}" for paper, numbers in papers.items() if numbers
+    }
+    return "; ".join(paper + tables.get(paper, "") for paper in papers)
 
 
 # ------------------------------------------------------------------------ JSON

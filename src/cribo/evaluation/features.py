@@ -32,7 +32,7 @@ class EncodedView(NamedTuple):
 
     Attributes:
         image: its index in its collection.
-        augmentation: number of the augmented view (hummingbird protocol), None for the image itself.
+        augmentation: number of the augmented view, None for the image itself.
     """
 
     image: int
@@ -41,19 +41,21 @@ class EncodedView(NamedTuple):
 
 @dataclass(frozen=True)
 class Preparation:
-    """How an image is resized or augmented before it is encoded.
+    """How an image is resized or augmented before it is encoded, and whether its features are normalised.
 
     Attributes:
         patch_size: pixels.
         size: (height, width) of all images; None for the closest multiple of the patch size of each.
         interpolation: of the resized image.
         seed: of the augmentations.
+        unit: whether features are scaled to unit length.
     """
 
     patch_size: int
     size: tuple[int, int] | None = None
     interpolation: Interpolation = "bicubic"
     seed: int = 0
+    unit: bool = True
 
     def image(self, images: LabelledImages, view: EncodedView) -> UInt8[Tensor, "3 h w"]:
         """Return the pixels to encode."""
@@ -72,9 +74,9 @@ class Preparation:
         return augment_labels(labels, size, (self.seed, view.image, view.augmentation))
 
     def key(self, view: EncodedView) -> str:
-        """Return everything that decides the pixels of a view, apart from the image."""
+        """Return everything that decides the features of a view, apart from the image and the encoder."""
         augmentation = "" if view.augmentation is None else f" {self.seed} {view.image} {view.augmentation}"
-        return f"{self.patch_size} {self.size} {self.interpolation}{augmentation}"
+        return f"{self.patch_size} {self.size} {self.interpolation}{augmentation}{'' if self.unit else ' raw'}"
 
 
 class SparseCounts(NamedTuple):
@@ -109,7 +111,7 @@ def sparse_counts(counts: Int[Tensor, "n c_plus_1"]) -> SparseCounts:
 
 @dataclass
 class PatchFeatures:
-    """Normalised features of views, in memory or in the cache, and the classes in their patches.
+    """Features of views, in memory or in the cache, with the classes of their patches.
 
     Attributes:
         dim: D.
@@ -129,7 +131,7 @@ class PatchFeatures:
         return sum(counts.patches for counts in self.counts.values())
 
     def features(self, view: EncodedView) -> Float[Tensor, "n d"]:
-        """Return the features of a view, of unit length, in the precision they are stored in."""
+        """Return the features of a view as they are stored; of unit length unless `Preparation.unit` is False."""
         return stored(self.held[view])
 
     def grid(self, view: EncodedView) -> tuple[int, int]:
@@ -206,7 +208,9 @@ def extract_patches(
 
     def encode(batch: list[_Prepared]) -> None:
         pixels = [torch.from_numpy(prepared.image) for prepared in batch if prepared.image is not None]
-        features = F.normalize(encoder.grids(torch.stack(pixels), machine.devices[0]), dim=-1).flatten(1, 2)
+        features = encoder.grids(torch.stack(pixels), machine.devices[0]).flatten(1, 2)
+        if preparation.unit:
+            features = F.normalize(features, dim=-1)
         for prepared, rows in zip(batch, features.to(DTYPES[precision]).cpu(), strict=True):
             found.dim = rows.shape[1]
             found.held[prepared.view] = store(rows, prepared.path, cache)

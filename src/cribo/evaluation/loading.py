@@ -1,4 +1,4 @@
-"""Batches from worker processes, with the errors of samples as they were raised."""
+"""A data loader that raises the errors of samples in the main process, unchanged."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +10,7 @@ from cribo.data.loading import unchanged
 
 
 class Batches:
-    """Batches of a data set; an error in reading a sample is raised in this process, as it was.
+    """Load batches of a data set; an error in reading a sample is raised unchanged in this process.
 
     A `DataLoader` by itself turns errors in workers into others, with a traceback as their text.
 

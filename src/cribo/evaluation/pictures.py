@@ -161,12 +161,18 @@ def varied_values(results: Sequence[EvaluationResult]) -> list[object]:
 
 
 def plot_curves(axes: Axes, curves: Sequence[Curve], *, metric: str, varies: str, values: Sequence[object]) -> None:
-    """Draw a metric against a setting: lines with error bars; horizontal bars if the setting has one value."""
+    """Draw a metric against a setting.
+
+    Numbers are joined by lines, with error bars; names, such as those of methods, are not joined, for they have no
+    order. If the setting has one value, horizontal bars are drawn.
+    """
     if len(values) == 1:
         _plot_bars(axes, curves, values[0], f"{metric_title(metric)} [%]")
         return
-    places = {value: place for place, value in enumerate(values)}
+    named = any(isinstance(value, str) for value in values)
     for number, curve in enumerate(curves):
+        shift = 0.06 * (number - (len(curves) - 1) / 2) if named else 0.0  # markers side by side
+        places = {value: place + shift for place, value in enumerate(values)}
         known = [(places[value], value, point) for value, point in curve.points.items() if point is not None]
         known.sort(key=lambda point: point[0])
         axes.errorbar(
@@ -175,15 +181,17 @@ def plot_curves(axes: Axes, curves: Sequence[Curve], *, metric: str, varies: str
             yerr=[100 * curve.spread.get(value, 0.0) for _, value, _ in known] if curve.spread else None,
             label=curve.label,
             color=_curve_colour(number),
-            linestyle="--" if curve.published else "-",
+            linestyle="none" if named else "--" if curve.published else "-",
             linewidth=1 if curve.published else 1.8,
             marker="o",
-            markersize=4,
+            markersize=7 if named else 4,
             markerfacecolor="white" if curve.published else None,
             capsize=3,
             zorder=2 if curve.published else 3,
         )
     axes.set_xticks(range(len(values)), [varied_value(varies, value) for value in values])
+    if named:
+        axes.set_xlim(-0.5, len(values) - 0.5)
     axes.set(xlabel=varied_title(varies), ylabel=f"{metric_title(metric)} [%]")
     axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
     axes.grid(axis="y", color="0.9", linewidth=0.8)

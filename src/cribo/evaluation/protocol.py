@@ -1,12 +1,14 @@
 """What an evaluation protocol is, and the table of those that exist. Nothing here needs torch."""
 
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Optional, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Optional, Self, TypeVar, get_args, get_type_hints
 
 from cribo.arguments import ConfigError, import_by_path
+from cribo.errors import InputError, MissingPackage
 from cribo.evaluation.data import SegmentationData
 from cribo.evaluation.runtime import EvaluationRuntime, TrainingRuntime
 from cribo.retrieval.source import BackboneSource
@@ -36,6 +38,9 @@ PROTOCOLS: Mapping[str, str] = {
     "segmenter": "cribo.evaluation.segmentation.protocol.FinetunedSegmenter",
     "detection": "cribo.evaluation.detection.protocol.Detection",
     "image-nn": "cribo.evaluation.image_neighbours.protocol.ImageNN",
+    "overclustering": "cribo.evaluation.overclustering.protocol.Overclustering",
+    "discovery": "cribo.evaluation.discovery.protocol.Discovery",
+    "correspondence": "cribo.evaluation.correspondence.protocol.Correspondence",
 }
 """The class of each protocol, by its name on the command line."""
 
@@ -76,6 +81,10 @@ class Protocol(ABC):
     under `Attributes:` of its docstring; backbone, data and runtime are not part of it. Modules of protocols import
     torch inside functions, so that help and errors about options come at once.
 
+    A protocol that several publications follow by different rules has a setting `variant`, whose type is a `Literal` of
+    the names of these rules, the default first. Results carry it, and published values are shown only beside results of
+    the same variant.
+
     Attributes:
         name: on the command line.
         title: in headings.
@@ -90,6 +99,9 @@ class Protocol(ABC):
         aliases: short names of options, beside those that all protocols have.
         pictures: what --pictures counts.
         less_memory: advice if a device runs out of memory.
+
+    Raises:
+        InputError: the protocol does not have this variant.
     """
 
     name: ClassVar[str]
@@ -105,6 +117,16 @@ class Protocol(ABC):
     aliases: ClassVar[Mapping[str, str]] = {}
     pictures: ClassVar[str] = "images for which the prediction is drawn"
     less_memory: ClassVar[str] = "lower --runtime.batch_size or --runtime.memory_gib"
+
+    def __post_init__(self) -> None:
+        if (variants := self.variants()) and (variant := vars(self)["variant"]) not in variants:
+            raise InputError(f"{self.name}: variant must be one of {', '.join(variants)}, got {variant!r}")
+
+    @classmethod
+    def variants(cls) -> tuple[str, ...]:
+        """Return the values of the setting `variant`, the default first; none if there is no such setting."""
+        has_variants = any(setting.name == "variant" for setting in fields(cls))
+        return get_args(get_type_hints(cls)["variant"]) if has_variants else ()
 
     @classmethod
     def trains(cls) -> bool:
@@ -149,6 +171,38 @@ class Protocol(ABC):
     def decided(self, defaults: Mapping[str, Any]) -> Self:
         """Return a copy in which settings that are None have the values of `defaults`."""
         return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
+
+
+def square(side: int, patch_size: int) -> tuple[int, int]:
+    """Return the height and width of square images: the multiple of the patch size at or below `side`."""
+    side = max(1, side // patch_size) * patch_size
+    return side, side
+
+
+def require_whole_patches(size: tuple[int, int], patch_size: int) -> None:
+    """Check the height and width of images.
+
+    Raises:
+        InputError: a side is not a positive multiple of the patch size.
+    """
+    height, width = size
+    if height % patch_size or width % patch_size or min(height, width) < 1:
+        raise InputError(f"size must be a multiple of the patch size {patch_size}, got {height}x{width}")
+
+
+def require_packages(purpose: str, *packages: str, otherwise: str = "") -> None:
+    """Check that packages of the extra `evaluation` are installed.
+
+    Args:
+        purpose: what needs them.
+        packages: their names.
+        otherwise: what to do without them.
+
+    Raises:
+        MissingPackage: one of them is not installed.
+    """
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise MissingPackage(f"{purpose} needs {' and '.join(missing)}: pip install 'cribo-ssl[evaluation]'{otherwise}")
 
 
 def find_protocol(name: str) -> type[Protocol]:

@@ -8,7 +8,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from cribo.evaluation.results import EvaluationResult, flat, setting_value
+from cribo.evaluation.results import NONE, EvaluationResult, flat, setting_value
 
 # The name in papers, embed_dim and depth.
 _VITS = {
@@ -16,9 +16,11 @@ _VITS = {
     "small": ("ViT-S", 384, 12),
     "base": ("ViT-B", 768, 12),
     "large": ("ViT-L", 1024, 24),
+    "giant": ("ViT-G", 1536, 40),
 }
 # Names such as vit_small_patch16_18x2_224 have other depths.
-_VIT_NAME = re.compile(r"vit_(tiny|small|base|large)_patch\d+_(?!\d+x\d)")
+_VIT_NAME = re.compile(r"vit_(tiny|small|base|large|giant)_patch\d+_(?!\d+x\d)")
+_ANY = "any of"  # the key of a requirement that several values meet
 
 
 @dataclass(frozen=True)
@@ -28,22 +30,32 @@ class PublishedRow:
     Attributes:
         method: that pretrained the backbone.
         backbone: such as `ViT-S/16`.
-        parameters, pretraining, epochs: as printed.
         values: in per cent as printed, one for each column, None for a dash.
-        protocol: variant by which the values were obtained, if the table mixes several.
+        variant: of the protocol, by which the values were obtained.
+        parameters, pretraining, epochs: as printed, a dash where the table has none.
         reproduced: the backbone was trained by the authors of the table, not by those of the method.
         taken_from: the source of the values, if they are not those of the authors of the table.
     """
 
     method: str
     backbone: str
-    parameters: str
-    pretraining: str
-    epochs: str
     values: list[float | None]
-    protocol: str = "paper"
+    variant: str
+    parameters: str = NONE
+    pretraining: str = NONE
+    epochs: str = NONE
     reproduced: bool = False
     taken_from: str | None = None
+
+    @property
+    def training(self) -> str:
+        """Data and epochs of the pretraining, as far as they are printed."""
+        return self.pretraining if self.epochs == NONE else f"{self.pretraining} ({self.epochs})"
+
+    @property
+    def title(self) -> str:
+        """Method, backbone and pretraining, for a legend."""
+        return f"{self.method} {self.backbone}" + ("" if self.pretraining == NONE else f", {self.training}")
 
 
 @dataclass(frozen=True)
@@ -71,10 +83,11 @@ class PublishedTable:
 
     Attributes:
         source: the paper, and the number of the table in it.
-        label: of the table in the paper's LaTeX.
         title: of the table.
         evaluation: name of the protocol.
-        protocols: by name of the variant, the settings that a comparable result must have (dotted names if nested).
+        variants: by name of the variant, the settings that a comparable result must have (dotted names if nested, and
+            `{"any of": [...]}` for one of several values); that of rows without a variant first. Protocols without
+            variants have the single one `paper`.
         data: by name of the set, the facts that a comparable result must have.
         columns: of each column, the `data`, the `metric`, and `at` which value of the setting in which rows of a
             result differ; None for the best one.
@@ -82,41 +95,52 @@ class PublishedTable:
         schedules: by name of the set, further settings of a comparable result.
         silent: settings that the values depend on, and that the paper does not mention.
         remark: a note that is printed with the values.
+        label: of the table in the LaTeX of CrIBo's paper.
+        sweep: whether rows differ in hyperparameters of the pretraining.
+        beside: variants whose results are also compared with rows of the first variant, and a note that is printed with
+            the values then.
     """
 
     source: str
-    label: str
     title: str
     evaluation: str
-    protocols: dict[str, dict[str, Any]]
+    variants: dict[str, dict[str, Any]]
     data: dict[str, dict[str, Any]]
     columns: list[dict[str, Any]]
     rows: list[PublishedRow]
     schedules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     silent: tuple[str, ...] = ()
     remark: str = ""
+    label: str = ""
+    sweep: bool = False
+    beside: Mapping[str, str] = field(default_factory=dict)
 
-    def obstacles(self, result: EvaluationResult, protocol: str) -> list[tuple[str, str, str]]:
+    def obstacles(self, result: EvaluationResult, variant: str) -> list[tuple[str, str, str]]:
         """Return the settings that differ from a variant's: dotted name, value of the result, published value."""
         name = result.data["name"]
         requirements = (
-            ({**self.protocols[protocol], **self.schedules.get(name, {})}, dict(flat(result.settings))),
+            ({**self.variants[variant], **self.schedules.get(name, {})}, dict(flat(result.settings))),
             (self.data[name], dict(flat(result.data))),
         )
         return [
-            (setting, setting_value(has[setting]) if setting in has else "not known", setting_value(wanted))
+            (setting, setting_value(has[setting]) if setting in has else "not known", _wanted_value(wanted))
             for wants, has in requirements
             for setting, wanted in wants.items()
             if setting not in has or not _same(has[setting], wanted)
         ]
 
-    def figures(self, row: PublishedRow, data: str) -> PublishedFigures:
-        """Return the values of a row for a data set."""
+    def rows_of(self, variant: str) -> list[PublishedRow]:
+        """Return the rows that are compared with results of a variant."""
+        shown = next(iter(self.variants)) if variant in self.beside else variant
+        return [row for row in self.rows if row.variant == shown]
+
+    def figures(self, row: PublishedRow, data: str, variant: str = "") -> PublishedFigures:
+        """Return the values of a row for a data set, for comparison with results of a variant."""
         points: dict[Any, dict[str, float]] = {}
         for column, value in zip(self.columns, row.values, strict=True):
             if column["data"] == data and value is not None:
                 points.setdefault(column["at"], {})[column["metric"]] = value / 100
-        return PublishedFigures(row, self.source, points, self.silent, self.remark)
+        return PublishedFigures(row, self.source, points, self.silent, self.beside.get(variant, self.remark))
 
 
 @cache
@@ -125,8 +149,8 @@ def published_tables() -> tuple[PublishedTable, ...]:
     content = json.loads((resources.files("cribo.evaluation") / "published.json").read_text(encoding="utf-8"))
     return tuple(
         PublishedTable(
-            source=f"{content['source']}, Table {table.pop('number')}",
-            rows=[PublishedRow(**row) for row in table.pop("rows")],
+            source=table.pop("source", None) or f"{content['source']}, Table {table.pop('number')}",
+            rows=[PublishedRow(**{"variant": next(iter(table["variants"])), **row}) for row in table.pop("rows")],
             silent=tuple(table.pop("silent", ())),
             **table,
         )
@@ -134,29 +158,32 @@ def published_tables() -> tuple[PublishedTable, ...]:
     )
 
 
-def published_beside(result: EvaluationResult) -> tuple[list[PublishedFigures], list[str]]:
+def published_beside(result: EvaluationResult, *, sweeps: bool = False) -> tuple[list[PublishedFigures], list[str]]:
     """Return the published values of the same protocol, variant, data and architecture as a result.
+
+    Args:
+        result: of an evaluation.
+        sweeps: also return those of tables whose rows differ in hyperparameters of the pretraining.
 
     Returns:
         The values, and if there are none although the protocol is published on this data, the reasons.
     """
     name = result.data["name"]
     tables = [table for table in published_tables() if table.evaluation == result.evaluation and name in table.data]
-    known = list(dict.fromkeys(protocol for table in tables for protocol in table.protocols))
-    # With a single variant, the settings of a result decide, not its name.
-    protocol = known[0] if len(known) == 1 else result.settings.get("protocol", "not known")
-    candidates = [table for table in tables if protocol in table.protocols]
+    known = dict.fromkeys(variant for table in tables for variant in table.variants)
+    variant = result.variant or "paper"
+    candidates = [table for table in tables if variant in table.variants and (sweeps or not table.sweep)]
     if not candidates:
-        return [], [f"protocol is {protocol}, published with {' and '.join(known)}"] if tables else []
-    obstacles = [table.obstacles(result, protocol) for table in candidates]
+        return [], [f"variant is {variant}, published with {', '.join(known)}"] if tables else []
+    obstacles = [table.obstacles(result, variant) for table in candidates]
     if all(obstacles):
         return [], _reasons(obstacles)
     architecture = architecture_name(result.backbone)
     found = [
-        table.figures(row, name)
+        table.figures(row, name, variant)
         for table, reasons in zip(candidates, obstacles, strict=True)
-        for row in table.rows
-        if not reasons and row.protocol == protocol and row.backbone == architecture
+        for row in table.rows_of(variant)
+        if not reasons and row.backbone == architecture
     ]
     none = f"none are of {architecture or result.backbone.get('architecture') or 'such a backbone'}"
     return found, [] if found else [none]
@@ -174,8 +201,14 @@ def _reasons(obstacles: Sequence[Sequence[tuple[str, str, str]]]) -> list[str]:
     ]
 
 
+def _wanted_value(wanted: Any) -> str:
+    return " or ".join(map(setting_value, wanted[_ANY])) if isinstance(wanted, Mapping) else setting_value(wanted)
+
+
 def _same(value: Any, wanted: Any) -> bool:
-    """Whether two settings are equal; lists in any order."""
+    """Whether two settings are equal, or a setting is one of several; lists in any order."""
+    if isinstance(wanted, Mapping):
+        return any(_same(value, one) for one in wanted[_ANY])
     return sorted(value) == sorted(wanted) if isinstance(value, list) and isinstance(wanted, list) else value == wanted
 
 

@@ -37,11 +37,18 @@ NONE = "-"
 """Shown in tables in place of a missing value."""
 
 _PACKAGES = {"cribo": "cribo-ssl", **{name: name for name in ("torch", "torchvision", "timm", "numpy")}}
-_METRICS = {"miou": "mIoU", "top1": "top-1", "top5": "top-5"}
-_SETS = {"coco": "COCO", "imagenet": "ImageNet-1k"}
+_METRICS = {
+    "miou": "mIoU",
+    "top1": "top-1",
+    "top5": "top-5",
+    "corloc": "CorLoc",
+    "pck_image": "PCK per image",
+    "pck_point": "PCK per point",
+}
+_SETS = {"coco": "COCO", "imagenet": "ImageNet-1k", "spair": "SPair-71k"}
 _ALL_CLASSES = 40  # that are printed; of more, only the best and the worst
 _EXTREME_CLASSES = 10
-_LEAST_WIDTH = 14  # characters, of a column of names in a narrow terminal
+_LEAST_WIDTH = 14  # characters, to which a column of names may shrink in a narrow terminal
 
 
 class ResultError(InputError):
@@ -111,11 +118,14 @@ class EvaluationResult:
         return self.results[best_place([row[self.headline] for row in self.results])]
 
     @property
+    def variant(self) -> str | None:
+        """The variant of the protocol, None if it has no variants."""
+        return self.settings.get("variant")
+
+    @property
     def title(self) -> str:
-        """Protocol and data, for headings."""
-        known = self.evaluation in PROTOCOLS
-        title = find_protocol(self.evaluation).title if known else self.evaluation
-        return f"{title} on {data_title(self.data)}"
+        """Protocol, variant and data, for headings."""
+        return result_title([self])
 
     @property
     def class_metric(self) -> str:
@@ -167,10 +177,25 @@ def read_result(path: str | os.PathLike[str]) -> EvaluationResult:
             raise ResultError(f"{file} is damaged: it has no {name!r}; run the evaluation again")
         if not isinstance(content[name], (int, float) if kind is float else kind):
             raise ResultError(f"{file} is damaged: {name!r} must be a {kind.__name__}, got {content[name]!r:.60}")
+    content["settings"] = _with_variant(content["evaluation"], content["settings"])
     try:
         return EvaluationResult(**{name: content[name] for name in hints})
     except (ValueError, TypeError) as error:
         raise ResultError(f"{file} is damaged: {error}") from error
+
+
+def _with_variant(evaluation: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a result from before variants had names as those of today."""
+    variants = find_protocol(evaluation).variants() if evaluation in PROTOCOLS else ()
+    if not variants or "variant" in settings:
+        return settings
+    if evaluation != "dense-nn":
+        return {"variant": variants[0], **settings}
+    others = {"mean": "present", **settings}
+    named = {"paper": "cribo", "hummingbird": "hummingbird-strict"}
+    if others.get("unlabelled") == "background":
+        others["unlabelled"] = "first"
+    return {"variant": named.get(others.pop("protocol", "paper"), variants[0]), **others}
 
 
 def versions(device: torch.device | str = "cpu") -> dict[str, str]:
@@ -197,6 +222,15 @@ def _processor() -> str:
 
 
 # ----------------------------------------------------------------------- words
+
+
+def result_title(results: Sequence[EvaluationResult]) -> str:
+    """Return protocol, variants and data of results of one protocol on one data set, for headings."""
+    evaluation = results[0].evaluation
+    title = find_protocol(evaluation).title if evaluation in PROTOCOLS else evaluation
+    variants = ", ".join(dict.fromkeys(result.variant for result in results if result.variant is not None))
+    named = f"{title} ({variants})" if variants else title
+    return f"{named} on {data_title(results[0].data)}"
 
 
 def data_title(data: Mapping[str, Any]) -> str:

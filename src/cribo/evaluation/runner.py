@@ -2,7 +2,7 @@
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,6 @@ class Run:
     num_pictures: int
     folder: Path = Path()
     prepared: Any = None
-    _encoders: dict[int, PatchEncoder] = field(default_factory=dict)
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
@@ -72,11 +71,10 @@ class Run:
             return resolve_devices(self.runtime.devices)
         return ("cuda" if self.runtime.on_gpu else "cpu",)
 
-    def encoder(self, layers: int = 1) -> PatchEncoder:
-        """Return the encoder of patches by the last `layers` blocks, on the first device."""
-        if layers not in self._encoders:
-            self._encoders[layers] = backbone_encoder(self.backbone.to(self.devices[0]), layers=layers)
-        return self._encoders[layers]
+    @cached_property
+    def encoder(self) -> PatchEncoder:
+        """The encoder of patches on the first device; `source.layers` last blocks give features."""
+        return backbone_encoder(self.backbone.to(self.devices[0]), layers=self.source.layers)
 
     def machine(self, encoder: Encoder) -> Machine:
         """Return the resources of a protocol that does not train, with the cache of an encoder's features."""
@@ -94,6 +92,7 @@ class Run:
         size: tuple[int, int] | None = None,
         interpolation: Interpolation = "bicubic",
         precision: FeaturePrecision = "float32",
+        unit: bool = True,
     ) -> PatchFeatures:
         """Return the features of all patches of images, and the classes in each patch.
 
@@ -104,14 +103,15 @@ class Run:
             size: (height, width) in pixels to which they are resized; the closest multiple of the patch size if None.
             interpolation: of the images.
             precision: in which the features are stored.
+            unit: whether they are scaled to unit length.
 
         Raises:
             UnreadableImage, DataError: an image or label map that cannot be used.
             ValueError: the features do not fit in memory or on the disk.
         """
-        encoder = self.encoder(self.source.layers)
+        encoder = self.encoder
         views = [EncodedView(index) for index in range(len(images))]
-        preparation = Preparation(encoder.patch_size, size, interpolation)
+        preparation = Preparation(encoder.patch_size, size, interpolation, unit=unit)
         with Phases(self.console) as progress:
             return extract_patches(
                 encoder,

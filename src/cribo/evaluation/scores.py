@@ -76,6 +76,37 @@ def iou(confusion: Int[Tensor, "c p"]) -> Float64[Tensor, " c"]:
     return torch.where(union > 0, hits.double() / union, torch.nan)
 
 
+def pairwise_iou(confusion: Int[Tensor, "c p"]) -> Float64[Tensor, "c p"]:
+    """Intersection over union of each label (row) with each prediction (column), 0 where both are empty.
+
+    Example:
+        >>> pairwise_iou(torch.tensor([[5, 4], [0, 3]]))[1].tolist()
+        [0.0, 0.42857142857142855]
+    """
+    union = confusion.sum(dim=1, keepdim=True) + confusion.sum(dim=0) - confusion
+    return confusion.double() / union.clamp(min=1)
+
+
+def matched_iou(confusion: Int[Tensor, "c p"]) -> Float64[Tensor, " p"]:
+    """Intersection over union after predicted classes are matched one to one to true ones, for the highest mean.
+
+    A class that does not occur has 0. The result also has a value for each column after those of the classes, 0.
+
+    Args:
+        confusion: as for `iou`.
+
+    Example:
+        >>> matched_iou(torch.tensor([[0, 4, 0], [3, 1, 0], [0, 0, 0]])).tolist()
+        [0.8, 0.75, 0.0]
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    classes, columns = confusion.shape
+    overlap = pairwise_iou(torch.nn.functional.pad(confusion, (0, 0, 0, columns - classes)))
+    true, predicted = linear_sum_assignment(overlap.numpy(), maximize=True)
+    return overlap[true, predicted]
+
+
 def mean_iou(confusion: Int[Tensor, "c p"]) -> float:
     """Mean IoU of the classes that occur."""
     return float(iou(confusion).nanmean())

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from tests.evaluation.conftest import PERFECT, Coded, blocks, random_maps
 from torchmetrics.classification import MulticlassJaccardIndex
 
-from cribo.data import open_segmentation
+from cribo.data import SEGMENTATION_SETS, open_segmentation
 from cribo.data.scenes import Scenes
+from cribo.errors import InputError
 from cribo.evaluation import DenseNN, Machine, dense_nn
-from cribo.evaluation.dense_neighbours.retrieval import draw_images
+from cribo.evaluation.dense_neighbours.retrieval import RatioScore, draw_images, images_of
 from cribo.evaluation.features import EncodedView, Preparation
 from cribo.models import build_backbone
 from cribo.retrieval import PatchEncoder, backbone_encoder, mean_colour_encoder
@@ -60,11 +61,11 @@ def test_features_that_are_the_labels_score_100_percent() -> None:
     assert result.scores[0].per_class == (1, 1, 1, 1)
 
 
-@pytest.mark.parametrize("protocol", ["paper", "hummingbird"])
-def test_features_that_are_the_labels_in_both_protocols(protocol) -> None:
-    # Crops of an image move labels inside patches, so the memory of the second protocol is left as it is.
+@pytest.mark.parametrize("variant", DenseNN.variants())
+def test_features_that_are_the_labels_by_each_variant(variant) -> None:
+    # Crops of an image move labels inside patches, so the memory of hummingbird is left as it is.
     choices: dict[str, Any] = {"ratios": (1, 2), "draws": 2, "neighbours": 3, "size": (20, 24), "augmentations": 0}
-    chosen = DenseNN(protocol=protocol, **choices)
+    chosen = DenseNN(variant=variant, **choices)
     maps = [blocks(*torch.arange(30).view(5, 6).fmod(4).roll(n, 1).tolist()) for n in range(4)]
     result = dense_nn(PERFECT, Coded(maps), Coded(maps), chosen)
     assert [score.miou for score in result.scores] == [1, 1]
@@ -99,7 +100,7 @@ def plain(encoder: PatchEncoder, memory: Coded, queries: Coded, chosen: DenseNN)
             features = F.normalize(encoder.encode(pixels[None].float() / 255)[0], dim=-1)
             for feature, counts in zip(features.numpy(), class_counts(labels, 4, classes, 255).numpy(), strict=True):
                 shares = counts.astype(float)
-                if chosen.unlabelled == "background":
+                if chosen.unlabelled == "first":
                     shares[0] += shares[-1]
                 if chosen.unlabelled != "class":
                     if chosen.unlabelled == "drop" and shares[-1] > shares[:-1].max():
@@ -156,7 +157,7 @@ def plain(encoder: PatchEncoder, memory: Coded, queries: Coded, chosen: DenseNN)
         {"score": "resized", "size": (16, 24)},
         {"score": "resized", "size": (16, 24), "patch_labels": "soft", "vote": "attention", "unlabelled": "class"},
         {"score": "resized", "size": (16, 24), "patch_labels": "soft", "vote": "attention", "augmentations": 2},
-        {"unlabelled": "background", "patch_labels": "soft"},
+        {"unlabelled": "first", "patch_labels": "soft"},
     ],
     ids=str,
 )
@@ -333,15 +334,139 @@ def test_predictions_for_pictures() -> None:
 # ------------------------------------------------------------------ settings
 
 
-def test_the_protocols() -> None:
-    paper = DenseNN().for_data(16, ["background", "person"])
-    assert (paper.neighbours, paper.vote, paper.score, paper.size) == (50, "majority", "patch", None)
-    humming = DenseNN(protocol="hummingbird").for_data(16, ["background", "person"])
-    assert (humming.neighbours, humming.temperature, humming.vote) == (30, 0.02, "attention")
-    assert (humming.patch_labels, humming.unlabelled, humming.size) == ("soft", "background", (512, 512))
-    assert DenseNN(protocol="hummingbird").for_data(14, ["wall"]).unlabelled == "class"
-    own = DenseNN(protocol="hummingbird", neighbours=7, size=(64, 96)).for_data(16, ["road"])
-    assert (own.neighbours, own.size, own.vote) == (7, (64, 96), "attention")
+HUMMINGBIRD = {
+    "neighbours": 30,
+    "vote": "attention",
+    "temperature": 0.02,
+    "patch_labels": "soft",
+    "unlabelled": "first",
+    "score": "resized",
+    "mean": "matched",
+    "size": (504, 504),
+    "interpolation": "bilinear",
+    "augmentations": 2,
+    "memory_patches": 10_240_000,
+}
+
+
+@pytest.mark.parametrize(
+    ("variant", "differences"),
+    [
+        ("hummingbird", {}),
+        ("hummingbird-strict", {"unlabelled": "class", "mean": "present"}),
+        ("dip", {"temperature": 0.07, "mean": "present"}),
+        ("franca", {"size": (518, 518), "memory_patches": 0}),
+    ],
+)
+def test_the_variants_beside_the_toolkit(variant: Any, differences: dict[str, Any]) -> None:
+    decided = DenseNN(variant=variant).for_data(14, ["road", "sky"])
+    assert {name: getattr(decided, name) for name in HUMMINGBIRD} == HUMMINGBIRD | differences
+
+
+def test_settings_that_are_given_come_before_those_of_the_variant() -> None:
+    own = DenseNN(variant="hummingbird", neighbours=7, size=(64, 96), memory_patches=0).for_data(16, ["road"])
+    assert (own.neighbours, own.size, own.memory_patches, own.vote) == (7, (64, 96), 0, "attention")
+    assert DenseNN().for_data(16, ["road"]).size is None
+
+
+def test_matching_needs_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="mean=matched needs scipy: pip install"):
+        DenseNN(variant="hummingbird").for_data(16, ["road"])
+    assert DenseNN(variant="hummingbird", mean="present").for_data(16, ["road"]).mean == "present"
+
+
+def test_pixels_without_class_are_the_first_class_but_of_ade20k() -> None:
+    def unlabelled(variant: Any, classes: list[str]) -> str:
+        return DenseNN(variant=variant).for_data(16, classes).unlabelled
+
+    ade20k, cityscapes, voc = (SEGMENTATION_SETS[name].classes for name in ("ade20k", "cityscapes", "voc"))
+    assert [unlabelled("hummingbird", classes) for classes in (ade20k, cityscapes, voc)] == ["class", "first", "first"]
+    strict = [unlabelled("hummingbird-strict", classes) for classes in (ade20k, cityscapes, voc)]
+    assert strict == ["class", "class", "first"]
+
+
+# ------------------------------------------------------------------ rules by which variants differ
+
+
+# Four patches of one feature each: those of the first kind are of class 0 or 1, those of the second of class 2.
+TWO_KINDS = PatchEncoder(lambda images: torch.eye(2)[[0, 0, 1, 1]].expand(len(images), -1, -1), 4)
+
+
+def score_of(variant: Any, memory: list[int], queries: list[int], **choices: Any) -> RatioScore:
+    """The score of one image of four patches by a memory of one, which is not augmented."""
+    given = {"ratios": (1,), "size": (4, 16), "augmentations": 0, "neighbours": 2, "score": "patch", **choices}
+    known, asked = (Coded([blocks(labels)]) for labels in (memory, queries))
+    return dense_nn(TWO_KINDS, known, asked, DenseNN(variant=variant, **given)).scores[0]
+
+
+def test_void_is_the_first_class_by_the_toolkit_and_apart_by_strict_rules() -> None:
+    void, scored = [255, 255, 2, 2], [0, 0, 2, 2]
+    assert score_of("hummingbird-strict", void, scored).per_class[0] == 0
+    assert score_of("hummingbird", void, scored).per_class[0] == 1
+    assert score_of("dip", void, scored).per_class[0] == 1
+
+
+def test_classes_that_do_not_occur_count_as_0_by_the_toolkit() -> None:
+    labels = [0, 0, 2, 2]  # two of four classes
+    assert score_of("hummingbird-strict", labels, labels).miou == 1
+    assert score_of("dip", labels, labels).miou == 1
+    assert score_of("hummingbird", labels, labels).miou == 0.5
+    assert score_of("franca", labels, labels).miou == 0.5
+
+
+def test_the_toolkit_matches_predictions_to_classes() -> None:
+    memory, queries = [0, 0, 2, 2], [2, 2, 0, 0]  # everything is wrong, but consistently so
+    assert score_of("hummingbird-strict", memory, queries).miou == 0
+    assert score_of("hummingbird", memory, queries).per_class == (1, 0, 1, 0)
+
+
+def test_having_no_class_counts_in_the_mean_of_the_toolkit_where_it_is_a_class() -> None:
+    """As of ADE20K: 151 classes in the mean, of which one is never right."""
+    labels = [0, 0, 2, 2]
+    assert score_of("hummingbird", labels, labels, unlabelled="class").miou == pytest.approx(2 / 5)
+
+
+def test_a_lower_temperature_lets_the_nearest_decide() -> None:
+    """Of three neighbours with cosines 1, 0.9 and 0.9, the last two win at 0.2 and lose at 0.07 and below."""
+    features = torch.tensor([[1.0, 0.0], [0.9, 0.19**0.5], [0.9, 0.19**0.5], [0.0, 1.0]])
+    encoder = PatchEncoder(lambda images: features.expand(len(images), -1, -1), 4)
+    memory, queries = Coded([blocks([0, 1, 1, 2])]), Coded([blocks([0, 255, 255, 255])])
+
+    def right(variant: Any, **choices: Any) -> bool:
+        given = {"ratios": (1,), "size": (4, 16), "augmentations": 0, "neighbours": 3, "score": "patch", **choices}
+        return dense_nn(encoder, memory, queries, DenseNN(variant=variant, **given)).scores[0].per_class[0] == 1
+
+    # exp(-0.1 / 0.02) = 0.007 and exp(-0.1 / 0.07) = 0.24, twice each; exp(-0.1 / 0.2) = 0.61.
+    assert right("hummingbird")
+    assert right("dip")
+    assert not right("dip", temperature=0.2)
+
+
+def test_lists_of_the_memory(tmp_path: Path) -> None:
+    (tmp_path / "1_div_2").mkdir()
+    for name, listed in (("a", "1\n0\n"), ("b", "3\n")):
+        (tmp_path / "1_div_2" / f"{name}.txt").write_text(listed)
+
+    class Named(Coded):
+        def name(self, index: int) -> str:
+            return f"images/{index}.jpg"
+
+    memory = Named(random_maps(4, 0))
+    chosen = settings(ratios=(1, 2), lists=str(tmp_path))
+    assert images_of(memory, 2, chosen) == [[0, 1], [3]]
+    whole, part = dense_nn(PERFECT, memory, Coded(random_maps(2, 1)), chosen).scores
+    assert (len(whole.draws), len(part.draws)) == (1, 2)
+    assert part.patches < whole.patches
+    assert "draws" not in chosen.effective()
+    with pytest.raises(InputError, match=r"1_div_8 holds no list \(\*\.txt\) for ratio 8: leave out the ratio"):
+        images_of(memory, 8, chosen)
+    (tmp_path / "1_div_2" / "c.txt").write_text("7")
+    with pytest.raises(InputError, match=r"c\.txt lists 7, which is none of the 4 images of the memory"):
+        images_of(memory, 2, chosen)
+    (tmp_path / "1_div_2" / "c.txt").write_text("")
+    with pytest.raises(InputError, match=r"c\.txt is empty"):
+        images_of(memory, 2, chosen)
 
 
 def test_settings_without_a_say_are_not_listed() -> None:
@@ -364,7 +489,6 @@ def test_settings_without_a_say_are_not_listed() -> None:
         ({"ratios": (8, 8)}, "ratios must be different"),
         ({"temperature": 0.0}, "temperature must be > 0, got 0.0"),
         ({"size": (10, 12)}, "size must be a multiple of the patch size 4, got 10x12"),
-        ({"unlabelled": "background"}, "needs a background as class 0, which is 'a' here"),
         ({"neighbours": 1000}, "neighbours must be at most the number of patches in the memory, got 1000 with 45"),
     ],
     ids=str,

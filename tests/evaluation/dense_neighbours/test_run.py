@@ -145,15 +145,13 @@ def test_the_cache_is_used_by_the_next_evaluation(data: Path, backbone: Path) ->
     assert read_result("first").results == read_result("without").results
 
 
-def test_the_hummingbird_protocol(data: Path, backbone: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = words(
-        data, "--backbone", str(backbone), "--protocol", "hummingbird", "--size", "32,32", "--out", "result"
-    )
+def test_the_hummingbird_variant(data: Path, backbone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = words(data, "--backbone", str(backbone), "--variant", "hummingbird", "--size", "32,32", "--out", "result")
     assert main(command) == 0
     settings = read_result("result").settings
     assert (settings["vote"], settings["temperature"], settings["patch_labels"]) == ("attention", 0.02, "soft")
-    assert (settings["score"], settings["augmentations"], settings["size"]) == ("resized", 1, [32, 32])
-    assert "protocol hummingbird" in capsys.readouterr().out
+    assert (settings["score"], settings["augmentations"], settings["size"]) == ("resized", 2, [32, 32])
+    assert "variant hummingbird" in capsys.readouterr().out
     pixels = 4 * 32 * 32 - 4 * 4
     assert int(np.sum(read_result("result").results[0]["confusion"])) == pixels
 
@@ -218,7 +216,6 @@ def test_options_from_a_file(data: Path, backbone: Path) -> None:
             "layers must be 1 to 12, the blocks of vit_tiny_patch16_224, got 13",
         ),
         (["--backbone", "mean-colour", "--data.limit", "0"], "data.limit must be >= 1, got 0"),
-        (["--backbone", "mean-colour", "--unlabelled", "background"], "needs a background as class 0, which is 'red'"),
         (["--backbone", "mean-colour", "--runtime.memory_gib", "-1"], "runtime.memory_gib must be > 0"),
         (["--backbone", "mean-colour", "--neighbors", "3"], "did you mean neighbours?"),
     ],

@@ -283,7 +283,7 @@ def test_the_command_prints_tables_and_places(folder: Path, tmp_path: Path, caps
     command = words(folder, tmp_path / "out", "--iterations", "2", "--learning_rates", "1e-3", "--limit", "1")
     assert main(command) == 0
     printed = capsys.readouterr().out
-    assert "Finetuning with Segmenter on" in printed
+    assert "Finetuning with Segmenter (paper) on" in printed
     assert f"network      {tmp_path / 'out' / 'segmenter.safetensors'}" in printed.replace("\n", "")
     content = read_result(tmp_path / "out")
     assert content.command.startswith("cribo evaluate segmenter --backbone")

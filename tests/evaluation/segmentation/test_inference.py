@@ -1,5 +1,7 @@
 """Logits of whole images: windows, padding, upsampling."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -104,6 +106,6 @@ def test_of_equal_logits_the_smaller_class_wins() -> None:
         ({"window": 100, "stride": 101}, r"stride must be at most the window \(100\), got 101"),
     ],
 )
-def test_what_cannot_be_a_window(arguments: dict[str, int], message: str) -> None:
+def test_what_cannot_be_a_window(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Inference("slide", **arguments)

@@ -10,7 +10,7 @@ from cribo.data.crops import LabelledCrops, WholeImages
 from cribo.evaluation.scores import iou
 from cribo.evaluation.segmentation import module as shared
 from cribo.evaluation.segmentation.inference import Inference
-from cribo.evaluation.segmentation.module import SegmentationModule, pixel_cross_entropy, polynomial_decay
+from cribo.evaluation.segmentation.module import NoisyCrops, SegmentationModule, pixel_cross_entropy, polynomial_decay
 from cribo.models import normalise
 
 from .made import Squares, score, tiny_vit
@@ -28,7 +28,7 @@ class Watched(SegmentationModule):
         self.weight = nn.Parameter(torch.ones(()))
         self.seen: list[Tensor] = []
 
-    def logits(self, images: Tensor) -> Tensor:
+    def logits(self, images: Tensor, *, drop_path_noise: Tensor | None = None) -> Tensor:
         self.seen.append(images)
         mean, std = (torch.tensor(value).view(3, 1, 1) for value in (self.backbone.mean, self.backbone.std))
         colours = F.avg_pool2d(images, PATCH) * std + mean - 130 / 255
@@ -97,7 +97,7 @@ def test_rates_without_a_floor_are_torchs() -> None:
 
 def test_crops_are_filled_with_zeros_after_normalisation() -> None:
     module = Watched()
-    crop = LabelledCrops(Squares(rows=1, columns=1), 144, None, seed=0)[0, 0]
+    crop = NoisyCrops(LabelledCrops(Squares(rows=1, columns=1), 144, None, seed=0), 0)[0, 0]
     module.training_step(default_collate([crop]), 0)
     (seen,) = module.seen
     height, width = crop.extent.tolist()
@@ -107,7 +107,7 @@ def test_crops_are_filled_with_zeros_after_normalisation() -> None:
 
 
 def test_the_loss_is_the_sum_of_the_heads() -> None:
-    batch = default_collate([LabelledCrops(Squares(), 64, None, seed=0)[0, 0]])
+    batch = default_collate([NoisyCrops(LabelledCrops(Squares(), 64, None, seed=0), 0)[0, 0]])
     module = Watched(("a", "b"))
     images = normalise(batch.pixels / 255, mean=module.backbone.mean, std=module.backbone.std)
     single = [pixel_cross_entropy(head, batch.labels) for head in module.logits(images)]

@@ -222,7 +222,7 @@ def test_the_command_prints_tables_and_places(folder: Path, tmp_path: Path, caps
     words += ["--accelerator", "cpu", "--runtime.workers", "0", "--runtime.threads", "1", "--out", str(tmp_path / "o")]
     assert main(words) == 0
     printed = capsys.readouterr().out
-    assert "Linear segmentation on" in printed
+    assert "Linear segmentation (paper) on" in printed
     assert "best         mIoU" in printed
     content = json.loads((tmp_path / "o" / "results.json").read_text())
     assert content["command"].startswith("cribo evaluate linear --backbone")

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from cribo.data.crops import LabelledCrops, WholeImages
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
-from cribo.evaluation.segmentation.segmenter import NoisyCrops, Segmenter, SegmenterFinetuning
+from cribo.evaluation.segmentation.module import NoisyCrops
+from cribo.evaluation.segmentation.segmenter import Segmenter, SegmenterFinetuning
 from cribo.models import build_backbone
 
 from .made import Squares, score, train

@@ -11,7 +11,8 @@ import torch
 from cribo.data.crops import LabelledCrops, WholeImages
 from cribo.evaluation.segmentation.inference import Inference
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
-from cribo.evaluation.segmentation.segmenter import NoisyCrops, Segmenter, SegmenterFinetuning
+from cribo.evaluation.segmentation.module import NoisyCrops
+from cribo.evaluation.segmentation.segmenter import Segmenter, SegmenterFinetuning
 from cribo.evaluation.segmentation.trained import (
     SEGMENTER_FILE,
     TrainedSegmenter,
@@ -73,8 +74,8 @@ def test_a_layer_norms_epsilon_comes_along(tmp_path: Path) -> None:
         (b"no tensors at all", "cannot be read .*: copy it again"),
         (safetensors.torch.save({"a": torch.ones(1)}), "holds no segmenter: give what"),
         (
-            safetensors.torch.save({"a": torch.ones(1)}, {"cribo_segmenter": json.dumps({"format": 2})}),
-            "has format 2, this version of cribo reads up to 1: update cribo",
+            safetensors.torch.save({"a": torch.ones(1)}, {"cribo_segmenter": json.dumps({"format": 3})}),
+            "has format 3, this version of cribo reads up to 2: update cribo",
         ),
     ],
 )

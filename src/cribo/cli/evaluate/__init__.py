@@ -1,6 +1,7 @@
 """`cribo evaluate`: evaluate a backbone on labelled images; options and help come from the classes of the protocols."""
 
 import shlex
+import sys
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -15,18 +16,24 @@ USAGE = """\
 usage: cribo evaluate <evaluation> [options]
 
 evaluations:
-  dense-nn    dense nearest-neighbour retrieval: label patches by their nearest labelled patches
-  linear      linear segmentation: train one linear layer on the frozen features
-  segmenter   finetuning with Segmenter: train the backbone and a mask transformer end to end
-  detection   object detection with YOLOS: train a detector initialised with the backbone's weights
-  image-nn    image-level nearest neighbours: classify images by their nearest training images
-  compare     compare results, also with published ones if the settings are the same
+  dense-nn        dense nearest-neighbour retrieval: label patches by their nearest labelled patches
+  linear          linear segmentation: train one linear layer on the frozen features
+  segmenter       finetuning with Segmenter: train the backbone and a mask transformer end to end
+  detection       object detection with YOLOS: train a detector initialised with the backbone's weights
+  image-nn        image-level nearest neighbours: classify images by their nearest training images
+  overclustering  unsupervised segmentation: cluster patches, and match the clusters with classes
+  discovery       object discovery: find an object in each image by LOST and TokenCut
+  correspondence  semantic correspondence: find the keypoints of an image in another one
+  compare         compare results, also with published ones if the settings are the same
 
 An evaluation may also be the import path of a protocol of your own (docs/extending.md).
 `cribo evaluate <evaluation> --help` lists its options.
 """
 
-EVALUATIONS = ("dense-nn", "linear", "segmenter", "detection", "image-nn", "compare")
+EVALUATIONS = (
+    *("dense-nn", "linear", "segmenter", "detection", "image-nn"),
+    *("overclustering", "discovery", "correspondence", "compare"),
+)
 
 _RUN_OPTIONS = ("out", "overwrite", "resume", "pictures")
 _SHORT = ("data.limit", "runtime.cache", "runtime.devices", "runtime.accelerator")
@@ -50,18 +57,17 @@ def _evaluate(name: str, words: list[str]) -> int:
     try:
         protocol = find_protocol(name)
     except ConfigError as error:
-        return guarded("cribo evaluate", partial(_raise, error), words, less_memory="")
+        print(f"cribo evaluate: {error}", file=sys.stderr)
+        return 2
     return guarded(f"cribo evaluate {name}", partial(_run, name, protocol), words, less_memory=protocol.less_memory)
-
-
-def _raise(error: ConfigError, words: list[str]) -> None:
-    raise error
 
 
 def _run(name: str, protocol: type[Any], words: list[str]) -> None:
     # All ranks run this command; only rank 0 prints.
     console = command_console(quiet=not is_first_process())
     log_to(console)
+    if not protocol.variants() and any(word.partition("=")[0] == "--variant" for word in words):
+        raise ConfigError(f"{name} has no variants: leave out --variant")
     parser = evaluation_parser(name, protocol)
     parsed = parser.parse_args(words)
     made = parser.instantiate(parsed)

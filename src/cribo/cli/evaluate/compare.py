@@ -5,8 +5,8 @@ from pathlib import Path
 from cribo.console import command_console, loading
 
 HELP = """\
-Compare results: the settings that differ, the classes that differ most, and the paper's published figures if the
-settings are the same.
+Compare results: the settings that differ, the classes that differ most, and published figures of the same variant
+and settings.
 
   cribo evaluate compare evaluations/dense-nn-voc-mine evaluations/dense-nn-voc-dino
 """
@@ -21,12 +21,15 @@ def run(words: list[str]) -> None:
     parser = Parser(prog="cribo evaluate compare", description=HELP)
     parser.add_argument("results", nargs="+", type=Path, help="folders of evaluations, or their results.json")
     parser.add_argument("--out", type=Path, help="folder for compare.md, compare.json and compare.png")
+    parser.add_argument(
+        "--sweeps", action="store_true", help="also show published figures for other hyperparameters of the pretraining"
+    )
     parsed = parser.parse_args(words)
     console = command_console()
     with loading(console):
         from cribo.evaluation.comparison import compare
 
-    comparison = compare(parsed.results)
+    comparison = compare(parsed.results, sweeps=parsed.sweeps)
     console.print(comparison.table())
     if parsed.out is not None:
         for path in comparison.write(parsed.out):

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,10 +25,10 @@ from cribo.data.randomness import keyed_generator
 from cribo.errors import InputError
 from cribo.evaluation.cache import Machine
 from cribo.evaluation.dense_neighbours.memory import PatchMemory
-from cribo.evaluation.dense_neighbours.protocol import DenseNN
+from cribo.evaluation.dense_neighbours.protocol import DenseNN, Mean
 from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, extract_patches
 from cribo.evaluation.pictures import Panel
-from cribo.evaluation.scores import count_confusion, iou
+from cribo.evaluation.scores import count_confusion, iou, matched_iou
 from cribo.retrieval.encoders import PatchEncoder
 from cribo.retrieval.patches import majority_label
 from cribo.retrieval.search import Neighbours, available_memory
@@ -44,7 +45,8 @@ class RatioScore:
     Attributes:
         ratio: one in this many images is used.
         draws: mIoU in 0-1 of each draw.
-        per_class: IoU of each class, mean of the draws, NaN where it occurs neither in labels nor in predictions.
+        per_class: IoU of each class, mean of the draws; where it occurs neither in labels nor in predictions, 0 if
+            predictions are matched, else NaN.
         confusion: (C, P) patches or pixels, summed over the draws; rows are labels, columns predictions. A column C, if
             it exists, counts predictions of no class.
         patches: of the memory, mean of the draws.
@@ -60,14 +62,19 @@ class RatioScore:
 
     @classmethod
     def of(
-        cls, ratio: int, tallies: Sequence[Int[Tensor, "c p"]], patches: Sequence[int], recalls: Sequence[float]
+        cls,
+        ratio: int,
+        tallies: Sequence[Int[Tensor, "c p"]],
+        patches: Sequence[int],
+        recalls: Sequence[float],
+        mean: Mean = "present",
     ) -> "RatioScore":
         """Summarise the draws of a ratio."""
-        per_class = torch.stack([iou(tally) for tally in tallies])
+        scores = torch.stack([(matched_iou if mean == "matched" else iou)(tally) for tally in tallies])
         return cls(
             ratio,
-            tuple(per_class.nanmean(dim=1).tolist()),
-            tuple(per_class.nanmean(dim=0).tolist()),
+            tuple(scores.nanmean(dim=1).tolist()),
+            tuple(scores.nanmean(dim=0)[: len(tallies[0])].tolist()),
             torch.stack(list(tallies)).sum(dim=0),
             statistics.fmean(patches),
             statistics.fmean(recalls) if recalls else None,
@@ -75,7 +82,7 @@ class RatioScore:
 
     @property
     def miou(self) -> float:
-        """Mean of the draws: the mean IoU of the classes that occur, in 0-1."""
+        """Mean of the draws, in 0-1."""
         return statistics.fmean(self.draws)
 
     @property
@@ -145,8 +152,9 @@ def dense_nn(
     machine = machine or Machine()
     _check_sets(memory, queries)
     settings = (settings or DenseNN()).for_data(encoder.patch_size, memory.classes)
-    draws = [(ratio, draw) for ratio in settings.ratios for draw in range(settings.draws if ratio > 1 else 1)]
-    images = [draw_images(len(memory), ratio, settings.seed, draw) for ratio, draw in draws]
+    drawn = {ratio: images_of(memory, ratio, settings) for ratio in settings.ratios}
+    draws = [(ratio, draw) for ratio in settings.ratios for draw in range(len(drawn[ratio]))]
+    images = [drawn[ratio][draw] for ratio, draw in draws]
     _require_bound(max(len(_views(part, settings)) for part in images), settings)
     preparation = Preparation(encoder.patch_size, settings.size, settings.interpolation, settings.seed)
     encode = partial(
@@ -181,7 +189,7 @@ def dense_nn(
         places = [place for place, (other, _) in enumerate(draws) if other == ratio]
         patches = [len(memories[place].keys) for place in places]
         recall = [recalls[place] for place in places] if settings.search == "faiss" else []
-        scores.append(RatioScore.of(ratio, [tallies[place] for place in places], patches, recall))
+        scores.append(RatioScore.of(ratio, [tallies[place] for place in places], patches, recall, settings.mean))
     return DenseRetrieval(settings, tuple(scores), tuple(scorer.predictions), known.patches, asked.patches)
 
 
@@ -208,6 +216,30 @@ def panels(found: DenseRetrieval, queries: LabelledImages) -> list[Panel]:
         shown = resize_labels(label.to(torch.uint8), (labels.shape[0], labels.shape[1]))
         drawn.append(Panel(queries.name(prediction.index), image, labels, shown, queries.ignore_index))
     return drawn
+
+
+def images_of(memory: LabelledImages, ratio: int, settings: DenseNN) -> list[list[int]]:
+    """Return the images of each draw of a ratio, as the settings say: all, listed ones, or random ones.
+
+    Raises:
+        InputError: there are no lists for the ratio, or they name an image that the memory does not have.
+    """
+    if ratio == 1:
+        return [list(range(len(memory)))]
+    if settings.lists is None:
+        return [draw_images(len(memory), ratio, settings.seed, draw) for draw in range(settings.draws)]
+    folder = Path(settings.lists).expanduser() / f"1_div_{ratio}"
+    files = sorted(folder.glob("*.txt"))
+    if not files:
+        raise InputError(f"{folder} holds no list (*.txt) for ratio {ratio}: leave out the ratio, or --lists")
+    places = {Path(memory.name(index)).stem: index for index in range(len(memory))}
+    draws = [file.read_text(encoding="utf-8").split() for file in files]
+    for file, names in zip(files, draws, strict=True):
+        if not names:
+            raise InputError(f"{file} is empty: it must list images of the memory, one name per line")
+        if missing := [name for name in names if name not in places]:
+            raise InputError(f"{file} lists {missing[0]}, which is none of the {len(memory)} images of the memory")
+    return [sorted({places[name] for name in names}) for names in draws]
 
 
 def draw_images(count: int, ratio: int, seed: int, draw: int) -> list[int]:

@@ -107,7 +107,7 @@ class Detector(TrainedModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Shorten all gradients together to the length `CLIP`; the trainer itself clips nothing."""
+        """Clip the norm of all gradients to `CLIP`, in place of Lightning's own clipping."""
         self.clip_gradients(optimizer, gradient_clip_val=CLIP, gradient_clip_algorithm="norm")
 
     def _mean_over_devices(self, value: Tensor) -> Tensor:

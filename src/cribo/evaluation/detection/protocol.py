@@ -29,7 +29,7 @@ _SCHEDULES: dict[Schedule, dict[str, Any]] = {
 # Of all schedules; the defaults of YOLOS's `main.py`.
 FINAL_LEARNING_RATE = 1e-7
 WEIGHT_DECAY = 1e-4
-CLIP = 0.1  # length to which all gradients together are shortened
+CLIP = 0.1  # norm to which the gradients are clipped
 
 
 @dataclass
@@ -138,7 +138,7 @@ Requires: pip install "cribo-ssl[detection]"
         return self.decided(_SCHEDULES[self.schedule])
 
     def check_backbone(self, source: BackboneSource) -> None:
-        """Refuse what cannot be finetuned as a detector."""
+        """Check that a detector can be built on the backbone."""
         if source.source == MEAN_COLOUR:
             raise ConfigError(f"{MEAN_COLOUR} is no network that a detector could begin with: {ADVICE}")
         if source.layers != 1:

@@ -110,7 +110,7 @@ def enable_checkpointing(model: Any) -> None:
 
 
 def _save(folder: Path, detector: Detector, backbone: Backbone, sizes: Sizes) -> None:
-    """Write the detector as transformers loads it, with the settings of its image processor."""
+    """Write the detector in transformers' format, with the settings of its image processor."""
     save_yolos(detector.model, folder)
     write_json(
         folder / "preprocessor_config.json",

@@ -1,4 +1,4 @@
-"""The images that a detector sees: augmented ones for training, whole ones for the score, and batches of both."""
+"""The inputs of a detector: augmented images for training, resized whole images for the score, and their batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat
 from cribo.data.detection import BoxedImages
 from cribo.data.randomness import keyed_generator
 
-_VIEWS = 0x59_4F_4C_4F  # keeps its draws apart from others of the same seed
+_VIEWS = 0x59_4F_4C_4F  # separates these draws from others of the same seed
 # YOLOS's sizes for its small and base model (its `datasets/coco.py`), in pixels.
 _SIZE, _LONGEST, _SMALLEST, _STEP = 800, 1333, 480, 16
 _BEFORE_CROP, _CROP, _POSITIONS = (400, 500, 600), (384, 600), (512, 864)

@@ -192,7 +192,7 @@ def _encoded(
             yield ahead.popleft().result()
 
 
-@torch.no_grad()  # applies to one thread only
+@torch.no_grad()  # here, because it is set for each thread separately
 def _encode(encoder: ImageEncoder, device: str, batch: UInt8[np.ndarray, "b 3 h w"]) -> Float[Tensor, "b d"]:
     return F.normalize(encoder.features(torch.from_numpy(batch), device), dim=1).cpu()
 

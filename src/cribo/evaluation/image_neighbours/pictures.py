@@ -16,7 +16,7 @@ from cribo.evaluation.pictures import RIGHT, WRONG, pages, rgb
 _NEIGHBOURS = 7  # beside each image
 _ROWS_PER_PICTURE = 6
 _PANEL, _TITLE, _CAPTION = 1.45, 0.3, 0.5  # inches
-_LETTERS = 20  # of a line of a caption
+_LETTERS = 20  # in a line of a caption
 
 
 def write_neighbours(

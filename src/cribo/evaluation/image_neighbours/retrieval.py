@@ -125,7 +125,7 @@ def shown_score(scores: Sequence[NeighbourScore]) -> NeighbourScore:
 
 
 def row(score: NeighbourScore, asked: ClassifiedFiles, *, with_confusion: bool) -> dict[str, Any]:
-    """Return the row of a result; with the confusion if asked for, and the classes are few enough."""
+    """Return the row of a result, with the confusion if it is asked for and there are not too many classes."""
     confusion = score.confusion(torch.from_numpy(asked.labels), len(asked.classes))
     found = {
         "neighbours": score.neighbours,

@@ -18,9 +18,10 @@ from cribo.evaluation.runner import Run
 from cribo.evaluation.runtime import TrainingRuntime
 from cribo.evaluation.scores import best_place, mean_iou
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
+from cribo.evaluation.segmentation.module import follow_rules
 from cribo.evaluation.segmentation.outcome import outcome, rows_of, training_crops, whole_images
 from cribo.evaluation.segmentation.protocol import FinetunedSegmenter, scale_of
-from cribo.evaluation.segmentation.segmenter import NoisyCrops, Segmenter, SegmenterFinetuning
+from cribo.evaluation.segmentation.segmenter import Segmenter, SegmenterFinetuning
 from cribo.evaluation.segmentation.trained import SEGMENTER_FILE, TrainedSegmenter, load_segmenter, save_segmenter
 from cribo.evaluation.training import fit
 from cribo.files import FolderError, write_json
@@ -57,7 +58,7 @@ def finetune(settings: FinetunedSegmenter, run: Run) -> Outcome:
         trained = load_segmenter(run.folder)
         module = SegmenterFinetuning(trained.network, learning_rate=1.0, steps=1, inference=trained.inference)
     seconds = sum(training.seconds for training in trainings)
-    return outcome(rows, module.to(run.devices[0]), 0, run, seconds=seconds)
+    return outcome(settings, rows, module.to(run.devices[0]), 0, run, seconds=seconds)
 
 
 def build_segmenter(settings: FinetunedSegmenter, run: Run) -> Segmenter:
@@ -75,8 +76,10 @@ def build_segmenter(settings: FinetunedSegmenter, run: Run) -> Segmenter:
         width=settings.decoder.width,
         heads=settings.decoder.heads,
         drop_path=settings.drop_path,
+        initial_weights=settings.rules.initial_weights,
         seed=settings.seed,
     )
+    follow_rules(settings.rules, backbone, decoder)
     return Segmenter(backbone, decoder)
 
 
@@ -113,6 +116,7 @@ class _Training:
             learning_rate=self.rate,
             steps=self.settings.iterations,
             inference=self.settings.windows,
+            rules=self.settings.rules,
         )
 
     def finish(self) -> None:
@@ -141,8 +145,8 @@ class _Training:
         number = settings.learning_rates.index(self.rate) + 1
         fit(
             module,
-            train=NoisyCrops(training_crops(settings, run), module.segmenter.num_drop_path_sites),
-            validation=whole_images(run),
+            train=training_crops(settings, run, module.segmenter.num_drop_path_sites),
+            validation=whole_images(settings, run),
             batch_size=settings.batch_size,
             steps=settings.iterations,
             seed=settings.seed,

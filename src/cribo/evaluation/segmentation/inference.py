@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cribo.errors import InputError
 from cribo.evaluation.runtime import require_least
-from cribo.evaluation.segmentation.protocol import InferenceMode
+from cribo.evaluation.segmentation.rules import InferenceMode
 from cribo.models import Backbone, normalise
 from cribo.retrieval.patches import window_starts
 
@@ -31,6 +31,8 @@ class Inference:
         window: side of a window in pixels.
         stride: pixels from one window to the next.
         batch_size: windows in one pass.
+        stretch: the logits of a padded window are stretched to the window, as in MMSegmentation; otherwise those of
+            the padding are cut off, so that logits stay where they belong.
 
     Raises:
         ValueError: a window, stride or batch size below 1, a stride beyond the window.
@@ -40,6 +42,7 @@ class Inference:
     window: int = 512
     stride: int = 480
     batch_size: int = 4
+    stretch: bool = False
 
     def __post_init__(self) -> None:
         require_least(self, {"window": 1, "stride": 1, "batch_size": 1})
@@ -80,10 +83,10 @@ def segment_image(
 ) -> UInt8[Tensor, "heads label_h label_w"]:
     """The class of each pixel of an image at some size, by each head.
 
-    A window whose sides are no multiples of `divisor` is filled with zeros, which is the mean colour, at its right
-    and bottom, as MMSegmentation does it. Logits are upsampled to the window (the filled part is cut off), averaged
-    over windows, and upsampled to the labels' size; both bilinearly (`align_corners` False). Of equal ones the
-    smaller class wins. Heads, and where there are many, classes are upsampled one after the other.
+    A window whose sides are not multiples of `divisor` is padded with zeros, which is the mean colour, at its right
+    and bottom, as in MMSegmentation. Logits are upsampled to the window (`Inference.stretch`), averaged over windows,
+    and upsampled to the labels' size; both bilinearly (`align_corners` False). Of equal ones the smaller class wins.
+    Heads, and where there are many, classes are upsampled one after the other.
 
     Args:
         image: normalised, on the network's device.
@@ -103,13 +106,14 @@ def segment_image(
         parts = torch.stack([image[:, *window] for window in windows[start : start + inference.batch_size]])
         coarse.append(logits(F.pad(parts, (0, padded[1] - width, 0, padded[0] - height))).float())
     # Of all windows at once: on the grid of patches they take little room.
-    return torch.stack([_classes(head, windows, padded, image, size) for head in torch.cat(coarse, dim=1)])
+    full = (height, width) if inference.stretch else padded
+    return torch.stack([_classes(head, windows, full, image, size) for head in torch.cat(coarse, dim=1)])
 
 
 def _classes(
     coarse: Float[Tensor, "windows c rows columns"],
     windows: list[tuple[slice, slice]],
-    padded: tuple[int, int],
+    full: tuple[int, int],
     image: Float[Tensor, "3 h w"],
     size: tuple[int, int],
 ) -> UInt8[Tensor, "label_h label_w"]:
@@ -117,11 +121,11 @@ def _classes(
     count = image.new_zeros(image.shape[1:])
     for window in windows:
         count[window] += 1
-    largest = max(size[0] * size[1], padded[0] * padded[1], count.numel())
+    largest = max(size[0] * size[1], full[0] * full[1], count.numel())
     best = image.new_full(size, -torch.inf)
     found = torch.zeros(size, dtype=torch.uint8, device=image.device)
     for classes in torch.arange(coarse.shape[1], device=image.device).split(max(1, _BUDGET // (8 * largest))):
-        values, winners = _resized(_averaged(coarse[:, classes], windows, padded, count), size).max(dim=0)
+        values, winners = _resized(_averaged(coarse[:, classes], windows, full, count), size).max(dim=0)
         better = values > best
         best = torch.where(better, values, best)
         found = torch.where(better, classes[winners].to(torch.uint8), found)
@@ -131,14 +135,14 @@ def _classes(
 def _averaged(
     coarse: Float[Tensor, "windows c rows columns"],
     windows: list[tuple[slice, slice]],
-    padded: tuple[int, int],
+    full: tuple[int, int],
     count: Float[Tensor, "h w"],
 ) -> Float[Tensor, "c h w"]:
-    """Logits of the pixels of the image that the network has seen."""
+    """Logits of the pixels of the image; those of a window are upsampled to `full` and cut to the window."""
     total = count.new_zeros(coarse.shape[1], *count.shape)
     for (rows, columns), part in zip(windows, coarse, strict=True):
         height, width = rows.stop - rows.start, columns.stop - columns.start
-        total[:, rows, columns] += _resized(part, padded)[:, :height, :width]
+        total[:, rows, columns] += _resized(part, full)[:, :height, :width]
     return total.div_(count)
 
 

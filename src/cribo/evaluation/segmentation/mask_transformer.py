@@ -8,6 +8,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from cribo.errors import InputError
+from cribo.evaluation.segmentation.rules import InitialWeights
 from cribo.models.backbone import DropPathNoise, replace_drop_path
 from cribo.models.linear import use_onednn
 
@@ -25,8 +26,9 @@ class MaskTransformer(nn.Module):
     blocks. Patches and classes are then projected and normalised; a mask is the cosine of each patch with its class,
     and a layer norm over the classes turns cosines into scores.
 
-    Initial weights are those of the original: linear layers and class tokens truncated normal of 0.02, biases 0, the
-    two last projections normal of D^-1/2. (MMSegmentation: 0.02 for these too, Xavier for queries, keys and values.)
+    Initial weights are truncated normal of 0.02 for linear layers and class tokens, and 0 for biases. In the original,
+    the two last projections are normal of D^-1/2; in MMSegmentation they are like the others, and the joint weight of
+    queries, keys and values is Xavier uniform.
 
     Args:
         in_channels: of the patch tokens.
@@ -35,6 +37,7 @@ class MaskTransformer(nn.Module):
         layers: transformer blocks.
         heads: of their attention; None for 64 channels each, or one head if D is less.
         drop_path: rate of the last block's residual branches; the rates rise linearly from 0.
+        initial_weights: those of the original, `segmenter`, or of `mmsegmentation`.
         seed: of the initial weights.
 
     Raises:
@@ -55,6 +58,7 @@ class MaskTransformer(nn.Module):
         layers: int = 2,
         heads: int | None = None,
         drop_path: float = 0.0,
+        initial_weights: InitialWeights = "segmenter",
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -82,7 +86,7 @@ class MaskTransformer(nn.Module):
             self.project_patches = nn.Linear(width, width, bias=False)
             self.project_classes = nn.Linear(width, width, bias=False)
             self.mask_norm = nn.LayerNorm(classes)
-            self._initialise()
+            self._initialise(initial_weights)
         self._noise = DropPathNoise()
         self.drop_path_rates = replace_drop_path(self.blocks, self._noise)
         use_onednn(self)
@@ -118,14 +122,19 @@ class MaskTransformer(nn.Module):
         classes = F.normalize(self.project_classes(classes), dim=-1)
         return self.mask_norm(patches @ classes.mT).mT.unflatten(2, grid)
 
-    def _initialise(self) -> None:
+    def _initialise(self, initial_weights: InitialWeights) -> None:
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.ndim > 1:  # norms begin with 1
                 trunc_normal_(parameter, std=_STD)
-        for projection in (self.project_patches, self.project_classes):
-            nn.init.normal_(projection.weight, std=self.width**-0.5)
+        if initial_weights == "segmenter":
+            for projection in (self.project_patches, self.project_classes):
+                nn.init.normal_(projection.weight, std=self.width**-0.5)
+        else:
+            for name, parameter in self.blocks.named_parameters():
+                if name.endswith("qkv.weight"):
+                    nn.init.xavier_uniform_(parameter)
 
 
 def _heads(width: int, heads: int | None) -> int:

@@ -8,23 +8,37 @@ from torch import Tensor
 
 from cribo.console import Phases
 from cribo.data.crops import LabelledCrops, WholeImages
+from cribo.data.squares import SquareCrops, SquareImages
 from cribo.evaluation.data import spread
 from cribo.evaluation.pictures import Panel
 from cribo.evaluation.protocol import Outcome
 from cribo.evaluation.runner import Run
 from cribo.evaluation.scores import best_place, iou
-from cribo.evaluation.segmentation.module import SegmentationModule
+from cribo.evaluation.segmentation.module import NoisyCrops, SegmentationModule
 from cribo.evaluation.segmentation.protocol import SegmentationTraining, scale_of
 from cribo.processes import is_first_process
 
 
-def training_crops(settings: SegmentationTraining, run: Run) -> LabelledCrops:
-    """Return the crops of the training images."""
-    return LabelledCrops(run.data.train, settings.crop, scale_of(run.data.about["name"]), seed=settings.seed)
+def training_crops(settings: SegmentationTraining, run: Run, sites: int) -> NoisyCrops:
+    """Return the crops of the training images, with noise for the sites of drop path."""
+    rules, name, crop = settings.rules, run.data.about["name"], settings.crop
+    if rules.mask_size is not None:
+        return NoisyCrops(SquareCrops(run.data.train, crop, rules.mask_size, seed=settings.seed), sites)
+    crops = LabelledCrops(
+        run.data.train,
+        settings.stride if name in rules.narrow_crops else crop,
+        scale_of(name),
+        pad_to=crop,
+        black_padding=name in rules.black_padding,
+        seed=settings.seed,
+    )
+    return NoisyCrops(crops, sites)
 
 
-def whole_images(run: Run) -> WholeImages:
+def whole_images(settings: SegmentationTraining, run: Run) -> WholeImages | SquareImages:
     """Return the images that are scored."""
+    if (mask_size := settings.rules.mask_size) is not None:
+        return SquareImages(run.data.val, settings.crop, mask_size)
     return WholeImages(run.data.val, scale_of(run.data.about["name"]))
 
 
@@ -51,22 +65,30 @@ def rows_of(confusions: Mapping[float, Int[Tensor, "c c"]], run: Run) -> tuple[l
     return rows, best
 
 
-def outcome(rows: list[dict[str, Any]], module: SegmentationModule, head: int, run: Run, **more: Any) -> Outcome:
+def outcome(
+    settings: SegmentationTraining,
+    rows: list[dict[str, Any]],
+    module: SegmentationModule,
+    head: int,
+    run: Run,
+    **more: Any,
+) -> Outcome:
     """Return the outcome of a protocol, with some images of val, evenly spread, labelled by a head.
 
     Args:
+        settings: of the protocol.
         rows: of the result.
         module: on the device to use.
         head: which of its heads.
         run: of the evaluation.
         more: further fields of the outcome.
     """
-    images, panels, val = whole_images(run), [], run.data.val
+    images, panels, val = whole_images(settings, run), [], run.data.val
     shown = spread(len(images), run.num_pictures) if is_first_process() else []
     module.eval()
     with Phases(run.console) as progress:
         for number, index in enumerate(shown, start=1):
-            pixels, labels = images[index]
+            pixels, labels = images[index].pixels, val.labels(index)
             found = module.segment(pixels.to(module.device), (labels.shape[0], labels.shape[1]))[head].cpu()
             panels.append(Panel(val.name(index), val.load(index), labels, found, val.ignore_index))
             progress("pictures", number, len(shown))

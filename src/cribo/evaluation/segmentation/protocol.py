@@ -10,6 +10,7 @@ from cribo.data.sets import SEGMENTATION_SETS
 from cribo.errors import DataError
 from cribo.evaluation.protocol import UNDECIDED, Decided, Outcome, Protocol
 from cribo.evaluation.runtime import Schedule, TrainingRuntime, require_least
+from cribo.evaluation.segmentation.rules import LINEAR, SEGMENTER, InferenceMode, Rules
 from cribo.models.modes import Checkpointing
 from cribo.retrieval.source import MEAN_COLOUR, BackboneSource
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from cribo.evaluation.segmentation.inference import Inference
     from cribo.models import Backbone
 
-InferenceMode = Literal["whole", "slide"]
 
 # Crops of whole patches of 8, 14 and 16 pixels.
 _SCHEDULES: Mapping[Schedule, Mapping[str, int]] = {
@@ -31,6 +31,7 @@ _SCHEDULES: Mapping[Schedule, Mapping[str, int]] = {
 }
 _LONG_ITERATIONS, _LONG_SETS = 160_000, ("coco-stuff", "ade20k")  # of the paper's schedule
 _STRIDE = 480, 512  # of windows, as a share of their side
+_RULES_TO_SET = "inference", "weight_decay", "drop_path"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class SegmentationTraining(Protocol):
     """Common to the linear head and Segmenter.
 
     Attributes:
+        variant: whose rules; docs/evaluation.md lists them.
         schedule: paper (512-pixel crops, batches of 16, 80,000 iterations, 160,000 for COCO-Stuff and ADE20K) or
             short, for a small machine. It decides the next four unless given, see [brackets].
         iterations: optimiser steps. [80000 or 160000, short: 300]
@@ -45,27 +47,40 @@ class SegmentationTraining(Protocol):
         crop: side of the training crops, and of the windows of --inference slide, in pixels. [512, short: 224]
         learning_rates: the best one is reported; the schedule's when not given.
         inference: how images are scored: whole, or slide, in windows of the crop's size whose logits are averaged
-            where they overlap (stride 480 of 512).
+            where they overlap (stride 480 of 512). [whole, released: slide]
+        weight_decay: factor of the weights that is added to their gradient (L2). The paper is silent. [0, released:
+            0.01, neco-linear: 1e-4]
+        drop_path: rate at which the residual branches of the last block are dropped in training; the rates of those
+            before rise from 0. [0, released: 0.1]
         seed: of the crops and their order, and of the initial weights of the head.
     """
 
     RATES: ClassVar[Mapping[Schedule, tuple[float, ...]]]
     """The learning rates of each schedule."""
 
+    RULES: ClassVar[Mapping[str, Rules]]
+    """The rules of each variant."""
+
     metrics: ClassVar[tuple[str, ...]] = ("miou",)
     varies: ClassVar[str] = "learning_rate"
     runtime_type: ClassVar[type[Any]] = TrainingRuntime
 
+    variant: str = "paper"
     schedule: Schedule = "paper"
     iterations: Decided[int] = UNDECIDED
     batch_size: Decided[int] = UNDECIDED
     crop: Decided[int] = UNDECIDED
     learning_rates: Decided[tuple[float, ...]] = UNDECIDED
-    inference: InferenceMode = "whole"
+    inference: Decided[InferenceMode] = UNDECIDED
+    weight_decay: Decided[float] = UNDECIDED
+    drop_path: Decided[float] = UNDECIDED
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_least(self, {"iterations": 1, "batch_size": 1, "crop": 1})
+        super().__post_init__()
+        require_least(self, {"iterations": 1, "batch_size": 1, "crop": 1, "weight_decay": 0})
+        if self.is_decided("drop_path") and not 0.0 <= self.drop_path < 1.0:
+            raise ConfigError(f"drop_path must be >= 0 and < 1, got {self.drop_path}")
         if not self.is_decided("learning_rates"):
             return
         rates = self.learning_rates
@@ -77,7 +92,7 @@ class SegmentationTraining(Protocol):
             raise ConfigError(f"learning_rates must be all different, got {twice:g} {rates.count(twice)} times")
 
     def for_data(self, name: str, backbone: "Backbone") -> Self:
-        """Return a copy in which the schedule has decided all settings.
+        """Return a copy in which variant and schedule have decided all settings.
 
         Args:
             name: of the data set.
@@ -86,12 +101,20 @@ class SegmentationTraining(Protocol):
         Raises:
             ConfigError: a crop that does not fit the patches of the backbone, or the only size that it takes.
         """
-        defaults = {**_SCHEDULES[self.schedule], "learning_rates": self.RATES[self.schedule]}
-        if self.schedule == "paper" and name in _LONG_SETS:
-            defaults["iterations"] = _LONG_ITERATIONS
+        defaults: dict[str, Any] = {**_SCHEDULES[self.schedule], "learning_rates": self.RATES[self.schedule]}
+        defaults |= {name: getattr(self.rules, name) for name in _RULES_TO_SET}
+        if self.schedule == "paper":
+            defaults |= {"iterations": _LONG_ITERATIONS} if name in _LONG_SETS else {}
+            defaults |= self.rules.schedule
         settings = self.decided(defaults)
         _check_crop(settings.crop, settings.inference, backbone)
         return settings
+
+    @property
+    def rules(self) -> Rules:
+        """The rules of the variant, with those that are set."""
+        decided = {name: getattr(self, name) for name in _RULES_TO_SET if self.is_decided(name)}
+        return dataclasses.replace(self.RULES[self.variant], **decided)
 
     @property
     def stride(self) -> int:
@@ -104,7 +127,8 @@ class SegmentationTraining(Protocol):
         """How images are scored."""
         from cribo.evaluation.segmentation.inference import Inference
 
-        return Inference(self.inference, window=self.crop, stride=self.stride)
+        stretch = self.rules.stretches_windows
+        return Inference(self.inference, window=self.crop, stride=self.stride, stretch=stretch)
 
     def prepare(self, run: "Run") -> Self:
         """Decide all settings, and check that there are labels."""
@@ -121,12 +145,15 @@ class SegmentationTraining(Protocol):
     def used(self, run: "Run") -> dict[str, Any]:
         """Return the settings, with those that follow from the data."""
         return {
+            "variant": self.variant,
             "schedule": self.schedule,
             "iterations": self.iterations,
             "batch_size": self.batch_size,
             "crop": self.crop,
-            "scale": scale_of(run.data.about["name"]),
-            "optimiser": "adam",
+            "scale": None if self.rules.mask_size else scale_of(run.data.about["name"]),
+            "optimiser": self.rules.optimiser,
+            "weight_decay": self.weight_decay,
+            "drop_path": self.drop_path,
             "learning_rates": self.learning_rates,
             "inference": self.inference,
             "stride": self.stride if self.inference == "slide" else None,
@@ -148,14 +175,19 @@ class Linear(SegmentationTraining):
     """Linear segmentation: a linear head on frozen features, all learning rates in one pass.
 
     Attributes:
-        learning_rates: all trained in one pass; the best one is reported. [8e-4,3e-4,1e-4,8e-5, short:
-            3e-2,1e-2,3e-3,1e-3]
+        variant: paper, as the paper's text says; released, as its code does; or neco-linear, as in Leopart and NeCo,
+            with 2,050 iterations of 128 crops of 448 pixels (docs/evaluation.md lists the rules).
+        learning_rates: all trained in one pass; the best one is reported. [8e-4,3e-4,1e-4,8e-5, neco-linear: 0.01,
+            short: 3e-2,1e-2,3e-3,1e-3]
     """
 
     RATES: ClassVar[Mapping[Schedule, tuple[float, ...]]] = {
         "paper": (8e-4, 3e-4, 1e-4, 8e-5),
         "short": (3e-2, 1e-2, 3e-3, 1e-3),
     }
+    RULES: ClassVar[Mapping[str, Rules]] = LINEAR
+
+    variant: Literal["paper", "released", "neco-linear"] = "paper"
 
     name: ClassVar[str] = "linear"
     title: ClassVar[str] = "Linear segmentation"
@@ -163,7 +195,8 @@ class Linear(SegmentationTraining):
     description: ClassVar[str] = """\
 Linear segmentation: one linear layer is trained on the patch tokens of the frozen backbone, its logits are
 upsampled to pixels, and the labels of the validation images are scored (mIoU). All learning rates are trained
-in one pass over the features; the best one is reported.
+in one pass over the features; the best one is reported. --variant released follows the paper's code in place of
+its text, --variant neco-linear the linear segmentation of Leopart and NeCo (docs/evaluation.md lists the rules).
 
   cribo evaluate linear --backbone runs/coco --data voc --data.root VOCdevkit/VOC2012
   cribo evaluate linear --backbone vit_small_patch16_224.dino --data ade20k --data.root ADEChallengeData2016 \\
@@ -174,6 +207,14 @@ The default settings are the paper's: 80,000 or 160,000 iterations of 16 crops o
 GPU. --schedule short takes minutes on a laptop; its scores are only comparable with each other. For a first try:
 --schedule short --limit 20 --iterations 20
 """
+
+    def prepare(self, run: "Run") -> Self:
+        """Decide all settings, and open the backbone with the drop path of the variant."""
+        from cribo.evaluation.segmentation.linear import open_frozen
+
+        settings = super().prepare(run)
+        run.prepared = open_frozen(settings, run)
+        return settings
 
     def used(self, run: "Run") -> dict[str, Any]:
         """Return the settings, with the layers that give tokens."""
@@ -210,13 +251,14 @@ class FinetunedSegmenter(SegmentationTraining):
     """Finetuning with Segmenter: backbone and decoder, from the same initial weights for each learning rate.
 
     Attributes:
+        variant: paper, as the paper's text says, or released, as its code does (docs/evaluation.md lists the rules).
         learning_rates: each is trained separately, one after the other; the best one is reported. One of them takes a
             quarter of the time. [8e-5,3e-5,1e-5,8e-6, short: 1e-3,3e-4]
         inference: how images are scored: slide, in windows of the crop's size whose logits are averaged where they
-            overlap (stride 480 of 512), as MMSegmentation's Segmenter, or whole.
+            overlap (stride 480 of 512), as in the released code, or whole. [slide]
+        drop_path: rate at which the residual branches of the last blocks of backbone and decoder are dropped in
+            training; the rates of those before rise from 0. The paper is silent; 0 for a network without. [0.1]
         decoder: Segmenter's mask transformer.
-        drop_path: rate at which the last residual branches of backbone and decoder are dropped in training; the rates
-            of those before rise from 0. The paper is silent, 0.1 is MMSegmentation's; 0 for a network without.
         checkpointing: if a GPU runs out of memory: selective or blocks recompute activations of a vision
             transformer's blocks in the backward pass, with the same result.
     """
@@ -225,6 +267,9 @@ class FinetunedSegmenter(SegmentationTraining):
         "paper": (8e-5, 3e-5, 1e-5, 8e-6),
         "short": (1e-3, 3e-4),
     }
+    RULES: ClassVar[Mapping[str, Rules]] = SEGMENTER
+
+    variant: Literal["paper", "released"] = "paper"
 
     name: ClassVar[str] = "segmenter"
     title: ClassVar[str] = "Finetuning with Segmenter"
@@ -232,7 +277,8 @@ class FinetunedSegmenter(SegmentationTraining):
     description: ClassVar[str] = """\
 Finetuning with Segmenter: the backbone is trained end to end with a mask transformer on its tokens (two blocks,
 one learnable token per class), and the labels of the validation images are scored (mIoU). Each learning rate is
-trained separately from the same weights; the best one is reported, and its network is saved.
+trained separately from the same weights; the best one is reported, and its network is saved. --variant released
+follows the paper's code in place of its text (docs/evaluation.md lists the rules).
 
   cribo evaluate segmenter --backbone runs/coco --data voc --data.root VOCdevkit/VOC2012 \\
       --runtime.precision bf16-mixed --out segmenter-voc --resume
@@ -249,15 +295,8 @@ comparable between equal settings. For a first try: --schedule short --limit 20 
 If a GPU runs out of memory: --checkpointing selective, more --devices, or a smaller --batch_size.
 """
 
-    inference: InferenceMode = "slide"
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
-    drop_path: float = 0.1
     checkpointing: Checkpointing = "none"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0.0 <= self.drop_path < 1.0:
-            raise ConfigError(f"drop_path must be >= 0 and < 1, got {self.drop_path}")
 
     def check_backbone(self, source: BackboneSource) -> None:
         """Refuse backbones that cannot be finetuned."""
@@ -280,7 +319,7 @@ If a GPU runs out of memory: --checkpointing selective, more --devices, or a sma
 
     def used(self, run: "Run") -> dict[str, Any]:
         """Return the settings, with those of the decoder."""
-        return {**super().used(run), "decoder": dataclasses.asdict(self.decoder), "drop_path": self.drop_path}
+        return {**super().used(run), "decoder": dataclasses.asdict(self.decoder)}
 
     def measure(self, run: "Run") -> Outcome:
         """Finetune the network with each learning rate, and score it."""

@@ -1,21 +1,15 @@
 """Segmenter: a backbone and a mask transformer, one network that is trained from end to end."""
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
-from cribo.data.crops import LabelledCrops
-from cribo.data.randomness import keyed_generator
 from cribo.evaluation.segmentation.inference import Inference
 from cribo.evaluation.segmentation.mask_transformer import MaskTransformer
 from cribo.evaluation.segmentation.module import SegmentationModule
+from cribo.evaluation.segmentation.rules import PAPER, Rules
 from cribo.models import Backbone
-
-_NOISE = 0x64726F70  # keeps its draws apart from others of the same seed
 
 
 class Segmenter(nn.Module):
@@ -26,6 +20,7 @@ class Segmenter(nn.Module):
         decoder: takes tokens of the backbone's width.
 
     Example:
+        >>> import torch
         >>> from cribo.models import build_backbone
         >>> backbone = build_backbone("resnet18", args={"channels": (8, 8, 8, 16)})
         >>> segmenter = Segmenter(backbone, MaskTransformer(backbone.embed_dim, classes=5))
@@ -59,30 +54,6 @@ class Segmenter(nn.Module):
         return self.decoder(features.tokens, features.grid, drop_path_noise=noise[1])
 
 
-class NoisyCrop(NamedTuple):
-    """A `Crop`, with a uniform number for each site of drop path."""
-
-    pixels: UInt8[Tensor, "3 size size"]
-    labels: UInt8[Tensor, "size size"]
-    extent: Int[Tensor, "2"]
-    drop_path_noise: Float[Tensor, " sites"]
-
-
-@dataclass
-class NoisyCrops(Dataset[NoisyCrop]):
-    """Crops with noise for `sites` of drop path; draws depend on seed, epoch and index alone."""
-
-    crops: LabelledCrops
-    sites: int
-
-    def __len__(self) -> int:
-        return len(self.crops)
-
-    def __getitem__(self, key: tuple[int, int]) -> NoisyCrop:
-        noise = torch.rand(self.sites, generator=keyed_generator(_NOISE, self.crops.seed, *key))
-        return NoisyCrop(*self.crops[key], noise)
-
-
 class SegmenterFinetuning(SegmentationModule):
     """Trains backbone and decoder with one learning rate.
 
@@ -94,11 +65,18 @@ class SegmenterFinetuning(SegmentationModule):
         segmenter: trained in place.
         learning_rate: at the start.
         steps: of the whole training.
-        inference: how images are looked at for the score.
+        inference: how images are scored, whole or in windows.
+        rules: of the variant.
     """
 
     def __init__(
-        self, segmenter: Segmenter, *, learning_rate: float, steps: int, inference: Inference | None = None
+        self,
+        segmenter: Segmenter,
+        *,
+        learning_rate: float,
+        steps: int,
+        inference: Inference | None = None,
+        rules: Rules = PAPER,
     ) -> None:
         super().__init__(
             segmenter.backbone,
@@ -106,27 +84,21 @@ class SegmenterFinetuning(SegmentationModule):
             heads=[f"{learning_rate:g}"],
             steps=steps,
             inference=inference or Inference(),
+            rules=rules,
         )
         self.decoder = segmenter.decoder
         self.learning_rate = learning_rate
-        self._noise: Tensor | None = None
 
     @property
     def segmenter(self) -> Segmenter:
         """The network."""
         return Segmenter(self.backbone, self.decoder)
 
-    def training_step(self, batch: NoisyCrop, batch_idx: int) -> Float[Tensor, ""]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The loss of a batch with drop path."""
-        self._noise = batch.drop_path_noise if batch.drop_path_noise.shape[1] else None
-        try:
-            return super().training_step(batch, batch_idx)  # pyright: ignore[reportArgumentType]
-        finally:
-            self._noise = None
-
-    def logits(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "1 b c rows columns"]:
+    def logits(
+        self, images: Float[Tensor, "b 3 h w"], *, drop_path_noise: Float[Tensor, "b sites"] | None = None
+    ) -> Float[Tensor, "1 b c rows columns"]:
         """The scores of each class on the grid of patches."""
-        return self.segmenter(images, drop_path_noise=self._noise)[None]
+        return self.segmenter(images, drop_path_noise=drop_path_noise)[None]
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """All trained parameters, with one learning rate."""

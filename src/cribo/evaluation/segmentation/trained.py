@@ -29,7 +29,7 @@ SEGMENTER_FILE = "segmenter.safetensors"
 """The network of the best learning rate of `cribo evaluate segmenter`."""
 
 _ENTRY = "cribo_segmenter"
-_FORMAT = 1
+_FORMAT = 2  # 1: without `stretch` of the inference
 
 
 class UnusableSegmenter(InputError):

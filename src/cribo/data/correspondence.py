@@ -1,0 +1,185 @@
+"""Pairs of images with corresponding keypoints, in the format of SPair-71k."""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from cribo.data.images import DataError, ImageFiles, MissingData, require
+from cribo.data.limits import MAX_PIXELS
+from cribo.data.reading import image_size
+from cribo.data.segmentation import IGNORE_INDEX
+
+SPAIR_SIZES = {"trn": 53_340, "val": 5_384, "test": 12_234}
+"""Pairs of each split of SPair-71k."""
+
+_NEEDED = ("src_imname", "trg_imname", "src_kps", "trg_kps", "trg_bndbox")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two images of objects of one category, and points that correspond.
+
+    Attributes:
+        name: of its file.
+        category: of the objects.
+        source, target: indices of the images.
+        source_points: (k, 2), x and y in pixels.
+        target_points: (k, 2), the points of the target that correspond to them.
+        box: left, top, right and bottom of the object in the target, in pixels.
+    """
+
+    name: str
+    category: str
+    source: int
+    target: int
+    source_points: Float[Tensor, "k 2"]
+    target_points: Float[Tensor, "k 2"]
+    box: tuple[float, float, float, float]
+
+
+class PairedImages(ImageFiles):
+    """Images in pairs with corresponding keypoints; as `LabelledImages`, none of their pixels has a class.
+
+    Args:
+        folder: of the images.
+        names: paths of the images below it.
+        pairs: of these images.
+
+    Attributes:
+        pairs: in the order of their files.
+        categories: of the pairs, sorted.
+    """
+
+    classes: Sequence[str] = ("unlabelled",)
+    palette: Sequence[tuple[int, int, int]] = ((0, 0, 0),)
+    ignore_index = IGNORE_INDEX
+
+    def __init__(
+        self, folder: Path, names: Sequence[str], pairs: Sequence[Pair], *, max_pixels: int = MAX_PIXELS
+    ) -> None:
+        super().__init__(folder, names, max_pixels=max_pixels)
+        self.pairs = list(pairs)
+        self.categories = sorted({pair.category for pair in pairs})
+
+    def labels(self, index: int) -> UInt8[Tensor, "h w"]:
+        """No class for any pixel."""
+        return torch.full(image_size(self.path(index)), IGNORE_INDEX, dtype=torch.uint8)
+
+
+def open_pairs(
+    root: str | os.PathLike[str], split: str | None = None, *, partial: bool = False, limit: int | None = None
+) -> PairedImages:
+    """Open SPair-71k, or a folder of one's own with files in its format.
+
+    SPair-71k has `PairAnnotation/<split>/*.json` and `JPEGImages/<category>`; a folder of one's own has `pairs/*.json`
+    and `images`. A file is one pair: `src_imname`, `trg_imname`, `src_kps` and `trg_kps` (lists of x and y in pixels,
+    in the same order), `trg_bndbox` (left, top, right, bottom) and `category`; all else is ignored.
+
+    Args:
+        root: the folder.
+        split: of SPair-71k: trn, val or test, by default test; None for a folder of one's own.
+        partial: accept SPair-71k with missing pairs.
+        limit: use only this many pairs, evenly spread.
+
+    Raises:
+        MissingData: a folder or image does not exist.
+        DataError: another layout, missing pairs, or a file that is not in the format, such as one with keypoints
+            outside of the image.
+    """
+    root = Path(root).expanduser()
+    require(root)
+    if (root / "PairAnnotation").is_dir():
+        split = split or "test"
+        if split not in SPAIR_SIZES:
+            raise DataError(f"split must be {', '.join(SPAIR_SIZES)}, got {split!r}")
+        annotations, images = root / "PairAnnotation" / split, root / "JPEGImages"
+    elif (root / "pairs").is_dir():
+        if split is not None:
+            raise DataError(f"{root} has no splits, got {split!r}: leave out data.split")
+        annotations, images = root / "pairs", root / "images"
+    else:
+        raise DataError(
+            f"{root} must contain PairAnnotation and JPEGImages (SPair-71k), or pairs/*.json and images of your own"
+        )
+    for folder in (annotations, images):
+        require(folder)
+    files = sorted(annotations.glob("*.json"))
+    if not files:
+        raise DataError(f"{annotations} has no *.json, a file for each pair")
+    if split is not None and len(files) != SPAIR_SIZES[split] and not partial:
+        raise DataError(
+            f"{annotations} must have the {SPAIR_SIZES[split]:,} pairs of SPair-71k, got {len(files):,}: complete it, "
+            "or accept it with --data.partial"
+        )
+    if limit is not None and limit < len(files):
+        files = [files[place * len(files) // limit] for place in range(limit)]
+    return _read_pairs(files, images, in_categories=split is not None)
+
+
+def _read_pairs(files: Sequence[Path], images: Path, *, in_categories: bool) -> PairedImages:
+    size_of = cache(lambda name: image_size(str(images / name)))
+    numbers: dict[str, int] = {}
+    pairs: list[Pair] = []
+    for file in files:
+        content = _read(file)
+        category = str(content.get("category", "object"))
+        names = [
+            f"{category}/{content[key]}" if in_categories else content[key] for key in ("src_imname", "trg_imname")
+        ]
+        for name in names:
+            if not (images / name).is_file():
+                raise MissingData(f"{file} needs the image {name}, which is not in {images}")
+        points = [_points(file, content, key, size_of(name)) for key, name in zip(("src", "trg"), names, strict=True)]
+        if len(points[0]) != len(points[1]):
+            raise DataError(
+                f"{file}: src_kps and trg_kps must have as many points, got {len(points[0])} and {len(points[1])}"
+            )
+        source, target = (numbers.setdefault(name, len(numbers)) for name in names)
+        pairs.append(Pair(file.stem, category, source, target, points[0], points[1], _box(file, content)))
+    return PairedImages(images, list(numbers), pairs)
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} is not a JSON file ({error})") from error
+    missing = [key for key in _NEEDED if not isinstance(content, dict) or key not in content]
+    if missing:
+        raise DataError(f"{file} is not a pair in the format of SPair-71k: it lacks {', '.join(missing)}")
+    return content
+
+
+def _points(file: Path, content: Mapping[str, Any], key: str, size: tuple[int, int]) -> Float[Tensor, "k 2"]:
+    points = content[f"{key}_kps"]
+    if not isinstance(points, list) or not points or not all(_are_numbers(point, 2) for point in points):
+        raise DataError(f"{file}: {key}_kps must be lists of x and y in pixels, at least one, got {points!r:.60}")
+    height, width = size
+    for number, (x, y) in enumerate(points):
+        if not (0 <= x <= width and 0 <= y <= height):
+            raise DataError(
+                f"{file}: point {number} of {key}_kps must be inside of the image, {width} x {height}, got {x}, {y}"
+            )
+    return torch.tensor(points, dtype=torch.float32)
+
+
+def _box(file: Path, content: Mapping[str, Any]) -> tuple[float, float, float, float]:
+    box = content["trg_bndbox"]
+    if not _are_numbers(box, 4) or box[2] <= box[0] or box[3] <= box[1]:
+        raise DataError(f"{file}: trg_bndbox must be left, top, right and bottom in pixels, got {box!r:.60}")
+    return tuple(box)
+
+
+def _are_numbers(values: object, count: int) -> bool:
+    if not isinstance(values, list) or len(values) != count:
+        return False
+    return all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in values)

@@ -1,0 +1,97 @@
+"""Images with object boxes in Pascal VOC's layout."""
+
+import copy
+import os
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from cribo.data.detection import Boxes
+from cribo.data.images import DataError, ImageFiles, MissingData, PackedNames, require
+from cribo.data.limits import MAX_PIXELS
+
+_FOLDERS = ("Annotations", "ImageSets", "JPEGImages")
+
+
+def is_voc(root: str | os.PathLike[str]) -> bool:
+    """Whether a folder has the layout of Pascal VOC."""
+    return all((Path(root).expanduser() / name).is_dir() for name in _FOLDERS)
+
+
+class VocBoxes(ImageFiles):
+    """The images of a split of Pascal VOC, with the boxes of all their objects.
+
+    Boxes of difficult and truncated objects are included. VOC counts pixels from 1, and boxes include their last pixel;
+    `boxes` returns them as corners in 0 to width and 0 to height.
+
+    Args:
+        root: the folder with `Annotations`, `ImageSets/Main` and `JPEGImages`, such as VOCdevkit/VOC2007.
+        split: name of the list in `ImageSets/Main`.
+
+    Attributes:
+        classes: names of the objects, sorted.
+
+    Raises:
+        MissingData: the list does not exist, or an image or annotation that it names.
+        DataError: an empty list, or an annotation that cannot be read.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], split: str, *, max_pixels: int = MAX_PIXELS) -> None:
+        folder = Path(root).expanduser()
+        listed = folder / "ImageSets" / "Main" / f"{split}.txt"
+        require(listed)
+        stems = [line.split()[0] for line in listed.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+        if not stems:
+            raise DataError(f"{listed} lists no image")
+        images, annotations = folder / "JPEGImages", folder / "Annotations"
+        for place, ending in ((images, ".jpg"), (annotations, ".xml")):
+            missing = [stem for stem in stems if not (place / f"{stem}{ending}").is_file()]
+            if missing:
+                raise MissingData(
+                    f"{len(missing)} of the {len(stems)} images of {listed} have no {ending} file in {place}, the "
+                    f"first is {missing[0]}: complete the set, or list the images that are there in another file of "
+                    f"{listed.parent} and give its name as the split"
+                )
+        super().__init__(images, (f"{stem}.jpg" for stem in stems), max_pixels=max_pixels)
+        objects = [_read_objects(annotations / f"{stem}.xml") for stem in stems]
+        self.classes = sorted({name for each in objects for name, _ in each})
+        places = {name: place for place, name in enumerate(self.classes)}
+        self._boxes = [_boxes([(places[name], corners) for name, corners in each]) for each in objects]
+
+    def boxes(self, index: int) -> Boxes:
+        """The objects of one image, possibly none."""
+        return self._boxes[index]
+
+    def subset(self, indices: Sequence[int]) -> "VocBoxes":
+        """Some of the images, in this order, with the same classes.
+
+        Raises:
+            IndexError: an index does not exist.
+        """
+        part = copy.copy(self)
+        part.names = PackedNames(map(self.name, indices))
+        part._boxes = [self._boxes[index] for index in indices]
+        return part
+
+
+def _read_objects(path: Path) -> list[tuple[str, tuple[float, ...]]]:
+    """Name and corners of each object in an annotation."""
+    try:
+        objects = []
+        for entry in ET.parse(path).getroot().findall("object"):
+            left, top, right, bottom = (
+                float(entry.findtext(f"bndbox/{side}", "")) for side in ("xmin", "ymin", "xmax", "ymax")
+            )
+            objects.append((entry.findtext("name", ""), (left - 1, top - 1, right, bottom)))
+    except (ET.ParseError, ValueError) as error:
+        raise DataError(f"{path} is not an annotation of Pascal VOC ({error})") from error
+    return objects
+
+
+def _boxes(objects: list[tuple[int, tuple[float, ...]]]) -> Boxes:
+    corners = torch.tensor([corners for _, corners in objects], dtype=torch.float64).view(-1, 4)
+    sides = corners[:, 2:] - corners[:, :2]
+    labels = torch.tensor([label for label, _ in objects], dtype=torch.long)
+    return Boxes(corners, labels, torch.zeros(len(objects), dtype=torch.bool), sides.prod(dim=1))

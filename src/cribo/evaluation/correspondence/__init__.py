@@ -1,0 +1,1 @@
+"""Semantic correspondence: keypoints of one image found in another by nearest features."""

@@ -1,0 +1,128 @@
+"""Keypoints matched by nearest features, and the share of correct ones (PCK)."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from cribo.console import Progress
+from cribo.data.correspondence import Pair, PairedImages
+from cribo.data.reading import image_size
+from cribo.evaluation.features import EncodedView, PatchFeatures
+
+_CHANNELS = 64  # upsampled at once
+
+
+@torch.no_grad()
+def match_pairs(
+    features: PatchFeatures,
+    images: PairedImages,
+    *,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> list[Float[Tensor, "k 2"]]:
+    """Find the points of each source in its target.
+
+    Args:
+        features: of the patches of all images.
+        images: in pairs.
+        device: on which they are matched.
+        progress: is called with the progress.
+
+    Returns:
+        For each pair, (k, 2): x and y in pixels of the target.
+    """
+    matches: dict[int, Tensor] = {}
+    order = sorted(range(len(images.pairs)), key=lambda number: images.pairs[number].target)
+    for index, numbers in groupby(order, key=lambda number: images.pairs[number].target):
+        size = image_size(images.path(index))
+        target = _feature_map(features, index, device)
+        norms = upsampled_norms(target, size)
+        for number in numbers:
+            pair = images.pairs[number]
+            source = _feature_map(features, pair.source, device)
+            points = features_at(source, pair.source_points.to(device), image_size(images.path(pair.source)))
+            matches[number] = nearest_pixels(points, target, norms).cpu()
+            if progress is not None:
+                progress("points of the pairs", len(matches), len(order))
+    return [matches[number] for number in range(len(order))]
+
+
+def features_at(
+    features: Float[Tensor, "d h w"], points: Float[Tensor, "k 2"], size: tuple[int, int]
+) -> Float[Tensor, "k d"]:
+    """Return the features at the pixels of points, interpolated bilinearly, of unit length.
+
+    The same as indexing the feature map upsampled to the image, (D, height, width), at [:, y, x].
+
+    Args:
+        features: of an image.
+        points: x and y of each, in pixels.
+        size: height and width of the image.
+    """
+    height, width = size
+    last = points.new_tensor([width - 1, height - 1])
+    pixels = points.floor().minimum(last)
+    places = 2 * (pixels + 0.5) / (last + 1) - 1
+    found = F.grid_sample(features[None], places[None, None], padding_mode="border", align_corners=False)
+    return F.normalize(found[0, :, 0].T, dim=1)
+
+
+def upsampled_norms(features: Float[Tensor, "d h w"], size: tuple[int, int]) -> Float[Tensor, "height width"]:
+    """Return the lengths of the features at all pixels, of the feature map upsampled bilinearly."""
+    parts = (F.interpolate(part[None], size=size, mode="bilinear")[0] for part in features.split(_CHANNELS))
+    return sum((part.square().sum(dim=0) for part in parts), start=features.new_zeros(size)).sqrt()
+
+
+def nearest_pixels(
+    points: Float[Tensor, "k d"], target: Float[Tensor, "d h w"], norms: Float[Tensor, "height width"]
+) -> Float[Tensor, "k 2"]:
+    """Return x and y of the pixel with the highest cosine, for each point.
+
+    Args:
+        points: their features.
+        target: the features of an image.
+        norms: of the target, `upsampled_norms`.
+    """
+    # The product with upsampled features is the upsampled product.
+    products = torch.einsum("kd,dhw->khw", points, target)
+    cosines = F.interpolate(products[None], size=norms.shape, mode="bilinear")[0] / norms.clamp_min(1e-12)
+    best = cosines.flatten(1).argmax(dim=1)
+    return torch.stack((best % norms.shape[1], best // norms.shape[1]), dim=1).float()
+
+
+def are_correct(pair: Pair, found: Float[Tensor, "k 2"], alpha: float) -> Bool[Tensor, " k"]:
+    """Return which points are at most `alpha` times the longer side of the object's box from where they belong."""
+    left, top, right, bottom = pair.box
+    return (found - pair.target_points).norm(dim=1) <= alpha * max(right - left, bottom - top)
+
+
+def row(matches: Sequence[Float[Tensor, "k 2"]], images: PairedImages, alpha: float) -> dict[str, Any]:
+    """Return the row of a result.
+
+    PCK per image is the mean of all pairs' shares of correct points, PCK per point the share of all points.
+    """
+    correct = [are_correct(pair, found, alpha).double() for pair, found in zip(images.pairs, matches, strict=True)]
+
+    def per_image(parts: Sequence[Tensor]) -> float:
+        return float(torch.stack([part.mean() for part in parts]).mean())
+
+    def of(category: str) -> list[Tensor]:
+        return [part for part, pair in zip(correct, images.pairs, strict=True) if pair.category == category]
+
+    return {
+        "alpha": alpha,
+        "pck_image": per_image(correct),
+        "pck_point": float(torch.cat(correct).mean()),
+        "per_class": {category: per_image(of(category)) for category in images.categories},
+        "per_class_point": {category: float(torch.cat(of(category)).mean()) for category in images.categories},
+    }
+
+
+def _feature_map(features: PatchFeatures, index: int, device: torch.device | str) -> Float[Tensor, "d h w"]:
+    view = EncodedView(index)
+    return features.features(view).to(device).float().T.unflatten(1, features.grid(view))

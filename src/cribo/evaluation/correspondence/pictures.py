@@ -1,0 +1,80 @@
+"""Pictures of pairs: keypoints, where they belong, and where they were found."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from torch import Tensor
+
+from cribo.data.correspondence import PairedImages
+from cribo.drawing import write_figure
+from cribo.evaluation.correspondence.matching import are_correct
+from cribo.evaluation.data import spread
+from cribo.evaluation.pictures import RIGHT, WRONG, draw_rows, pages, rgb
+
+_ROWS_PER_PICTURE = 6
+
+
+def write_pairs(
+    matches: Sequence[Float[Tensor, "k 2"]], images: PairedImages, folder: Path, *, alpha: float, number: int
+) -> None:
+    """Draw some of the pairs: `pairs.png`, `pairs-2.png`, ... of six each.
+
+    Args:
+        matches: the points that were found in the target of each pair.
+        images: in pairs.
+        folder: to write to.
+        alpha: up to which points are correct.
+        number: of pairs to draw.
+    """
+    for name, part in pages("pairs", spread(len(images.pairs), number), _ROWS_PER_PICTURE):
+        write_figure(folder / f"{name}.png", draw_pairs(part, matches, images, alpha=alpha))
+
+
+def draw_pairs(
+    numbers: Sequence[int], matches: Sequence[Float[Tensor, "k 2"]], images: PairedImages, *, alpha: float
+) -> Figure:
+    """Draw the points of each source, and beside it those that were found, with a line to where they belong."""
+
+    def draw(number: int, axes: Sequence[Axes]) -> str:
+        pair, found = images.pairs[number], matches[number]
+        correct = are_correct(pair, found, alpha).tolist()
+        for part, index in zip(axes, (pair.source, pair.target), strict=True):
+            image = images.load(index)
+            part.imshow(image.permute(1, 2, 0).numpy(), interpolation="antialiased")
+            part.set(xlim=(-0.5, image.shape[2] - 0.5), ylim=(image.shape[1] - 0.5, -0.5))
+            part.set_axis_off()
+        left, top, right, bottom = pair.box
+        box = Rectangle((left, top), right - left, bottom - top, fill=False, edgecolor="white", linewidth=0.8)
+        axes[1].add_patch(box)
+        points = (part.tolist() for part in (pair.source_points, pair.target_points, found))
+        for source, target, match, is_right in zip(*points, correct, strict=True):
+            colour = rgb(RIGHT if is_right else WRONG)
+            axes[0].plot(*source, "o", markersize=5, color=colour, markeredgecolor="white")
+            axes[1].plot(*zip(target, match, strict=True), "-", color=colour, linewidth=1.2)
+            axes[1].plot(*target, "o", markersize=6, color="none", markeredgecolor="white")
+            axes[1].plot(*match, "o", markersize=5, color=colour, markeredgecolor="white")
+        return f"{pair.name}: {sum(correct)} of {len(correct)} points right"
+
+    shapes = [images.load(images.pairs[number].target).shape for number in numbers]
+    return draw_rows(
+        numbers,
+        draw,
+        aspects=[height / width for _, height, width in shapes],
+        cell=(4.6, 3.8),
+        headings=("source", "target"),
+        handles=[
+            _dot(rgb(RIGHT), "white", f"found, within {alpha:g} of the box"),
+            _dot(rgb(WRONG), "white", "found elsewhere"),
+            _dot("none", "0.4", "where it belongs"),
+        ],
+    )
+
+
+def _dot(colour: Any, edge: str, label: str) -> Line2D:
+    return Line2D([], [], color=colour, marker="o", linestyle="none", markeredgecolor=edge, label=label)

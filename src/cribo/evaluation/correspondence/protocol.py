@@ -1,0 +1,140 @@
+"""Semantic correspondence as a protocol: data, settings, and what it returns."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from cribo.errors import InputError
+from cribo.evaluation.data import Splits
+from cribo.evaluation.protocol import UNDECIDED, Decided, Outcome, Protocol, require_whole_patches, square
+from cribo.evaluation.runtime import require_least
+from cribo.retrieval.choices import FeaturePrecision, Interpolation
+
+if TYPE_CHECKING:
+    from cribo.evaluation.runner import Run
+
+_SIDE = 768  # of the square images in DIFT
+
+
+@dataclass
+class CorrespondenceData:
+    """Pairs of images with keypoints: SPair-71k, or a folder with files in its format.
+
+    Attributes:
+        root: SPair-71k (PairAnnotation, JPEGImages), or a folder of your own with images, and pairs/*.json in the
+            format of SPair-71k.
+        split: of SPair-71k: trn, val or test. [test]
+        partial: accept SPair-71k with missing pairs. Its scores cannot be compared with published ones.
+        limit: use only this many pairs, evenly spread, to try things out.
+    """
+
+    root: str
+    split: str | None = None
+    partial: bool = False
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        require_least(self, {"limit": 1}, "data.")
+
+    def open(self) -> Splits:
+        """Open the pairs.
+
+        Raises:
+            errors of `open_pairs`.
+        """
+        from cribo.data.correspondence import open_pairs
+
+        images = open_pairs(self.root, self.split, partial=self.partial, limit=self.limit)
+        root = Path(self.root).expanduser().absolute()
+        is_spair = (root / "PairAnnotation").is_dir()
+        about = {
+            **dataclasses.asdict(self),
+            "name": "spair" if is_spair else root.name,
+            "root": str(root),
+            "split": self.split or ("test" if is_spair else None),
+            "images": len(images),
+            "pairs": len(images.pairs),
+            "points": sum(len(pair.source_points) for pair in images.pairs),
+        }
+        return Splits(images, images, about["name"], about)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correspondence(Protocol):
+    """Semantic correspondence by nearest features, as in DIFT's `eval_spair.py`.
+
+    Attributes:
+        alphas: a point is correct up to this share of the longer side of the object's box; a row of results each.
+        size: height,width of all images, or one number for a square. [768, or the multiple of the patch size below]
+        interpolation: of images.
+        precision: of the stored features: float16 takes half the space.
+
+    Raises:
+        InputError: a value out of range.
+    """
+
+    name: ClassVar[str] = "correspondence"
+    title: ClassVar[str] = "Semantic correspondence"
+    metrics: ClassVar[tuple[str, ...]] = ("pck_image", "pck_point")
+    varies: ClassVar[str] = "alpha"
+    class_metric: ClassVar[str] = "PCK per image"
+    data_type: ClassVar[type[Any]] = CorrespondenceData
+    pictures: ClassVar[str] = "pairs for which the points are drawn"
+    less_memory: ClassVar[str] = "lower --runtime.batch_size or --size"
+    description: ClassVar[str] = """\
+Semantic correspondence: each keypoint of an image is matched with the pixel of another image that has the most similar
+feature, and the share of correct keypoints is scored (PCK, per image and per point). Nothing is trained.
+
+  cribo evaluate correspondence --backbone vit_small_patch16_224.dino --data SPair-71k
+  cribo evaluate correspondence --backbone runs/mine --data MINE --alphas 0.05,0.1
+
+Features are cached on disk. For a first try: --limit 50 --size 448
+"""
+
+    alphas: tuple[float, ...] = (0.1,)
+    size: Decided[tuple[int, int]] = UNDECIDED
+    interpolation: Interpolation = "bilinear"
+    precision: FeaturePrecision = "float32"
+
+    def __post_init__(self) -> None:
+        if (
+            not self.alphas
+            or not all(0 < alpha <= 1 for alpha in self.alphas)
+            or len({*self.alphas}) < len(self.alphas)
+        ):
+            raise InputError(
+                f"alphas must be different numbers above 0 and up to 1, such as 0.05,0.1, got {self.alphas}"
+            )
+
+    def prepare(self, run: "Run") -> Self:
+        """Decide the size."""
+        backbone = run.backbone
+        side = _SIDE if backbone.takes_any_size else backbone.image_size
+        settings = self.decided({"size": square(side, backbone.patch_size)})
+        require_whole_patches(settings.size, backbone.patch_size)
+        return settings
+
+    def used(self, run: "Run") -> dict[str, Any]:
+        """Return the settings, with the layers that give features."""
+        return {**dataclasses.asdict(self), "layers": run.source.layers}
+
+    def measure(self, run: "Run") -> Outcome:
+        """Match the keypoints of all pairs, and score them."""
+        from cribo.console import Phases
+        from cribo.evaluation.correspondence.matching import match_pairs, row
+        from cribo.evaluation.correspondence.pictures import write_pairs
+
+        images = run.data.val
+        features = run.patches(
+            images, size=self.size, interpolation=self.interpolation, precision=self.precision, unit=False
+        )
+        with Phases(run.console) as progress:
+            matches = match_pairs(features, images, device=run.devices[0], progress=progress)
+        return Outcome(
+            rows=[row(matches, images, alpha) for alpha in self.alphas],
+            classes=images.categories,
+            write=lambda result, folder: write_pairs(
+                matches, images, folder, alpha=self.alphas[0], number=run.num_pictures
+            ),
+        )

@@ -1,0 +1,180 @@
+"""Objects of many images, and the share of images in which an annotated object was found."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Float64, UInt8
+from timm.models import VisionTransformer
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.ops import box_iou
+
+from cribo.console import Progress
+from cribo.errors import InputError
+from cribo.evaluation.discovery.methods import FoundObject, lost, tokencut
+from cribo.evaluation.discovery.protocol import Discovery
+from cribo.evaluation.loading import Batches
+from cribo.models import Backbone, evaluation_mode, normalise
+from cribo.retrieval.patches import resize_image
+
+FOUND = 0.5
+"""The IoU from which an object counts as found."""
+
+_PARTS = ("queries", "keys", "values")
+_MAX_PATCHES = 10_000  # of an image: their similarities and eigenvectors take gigabytes
+
+
+@dataclass(frozen=True)
+class Discovered:
+    """The objects that a method has found.
+
+    Attributes:
+        boxes: (n, 4), left, top, right and bottom in pixels of each image.
+        right: (n,), whether the IoU with any annotated object is at least 0.5.
+        objects: on the grid of patches.
+        patches: (n, 2), height and width of a patch in pixels of each image.
+    """
+
+    boxes: Float64[Tensor, "n 4"]
+    right: Bool[Tensor, " n"]
+    objects: list[FoundObject]
+    patches: Float64[Tensor, "n 2"]
+
+    @property
+    def corloc(self) -> float:
+        """Share of the images in which an object was found."""
+        return float(self.right.double().mean())
+
+
+@torch.no_grad()
+def discover(
+    backbone: Backbone, images: Any, settings: Discovery, *, workers: int = 0, progress: Progress | None = None
+) -> Mapping[str, Discovered]:
+    """Find one object in each image by each method.
+
+    Args:
+        backbone: on the device where it runs.
+        images: an ImageSource with `boxes(index)`; each image has an object that is no crowd.
+        settings: all decided.
+        workers: processes that read images.
+        progress: is called with the progress.
+
+    Returns:
+        What was found, by method.
+
+    Raises:
+        InputError: an image with too many patches, or features that are not finite.
+        UnreadableImage: an image is damaged.
+    """
+    methods = {
+        "lost": partial(lost, candidates=settings.candidates),
+        "tokencut": partial(tokencut, threshold=settings.threshold),
+    }
+    found: dict[str, list[FoundObject]] = {method: [] for method in settings.methods}
+    boxes: dict[str, list[Tensor]] = {method: [] for method in settings.methods}
+    patches: list[tuple[float, ...]] = []
+    loader = Batches(
+        _Resized(images, settings.size, backbone),
+        batch_size=None,
+        num_workers=workers,
+        prefetch_factor=4 if workers else None,
+    )
+    for index, (pixels, size) in enumerate(loader):
+        features, grid = _features(backbone, torch.from_numpy(pixels), settings.features, images.name(index))
+        patches.append(tuple(backbone.patch_size * own / new for own, new in zip(size, pixels.shape[1:], strict=True)))
+        for method in settings.methods:
+            part = methods[method](features, grid)
+            found[method].append(part)
+            boxes[method].append(_corners(part, patches[-1], size))
+        if progress is not None:
+            progress("objects", index + 1, len(images))
+    return {
+        method: Discovered(
+            torch.stack(boxes[method]),
+            torch.tensor([_is_found(box, images.boxes(index)) for index, box in enumerate(boxes[method])]),
+            found[method],
+            torch.tensor(patches, dtype=torch.float64),
+        )
+        for method in settings.methods
+    }
+
+
+def has_attention(backbone: Backbone) -> bool:
+    """Whether queries, keys and values of the last layer can be read: those of timm's VisionTransformer."""
+    if not isinstance(backbone.model, VisionTransformer):
+        return False
+    last: Any = backbone.model.blocks[-1]
+    return hasattr(getattr(last, "attn", None), "qkv")
+
+
+def _features(
+    backbone: Backbone, pixels: UInt8[Tensor, "3 h w"], kind: str, name: str
+) -> tuple[Float[Tensor, "n d"], tuple[int, int]]:
+    """Pad an image to whole patches with the mean colour, and return the features of its patches and their grid."""
+    patch = backbone.patch_size
+    height, width = (math.ceil(side / patch) for side in pixels.shape[1:])
+    if height * width > _MAX_PATCHES:
+        raise InputError(
+            f"{name} must have at most {_MAX_PATCHES:,} patches, got {height} x {width}: resize images, --size "
+            f"{int(patch * _MAX_PATCHES**0.5)}"
+        )
+    device = next(backbone.parameters()).device
+    image = normalise(pixels.to(device).float()[None] / 255, mean=backbone.mean, std=backbone.std)
+    image = F.pad(image, (0, width * patch - image.shape[3], 0, height * patch - image.shape[2]))
+    read: list[Tensor] = []
+    with evaluation_mode(backbone):
+        if kind == "tokens":
+            features = backbone.encode(image).tokens[0]
+        else:
+            qkv = backbone.model.blocks[-1].attn.qkv
+            handle = qkv.register_forward_hook(lambda module, inputs, output: read.append(output))
+            try:
+                backbone.encode(image)
+            finally:
+                handle.remove()
+            prefix = backbone.model.num_prefix_tokens
+            features = read[0].chunk(3, dim=-1)[_PARTS.index(kind)][0, prefix:]
+    if not features.isfinite().all():
+        raise InputError(f"the backbone gives features that are not finite for {name}")
+    return features.float(), (height, width)
+
+
+def _corners(part: FoundObject, patch: tuple[float, ...], size: tuple[int, int]) -> Float64[Tensor, " 4"]:
+    """Return the box of an object in pixels of its image; the padding lies outside."""
+    left, top, right, bottom = part.box
+    corners = left * patch[1], top * patch[0], min(right * patch[1], size[1]), min(bottom * patch[0], size[0])
+    return torch.tensor(corners, dtype=torch.float64)
+
+
+def _is_found(box: Float64[Tensor, " 4"], boxes: Any) -> bool:
+    return bool((box_iou(box[None], boxes.corners[~boxes.crowd]) >= FOUND).any())
+
+
+class _Resized(Dataset[Any]):
+    """Images and their own sizes, resized to a longer side, or to the only size that a network takes."""
+
+    def __init__(self, images: Any, size: int | None, backbone: Backbone) -> None:
+        self.images, self.size = images, size
+        self.only = None if backbone.takes_any_size else backbone.image_size
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[UInt8[np.ndarray, "3 h w"], tuple[int, int]]:
+        image = self.images.load(index)
+        height, width = image.shape[1:]
+        target = height, width
+        if self.only is not None:
+            target = self.only, self.only
+        elif self.size is not None:
+            scale = self.size / max(height, width)
+            target = max(1, round(height * scale)), max(1, round(width * scale))
+        if target != (height, width):
+            image = resize_image(image, target, "bilinear")
+        return image.numpy(), (height, width)

@@ -1,0 +1,105 @@
+"""Pictures of discovered objects, and their boxes in a file."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+
+from cribo.drawing import write_figure
+from cribo.evaluation.data import spread
+from cribo.evaluation.discovery.discovery import Discovered
+from cribo.evaluation.pictures import RIGHT, WRONG, draw_rows, pages, rgb
+from cribo.files import write_json
+
+_ROWS_PER_PICTURE = 6
+_OBJECT = "#F0E442"
+_TITLES = {"lost": "LOST", "tokencut": "TokenCut"}
+
+
+def write_objects(found: Mapping[str, Discovered], images: Any, folder: Path, *, number: int) -> None:
+    """Write `boxes.json`, and pictures of some images: `objects.png`, `objects-2.png`, ... of six images each.
+
+    Args:
+        found: by method.
+        images: in which they were found.
+        folder: to write to.
+        number: how many images to draw.
+    """
+    boxes = {
+        method: {images.name(index): [round(side, 2) for side in box] for index, box in enumerate(part.boxes.tolist())}
+        for method, part in found.items()
+    }
+    write_json(folder / "boxes.json", boxes)
+    for name, part in pages("objects", spread(len(images), number), _ROWS_PER_PICTURE):
+        write_figure(folder / f"{name}.png", draw_objects(part, found, images))
+
+
+def draw_objects(indices: Sequence[int], found: Mapping[str, Discovered], images: Any) -> Figure:
+    """Draw annotated objects, and beside them what each method has found: patches in blue, their box, and the seed.
+
+    Args:
+        indices: of the images, at least one.
+        found: by method.
+        images: in which they were found.
+    """
+
+    def draw(index: int, axes: Sequence[Axes]) -> str:
+        image = images.load(index)
+        height, width = image.shape[1:]
+        for part in axes:
+            part.imshow(image.permute(1, 2, 0).numpy(), interpolation="antialiased")
+            part.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
+            part.set_axis_off()
+        boxes = images.boxes(index)
+        for corners, crowd in zip(boxes.corners.tolist(), boxes.crowd.tolist(), strict=True):
+            _draw_box(axes[0], corners, _OBJECT, dashed=crowd)
+        for part, discovered in zip(axes[1:], found.values(), strict=True):
+            _draw_object(part, discovered, index)
+        verdicts = (f"{_TITLES[name]} {'right' if part.right[index] else 'wrong'}" for name, part in found.items())
+        return f"{images.name(index)}: {', '.join(verdicts)}"
+
+    return draw_rows(
+        indices,
+        draw,
+        aspects=[images.load(index).shape[1] / images.load(index).shape[2] for index in indices],
+        cell=(3.6, 3.4),
+        headings=("objects", *(_TITLES[name] for name in found)),
+        handles=[
+            Line2D([], [], color=_OBJECT, label="annotated object"),
+            Line2D([], [], color=rgb(RIGHT), label="found, IoU ≥ 0.5"),
+            Line2D([], [], color=rgb(WRONG), label="not an object"),
+            Line2D([], [], color="white", marker="o", markeredgecolor="black", linestyle="none", label="seed"),
+        ],
+    )
+
+
+def _draw_object(axes: Axes, discovered: Discovered, index: int) -> None:
+    part, box = discovered.objects[index], discovered.boxes[index].tolist()
+    height, width = part.mask.shape
+    down, across = discovered.patches[index].tolist()
+    tint = np.zeros((*part.mask.shape, 4))
+    tint[part.mask] = (0.1, 0.4, 1.0, 0.45)
+    limits = axes.get_xlim(), axes.get_ylim()
+    axes.imshow(tint, extent=(-0.5, width * across - 0.5, height * down - 0.5, -0.5), interpolation="nearest")
+    axes.set(xlim=limits[0], ylim=limits[1])
+    _draw_box(axes, box, rgb(RIGHT if discovered.right[index] else WRONG))
+    row, column = part.seed
+    axes.plot(
+        (column + 0.5) * across - 0.5,
+        (row + 0.5) * down - 0.5,
+        marker="o",
+        markersize=4,
+        color="white",
+        markeredgecolor="black",
+    )
+
+
+def _draw_box(axes: Axes, corners: Sequence[float], colour: Any, *, dashed: bool = False) -> None:
+    left, top, right, bottom = corners
+    style = {"edgecolor": colour, "linewidth": 1.6, "linestyle": "--" if dashed else "-"}
+    axes.add_patch(Rectangle((left - 0.5, top - 0.5), right - left, bottom - top, fill=False, **style))

@@ -1,0 +1,187 @@
+"""Object discovery as a protocol: data, settings, and what it returns."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from cribo.arguments import ConfigError
+from cribo.errors import DataError, InputError
+from cribo.evaluation.data import Splits, spread
+from cribo.evaluation.protocol import UNDECIDED, Decided, Outcome, Protocol, require_packages
+from cribo.evaluation.runtime import require_least
+from cribo.retrieval.source import BackboneSource
+
+if TYPE_CHECKING:
+    from cribo.evaluation.runner import Run
+
+METHODS = ("lost", "tokencut")
+DiscoveryFeatures = Literal["keys", "queries", "values", "tokens"]
+
+
+@dataclass
+class DiscoveryData:
+    """Images with boxes: Pascal VOC, or files of COCO's format.
+
+    Attributes:
+        root: the folder of the set: Annotations, ImageSets and JPEGImages of Pascal VOC (VOCdevkit/VOC2007); or COCO's
+            own layout (annotations/instances_val2017.json, val2017), instances_val.json with images/val, or
+            val/_annotations.coco.json beside the images.
+        split: of VOC, the name of a list in ImageSets/Main; of other sets, train or val. [VOC: trainval, others: val]
+        annotations: a JSON file in COCO's format, at any path.
+        images: the folder of its images; that of the layout, or the file's own, when not given.
+        limit: use only this many images, evenly spread, to try things out.
+    """
+
+    root: str | None = None
+    split: str | None = None
+    annotations: str | None = None
+    images: str | None = None
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        require_least(self, {"limit": 1}, "data.")
+
+    def open(self) -> Splits:
+        """Open the images that have an object.
+
+        Raises:
+            errors of `VocBoxes` and `open_boxes`.
+            DataError: no image has an object.
+        """
+        from cribo.data.detection import open_boxes
+        from cribo.data.voc import VocBoxes, is_voc
+
+        if self.annotations is None and self.root is not None and is_voc(self.root):
+            split = self.split or "trainval"
+            found = VocBoxes(self.root, split)
+            name = Path(self.root).expanduser().absolute().name.lower()
+        else:
+            split = self.split or "val"
+            found = open_boxes(self.root, split, annotations=self.annotations, images=self.images)
+            place = found.file.parent if self.root is None else Path(self.root).expanduser()
+            name = place.absolute().name
+        kept = [index for index in range(len(found)) if not found.boxes(index).crowd.all()]
+        if not kept:
+            raise DataError(f"no image of {name} has an object: there is nothing to discover")
+        without = len(found) - len(kept)
+        if self.limit is not None:
+            kept = [kept[place] for place in spread(len(kept), self.limit)]
+        images = found.subset(kept)
+        about = {
+            **dataclasses.asdict(self),
+            "name": name,
+            "root": None if self.root is None else str(Path(self.root).expanduser().absolute()),
+            "split": split,
+            "images": len(images),
+            "images_without_objects": without,
+        }
+        return Splits(images, images, name, about)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Discovery(Protocol):
+    """Object discovery by LOST and TokenCut on frozen features.
+
+    Attributes:
+        methods: lost (Siméoni et al. 2021) or tokencut (Wang et al. 2022), a row of results each.
+        features: keys of the last attention layer, as in both papers, its queries or values, or tokens, the features of
+            all other protocols. [keys; tokens for networks that have none, or a linear layer behind their features]
+        candidates: of LOST: number of patches that may join the seed.
+        threshold: of TokenCut: the cosine from which patches are connected.
+        size: pixels of the longer side to which images are resized. [each image's own size, or the only size that the
+            network takes]
+
+    Raises:
+        InputError: a value out of range.
+    """
+
+    name: ClassVar[str] = "discovery"
+    title: ClassVar[str] = "Object discovery"
+    metrics: ClassVar[tuple[str, ...]] = ("corloc",)
+    varies: ClassVar[str] = "method"
+    data_type: ClassVar[type[Any]] = DiscoveryData
+    pictures: ClassVar[str] = "images for which the objects are drawn"
+    less_memory: ClassVar[str] = "lower --size"
+    description: ClassVar[str] = """\
+Object discovery: LOST and TokenCut find one object in each image by the similarities of its patches, and the share of
+images in which it is an annotated object is scored (CorLoc: IoU with any box >= 0.5). Nothing is trained.
+
+  cribo evaluate discovery --backbone vit_small_patch16_224.dino --data VOCdevkit/VOC2007
+  cribo evaluate discovery --backbone runs/mine --data MINE --methods tokencut
+  cribo evaluate discovery --backbone runs/mine --data.annotations boxes.json --data.images images/
+
+For a first try: --limit 50 --size 320
+Requires: pip install "cribo-ssl[evaluation]"
+"""
+
+    methods: tuple[str, ...] = METHODS
+    features: Decided[DiscoveryFeatures] = UNDECIDED
+    candidates: int = 100
+    threshold: float = 0.2
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        require_least(self, {"candidates": 1, "size": 1})
+        if not self.methods or len(set(self.methods)) < len(self.methods) or not set(self.methods) <= {*METHODS}:
+            raise InputError(f"methods must be different ones of {','.join(METHODS)}, got {','.join(self.methods)}")
+        if not -1 < self.threshold < 1:
+            raise InputError(f"threshold must be a cosine between -1 and 1, got {self.threshold}")
+
+    def check_backbone(self, source: BackboneSource) -> None:
+        """Refuse several layers."""
+        if source.layers != 1:
+            raise ConfigError(f"layers must be 1, the last block, got {source.layers}")
+
+    def prepare(self, run: "Run") -> Self:
+        """Decide the features, and check that scipy is installed."""
+        from cribo.evaluation.discovery.discovery import has_attention
+
+        require_packages("object discovery", "scipy")
+        if self.size is not None and not run.backbone.takes_any_size:
+            side = run.backbone.image_size
+            raise InputError(
+                f"size cannot be set for {run.backbone.name}, which takes images of {side} x {side} pixels only, got "
+                f"{self.size}: leave out --size"
+            )
+        attention = has_attention(run.backbone)
+        # Keys do not include a linear layer behind the features, such as that of an adapted network.
+        own = attention and run.backbone.readout is None
+        settings = self.decided({"features": "keys" if own else "tokens"})
+        if settings.features != "tokens" and not attention:
+            raise InputError(
+                f"features must be tokens for {run.backbone.name}, since the {settings.features} of its last layer "
+                "cannot be read: use --features tokens"
+            )
+        return settings
+
+    def measure(self, run: "Run") -> Outcome:
+        """Find an object in each image, and compare it with the boxes."""
+        import scipy
+
+        from cribo.console import Phases
+        from cribo.devices import resolve_workers
+        from cribo.evaluation.discovery.discovery import discover
+        from cribo.evaluation.discovery.pictures import write_objects
+
+        images = run.data.val
+        with Phases(run.console) as progress:
+            found = discover(
+                run.backbone.to(run.devices[0]),
+                images,
+                self,
+                workers=resolve_workers(run.runtime.workers),
+                progress=progress,
+            )
+        return Outcome(
+            rows=[
+                {"method": name, "corloc": part.corloc, "found": int(part.right.sum())} for name, part in found.items()
+            ],
+            classes=(),
+            packages={"scipy": scipy.__version__},
+            write=lambda result, folder: write_objects(found, images, folder, number=run.num_pictures),
+        )
+
+    def places(self, folder: Path) -> dict[str, Any]:
+        """Return the path of the boxes."""
+        return {"boxes": folder / "boxes.json"}

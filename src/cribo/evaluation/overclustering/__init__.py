@@ -1,0 +1,1 @@
+"""Overclustering: unsupervised segmentation by k-means on patches."""

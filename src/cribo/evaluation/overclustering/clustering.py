@@ -1,0 +1,209 @@
+"""k-means on patches, and the matching of clusters with classes (Ziegler and Asano 2022, `sup_overcluster.py`)."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float32, Int, Int64, UInt8
+from torch import Tensor
+
+from cribo.console import Progress
+from cribo.data import LabelledImages
+from cribo.data.crops import resize_labels
+from cribo.errors import InputError
+from cribo.evaluation.data import spread
+from cribo.evaluation.features import EncodedView, PatchFeatures
+from cribo.evaluation.overclustering.protocol import Overclustering, require_patches
+from cribo.evaluation.pictures import Panel
+from cribo.evaluation.scores import count_confusion, iou, pairwise_iou
+
+
+@dataclass(frozen=True)
+class ClusterScore:
+    """The score of a number of clusters.
+
+    Attributes:
+        clusters: K.
+        matching: `hungarian`, one cluster for each class, or `greedy`, the class of most pixels for each cluster.
+        confusions: (C, C) pixels of each draw; rows are labels, columns the classes of the clusters.
+    """
+
+    clusters: int
+    matching: str
+    confusions: tuple[Int[Tensor, "c c"], ...]
+
+    def row(self, classes: Sequence[str]) -> dict[str, Any]:
+        """Return the row of a result."""
+        per_class = torch.stack([iou(confusion) for confusion in self.confusions])
+        draws = per_class.nanmean(dim=1).tolist()
+        return {
+            "clusters": self.clusters,
+            "miou": statistics.fmean(draws),
+            "miou_std": statistics.stdev(draws) if len(draws) > 1 else None,
+            "per_class": dict(zip(classes, per_class.nanmean(dim=0).tolist(), strict=True)),
+            "draws": draws,
+            "matching": self.matching,
+            "confusion": torch.stack(self.confusions).sum(dim=0),
+        }
+
+
+def overclustering(
+    features: PatchFeatures,
+    images: LabelledImages,
+    settings: Overclustering,
+    *,
+    pictures: int = 0,
+    progress: Progress | None = None,
+) -> tuple[list[ClusterScore], list[Panel]]:
+    """Cluster the patches of images, and score the clusters as a segmentation.
+
+    Args:
+        features: of all patches of the images, all encoded at one size.
+        images: whose labels are matched and scored.
+        settings: all decided.
+        pictures: number of images of the first number of clusters to return as panels.
+        progress: is called with the progress.
+
+    Returns:
+        A score for each number of clusters, and the panels.
+
+    Raises:
+        InputError: nothing to score, more clusters than patches, or features that are not finite.
+    """
+    views = [EncodedView(index) for index in range(len(images))]
+    ignore, classes = images.ignore_index, len(images.classes)
+    size = settings.mask_size, settings.mask_size
+    masks = [_mask(images, index, size, settings) for index in range(len(images))]
+    labels = torch.stack(masks).flatten()
+    if not (labels != ignore).any():
+        raise InputError("there is nothing to score: the labels of all images are ignored")
+    rows = principal_components(features, views, settings.dims)
+    sample = rows[_foreground(features, views).numpy()] if settings.foreground else rows
+    if settings.foreground:
+        require_patches(settings.clusters, len(sample), "patches of the foreground")
+    grid, objects = features.grid(views[0]), classes - settings.foreground
+    shown = spread(len(images), pictures)
+    scores, panels = [], []
+    for clusters in settings.clusters:
+        matching = "hungarian" if clusters == objects else "greedy"
+        confusions = []
+        for draw in range(settings.draws):
+            found = _kmeans(sample, rows, clusters, settings, settings.seed + draw)
+            maps = torch.from_numpy(found).view(len(images), *grid)
+            predicted = torch.stack([resize_labels(part, size) for part in maps]).flatten()
+            known = labels != ignore
+            counts = count_confusion(labels[known], predicted[known], classes, clusters)
+            matched = match_clusters(counts[settings.foreground :], matching) + settings.foreground
+            confusion = torch.zeros(classes, classes, dtype=torch.long).index_add_(1, matched, counts)
+            confusions.append(confusion)
+            if not panels:
+                panels = [_panel(images, index, matched[maps[index]], settings) for index in shown]
+            if progress is not None:
+                done = settings.clusters.index(clusters) * settings.draws + draw + 1
+                progress("k-means", done, len(settings.clusters) * settings.draws)
+        scores.append(ClusterScore(clusters, matching, tuple(confusions)))
+    return scores, panels
+
+
+def principal_components(
+    features: PatchFeatures, views: Sequence[EncodedView], dims: int
+) -> Float32[np.ndarray, "n p"]:
+    """Standardise each channel over all patches, and project them on their first principal components.
+
+    Only the projections are held in memory; features are read twice.
+
+    Args:
+        features: of all patches.
+        views: whose patches to return, in order.
+        dims: number of components; all of them if there are fewer channels.
+
+    Raises:
+        InputError: features that are not finite.
+    """
+    count, total = 0, torch.zeros(features.dim, dtype=torch.float64)
+    products = torch.zeros(features.dim, features.dim, dtype=torch.float64)
+    for view in views:
+        part = features.features(view).double()
+        count += len(part)
+        total += part.sum(dim=0)
+        products += part.T @ part
+    if not products.isfinite().all():
+        raise InputError("the backbone gives features that are not finite, which cannot be clustered")
+    mean = total / count
+    covariance = products / count - mean[:, None] * mean
+    deviation = covariance.diagonal().clamp_min(0).sqrt()
+    scale = torch.where(deviation > 1e-8, deviation, 1.0)  # constant channels stay 0
+    components = torch.linalg.eigh(covariance / (scale[:, None] * scale)).eigenvectors.flip(1)[:, :dims]
+    projection = components / scale[:, None]
+    return torch.cat([((features.features(view).double() - mean) @ projection).float() for view in views]).numpy()
+
+
+def match_clusters(counts: Int[Tensor, "c k"], matching: str) -> Int64[Tensor, " k"]:
+    """Return the class of each cluster.
+
+    Args:
+        counts: pixels of each class in each cluster.
+        matching: `hungarian` for the assignment of one cluster to each class that has the highest sum of IoUs, with as
+            many clusters as classes; `greedy` for the class of most pixels in each cluster, the first of equal ones.
+
+    Example:
+        >>> counts = torch.tensor([[5, 4], [0, 3]])
+        >>> match_clusters(counts, "greedy").tolist(), match_clusters(counts, "hungarian").tolist()
+        ([0, 0], [0, 1])
+    """
+    if matching == "greedy":
+        return counts.argmax(dim=0)
+    from scipy.optimize import linear_sum_assignment
+
+    classes, clusters = linear_sum_assignment(pairwise_iou(counts).numpy(), maximize=True)
+    matched = torch.zeros(counts.shape[1], dtype=torch.long)
+    matched[torch.from_numpy(clusters)] = torch.from_numpy(classes)
+    return matched
+
+
+def _kmeans(
+    sample: Float32[np.ndarray, "m p"],
+    rows: Float32[np.ndarray, "n p"],
+    clusters: int,
+    settings: Overclustering,
+    seed: int,
+) -> Int64[np.ndarray, " n"]:
+    """Return the nearest of the centres of a sample, for each row."""
+    import faiss
+
+    faiss.omp_set_num_threads(torch.get_num_threads())
+    means = faiss.Kmeans(
+        rows.shape[1],
+        clusters,
+        niter=settings.iterations,
+        nredo=settings.restarts,
+        seed=seed,
+        min_points_per_centroid=1,  # below which faiss prints a warning
+        max_points_per_centroid=settings.patches_per_cluster,
+    )
+    means.train(np.ascontiguousarray(sample))
+    return means.assign(rows)[1]
+
+
+def _foreground(features: PatchFeatures, views: Sequence[EncodedView]) -> Tensor:
+    """Return whether objects take most pixels of each patch: more than background, and more than no class."""
+    counts = torch.cat([features.counts[view].dense() for view in views])
+    return counts[:, 1:-1].sum(dim=1) > torch.maximum(counts[:, 0], counts[:, -1])
+
+
+def _mask(
+    images: LabelledImages, index: int, size: tuple[int, int] | None, settings: Overclustering
+) -> UInt8[Tensor, "h w"]:
+    """Return the labels that are scored, of an own size if None."""
+    labels = images.labels(index)
+    labels = labels if size is None else resize_labels(labels, size)
+    return torch.where(labels == 0, images.ignore_index, labels) if settings.foreground else labels
+
+
+def _panel(images: LabelledImages, index: int, classes: Int[Tensor, "h w"], settings: Overclustering) -> Panel:
+    labels = _mask(images, index, None, settings)
+    prediction = resize_labels(classes, (labels.shape[0], labels.shape[1])).to(torch.uint8)
+    return Panel(images.name(index), images.load(index), labels, prediction, images.ignore_index)

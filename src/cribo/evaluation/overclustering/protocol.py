@@ -1,0 +1,167 @@
+"""Overclustering as a protocol: its settings, and what it returns."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from cribo.errors import InputError
+from cribo.evaluation.protocol import (
+    UNDECIDED,
+    Decided,
+    Outcome,
+    Protocol,
+    require_packages,
+    require_whole_patches,
+    square,
+)
+from cribo.evaluation.runtime import require_least
+from cribo.retrieval.choices import FeaturePrecision, Interpolation
+
+if TYPE_CHECKING:
+    from cribo.evaluation.runner import Run
+
+CLUSTERS = (300, 500)
+"""The numbers of clusters that papers report, beside the number of classes."""
+
+_SIDE = 448  # of the square images in Leopart, TimeT and NeCo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overclustering(Protocol):
+    """Unsupervised segmentation by k-means, as in Leopart, TimeT and NeCo.
+
+    Attributes:
+        clusters: K, the number of clusters, a row of results each. With as many clusters as classes, the Hungarian
+            algorithm gives each class one cluster; with any other number, each cluster takes the class of most of its
+            pixels. [number of classes,300,500, as far as there are patches]
+        draws: how often k-means is repeated, each time with another seed; the score is the mean.
+        seed: of the first draw.
+        foreground: cluster and score objects only: background (class 0) is left out, as known from the labels.
+        dims: principal components of the standardised features in which they are clustered; all if there are fewer.
+        iterations: of k-means.
+        restarts: number of times that k-means starts in each draw; the clusters with the lowest error are used.
+        patches_per_cluster: patches drawn for each cluster to compute the centres, as in faiss; all patches are then
+            assigned to the nearest centre.
+        mask_size: pixels of the sides to which labels and clusters are resized for scoring.
+        size: height,width of all images, or one number for a square. [448, or the multiple of the patch size below]
+        interpolation: of images.
+        precision: of the stored features: float16 takes half the space.
+
+    Raises:
+        InputError: a value out of range.
+    """
+
+    name: ClassVar[str] = "overclustering"
+    title: ClassVar[str] = "Overclustering"
+    metrics: ClassVar[tuple[str, ...]] = ("miou",)
+    varies: ClassVar[str] = "clusters"
+    less_memory: ClassVar[str] = "lower --runtime.batch_size, or use fewer images (--limit)"
+    description: ClassVar[str] = """\
+Unsupervised segmentation: the patches of the validation images are clustered by k-means, clusters are matched with
+classes, and the result is scored as a segmentation (mIoU). Nothing is trained, and labels serve the matching only.
+
+  cribo evaluate overclustering --backbone checkpoint.pth --data voc --data.root VOCdevkit/VOC2012
+  cribo evaluate overclustering --backbone runs/mine --data folder --data.root MINE --clusters 50,100
+  cribo evaluate overclustering --backbone runs/mine --data voc --data.root VOC --foreground
+
+Features are cached on disk. For a first try: --limit 50 --clusters 50 --draws 2
+Requires: pip install "cribo-ssl[evaluation]"
+"""
+
+    clusters: Decided[tuple[int, ...]] = UNDECIDED
+    draws: int = 5
+    seed: int = 0
+    foreground: bool = False
+    dims: int = 50
+    iterations: int = 100
+    restarts: int = 5
+    patches_per_cluster: int = 256
+    mask_size: int = 100
+    size: Decided[tuple[int, int]] = UNDECIDED
+    interpolation: Interpolation = "bilinear"
+    precision: FeaturePrecision = "float32"
+
+    def __post_init__(self) -> None:
+        positive = ("draws", "dims", "iterations", "restarts", "patches_per_cluster", "mask_size")
+        require_least(self, {"seed": 0, **dict.fromkeys(positive, 1)})
+        if self.is_decided("clusters") and (
+            not self.clusters or min(self.clusters) < 1 or len(set(self.clusters)) < len(self.clusters)
+        ):
+            raise InputError(f"clusters must be different numbers >= 1, such as 21,300,500, got {self.clusters}")
+
+    def for_data(self, patch_size: int, classes: Sequence[str], images: int, image_size: int | None = None) -> Self:
+        """Return a copy in which all settings are decided.
+
+        Args:
+            patch_size: of the backbone, in pixels.
+            classes: of the data.
+            images: number of images to cluster.
+            image_size: side of the only images that the backbone takes; None if it takes any.
+
+        Raises:
+            InputError: a size that is not a multiple of the patch size, more clusters than patches, or `foreground`
+                for classes that do not begin with a background.
+
+        Example:
+            >>> Overclustering().for_data(14, ["background", "cat"], images=2).clusters
+            (2, 300, 500)
+        """
+        if self.foreground and (classes[0].lower() != "background" or len(classes) < 2):
+            raise InputError(
+                f"foreground needs a background as class 0, which is {classes[0]!r} here: leave out --foreground"
+            )
+        settings = self.decided({"size": square(image_size or _SIDE, patch_size)})
+        require_whole_patches(settings.size, patch_size)
+        height, width = settings.size
+        patches = images * (height // patch_size) * (width // patch_size)
+        objects = len(classes) - self.foreground
+        most = tuple(dict.fromkeys(k for k in (objects, *CLUSTERS) if k <= patches)) or (patches,)
+        settings = settings.decided({"clusters": most})
+        require_patches(settings.clusters, patches)
+        return settings
+
+    def prepare(self, run: "Run") -> Self:
+        """Decide all settings, and check that the packages are installed."""
+        require_packages("overclustering", "faiss", "scipy")
+        backbone, val = run.backbone, run.data.val
+        image_size = None if backbone.takes_any_size else backbone.image_size
+        return self.for_data(backbone.patch_size, val.classes, len(val), image_size)
+
+    def used(self, run: "Run") -> dict[str, Any]:
+        """Return the settings, with the layers that give features."""
+        return {**dataclasses.asdict(self), "layers": run.source.layers}
+
+    def measure(self, run: "Run") -> Outcome:
+        """Cluster and score the patches of val."""
+        import faiss
+        import scipy
+
+        from cribo.console import Phases
+        from cribo.evaluation.overclustering.clustering import overclustering
+
+        val = run.data.val
+        found = run.patches(val, size=self.size, interpolation=self.interpolation, precision=self.precision, unit=False)
+        with Phases(run.console) as progress:
+            scores, panels = overclustering(found, val, self, pictures=run.num_pictures, progress=progress)
+        return Outcome(
+            rows=[score.row(val.classes) for score in scores],
+            classes=val.classes,
+            panels=panels,
+            palette=val.palette,
+            data={"patches": found.patches},
+            packages={"faiss": faiss.__version__, "scipy": scipy.__version__},
+        )
+
+
+def require_patches(clusters: Sequence[int], patches: int, of: str = "patches") -> None:
+    """Check that there are enough patches to cluster.
+
+    Raises:
+        InputError: more clusters than patches.
+    """
+    if max(clusters) > patches:
+        raise InputError(
+            f"clusters must be at most the number of {of}, {patches} here, got {max(clusters)}: give fewer, or more "
+            "or larger images"
+        )
