@@ -26,7 +26,7 @@ _LINE_SECONDS = 30.0  # between lines of progress if there is no terminal
 
 
 def command_console(*, quiet: bool = False) -> Console:
-    """A console for a command. Text is printed as it is: names of files and classes may look like Rich's markup."""
+    """Create the console of a command, without Rich's markup: names of files and classes may contain brackets."""
     return Console(soft_wrap=True, markup=False, highlight=False, quiet=quiet)
 
 
@@ -113,7 +113,7 @@ class Phases:
             self._printed = now
             if done == total:
                 time_said = f", {duration(now - started)}"
-            else:  # the first call of a phase tells nothing about its speed
+            else:  # speed is unknown until the second call
                 left = (total - done) * (now - started) / max(done - begun, 1)
                 time_said = f", ETA {duration(left)}" if done > begun else ""
             line = f"{what}: {done}/{total}{time_said} {numbers}"

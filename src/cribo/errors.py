@@ -1,4 +1,4 @@
-"""Errors with messages for the user: commands print them as one line; all others keep their traceback."""
+"""Errors that a user can fix. Commands print them as one line, and all other errors with their traceback."""
 
 
 class InputError(ValueError):
@@ -22,7 +22,7 @@ class Stopped(Exception):
 
 
 class DataError(InputError):
-    """Data that cannot be used as asked; the message says what was found and what to change."""
+    """Data that cannot be used; the message says what was found and what to change."""
 
 
 class MissingData(DataError, FileNotFoundError):

@@ -113,7 +113,7 @@ def _exchange(folder: Path, part: Path, *, replaces: bool) -> None:
     """Move a new folder into place; the old one is deleted only when the new one is there."""
     old = _beside(folder)
     try:
-        folder.rmdir()  # an empty folder is in nobody's way
+        folder.rmdir()  # removes it only if it is empty
     except OSError:
         if folder.exists():
             if not replaces:
@@ -133,7 +133,7 @@ def _exchange(folder: Path, part: Path, *, replaces: bool) -> None:
 
 
 def _beside(path: Path) -> Path:
-    """A temporary name in the same folder."""
+    """Return a temporary name in the same folder."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
 
 

@@ -39,7 +39,6 @@ ABOUT = "figures.json"
 _DPI = 300
 _SCHEDULES = ("lr", "weight_decay", "momentum", "teacher_temperature")
 _GALLERY = 256
-_OF_DATA: tuple[FigureName, ...] = ("matches", "features")
 
 
 @dataclass(frozen=True)
