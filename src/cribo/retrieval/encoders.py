@@ -190,7 +190,7 @@ def open_backbone(config: BackboneSource, *, image_size: int | None = None, drop
         drop_path: rate of stochastic depth in the last block, if the backbone is to be trained.
 
     Raises:
-        errors of `load_backbone`.
+        InputError: see `load_backbone`.
     """
     return load_backbone(
         config.source,

@@ -122,8 +122,8 @@ class SegmentationMemory:
         keep_blocks: blocks whose features are kept; by default the fixed blocks and the last one, or all candidates.
 
     Raises:
-        what `load_backbone` raises; DataError for names of classes; ValueError for windows that do not fit, or blocks
-        that the backbone does not have.
+        DataError: invalid names of classes.
+        ValueError: windows that do not fit, blocks that the backbone does not have, or an error of `load_backbone`.
 
     Example:
         >>> from cribo.models import build_backbone
@@ -248,7 +248,7 @@ class SegmentationMemory:
             how many of them have changed the memory.
 
         Raises:
-            as `add` does.
+            DataError: see `add`.
         """
         with self._lock:
             palette = self._palette
@@ -330,7 +330,7 @@ class SegmentationMemory:
         """Label several images, encoded together where they are of one size, and searched for together.
 
         Raises:
-            as `segment` does.
+            DataError: the memory is empty.
         """
         opened = [open_image(image) for image in images]
         labeller = self.labeller()

@@ -41,7 +41,7 @@ class CorrespondenceData:
         """Open the pairs.
 
         Raises:
-            errors of `open_pairs`.
+            DataError: see `open_pairs`.
         """
         from cribo.data.correspondence import open_pairs
 

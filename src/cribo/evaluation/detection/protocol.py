@@ -61,7 +61,7 @@ class DetectionData:
         """Open both splits.
 
         Raises:
-            errors of `open_detection`.
+            DataError: see `open_detection`.
         """
         from cribo.data.detection import open_detection
 

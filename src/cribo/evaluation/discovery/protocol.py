@@ -46,8 +46,7 @@ class DiscoveryData:
         """Open the images that have an object.
 
         Raises:
-            errors of `VocBoxes` and `open_boxes`.
-            DataError: no image has an object.
+            DataError: no image has an object; see also `VocBoxes` and `open_boxes`.
         """
         from cribo.data.detection import open_boxes
         from cribo.data.voc import VocBoxes, is_voc

@@ -1,0 +1,80 @@
+"""Pages of the documentation site that lie outside docs/: everything that a page links to (a hook of MkDocs).
+
+The Markdown files are written for a code host, where links such as `../examples/plain_loop.py` work. On the site, a
+linked Markdown file or picture is included, a Python file becomes a page with its source, and the `__init__.py` of a
+package becomes the reference of this package, which mkdocstrings writes.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+HOME = ROOT / "README.md"
+ENTRANCES = (HOME, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the files outside docs/ that pages link to, and those that they link to in turn."""
+    todo = [Path(str(file.abs_src_path)) for file in files.documentation_pages()] + list(ENTRANCES)
+    seen = set(todo)
+    while todo:
+        path = todo.pop()
+        if not path.is_relative_to(config.docs_dir):
+            files.append(_file(path, config))
+        new = set(_targets(path)) - seen if path.suffix == ".md" else set()
+        seen |= new
+        todo += new
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Point the links of a page to the site's pages; links to missing files stay, and MkDocs warns of them."""
+    if page.file.abs_src_path is None:  # written by this hook
+        return markdown
+    folder = Path(page.file.abs_src_path).parent
+
+    def link(found: re.Match[str]) -> str:
+        target = (folder / found[1]).resolve()
+        return os.path.relpath(_address(target), page.file.src_uri + "/..") if target.is_file() else found[1]
+
+    return LINK.sub(link, markdown)
+
+
+def _targets(path: Path) -> Iterator[Path]:
+    for target in LINK.findall(path.read_text(encoding="utf-8")):
+        linked = (path.parent / target).resolve()
+        if linked.is_file() and linked.is_relative_to(ROOT):
+            yield linked
+
+
+def _address(path: Path) -> str:
+    """The place of a file of the repository among the site's sources."""
+    if path == HOME:
+        return "index.md"
+    place = PurePosixPath(path.relative_to(ROOT))
+    if place.parts[0] == "docs":
+        return str(place.relative_to("docs"))
+    if place.name == "__init__.py":
+        return f"reference/{_module(place)}.md"
+    return str(place.with_suffix(".md") if place.suffix == ".py" else place)
+
+
+def _module(place: PurePosixPath) -> str:
+    return ".".join(place.relative_to("src").parent.parts)
+
+
+def _file(path: Path, config: MkDocsConfig) -> File:
+    place = PurePosixPath(path.relative_to(ROOT))
+    if path.suffix != ".py":
+        return File.generated(config, _address(path), abs_src_path=str(path))
+    if place.name == "__init__.py":
+        return File.generated(config, _address(path), content=f"# {_module(place)}\n\n::: {_module(place)}\n")
+    code = path.read_text(encoding="utf-8")
+    return File.generated(config, _address(path), content=f"# {place}\n\n````python\n{code}````\n")
