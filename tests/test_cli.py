@@ -49,7 +49,24 @@ def refused(config: str, capsys: pytest.CaptureFixture[str]) -> Callable[..., st
 
 def test_without_a_command_it_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    assert "cribo pretrain" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert len(re.findall(r"^  cribo \w", said, re.M)) == 3  # examples
+    page = re.search(r"docs/\w+\.md", said)
+    assert page is not None
+    assert (Path(__file__).parents[1] / page[0]).exists()
+
+
+def test_help_shows_often_used_options_first_and_each_option_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["segment", "--help"])
+    said = capsys.readouterr().out
+    often = said[said.index("often used:") : said.index("\n\noptions:")]
+    for option in ("--out", "--backbone", "--examples", "--images", "--memory", "--suggest"):
+        assert f"  {option} " in often  # usage and examples name them
+    for option in ("--pictures", "--temperature", "--trust"):
+        assert option not in often
+    named = re.findall(r"^  (--[\w.]+)", said, re.M)
+    assert len(named) == len(set(named)) > 30
 
 
 @pytest.mark.parametrize("word", ["-h", "--help"])

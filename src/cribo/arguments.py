@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import os
 import re
 import sys
 import types
@@ -49,8 +50,20 @@ class Parser(ArgumentParser):
         self._switches = switches
 
     def parse_args(self, args: Sequence[str] | None = None, **kwargs: Any) -> Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Parse the words of a command line."""
+        """Parse the words of a command line, or complete them for a shell."""
+        if "_ARGCOMPLETE" in os.environ:
+            self._set_completers()
         return super().parse_args(self.written_out(sys.argv[1:] if args is None else args), **kwargs)
+
+    def _set_completers(self) -> None:
+        """Complete values by their choices, and others by names of files."""
+        from argcomplete.completers import ChoicesCompleter, FilesCompleter
+
+        for action in self._actions:
+            if hint := getattr(action, "_typehint", None):
+                choices = dict.fromkeys(_choices(hint), "")
+                completer = ChoicesCompleter(choices) if choices else FilesCompleter()
+                action.completer = completer  # pyright: ignore[reportAttributeAccessIssue]
 
     def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
         """Parse the content of a configuration file."""
@@ -114,13 +127,25 @@ class Parser(ArgumentParser):
         return option if start is None else self._short[start] + option.removeprefix(start)
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
-        """Return the help with short names."""
+        """Return the help with short names, the options that usage and examples name first."""
+        self._group_often_used()
         # A group can be read from its own file. This duplicates --config and is not documented.
         text = re.sub(r"\n  --\S+ CONFIG\s+Path to a configuration file\.", "", super().format_help(*args, **kwargs))
         text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
         for short, long in self._short.items():
             text = re.sub(rf"{re.escape(long)}(?![\w.])", short, text)
         return text
+
+    def _group_often_used(self) -> None:
+        """Move the options that usage and description name, and required ones, to a first group of their own."""
+        texts = f"{self.usage or ''} {self.description or ''}"
+        named = {self._long(option) for option in re.findall(r"--\w[\w.]*\b", texts)}
+        often = self.add_argument_group("often used")
+        for group in self._action_groups:
+            used = [action for action in group._group_actions if action.required or named & {*action.option_strings}]
+            group._group_actions[:] = [action for action in group._group_actions if action not in used]
+            often._group_actions += used
+        self._action_groups = [often, *(group for group in self._action_groups if group is not often)]
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise an error about the arguments.
@@ -212,6 +237,18 @@ def _described(hint: Any) -> list[str]:
         return [f"{_COUNTS.get(len(elements), len(elements))} {several}"]
     kind = get_origin(hint) or hint
     return [_NAMES[kind][0] if kind in _NAMES else getattr(kind, "__name__", str(kind))]
+
+
+def _choices(hint: Any) -> list[str]:
+    """List the values of a type that has few.
+
+    Example:
+        >>> _choices(Literal["exact", "faiss"] | None), _choices(bool), _choices(int | None)
+        (['exact', 'faiss'], ['true', 'false'], [])
+    """
+    if get_origin(hint) in (Union, types.UnionType):
+        return [choice for part in get_args(hint) for choice in _choices(part)]
+    return _described(hint) if hint is bool or get_origin(hint) is Literal else []
 
 
 def _elements(hint: Any) -> tuple[type, ...]:

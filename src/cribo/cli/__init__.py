@@ -1,5 +1,6 @@
 """The command `cribo`: one file per command, which parses, calls the library, and prints."""
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -22,9 +23,15 @@ commands:
   export      write a backbone for timm, transformers, ONNX or torch.export, and verify it
   shard       pack images into few large files, to train from a network or from object storage
 
-`cribo pretrain` without options trains on synthetic scenes for a few minutes on a laptop.
-`cribo <command> --help` lists its options, `cribo --version` prints the version. With `--debug`, every command shows
-the traceback of an error.
+examples:
+  cribo pretrain                                      three minutes on synthetic scenes, on any laptop
+  cribo adapt PHOTOGRAPHS --backbone vit_small_patch14_dinov2.lvd142m
+  cribo segment --backbone vit_small_patch14_dinov2.lvd142m --examples EXAMPLES --images PHOTOGRAPHS --out RESULT
+
+`cribo <command> --help` lists the options of a command, with examples; `cribo --version` prints the version. With
+`--debug`, every command shows the traceback of an error.
+
+Documentation: README.md and docs/start.md of the source code; a page for each command in docs/.
 """
 
 COMMANDS = (
@@ -52,6 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions (docs/start.md)
+        from cribo.cli.completion import words_to_complete
+
+        words = words_to_complete(COMMANDS)
     if words[:1] == ["--version"]:
         import cribo
 

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 HELP = """\
 Learn dense representations from unlabelled images.
 
-With no options: three minutes on synthetic scenes, to see that everything works. From scratch, as published:
+  cribo pretrain                                                      three minutes on synthetic scenes
+  cribo pretrain --config coco_vits16 --data.root COCO                from random weights, as published
+  cribo pretrain --config camvid --name mine --objects.num_objects 8  other values
+  cribo pretrain --resume runs/mine                                   continue an interrupted run
 
-  cribo pretrain --config coco_vits16 --data.root COCO
+To start from pretrained weights, use `cribo adapt`.
 
-To continue pretrained weights on your own images, use `cribo adapt`.
-
-data.root is a folder, nested or not, a text file that lists images, or a folder or URL of
-tar shards, such as `cribo shard` writes. Every value below
-can also be set in a YAML file; the defaults shown apply where the preset sets nothing,
-and --print_config shows what would run.
+data.root is a folder (read recursively), a text file that lists images, or a folder or URL of tar shards, which
+`cribo shard` writes. --config is a preset or a YAML file of the values below; the defaults shown apply where it sets
+nothing. --print_config prints the resulting configuration.
 """
 
 _QUICKSTART_MINUTES = 3.0

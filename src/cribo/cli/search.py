@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 HELP = """\
 Find the objects in a database of `cribo index` that are most similar to a given one.
 
-  cribo search --db photographs.db --image ONE.jpg --point 320,200     the object at that pixel
-  cribo search --db photographs.db --image ONE.jpg --box 40,60,200,180 the content of the box
-  cribo search --db photographs.db --image ONE.jpg --object 3          its fourth-largest object
-  cribo search --db photographs.db --image ONE.jpg                     each of its objects
+  cribo search --db photographs.db --image ONE.jpg --point 320,200      the object at that pixel
+  cribo search --db photographs.db --image ONE.jpg --box 40,60,200,180  the content of the box
+  cribo search --db photographs.db --image ONE.jpg --object 3           its fourth-largest object
+  cribo search --db photographs.db --image ONE.jpg                      each of its objects
 
 ONE.jpg may be any image. The backbone is not needed for an indexed and unchanged image, except with --box. --out
 receives results.json (boxes, masks as in COCO, similarities) and sheet.png, a contact sheet.

@@ -9,9 +9,9 @@ HELP = """\
 Pack images into few large tar files, which are faster to read from network file systems and object storage than single
 files.
 
-  cribo shard IMAGES OUT                 the files as they are
-  cribo shard PHOTOGRAPHS OUT --size 512 shorter side at most 512 pixels
-  cribo pretrain --data.root OUT         or --data.root s3://bucket/prefix, if OUT was copied there
+  cribo shard IMAGES OUT                  the files as they are
+  cribo shard PHOTOGRAPHS OUT --size 512  shorter side at most 512 pixels
+  cribo pretrain --data.root OUT          or --data.root s3://bucket/prefix, if OUT was copied there
 
 Crops are usually smaller than photographs: --size reduces decoding and downloads. OUT appears when it is complete;
 unreadable images are left out and listed in OUT/skipped.csv.

@@ -1,0 +1,183 @@
+"""The code blocks of README.md, CONTRIBUTING.md and docs/.
+
+Every block has a language. Blocks of `python` and `bash` run, in this order page by page, in a folder with a small run,
+some images and labelled examples under the names that the pages use. Two kinds of comments stand above blocks:
+
+    <!-- given: images = torch.rand(2, 3, 32, 32) -->    statements to run before a block of Python
+    <!-- not run: needs COCO -->                          the block is not run; its commands are parsed all the same
+
+`<!-- commands not run: ... -->` anywhere on a page is the second for all its commands. Square brackets in a command
+that is not run enclose options that may be left out.
+"""
+
+import contextlib
+import re
+import shlex
+import shutil
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cribo.arguments import Parser
+from cribo.cli import COMMANDS, main
+from cribo.cli.evaluate import EVALUATIONS
+from cribo.data.scenes import Scenes
+
+if TYPE_CHECKING:
+    from cribo.pretraining import PretrainConfig
+
+REPOSITORY = Path(__file__).parents[1]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+LANGUAGES = {"python", "bash", "yaml", "json", "text", "bibtex"}
+COMMENT = re.compile(r"<!-- (given|not run|commands not run): (.*?) -->", re.DOTALL)
+BLOCK = re.compile(r"(?P<above>(?:^<!--(?:(?!-->).)*-->\n+)*)^```(?P<language>.*?)\n(?P<code>.*?)^```$", re.M | re.S)
+
+
+class Block(NamedTuple):
+    """A code block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    code: str
+    given: str
+    not_run: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    whole_page = next((reason for kind, reason in COMMENT.findall(text) if kind == "commands not run"), "")
+    found = []
+    for block in BLOCK.finditer(text):
+        comments = dict(COMMENT.findall(block["above"]))
+        not_run = comments.get("not run", whole_page if block["language"] == "bash" else "")
+        line = text.count("\n", 0, block.start("code")) + 1
+        found.append(Block(page, line, block["language"], block["code"], comments.get("given", ""), not_run))
+    return found
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def commands(block: Block) -> list[list[str]]:
+    """The words of each command of a block."""
+    lines = block.code.replace("\\\n", " ").splitlines()
+    if block.not_run:
+        lines = [re.sub(r"[\[\]]", "", line) for line in lines]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def cribo_words(words: list[str]) -> list[str] | None:
+    """The words after `cribo`, which may follow `uv run` or a launcher; None for other commands."""
+    return words[words.index("cribo") + 1 :] if "cribo" in words else None
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_block_has_a_language(block: Block) -> None:
+    assert block.language in LANGUAGES
+
+
+class Parsed(BaseException):
+    """Raised in place of running a command: its arguments are valid."""
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
+    """Fails unless the words after `cribo` are valid arguments; runs nothing."""
+    parse_args = Parser.parse_args
+
+    def parse_only(self: Parser, *args: Any, **kwargs: Any) -> None:
+        parse_args(self, *args, **kwargs)
+        raise Parsed
+
+    monkeypatch.setattr(Parser, "parse_args", parse_only)
+    monkeypatch.syspath_prepend(REPOSITORY / "examples")
+
+    def parse(arguments: list[str]) -> None:
+        with pytest.raises(Parsed):
+            main(arguments)
+
+    return parse
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "bash"], ids=str)
+def test_commands_are_valid(block: Block, parse: Callable[[list[str]], None]) -> None:
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for words in commands(block):
+        if (arguments := cribo_words(words)) is not None:
+            parse(arguments)
+        for extra in re.findall(r"cribo-ssl\[(\w+)\]", " ".join(words)):
+            assert extra in extras
+
+
+HELP = [["--help"], *([name, "--help"] for name in COMMANDS), *(["evaluate", name, "--help"] for name in EVALUATIONS)]
+
+
+@pytest.mark.parametrize("words", HELP, ids=" ".join)
+def test_examples_of_help_are_valid(
+    words: list[str], parse: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.suppress(SystemExit):
+        main(words)
+    shown = re.sub(r"\\\n +", " ", capsys.readouterr().out)
+    examples = re.findall(r"^  cribo ([^ ].*?)(?: {2,}.*)?$", shown, re.M)
+    assert examples or words == ["evaluate", "--help"]  # each evaluation has its own
+    for example in examples:
+        parse(shlex.split(example))
+
+
+# ------------------------------------------------------------------ blocks that run
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, tiny: "Callable[..., PretrainConfig]") -> Path:
+    """A folder with what the pages name: runs, images and labelled examples."""
+    from cribo.pretraining import pretrain
+
+    home = tmp_path_factory.mktemp("docs")
+    run = pretrain(tiny({"optim.epochs": 2}), out=home / "runs", name="quickstart")
+    for name in ("runs/camvid", "runs/mine", "runs/a", "runs/b", "BACKBONE"):
+        shutil.copytree(run.folder, home / name)
+    scenes = Scenes(count=6, size=96, seed=3)
+    for folder in ("path/to/images", "PHOTOGRAPHS", "FRAMES", "holiday"):
+        (home / folder).mkdir(parents=True)
+        for index in range(3):
+            Image.fromarray(scenes.load(index).permute(1, 2, 0).numpy()).save(home / folder / f"{index}.jpg")
+    for folder in ("EXAMPLES", "labelled"):
+        for part in ("images", "labels"):
+            (home / folder / part).mkdir(parents=True)
+        for index in range(3, 6):
+            Image.fromarray(scenes.load(index).permute(1, 2, 0).numpy()).save(home / folder / f"images/{index}.png")
+            Image.fromarray(scenes.labels(index).numpy()).save(home / folder / f"labels/{index}.png")
+        (home / folder / "classes.txt").write_text("\n".join(scenes.classes))
+    for name in ("photo.jpg", "street.jpg", "new.jpg", "PHOTOGRAPHS/street.jpg"):
+        Image.open(home / "FRAMES/0.jpg").resize((400, 300)).save(home / name)
+    Image.fromarray(np.repeat(np.arange(3, dtype=np.uint8), 40_000).reshape(300, 400)).save(home / "street.png")
+    return home
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_run(page: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    for block in blocks_of(page):
+        if block.not_run:
+            continue
+        if block.language == "bash":
+            for words in commands(block):
+                arguments = cribo_words(words)
+                assert arguments is not None or words[:2] == ["pip", "install"], f"{block}: mark it as not run"
+                assert arguments is None or main(arguments) == 0, f"{block}: {words}"
+        if block.language == "python":
+            code = compile("\n" * (block.line - 1) + block.code, block.page, "exec")
+            names: dict[str, Any] = {}
+            exec(block.given, names)
+            exec(code, names)
