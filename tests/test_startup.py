@@ -84,4 +84,4 @@ def test_nobody_waits_for_torch_to_hear_of_an_unknown_set(evaluation: str) -> No
     assert done.returncode == 2
     assert done.stdout.splitlines()[-1].strip() == "loaded:"
     assert f"cribo evaluate {evaluation}: " in done.stderr
-    assert "there is no segmentation set 'vox'; did you mean 'voc'?" in done.stderr
+    assert "unknown segmentation set 'vox'; did you mean 'voc'?" in done.stderr

@@ -44,7 +44,7 @@ def test_what_is_no_folder_of_classes_is_said(tmp_path: Path) -> None:
             open_class_folders(tmp_path / folder, **more)  # pyright: ignore[reportArgumentType]
 
     write(tmp_path / "flat" / "1.jpg", tmp_path / "flat" / "2.jpg")
-    refused(r"must hold a folder of images for each class \(.*flat/<class>/\*\.jpg\), got 2 images outside", "flat")
+    refused(r"must contain a folder of images for each class \(.*flat/<class>/\*\.jpg\), got 2 images outside", "flat")
     (tmp_path / "nothing").mkdir()
     refused("got no images", "nothing")
     folders(tmp_path / "one", "only")
@@ -57,7 +57,7 @@ def test_what_is_no_folder_of_classes_is_said(tmp_path: Path) -> None:
     refused("is a file: give the folder that contains", "loose/stray.png")
     with pytest.raises(MissingData, match="did you mean 'loose'"):
         open_class_folders(tmp_path / "lose")
-    refused("classes that the training images lack, b: their images can never", "loose", classes=["a", "c"])
+    refused("classes without training images, b: their images cannot", "loose", classes=["a", "c"])
 
 
 def test_a_split_keeps_the_classes_of_the_training_images(tmp_path: Path) -> None:
@@ -77,9 +77,9 @@ def test_a_folder_without_split_is_one_set(tmp_path: Path) -> None:
     folders(tmp_path, "a", "b")
     assert open_classification("folder", tmp_path)[1:] == (None, "all", None)
     folders(tmp_path / "train", "a", "b")
-    with pytest.raises(DataError, match="has a folder 'train' but none to classify"):
+    with pytest.raises(DataError, match="has a folder 'train' but no images to classify"):
         open_classification("folder", tmp_path)
-    with pytest.raises(DataError, match="no classification set 'imagnet'; there are imagenet and folder"):
+    with pytest.raises(DataError, match="classification set must be imagenet or folder, got 'imagnet'"):
         open_classification("imagnet", tmp_path)
 
 
@@ -179,5 +179,5 @@ def test_validation_images_beside_each_other_need_a_list_of_their_classes(tmp_pa
 
 def test_a_label_for_each_image(tmp_path: Path) -> None:
     images = open_class_folders(folders(tmp_path, "a", "b"))
-    with pytest.raises(ValueError, match="a label for each of the 4 images, got 3"):
+    with pytest.raises(ValueError, match="one entry for each of the 4 images, got 3"):
         classification.ClassifiedFiles(images, images.classes, np.zeros(3, dtype=np.int64))

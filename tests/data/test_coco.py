@@ -97,10 +97,10 @@ def test_images_in_a_folder_beside_the_file_or_elsewhere(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("annotations", "changes", "message"),
     [
-        ([annotation([SQUARE], 8)], {}, r"annotation 1 is of category 8, which is not listed; there are 7, 90"),
-        ([annotation([SQUARE]) | {"image_id": 6}], {}, "annotation 1 is of image 6, which is not listed"),
+        ([annotation([SQUARE], 8)], {}, r"annotation 1 refers to category 8, which is not listed; listed: 7, 90"),
+        ([annotation([SQUARE]) | {"image_id": 6}], {}, "annotation 1 refers to image 6, which is not listed"),
         ([annotation([]) | {"bbox": [0, 0, 2, 2]}], {}, "annotation 1 has no segmentation: boxes alone do not give"),
-        ([], {"images": []}, "lists no image"),
+        ([], {"images": []}, "lists no images"),
         ([], {"categories": [{"id": 1}]}, "entry 0 of its categories lacks name"),
         ([], {"categories": None}, "not in COCO's format: it must contain the lists images, annotations, categories"),
         ([], {"categories": [{"id": 1, "name": "x"}, {"id": 2, "name": "x"}]}, "must name each class once, got 'x' 2"),
@@ -114,12 +114,12 @@ def test_files_that_are_refused(tmp_path: Path, annotations: list, changes: dict
 @pytest.mark.parametrize(
     ("segmentation", "message"),
     [
-        ([[1, 1, 4, 1]], "a polygon needs at least three corners"),
-        ([[1, 1, 4, 1, 5, 5, 6]], "a polygon needs at least three corners"),
-        ({"size": [12, 10], "counts": [120]}, r"its run lengths are of \[12, 10\] \(height, width\), not \[10, 12\]"),
-        ({"size": [10, 12], "counts": [3, 400]}, "the outline of annotation 1 cannot be used"),
-        ({"size": [10, 12], "counts": "zzzzz"}, "the outline of annotation 1 cannot be used"),
-        ({"size": [10, 12]}, "the outline of annotation 1 cannot be used"),
+        ([[1, 1, 4, 1]], "a polygon must have at least three corners"),
+        ([[1, 1, 4, 1, 5, 5, 6]], "a polygon must have at least three corners"),
+        ({"size": [12, 10], "counts": [120]}, r"must have size \[10, 12\] \(height, width\), got \[12, 10\]"),
+        ({"size": [10, 12], "counts": [3, 400]}, "the outline of annotation 1 is invalid"),
+        ({"size": [10, 12], "counts": "zzzzz"}, "the outline of annotation 1 is invalid"),
+        ({"size": [10, 12]}, "the outline of annotation 1 is invalid"),
     ],
 )
 def test_outlines_that_are_refused(tmp_path: Path, segmentation: Any, message: str) -> None:
@@ -154,7 +154,7 @@ def test_what_is_called_background_is_the_background(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"categories": [*CATEGORIES, {"id": 7, "name": "other"}]}, "id 7 occurs twice in its categories"),
-        ({"categories": [*CATEGORIES, {"id": "8", "name": "other"}]}, "must be all numbers or all texts, got '8'"),
+        ({"categories": [*CATEGORIES, {"id": "8", "name": "other"}]}, "must be all numbers or all strings, got '8'"),
         ({"images": [{"id": 5, "file_name": "one.png"}, {"id": 5, "file_name": "one.png"}]}, "id 5 occurs twice"),
         ({"images": [{"id": None, "file_name": "one.png"}]}, "got None"),
         (

@@ -280,7 +280,7 @@ def test_camvid_in_folders(tmp_path):
     data = open_segmentation("camvid", tmp_path, "val", partial=True)
     assert labels_of(data) == [[0, 255, 10], [8, 3, 255]]
     write_list(tmp_path / "classes.txt", "road", "sky")
-    with pytest.raises(DataError, match=r"classes\.txt must name the classes of CamVid .*, got road, sky; .*'folder'"):
+    with pytest.raises(DataError, match=r"classes\.txt must list the classes of CamVid .*, got road, sky; .*'folder'"):
         open_segmentation("camvid", tmp_path, "val", partial=True)
 
 
@@ -360,7 +360,7 @@ def test_a_part_needs_its_labels(tmp_path):
 def test_a_part_without_images(tmp_path):
     (tmp_path / "images/validation").mkdir(parents=True)
     write_labels(tmp_path / "annotations/validation/ADE_val_00000001.png", [[1, 1], [1, 1]])
-    with pytest.raises(DataError, match=r"ADE20K val has no image in .*validation; expected images/validation"):
+    with pytest.raises(DataError, match=r"ADE20K val has no images in .*validation; expected images/validation"):
         open_segmentation("ade20k", tmp_path, "val", partial=True)
 
 
@@ -393,9 +393,9 @@ def test_missing_root(tmp_path):
         (
             "ade",
             "val",
-            r"no segmentation set 'ade'; did you mean 'ade20k'\? \(there are voc, pascal-context, .*folder\)",
+            r"unknown segmentation set 'ade'; did you mean 'ade20k'\? \(available: voc, pascal-context, .*folder\)",
         ),
-        ("xyz", "val", r"no segmentation set 'xyz'; there are voc, "),
+        ("xyz", "val", r"unknown segmentation set 'xyz'; available: voc, "),
         ("ade20k", "validation", r"ade20k has no split 'validation'; did you mean 'val'\? \(there are train, val\)"),
         ("voc", "test", r"voc has no split 'test'; .*there are train, val, trainaug"),
     ],
@@ -446,7 +446,7 @@ def test_lists(tmp_path, text):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\n\n", r"val\.txt names no image"),
+        (b"\n\n", r"val\.txt lists no images"),
         (b"\xff\xfe\x00\x01", "it is not UTF-8 text"),
         (b"2007_000032\n2007_000039 -1\n", r"val\.txt, line 2: must be a name, .*, got '2007_000039 -1'"),
     ],

@@ -64,7 +64,7 @@ def test_empty_boxes_and_those_outside_are_left_out_and_counted_once(
         images = BoxedImages(write(tmp_path, [BOX, annotation(box, id=77), annotation(box, id=78)]))
     assert images.num_boxes == 1
     (said,) = caplog.messages
-    assert "left out 2 of 3 boxes, which are empty or lie outside of their image" in said
+    assert "dropped 2 of 3 boxes, which are empty or outside the image" in said
     assert said.endswith(f"the first is annotation 77 of one.png, {box}")
 
 
@@ -91,23 +91,23 @@ def test_sizes_that_are_not_listed_are_read_from_the_files(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"annotations": []}, "has no box in any of its 3 images"),
-        ({"annotations": [annotation([1, 1, 0, 2])]}, "has no box in any of its 3 images"),
+        ({"annotations": []}, "has no boxes in its 3 images"),
+        ({"annotations": [annotation([1, 1, 0, 2])]}, "has no boxes in its 3 images"),
         ({"annotations": [{"image_id": 5, "category_id": 7}]}, "annotation without id has no bbox"),
         ({"annotations": [annotation([1, 2, 3])]}, r"bbox of annotation 3 must be .* got \[1, 2, 3\]"),
-        ({"annotations": [annotation([1, 2, -3, 4])]}, r"not below 0, got \[1, 2, -3, 4\]"),
+        ({"annotations": [annotation([1, 2, -3, 4])]}, r"width and height >= 0, got \[1, 2, -3, 4\]"),
         ({"annotations": [annotation([1, float("nan"), 3, 4])]}, r"got \[1, nan, 3, 4\]"),
         ({"annotations": [annotation([1, 2, float("inf"), 4])]}, r"got \[1, 2, inf, 4\]"),
         ({"annotations": [annotation(["1", 2, 3, 4])]}, r"got \['1', 2, 3, 4\]"),
         ({"annotations": [annotation({"x": 1})]}, "got {'x': 1}"),
         ({"annotations": [annotation([1, 2, 3, 4], area=-1)]}, "area of annotation 3 must be a number >= 0, got -1"),
-        ({"annotations": [annotation([1, 2, 3, 4], 8)]}, "category 8, which is not listed; there are 7, 90"),
+        ({"annotations": [annotation([1, 2, 3, 4], 8)]}, "category 8, which is not listed; listed: 7, 90"),
         ({"annotations": [annotation([1, 2, 3, 4], image=6)]}, "image 6, which is not listed"),
-        ({"categories": []}, "category 7, which is not listed; there are none"),
-        ({"categories": [], "annotations": []}, "lists no category"),
+        ({"categories": []}, "category 7, which is not listed; listed: none"),
+        ({"categories": [], "annotations": []}, "lists no categories"),
         ({"categories": [{"id": 7, "name": "a"}, {"id": 8, "name": "a"}]}, "'a' 2 times"),
-        ({"images": []}, "lists no image"),
-        ({"images": [{"id": 5, "file_name": "one.png", "width": 0, "height": 10}]}, "whole numbers > 0, got 0 and 10"),
+        ({"images": []}, "lists no images"),
+        ({"images": [{"id": 5, "file_name": "one.png", "width": 0, "height": 10}]}, "integers > 0, got 0 and 10"),
     ],
 )
 def test_what_cannot_be_used_is_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:

@@ -147,7 +147,7 @@ def test_list_names_the_first_missing_file_and_the_count(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"# nothing\n\n", "lists no image: put one path per line"),
+        (b"# nothing\n\n", "lists no images: put one path per line"),
         (b"\xff\xfe\x00\x81", "it is not UTF-8 text"),
     ],
 )

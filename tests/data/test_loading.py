@@ -474,7 +474,7 @@ class Raising(Noise):
         return super().load(index)
 
 
-@pytest.mark.parametrize("error", [ShardError("the shard a.tar: it does not exist (any more)"), DataError("not this")])
+@pytest.mark.parametrize("error", [ShardError("the shard a.tar: file not found"), DataError("not this")])
 def test_an_error_for_users_arrives_as_it_is(error: Exception) -> None:
     training = Training(Raising(IMAGES, error))
     with pytest.raises(type(error)) as raised:

@@ -214,7 +214,7 @@ def test_split_gives_the_parts() -> None:
         # What could not be read is reported once, with the first part.
         assert [part.unreadable for part in split] == [batch.unreadable] + (parts - 1) * [[]]
         assert [part.retried for part in split] == [2] + (parts - 1) * [0]
-    with pytest.raises(ValueError, match="a batch of 6 images does not divide into 4 parts"):
+    with pytest.raises(ValueError, match="the batch size must be a multiple of 4 parts, got 6"):
         batch.split(4)
 
 

@@ -125,7 +125,7 @@ def test_nothing_is_overwritten_or_half_written(
             out.write_text("mine")
         else:
             out.symlink_to(tmp_path / "nowhere")
-        with pytest.raises(FolderError, match="exists already: choose another folder, or remove it"):
+        with pytest.raises(FolderError, match="already exists: choose another folder, or remove it"):
             write_shards(source, out)
     with pytest.raises(FolderError, match="cannot write to"):
         write_shards(source, tmp_path / "file" / "out")
@@ -161,7 +161,7 @@ def test_the_command(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "40 images in" in said
     assert f"cribo pretrain --data.root {out}" in said
     assert main(["shard", str(photographs), str(out)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["shard", str(photographs), str(tmp_path / "other"), "--sise", "20"]) == 2
     assert "did you mean size?" in capsys.readouterr().err
     assert main(["shard", str(tmp_path / "photograph"), str(tmp_path / "other")]) == 2
