@@ -76,11 +76,11 @@ def test_every_precision_and_a_gradient_are_taken() -> None:
 
 
 def test_refusals_say_what_is_wrong() -> None:
-    with pytest.raises(ValueError, match="one image at least, got none"):
+    with pytest.raises(ValueError, match="at least one image, got none"):
         pca_colours([])
-    with pytest.raises(ValueError, match=r"must be \(h, w, 8\).*got \(2, 2, 4\)"):
+    with pytest.raises(ValueError, match=r"must have shape \(h, w, 8\).*got \(2, 2, 4\)"):
         pca_colours([torch.randn(2, 2, 8), torch.randn(2, 2, 4)])
-    with pytest.raises(ValueError, match=r"must be \(h, w, 8\).*got \(4, 8\)"):
+    with pytest.raises(ValueError, match=r"must have shape \(h, w, 8\).*got \(4, 8\)"):
         pca_colours([torch.randn(4, 8)])
     with pytest.raises(ValueError, match="must be finite"):
         pca_colours([torch.full((2, 2, 8), torch.nan)])

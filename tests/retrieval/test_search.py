@@ -243,25 +243,25 @@ class Broken(TensorKeys):
 
 def test_errors() -> None:
     keys, queries = TensorKeys(unit(30, 6)), unit(4, 6)
-    with pytest.raises(ValueError, match=r"<= the number of keys, got 50 for 30 keys: ask for fewer neighbours, or"):
+    with pytest.raises(ValueError, match=r"<= the number of keys, got 50 for 30 keys: search for fewer neighbours, or"):
         nearest(queries, keys, 50)
     with pytest.raises(ValueError, match="neighbours must be >= 1, got 0"):
         nearest(queries, keys, 0)
-    with pytest.raises(ValueError, match=r"\(Q, 6\), as the keys have, got \(4, 5\)"):
+    with pytest.raises(ValueError, match=r"\(Q, 6\), like the keys, got \(4, 5\)"):
         nearest(unit(4, 5), keys, 2)
-    with pytest.raises(ValueError, match=r"keys must have the shape \(M, D\), got \(6,\)"):
+    with pytest.raises(ValueError, match=r"keys must have shape \(M, D\), got \(6,\)"):
         TensorKeys(torch.zeros(6))
-    with pytest.raises(ValueError, match="devices must be of one kind"):
+    with pytest.raises(ValueError, match="devices must be one or more devices of the same type"):
         nearest(queries, keys, 2, devices=())
-    with pytest.raises(ValueError, match="queries hold values that are not finite"):
+    with pytest.raises(ValueError, match="queries contain values that are not finite"):
         nearest(torch.full((1, 6), torch.inf), keys, 2)
     with pytest.raises(ValueError, match="similarities overflow float32: normalise"):
         nearest(1e25 * unit(60, 6), TensorKeys(1e25 * unit(30, 6)), 2, plan=PLANS[1])
     bad = unit(300, 6)
     bad[217, 3] = torch.nan
-    with pytest.raises(ValueError, match="keys hold values that are not finite, first in row 217"):
+    with pytest.raises(ValueError, match="keys contain values that are not finite, first in row 217"):
         nearest(queries, TensorKeys(bad), 2, plan=PLANS[1])
-    with pytest.raises(ValueError, match="must give the 31 rows that they have, got 30"):
+    with pytest.raises(ValueError, match=r"must return len\(keys\) = 31 rows, got 30"):
         nearest(queries, Lying(unit(30, 6)), 2)
     with pytest.raises(OSError, match="the disk is gone"):
         nearest(queries, Broken(unit(300, 6)), 2, plan=PLANS[1])
@@ -318,7 +318,7 @@ def test_the_search_follows_a_plan_of_little_memory() -> None:
 
 
 def test_plans_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"needs at least \d+ MiB, got a budget of 1.0 MiB: give it more memory"):
+    with pytest.raises(ValueError, match=r"needs at least \d+ MiB, got a budget of 1.0 MiB: provide more memory"):
         plan_search(10**6, 10**6, 768, 50, budget=2**20)
     for name in ("num_queries", "num_keys", "dim", "neighbours", "key_bytes"):
         numbers: dict[str, Any] = {"num_queries": 9, "num_keys": 9, "dim": 9, "neighbours": 9, "key_bytes": 4}
@@ -425,7 +425,7 @@ def test_errors_of_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
         ApproximateIndex(keys, probes=0)
     with pytest.raises(ValueError, match="lists must be >= 1 and <= 100, got 101"):
         ApproximateIndex(keys, lists=101)
-    with pytest.raises(ValueError, match="keys must hold one row at least, got 0"):
+    with pytest.raises(ValueError, match="keys must contain at least one row, got 0"):
         ApproximateIndex(TensorKeys(torch.zeros(0, 8)))
     with pytest.raises(ValueError, match="got 101 for 100 keys"):
         ApproximateIndex(keys).search(unit(2, 8), 101)

@@ -54,12 +54,12 @@ def test_directions_without_variance_are_left_out():
     weight, _ = partial_whitening(moments_of(vectors), power=1.0)
     assert weight.shape == (4, 6)
     assert weight.isfinite().all()
-    with pytest.raises(ValueError, match="dims must be 1 to 4, the directions with variance, got 5"):
+    with pytest.raises(ValueError, match="dims must be 1 to 4, the number of directions with variance, got 5"):
         partial_whitening(moments_of(vectors), power=1.0, dims=5)
 
 
 def test_what_cannot_be_whitened_says_so():
     with pytest.raises(ValueError, match=r"power must be from 0 .* to 1 .*, got 1\.5"):
         partial_whitening(moments_of(features()), power=1.5)
-    with pytest.raises(ValueError, match="at least 2 vectors, got 1: give more images"):
+    with pytest.raises(ValueError, match="at least 2 vectors, got 1: use more images"):
         partial_whitening(moments_of(features(1)), power=0.5)
