@@ -102,7 +102,7 @@ def test_the_command_leaves_a_backbone_a_verdict_and_a_picture(
     assert set(verdict["segmentation"]) == {"closed form", "adapted weights"}
     assert verdict["segmentation"]["closed form"]["before"] > 0.1
     probe = verdict["probes"]["adapted weights"]
-    assert f"Segmentation by a few examples with the adapted weights ({probe})" in " ".join(said.split())
+    assert f"Segmentation from a few examples with the adapted weights ({probe})" in " ".join(said.split())
     with Image.open(tmp_path / "mine" / "neighbours.png") as picture:
         assert np.asarray(picture).std() > 10
 
@@ -133,7 +133,7 @@ def test_an_interrupted_adaptation_continues_to_the_same_weights(scenes: Path, s
     assert (folder / "backbone.safetensors").read_bytes() == weights
     with pytest.raises(ValueError, match=r"was begun with power None, not 0\.5"):
         adapt(_asked(scenes, source, keep="adapted", power=0.5), out=tmp_path, name="cut", resume=True)
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match="already exists"):
         adapt(asked, out=tmp_path, name="cut")
 
 
@@ -168,13 +168,13 @@ def test_a_network_that_sees_no_better_is_not_kept(scenes: Path, source: Path, t
         ({"minutes": 0}, "minutes must be > 0"),
         ({"trained_share": 0}, "trained_share must be > 0 and at most 1, got 0"),
         ({"steps": 0}, "steps must be >= 1"),
-        ({"second": "x"}, "--second goes with --labelled"),
+        ({"second": "x"}, "--second requires --labelled"),
         ({"images": "/nowhere"}, "there is no 'nowhere'"),
         ({"dims": 400, "steps": None, "minutes": 1}, "dims must be 1 to"),
         ({"training": {"optim.lr": -1}}, "optim.lr"),
         ({"training": {"backbone.train_blocks": 0}}, "train_blocks must be"),
         ({"training": {"backbone.train_blocks": 5}}, "train_blocks must be at most 4, the blocks of .*, got 5"),
-        ({"stride": 16}, "stride is for convolutional networks"),
+        ({"stride": 16}, "stride applies to convolutional networks"),
     ],
 )
 def test_bad_input_is_refused(
@@ -190,7 +190,7 @@ def test_nine_labelled_images_are_too_few(scenes: Path, source: Path, tmp_path: 
         for index in range(9):
             name = f"{index:02d}.png"
             (tmp_path / "few" / kind / name).write_bytes((scenes / kind / name).read_bytes())
-    with pytest.raises(ValueError, match="has 9 labelled images to score, and a verdict needs at least 10"):
+    with pytest.raises(ValueError, match="has 9 labelled images to score, but the verdict needs at least 10"):
         adapt(_asked(scenes, source, labelled=str(tmp_path / "few")), out=tmp_path)
     assert not list(tmp_path.glob("*-adapted"))
 
@@ -200,7 +200,7 @@ def test_a_budget_too_short_for_training_says_how_much_it_takes(scenes: Path, so
     adapt(replace(asked, minutes=1), out=tmp_path, name="start")
     folder = tmp_path / "start"
     start, images = load_backbone(folder / "closed_form"), open_images(asked.images)
-    with pytest.raises(ValueError, match=r"--minutes 2 leaves time for 0 steps.*give --minutes 3, or --minutes 1"):
+    with pytest.raises(ValueError, match=r"--minutes 2 suffices for 0 steps.*use --minutes 3, or --minutes 1"):
         planned_training(asked, load_config("adapt", TRAINING), start, images, folder, seconds=0.0)
     planned = planned_training(asked, load_config("adapt", TRAINING), start, images, folder, seconds=100.0)
     assert planned.optim.epochs * (20 // 4) == 500  # the most that is worth it
