@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from cribo.explorer.features import colour_picture, cosines, likeness
+from cribo.explorer.features import colour_picture, cosines, patch_similarity
 from cribo.explorer.network import Dense
 
 
@@ -21,7 +21,7 @@ def test_likeness_is_the_cosine_whatever_the_length() -> None:
 
 def test_the_chosen_patch_is_framed_and_its_like_is_bright() -> None:
     image = torch.full((3, 64, 96), 100, dtype=torch.uint8)
-    found = likeness(image, two_halves(), 99, -3)
+    found = patch_similarity(image, two_halves(), 99, -3)
     assert (found.row, found.column) == (3, 0)
     assert found.sentence.startswith("Patch in row 3 of 4, column 0 of 6")
     scale = found.picture.shape[0] / 64

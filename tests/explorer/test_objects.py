@@ -48,9 +48,7 @@ def test_a_point_is_in_the_object_that_is_drawn_there(finder: ObjectFinder) -> N
     shown = query_picture(query, 1)
     assert tuple(shown[height // 4, width // 4]) == COLOURS["red"]
     assert shown[height - 5, width - 5].max() < 100
-    assert query_sentence(query, 1, []).startswith(
-        "Object 1 of 2 in 0-red.png (counted from 0, the largest first), 25%"
-    )
+    assert query_sentence(query, 1, []).startswith("Object 1 of 2 in 0-red.png (counted from 0, largest first), 25%")
 
 
 def test_a_visitors_picture_is_asked_like_one_of_the_collection(finder: ObjectFinder) -> None:
@@ -65,7 +63,7 @@ def test_numbers_beyond_the_ends_are_the_nearest_object_and_no_image(finder: Obj
     query = finder.of_collection(0)
     assert (query.object(99).number, query.object(-4).number) == (1, 0)
     for number in (-1, 8):
-        with pytest.raises(Refused, match=f"images 0 to 7, and no image {number}"):
+        with pytest.raises(Refused, match=f"image must be 0 to 7, got {number}"):
             finder.of_collection(number)
 
 

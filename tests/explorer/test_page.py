@@ -12,7 +12,7 @@ from tests.explorer.conftest import COLOURS, Watched, draw_square
 
 expect.set_options(timeout=30_000)  # other tests may have the cores
 
-SENT = "The picture that you have sent"
+SENT = "The uploaded picture"
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_an_object_finds_its_like(watched: Watched, red: str) -> None:
     expect(page.locator("#objects-said")).to_contain_text("0-blue.png")
     page.locator("#collection button", has_text="2: 0-red").click()
     expect(page.locator("#objects-said")).to_contain_text("Object 0 of 2 in 0-red.png")
-    picture = page.get_by_role("img", name="The image with the outline of the chosen object")
+    picture = page.get_by_role("img", name="The image with the outline of the selected object")
     click_inside(picture, 0.2, 0.2)
     expect(page.locator("#objects-said")).to_contain_text("Object 1 of 2 in 0-red.png")
     expect(page.locator("#objects-said")).to_contain_text("nearest object is in 1-red.png, cosine similarity 1.00")
@@ -97,7 +97,7 @@ def test_painted_classes_segment_another_picture(watched: Watched, red: str, tmp
     expect(page.locator("#examples-said")).to_contain_text("1 example")
     expect(page.locator("#examples-said")).to_contain_text("red")
     expect(page.locator("#segmented-said")).to_contain_text("red 100%")
-    expect(page.get_by_role("img", name="The picture in the colours of its classes")).to_be_visible()
+    expect(page.get_by_role("img", name="The picture, tinted by class")).to_be_visible()
     page.reload()
     watched.open("Segment")
     expect(page.locator("#examples-said")).to_contain_text("1 example")
@@ -116,7 +116,7 @@ def test_what_is_too_large_or_no_picture_is_refused_in_a_sentence(watched: Watch
     field = page.locator("[role=tabpanel]:visible input[type=file]").first
     draw_square(COLOURS["red"], (0, 0)).resize((1200, 1000)).save(tmp_path / "wide.png")
     field.set_input_files(tmp_path / "wide.png")
-    expect(page.get_by_text("1200 x 1000 pixels and 1 megapixels are allowed")).to_be_visible()
+    expect(page.get_by_text("1200 x 1000 pixels, but at most 1 megapixels are allowed")).to_be_visible()
     (tmp_path / "heavy.png").write_bytes(b"0" * 1_500_000)
     page.get_by_role("button", name="Remove Image").or_(page.get_by_label("Clear")).first.click()
     page.locator("[role=tabpanel]:visible input[type=file]").first.set_input_files(tmp_path / "heavy.png")

@@ -61,7 +61,7 @@ def test_large_examples_become_smaller_with_their_labels() -> None:
     ("painted", "said"),
     [
         (layer(), "Nothing is painted yet"),
-        (layer(("red", (0, 0, 9, 9)), size=64), "The painting has 64 x 64 pixels and its picture 96 x 96"),
+        (layer(("red", (0, 0, 9, 9)), size=64), "size of its picture, 96 x 96, got 64 x 64"),
         (layer(("red", (0, 0, 9, 9)), size=200), "The painting cannot be used"),
         (b"no image", "The painting cannot be used"),
     ],
@@ -131,7 +131,7 @@ def test_memories_are_each_visitors_own_and_bounded(visitors: Visitors, monkeypa
         first.add(*example_of(as_tensor(picture), layer(("red", (0, 0, 96, 96))), max_pixels=10**6))
     with pytest.raises(Refused, match=r"The memory is full \(2 examples\): start over"):
         first.add(torch.zeros(3, 96, 96, dtype=torch.uint8), torch.zeros(96, 96, dtype=torch.uint8))
-    assert "Paint another class, too" in memory_sentence(first.memory)
+    assert "Paint a second class" in memory_sentence(first.memory)
     assert visitors.examples("first") is first
     assert len(visitors.examples("second").memory) == 0
     for name in ("third", "first", "fourth"):

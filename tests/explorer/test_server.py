@@ -93,7 +93,7 @@ def test_what_is_shown_is_what_was_asked_for(visitor: Visitor) -> None:
 @pytest.mark.parametrize(
     ("what", "data", "said"),
     [
-        ("nearest", (None, 99, 0, 3), "The collection has images 0 to 7, and no image 99."),
+        ("nearest", (None, 99, 0, 3), "The image must be 0 to 7, got 99."),
         ("nearest", (None, "../../etc/passwd", 0, 3), "Not a number"),
         ("nearest", ({"path": "", "url": "http://127.0.0.1:9/"}, 0, 0, 3), "There is no picture yet"),
         ("likeness", (None, 0, 0), "There is no picture yet"),
@@ -175,7 +175,7 @@ def test_requests_name_uploaded_files_only(visitor: Visitor, squares: Path) -> N
             answer = visitor.client.post(f"/gradio_api/{route}", json=question)
             assert (answer.status_code, answer.text) == (
                 403,
-                "Only files that were uploaded to this page can be used.\n",
+                "Only files uploaded to this page can be used.\n",
             )
     for body in (b"[" * 100_000, b"no json"):
         assert visitor.client.post("/gradio_api/queue/join", content=body).status_code == 400
@@ -203,8 +203,8 @@ def test_an_upload_is_measured_as_it_arrives(visitor: Visitor) -> None:
     announced = visitor.client.post("/gradio_api/upload", content=body, headers=headers)
     assert (announced.status_code, announced.text) == (
         413,
-        "The upload has 1.5 MB and 1 MB are allowed: make the picture smaller, or start the page with a larger "
-        "--max_megabytes.\n",
+        "The upload has 1.5 MB, but at most 1 MB are allowed: make the picture smaller, or start the page with a "
+        "larger --max_megabytes.\n",
     )
     for more in ({}, {"content-length": "10", "transfer-encoding": "chunked"}):
         answer = visitor.client.post("/gradio_api/upload", content=chunks(), headers={**headers, **more})
@@ -319,7 +319,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 def test_there_must_be_something_to_look_at(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "nothing to show: give --run DIR, --db DIR or --backbone SOURCE" in refused()
+    assert "--run DIR, --db DIR or --backbone SOURCE is required" in refused()
     assert "has no config.yaml, so it is not a run" in refused("--run", str(tmp_path))
     assert "there is no 'street'" in refused("--run", str(tmp_path / "street"))
     assert "holds no database of objects" in refused("--db", str(tmp_path))

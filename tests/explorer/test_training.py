@@ -23,7 +23,7 @@ def test_a_run_is_read_anew_as_it_goes_on(run: Path) -> None:
     table = summary_table(read_run(run))
     assert "| state | finished |" in table
     assert "| epochs | 4.0 of 3 |" in table
-    assert "| dense retrieval before, now | 10.0 %, 50.0 % mIoU |" in table
+    assert "| dense retrieval at start, now | 10.0 %, 50.0 % mIoU |" in table
     assert "| warning at step 8 | loss / rises |" in table
 
 
