@@ -79,7 +79,7 @@ def test_folders_hold_it_in_the_place_of_the_classifier(
     backbone = make(kind, network)
     report = export_backbone(backbone, target, tmp_path / "out")  # pyright: ignore[reportArgumentType]
     assert report.difference < 1e-5
-    assert any("layer behind the features is in the place of timm's classifier" in note for note in report.notes)
+    assert any("readout layer is stored as timm's classifier" in note for note in report.notes)
     assert_lines_give_the_tokens(backbone, report.how_to_load)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["num_classes"] == config["pretrained_cfg"]["num_classes"] == 5
@@ -95,7 +95,7 @@ def test_graphs_hold_it(target: str, kind: str, network: Network, tmp_path: Path
     backbone = make(kind, network)
     report = export_backbone(backbone, target, tmp_path / "out")  # pyright: ignore[reportArgumentType]
     assert report.difference < 1e-4  # with tokens of 5 channels
-    assert "the layer behind the features is part of the graph" in report.notes
+    assert "the readout layer is part of the graph" in report.notes
 
 
 def test_more_blocks_than_it_reads_are_refused(network: Network, tmp_path: Path) -> None:
