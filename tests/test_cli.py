@@ -208,7 +208,7 @@ def test_a_run_prints_its_numbers_and_where_they_are(config: str, capsys: pytest
     assert "4 steps in" in said
     # Again: refused by name, numbered without, replaced when told.
     assert main(words) == 2
-    assert "runs/mine exists already" in capsys.readouterr().err
+    assert "runs/mine already exists" in capsys.readouterr().err
     assert main([*words, "--overwrite", "--seed", "5"]) == 0
     assert "seed: 5" in Path("runs/mine/config.yaml").read_text()
     # Resuming what is finished is no mistake.

@@ -19,7 +19,7 @@ def test_results_are_replaced_only_on_request_and_only_when_the_new_ones_are_com
     folder = made(tmp_path / "out")
     assert json.loads((folder / MARKER).read_text())["kind"] == "search"
     before = files(folder)
-    with pytest.raises(FolderError, match="out exists already: choose another --out"):
+    with pytest.raises(FolderError, match="out already exists: choose another --out"):
         ResultFolder(folder, "search")
 
     def fail(part: Path) -> None:
@@ -41,7 +41,7 @@ def test_results_are_replaced_only_on_request_and_only_when_the_new_ones_are_com
         ("{}", "not created by cribo"),
         ("[]", "not created by cribo"),
         ('{"kind": "search"}', "not created by cribo"),  # a file of this name may belong to something else
-        ('{"made_by": "cribo", "kind": "trained evaluation"}', "is of another kind, trained evaluation"),
+        ('{"made_by": "cribo", "kind": "trained evaluation"}', "contains trained evaluation results"),
     ],
 )
 def test_other_contents_are_never_replaced(tmp_path: Path, content: str | None, said: str) -> None:
@@ -52,7 +52,7 @@ def test_other_contents_are_never_replaced(tmp_path: Path, content: str | None, 
     for resume in (False, True):
         with pytest.raises(FolderError, match=said):
             ResultFolder(tmp_path, "search", overwrite=True, resume=resume)
-    with pytest.raises(FolderError, match="exists already"):
+    with pytest.raises(FolderError, match="already exists"):
         ResultFolder(tmp_path, "search", resume=True)
     assert files(tmp_path) == before
 
@@ -90,7 +90,7 @@ def test_inputs_in_the_folder_are_refused(tmp_path: Path) -> None:
     folder = made(tmp_path / "out")
     (tmp_path / "photos").symlink_to(folder / "results.json")
     for given in (folder / "results.json", folder, tmp_path / "photos"):
-        with pytest.raises(FolderError, match="lies in the folder for results"):
+        with pytest.raises(FolderError, match="is inside the results folder"):
             ResultFolder(folder, "search", overwrite=True, inputs=[None, "vit_small_patch16_224", given])
     assert ResultFolder(folder, "search", overwrite=True, inputs=[tmp_path]).replaces
 
