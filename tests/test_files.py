@@ -5,7 +5,7 @@ import pytest
 from cribo.files import FolderError, write_folder_whole
 
 
-def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_folder_is_written_atomically(tmp_path: Path) -> None:
     def write(folder: Path) -> None:
         (folder / "inner").mkdir()
         (folder / "inner" / "new").write_text("new")

@@ -40,7 +40,7 @@ def test_results_are_replaced_only_on_request_and_only_when_the_new_ones_are_com
         (None, r"has no cribo\.json: not created by cribo"),
         ("{}", "not created by cribo"),
         ("[]", "not created by cribo"),
-        ('{"kind": "search"}', "not created by cribo"),  # a file of this name may belong to something else
+        ('{"kind": "search"}', "not created by cribo"),  # another program may use the same file name
         ('{"made_by": "cribo", "kind": "trained evaluation"}', "contains trained evaluation results"),
     ],
 )
@@ -64,7 +64,7 @@ def test_results_of_an_earlier_version_are_resumed_but_not_replaced(tmp_path: Pa
         ResultFolder(tmp_path, "pretraining", overwrite=True, known_by="config.yaml")
 
 
-def test_places_that_cannot_be_exchanged_are_refused_before_any_work(
+def test_folders_that_cannot_be_exchanged_are_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = made(tmp_path / "out")
@@ -109,7 +109,7 @@ def test_folders_are_numbered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-def test_an_exchange_that_fails_loses_neither_the_old_nor_the_new(
+def test_a_failed_exchange_keeps_the_old_and_the_new_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     folder = tmp_path / "out"
@@ -118,7 +118,7 @@ def test_an_exchange_that_fails_loses_neither_the_old_nor_the_new(
 
     def failing(self: Path, target: Path) -> Path:
         calls.append(self)
-        if 1 < len(calls) <= 1 + failures:  # the old folder is moved, the new one is not, perhaps nor the old one back
+        if 1 < len(calls) <= 1 + failures:  # moving the new folder fails, and optionally moving the old one back
             raise OSError(5, "Input/output error")
         return rename(self, target)
 

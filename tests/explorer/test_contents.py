@@ -16,7 +16,7 @@ def opened(config: ExploreConfig, workspace: Path) -> Contents:
     return open_contents(config, Limits(), workspace, lambda what, done, total: None)
 
 
-def test_a_run_without_a_database_gets_the_objects_of_some_of_its_images(run_folder: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_database_indexes_some_of_its_images(run_folder: Path, tmp_path: Path) -> None:
     contents = opened(ExploreConfig(run=run_folder, limit=5, device="cpu"), tmp_path / "work")
     assert contents.finder is not None
     assert len(contents.finder.collection) == 5
@@ -27,7 +27,7 @@ def test_a_run_without_a_database_gets_the_objects_of_some_of_its_images(run_fol
     assert contents.title == "streets"
 
 
-def test_a_backbone_and_a_folder_are_enough(squares: Path, tmp_path: Path) -> None:
+def test_a_backbone_and_a_folder_suffice(squares: Path, tmp_path: Path) -> None:
     config = ExploreConfig(backbone=BackboneSource("mean-colour"), images=squares, limit=4, device="cpu")
     contents = opened(config, tmp_path / "work")
     assert contents.finder is not None
@@ -38,7 +38,7 @@ def test_a_backbone_and_a_folder_are_enough(squares: Path, tmp_path: Path) -> No
     assert alone.encoder is not None
 
 
-def test_a_run_that_has_no_network_yet_shows_its_curves(run_folder: Path, tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_shows_its_curves(run_folder: Path, tmp_path: Path) -> None:
     run = shutil.copytree(run_folder, tmp_path / "run")
     for name in ("backbone.safetensors", "backbone.json"):
         (run / name).unlink()
@@ -47,7 +47,7 @@ def test_a_run_that_has_no_network_yet_shows_its_curves(run_folder: Path, tmp_pa
     assert "has no checkpoint yet" in contents.notes[0]
 
 
-def test_images_that_are_gone_are_missed_in_words(run_folder: Path, tmp_path: Path, squares: Path) -> None:
+def test_missing_images_are_reported(run_folder: Path, tmp_path: Path, squares: Path) -> None:
     run = shutil.copytree(run_folder, tmp_path / "run")
     config = (run / "config.yaml").read_text().replace("root: scenes", f"root: {tmp_path}/gone")
     (run / "config.yaml").write_text(config)
@@ -70,7 +70,7 @@ def test_pairs_are_views_of_one_image_with_common_colours(run_folder: Path) -> N
     for view, clusters in zip(picture.views, picture.clusters, strict=True):
         assert view.shape == clusters.shape == (128, 128, 3)
         assert not np.array_equal(view, clusters)
-    # An outline has the pure colour of its cluster: what one view has of them, the other has too.
+    # Outlines have the pure colours of the clusters, which must be the same in both views.
     first, second = ({tuple(pixel) for pixel in clusters.reshape(-1, 3)} for clusters in picture.clusters)
     pure = {colour for colour in first if max(colour) == 255 and min(colour) == 0}
     assert pure

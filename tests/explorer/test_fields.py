@@ -9,7 +9,7 @@ from cribo.explorer.tabs.fields import show_errors
 from cribo.explorer.uploads import Refused
 
 
-def test_visitors_see_refusals_and_the_log_has_the_rest(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusals_are_shown_and_other_errors_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     def refuse() -> None:
         raise Refused("The painting is empty.")
 

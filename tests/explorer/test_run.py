@@ -1,4 +1,4 @@
-"""The order of `cribo explore`: errors first, then what takes long to import."""
+"""Order of `cribo explore`: errors first, slow imports afterwards."""
 
 import sys
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def test_the_page_is_imported_while_loading_is_shown(monkeypatch: pytest.MonkeyP
     assert "Open http://127.0.0.1:" in console.export_text()
 
 
-def test_without_gradio_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gradio_is_reported_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install \"cribo-ssl\[explore\]\""):
         server.require_gradio()

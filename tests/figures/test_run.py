@@ -43,7 +43,7 @@ def test_every_figure_is_written_for_print(written: Path) -> None:
     for name in FIGURES:
         pdf = (written / f"{name}.pdf").read_bytes()
         assert pdf.startswith(b"%PDF")
-        assert b"/Type3" not in pdf  # fonts of bitmaps or outlines, which publishers refuse
+        assert b"/Type3" not in pdf  # Type 3 fonts, which publishers refuse
         with Image.open(written / f"{name}.png") as picture:
             assert picture.info["dpi"][0] == pytest.approx(300, abs=0.1)
             assert picture.size[0] in (round(300 * 6.9), round(300 * 3.3))
@@ -53,14 +53,14 @@ def test_every_figure_is_written_for_print(written: Path) -> None:
     assert "K = 4;" in captions
 
 
-def test_the_same_figures_again_are_the_same_files(run: Path, written: Path, tmp_path: Path) -> None:
+def test_figures_are_reproducible(run: Path, written: Path, tmp_path: Path) -> None:
     config = FigureConfig(only=("matches", "clusters", "features"), objects=4, queries=2, count=3)
     write_figures({"run": run}, tmp_path / "again", config)
     for name in ("matches.pdf", "clusters.pdf", "features.png"):
         assert (tmp_path / "again" / name).read_bytes() == (written / name).read_bytes()
 
 
-def test_an_older_run_is_drawn_without_its_clusters(run: Path, tmp_path: Path) -> None:
+def test_a_run_without_recorded_clusters_is_drawn(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "old")
     (tmp_path / "old" / "clusters.npz").unlink()
     result = write_figures(
@@ -72,7 +72,7 @@ def test_an_older_run_is_drawn_without_its_clusters(run: Path, tmp_path: Path) -
     ]
 
 
-def test_images_that_have_moved_are_asked_for_before_any_work(run: Path, images: Path, tmp_path: Path) -> None:
+def test_moved_images_are_reported_before_any_work(run: Path, images: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"
     config.write_text(config.read_text().replace(str(images), "/gone/images"))
@@ -103,7 +103,7 @@ def test_the_command_compares_runs(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert "needs its own --label" in capsys.readouterr().err
 
 
-def test_refusals_say_what_can_be_given(run: Path, tmp_path: Path) -> None:
+def test_invalid_options_are_refused(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     refusals: list[tuple[dict[str, Any], str]] = [
         ({"only": ("maches",)}, "only must be one or more of matches, clusters, .* got maches"),
