@@ -159,7 +159,7 @@ def test_a_category_named_background_is_the_background(tmp_path: Path) -> None:
         ({"images": [{"id": None, "file_name": "one.png"}]}, "got None"),
         (
             {"annotations": [{**annotation([SQUARE]), "image_id": [5]}]},
-            r"annotation 1 is of image \[5\], which",
+            r"annotation 1 refers to image \[5\], which",
         ),
     ],
 )

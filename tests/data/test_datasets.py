@@ -396,8 +396,8 @@ def test_missing_root(tmp_path):
             r"unknown segmentation set 'ade'; did you mean 'ade20k'\? \(available: voc, pascal-context, .*folder\)",
         ),
         ("xyz", "val", r"unknown segmentation set 'xyz'; available: voc, "),
-        ("ade20k", "validation", r"ade20k has no split 'validation'; did you mean 'val'\? \(there are train, val\)"),
-        ("voc", "test", r"voc has no split 'test'; .*there are train, val, trainaug"),
+        ("ade20k", "validation", r"ade20k has no split 'validation'; did you mean 'val'\? \(available: train, val\)"),
+        ("voc", "test", r"voc has no split 'test'; .*available: train, val, trainaug"),
     ],
 )
 def test_unknown_names(tmp_path, name, split, message):

@@ -174,7 +174,7 @@ def test_splits_must_have_the_same_categories(tmp_path: Path) -> None:
 
 
 def test_roots_without_annotations(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.root must be given"):
+    with pytest.raises(DataError, match=r"data\.root .* is required"):
         open_detection()
     with pytest.raises(MissingData, match="did you mean"):
         open_detection(tmp_path.with_name(f"{tmp_path.name}x"))

@@ -194,7 +194,7 @@ def test_an_unreadable_image_is_replaced_and_reported() -> None:
 
 def test_no_readable_image_is_an_error() -> None:
     dataset = view_pairs(Noise(3, broken=range(3)))
-    with pytest.raises(DataError, match=r"noise 1: broken on purpose; none of 99 others"):
+    with pytest.raises(DataError, match=r"noise 1: broken on purpose; none of 99 random replacements"):
         dataset[0, 1]
 
 

@@ -101,7 +101,7 @@ def test_other_depths(root, dtype):
 def test_colour_coded_labels_are_refused(root):
     save_image(root / "labels" / "val" / "a.png")
     with pytest.raises(
-        DataError, match=r"a\.png: labels must be class indices .* got colours \(mode RGB\): replace each colour"
+        DataError, match=r"a\.png: labels must be class indices .* got colours \(mode RGB\): replace colours"
     ):
         open_segmentation("folder", root, "val").labels(0)
 
