@@ -1,6 +1,6 @@
-"""All benchmarks of speed and memory, one after the other, each in a process of its own.
+"""All benchmarks of speed and memory, run sequentially, each in a separate process.
 
-uv run python -m benchmarks                     # on the CPU; the better part of an hour on two idle cores
+uv run python -m benchmarks                     # on the CPU; up to an hour on two idle cores
 uv run python -m benchmarks --device cuda
 uv run python -m benchmarks --only bank losses
 """
@@ -12,25 +12,25 @@ import time
 
 import torch
 
-# What each shows; those that know no device run where they always do.
+# Description of each benchmark.
 BENCHMARKS = {
     "step": "a training step against the reference",
     "method": "clustering, search and losses against the reference and against bare matrix products",
-    "share": "the objects' share of a step",
-    "backbone": "backbones against the machine's ceiling, and activation checkpointing",
-    "input": "decoding, cropping and photometric work against a PIL pipeline",
-    "growth": "a step against batch, objects, bank, patches and processes",
-    "startup": "what a user waits for",
+    "share": "share of the objects in a step",
+    "backbone": "backbones relative to the machine's peak throughput, and activation checkpointing",
+    "input": "decoding, cropping and photometric augmentation against a PIL pipeline",
+    "growth": "scaling of a step with batch, objects, bank, patches and processes",
+    "startup": "start-up time of commands",
     "loading": "loading of a large network against timm",
     "search": "exact search of dense retrieval against faiss",
-    "segmentation": "segmentation by a few examples: what an image costs, part by part",
+    "segmentation": "segmentation from a few examples: time per image of each part",
     "object_search": "indexing of images and search among their objects, LanceDB against faiss",
 }
 WITHOUT_DEVICE = ("startup", "loading", "object_search", "step")
 
 
 def main() -> int:
-    """Run them; the status is 1 if any failed."""
+    """Run the benchmarks and return 1 if any failed."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

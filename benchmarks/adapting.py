@@ -1,11 +1,11 @@
-"""What each ingredient of `cribo adapt` is worth, at equal numbers of views.
+"""Ablation of `cribo adapt` at equal numbers of views.
 
     uv run python -m benchmarks.adapting --backbone WEIGHTS --images IMAGES --labelled NEAR FAR --out FOLDER
     uv run python -m benchmarks.adapting ... --only points cross_view --cache 4
 
-Each row trains from the same closed form. It is scored by dense retrieval as in the verdict of `cribo adapt`, with the
-whitening fitted again to the memory images of each labelled set. Differences come with 95 % intervals from a paired
-bootstrap over images. Rows that are in FOLDER already are not trained again.
+Each row trains from the same closed form and is scored by dense retrieval as in the verdict of `cribo adapt`, with the
+whitening refitted to the memory images of each labelled set. Differences have 95 % intervals from a paired
+bootstrap over images. Rows that already exist in FOLDER are not trained again.
 """
 
 import argparse
@@ -39,7 +39,7 @@ _CRIBO = {
 
 
 def without_heads(**weights: float) -> dict[str, Any]:
-    """Losses of the objective `alignment`, by weight."""
+    """Return options of the objective `alignment` with these loss weights."""
     return {"objective.args": {**_ALIGNMENT, **weights}}
 
 
@@ -52,12 +52,12 @@ ROWS: dict[str, dict[str, Any]] = {
     "all without heads": without_heads(**dict.fromkeys(_ALIGNMENT, 1)),
     "points, anchor": {"losses.anchor": 1.0},
     "points, LoRA": {"backbone.lora": 16},
-    "points, all blocks": {"backbone.train_blocks": None},  # but not the embeddings
+    "points, all blocks": {"backbone.train_blocks": None},  # except the embeddings
     "cribo: image level": {**_CRIBO, "losses.cross_view": 0, "losses.cross_image": 0},
     "cribo: + cross-view": {**_CRIBO, "losses.cross_image": 0},
     "cribo": _CRIBO,
 }
-"""Changes to the preset `adapt`."""
+"""Changes to the preset `adapt` in each row."""
 
 
 def main() -> None:
@@ -69,7 +69,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cache", type=int, help="view pairs per image whose frozen part is kept on disk")
+    parser.add_argument(
+        "--cache", type=int, help="number of view pairs per image whose frozen features are cached on disk"
+    )
     arguments = parser.parse_args()
     console = Console(soft_wrap=True)
     original = load_backbone(arguments.backbone)
@@ -107,12 +109,12 @@ def closed_form(original: Backbone, arguments: argparse.Namespace, console: Cons
 
 
 def train(row: str, start: Backbone, arguments: argparse.Namespace, console: Console) -> Backbone:
-    """Train a row, and fit its whitening to the images again."""
+    """Train a row and refit its whitening to the images."""
     changes = {"seed": arguments.seed, "backbone.cache_trunk": arguments.cache, **ROWS[row]}
     recipe = load_config("adapt", {key: "null" if value is None else value for key, value in changes.items()})
-    images, asked = open_images(arguments.images), BackboneSource(str(arguments.backbone))
+    images, source = open_images(arguments.images), BackboneSource(str(arguments.backbone))
     steps = arguments.epochs * (len(images) // recipe.optim.batch_size)
-    config = AdaptConfig(str(arguments.images), asked, steps=steps)
+    config = AdaptConfig(str(arguments.images), source, steps=steps)
     planned = planned_training(config, recipe, start, images, arguments.out, seconds=0)
     name = f"{re.sub('[^a-z_]+', '-', row.lower())}-{arguments.seed}"
     run = pretrain(planned, out=arguments.out, name=name, continue_run=True, console=console)
@@ -122,7 +124,7 @@ def train(row: str, start: Backbone, arguments: argparse.Namespace, console: Con
 
 
 def scored(backbone: Backbone, arguments: argparse.Namespace, *, refit: bool) -> list[Tensor]:
-    """Confusions per image on each labelled set."""
+    """Compute the confusion matrices per image on each labelled set."""
     tallies = []
     for path in arguments.labelled:
         labelled = open_labelled(path)

@@ -1,16 +1,16 @@
-"""The backbone's part of a training step against the machine's measured ceiling of matrix products, in one run.
+"""The backbone's part of a training step, relative to the machine's measured peak throughput of matrix products.
 
     uv run python -m benchmarks.backbone                              # ViT-S/16, on the CPU, some minutes
     uv run python -m benchmarks.backbone --without-compiling          # torch.compile takes minutes on few cores
     uv run python -m benchmarks.backbone --device cuda --name vit_base_patch16_224 --batch 256
 
-The rows take turns in one process, so that a busy machine slows all of them; times are medians, "x step" is the median
-of the rounds' own ratios to the first row, with the lowest and the highest. A step is the teacher's pass, the student's
-pass there and back with drop path, AdamW and the moving average: what a run does without the method and its data.
-Utilisation is the FLOPs that the network asks for (forward 1, with backward 3, a step 4 times those of one pass;
-nothing that is computed twice counts) over the time and the best rate that large products of the same precision reached
-here, measured before and after the rows. Memory is what a step needs beyond weights, gradients and optimiser state: on
-the CPU the growth of the resident set in a fresh process per row, on a GPU the allocator's own figure.
+The rows are interleaved in one process, so that other load affects all of them; times are medians, "x step" is the
+median of the ratios to the first row within rounds, with minimum and maximum. A step consists of the teacher's forward
+pass, the student's forward and backward pass with drop path, AdamW and the moving average, without the method and data.
+Utilisation is the FLOPs of the network (forward 1, with backward 3, a step 4 times those of one pass;
+recomputation does not count) divided by the time and the peak rate of large products of the same precision,
+measured before and after the rows. Memory is that of a step without weights, gradients and optimiser state: on
+the CPU the growth of the resident set in a new process per row, on a GPU the allocator's value.
 """
 
 import argparse
@@ -44,10 +44,10 @@ class Row:
     """A way to run the backbone.
 
     Attributes:
-        dtype: of the products.
-        plain: PyTorch's own linear layers.
-        mode: of torch.compile; None for none.
-        checkpointing: of the blocks.
+        dtype: data type of the products.
+        plain: use PyTorch's linear layers.
+        mode: mode of torch.compile; None disables it.
+        checkpointing: activation checkpointing of the blocks.
     """
 
     dtype: torch.dtype
@@ -80,7 +80,7 @@ CUDA_ROWS = {
 
 
 class Pair:
-    """Student and teacher, and what moves them."""
+    """Student and teacher, with optimiser and inputs."""
 
     def __init__(self, row: Row, arguments: argparse.Namespace) -> None:
         self.device = torch.device(arguments.device)
@@ -106,18 +106,18 @@ class Pair:
         return backbone.to(self.device)
 
     def forward(self) -> None:
-        """The teacher's pass."""
+        """Run the teacher's forward pass."""
         with torch.no_grad():
             self.teacher(self.images)
 
     def with_backward(self) -> None:
-        """The student's pass, there and back."""
+        """Run the student's forward and backward pass."""
         features = self.student(self.images, drop_path_noise=self.noise)
         loss: Tensor = features.tokens.float().square().mean() + features.global_token.float().square().mean()
         loss.backward()
 
     def step(self) -> None:
-        """The backbone's part of a training step."""
+        """Run the backbone's part of a training step."""
         self.optimizer.zero_grad()
         self.forward()
         self.with_backward()
@@ -129,7 +129,7 @@ class Pair:
 
 
 class Calls:
-    """The measurements of all rows; rows that may share a pair of networks do."""
+    """The measured functions of all rows; rows share networks where possible."""
 
     def __init__(self, rows: dict[str, Row], arguments: argparse.Namespace) -> None:
         self.rows = rows
@@ -153,10 +153,10 @@ class Calls:
 
 
 def measure(calls: Calls, rounds: int, device: str) -> dict[tuple[str, str], list[float]]:
-    """Seconds of every row and measurement in every round, the rows taking turns."""
+    """Measure the seconds of every row and measurement in every round, with interleaved rows."""
     seconds: dict[tuple[str, str], list[float]] = {}
     for measurement in PASSES:
-        for name in calls.rows:  # compiling, choosing kernels, recording graphs
+        for name in calls.rows:  # compilation, selection of kernels, and graph capture
             for _ in range(3):
                 calls[name, measurement]()
         for _ in range(rounds):
@@ -166,7 +166,7 @@ def measure(calls: Calls, rounds: int, device: str) -> dict[tuple[str, str], lis
 
 
 def memory(name: str, calls: Calls) -> int | None:
-    """Bytes that a row's step needs beyond weights, gradients and optimiser state."""
+    """Measure the memory in bytes of a row's step, without weights, gradients and optimiser state."""
     arguments = calls.arguments
     if not arguments.device.startswith("cuda"):
         if not sys.platform.startswith("linux"):
@@ -177,7 +177,7 @@ def memory(name: str, calls: Calls) -> int | None:
 
 
 def memory_here(name: str, calls: Calls) -> int:
-    """`memory` of a row in this process, after a step that allocates what stays."""
+    """Measure `memory` of a row in this process, after a step that allocates the persistent state."""
     calls[name, "step"]()
     return peak_memory(calls[name, "step"], calls.arguments.device)
 
@@ -186,14 +186,14 @@ def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--name", default="vit_small_patch16_224", help="of timm")
-    parser.add_argument("--size", type=int, default=224, help="of the views, in pixels")
-    parser.add_argument("--batch", type=int, default=16, help="views of a step")
+    parser.add_argument("--name", default="vit_small_patch16_224", help="timm name of the network")
+    parser.add_argument("--size", type=int, default=224, help="size of the views in pixels")
+    parser.add_argument("--batch", type=int, default=16, help="number of views per step")
     parser.add_argument("--drop-path", type=float, default=0.1)
-    parser.add_argument("--rounds", type=int, default=5, help="how often each row is timed")
-    parser.add_argument("--without-compiling", action="store_true", help="leave the rows out that are compiled")
-    # Not --only: torch.compile writes what follows it on the command line into its code, unquoted.
-    parser.add_argument("--rows", nargs="+", help="some of the rows")
+    parser.add_argument("--rounds", type=int, default=5, help="number of measurements of each row")
+    parser.add_argument("--without-compiling", action="store_true", help="skip compiled rows")
+    # Not --only: torch.compile writes command-line arguments after it into generated code without quoting.
+    parser.add_argument("--rows", nargs="+", help="rows to measure")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     device = arguments.device
@@ -208,7 +208,7 @@ def main() -> None:
         return
 
     if device == "cpu":
-        keep_freed_memory()  # as a run does
+        keep_freed_memory()  # as in training
     flops = arguments.batch * model_flops(build_backbone(arguments.name, image_size=arguments.size), arguments.size)
     ceilings = {dtype: product_ceiling(device, dtype) for dtype in {row.dtype for row in rows.values()}}
     seconds = measure(calls, arguments.rounds, device)

@@ -1,9 +1,9 @@
-"""Write the table of supported checkpoints in docs/checkpoints.md, with deviations from the projects' own features.
+"""Write the table of supported checkpoints in docs/checkpoints.md, with deviations from the original features.
 
     uv run python -m benchmarks.checkpoints
 
-Runs the cases of tests/models/formats: each loads a small file in its project's layout and compares the features, at
-three image sizes, with a statement of that project's network. Writes one line for each row of the table of formats.
+Runs the cases of tests/models/formats. Each loads a small file in the layout of a project and compares the features, at
+three image sizes, with a reference implementation of the project's network. Writes one line per row of the formats.
 """
 
 import tempfile
@@ -23,12 +23,12 @@ HEADER = ("format", "source", "networks", "mean; deviation", "epsilon", "positio
 
 
 def rows() -> list[Project | Naming]:
-    """Rows of the table of formats; rows that share a name appear once."""
+    """Return the rows of the table of formats, without duplicate names."""
     return list({row.name: row for row in (*PROJECTS, *NAMINGS)}.values())
 
 
 def cells(row: Project | Naming, measured: Iterable[tuple[Backbone, float]]) -> tuple[str, ...]:
-    """Cells of one row; all values are read from loaded backbones."""
+    """Return the cells of one row; all values are read from loaded backbones."""
     backbones, differences = zip(*measured, strict=True)
     networks = "teacher, student" if isinstance(row, Project) and row.student is not None else "one"
     images = {f"{numbers(backbone.mean)}; {numbers(backbone.std)}" for backbone in backbones}

@@ -1,11 +1,11 @@
-"""How a training step grows with the batch, the kept objects, the bank, the patches and the processes, against its law.
+"""Scaling of a training step with batch, kept objects, bank, patches and processes, compared with the expected law.
 
     uv run python -m benchmarks.growth                  # on the CPU, about ten minutes on two idle cores
     uv run python -m benchmarks.growth --device cuda
 
-Every point is a profile (`cribo profile`) in a process of its own, so that its memory is its own. To each curve the law
-is fitted that the design expects (least squares, no negative terms); the table gives the largest relative deviation of
-a point from it, the figure shows both. Processes share this machine's cores or its GPU, with the same total batch.
+Every point is a profile (`cribo profile`) in a separate process, so that its memory can be measured. The expected law
+is fitted to each curve (non-negative least squares); the table shows the largest relative deviation of a point, the
+figure shows both. Processes share the cores or the GPU of this machine, with the same total batch.
 """
 
 import argparse
@@ -44,14 +44,14 @@ def quadratic(x: np.ndarray) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class Curve:
-    """What is varied, over which values, and how time and memory should follow.
+    """A varied quantity, its values, and the expected laws of time and memory.
 
     Attributes:
-        name: on the axis.
-        values: of it.
-        options: of the command line for a value.
-        time, memory: laws.
-        said: the laws in words.
+        name: label of the axis.
+        values: values of the quantity.
+        options: command-line options for a value.
+        time, memory: the laws.
+        formula: the laws as text.
     """
 
     name: str
@@ -59,12 +59,12 @@ class Curve:
     options: Callable[[int], dict[str, Any]]
     time: Law
     memory: Law
-    said: str
+    formula: str
 
 
 @dataclass(frozen=True)
 class Point:
-    """Seconds and bytes of one setting."""
+    """Time in seconds and memory in bytes of one measurement."""
 
     step: float
     objects: float
@@ -72,7 +72,7 @@ class Point:
 
 
 def base(device: str) -> dict[str, Any]:
-    """What is the same for all curves, where it is not varied."""
+    """Return the options that are common to all curves."""
     small = device == "cpu"
     side, batch = (96, 16) if small else (224, 128)
     return {
@@ -118,7 +118,7 @@ def curves(device: str) -> tuple[Curve, ...]:
 
 
 def read_points(path: Path, device: str) -> dict[tuple[str, tuple[int, ...]], list[Point]]:
-    """What was measured on this device the last time, by curve and its values."""
+    """Read the previous measurements on this device, by curve and its values."""
     written = json.loads(path.read_text()) if path.is_file() else {"device": device, "curves": []}
     if written["device"] != device:
         return {}
@@ -141,7 +141,7 @@ def words(options: dict[str, Any]) -> list[str]:
 
 
 def measure(options: dict[str, Any]) -> Point:
-    """A profile in a process of its own."""
+    """Run a profile in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "cribo.cli", "profile", *words(options), f"--out={folder}"]
         subprocess.run(command, check=True, capture_output=True)
@@ -151,7 +151,7 @@ def measure(options: dict[str, Any]) -> Point:
 
 
 def measure_processes(options: dict[str, Any], processes: int, images: int) -> Point:
-    """A short run over several processes: seconds a step, and the memory of the first process and its worker."""
+    """Run a short training on several processes; return seconds per step, and memory of rank 0 and its worker."""
     shared = {name: value for name, value in options.items() if name not in ("kept", "steps")}
     shared |= {
         "optim.epochs": 2,
@@ -172,9 +172,9 @@ def measure_processes(options: dict[str, Any], processes: int, images: int) -> P
 
 
 def fit(law: Law, values: np.ndarray, measured: np.ndarray) -> tuple[Callable[[np.ndarray], np.ndarray], float]:
-    """The law with its best coefficients, and the largest relative deviation from it."""
+    """Fit a law; return it and the largest relative deviation."""
     terms = np.stack(law(values), axis=1)
-    # Relative errors count: a small point is as good a witness as a large one.
+    # Minimise relative errors, so that small and large values have equal weight.
     coefficients, _ = nnls(terms / measured[:, None], np.ones_like(measured))
 
     def fitted(x: np.ndarray) -> np.ndarray:
@@ -187,10 +187,20 @@ def main() -> None:
     """Measure all curves, print the table and draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--processes", type=int, nargs="*", default=None, help="1 2 on a CPU, none on a GPU")
-    parser.add_argument("--out", type=Path, help="of the figure; growth.png, or growth-cuda.png, here by default")
     parser.add_argument(
-        "--only", nargs="*", help="letters of the curves to measure, such as B S; the others are those of the last time"
+        "--processes",
+        type=int,
+        nargs="*",
+        default=None,
+        help="numbers of processes; by default 1 2 on a CPU, none on a GPU",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="path of the figure; by default growth.png or growth-cuda.png in this folder"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        help="letters of the curves to measure, such as B S; the others are reused from the previous run",
     )
     arguments = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 150)
@@ -200,7 +210,7 @@ def main() -> None:
     known = read_points(out.with_suffix(".json"), arguments.device)
 
     def points_of(curve: Curve, take: Callable[[int], Point]) -> list[Point]:
-        """Measured now, or the last time."""
+        """Measure a curve, or return the previous measurements."""
         if arguments.only and curve.name.split()[-1] not in arguments.only and (curve.name, curve.values) in known:
             return known[curve.name, curve.values]
         console.print(f"{curve.name}: {', '.join(map(str, curve.values))}", highlight=False)
@@ -218,16 +228,16 @@ def main() -> None:
         found.append((curve, points_of(curve, lambda count: measure_processes(start | batch, count, 128))))
     write_points(out.with_suffix(".json"), arguments.device, found)
 
-    table = Table(title=f"Growth of a step, {arguments.device}")
+    table = Table(title=f"Scaling of a step, {arguments.device}")
     for column in (
         "of",
         "law (time, memory)",
         "values",
         "step, ms",
-        "off the law",
-        "objects' part, ms",
+        "deviation",
+        "objects, ms",
         "peak, MiB",
-        "off",
+        "deviation",
     ):
         table.add_column(column)
     for curve, points in found:
@@ -235,7 +245,7 @@ def main() -> None:
         times, peaks = (np.array([getattr(p, name) for p in points]) for name in ("step", "memory"))
         table.add_row(
             curve.name,
-            curve.said,
+            curve.formula,
             " ".join(f"{value:,}" for value in curve.values),
             " ".join(f"{1000 * t:.0f}" for t in times),
             f"{fit(curve.time, values, times)[1]:.0%}",
@@ -262,17 +272,15 @@ def draw(found: list[tuple[Curve, list[Point]]], path: Path, start: dict[str, An
                 axis.plot(fine, scale * fit(law, values, measured)[0](fine), color="0.6", label="law")
                 axis.plot(values, scale * measured, "o", color="C0", label="step" if row == 0 else "peak")
                 if row == 0 and points[0].objects:
-                    axis.plot(
-                        values, scale * np.array([p.objects for p in points]), "s", color="C1", label="objects' part"
-                    )
+                    axis.plot(values, scale * np.array([p.objects for p in points]), "s", color="C1", label="objects")
                 axis.set_ylim(0, 1.1 * scale * measured.max())
                 axis.set_xlim(left=0)
                 axis.set_ylabel(f"{'step' if row == 0 else 'peak memory'}, {unit}" if column == 0 else "")
-                axis.set_xlabel(curve.name if row else f"law: {curve.said}")
+                axis.set_xlabel(curve.name if row else f"law: {curve.formula}")
         axes[0, 0].legend(frameon=False)
         network = f"{start['backbone.name']} at {start['views.size']} px, {start['runtime.precision']}"
         sizes = f"B = {start['optim.batch_size']}, n = {start['kept']}, S = {start['objects.bank_images']:,}"
-        figure.suptitle(f"{network}, {start['runtime.accelerator']}; where not varied {sizes}", fontsize=9)
+        figure.suptitle(f"{network}, {start['runtime.accelerator']}; unless varied, {sizes}", fontsize=9)
     return write_figure(path, figure)
 
 

@@ -1,11 +1,11 @@
-"""`--variant hummingbird` against the rules of the public toolkit, written down without the code of this project.
+"""`--variant hummingbird` against an independent implementation of the public toolkit's rules.
 
     uv run python -m benchmarks.hummingbird
 
-Thirty images of either split of CamVid, 224 pixels, a random ViT-Ti/16. Without augmentation and with all patches in
-memory, nothing is random, and the two must agree; label maps are resized by pixel centres, as here, and by corners, as
-in the toolkit. With two augmentation epochs and half of the patches, draws differ, so that means of
-some seeds are compared.
+Uses thirty images of each split of CamVid, 224 pixels, and a random ViT-Ti/16. Without augmentation and with all
+patches in memory, both are deterministic and must agree; label maps are resized by pixel centres, as here, and by
+corners, as in the toolkit. With two augmentation epochs and half of the patches, random draws differ, so means over
+several seeds are compared.
 """
 
 from pathlib import Path
@@ -39,7 +39,7 @@ CROP = RandomResizedCrop(SIDE, scale=(0.5, 2.0), ratio=(3 / 4, 4 / 3))
 def plain(
     encode, memory: LabelledImages, queries: LabelledImages, rounding: InterpolationMode, epochs: int, bound: int | None
 ) -> float:
-    """Return the mIoU; no epochs for images that are not augmented, no bound for all patches."""
+    """Compute the mIoU; `epochs` 0 disables augmentation, `bound` None keeps all patches."""
     classes = len(memory.classes)
 
     def features_and_labels(image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ def plain(
                 window = crop["top"], crop["left"], crop["height"], crop["width"]
                 image, labels = TF.crop(image, *window), TF.crop(labels[None], *window)[0]
             features, labels = features_and_labels(image, labels)
-            labels[labels == 255] = 0  # whatever class 0 is
+            labels[labels == 255] = 0  # ignored pixels count as class 0
             share = F.avg_pool2d(F.one_hot(labels, classes).float().permute(2, 0, 1)[None], PATCH)[0].flatten(1).mT
             if bound is not None:
                 present = (share > 0).float()
@@ -86,7 +86,7 @@ def plain(
 def main() -> None:
     """Print the scores."""
     if not CAMVID.is_dir():
-        raise SystemExit(f"needs the CamVid data in {CAMVID}")
+        raise SystemExit(f"the CamVid data are required in {CAMVID}")
     opened = (open_segmentation("camvid", CAMVID, split) for split in ("train", "val"))
     memory, queries = (LabelledSubset(s, [n * len(s) // IMAGES for n in range(IMAGES)]) for s in opened)
     encoder = backbone_encoder(build_backbone("vit_tiny_patch16_224").eval())

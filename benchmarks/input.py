@@ -1,15 +1,15 @@
-"""From files to batches of views: what one core makes a second, against a pipeline of PIL images, in one run.
+"""Throughput from files to batches of views on one core, compared with a pipeline of PIL images.
 
-    uv run python -m benchmarks.input                              # made-up photographs, about five minutes
-    uv run python -m benchmarks.input --folder photographs         # those of a folder
-    uv run python -m benchmarks.input --device cuda                # photometric work there
+    uv run python -m benchmarks.input                              # synthetic photographs, about five minutes
+    uv run python -m benchmarks.input --folder photographs         # photographs of a folder
+    uv run python -m benchmarks.input --device cuda                # photometric augmentation on the GPU
 
-The PIL pipeline is torchvision's classic one, as self-supervised training has used it for years: Image.open, convert,
+The PIL pipeline is the classic torchvision pipeline of self-supervised training: Image.open, convert,
 then twice RandomResizedCrop (bicubic), flip, ColorJitter, greyscale, Pillow's GaussianBlur, solarise, ToTensor,
-Normalize; its batches are collated by PyTorch. Ours and PIL's take turns in one process on one thread; rates are
-medians, the ratio is the median of the rounds' own. "The same" compares a part with the same part of PIL's, "all of
-it" with PIL's whole pipeline, which has no other place for its photometric work than the workers. Files come from the
-system's memory, not from a disk. The second table runs the real loaders, with workers.
+Normalize; its batches are collated by PyTorch. Both pipelines are interleaved in one process on one thread; rates are
+medians, the ratio is the median of the ratios within rounds. "the same part" compares a part with the same part of
+PIL's pipeline, "whole pipeline" with the complete one, since PIL's photometric augmentation must run in the workers.
+Files are read from the page cache, not from disk. The second table measures the complete loaders, with workers.
 """
 
 import argparse
@@ -47,12 +47,12 @@ RECIPE = ViewRecipe()
 GRID = (14, 14)
 BATCH = 32
 VIT_S_ON_H200 = 9_000
-"""Views a second that training a ViT-S/16 takes in there: an estimate, for what a loader of 16 cores has to give."""
+"""Estimated throughput of training a ViT-S/16 in views per second, the target of a loader on 16 cores."""
 
 
 @dataclass(frozen=True)
 class Photographs:
-    """Made-up photographs of one size: scenes with grain, compressed to so many bits per pixel."""
+    """Synthetic photographs of one size: scenes with noise, compressed to a given number of bits per pixel."""
 
     name: str
     height: int
@@ -61,13 +61,13 @@ class Photographs:
     count: int = 16
 
     def save(self, folder: Path) -> None:
-        """Write them as JPEGs."""
+        """Write the photographs as JPEGs."""
         for index in range(self.count):
             image = Image.fromarray(photograph(self.height, self.width, index))
             (folder / f"{index:03d}.jpg").write_bytes(compressed(image, self.bits * self.height * self.width / 8))
 
 
-# The files of COCO and ImageNet have 4 to 5 bits per pixel, most photographs from phones and the web 1 to 2.
+# Files of COCO and ImageNet have 4 to 5 bits per pixel, most photographs from phones and the web 1 to 2.
 CASES = (
     Photographs("640 x 480, as COCO", 480, 640, 4.2),
     Photographs("640 x 480, as the web", 480, 640, 1.5),
@@ -77,7 +77,7 @@ CASES = (
 
 
 def photograph(height: int, width: int, seed: int) -> np.ndarray:
-    """A scene, enlarged, under noise whose spectrum falls as that of photographs does: uint8 (height, width, 3)."""
+    """Return an enlarged scene with noise of a natural image spectrum: uint8 (height, width, 3)."""
     side = max(height, width)
     scene = Scenes(1, size=max(96, side // 4), seed=seed).load(0)[None].float()
     large = F.interpolate(scene, (side, side), mode="bicubic")[0, :, :height, :width].permute(1, 2, 0).numpy()
@@ -89,7 +89,7 @@ def photograph(height: int, width: int, seed: int) -> np.ndarray:
 
 
 def compressed(image: Image.Image, size: float) -> bytes:
-    """The JPEG whose size in bytes is nearest to `size` from below, of all qualities."""
+    """Encode as the largest JPEG of at most `size` bytes over all qualities."""
     low, high, best = 1, 100, b""
     while low <= high:
         quality = (low + high) // 2
@@ -102,18 +102,18 @@ def compressed(image: Image.Image, size: float) -> bytes:
 
 
 class PilBlur:
-    """Pillow's own blur, which is several times faster than torchvision's on such images, and what DINO uses."""
+    """Pillow's blur, as used by DINO; several times faster than torchvision's."""
 
     def __init__(self, sigma: tuple[float, float]) -> None:
         self.sigma = sigma
 
     def __call__(self, image: Image.Image) -> Image.Image:
-        """The image, blurred."""
+        """Blur an image."""
         return image.filter(ImageFilter.GaussianBlur(float(torch.empty(1).uniform_(*self.sigma))))
 
 
 def classic_views(size: int) -> tuple[list, list]:
-    """For either view the geometric and the photometric half of the classic pipeline, both on PIL images."""
+    """Return the geometric and photometric transforms of the classic pipeline for both views, on PIL images."""
     r = RECIPE
     geometric = [
         classic.RandomResizedCrop(size, scale=r.area, interpolation=classic.InterpolationMode.BICUBIC),
@@ -136,7 +136,7 @@ def classic_views(size: int) -> tuple[list, list]:
 
 
 class PilPairs(Dataset[Tensor]):
-    """The classic pipeline: pairs of views (2, 3, s, s) of files, photometric work included."""
+    """The classic pipeline: pairs of views (2, 3, s, s) of files, including photometric augmentation."""
 
     def __init__(self, files: ImageFiles) -> None:
         self.files = files
@@ -146,13 +146,13 @@ class PilPairs(Dataset[Tensor]):
         return len(self.files)
 
     def cut(self, index: int) -> list[Image.Image]:
-        """Both views of a file, before photometric work."""
+        """Crop both views of a file, without photometric augmentation."""
         with Image.open(self.files.path(index)) as file:
             image = file.convert("RGB")
         return [cut(image) for cut in self.geometric]
 
     def colour(self, pair: list[Image.Image]) -> Tensor:
-        """Photometric work on both, to (2, 3, s, s)."""
+        """Apply photometric augmentation to both views; returns (2, 3, s, s)."""
         return torch.stack([colour(view) for colour, view in zip(self.photometric, pair, strict=True)])
 
     def __getitem__(self, index: int) -> Tensor:
@@ -160,13 +160,13 @@ class PilPairs(Dataset[Tensor]):
 
 
 def ours(files: ImageFiles) -> SampleDataset:
-    """View pairs as pretraining a ViT-S/16 asks for them."""
+    """Return the view pairs for pretraining a ViT-S/16."""
     return SampleDataset(files, ViewPairs(RECIPE, grid=GRID, num_objects=32, drop_path_sites=24), seed=0)
 
 
 @dataclass
 class Parts:
-    """The parts of both pipelines, each a call that works through all files once."""
+    """The parts of both pipelines; each method processes all files once."""
 
     files: ImageFiles
     device: str
@@ -179,45 +179,45 @@ class Parts:
         self.views = self.batch["views"].flatten(0, 1).to(self.device)
 
     def load(self) -> Batch:
-        """Ours: 8-bit views."""
+        """Load 8-bit views with our pipeline."""
         epoch = next(self.epochs)
         return self.dataset.__getitems__([(epoch, index) for index in range(len(self.files))])
 
     def colour(self) -> Tensor:
-        """Ours: photometric work on views that are there."""
+        """Apply our photometric augmentation to loaded views."""
         return normalise(apply_photometric(self.views, self.batch["photometric"].flatten()))
 
     def both(self) -> Tensor:
-        """Ours: from files to what the network sees."""
+        """Run our pipeline from files to network inputs."""
         batch = self.load()
         views = batch["views"].flatten(0, 1).to(self.device)
         return normalise(apply_photometric(views, batch["photometric"].flatten()))
 
     def pil_load(self) -> Tensor:
-        """PIL's: 8-bit views."""
+        """Load 8-bit views with PIL's pipeline."""
         pairs = [self.pil.cut(index) for index in range(len(self.files))]
         return default_collate([torch.stack([pil_to_tensor(view) for view in pair]) for pair in pairs])
 
     def pil_colour(self) -> Tensor:
-        """PIL's: photometric work on views that are there."""
+        """Apply PIL's photometric augmentation to loaded views."""
         return default_collate([self.pil.colour(pair) for pair in self.cut])
 
     def pil_both(self) -> Tensor:
-        """PIL's: from files to what the network sees."""
+        """Run PIL's pipeline from files to network inputs."""
         return default_collate([self.pil[index] for index in range(len(self.files))])
 
     def rows(self) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
-        """Name of a row: ours, and what it is compared with."""
+        """Return our and PIL's function for each row."""
         return {
-            "decode, crop, collate | the same": (self.load, self.pil_load),
-            "decode, crop, collate | all of it": (self.load, self.pil_both),
-            "photometric | the same": (self.colour, self.pil_colour),
-            "end to end | all of it": (self.both, self.pil_both),
+            "decode, crop, collate | the same part": (self.load, self.pil_load),
+            "decode, crop, collate | whole pipeline": (self.load, self.pil_both),
+            "photometric | the same part": (self.colour, self.pil_colour),
+            "end to end | whole pipeline": (self.both, self.pil_both),
         }
 
 
 def bits_per_pixel(files: ImageFiles) -> float:
-    """Mean over the files."""
+    """Compute the mean number of bits per pixel over the files."""
     found = []
     for index in range(len(files)):
         path = Path(files.path(index))
@@ -227,7 +227,7 @@ def bits_per_pixel(files: ImageFiles) -> float:
 
 
 def add_rows(table: Table, name: str, files: ImageFiles, device: str, rounds: int) -> None:
-    """Measure one set of files."""
+    """Measure one set of files and add its rows."""
     parts, views = Parts(files, device), 2 * len(files)
     described = f"{name}, {bits_per_pixel(files):.1f} bit"
     for row, (mine, plain) in parts.rows().items():
@@ -239,7 +239,7 @@ def add_rows(table: Table, name: str, files: ImageFiles, device: str, rounds: in
 
 
 def views_per_second(batches: Iterator[object], size: int, number: int) -> float:
-    """Of the batches after the first ones, which are there while the workers start."""
+    """Measure the throughput after the first batches, which include the start of the workers."""
     for _ in range(8):
         next(batches)
     start = time.perf_counter()
@@ -249,8 +249,8 @@ def views_per_second(batches: Iterator[object], size: int, number: int) -> float
 
 
 def loader_rates(files: ImageFiles, workers: int, batches: int) -> tuple[float, float]:
-    """Views per second of our loader, photometric work left to the device, and of PIL's, which includes it."""
-    # As many names as the batches need, over and over the same files.
+    """Measure views per second of our loader, without photometric augmentation, and of PIL's, which includes it."""
+    # Repeat the files as often as the batches need.
     names = [files.name(index % len(files)) for index in range(BATCH * (batches + 16))]
     many = ImageFiles(files.folder, names)
     sampler = StepBatchSampler(len(many), BATCH, 0, position=lambda: 0)
@@ -264,21 +264,23 @@ def loader_rates(files: ImageFiles, workers: int, batches: int) -> tuple[float, 
 def main() -> None:
     """Measure, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", help="of the photometric work")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each pair is timed")
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="of the loaders")
-    parser.add_argument("--batches", type=int, default=24, help="of 32 images, to time a loader by")
-    parser.add_argument("--folder", type=Path, nargs="*", default=[], help="of JPEGs, instead of made-up ones")
-    parser.add_argument("--images", type=int, default=16, help="of a folder")
-    parser.add_argument("--only", choices=("parts", "loader"), help="one of the tables")
+    parser.add_argument("--device", default="cpu", help="device of the photometric augmentation")
+    parser.add_argument("--rounds", type=int, default=5, help="number of measurements of each pair")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="numbers of workers of the loaders")
+    parser.add_argument("--batches", type=int, default=24, help="number of batches of 32 images to time a loader")
+    parser.add_argument(
+        "--folder", type=Path, nargs="*", default=[], help="folders of JPEGs instead of synthetic photographs"
+    )
+    parser.add_argument("--images", type=int, default=16, help="number of images of a folder")
+    parser.add_argument("--only", choices=("parts", "loader"), help="table to print")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     where = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "CPU, one thread"
     versions = f"{where}, PyTorch {torch.__version__}, Pillow {Image.__version__}"
     parts = Table(title=f"views of 224 px per second and core, {versions}")
-    for column in ("images", "part", "against PIL's", "ours", "PIL", "times", "16 cores / ViT-S on H200"):
-        parts.add_column(column, justify="left" if column in ("images", "part", "against PIL's") else "right")
+    for column in ("images", "part", "PIL's", "ours", "PIL", "times", "16 cores / ViT-S on H200"):
+        parts.add_column(column, justify="left" if column in ("images", "part", "PIL's") else "right")
     loaders = Table(title=f"loaders, views of 224 px per second, {versions}")
     for column in ("images", "workers", "ours, without photometric", "PIL, with it", "times"):
         loaders.add_column(column, justify="left" if column == "images" else "right")
@@ -297,7 +299,7 @@ def main() -> None:
 
 
 def sets(folders: list[Path], images: int, temporary: Path) -> Iterator[tuple[str, ImageFiles]]:
-    """The folders' first images, or the made-up ones."""
+    """Yield the first images of the folders, or the synthetic photographs."""
     for folder in folders:
         files = open_images(folder)
         names = [files.name(index) for index in range(min(images, len(files)))]

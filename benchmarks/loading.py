@@ -1,9 +1,9 @@
-"""How long a ViT-L takes to load, against `timm.create_model` with the same file.
+"""Time to load a ViT-L, compared with `timm.create_model` on the same file.
 
     uv run python -m benchmarks.loading
 
-Each load is a fresh process that has imported its library before its clock starts; the two take turns. The file of
-1.2 GB is written just before, with random weights, so that both should find it in the page cache.
+Each load runs in a new process, timed after the imports; both are interleaved. The file of
+1.2 GB with random weights is written just before, so that it should be in the page cache.
 """
 
 import argparse
@@ -33,7 +33,7 @@ print(time.perf_counter() - begun)
 
 
 def seconds(program: str, name: str, weights: Path) -> float:
-    """Seconds that a program prints."""
+    """Run a program and return the seconds that it prints."""
     command = [sys.executable, "-c", program, name, str(weights)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 

@@ -1,4 +1,4 @@
-"""How the benchmarks measure: calls that take turns in one process, the memory that a call needs, and FLOPs."""
+"""Measurement of interleaved calls, memory and FLOPs for the benchmarks."""
 
 import copy
 import ctypes
@@ -17,13 +17,13 @@ from cribo.models.linear import linear
 
 MIB = 2**20
 
-# (M, K, N) of the products that `product_ceiling` times: squares, and a transformer's tokens times its weights.
+# (M, K, N) of the products in `product_ceiling`: square matrices, and tokens times weights of a transformer.
 SHAPES_CPU = ((512, 512, 512), (1024, 1024, 1024), (3136, 384, 1536), (2048, 2048, 2048))
 SHAPES_DEVICE = ((4096, 4096, 4096), (25216, 768, 3072), (8192, 8192, 8192), (16384, 8192, 8192))
 
 
 def timed(call: Callable[[], object], device: str) -> float:
-    """Seconds of one call."""
+    """Measure the seconds of one call."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -36,9 +36,9 @@ def timed(call: Callable[[], object], device: str) -> float:
 def times(
     ours: Callable[[], object], plain: Callable[[], object], device: str, rounds: int
 ) -> tuple[float, float, float]:
-    """Median seconds of ours and of the plain version, and the median ratio, the two taking turns."""
+    """Measure two interleaved functions; return both median seconds and the median ratio."""
     ours()
-    # A call of milliseconds is at the mercy of whatever else runs: several of them make a round.
+    # Short calls are sensitive to other load, so repeat them within a round.
     repeats = 9 if timed(ours, device) < 0.2 else 1
     fast, slow = [], []
     for _ in range(rounds):
@@ -49,7 +49,7 @@ def times(
 
 
 def resident(field: str) -> int:
-    """Bytes of a field of the process's status: VmRSS now, VmHWM the most since it was last reset."""
+    """Read a field of the process status in bytes: VmRSS (current) or VmHWM (peak since the last reset)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
@@ -57,13 +57,13 @@ def resident(field: str) -> int:
 
 
 def peak_memory(call: Callable[[], object], device: str) -> int:
-    """Bytes that a call needs beyond what is there before it; on the CPU, for a fresh process on Linux."""
+    """Measure the additional memory of a call in bytes; on the CPU, use a new process on Linux."""
     if device.startswith("cuda"):
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         call()
         return torch.cuda.max_memory_allocated() - before
-    # Libraries set themselves up at first use; freed pages go back, or the call would use them unseen.
+    # Initialise libraries, and return freed pages, whose reuse would not be measured.
     small = torch.randn(4, 64, 64, requires_grad=True)
     (small @ small).softmax(dim=-1).sum().backward()
     gc.collect()
@@ -75,10 +75,10 @@ def peak_memory(call: Callable[[], object], device: str) -> int:
 
 
 def product_ceiling(device: str, dtype: torch.dtype) -> float:
-    """The highest rate of large matrix products, in operations per second; multiplication and addition are two."""
+    """Measure the peak rate of large matrix products in FLOP/s; a multiply-add counts as two operations."""
     best = 0.0
     for m, k, n in SHAPES_CPU if device == "cpu" else SHAPES_DEVICE:
-        # Random numbers: zeros draw less power, which raises the clock rate.
+        # Use random numbers, since zeros draw less power, which raises the clock rate.
         a, b = (torch.randn(rows, k, device=device).to(dtype) for rows in (m, n))
         product = {"linear": linear, "a": a, "b": b}
         timer = Timer("linear(a, b)", globals=product, num_threads=torch.get_num_threads())
@@ -87,7 +87,7 @@ def product_ceiling(device: str, dtype: torch.dtype) -> float:
 
 
 def model_flops(backbone: Backbone, image_size: int) -> float:
-    """Operations of one image's forward pass: matrix products, convolutions and attention."""
+    """Count the operations of one image's forward pass: matrix products, convolutions and attention."""
     on_meta = copy.deepcopy(backbone).to("meta").eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         on_meta.encode(torch.zeros(1, 3, image_size, image_size, device="meta"))

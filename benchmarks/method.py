@@ -1,11 +1,11 @@
-"""Clustering, search and losses against `cribo.method.reference` and against their bare matrix products.
+"""Clustering, search and losses against `cribo.method.reference` and against bare matrix products.
 
     uv run python -m benchmarks.method                  # on the CPU, about five minutes on two idle cores
     uv run python -m benchmarks.method --device cuda
 
-Versions take turns in one process, so that a busy machine slows all. Times are medians; a ratio is the median of the
-rounds' own ratios, followed by the smallest and the largest. Memory is what a call needs beyond its inputs, gradients
-included: on the CPU the growth of the resident set, on a GPU the allocator's own figure.
+Versions are interleaved in one process, so that other load affects all of them. Times are medians; a ratio is the
+median of the ratios within rounds, followed by minimum and maximum. Memory is that of a call without its inputs,
+including gradients: on the CPU the growth of the resident set, on a GPU the allocator's value.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from cribo.method.matching import nearest_rows
 PROTOTYPES, CHANNELS = 65_536, 256
 
 Versions = dict[str, Callable[[], Tensor | None]]
-"""By name; "ours" comes first, and "reference" gives the same result."""
+"""Functions by name; "ours" is first, and "reference" returns the same result."""
 
 
 def clustering(batch: int, num_tokens: int, num_objects: int, device: str) -> Versions:
-    """Labels of tokens of 384 channels."""
+    """Cluster tokens of 384 channels."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(batch, num_tokens, 384, generator=generator).to(device)
     coordinates = (224 * torch.rand(batch, num_tokens, 2, generator=generator)).to(device)
@@ -47,21 +47,21 @@ def clustering(batch: int, num_tokens: int, num_objects: int, device: str) -> Ve
 
 
 def search(queries: int, rows: int, device: str) -> Versions:
-    """The nearest of the bank's rows to each query, D = 384, 20 objects an image."""
+    """Find the nearest bank row to each query, D = 384, 20 objects per image."""
     generator = torch.Generator().manual_seed(0)
-    asked, bank = (torch.randn(count, 384, generator=generator).to(device) for count in (queries, rows))
+    query, bank = (torch.randn(count, 384, generator=generator).to(device) for count in (queries, rows))
     bank = F.normalize(bank, dim=1).to(torch.float16 if device.startswith("cuda") else torch.float32)
     query_images, row_images = (torch.arange(count, device=device) // 20 for count in (queries, rows))
     allowed = query_images[:, None] != row_images
     return {
-        "ours": lambda: nearest_rows(asked, bank, query_images=query_images, row_images=row_images),
-        "bare product": lambda: asked.to(bank.dtype) @ bank.T,
-        "reference": lambda: reference.nearest(asked, bank.float(), allowed),
+        "ours": lambda: nearest_rows(query, bank, query_images=query_images, row_images=row_images),
+        "bare product": lambda: query.to(bank.dtype) @ bank.T,
+        "reference": lambda: reference.nearest(query, bank.float(), allowed),
     }
 
 
 def loss(rows: int, device: str) -> Versions:
-    """A cross-view loss of so many rows in all, forward and backward."""
+    """Compute a cross-view loss of `rows` rows in total, forward and backward."""
 
     def unit(*shape: int) -> Tensor:
         return F.normalize(torch.randn(*shape, generator=generator), dim=-1).to(device)
@@ -108,9 +108,9 @@ CASES: dict[str, list[tuple[str, Callable[[str], Versions]]]] = {
 
 
 def measure(name: str, device: str, rounds: int) -> Table:
-    """A row for each case and version."""
+    """Measure all cases and versions of a part."""
     table = Table(title=name)
-    for column in ("case", "version", "time", "its time / ours", "memory", "agrees with ours"):
+    for column in ("case", "version", "time", "time / ours", "memory", "agreement with ours"):
         table.add_column(column, justify="left" if column in ("case", "version") else "right")
     for case, make in CASES[name]:
         versions = make(device)
@@ -132,7 +132,7 @@ def measure(name: str, device: str, rounds: int) -> Table:
 
 
 def agreement(ours: Tensor | None, other: Tensor | None) -> str:
-    """The share of equal integers, or the relative difference of numbers."""
+    """Format the fraction of equal integers, or the relative difference of floats."""
     assert ours is not None
     assert other is not None
     if ours.is_floating_point():
@@ -144,7 +144,7 @@ def main() -> None:
     """Measure, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each version is timed")
+    parser.add_argument("--rounds", type=int, default=5, help="number of measurements of each version")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="PART")
     arguments = parser.parse_args()
     device = arguments.device

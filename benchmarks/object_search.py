@@ -1,15 +1,15 @@
-"""Object search: how fast images are indexed, how fast and how right a search is, and whether it finds the same class.
+"""Object search: speed of indexing, latency and recall of searches, and precision by class.
 
     uv run python -m benchmarks.object_search --camvid ../shared/data/camvid --backbone runs/camvid
-    uv run python -m benchmarks.object_search --small       # each part, in a minute
+    uv run python -m benchmarks.object_search --small       # all parts on small data, in a minute
     uv run python -m benchmarks.object_search --only latency
 
-`indexing` puts images into a database and says where the time goes. `latency` searches among made-up objects,
-clustered as real ones are: LanceDB comparing with every object, LanceDB by its index, and two that hold all vectors in
-memory, faiss's flat index and our own exact search. `quality` takes each object of CamVid's validation images, labelled
-by the class of most of its pixels, and asks how many of its five nearest training objects are of the same class: for a
-trained backbone, for the same network with random weights, and for the mean colour, each with the objects that it finds
-and with those of the trained one. CamVid's images are frames of a few drives: some of them are much alike.
+`indexing` adds images to a database and measures each part. `latency` searches among synthetic objects,
+clustered like real ones: LanceDB by exhaustive search and by its index, and two searches with all vectors in
+memory, faiss's flat index and our exact search. `quality` takes each object of CamVid's validation images, labelled
+by the majority class of its pixels, and counts how many of its five nearest training objects have the same class: for a
+trained backbone, for the same network with random weights, and for the mean colour, each with its own objects
+and with those of the trained backbone. CamVid's images are frames of a few videos, so some of them are similar.
 """
 
 import argparse
@@ -53,7 +53,7 @@ NO_CLASS = 255
 
 
 def indexing(encoder: PatchEncoder, folder: Path | None, number: int) -> Table:
-    """Images per second of an indexing, and the parts of it one by one, with one thread that reads."""
+    """Measure the throughput of indexing, and the time of each part with a single reading thread."""
     with tempfile.TemporaryDirectory() as place:
         folder = folder or made_up_images(Path(place) / "images", number)
         files = open_images(folder)
@@ -67,17 +67,17 @@ def indexing(encoder: PatchEncoder, folder: Path | None, number: int) -> Table:
         table = Table(title=f"indexing {len(files)} images, {torch.get_num_threads()} threads")
         table.add_column("what")
         table.add_column("value", justify="right")
-        table.add_row("images/s, all together", f"{summary.images_per_second:.1f}")
+        table.add_row("images/s in total", f"{summary.images_per_second:.1f}")
         for name, seconds in parts.items():
             table.add_row(f"ms per image: {name}", f"{1000 * seconds:.1f}")
         table.add_row("objects per image", f"{summary.objects / len(files):.1f}")
         table.add_row("bytes on disk per object", f"{(database.size_bytes() or 0) / max(1, len(database)):.0f}")
-        table.add_row("nothing new: seconds", f"{again:.2f}")
+        table.add_row("seconds without new images", f"{again:.2f}")
         return table
 
 
 def parts_of(encoder: PatchEncoder, paths: Sequence[str], settings: ObjectSettings) -> dict[str, float]:
-    """Seconds per image of each part, alone."""
+    """Measure the seconds per image of each part separately."""
     begun = time.perf_counter()
     images = [read_image(path) for path in paths]
     read = time.perf_counter()
@@ -99,7 +99,7 @@ def parts_of(encoder: PatchEncoder, paths: Sequence[str], settings: ObjectSettin
 
 
 def made_up_images(folder: Path, number: int) -> Path:
-    """The program's own scenes as files."""
+    """Write synthetic scenes as files."""
     from torchvision.io import write_png
 
     from cribo.data.scenes import Scenes
@@ -112,7 +112,7 @@ def made_up_images(folder: Path, number: int) -> Path:
 
 
 def info(encoder: PatchEncoder, settings: ObjectSettings, folder: Path, dim: int | None = None) -> DatabaseInfo:
-    """Of a database that is made for a measurement."""
+    """Return the metadata of a database for a measurement."""
     width = dim or encoder.encode(torch.zeros(1, 3, 2 * encoder.patch_size, 2 * encoder.patch_size)).shape[2]
     config = dataclasses.asdict(BackboneSource("benchmark"))
     return DatabaseInfo(encoder.identity or "benchmark", {"name": "benchmark"}, config, width, settings, str(folder))
@@ -122,7 +122,7 @@ def info(encoder: PatchEncoder, settings: ObjectSettings, folder: Path, dim: int
 
 
 class Measured(NamedTuple):
-    """Milliseconds of one query, the share of the true neighbours that it finds, and the memory that it takes."""
+    """Latency of a query in milliseconds (median and 95th percentile), recall, and memory in MiB."""
 
     median: float
     late: float
@@ -131,7 +131,7 @@ class Measured(NamedTuple):
 
 
 def clustered(number: int, seed: int) -> Float[np.ndarray, "n d"]:
-    """Unit vectors around some thousand centres, of which some are far more common than others."""
+    """Sample unit vectors around 5,000 centres with unequal frequencies."""
     centres = np.random.default_rng(0).standard_normal((5000, DIM), dtype=np.float32)
     generator = np.random.default_rng(seed)
     found = np.empty((number, DIM), dtype=np.float32)
@@ -144,53 +144,53 @@ def clustered(number: int, seed: int) -> Float[np.ndarray, "n d"]:
 
 
 def latency(sizes: Sequence[int], queries: int) -> Table:
-    """A row for each number of objects and way of searching."""
+    """Measure the latency for each number of objects and search method."""
     table = Table(title=f"one query, {K} nearest of D = {DIM}, {torch.get_num_threads()} threads")
     columns = ("objects", "search", "median", "95 %", "recall@10", "memory", "build", "on disk")
     for column in columns:
         table.add_column(column, justify="left" if column == "search" else "right")
     for size in sizes:
-        vectors, asked = clustered(size, 1), clustered(queries, 2)
-        truth = nearest(torch.from_numpy(asked), TensorKeys(torch.from_numpy(vectors)), K)
+        vectors, query = clustered(size, 1), clustered(queries, 2)
+        truth = nearest(torch.from_numpy(query), TensorKeys(torch.from_numpy(vectors)), K)
         worst = truth.similarity[:, -1].numpy()
         with tempfile.TemporaryDirectory() as place:
             database, written = filled(Path(place) / "objects.db", vectors)
             plain = database.size_bytes() or 0
 
             by_all, by_index = (partial(in_database, database, exact) for exact in (True, False))
-            add(table, size, "LanceDB, every object", measure(by_all, asked, worst), written, plain)
+            add(table, size, "LanceDB, every object", measure(by_all, query, worst), written, plain)
             built = timed(database.build_index)
-            # The index holds vectors of its own.
+            # The index stores its own copy of the vectors.
             own = (database.size_bytes() or 0) - plain
-            add(table, size, "LanceDB, index", measure(by_index, asked, worst), built, own)
+            add(table, size, "LanceDB, index", measure(by_index, query, worst), built, own)
         held = vectors.nbytes / MIB
         in_memory = partial(by_ours, TensorKeys(torch.from_numpy(vectors)))
-        add(table, size, "cribo.retrieval, exact", measure(in_memory, asked, worst, held), None, None)
+        add(table, size, "cribo.retrieval, exact", measure(in_memory, query, worst, held), None, None)
         flat = faiss.IndexFlatIP(DIM)
         faiss.omp_set_num_threads(torch.get_num_threads())
         flat.add(vectors)
-        add(table, size, "faiss, flat", measure(partial(by_faiss, flat), asked, worst, held), None, None)
+        add(table, size, "faiss, flat", measure(partial(by_faiss, flat), query, worst, held), None, None)
         table.add_section()
     return table
 
 
 def in_database(database: ObjectDatabase, exact: bool, query: Float[np.ndarray, " d"]) -> list[float]:
-    """Similarities of the nearest."""
+    """Return the similarities of the nearest objects."""
     return [each.similarity for each in database.search(query[None], K, exact=exact)[0]]
 
 
 def by_ours(keys: TensorKeys, query: Float[np.ndarray, " d"]) -> list[float]:
-    """Similarities of the nearest."""
+    """Return the similarities of the nearest objects."""
     return nearest(torch.from_numpy(query[None]), keys, K).similarity[0].tolist()
 
 
 def by_faiss(index: Any, query: Float[np.ndarray, " d"]) -> list[float]:
-    """Similarities of the nearest."""
+    """Return the similarities of the nearest objects."""
     return index.search(query[None], K)[0][0].tolist()
 
 
 def filled(place: Path, vectors: Float[np.ndarray, "n d"]) -> tuple[ObjectDatabase, float]:
-    """A database of made-up objects, and the seconds that writing them took."""
+    """Write a database of synthetic objects; return it and the seconds for writing."""
     import pyarrow as pa
 
     encoder = mean_colour_encoder(16)
@@ -224,7 +224,7 @@ def measure(
     worst: Float[np.ndarray, " q"],
     held: float = 0.0,
 ) -> Measured:
-    """One query after the other; the peak of memory is that of the first few, beside what is held."""
+    """Measure queries one by one; peak memory is that of the first few queries, plus `held` MiB."""
     peak = peak_memory(lambda: [search(query) for query in queries[:3]], "cpu")
     seconds, hits = [], []
     for query, least in zip(queries, worst, strict=True):
@@ -237,7 +237,7 @@ def measure(
 
 
 def add(table: Table, size: int, name: str, measured: Measured, build: float | None, disk: int | None) -> None:
-    """One row of the table, which is long in coming: said at once, too."""
+    """Add a row to the table, and print it immediately."""
     print(f"{size:,} {name}: {measured}", file=sys.stderr, flush=True)
     table.add_row(
         f"{size:,}",
@@ -255,7 +255,7 @@ def add(table: Table, size: int, name: str, measured: Measured, build: float | N
 
 
 class Labelled(NamedTuple):
-    """Objects with the class of most of their labelled pixels, and the share of those that have it."""
+    """Objects with their majority class and its share of the labelled pixels."""
 
     vectors: Float[np.ndarray, "n d"]
     classes: Int[np.ndarray, " n"]
@@ -265,9 +265,9 @@ class Labelled(NamedTuple):
 def labelled_objects(
     encoders: dict[str, PatchEncoder], images: LabelledImages, every: int
 ) -> tuple[dict[str, Labelled], dict[str, Labelled]]:
-    """The objects of every so many-th image that each encoder finds, and how each represents those of the first.
+    """Extract the objects of every `every`-th image by each encoder, and encode those of the first with each encoder.
 
-    Objects of which more than half of the pixels has no class are left out.
+    Objects with more than half of their pixels ignored are dropped.
     """
     own: dict[str, list[tuple[np.ndarray, int, float]]] = {name: [] for name in encoders}
     common: dict[str, list[tuple[np.ndarray, int, float]]] = {name: [] for name in encoders}
@@ -285,7 +285,7 @@ def labelled_objects(
 
 
 def majority(each: ImageObject, labels: Int[np.ndarray, "h w"]) -> tuple[int, float]:
-    """The class of most labelled pixels of an object, and their share; -1 where most pixels have no class."""
+    """Return the majority class of an object's labelled pixels and its share; -1 if most pixels are ignored."""
     inside = labels[each.mask.pixels()]
     counts = np.bincount(inside[inside != NO_CLASS], minlength=1)
     if 2 * counts.sum() < len(inside):
@@ -294,7 +294,7 @@ def majority(each: ImageObject, labels: Int[np.ndarray, "h w"]) -> tuple[int, fl
 
 
 def gathered(objects: dict[str, list[tuple[np.ndarray, int, float]]]) -> dict[str, Labelled]:
-    """Those that have a class, as arrays."""
+    """Convert the objects with a class to arrays."""
     result = {}
     for name, several in objects.items():
         vectors, classes, purity = zip(*(one for one in several if one[1] >= 0), strict=True)
@@ -303,18 +303,18 @@ def gathered(objects: dict[str, list[tuple[np.ndarray, int, float]]]) -> dict[st
 
 
 def precision(keys: Labelled, queries: Labelled) -> tuple[float, float]:
-    """The share of the nearest keys that have a query's class: over all queries, and as the mean of the classes."""
+    """Compute the precision of the nearest keys, over all queries and as the mean over classes."""
     found = nearest(torch.from_numpy(queries.vectors), TensorKeys(torch.from_numpy(keys.vectors)), QUALITY_K)
     right = (keys.classes[found.rows.numpy()] == queries.classes[:, None]).mean(axis=1)
     return float(right.mean()), float(np.mean([right[queries.classes == each].mean() for each in set(queries.classes)]))
 
 
 def quality(encoders: dict[str, PatchEncoder], camvid: Path, every: int) -> Table:
-    """A row for each encoder: with its own objects, and with those of the first, which all represent."""
+    """Measure each encoder with its own objects, and with those of the first encoder."""
     train, val = (open_segmentation("camvid", camvid, split) for split in ("train", "val"))
     (keys, same_keys), (queries, same) = (labelled_objects(encoders, images, every) for images in (train, val))
     first = next(iter(encoders))
-    table = Table(title=f"share of the {QUALITY_K} nearest training objects that have the same class, CamVid")
+    table = Table(title=f"precision of the {QUALITY_K} nearest training objects, CamVid")
     columns = ("features", "objects", "queries", "precision", "mean of classes", "by chance", "purity")
     common = (f"objects of {first}: precision", "mean of classes")
     for column in (*columns, *common):
@@ -332,18 +332,18 @@ def quality(encoders: dict[str, PatchEncoder], camvid: Path, every: int) -> Tabl
     return table
 
 
-# ------------------------------------------------------------------ all of it
+# ------------------------------------------------------------------ command
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds of one call."""
+    """Measure the seconds of one call."""
     begun = time.perf_counter()
     call()
     return time.perf_counter() - begun
 
 
 def encoders_of(source: str | None) -> dict[str, PatchEncoder]:
-    """A trained backbone, the same network untrained, and the mean colour; without a source, small networks."""
+    """Return encoders of a trained backbone, the same network untrained, and the mean colour; by default small ones."""
     if source is None:
         args = {"depth": 2, "embed_dim": 64, "num_heads": 2}
         untrained = build_backbone("vit_tiny_patch16_224", args=args, image_size=224).eval()
@@ -360,12 +360,12 @@ def encoders_of(source: str | None) -> dict[str, PatchEncoder]:
 def main() -> None:
     """Measure, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--camvid", type=Path, default=Path("../shared/data/camvid"), help="the labelled images")
+    parser.add_argument("--camvid", type=Path, default=Path("../shared/data/camvid"), help="folder of CamVid")
     parser.add_argument("--backbone", help="a trained backbone, such as runs/camvid")
     parser.add_argument("--only", choices=("indexing", "latency", "quality"))
-    parser.add_argument("--small", action="store_true", help="a try of everything, not to be believed")
-    parser.add_argument("--every", type=int, default=1, help="of quality: take every so many-th image only")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="of latency: numbers of objects")
+    parser.add_argument("--small", action="store_true", help="a quick test of all parts; results are not meaningful")
+    parser.add_argument("--every", type=int, default=1, help="quality: use only every n-th image")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="latency: numbers of objects")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     console = Console(width=140)

@@ -1,9 +1,9 @@
-"""How far timm's resizing of position embeddings is from that of the projects whose checkpoints are read.
+"""Difference between timm's interpolation of position embeddings and that of supported projects.
 
     uv run python -m benchmarks.positions
 
-The relative difference (L2) of the patch features of a random ViT-S/16, whose position embedding is the fixed
-sine-cosine of 14 x 14 patches, resized by each original's formula and by timm's.
+Prints the relative L2 difference of the patch features of a random ViT-S/16, whose position embedding is the fixed
+sine-cosine embedding of 14 x 14 patches, resized by the formula of each project and by timm's.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ SIZES = (32, 14, 7)
 
 
 def sine_cosine() -> Tensor:
-    """(1, GRID * GRID, DIM), as MAE and MoCo v3 fix it."""
+    """Return the fixed position embedding of MAE and MoCo v3, (1, GRID * GRID, DIM)."""
     frequency = 10000 ** -(torch.arange(DIM // 4) / (DIM / 4))
     rows, columns = torch.meshgrid(torch.arange(GRID), torch.arange(GRID), indexing="ij")
     angles = [place.flatten()[:, None] * frequency for place in (columns, rows)]
@@ -30,7 +30,7 @@ def sine_cosine() -> Tensor:
 
 
 def resized(positions: Tensor, **how: object) -> Tensor:
-    """By PyTorch's own interpolation."""
+    """Resize positions by PyTorch's interpolation."""
     grid = positions.unflatten(1, (GRID, GRID)).permute(0, 3, 1, 2)
     return F.interpolate(grid, **how).flatten(2).mT  # pyright: ignore[reportArgumentType]
 
@@ -51,7 +51,7 @@ ORIGINALS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 @torch.no_grad()
 def features(positions: Tensor, size: int) -> Tensor:
-    """Of one random image of `size` x `size` patches."""
+    """Compute the features of a random image of `size` x `size` patches."""
     backbone = build_backbone("vit_small_patch16_224", image_size=16 * size, seed=1).eval()
     backbone.model.pos_embed[:, 1:] = 0.3 * positions
     image = torch.randn(1, 3, 16 * size, 16 * size, generator=torch.Generator().manual_seed(3))
@@ -59,14 +59,14 @@ def features(positions: Tensor, size: int) -> Tensor:
 
 
 def main() -> None:
-    """Print a row for each original."""
+    """Print a row for each formula."""
     positions = sine_cosine()
-    table = Table("the original resizes", *(f"{size} x {size}" for size in SIZES))
+    table = Table("original interpolation", *(f"{size} x {size}" for size in SIZES))
     for name, original in ORIGINALS.items():
         cells = []
         for size in SIZES:
             ours = resample_abs_pos_embed(positions, [size, size], num_prefix_tokens=0)
-            # At the size of training none of them resizes at all.
+            # No project resizes at the training size.
             theirs = positions if size == GRID else original(positions, size)
             expected = features(ours, size)
             cells.append(f"{float((features(theirs, size) - expected).norm() / expected.norm()):.1%}")

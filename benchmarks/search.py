@@ -1,16 +1,16 @@
-"""Exact search, and dense retrieval from features to votes, against faiss and the public Hummingbird toolkit's way.
+"""Exact search and dense retrieval, from features to votes, against faiss and the method of the Hummingbird toolkit.
 
     uv run python -m benchmarks.search --threads 2
-    uv run python -m benchmarks.search --backbone ../shared/weights/vits14_dinov2_descendant.safetensors   # CamVid, too
-    uv run python -m benchmarks.search --device cuda    # faiss stays on the CPU, where its wheels run
+    uv run python -m benchmarks.search --backbone ../shared/weights/vits14_dinov2_descendant.safetensors   # also CamVid
+    uv run python -m benchmarks.search --device cuda    # faiss runs on the CPU, as its wheels do
 
-The toolkit's way: for each image, search a flat inner-product index of faiss for k neighbours, gather their features
-and their labels from dense tables, and weight the labels by the softmax of the cosines at temperature 0.02. Ours is
+The toolkit searches, for each image, a flat inner-product index of faiss for k neighbours, gathers their features
+and labels from dense tables, and weights the labels by the softmax of the cosines at temperature 0.02. Ours is
 `nearest` for all images and `Voters.vote`. Both start from the same features and labels in memory; the index is built
-before.
+beforehand.
 
-Both take turns in one process with the same number of threads. The ratios are medians of the rounds' own ratios, of
-seconds on the clock and of CPU seconds of the process, which other programs on the machine change less.
+Both are interleaved in one process with the same number of threads. The ratios are medians of the ratios within rounds, of
+wall-clock time and of CPU time of the process, which is less sensitive to other load.
 """
 
 import argparse
@@ -43,7 +43,7 @@ TEMPERATURE = 0.02
 
 
 class Data(NamedTuple):
-    """Features of unit length, and the share of each class in the keys' patches."""
+    """Features of unit length, and the class shares of the keys' patches."""
 
     keys: Tensor
     shares: Tensor
@@ -51,7 +51,7 @@ class Data(NamedTuple):
 
 
 def unit_rows(rows: int, dim: int, seed: int) -> Tensor:
-    """Random directions."""
+    """Sample random unit vectors."""
     found = torch.empty(rows, dim)
     generator = torch.Generator().manual_seed(seed)
     for part in found.split(50_000):
@@ -60,14 +60,14 @@ def unit_rows(rows: int, dim: int, seed: int) -> Tensor:
 
 
 def random_data(keys: int, queries: int, dim: int) -> Data:
-    """Random directions, with one class each."""
+    """Sample random unit vectors with one class each."""
     classes = torch.randint(21, (keys,), generator=torch.Generator().manual_seed(2))
     return Data(unit_rows(keys, dim, 0), F.one_hot(classes, 21).float(), unit_rows(queries, dim, 1))
 
 
 @torch.no_grad()
 def camvid_data(backbone: str, queries: int) -> Data:
-    """All training images of CamVid, and some of the validation images."""
+    """Encode all training images and some validation images of CamVid."""
     encoder = backbone_encoder(load_backbone(backbone).eval())
     side = GRID * encoder.patch_size
 
@@ -79,17 +79,17 @@ def camvid_data(backbone: str, queries: int) -> Data:
         return F.normalize(torch.cat(found), dim=-1)
 
     memory, val = (open_segmentation("camvid", CAMVID, split) for split in ("train", "val"))
-    asked = LabelledSubset(val, [number * len(val) // queries for number in range(queries)])
+    chosen = LabelledSubset(val, [number * len(val) // queries for number in range(queries)])
     shares = []
     for index in range(len(memory)):
         labels = TF.resize(memory.labels(index)[None], [side, side], interpolation=InterpolationMode.NEAREST)[0].long()
         table = F.one_hot(labels.where(labels != 255, len(memory.classes)), len(memory.classes) + 1)
         shares.append(F.avg_pool2d(table.permute(2, 0, 1).float()[None], encoder.patch_size)[0].flatten(1).mT)
-    return Data(features(memory), torch.cat(shares), features(asked))
+    return Data(features(memory), torch.cat(shares), features(chosen))
 
 
 class Found(NamedTuple):
-    """What one of the ways found: neighbours and votes, and (clock, CPU) seconds for the neighbours and in all."""
+    """Neighbours and votes of a method, and its (wall-clock, CPU) seconds for the search and in total."""
 
     neighbours: Neighbours
     votes: Tensor
@@ -98,14 +98,14 @@ class Found(NamedTuple):
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
-    """Return what a call returns, on the CPU, so that a GPU has finished, and its (clock, CPU) seconds."""
+    """Return the result of a call, which must be on the CPU, and its (wall-clock, CPU) seconds."""
     clock, cpu = time.perf_counter(), time.process_time()
     result = call()
     return result, (time.perf_counter() - clock, time.process_time() - cpu)
 
 
 def toolkit(data: Data, index: faiss.Index, k: int) -> Found:
-    """A flat index and dense tables, image by image."""
+    """Search a flat index and vote with dense tables, image by image."""
     similarity, rows, votes = [], [], []
     search, whole = (0.0, 0.0), (0.0, 0.0)
 
@@ -128,21 +128,21 @@ def toolkit(data: Data, index: faiss.Index, k: int) -> Found:
 
 
 def ours(data: Data, voters: Voters, k: int, device: str) -> Found:
-    """The functions that `cribo evaluate dense-nn` calls."""
+    """Search and vote with the functions of `cribo evaluate dense-nn`."""
     neighbours, search = timed(lambda: nearest(data.queries, TensorKeys(data.keys), k, devices=(device,)))
     votes, voted = timed(lambda: voters.vote(neighbours, "attention", TEMPERATURE))
     return Found(neighbours, votes, search, (search[0] + voted[0], search[1] + voted[1]))
 
 
 def add_row(table: Table, name: str, data: Data, k: int, threads: int, device: str, rounds: int) -> None:
-    """Measure one case."""
+    """Measure one case and add its row."""
     torch.set_num_threads(threads)
     faiss.omp_set_num_threads(threads)
     index = faiss.IndexFlatIP(data.keys.shape[1])
     index.add(data.keys.numpy())
     labels = [label_shares(part, "soft") for part in data.shares.split(PER_IMAGE)]
     voters = Voters(labels, data.shares.shape[1])
-    nearest(data.queries[:64], TensorKeys(data.keys), k, devices=(device,))  # libraries set themselves up at first use
+    nearest(data.queries[:64], TensorKeys(data.keys), k, devices=(device,))  # initialise libraries
     turns = [(ours(data, voters, k, device), toolkit(data, index, k)) for _ in range(rounds)]
 
     def ratio(part: str, kind: int) -> str:
@@ -163,19 +163,25 @@ def add_row(table: Table, name: str, data: Data, k: int, threads: int, device: s
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backbone", help="whose features of CamVid are searched; without it, only random ones are")
-    parser.add_argument("--images", type=int, default=4, help="CamVid's validation images that are labelled")
-    parser.add_argument("--device", default="cpu", help="of our search; faiss and all votes run on the CPU")
-    parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()], help="of both, on the CPU")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each is timed")
-    parser.add_argument("--least", action="store_true", help="a quick check in place of the cases")
+    parser.add_argument(
+        "--backbone", help="backbone whose features of CamVid are searched; by default, only random features are"
+    )
+    parser.add_argument("--images", type=int, default=4, help="number of CamVid's validation images to label")
+    parser.add_argument("--device", default="cpu", help="device of our search; faiss and all votes run on the CPU")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        nargs="+",
+        default=[torch.get_num_threads()],
+        help="numbers of threads of both on the CPU",
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="number of measurements of each case")
+    parser.add_argument("--least", action="store_true", help="run a single small case")
     arguments = parser.parse_args()
     where = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "CPU"
-    columns = ("memory", "keys", "queries", "D", "k", "threads", "ours", "toolkit", "clock", "CPU")
-    table = Table(
-        title=f"times faster than the toolkit's way, {where}, PyTorch {torch.__version__}, faiss {faiss.__version__}"
-    )
-    for column in (*columns, "search: clock", "CPU", "same neighbours", "same class"):
+    columns = ("memory", "keys", "queries", "D", "k", "threads", "ours", "toolkit", "wall-clock", "CPU")
+    table = Table(title=f"speed-up over the toolkit, {where}, PyTorch {torch.__version__}, faiss {faiss.__version__}")
+    for column in (*columns, "search: wall-clock", "CPU", "same neighbours", "same class"):
         table.add_column(column, justify="left" if column == "memory" else "right")
     cases: list[tuple[str, Callable[[], Data], int]] = [
         ("random, CamVid's size", lambda: random_data(281_856, 2 * PER_IMAGE, 384), 50),

@@ -1,4 +1,4 @@
-"""Few-shot segmentation: scores of fixed and chosen probes, calibration, suggestions, and run time.
+"""Few-shot segmentation: scores of fixed and chosen probes, calibration, suggestions and run time.
 
     uv run python -m benchmarks.segmentation --backbone WEIGHTS --data SET [SET ...]
     uv run python -m benchmarks.segmentation --backbone WEIGHTS --data SET --only cost
@@ -38,7 +38,7 @@ _EVERY = 7  # pixels for the calibration error
 
 
 def remembering(backbone: Backbone) -> PatchEncoder:
-    """The encoder of all candidate blocks, which encodes no image twice."""
+    """Return the encoder of all candidate blocks with a cache of features."""
     encoder = probe_encoder(backbone)
     known: dict[str, Tensor] = {}
 
@@ -53,7 +53,7 @@ def remembering(backbone: Backbone) -> PatchEncoder:
 
 
 def rows_of(blocks: Sequence[int]) -> dict[str, dict[str, object]]:
-    """Settings of each row, for an encoder of these blocks."""
+    """Return the settings of each row, for an encoder of these blocks."""
     depth, middle = max(blocks), default_blocks(blocks)
     last, third_quarter = (depth,), (round(depth * 0.75),)
     plain = {"head": "knn", "whiten": False}
@@ -72,7 +72,7 @@ def rows_of(blocks: Sequence[int]) -> dict[str, dict[str, object]]:
 
 
 def draw_of(count: int, among: int, draw: int) -> list[int]:
-    """Indices of the examples of a draw."""
+    """Draw the indices of the examples."""
     return sorted(torch.randperm(among, generator=keyed_generator(_DRAW, count, draw))[:count].tolist())
 
 
@@ -84,7 +84,7 @@ def filled(memory: SegmentationMemory, images: LabelledSubset, chosen: Sequence[
 
 
 def scored(memory: SegmentationMemory, queries: LabelledSubset) -> tuple[float, float]:
-    """Compute the mIoU of the classes that occur, and the calibration error, over all pixels."""
+    """Compute the mIoU over the classes that occur, and the calibration error, in % over pixels."""
     classes = len(queries.classes)
     confusion = torch.zeros(classes, classes, dtype=torch.long)
     confidence, right = [], []
@@ -128,7 +128,7 @@ def quality(train: LabelledSubset, val: LabelledSubset, encoder: PatchEncoder, a
 def suggestions(
     train: LabelledSubset, val: LabelledSubset, encoder: PatchEncoder, arguments: argparse.Namespace
 ) -> None:
-    """Print mIoU after labelling suggested images, beside random ones, from the same two examples."""
+    """Print the mIoU after labelling suggested or random images, starting from the same two examples."""
     pool = LabelledSubset(train, spread(len(train), arguments.pool))
     curves: dict[str, list[list[float]]] = {"suggested": [], "random": []}
     for draw in range(arguments.draws):
@@ -152,7 +152,7 @@ def suggestions(
 
 
 def cost(train: LabelledSubset, val: LabelledSubset, backbone: Backbone, arguments: argparse.Namespace) -> None:
-    """Print seconds for each part, with the whole of the present tool and as before."""
+    """Print the seconds of each part with the current defaults and with the previous ones."""
     image = val.load(0)
     print("| seconds | encode the examples | fit | encode an image | label patches | label pixels |")
     print(f"|{'---|' * 6}")
@@ -173,22 +173,22 @@ def cost(train: LabelledSubset, val: LabelledSubset, backbone: Backbone, argumen
 
 
 def settings_of(values: Mapping[str, object], arguments: argparse.Namespace) -> SegmentationSettings:
-    """The defaults with some values changed."""
+    """Return the default settings with changed values."""
     return dataclasses.replace(SegmentationSettings(scale=arguments.scale), **values)
 
 
 def main() -> None:
     """Print the tables as markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backbone", help="what `cribo segment` takes; a random ViT-S/16 when not given")
-    parser.add_argument("--untrained", action="store_true", help="the same network with random weights")
+    parser.add_argument("--backbone", help="backbone, as for `cribo segment`; by default a random ViT-S/16")
+    parser.add_argument("--untrained", action="store_true", help="use random weights")
     parser.add_argument("--data", type=Path, nargs="+", required=True)
     parser.add_argument("--examples", type=int, nargs="+", default=[1, 2, 8, 32])
     parser.add_argument("--draws", type=int, default=5)
-    parser.add_argument("--queries", type=int, default=15, help="validation images that are labelled")
-    parser.add_argument("--pool", type=int, default=100, help="images to suggest from")
+    parser.add_argument("--queries", type=int, default=15, help="number of validation images to segment")
+    parser.add_argument("--pool", type=int, default=100, help="number of images to suggest from")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--scale", type=float, help="of the images; the default of `cribo segment` when not given")
+    parser.add_argument("--scale", type=float, help="scale of the images; by default that of `cribo segment`")
     parser.add_argument("--only", choices=("quality", "suggestions", "cost"))
     arguments = parser.parse_args()
     keep_freed_memory()  # as `cribo segment` does

@@ -1,11 +1,11 @@
-"""Tar shards against what they stand in for: their order against any permutation, reading against single files.
+"""Tar shards compared with single files: randomness of the order, and speed of reading.
 
-    uv run python -m benchmarks.shards                       # the order alone, a few seconds
-    uv run python -m benchmarks.shards --folder IMAGES       # reading, too: about a minute
+    uv run python -m benchmarks.shards                       # only the order, a few seconds
+    uv run python -m benchmarks.shards --folder IMAGES       # also reading, about a minute
 
-Reading takes turns, the same images in the same order from the folder, from shards, and from shards that have passed
-through the cache, in one process on one thread. Rates are images per second of processor time: they say what a
-machine that does other things, too, would have given; waiting for disks and networks is not in them.
+The same images are read in the same order from the folder, from shards, and from shards through the cache, interleaved
+in one process on one thread. Rates are images per second of CPU time, which excludes waiting for disks and networks and
+is less sensitive to other load.
 """
 
 import argparse
@@ -29,12 +29,12 @@ from cribo.objectives.views import ViewPairs
 
 BATCH = 1024
 TURN = 64
-# Shards, images in each, bytes of each.
+# Number of shards, images per shard, bytes per shard.
 COLLECTIONS = ((2200, 580, 64 * 2**20), (300, 600, 64 * 2**20), (1280, 1000, 2**30))
 
 
 class _Nowhere(LocalShards):
-    """Shards that are never read."""
+    """Shards without files."""
 
     def __init__(self, shards: int, size: int) -> None:
         self.root = "nowhere"
@@ -43,8 +43,8 @@ class _Nowhere(LocalShards):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="of images, to measure reading")
-    parser.add_argument("--images", type=int, default=768, help="that are read from it")
+    parser.add_argument("--folder", type=Path, help="folder of images for reading")
+    parser.add_argument("--images", type=int, default=768, help="number of images to read")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for collection in COLLECTIONS:
@@ -63,7 +63,7 @@ def measure_order(shards: int, per_shard: int, size: int) -> None:
     seconds = (time.perf_counter() - started) / 2
     any_order = [torch.randperm(total, generator=torch.Generator().manual_seed(epoch)) for epoch in (0, 1)]
     print(f"{shards} shards of {per_shard} images, {size / 2**20:.0f} MiB: window {images.window}, {seconds:.2f} s")
-    for name, (first, second) in (("window", ours), ("any permutation", any_order)):
+    for name, (first, second) in (("window", ours), ("random permutation", any_order)):
         rows = (first // per_shard)[: total // BATCH * BATCH].view(-1, BATCH)
         places = [order.argsort() for order in (first, second)]
         print(
@@ -76,13 +76,13 @@ def measure_order(shards: int, per_shard: int, size: int) -> None:
 
 
 def _same(rows: Int[Tensor, "batches size"]) -> float:
-    """Share of the pairs of a batch that come from one shard."""
+    """Compute the fraction of pairs in a batch that come from the same shard."""
     counts = [torch.bincount(row).double() for row in rows]
     return float(torch.stack([(count * (count - 1)).sum() for count in counts]).mean() / (BATCH * (BATCH - 1)))
 
 
 def _again(order: Int[Tensor, " n"], place: Int[Tensor, " n"], next_place: Int[Tensor, " n"]) -> float:
-    """Share of the pairs of a batch that share one in the next epoch, too; from two million drawn pairs."""
+    """Estimate the fraction of pairs in a batch that share a batch in the next epoch, from two million pairs."""
     generator = torch.Generator().manual_seed(0)
     full = len(order) // BATCH * BATCH
     left = torch.randint(0, full, (2_000_000,), generator=generator)
@@ -123,11 +123,11 @@ def _take_turns(what: str, same: dict[str, list[int]], reads: dict[str, Callable
         for name, read in reads.items():
             began = time.process_time()
             read(same[name][start : start + TURN])
-            if start:  # the first turn opens files, and brings shards
+            if start:  # the first round opens files and caches shards
                 seconds[name] += time.process_time() - began
     rates = {name: (total - TURN) / taken for name, taken in seconds.items()}
-    said = ", ".join(f"{name} {rate:.0f}/s ({rate / rates['folder']:.2f})" for name, rate in rates.items())
-    print(f"{what}: {said}")
+    formatted = ", ".join(f"{name} {rate:.0f}/s ({rate / rates['folder']:.2f})" for name, rate in rates.items())
+    print(f"{what}: {formatted}")
 
 
 if __name__ == "__main__":

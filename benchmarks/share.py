@@ -1,11 +1,11 @@
-"""The objects' share of a training step, with the number of kept objects fixed: the paper's profiling table.
+"""Share of the objects in a training step with a fixed number of kept objects, as in the paper's profiling table.
 
     uv run python -m benchmarks.share                   # ViT-S/16, 16 images, on the CPU; about ten minutes
     uv run python -m benchmarks.share --device cuda     # ViT-B/16, 128 images, bf16
 
-K = 32 and a full bank, half of the objects with a valid match; 8, 16 and 32 objects per image. The share is that of
-clustering, pooling, retrieval, the bank, and the objects' heads and losses, forward and backward, in the median step;
-the table shows the goal next to it.
+K = 32, a full bank, half of the objects with a valid match, and 8, 16 and 32 objects per image. The share includes
+clustering, pooling, retrieval, the bank, and the heads and losses of objects, forward and backward, in the median step;
+the table also shows the target.
 """
 
 import argparse
@@ -47,9 +47,14 @@ def main() -> None:
     """Measure, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=tuple(GOALS), default="cpu")
-    parser.add_argument("--precision", nargs="+", default=None, help="32-true and bf16-mixed on a CPU, bf16-mixed else")
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        default=None,
+        help="precisions; by default 32-true and bf16-mixed on a CPU, bf16-mixed otherwise",
+    )
     parser.add_argument("--bank_images", type=int, default=1000, help="S")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps for each number of objects")
+    parser.add_argument("--steps", type=int, default=5, help="number of timed steps per number of objects")
     arguments = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 130)
     precisions = arguments.precision or (["32-true", "bf16-mixed"] if arguments.device == "cpu" else ["bf16-mixed"])

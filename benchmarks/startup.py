@@ -1,10 +1,10 @@
-"""How long a user waits: for `cribo --help`, and for the first training step of the quickstart.
+"""Start-up time of `cribo --help`, and time to the first training step of the quickstart.
 
     uv run python -m benchmarks.startup
 
-Each command is a fresh process. The first step counts when its row stands in metrics.csv, so that imports, the made-up
-data, the network and the score before training are all in it. For comparison: importing torch alone, and what the
-package imports on top of it.
+Each command runs in a new process. The first step is complete when its row is in metrics.csv, which includes imports,
+synthetic data, the network and the score before training. Imports of torch and of parts of the package are measured
+for comparison.
 """
 
 import argparse
@@ -22,14 +22,14 @@ GOALS = {"cribo --help": 0.5, "first step of the quickstart": 30.0}
 
 
 def seconds(*command: str) -> float:
-    """Seconds of a command from start to end."""
+    """Measure the seconds of a command."""
     begun = time.perf_counter()
     subprocess.run(command, check=True, capture_output=True)
     return time.perf_counter() - begun
 
 
 def first_step() -> float:
-    """Seconds from the start of `cribo pretrain` to the row of the first step."""
+    """Measure the seconds from the start of `cribo pretrain` to the row of the first step."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "cribo.cli", "pretrain", "--runtime.log_every=1", f"--out={folder}"]
         begun = time.perf_counter()
@@ -48,7 +48,7 @@ def first_step() -> float:
 
 def _has_first_step(metrics: Path) -> bool:
     rows = metrics.read_text().splitlines()[1:] if metrics.is_file() else []
-    return any(not row.startswith("0,") for row in rows)  # the score before training has the row of step 0
+    return any(not row.startswith("0,") for row in rows)  # step 0 is the score before training
 
 
 def main() -> None:
@@ -69,9 +69,9 @@ def main() -> None:
     for _ in range(rounds):
         for name, call in calls.items():
             taken[name].append(call())
-    table = Table(title=f"Waiting, {rounds} fresh processes each")
-    for column in ("for", "median", "least", "most", "goal", "times importing torch"):
-        table.add_column(column, justify="left" if column == "for" else "right")
+    table = Table(title=f"Start-up time, {rounds} processes each")
+    for column in ("command", "median", "minimum", "maximum", "target", "relative to import torch"):
+        table.add_column(column, justify="left" if column == "command" else "right")
     torch_seconds = statistics.median(taken["import torch"])
     for name, found in taken.items():
         median = statistics.median(found)

@@ -1,12 +1,12 @@
-"""A whole training step against `cribo.method.reference`, or against another version of this project.
+"""A complete training step compared with `cribo.method.reference`, or with another version of this project.
 
     uv run python -m benchmarks.step                             # about five minutes on two idle cores
     uv run python -m benchmarks.step --against ../cribo-0.1      # a checkout of another version; its src/ is used
     uv run python -m benchmarks.step --config quickstart --steps 100 --against ../cribo-0.1
 
-By default ViT-S/16, B = 16, K = 32, S = 1,000, L = 65,536, float32 on the CPU. Steps take turns, so that a busy machine
-slows both: in one process with the reference, in one process each with another version. Ratios are the medians of the
-turns' own ratios; the first steps are left out. Peak memory is that of each process.
+By default ViT-S/16, B = 16, K = 32, S = 1,000, L = 65,536, float32 on the CPU. Steps are interleaved, so that other
+load affects both: in one process with the reference, in two processes with another version. Ratios are medians of the
+ratios within rounds, without the first steps. Peak memory is measured per process.
 """
 
 import argparse
@@ -47,7 +47,7 @@ COMMON: dict[str, Any] = {
 
 
 def train(config: str, callback: L.Callback) -> None:
-    """Train until the callback ends it."""
+    """Train until the callback stops training."""
     from cribo.pretraining import pretrain
     from cribo.pretraining.presets import load_config
 
@@ -57,7 +57,7 @@ def train(config: str, callback: L.Callback) -> None:
 
 
 class AgainstReference(L.Callback):
-    """Takes a step of the reference, from the same weights and batch, before each step."""
+    """Runs a step of the reference, from the same weights and batch, before each step."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -83,7 +83,7 @@ class AgainstReference(L.Callback):
         self.optimizer = torch.optim.AdamW(parameter_groups(student), lr=1e-4, fused=True)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Time the reference, then start the clock."""
+        """Time the reference, then start the timer."""
         from cribo.objectives.views import normalised_views
 
         start = time.perf_counter()
@@ -101,19 +101,19 @@ class AgainstReference(L.Callback):
         self.of_reference = self.start - start
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any, **__: Any) -> None:
-        """Stop the clock."""
+        """Stop the timer."""
         self.seconds.append((time.perf_counter() - self.start, self.of_reference))
         trainer.should_stop = len(self.seconds) >= self.steps
 
 
 class TurnByTurn(L.Callback):
-    """Takes a step for each line of the standard input, and writes its seconds; at the end the peak memory in GiB."""
+    """Runs a step for each line of standard input and prints its seconds; at the end prints the peak memory in GiB."""
 
     def __init__(self, answers: IO[str]) -> None:
         self.answers = answers
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Wait for a turn."""
+        """Wait for a line of standard input."""
         if sys.stdin.readline() != "step\n":
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
             print(peak, file=self.answers, flush=True)
@@ -121,12 +121,12 @@ class TurnByTurn(L.Callback):
         self.start = time.perf_counter()
 
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        """Report the seconds."""
+        """Print the seconds."""
         print(time.perf_counter() - self.start, file=self.answers, flush=True)
 
 
 def against_version(config: str, other: Path, steps: int) -> tuple[list[tuple[float, float]], tuple[float, float]]:
-    """Seconds of each step here and there, and the peaks of both processes."""
+    """Measure the seconds of each step in both versions, and the peak memory of both processes."""
     processes = []
     for source in (Path(__file__).parents[1] / "src", other / "src"):
         environment = os.environ | {"PYTHONPATH": str(source)}
@@ -156,7 +156,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.take_turns:
         answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # whatever else is printed must not be taken for an answer
+        os.dup2(2, 1)  # redirect other output, which must not be parsed as results
         train(arguments.config, TurnByTurn(answers))
         return
     if arguments.against is None:

@@ -1,8 +1,8 @@
-"""Dense retrieval with a model of one's own, on images of one's own.
+"""Dense retrieval with a custom model on custom images.
 
     uv run python examples/evaluate_own_model.py
 
-Any function from images to one feature per patch can be measured, and any collection of labelled images.
+Any function that maps images to patch features can be evaluated, on any collection of labelled images.
 """
 
 import torch
@@ -18,11 +18,11 @@ network = nn.Sequential(nn.Conv2d(3, 64, PATCH, PATCH), nn.GELU()).requires_grad
 
 
 def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n d"]:
-    """Features of images in 0-1, one for each patch, row by row from the top left."""
+    """Map images in 0-1 to one feature per patch, row by row from the top left."""
     return network(images).flatten(2).transpose(1, 2)
 
 
-# Labelled images have __len__, load(index) -> (3, h, w), labels(index) -> (h, w), name(index) and classes.
+# Labelled images implement __len__, load(index) -> (3, h, w), labels(index) -> (h, w), name(index) and classes.
 memory, queries = Scenes(60), Scenes(20, first=60)
 settings = DenseNN(ratios=(1, 8), neighbours=20)
 encoders = {"random convolution": PatchEncoder(encode, PATCH), "mean colour": mean_colour_encoder(PATCH)}

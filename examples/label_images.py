@@ -1,8 +1,8 @@
-"""Label new images from a few labelled ones, without training.
+"""Segmentation of new images from a few labelled ones, without training the network.
 
     uv run python examples/label_images.py [BACKBONE]
 
-BACKBONE is a run folder, a checkpoint, or a timm name; by default the mean colour of each patch, which knows nothing.
+BACKBONE is a run folder, a checkpoint or a timm name; the default is a baseline, the mean colour of each patch.
 """
 
 import sys
@@ -20,4 +20,4 @@ for number in range(len(new)):
     found = memory.segment(new.load(number))  # labels and confidence of every pixel
     right = (found.labels == new.labels(number)).float().mean()
     largest = ", ".join(f"{name} {share:.0%}" for name, share in list(found.shares.items())[:3])
-    print(f"{new.name(number)}: {right:.0%} of the pixels are right; found {largest}")
+    print(f"{new.name(number)}: {right:.0%} of the pixels are correct; found {largest}")

@@ -1,13 +1,13 @@
-"""A clustering and a matching criterion of one's own, in CrIBo.
+"""CrIBo with a custom clustering and a custom matching criterion.
 
     uv run python examples/own_clustering.py
 
-A configuration names them by import path, so that the command line can, too:
+Configurations and the command line refer to them by import path:
 
     cd examples && uv run cribo pretrain --objects.clustering own_clustering.stripes \\
         --objects.criterion own_clustering.close_enough
 
-They are used wherever a run's clusters are: in training, in the report, in `cribo explore` and `cribo figures`.
+They are used in training, in the report, and in `cribo explore` and `cribo figures`.
 """
 
 import sys
@@ -28,7 +28,7 @@ def stripes(
     num_objects: int,
     initial_tokens: Int[Tensor, "b k"],
 ) -> Int[Tensor, "b t"]:
-    """Clusters that are vertical stripes of the image: a label in [0, K) for each of the T = 2N tokens."""
+    """Cluster tokens into vertical stripes of the image: a label in [0, K) for each of the T = 2N tokens."""
     x = coordinates[..., 0]
     low, high = x.amin(dim=1, keepdim=True), x.amax(dim=1, keepdim=True)
     return ((x - low) / (high - low + 1) * num_objects).long()
@@ -37,7 +37,7 @@ def stripes(
 def close_enough(
     objects: Float[Tensor, "2 r d"], jumped: Float[Tensor, "2 r d"], group_rows: object = None
 ) -> Bool[Tensor, "2 r"]:
-    """Which matches count: those that are similar in the other view, too; cf. `cribo.method.cycle_consistency`."""
+    """Accept matches that are also similar in the other view; compare `cribo.method.cycle_consistency`."""
     return F.cosine_similarity(objects.flip(0), jumped, dim=-1) > 0.5
 
 

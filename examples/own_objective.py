@@ -1,13 +1,13 @@
-"""An objective of one's own: SimSiam (Chen and He 2021) on patches, in one page.
+"""A custom objective: SimSiam (Chen and He 2021) on patches.
 
     uv run python examples/own_objective.py
 
-The command line takes it by import path, with its arguments:
+The command line refers to it by import path, with its arguments:
 
     cd examples && uv run cribo pretrain --objective own_objective.DenseSimSiam --objective.args.width 128
 
-The trainer does the rest: order of the data, optimiser, schedules, precision, devices, checkpoints, progress,
-metrics.csv, TensorBoard, score and report; all names that they show come from here.
+The trainer provides data loading, optimiser, schedules, precision, devices, checkpoints, progress, metrics.csv,
+TensorBoard, score and report, with the names of losses and metrics defined here.
 """
 
 import sys
@@ -26,14 +26,14 @@ from cribo.objectives.views import normalised_views
 
 
 class TwoViews:
-    """What is made of an image, in the workers: two views. All randomness comes from the generator."""
+    """Sample transform, run in the workers, that returns two views. All random numbers come from the generator."""
 
     def __init__(self, setting: Setting) -> None:
         self.recipe = setting.options.views
 
     def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
-        """Tensors of a sample have the same shape for every image: a batch stacks them."""
-        pixels = image.load()  # (3, h, w) in 8 bits
+        """Return tensors of the same shape for every image, which are stacked to a batch."""
+        pixels = image.load()  # (3, h, w), uint8
         crops = sample_crops(pixels.shape[1], pixels.shape[2], self.recipe, generator=generator)
         return {
             "views": cut_views(pixels, crops, self.recipe.size),
@@ -42,11 +42,11 @@ class TwoViews:
 
 
 class DenseSimSiam(Objective):
-    """The mean token of a view is predicted from the other view; no teacher, no negatives.
+    """Prediction of a view's mean token from the other view, without teacher or negatives.
 
     Args:
-        setting: the configuration, and how many images there are.
-        width: of the predictor.
+        setting: the configuration and the number of images.
+        width: hidden width of the predictor.
     """
 
     columns = Columns(labels={"similarity": "negative cosine"}, progress={"spread": "spread {:.2f}"})
@@ -58,11 +58,11 @@ class DenseSimSiam(Objective):
         self.predictor = nn.Sequential(nn.Linear(dim, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, dim))
 
     def samples(self) -> TwoViews:
-        """What a sample is."""
+        """Return the sample transform."""
         return TwoViews(self.setting)
 
     def forward(self, batch: Batch, step: Step) -> Output:
-        """Losses and metrics by name; weights of losses would be `self.weights`."""
+        """Return losses and metrics by name; losses could be weighted by `self.weights`."""
         features = self.backbone(normalised_views(batch, self.options.views, self.backbone)).tokens.mean(dim=1)
         first, second = features.unflatten(0, (-1, 2)).unbind(dim=1)  # (B, D) each
 
@@ -70,11 +70,11 @@ class DenseSimSiam(Objective):
             return -F.cosine_similarity(self.predictor(from_), to.detach(), dim=1).mean()
 
         directions = F.normalize(features.detach(), dim=1)
-        spread = directions.std(dim=0).mean() * directions.shape[1] ** 0.5  # 0: all images look alike
+        spread = directions.std(dim=0).mean() * directions.shape[1] ** 0.5  # 0 if all features are equal
         return Output({"similarity": (loss(first, second) + loss(second, first)) / 2}, {"spread": spread})
 
     def exported(self) -> Backbone:
-        """What the run leaves, and what is scored."""
+        """Return the backbone to export and score."""
         return self.backbone
 
 

@@ -1,8 +1,8 @@
-"""An evaluation protocol of one's own: each patch takes the class whose mean feature is most similar.
+"""A custom evaluation protocol: each patch is assigned the class with the most similar mean feature.
 
     uv run python examples/own_protocol.py
 
-or, in the folder of this file, as a command with all options, pictures and tables:
+or, in the folder of this file, on the command line with all options, pictures and tables:
 
     cribo evaluate own_protocol.ClassMeans --backbone mean-colour --data scenes --limit 40
 """
@@ -23,7 +23,7 @@ class ClassMeans(Protocol):
     """Classification of patches by the mean features of the classes.
 
     Attributes:
-        sizes: sides of the square images, in pixels; a row of results each.
+        sizes: sides of the square images in pixels, one row of results each.
     """
 
     name: ClassVar[str] = "class-means"

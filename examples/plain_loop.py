@@ -1,9 +1,9 @@
-"""CrIBo in a plain PyTorch loop: the pieces of `cribo.method`, no trainer.
+"""CrIBo in a plain PyTorch loop with the functions of `cribo.method`, without the trainer.
 
     uv run python examples/plain_loop.py
 
-Twenty steps on synthetic scenes; the losses are printed. Everything is here: two views, clustering of the teacher's
-tokens, objects, matches in the memory bank, the three losses, the moving average.
+Trains twenty steps on synthetic scenes and prints the losses. The loop contains all parts of the method: two views,
+clustering of the teacher's tokens, objects, matches in the memory bank, the three losses, and the moving average.
 """
 
 import copy
@@ -49,7 +49,7 @@ optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
 
 
 def level(name: str) -> SelfDistillation:
-    """Prototypes, centre (none here) and temperatures of the image or object level."""
+    """Return prototypes, centre (not used here) and temperatures of the image or object level."""
     layers: list[Any] = [student[name], teacher[name]]
     return SelfDistillation(layers[0].weight, layers[1].weight, torch.zeros(PROTOTYPES), 0.1, 0.04)
 
@@ -74,7 +74,7 @@ for step in range(STEPS):
         ).view(tokens_t.shape[:3])
         objects, kept = pool_objects(tokens_t, labels, K)  # (B, 2, K, D), (B, K)
         rows, clusters = kept.nonzero(as_tuple=True)
-        found_t = objects[rows, :, clusters].transpose(0, 1)  # (2, R, D), the objects that both views have
+        found_t = objects[rows, :, clusters].transpose(0, 1)  # (2, R, D), the objects in both views
         matches = bank.match(found_t, numbers[rows])
         view, row = matches.valid.nonzero(as_tuple=True)
         neighbours = teacher["head"](bank.objects(view, matches.nearest[view, row]))

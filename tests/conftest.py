@@ -1,4 +1,4 @@
-"""What tests of several folders share."""
+"""Fixtures shared by tests of several folders."""
 
 import dataclasses
 import os
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Processes of `-n` share the cores: threads of all of them on each core would only wait for one another. torch
+# Processes of `-n` share the cores, so use one thread each. torch
 # reads this when it is imported.
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
@@ -22,12 +22,12 @@ REPOSITORY = Path(__file__).parents[1]
 
 settings.register_profile("large", max_examples=5000)  # of each test in tests/fuzz: --hypothesis-profile=large
 
-# Check the shapes in the signatures of the method while the tests run; this has to come before its import.
+# Check the shapes in signatures during the tests; this must precede the import of the package.
 jaxtyping.install_import_hook("cribo.method", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    # Here and not beside the tests that ask for it: of the folders below, pytest reads none before its options.
+    # Defined here, because pytest parses its options before reading conftest files of sub-folders.
     parser.addoption(
         "--endurance", action="store_true", help="tests/faults in large: twenty kills of a run, ten thousand steps, ..."
     )
@@ -40,7 +40,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def unchecked_shapes() -> Iterator[None]:
-    """Signatures are not checked, as in the installed package: wrong shapes reach the method's own errors."""
+    """Disable the checks of signatures, as in the installed package, so that invalid shapes reach the code."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -48,7 +48,7 @@ def unchecked_shapes() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def camvid() -> Path:
-    """The CamVid street scenes that lie beside the repository; without them the test is skipped."""
+    """Return the folder of CamVid next to the repository; skip the test if it is missing."""
     folder = REPOSITORY.parent / "shared" / "data" / "camvid"
     if not folder.is_dir():
         pytest.skip("needs the CamVid data in ../shared/data/camvid")
@@ -57,7 +57,7 @@ def camvid() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny() -> "Callable[..., PretrainConfig]":
-    """Makes the configuration of a run of 12 steps in a second or two, with some dotted names changed."""
+    """Create the configuration of a run of 12 steps that takes a few seconds, with changed options."""
     from cribo.pretraining import PretrainConfig
 
     values: dict[str, Any] = {
@@ -78,7 +78,7 @@ def tiny() -> "Callable[..., PretrainConfig]":
         "optim.warmup_epochs": 1,
         "optim.momentum": (0.9, 1.0),
         "runtime.accelerator": "cpu",
-        "runtime.threads": 1,  # spinning threads take far longer than such small networks need
+        "runtime.threads": 1,  # spinning threads are far slower than such small networks
         "runtime.precision": "32-true",
         "runtime.log_every": 1,
         "runtime.checkpoint_every": 100,

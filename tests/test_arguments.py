@@ -9,11 +9,11 @@ from cribo.arguments import ConfigError, Parser
 
 @dataclass
 class Source:
-    """Where from.
+    """Source.
 
     Attributes:
-        name: of it.
-        trust: believe it.
+        name: a name.
+        trust: a switch.
     """
 
     name: str
@@ -22,16 +22,16 @@ class Source:
 
 @dataclass
 class Options:
-    """All there is.
+    """Options.
 
     Attributes:
-        source: where from.
+        source: a source.
         ratios: some numbers.
         size: height and width.
         counts: two numbers.
-        area: from and to.
+        area: two bounds.
         devices: some names.
-        search: how.
+        search: a choice.
         temperature: a number.
     """
 
@@ -91,7 +91,7 @@ def test_a_value_that_looks_like_a_short_name_is_a_value() -> None:
         ["--size=[364, 364]"],
     ],
 )
-def test_a_size_can_be_said_in_any_way(words: list[str]) -> None:
+def test_a_size_can_be_given_in_any_syntax(words: list[str]) -> None:
     assert parser().parse_args([*words, "--source", "a"]).size == (364, 364)
     assert parser().parse_args(["--source", "a", *words]).size == (364, 364)
 
@@ -107,7 +107,7 @@ def test_a_size_in_a_file(tmp_path: Path, said: str, size: tuple[int, int] | Non
 
 
 @pytest.mark.parametrize("content", ["size: [1, 2, 3]", "size: x", "counts: 7", "size: {a: 7}"])
-def test_a_size_in_a_file_that_is_none(tmp_path: Path, content: str) -> None:
+def test_an_invalid_size_in_a_file_is_refused(tmp_path: Path, content: str) -> None:
     made = parser()
     made.add_argument("--config", action="config")
     (tmp_path / "a.yaml").write_text(content)
@@ -146,13 +146,13 @@ def test_pairs_of_numbers_and_lists_of_names() -> None:
         (["--source", "--ratios", "1"], "argument --source: expected one argument"),
     ],
 )
-def test_refusals(words: list[str], message: str) -> None:
+def test_invalid_arguments_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parser().parse_args(words)
     assert message in str(caught.value)
 
 
-def test_help_says_the_short_names() -> None:
+def test_help_contains_the_short_names() -> None:
     said = parser().format_help()
     assert "--source NAME" in said
     assert "--source.name" not in said

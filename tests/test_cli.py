@@ -1,4 +1,4 @@
-"""The command line as a user meets it."""
+"""The command line."""
 
 import importlib
 import json
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def config(tmp_path: Path, tiny: "Callable[..., PretrainConfig]", monkeypatch: pytest.MonkeyPatch) -> str:
-    """The file of a configuration whose run takes a second, in the working folder."""
+    """Write the configuration of a run of about a second to the working folder."""
     from cribo.pretraining.presets import dump_config
 
     monkeypatch.chdir(tmp_path)
@@ -30,7 +30,7 @@ def config(tmp_path: Path, tiny: "Callable[..., PretrainConfig]", monkeypatch: p
 
 @pytest.fixture
 def refused(config: str, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command that must be refused and leave nothing; gives what it says."""
+    """Run a command that must fail without writing files, and return its error message."""
 
     def call(*words: str, status: int = 2) -> str:
         before = sorted(Path().rglob("*"))
@@ -44,10 +44,10 @@ def refused(config: str, capsys: pytest.CaptureFixture[str]) -> Callable[..., st
     return call
 
 
-# ------------------------------------------------------------------ words
+# ------------------------------------------------------------------ arguments
 
 
-def test_without_a_command_it_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_it_prints_its_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     said = capsys.readouterr().out
     assert len(re.findall(r"^  cribo \w", said, re.M)) == 3  # examples
@@ -112,7 +112,7 @@ def test_help_of_pretrain_lists_and_explains_the_options(capsys: pytest.CaptureF
         (["pretrain", "--views.flip", "2"], "views.flip must be between 0 and 1, got 2.0"),
     ],
 )
-def test_words_that_are_refused(words: list[str], message: str, refused: Callable[..., str]) -> None:
+def test_invalid_arguments_are_refused(words: list[str], message: str, refused: Callable[..., str]) -> None:
     Path("unknown_key.yaml").write_text("optim: {epoch: 3}\n")
     Path("unknown_group.yaml").write_text("optm: {epochs: 3}\n")
     Path("broken.yaml").write_text("optim: [\n")
@@ -145,7 +145,7 @@ def test_words_that_are_refused(words: list[str], message: str, refused: Callabl
         (["--resume", "empty"], "--config does not go with --resume"),
     ],
 )
-def test_values_that_do_not_fit_are_refused_before_anything_is_made(
+def test_invalid_values_are_refused_before_any_file_is_written(
     words: list[str], message: str, refused: Callable[..., str], config: str
 ) -> None:
     Path("empty").mkdir()
@@ -168,7 +168,7 @@ def test_values_that_do_not_fit_are_refused_before_anything_is_made(
         (["--resume", "run", "--objects", "{num_objects: 3}"], "objects cannot change when a run is resumed"),
     ],
 )
-def test_resumes_that_are_refused(words: list[str], message: str, refused: Callable[..., str], config: str) -> None:
+def test_invalid_resumes_are_refused(words: list[str], message: str, refused: Callable[..., str], config: str) -> None:
     Path("run").mkdir()
     Path("run/config.yaml").write_text(Path(config).read_text())
     assert message in refused("pretrain", *words)
@@ -185,14 +185,14 @@ def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_a_printed_configuration_can_be_given_back(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_printed_configuration_can_be_loaded(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     first = printed(["--config", config, "--optim.epochs", "17"], capsys)
     assert "epochs: 17" in first
     Path("printed.yaml").write_text(first)
     assert printed(["--config", "printed.yaml"], capsys) == first
 
 
-def test_a_printed_configuration_can_be_given_to_python(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_printed_configuration_can_be_loaded_in_python(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     from cribo.pretraining import load_config
 
     Path("printed.yaml").write_text(printed(["--config", config, "--optim.epochs", "17"], capsys))
@@ -213,7 +213,7 @@ def test_values_after_the_configuration_override_it_and_the_default_is_quickstar
 # ------------------------------------------------------------------ runs
 
 
-def test_a_run_prints_its_numbers_and_where_they_are(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_its_results_and_files(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["pretrain", "--config", config, "--name", "mine", "--score.root", "scenes", "--score.images", "[4, 2]"]
     words += ["--score.neighbours", "10"]
     assert main(words) == 0
@@ -223,12 +223,12 @@ def test_a_run_prints_its_numbers_and_where_they_are(config: str, capsys: pytest
         assert f"{100 * summary['dense_nn'][name]:.1f} %" in said
     assert "runs/mine/backbone.safetensors" in said
     assert "4 steps in" in said
-    # Again: refused by name, numbered without, replaced when told.
+    # Repeated: refused with a name, numbered without, replaced on request.
     assert main(words) == 2
-    assert "runs/mine exists already" in capsys.readouterr().err
+    assert "runs/mine already exists" in capsys.readouterr().err
     assert main([*words, "--overwrite", "--seed", "5"]) == 0
     assert "seed: 5" in Path("runs/mine/config.yaml").read_text()
-    # Resuming what is finished is no mistake.
+    # Resuming a finished run is not an error.
     assert main(["pretrain", "--resume"]) == 0
     assert "already finished" in capsys.readouterr().out
 
@@ -247,9 +247,7 @@ def test_an_interrupt_at_any_time_ends_with_status_130(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("command", ["pretrain", "profile", *(f"evaluate {name}" for name in EVALUATIONS)])
-def test_the_advice_for_too_little_memory_names_options_that_there_are(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_advice_for_out_of_memory_names_existing_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*command.split(), "--help"])
     known = capsys.readouterr().out

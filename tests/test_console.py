@@ -18,7 +18,7 @@ def test_durations() -> None:
     ]
 
 
-def test_a_log_file_gets_the_end_of_each_phase_and_a_line_now_and_then(monkeypatch) -> None:
+def test_a_log_file_gets_occasional_lines_and_the_end_of_each_phase(monkeypatch) -> None:
     text = io.StringIO()
     now = [0.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
@@ -30,7 +30,7 @@ def test_a_log_file_gets_the_end_of_each_phase_and_a_line_now_and_then(monkeypat
             progress("searching", done, 2)
     lines = text.getvalue().splitlines()
     assert lines == [
-        "reading: 30/100, ETA 1:10",  # after 29 of 30 seconds: the clock starts with the first word of progress
+        "reading: 30/100, ETA 1:10",  # after 29 of 30 seconds, since time is measured from the first call
         "reading: 60/100, ETA 0:40",
         "reading: 90/100, ETA 0:10",
         "reading: 100/100, 1:39",
@@ -38,7 +38,7 @@ def test_a_log_file_gets_the_end_of_each_phase_and_a_line_now_and_then(monkeypat
     ]
 
 
-def test_the_first_word_of_a_phase_foretells_nothing(monkeypatch) -> None:
+def test_the_first_call_of_a_phase_has_no_eta(monkeypatch) -> None:
     text = io.StringIO()
     now = [0.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
@@ -48,7 +48,7 @@ def test_the_first_word_of_a_phase_foretells_nothing(monkeypatch) -> None:
     assert text.getvalue() == "reading: 1/100\n"
 
 
-def test_a_phase_that_does_not_start_at_zero_has_the_speed_of_what_it_does(monkeypatch) -> None:
+def test_the_eta_of_a_resumed_phase_is_based_on_new_items(monkeypatch) -> None:
     text = io.StringIO()
     now = [0.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
@@ -59,14 +59,14 @@ def test_a_phase_that_does_not_start_at_zero_has_the_speed_of_what_it_does(monke
     assert text.getvalue() == "training: 905/1000, ETA 1:35 epoch 9/10 · 240 img/s · a line is never wrapped\n"
 
 
-def test_a_terminal_gets_bars_and_is_left_as_it_was() -> None:
+def test_a_terminal_gets_bars_and_is_restored() -> None:
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=100)
     with Phases(console) as progress:
         progress("reading", 3, 3)
     assert "reading" in text.getvalue()
     assert "3/3" in text.getvalue()
-    assert text.getvalue().count("\x1b[?25l") == text.getvalue().count("\x1b[?25h")  # the cursor is back
+    assert text.getvalue().count("\x1b[?25l") == text.getvalue().count("\x1b[?25h")  # the cursor is visible again
 
 
 class Terminal(io.StringIO):
@@ -74,7 +74,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_is_told_that_something_loads_and_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_loading_and_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with loading(Console()):
@@ -86,7 +86,7 @@ def test_a_terminal_is_told_that_something_loads_and_is_left_as_it_was(monkeypat
 
 
 @pytest.mark.parametrize(("stream", "quiet"), [(io.StringIO(), False), (Terminal(), True)])
-def test_a_log_file_and_the_processes_of_further_devices_say_nothing(
+def test_log_files_and_other_ranks_do_not_show_loading(
     stream: io.StringIO, quiet: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stream)

@@ -1,4 +1,4 @@
-"""Every example runs as its first lines say."""
+"""Every example runs as documented in its docstring."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
-TRAINING = ("own_clustering", "own_objective")  # these write a run folder, to the folder that they are given
+TRAINING = ("own_clustering", "own_objective")  # these write a run to the given folder
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

@@ -5,7 +5,7 @@ import pytest
 from cribo.files import FolderError, write_folder_whole
 
 
-def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_folder_is_written_atomically(tmp_path: Path) -> None:
     def write(folder: Path) -> None:
         (folder / "inner").mkdir()
         (folder / "inner" / "new").write_text("new")
@@ -22,7 +22,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     assert (tmp_path / "out" / "mine").stat().st_mode == (tmp_path / "plain").stat().st_mode
     (tmp_path / "plain").unlink()
-    with pytest.raises(FolderError, match="exists already"):
+    with pytest.raises(FolderError, match="already exists"):
         write_folder_whole(tmp_path / "out", lambda folder: (folder / "other").touch())
     with pytest.raises(OSError, match="no room"):
         write_folder_whole(tmp_path / "out", fail, replaces=True)

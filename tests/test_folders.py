@@ -19,7 +19,7 @@ def test_results_are_replaced_only_on_request_and_only_when_the_new_ones_are_com
     folder = made(tmp_path / "out")
     assert json.loads((folder / MARKER).read_text())["kind"] == "search"
     before = files(folder)
-    with pytest.raises(FolderError, match="out exists already: choose another --out"):
+    with pytest.raises(FolderError, match="out already exists: choose another --out"):
         ResultFolder(folder, "search")
 
     def fail(part: Path) -> None:
@@ -40,8 +40,8 @@ def test_results_are_replaced_only_on_request_and_only_when_the_new_ones_are_com
         (None, r"has no cribo\.json: not created by cribo"),
         ("{}", "not created by cribo"),
         ("[]", "not created by cribo"),
-        ('{"kind": "search"}', "not created by cribo"),  # a file of this name may belong to something else
-        ('{"made_by": "cribo", "kind": "trained evaluation"}', "is of another kind, trained evaluation"),
+        ('{"kind": "search"}', "not created by cribo"),  # another program may use the same file name
+        ('{"made_by": "cribo", "kind": "trained evaluation"}', "contains trained evaluation results"),
     ],
 )
 def test_other_contents_are_never_replaced(tmp_path: Path, content: str | None, said: str) -> None:
@@ -52,7 +52,7 @@ def test_other_contents_are_never_replaced(tmp_path: Path, content: str | None, 
     for resume in (False, True):
         with pytest.raises(FolderError, match=said):
             ResultFolder(tmp_path, "search", overwrite=True, resume=resume)
-    with pytest.raises(FolderError, match="exists already"):
+    with pytest.raises(FolderError, match="already exists"):
         ResultFolder(tmp_path, "search", resume=True)
     assert files(tmp_path) == before
 
@@ -64,7 +64,7 @@ def test_results_of_an_earlier_version_are_resumed_but_not_replaced(tmp_path: Pa
         ResultFolder(tmp_path, "pretraining", overwrite=True, known_by="config.yaml")
 
 
-def test_places_that_cannot_be_exchanged_are_refused_before_any_work(
+def test_folders_that_cannot_be_exchanged_are_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = made(tmp_path / "out")
@@ -90,7 +90,7 @@ def test_inputs_in_the_folder_are_refused(tmp_path: Path) -> None:
     folder = made(tmp_path / "out")
     (tmp_path / "photos").symlink_to(folder / "results.json")
     for given in (folder / "results.json", folder, tmp_path / "photos"):
-        with pytest.raises(FolderError, match="lies in the folder for results"):
+        with pytest.raises(FolderError, match="is inside the results folder"):
             ResultFolder(folder, "search", overwrite=True, inputs=[None, "vit_small_patch16_224", given])
     assert ResultFolder(folder, "search", overwrite=True, inputs=[tmp_path]).replaces
 
@@ -109,7 +109,7 @@ def test_folders_are_numbered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-def test_an_exchange_that_fails_loses_neither_the_old_nor_the_new(
+def test_a_failed_exchange_keeps_the_old_and_the_new_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     folder = tmp_path / "out"
@@ -118,7 +118,7 @@ def test_an_exchange_that_fails_loses_neither_the_old_nor_the_new(
 
     def failing(self: Path, target: Path) -> Path:
         calls.append(self)
-        if 1 < len(calls) <= 1 + failures:  # the old folder is moved, the new one is not, perhaps nor the old one back
+        if 1 < len(calls) <= 1 + failures:  # moving the new folder fails, and optionally moving the old one back
             raise OSError(5, "Input/output error")
         return rename(self, target)
 

@@ -1,4 +1,4 @@
-"""The same results on a CUDA device as on the CPU, and a short run there."""
+"""Agreement of CUDA and CPU results, and a short run on a GPU."""
 
 import warnings
 from contextlib import ExitStack
@@ -127,12 +127,12 @@ def test_dense_retrieval_agrees_with_the_cpu(variant: Variant):
         encoder, machine = backbone_encoder(backbone), Machine(devices=(device,))
         scores.append(dense_nn(encoder, memory, queries, settings, machine=machine).scores)
     for on_cpu, on_gpu in zip(*scores, strict=True):
-        # A few patches whose votes are nearly equal may fall the other way.
+        # A few patches with nearly equal votes may differ.
         assert (on_cpu.confusion - on_gpu.confusion).abs().sum() <= 0.02 * on_cpu.confusion.sum()
 
 
 class _Waits(Callback):
-    """Counts how often each step waits for the device."""
+    """Counts the device synchronisations of each step."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -153,7 +153,7 @@ class _Waits(Callback):
         self._stack.close()
 
 
-def test_a_step_waits_for_the_device_only_where_shapes_depend_on_the_data(tmp_path: Path):
+def test_a_step_synchronises_only_for_data_dependent_shapes(tmp_path: Path):
     waits = _Waits()
     cribo.pretrain(
         "quickstart",
@@ -170,5 +170,5 @@ def test_a_step_waits_for_the_device_only_where_shapes_depend_on_the_data(tmp_pa
             "runtime.log_every": 100,
         },
     )
-    # For the objects, for the valid neighbours (once for the head, once for the loss), and for the bank.
+    # For the objects, the valid neighbours (once for the head, once for the loss), and the bank.
     assert max(waits.counts[2:]) <= 4

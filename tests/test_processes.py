@@ -1,4 +1,4 @@
-"""Which process this is, and what it does when its launcher is gone."""
+"""The rank of a process, and its exit with its launcher."""
 
 import os
 import select
@@ -15,7 +15,7 @@ from cribo.processes import is_first_process
     [
         ({}, True),
         ({"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}, True),
-        ({"RANK": "8", "LOCAL_RANK": "0", "GROUP_RANK": "1"}, False),  # torchrun, the first of the second node
+        ({"RANK": "8", "LOCAL_RANK": "0", "GROUP_RANK": "1"}, False),  # torchrun, first rank of the second node
         ({"LOCAL_RANK": "1"}, False),  # Lightning's launcher
         ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, False),
         ({"NODE_RANK": "1"}, False),
@@ -23,7 +23,9 @@ from cribo.processes import is_first_process
         ({"SLURM_PROCID": "3"}, False),
     ],
 )
-def test_which_process_is_the_first(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], first: bool) -> None:
+def test_the_first_process_is_detected(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], first: bool
+) -> None:
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK", "GROUP_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -53,7 +55,7 @@ sys.stdin.read()
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open, which Linux has")
 @pytest.mark.parametrize("variable", ["CRIBO_LAUNCHER", "TORCHELASTIC_RUN_ID"])
-def test_a_process_ends_with_the_one_that_has_launched_it(variable: str) -> None:
+def test_a_process_exits_with_its_launcher(variable: str) -> None:
     pipe = subprocess.PIPE
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHES, variable, WAITS], stdin=pipe, stdout=pipe, text=True)
     assert launcher.stdout is not None
@@ -62,6 +64,6 @@ def test_a_process_ends_with_the_one_that_has_launched_it(variable: str) -> None
     ended = os.pidfd_open(child)
     launcher.kill()
     launcher.wait()
-    # A process is done when its descriptor can be read, whoever its parent has become.
+    # A process has exited when its descriptor is readable, regardless of its new parent.
     assert select.select([ended], [], [], 30)[0]
     os.close(ended)

@@ -1,4 +1,4 @@
-"""Errors of commands: one line for what the user can fix, a traceback for everything else."""
+"""Errors of commands: one line for user errors, a traceback for others."""
 
 import json
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def full_disk() -> None:
     ("command", "status", "said"),
     [(missing, 2, "nowhere"), (colours_of_nothing, 2, "cribo test: "), (full_disk, 1, "No space left on device")],
 )
-def test_what_the_user_can_fix_is_one_line(
+def test_user_errors_are_printed_on_one_line(
     command: Callable[[], object], status: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(command) == status

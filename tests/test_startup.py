@@ -1,4 +1,4 @@
-"""Help and refusals come at once: what takes seconds to import is imported after the words are understood."""
+"""Help and argument errors do not import slow packages."""
 
 import subprocess
 import sys
@@ -63,7 +63,7 @@ def test_each_command_is_tested() -> None:
 
 @pytest.mark.parametrize("command", REFUSED)
 @pytest.mark.parametrize("case", ["help", "unknown option", "wrong value"])
-def test_nobody_waits_for_torch_to_be_helped_or_refused(command: str, case: str) -> None:
+def test_help_and_argument_errors_do_not_import_torch(command: str, case: str) -> None:
     words, status = {
         "help": (["--help"], 0),
         "unknown option": (["--no_such_option", "1"], 2),
@@ -79,9 +79,9 @@ def test_nobody_waits_for_torch_to_be_helped_or_refused(command: str, case: str)
 
 
 @pytest.mark.parametrize("evaluation", ["dense-nn", "linear", "segmenter"])
-def test_nobody_waits_for_torch_to_hear_of_an_unknown_set(evaluation: str) -> None:
+def test_unknown_sets_are_reported_without_importing_torch(evaluation: str) -> None:
     done = run("evaluate", evaluation, *UNKNOWN_SET)
     assert done.returncode == 2
     assert done.stdout.splitlines()[-1].strip() == "loaded:"
     assert f"cribo evaluate {evaluation}: " in done.stderr
-    assert "there is no segmentation set 'vox'; did you mean 'voc'?" in done.stderr
+    assert "unknown segmentation set 'vox'; did you mean 'voc'?" in done.stderr

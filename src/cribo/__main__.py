@@ -1,4 +1,4 @@
-"""`python -m cribo` is the command `cribo`."""
+"""Entry point of `python -m cribo`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Memory on CPUs: keep what was freed, instead of asking the system again at every step or image."""
+"""Settings of glibc's allocator: keep freed memory for reuse, or return it to the system."""
 
 import ctypes
 import sys
@@ -9,14 +9,14 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to serve large arrays from its own heap and not to give memory back between steps.
+    """Make glibc allocate large arrays from its heap and keep freed memory.
 
-    A training step allocates the same large arrays again and again; by default each is a fresh mapping whose
-    pages the kernel has to clear. That is a tenth of a step of a small network, a third of a larger one's, and up to
-    half of the time that the objects or the labels of an image take.
+    A training step allocates the same large arrays repeatedly. By default, glibc maps each anew and the kernel clears
+    its pages. This takes a tenth of a training step for a small network, a third for a larger one, and up to half of
+    the time needed to find the objects or the labels of an image.
 
     Returns:
-        whether it was done; there is nothing to do where the C library is another one.
+        whether all settings were applied; False with other C libraries.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -29,7 +29,7 @@ def keep_freed_memory() -> bool:
 
 
 def give_freed_memory_back() -> None:
-    """Tell glibc to return to the system what the process does not use now; nothing happens with other libraries."""
+    """Make glibc return unused memory to the system; no-op with other C libraries."""
     if sys.platform.startswith("linux"):
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)

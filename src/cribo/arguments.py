@@ -29,8 +29,8 @@ class _HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
 class Parser(ArgumentParser):
     """A parser without abbreviations that suggests the nearest valid name for an unknown one.
 
-    Options with several values accept `1,8,64` and `[1,8,64]`, and for numbers also `1 8 64`. Options of two whole
-    numbers whose name ends in `size` accept one number for a square, in files, too.
+    Options with several values accept `1,8,64` and `[1,8,64]`, and for numbers also `1 8 64`. Options of two integers
+    whose name ends in `size` also accept one integer for a square, on the command line and in files.
 
     Args:
         short: short names of options, such as `--data` for `--data.name`.
@@ -50,10 +50,10 @@ class Parser(ArgumentParser):
         self._switches = switches
 
     def parse_args(self, args: Sequence[str] | None = None, **kwargs: Any) -> Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Parse the words of a command line, or complete them for a shell."""
+        """Parse the arguments of a command line, or complete them for a shell."""
         if "_ARGCOMPLETE" in os.environ:
             self._set_completers()
-        return super().parse_args(self.written_out(sys.argv[1:] if args is None else args), **kwargs)
+        return super().parse_args(self.expand(sys.argv[1:] if args is None else args), **kwargs)
 
     def _set_completers(self) -> None:
         """Complete values by their choices, and others by names of files."""
@@ -70,10 +70,10 @@ class Parser(ArgumentParser):
         return super().parse_string(self._with_squares(content), *args, **kwargs)
 
     def _with_squares(self, content: str) -> str:
-        """Replace one number by two wherever a configuration gives a size."""
+        """Replace each size given as one number by two equal numbers."""
         try:
             values = yaml.safe_load(content)
-        except yaml.YAMLError:  # the parser's own message names the place
+        except yaml.YAMLError:  # reported by the parser, with the line
             return content
         squares = 0
         for option in (option for option, elements in self._lists().items() if _is_size(option, elements)):
@@ -87,7 +87,7 @@ class Parser(ArgumentParser):
         return yaml.safe_dump(values, sort_keys=False) if squares else content
 
     def _lists(self) -> dict[str, tuple[type, ...]]:
-        """The types of the values of each option that takes several."""
+        """Return the element types of each option with several values."""
         return {
             option: elements
             for action in self._actions
@@ -95,7 +95,7 @@ class Parser(ArgumentParser):
             for option in action.option_strings
         }
 
-    def written_out(self, words: Sequence[str]) -> list[str]:
+    def expand(self, words: Sequence[str]) -> list[str]:
         """Expand short names, switches and lists to the syntax of jsonargparse."""
         lists = self._lists()
         result: list[str] = []
@@ -129,7 +129,7 @@ class Parser(ArgumentParser):
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Return the help with short names, the options that usage and examples name first."""
         self._group_often_used()
-        # A group can be read from its own file. This duplicates --config and is not documented.
+        # Hide the options that read a single group from a file: --config does the same.
         text = re.sub(r"\n  --\S+ CONFIG\s+Path to a configuration file\.", "", super().format_help(*args, **kwargs))
         text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
         for short, long in self._short.items():
@@ -156,7 +156,7 @@ class Parser(ArgumentParser):
         raise ConfigError(self._in_words(str(message)) or self._with_advice(str(message))) from ex
 
     def _in_words(self, message: str) -> str | None:
-        """Rewrite an error of jsonargparse about a wrong value in plain words; None for other errors."""
+        """Rewrite jsonargparse's error about an invalid value; return None for other errors."""
         kinds = (
             r"Parser key \"([\w.]+)\":\s+(?:Expected a .*?Got value|Does not validate .*Given value): (.*)",
             r"Parser key \"([\w.]+)\":\s+Unable to load config '(.*?)'\n",
@@ -172,7 +172,7 @@ class Parser(ArgumentParser):
         return f"{self._shortened(found[1])} must be {allowed}, got {_quoted(found[2])}"
 
     def _shortened(self, text: str) -> str:
-        """Replace long names of options by short ones."""
+        """Replace long option names by short ones."""
         for short, long in self._short.items():
             if len(short) < len(long):
                 text = re.sub(rf"(?<![\w.-])(?:--)?{re.escape(long.removeprefix('--'))}(?![\w.])", short, text)
@@ -203,7 +203,7 @@ class Parser(ArgumentParser):
 _NAMES: Mapping[Any, tuple[str, str]] = {
     int: ("an int", "ints"),
     float: ("a number", "numbers"),
-    str: ("a text", "texts"),
+    str: ("a string", "strings"),
     Path: ("a path", "paths"),
     dict: ("a mapping of names to values", "mappings"),
     types.NoneType: ("null", "null"),
@@ -270,7 +270,7 @@ def _is_size(option: str, elements: tuple[type, ...]) -> bool:
 
 
 def _values(rest: deque[str], elements: tuple[type, ...]) -> Iterator[str]:
-    """Take the values of an option from the words: the next word, and for numbers all that follow."""
+    """Consume the values of an option: the next argument, and for numbers all numbers that follow."""
     if rest and not rest[0].startswith("--"):
         yield rest.popleft()
         while rest and str not in elements and _NUMBERS.fullmatch(rest[0]):
@@ -278,7 +278,7 @@ def _values(rest: deque[str], elements: tuple[type, ...]) -> Iterator[str]:
 
 
 def _bracketed(words: Sequence[str], *, square: bool = False) -> str:
-    """Format `1,8`, `(1,8)` or `1 8` as `[1,8]`; null is unchanged, one number for a square is doubled."""
+    """Format `1,8`, `(1,8)` or `1 8` as `[1,8]`; leave null unchanged, and repeat a single number for a square."""
     if list(words) == ["null"]:
         return "null"
     values = [value for value in re.split(r"[\s,]+", ",".join(words).strip("()[] ")) if value]
@@ -299,7 +299,7 @@ def import_by_path(path: str, option: str, *, known: Collection[str] = ()) -> An
         known: names that are valid instead of a path.
 
     Raises:
-        ConfigError: the module does not exist, or has no such name.
+        ConfigError: the module does not exist or does not define the name.
 
     Example:
         >>> import_by_path("collections.OrderedDict", "objective.class_path")
@@ -317,7 +317,7 @@ def import_by_path(path: str, option: str, *, known: Collection[str] = ()) -> An
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and not (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise  # an import inside the user's module
+            raise  # the user's module itself imports a missing module
         raise ConfigError(
             f"{option} {path}: module {error.name!r} not found: install it, or run the command in its folder"
         ) from error

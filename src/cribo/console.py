@@ -22,11 +22,11 @@ from rich.progress import Progress as Bars
 Progress = Callable[[str, int, int], None]
 """Called with (description, number done, total number)."""
 
-_LINE_SECONDS = 30.0  # between lines of progress if there is no terminal
+_LINE_SECONDS = 30.0  # between progress lines without a terminal
 
 
 def command_console(*, quiet: bool = False) -> Console:
-    """Create the console of a command, without Rich's markup: names of files and classes may contain brackets."""
+    """Create the console of a command, without Rich markup, since file and class names may contain brackets."""
     return Console(soft_wrap=True, markup=False, highlight=False, quiet=quiet)
 
 
@@ -49,13 +49,13 @@ def loading(console: Console) -> Iterator[None]:
     if console.quiet or not sys.stderr.isatty():
         yield
         return
-    said = "loading…"
-    sys.stderr.write(said)
+    text = "loading…"
+    sys.stderr.write(text)
     sys.stderr.flush()
     try:
         yield
     finally:
-        sys.stderr.write(f"\r{' ' * len(said)}\r")
+        sys.stderr.write(f"\r{' ' * len(text)}\r")
         sys.stderr.flush()
 
 
@@ -72,13 +72,13 @@ def duration(seconds: float) -> str:
 
 
 class Phases:
-    """Progress of work with several phases: a bar for each on a terminal, otherwise occasional lines.
+    """Display of progress in several phases: one bar per phase on a terminal, otherwise a line every 30 seconds.
 
-    Call it as a `Progress`, with further text to show if there is any.
+    Instances are callable as `Progress`, with optional further text.
 
     Args:
         console: to print to.
-        first_line: seconds until the first line if there is no terminal.
+        first_line: seconds until the first line without a terminal, at most 30.
 
     Example:
         >>> with Phases(Console(quiet=True)) as progress:
@@ -112,11 +112,11 @@ class Phases:
         elif done == total or now - self._printed >= _LINE_SECONDS:
             self._printed = now
             if done == total:
-                time_said = f", {duration(now - started)}"
-            else:  # speed is unknown until the second call
+                timing = f", {duration(now - started)}"
+            else:  # the speed is unknown until the second call
                 left = (total - done) * (now - started) / max(done - begun, 1)
-                time_said = f", ETA {duration(left)}" if done > begun else ""
-            line = f"{what}: {done}/{total}{time_said} {numbers}"
+                timing = f", ETA {duration(left)}" if done > begun else ""
+            line = f"{what}: {done}/{total}{timing} {numbers}"
             self.console.print(line.rstrip(), highlight=False, soft_wrap=True)
 
     def __enter__(self) -> "Phases":
@@ -127,5 +127,5 @@ class Phases:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self.console.is_terminal:  # without a terminal, it would print an empty line
+        if self.console.is_terminal:  # otherwise stop() prints an empty line
             self._bars.stop()

@@ -1,4 +1,4 @@
-"""Which devices and how many worker processes to use by default, and what a processor can do."""
+"""Default devices and numbers of worker processes, and the processor's support for bfloat16."""
 
 import os
 import platform
@@ -9,34 +9,34 @@ import torch
 from cribo.arguments import ConfigError
 
 _MAX_WORKERS = 16
-_THREADS_PER_WORKER = 2  # a worker keeps a core busy; others are needed for the network
+_THREADS_PER_WORKER = 2  # one core for the worker, one for the network
 
 
 def resolve_devices(names: Sequence[str] | None, option: str = "runtime.devices") -> tuple[str, ...]:
-    """The devices to use: those named, or all GPUs, or the CPU where there is none.
+    """Return the named devices; by default all GPUs, or the CPU without a GPU.
 
     Args:
-        names: such as `cuda:0`; None leaves it open.
-        option: what the user calls them, for messages.
+        names: such as `cuda:0`; None selects the default.
+        option: name of the option, for error messages.
 
     Raises:
-        ConfigError: one of them is not there, they are of several kinds, or there are none.
+        ConfigError: a device is unavailable, the devices are of different types, or `names` is empty.
     """
     if names is None:
         return tuple(f"cuda:{number}" for number in range(torch.cuda.device_count())) or ("cpu",)
     for name in names:
         try:
             torch.empty(1, device=name)
-        except Exception as error:  # each backend has its own for a device that is not there
+        except Exception as error:  # the type depends on the backend
             reason = str(error).partition("\n")[0]
             raise ConfigError(f"{option}: {name!r} cannot be used ({reason}): use cpu") from error
     if len({torch.device(name).type for name in names}) != 1:
-        raise ConfigError(f"{option} must be of one kind, at least one, got {','.join(names)!r}")
+        raise ConfigError(f"{option} must be one or more devices of the same type, got {','.join(names)!r}")
     return tuple(names)
 
 
 def resolve_workers(number: int | None) -> int:
-    """The number of processes that read images: the one given, or half of the cores, and 16 at most."""
+    """Return the number of data loading workers: `number`, by default half of the cores and at most 16."""
     if number is not None:
         return number
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -44,9 +44,9 @@ def resolve_workers(number: int | None) -> int:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this machine's processor has instructions for products of bfloat16 (AVX512-BF16, AMX, Arm's BF16).
+    """Whether the processor has instructions for bfloat16 matrix products (AVX512-BF16, AMX or Arm's BF16).
 
-    Without them such products are emulated, several times slower than those of float32.
+    Without them, PyTorch emulates these products, several times slower than float32 products.
 
     Example:
         >>> multiplies_bfloat16() in (True, False)

@@ -1,4 +1,4 @@
-"""What all pictures share: the house style, colours of regions and classes, and how figures are written."""
+"""Drawing functions shared by all pictures: styles, colours of regions and classes, and writing of figures."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -17,18 +17,18 @@ from cribo.data.segmentation import Colour
 from cribo.files import write_whole
 
 STRIPES = (215, 165)
-"""The two greys of the stripes where there is no class."""
+"""The two greys of the stripes that mark unlabelled pixels."""
 
 _DPI = 120
 
 
 def house_style() -> AbstractContextManager[None]:
-    """What all figures are drawn in."""
+    """Return a context manager that sets matplotlib's style for all figures."""
     return mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9})
 
 
 def paper_style() -> AbstractContextManager[None]:
-    """What figures for print are drawn in: text that stays text, small sizes, and colours that all eyes tell apart."""
+    """Return a context manager for figures in print: embedded fonts, small text, and colour-blind safe colours."""
     return mpl.rc_context(
         {
             "axes.spines.top": False,
@@ -38,33 +38,33 @@ def paper_style() -> AbstractContextManager[None]:
             "font.size": 8,
             "axes.titlesize": 8,
             "legend.fontsize": 7,
-            "pdf.fonttype": 42,  # TrueType, as publishers ask
+            "pdf.fonttype": 42,  # TrueType, as publishers require
             "ps.fonttype": 42,
         }
     )
 
 
-# Okabe and Ito's colours, without the yellow that is too light for a line.
+# Okabe and Ito's palette, without yellow, which is too light for lines.
 COLOUR_BLIND_SAFE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
 def write_figure(path: Path, figure: Figure, *, dpi: int = _DPI) -> Path:
-    """Write a figure in the format that its name ends with, whole or not at all, and return its path."""
+    """Write a figure atomically, in the format of its suffix, and return its path."""
     kind = path.suffix.removeprefix(".")
-    # Without the date, the same figure is the same file.
+    # Without the date, equal figures give identical files.
     metadata = {"CreationDate": None} if kind == "pdf" else None
     write_whole(path, lambda part: figure.savefig(part, dpi=dpi, format=kind, metadata=metadata))
     return path
 
 
 def frame(axes: Axes, colour: tuple[float, float, float], *, width: float = 2) -> None:
-    """A coloured border around a picture."""
+    """Draw a coloured border around a picture."""
     for spine in axes.spines.values():
         spine.set(visible=True, color=colour, linewidth=width)
 
 
 def hide_ticks(panels: np.ndarray) -> None:
-    """Axes as frames of pictures: without ticks, and without a border that was not drawn on purpose (1 or wider)."""
+    """Remove the ticks of all panels, the borders narrower than 1 point, and the axes of panels without a picture."""
     for axes in panels.flat:
         axes.set_xticks([])
         axes.set_yticks([])
@@ -78,7 +78,7 @@ def hide_ticks(panels: np.ndarray) -> None:
 def paint_regions(
     picture: np.ndarray, labels: Int[Tensor, "h w"], colours: dict[int, tuple[float, float, float]], *, tint: float
 ) -> np.ndarray:
-    """Tint and outline the clusters that have a colour; fade the rest to grey."""
+    """Tint and outline the clusters in `colours`; fade the other pixels to grey."""
     numbers = labels.numpy()
     grey = picture.mean(axis=2, keepdims=True).repeat(3, axis=2)
     painted = 0.4 * grey + 0.35
@@ -92,7 +92,7 @@ def paint_regions(
 
 
 def region_colour(number: int, of: int) -> tuple[float, float, float]:
-    """The colour (RGB in 0-1) of one of several regions, told apart from the others as well as may be."""
+    """Return the RGB colour (0-1) of region `number` of `of` regions, with evenly spaced hues."""
     red, green, blue, _ = mpl.colormaps["gist_rainbow"](number / max(of, 1))
     return red, green, blue
 
@@ -100,7 +100,7 @@ def region_colour(number: int, of: int) -> tuple[float, float, float]:
 def paint_classes(
     labels: UInt8[Tensor, "h w"], palette: Sequence[Colour], ignore_index: int
 ) -> UInt8[np.ndarray, "h w 3"]:
-    """The colour of each pixel's class; stripes where there is none."""
+    """Colour each pixel by its class; draw stripes where the label is `ignore_index`."""
     colours = torch.zeros(256, 3, dtype=torch.uint8)
     colours[: len(palette)] = torch.tensor(list(palette), dtype=torch.uint8)
     painted = colours[labels.long()]
@@ -110,24 +110,24 @@ def paint_classes(
 
 
 def stripes(size: Sequence[int]) -> UInt8[Tensor, "h w 3"]:
-    """What is drawn in a map of (height, width) where there is no class."""
+    """Return diagonal grey stripes of size (height, width), which mark unlabelled pixels."""
     width = max(2, size[1] // 60)
     diagonal = (torch.arange(size[0])[:, None] + torch.arange(size[1])) // width % 2
     return torch.where(diagonal == 0, *STRIPES).to(torch.uint8)[..., None].expand(-1, -1, 3)
 
 
 def curves_figure() -> tuple[Figure, Axes]:
-    """A figure with one panel, for curves."""
+    """Create a figure with one panel, for curves."""
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     return figure, figure.subplots()
 
 
 def from_zero(axes: Axes) -> None:
-    """Have the vertical axis begin at 0."""
+    """Start the vertical axis at 0."""
     axes.set_ylim(0, max(1.0, 1.05 * axes.dataLim.y1))
 
 
 def legend(axes: Axes) -> None:
-    """A legend without a frame, if anything has a label."""
+    """Add a legend without a frame if any artist has a label."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)

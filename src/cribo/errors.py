@@ -1,20 +1,20 @@
-"""Errors that a user can fix. Commands print them as one line, and all other errors with their traceback."""
+"""Errors that users can fix. Commands print them on one line; they print other errors with a traceback."""
 
 
 class InputError(ValueError):
-    """A value, file or folder that cannot be used; the message names it, the limit, and what to do instead."""
+    """Invalid value, file or folder. The message names it, the limit, and what to do instead."""
 
 
 class MissingPackage(ImportError):
-    """An optional package that is not installed; the message says how to install it."""
+    """An optional package is not installed. The message says how to install it."""
 
 
 class Stopped(Exception):
-    """Work had to stop after it had begun.
+    """A command had to stop before it was complete.
 
     Attributes:
         status: exit status of the command.
-        everywhere: whether all ranks of a run stop for this reason, so that only rank 0 reports it.
+        everywhere: whether all ranks stop for the same reason, so that only rank 0 reports it.
     """
 
     status = 1
@@ -22,8 +22,8 @@ class Stopped(Exception):
 
 
 class DataError(InputError):
-    """Data that cannot be used; the message says what was found and what to change."""
+    """Invalid data. The message says what was found and what to change."""
 
 
 class MissingData(DataError, FileNotFoundError):
-    """A folder or file that is not there; the message offers the nearest name that is."""
+    """A folder or file does not exist. The message suggests the most similar existing name."""

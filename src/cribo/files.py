@@ -20,7 +20,7 @@ _PART = re.compile(r"\..+\.[0-9a-f]{32}\.part")
 
 
 class FolderError(InputError):
-    """A folder cannot be used for results; the message says what to do instead."""
+    """A folder cannot be used for results. The message says what to do instead."""
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -41,8 +41,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         write: called with a temporary path in the same folder, to which it writes the file.
 
     Raises:
-        OSError: writing failed; the old file is unchanged and the temporary one is removed. (If only syncing the folder
-            fails, the new file is in place, but may be lost in a power failure.)
+        OSError: writing failed; the old file is unchanged and the temporary file is removed. (If only syncing the
+            folder fails, the new file is in place, but may be lost in a power failure.)
     """
     temporary = write_beside(path, write)
     try:
@@ -54,9 +54,9 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_beside(path: Path, write: Callable[[Path], object]) -> Path:
-    """Write and sync a file under a temporary name beside `path`; removes it on failure.
+    """Write and sync a file under a temporary name in the folder of `path`; remove it on failure.
 
-    For files that belong together: write each to a temporary path, then move them all.
+    For several files that belong together: write each to a temporary path, then move them all.
 
     Returns:
         The temporary path, which the caller must move into place or remove.
@@ -78,16 +78,16 @@ def write_folder_whole(folder: Path, write: Callable[[Path], object], *, replace
 
     Args:
         folder: to write.
-        write: called with a temporary folder beside it, to which it writes the files.
+        write: called with a temporary folder in the same parent folder, to which it writes the files.
         replaces: whether a non-empty folder is replaced once the new one is complete.
 
     Raises:
-        FolderError: the folder is not empty and `replaces` is not set; or the folders cannot be exchanged, and the
-            message says where the new one is.
-        OSError: writing failed; the old folder is unchanged and the temporary one is removed.
+        FolderError: the folder is not empty and `replaces` is not set; or the folders cannot be exchanged, in which
+            case the message names the folder of the new results.
+        OSError: writing failed; the old folder is unchanged and the temporary folder is removed.
     """
     if not replaces and folder.is_dir() and any(folder.iterdir()):
-        raise FolderError(f"{folder} exists already: choose another folder")
+        raise FolderError(f"{folder} already exists: choose another folder")
     part = _beside(folder)
     try:
         part.mkdir(parents=True)
@@ -106,18 +106,18 @@ def write_folder_whole(folder: Path, write: Callable[[Path], object], *, replace
     try:
         _exchange(folder, part, replaces=replaces)
     except OSError as error:
-        raise FolderError(f"{folder} cannot be written ({error}): the complete results are in {part}") from error
+        raise FolderError(f"cannot write {folder} ({error}): the complete results are in {part}") from error
 
 
 def _exchange(folder: Path, part: Path, *, replaces: bool) -> None:
-    """Move a new folder into place; the old one is deleted only when the new one is there."""
+    """Move a new folder into place, then delete the old one."""
     old = _beside(folder)
     try:
         folder.rmdir()  # removes it only if it is empty
     except OSError:
         if folder.exists():
             if not replaces:
-                raise FileExistsError(errno.EEXIST, "it exists already", str(folder)) from None
+                raise FileExistsError(errno.EEXIST, "already exists", str(folder)) from None
             folder.rename(old)
     try:
         part.rename(folder)
@@ -126,7 +126,7 @@ def _exchange(folder: Path, part: Path, *, replaces: bool) -> None:
             try:
                 old.rename(folder)
             except OSError as error:
-                raise OSError(error.errno, "the previous results are now at", str(old)) from error
+                raise OSError(error.errno, "the previous results were moved to", str(old)) from error
         raise
     sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
@@ -138,7 +138,7 @@ def _beside(path: Path) -> Path:
 
 
 def _create(path: Path) -> int:
-    """Create an empty file and return its mode, to restore after writers that set a mode for their owner only."""
+    """Create an empty file and return its default mode; some writers restrict the mode to the owner."""
     path.touch()
     return path.stat().st_mode
 
@@ -152,7 +152,7 @@ def remove_parts(folder: Path) -> None:
     """Remove temporary files of killed processes; no other process may be writing to the folder."""
     for path in folder.glob(".*.part"):
         if is_part(path.name):
-            with contextlib.suppress(OSError):  # harmless if it stays
+            with contextlib.suppress(OSError):
                 path.unlink()
 
 
@@ -165,7 +165,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some network file systems support it for files only.
+        # Some network file systems support fsync for files only.
         if not is_folder or error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -173,22 +173,22 @@ def sync(path: Path) -> None:
 
 
 class Damaged(InputError):
-    """A file is damaged; the message gives the reason, without the name of the file."""
+    """A file is damaged. The message gives the reason, without the file name."""
 
 
 def check_archive(path: Path) -> None:
     """Verify the checksums of a zip archive, such as a file of `torch.save`.
 
     Raises:
-        Damaged: a checksum differs, or the file is not an archive.
-        OSError: it cannot be read.
+        Damaged: a checksum does not match, or the file is not an archive.
+        OSError: the file cannot be read.
     """
     if not path.stat().st_size:
-        raise Damaged("it is empty")
+        raise Damaged("the file is empty")
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError, zlib.error) as error:
-        raise Damaged(f"it was cut short or damaged, or is no file of PyTorch ({error})") from error
+        raise Damaged(f"truncated, damaged, or not a PyTorch file ({error})") from error
     if damaged is not None:
-        raise Damaged(f"the content of {damaged} in it does not fit its checksum")
+        raise Damaged(f"the checksum of {damaged} in the archive does not match")

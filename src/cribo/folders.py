@@ -19,8 +19,8 @@ class ResultFolder:
     """A folder for results.
 
     An existing folder is replaced only on request, as a whole, and only if its marker names the same kind of results.
-    New results are written to a folder beside it, and the two are exchanged. Nothing else is ever deleted. The
-    constructor checks all this and changes nothing.
+    New results are written to a temporary folder, which is then exchanged with the old one. Nothing else is deleted.
+    The constructor checks these conditions without changing any file.
 
     Args:
         path: of the folder.
@@ -28,18 +28,18 @@ class ResultFolder:
         numbered: use the first of `path`, `path-2`, `path-3`, ... that does not exist.
         overwrite: replace results of this kind.
         resume: keep results of this kind.
-        known_by: file by which results of earlier versions, which have no marker, are recognised to be resumed.
-        inputs: files and folders that are read, which must not be in the folder; others are ignored.
+        known_by: name of a file that identifies resumable results of earlier versions, which have no marker.
+        inputs: input files and folders, which must not lie in the folder; paths that do not exist are ignored.
         advice: what to do if the folder exists, as the end of an error message.
 
     Attributes:
-        path: of the folder; of a numbered one, known once it is created.
-        resumes: whether there are results, which are kept.
-        replaces: whether there are results, which are replaced.
+        path: of the folder; for a numbered folder, set by `create`.
+        resumes: whether existing results are kept.
+        replaces: whether existing results are replaced.
 
     Raises:
-        FolderError: the folder exists and is not to be replaced or kept; contains something else, an input or the
-            current folder; is a file, a symbolic link or a mounted volume; or cannot be written to.
+        FolderError: the folder is not empty and neither `overwrite` nor `resume` is set; contains other files, an
+            input or the current folder; is a file, a symbolic link or a mounted volume; or is not writable.
 
     Example:
         >>> folder = ResultFolder(getfixture("tmp_path") / "out", "search").create(
@@ -81,20 +81,20 @@ class ResultFolder:
         except OSError as error:
             raise _not_writable(path, error) from error
         if not overwrite:
-            raise FolderError(f"{path} exists already: {advice}")
+            raise FolderError(f"{path} already exists: {advice}")
         if found != kind:
-            why = f"has no {MARKER}: not created by cribo" if found is None else f"is of another kind, {found}"
-            raise FolderError(f"{path} {why}, refusing to replace it with results of the kind {kind}")
+            why = f"has no {MARKER}: not created by cribo" if found is None else f"contains {found} results"
+            raise FolderError(f"{path} {why}, refusing to replace it with {kind} results")
 
     def create(self, write: Callable[[Path], object] = lambda folder: None) -> Path:
-        """Write the folder, and put it in place when it is complete.
+        """Write the folder and move it into place once it is complete.
 
         Args:
-            write: called with a folder beside it, to which it writes the files; nothing by default, for work that goes
-                on in the folder itself.
+            write: called with a temporary folder, to which it writes the files. By default it writes none, for work
+                that continues in the folder itself.
 
         Raises:
-            FolderError: the folder cannot be written to.
+            FolderError: the folder is not writable.
         """
 
         def marked(part: Path) -> None:
@@ -114,7 +114,7 @@ class ResultFolder:
 
 
 def _kind_in(folder: Path) -> str | None:
-    """The kind of the results in a folder; None if cribo did not write it."""
+    """Return the kind of the results in a folder, or None if it was not written by cribo."""
     try:
         content = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         return content["kind"] if content["made_by"] == "cribo" else None
@@ -126,11 +126,11 @@ def _require_outside(path: Path, inputs: Iterable[str | os.PathLike[str] | None]
     for given in filter(None, inputs):
         place = Path(given).expanduser()
         if place.exists() and place.resolve().is_relative_to(path.resolve()):
-            raise FolderError(f"the input {given} lies in the folder for results, {path}: choose another --out")
+            raise FolderError(f"the input {given} is inside the results folder {path}: choose another --out")
 
 
 def _require_replaceable(path: Path) -> None:
-    """Refuse places that cannot be exchanged for another folder."""
+    """Raise an error for folders that cannot be exchanged with another."""
     if path.is_symlink():
         raise FolderError(
             f"{path} is a symbolic link, which would be replaced: give the folder itself, {path.resolve()}"
@@ -143,7 +143,7 @@ def _require_replaceable(path: Path) -> None:
 
 
 def _require_writable(path: Path) -> None:
-    """Refuse a folder that cannot be written to, or created."""
+    """Raise an error if a folder is not writable or cannot be created."""
     for folder in (path, *path.parents):
         if folder.is_dir():
             _try_writing(folder)

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used: a configuration must not wait for torch."""
+"""Lazy imports of a package's public names, so that importing a configuration does not import torch."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -6,11 +6,11 @@ from typing import Any
 
 
 def lazy_names(package: str, places: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Make the `__getattr__` of a package (PEP 562).
+    """Return the `__getattr__` of a package that imports its names on first use (PEP 562).
 
     Args:
-        package: its name.
-        places: names by the module that defines them; modules of the package begin with a dot.
+        package: name of the package.
+        places: maps each module to the names that it defines; modules of the package start with a dot.
 
     Example:
         >>> __getattr__ = lazy_names("cribo.data", {".randomness": ("keyed_generator",)})

@@ -1,18 +1,18 @@
-"""Which of several processes of one command this is, and whether there still is who started it."""
+"""The rank of a process, and its exit when its launcher has exited."""
 
 import os
 import threading
 import time
 
 LAUNCHER = "CRIBO_LAUNCHER"
-"""The environment variable that names the process which has started this one for a further device."""
+"""Environment variable with the process id of the launcher, set for the processes of further devices."""
 
-_SECONDS_BETWEEN_LOOKS = 1.0
+_POLL_SECONDS = 1.0
 
 
 def is_first_process() -> bool:
-    """Whether this is the only process of a command, or the first of all nodes, by what its launcher tells it."""
-    # A local rank, or none, counts on its own node only.
+    """Whether this process is rank 0 of all nodes, according to the launcher's environment variables."""
+    # LOCAL_RANK is the rank within a node.
     for names in (("RANK",), ("LOCAL_RANK", "NODE_RANK"), ("SLURM_PROCID",), ("NODE_RANK",)):
         if names[0] in os.environ:
             return all(int(os.environ.get(name, 0)) == 0 for name in names)
@@ -20,11 +20,11 @@ def is_first_process() -> bool:
 
 
 def end_with_launcher() -> None:
-    """Have this process end when the one that has started it for a device of its own is gone.
+    """Start a thread that exits this process when its launcher has exited.
 
-    Otherwise it would wait for its peers, and keep its device, for as long as their library has patience.
+    Otherwise the process would occupy its device, waiting for other ranks until the communication library's timeout.
     """
-    if os.name != "posix":  # elsewhere a process does not see that its parent has gone
+    if os.name != "posix":  # elsewhere the parent's id does not change when it exits
         return
     if LAUNCHER in os.environ:
         launcher = int(os.environ[LAUNCHER])
@@ -33,11 +33,11 @@ def end_with_launcher() -> None:
     else:
         return
     if not any(thread.name == LAUNCHER for thread in threading.enumerate()):
-        threading.Thread(target=_outlive_no, args=(launcher,), name=LAUNCHER, daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=(launcher,), name=LAUNCHER, daemon=True).start()
 
 
-def _outlive_no(launcher: int) -> None:
+def _exit_with_parent(launcher: int) -> None:
     while os.getppid() == launcher:
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
-    os.write(2, b"the process that started this one has ended, and so does this one\n")
-    os._exit(1)  # whatever it is waiting for
+        time.sleep(_POLL_SECONDS)
+    os.write(2, b"the launcher has exited; exiting\n")
+    os._exit(1)  # also while the main thread is blocked

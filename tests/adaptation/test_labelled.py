@@ -1,4 +1,4 @@
-"""Dense retrieval for the verdict, on images whose classes are their colours."""
+"""Dense retrieval for the verdict, on images whose classes are colours."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def network() -> torch.nn.Module:
     return build_backbone("resnet18", args={"layers": (1, 1, 0, 0), "channels": (8, 8, 8, 8)}, seed=3).eval()
 
 
-def test_every_image_of_a_folder_without_splits_is_scored_once_by_the_others(tmp_path: Path, network) -> None:
+def test_images_without_splits_are_scored_by_cross_validation(tmp_path: Path, network) -> None:
     write(tmp_path, "", 12, seed=0)
     labelled = open_labelled(tmp_path)
     assert sorted(image for _, scored in labelled.folds for image in scored) == list(range(12))
@@ -38,10 +38,10 @@ def test_every_image_of_a_folder_without_splits_is_scored_once_by_the_others(tmp
         assert len(voting) + len(scored) == 12
     tallies = score_images(network, labelled)
     assert tallies.shape == (12, 3, 3)
-    assert mean_iou(tallies) > 0.8  # a convolution tells three colours apart
+    assert mean_iou(tallies) > 0.8  # a random convolution separates three colours
 
 
-def test_with_splits_train_votes_on_val(tmp_path: Path, network) -> None:
+def test_val_is_scored_by_train(tmp_path: Path, network) -> None:
     write(tmp_path, "train", 3, seed=0)
     write(tmp_path, "val", 10, seed=1)
     (tmp_path / "classes.txt").write_text("red\ngreen\nblue\n")
@@ -56,7 +56,7 @@ def test_with_splits_train_votes_on_val(tmp_path: Path, network) -> None:
     assert abs(float(red) - (labels == 0).mean()) < 0.1
 
 
-def test_the_interval_holds_the_gain_and_shrinks_with_more_images() -> None:
+def test_the_interval_contains_the_gain_and_shrinks_with_more_images() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def confusions(count: int, right: float) -> torch.Tensor:
@@ -79,19 +79,19 @@ def test_the_interval_holds_the_gain_and_shrinks_with_more_images() -> None:
     assert (nothing.low, nothing.mean, nothing.high) == (0, 0, 0)
 
 
-def test_a_class_that_few_images_show_does_not_move_the_interval_by_its_absence() -> None:
-    """Where a resample has no image of a class, predictions of it must not count as a class of IoU 0."""
+def test_a_rare_class_does_not_bias_the_interval() -> None:
+    """If a resample has no image of a class, predictions of this class must not count as IoU 0."""
     shown = torch.tensor([[90, 0, 10], [0, 90, 10], [0, 0, 100]])  # rows are labels
     common = torch.tensor([[90, 10, 0], [10, 90, 0], [0, 0, 0]])
     before = torch.stack([shown, *[common] * 19])
     after = before.clone()
-    after[1:, 0] += torch.tensor([0, -1, 1])  # one pixel of each other image is taken for the rare class
+    after[1:, 0] += torch.tensor([0, -1, 1])  # one pixel of each other image is predicted as the rare class
     found = gain(before, after)
     assert found.high - found.low < 0.1
     assert mean_iou(after[1:]) > 0.8
 
 
-def test_segmentation_is_fitted_to_the_scored_images_and_scored_on_those_left_out(tmp_path: Path, network) -> None:
+def test_segmentation_is_fitted_to_the_scored_images_and_scored_on_held_out_ones(tmp_path: Path, network) -> None:
     write(tmp_path, "train", 2, seed=0)
     write(tmp_path, "val", 12, seed=1)
     (tmp_path / "classes.txt").write_text("red\ngreen\nblue\n")
@@ -100,14 +100,14 @@ def test_segmentation_is_fitted_to_the_scored_images_and_scored_on_those_left_ou
     fit = fit_segmentation(network, labelled)
     assert fit is not None
     assert fit.probe == "block 1 with ridge and nearest neighbours"
-    assert fit.tallies.shape == (11, 3, 3)  # an image without labels is no example
+    assert fit.tallies.shape == (11, 3, 3)  # an image without labels is not an example
     assert mean_iou(fit.tallies) > 0.8
     for number in ("05", "07"):
         Image.fromarray(np.full((64, 96), 255, np.uint8)).save(tmp_path / "labels" / "val" / f"{number}.png")
     assert fit_segmentation(network, labelled) is None
 
 
-def test_a_network_is_kept_if_a_measure_is_better_and_none_is_worse() -> None:
+def test_a_network_is_kept_if_one_measure_improves_and_none_degrades() -> None:
     good, fair, bad = (torch.tensor([[[right, 100 - right], [100 - right, right]]] * 12) for right in (90, 80, 60))
     names = ("before", "after")
 
@@ -120,6 +120,6 @@ def test_a_network_is_kept_if_a_measure_is_better_and_none_is_worse() -> None:
     assert chosen((0.2, 0.4), (fair, bad), (fair, good)) == "before"
     assert chosen((0.2, 0.4), (fair, fair), (good, good)) == chosen((0.2, 0.4)) == "after"
     assert chosen((0.4, 0.2), (fair, fair)) == chosen((0.4, 0.2)) == "before"
-    # A third network is compared with the one that is kept so far.
+    # A third network is compared with the best one so far.
     measure: dict[str, torch.Tensor] = {"before": fair, "after": good, "last": fair}
     assert choose_network(dict.fromkeys(measure, 0.3), [measure]) == "after"

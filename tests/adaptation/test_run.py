@@ -1,4 +1,4 @@
-"""`cribo adapt` as users run it: a small network, scenes as photographs, and what is left in the folder."""
+"""`cribo adapt` on the command line, with a small network and synthetic scenes."""
 
 import json
 from dataclasses import replace
@@ -41,13 +41,13 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Small ones, since the fit takes time for each patch."""
+    """Small images, since the fit takes time for each patch."""
     return write_scenes(tmp_path_factory.mktemp("labelled"), 32)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small network on disk."""
+    """Write a small network to disk."""
     folder = tmp_path_factory.mktemp("backbone")
     save_backbone(build_backbone("vit_tiny_patch16_224", args=SMALL, image_size=32), folder)
     return folder
@@ -62,7 +62,7 @@ def _asked(scenes: Path, source: Path, **changes: object) -> AdaptConfig:
 
 
 @pytest.mark.slow
-def test_the_command_leaves_a_backbone_a_verdict_and_a_picture(
+def test_the_command_writes_a_backbone_a_verdict_and_a_picture(
     scenes: Path, labelled: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["adapt", str(scenes / "images"), "--backbone", str(source), "--steps", "10", "--blocks", "3"]
@@ -91,7 +91,7 @@ def test_the_command_leaves_a_backbone_a_verdict_and_a_picture(
         for name, value in backbone.model.state_dict().items()
         if name.startswith("blocks.") and not value.equal(start.model.state_dict()[name])
     }
-    assert changed == {"2"}  # the last block alone was trained
+    assert changed == {"2"}  # only the last block was trained
     trained = load_backbone(tmp_path / "mine" / "training")
     before, after, exported = (each.model.blocks[2].attn.qkv.weight for each in (start, trained, backbone))
     assert not torch.equal(before, after)
@@ -102,7 +102,7 @@ def test_the_command_leaves_a_backbone_a_verdict_and_a_picture(
     assert set(verdict["segmentation"]) == {"closed form", "adapted weights"}
     assert verdict["segmentation"]["closed form"]["before"] > 0.1
     probe = verdict["probes"]["adapted weights"]
-    assert f"Segmentation by a few examples with the adapted weights ({probe})" in " ".join(said.split())
+    assert f"Segmentation from a few examples with the adapted weights ({probe})" in " ".join(said.split())
     with Image.open(tmp_path / "mine" / "neighbours.png") as picture:
         assert np.asarray(picture).std() > 10
 
@@ -133,11 +133,11 @@ def test_an_interrupted_adaptation_continues_to_the_same_weights(scenes: Path, s
     assert (folder / "backbone.safetensors").read_bytes() == weights
     with pytest.raises(ValueError, match=r"was begun with power None, not 0\.5"):
         adapt(_asked(scenes, source, keep="adapted", power=0.5), out=tmp_path, name="cut", resume=True)
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match="already exists"):
         adapt(asked, out=tmp_path, name="cut")
 
 
-def test_weights_are_averaged_but_for_a_resized_position_embedding() -> None:
+def test_weights_are_averaged_except_a_resized_position_embedding() -> None:
     small, large = (build_backbone("vit_tiny_patch16_224", args=SMALL, image_size=size) for size in (32, 64))
     average = averaged(small, large, 0.25)
     assert average.model.pos_embed.equal(small.model.pos_embed)
@@ -146,8 +146,8 @@ def test_weights_are_averaged_but_for_a_resized_position_embedding() -> None:
     assert averaged(small, large, 1.0).model.blocks[3].mlp.fc2.weight.equal(large.model.blocks[3].mlp.fc2.weight)
 
 
-def test_a_network_that_sees_no_better_is_not_kept(scenes: Path, source: Path, tmp_path: Path) -> None:
-    # Whitening a single direction leaves next to nothing of the features.
+def test_a_network_that_does_not_improve_is_not_kept(scenes: Path, source: Path, tmp_path: Path) -> None:
+    # Whitening with a single direction loses nearly all information.
     adapted = adapt(
         _asked(scenes, source, steps=None, minutes=1, dims=1, labelled=str(scenes)), out=tmp_path, name="worse"
     )
@@ -168,13 +168,13 @@ def test_a_network_that_sees_no_better_is_not_kept(scenes: Path, source: Path, t
         ({"minutes": 0}, "minutes must be > 0"),
         ({"trained_share": 0}, "trained_share must be > 0 and at most 1, got 0"),
         ({"steps": 0}, "steps must be >= 1"),
-        ({"second": "x"}, "--second goes with --labelled"),
+        ({"second": "x"}, "--second requires --labelled"),
         ({"images": "/nowhere"}, "there is no 'nowhere'"),
         ({"dims": 400, "steps": None, "minutes": 1}, "dims must be 1 to"),
         ({"training": {"optim.lr": -1}}, "optim.lr"),
         ({"training": {"backbone.train_blocks": 0}}, "train_blocks must be"),
         ({"training": {"backbone.train_blocks": 5}}, "train_blocks must be at most 4, the blocks of .*, got 5"),
-        ({"stride": 16}, "stride is for convolutional networks"),
+        ({"stride": 16}, "stride applies to convolutional networks"),
     ],
 )
 def test_bad_input_is_refused(
@@ -184,23 +184,23 @@ def test_bad_input_is_refused(
         adapt(_asked(scenes, source, **changes), out=tmp_path)
 
 
-def test_nine_labelled_images_are_too_few(scenes: Path, source: Path, tmp_path: Path) -> None:
+def test_nine_labelled_images_are_refused(scenes: Path, source: Path, tmp_path: Path) -> None:
     for kind in ("images", "labels"):
         (tmp_path / "few" / kind).mkdir(parents=True)
         for index in range(9):
             name = f"{index:02d}.png"
             (tmp_path / "few" / kind / name).write_bytes((scenes / kind / name).read_bytes())
-    with pytest.raises(ValueError, match="has 9 labelled images to score, and a verdict needs at least 10"):
+    with pytest.raises(ValueError, match="has 9 labelled images to score, but the verdict needs at least 10"):
         adapt(_asked(scenes, source, labelled=str(tmp_path / "few")), out=tmp_path)
     assert not list(tmp_path.glob("*-adapted"))
 
 
-def test_a_budget_too_short_for_training_says_how_much_it_takes(scenes: Path, source: Path, tmp_path: Path) -> None:
+def test_a_too_short_budget_names_the_required_minutes(scenes: Path, source: Path, tmp_path: Path) -> None:
     asked = _asked(scenes, source, steps=None, minutes=2)
     adapt(replace(asked, minutes=1), out=tmp_path, name="start")
     folder = tmp_path / "start"
     start, images = load_backbone(folder / "closed_form"), open_images(asked.images)
-    with pytest.raises(ValueError, match=r"--minutes 2 leaves time for 0 steps.*give --minutes 3, or --minutes 1"):
+    with pytest.raises(ValueError, match=r"--minutes 2 suffices for 0 steps.*use --minutes 3, or --minutes 1"):
         planned_training(asked, load_config("adapt", TRAINING), start, images, folder, seconds=0.0)
     planned = planned_training(asked, load_config("adapt", TRAINING), start, images, folder, seconds=100.0)
-    assert planned.optim.epochs * (20 // 4) == 500  # the most that is worth it
+    assert planned.optim.epochs * (20 // 4) == 500  # the default maximum

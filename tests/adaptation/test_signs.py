@@ -1,4 +1,4 @@
-"""Neighbour agreement across views by its definition, and what the closed form chooses by it."""
+"""Neighbour agreement across views, and the choice of the closed form."""
 
 import pytest
 import torch
@@ -14,10 +14,10 @@ RECIPE = ViewRecipe(size=32, area=(0.4, 0.8))
 
 
 def nothing(*args: object) -> None:
-    """Tell nobody about progress."""
+    """Ignore progress."""
 
 
-def test_agreement_is_the_share_of_common_neighbours_in_other_images() -> None:
+def test_agreement_is_the_fraction_of_common_neighbours_in_other_images() -> None:
     generator = torch.Generator().manual_seed(0)
     points = torch.randn(12, 2, 4, 16, generator=generator)
     near = []
@@ -41,19 +41,19 @@ def test_agreement_falls_with_noise_between_views() -> None:
     assert agreements[0] > agreements[1] > agreements[2]
 
 
-def test_features_that_are_their_position_are_explained_by_it() -> None:
+def test_positional_features_are_explained_by_position() -> None:
     images = Scenes(8, size=64, seed=0)
     backbone = build_backbone("vit_tiny_patch16_224", args={"depth": 2, "embed_dim": 32, "num_heads": 2}, image_size=32)
     plain = measure_signs(backbone, images, RECIPE)
     with torch.no_grad():
-        backbone.model.patch_embed.proj.weight.zero_()  # nothing of the image is left
+        backbone.model.patch_embed.proj.weight.zero_()  # features without image content
         backbone.model.pos_embed.mul_(20)
     blind = measure_signs(backbone, images, RECIPE)
     assert blind.position > 2 * plain.position
     assert 1 < blind.rank < 33
 
 
-def test_the_closed_form_is_what_was_asked_for_and_otherwise_what_agrees_most() -> None:
+def test_the_closed_form_follows_the_options_or_the_highest_agreement() -> None:
     images = Scenes(12, size=64, seed=0)
     backbone = build_backbone(
         "vit_tiny_patch16_224", args={"depth": 4, "embed_dim": 32, "num_heads": 2, "patch_size": 8}, image_size=32
@@ -70,17 +70,17 @@ def test_the_closed_form_is_what_was_asked_for_and_otherwise_what_agrees_most() 
     assert choice.agreement == max(plain, *whitened)
     assert (start.readout is None) == (plain > max(whitened))
     assert measure_signs(start, images, RECIPE).agreement == choice.agreement
-    assert backbone.readout is None  # the network itself is left as it was
+    assert backbone.readout is None  # the network itself is unchanged
 
 
 @pytest.fixture
 def convolutional() -> Backbone:
-    """A small random network, whose directions of little variance hold noise."""
+    """Build a small random network whose low-variance directions contain noise."""
     torch.manual_seed(0)
     return build_backbone("resnet18", args={"layers": [1, 1, 0, 0], "channels": [8, 8, 8, 8]}, image_size=32)
 
 
-def test_features_that_whitening_harms_are_left_as_they_are(convolutional: Backbone) -> None:
+def test_features_degraded_by_whitening_are_not_whitened(convolutional: Backbone) -> None:
     images = Scenes(12, size=64, seed=0)
     start, choice = choose_closed_form(convolutional, images, RECIPE, progress=nothing)
     assert (choice.power, choice.agreement) == (None, choice.before)
@@ -89,7 +89,7 @@ def test_features_that_whitening_harms_are_left_as_they_are(convolutional: Backb
     assert forced.agreement < choice.agreement
 
 
-def test_a_backbone_with_a_readout_gets_a_new_one(convolutional: Backbone) -> None:
+def test_an_existing_readout_is_replaced(convolutional: Backbone) -> None:
     images = Scenes(12, size=64, seed=0)
     start, choice = choose_closed_form(convolutional, images, RECIPE, power=0.6, dims=4, progress=nothing)
     again, second = choose_closed_form(start, images, RECIPE, power=0.6, dims=4, progress=nothing)

@@ -1,4 +1,4 @@
-"""View pairs of an image source, and whether two batches are the same."""
+"""Data sets of view pairs, and comparison of batches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,13 +13,13 @@ from cribo.objectives.cribo import ViewPairs
 
 
 def view_pairs(source: ImageSource, *, seed: int = 0, num_objects: int = 5, **options: Any) -> SampleDataset:
-    """Pairs of views of 16 x 16 pixels with a grid of 4 x 4 patches."""
+    """Return a data set of view pairs of 16 x 16 pixels with a grid of 4 x 4 patches."""
     transform = ViewPairs(ViewRecipe(size=16), grid=(4, 4), num_objects=num_objects, drop_path_sites=3)
     return SampleDataset(source, transform, seed=seed, **options)
 
 
 def assert_same(ours: Sequence[Batch], theirs: Sequence[Batch], *, reasons: bool = True) -> None:
-    """Equal bit for bit, but for how often reading was tried again; and for why images are unreadable, if so asked."""
+    """Check that batches are bitwise equal, except for retries and optionally the reasons of failures."""
     assert len(ours) == len(theirs)
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.equal(mine.images, other.images)
@@ -31,7 +31,7 @@ def assert_same(ours: Sequence[Batch], theirs: Sequence[Batch], *, reasons: bool
 
 
 def assert_same_samples(ours: Batch, theirs: Batch) -> None:
-    """Equal bit for bit, wherever the images come from."""
+    """Check that the tensors of batches are bitwise equal."""
     assert ours.samples.keys() == theirs.samples.keys()
     for name, mine in ours.samples.items():
         other = theirs[name]

@@ -1,4 +1,4 @@
-"""Image sources that fail as a week on a cluster has them fail, on purpose and as often as they are told to."""
+"""Image sources with injected faults, as they occur on clusters."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ ALWAYS = 10**9
 
 
 class Noise:
-    """Images of noise in memory, some of which cannot be read."""
+    """Noise images in memory, some of which are unreadable."""
 
     def __init__(self, count: int, broken: Collection[int] = ()) -> None:
         self.count = count
@@ -40,14 +40,14 @@ class Noise:
 
 
 class Faulty:
-    """A source of which some images meet with a fault, the first so many times that they are asked for.
+    """An image source that injects faults into the first loads of some images.
 
-    Times are counted in files, for all processes together: a worker that is killed does not forget.
+    Loads are counted in files shared by all processes, so that killed workers do not reset them.
 
-    Args:
-        source: the images.
-        folder: for the counts.
-        faults: what happens, and how many times, by image.
+        Args:
+            source: the images.
+            folder: folder of the counts.
+            faults: fault and number of repetitions of each image.
     """
 
     def __init__(self, source: ImageSource, folder: Path, faults: Mapping[int, tuple[Fault, int]]) -> None:
@@ -72,20 +72,20 @@ class Faulty:
         return self.source.name(index)
 
     def asked(self, index: int) -> int:
-        """How often an image has met with its fault."""
+        """Return how often the fault of an image has been injected."""
         path = self.folder / str(index)
         return path.stat().st_size if path.exists() else 0
 
 
 def drawn(count: int, seed: int, share: float, fault: Fault, times: int) -> dict[int, tuple[Fault, int]]:
-    """A share of so many images that a seed draws, all with the same fault."""
+    """Return the same fault for a random share of `count` images."""
     generator = torch.Generator().manual_seed(seed)
     images = torch.randperm(count, generator=generator)[: round(share * count)]
     return {int(image): (fault, times) for image in images}
 
 
 def fails(number: int = errno.EIO) -> Fault:
-    """Reading fails, as a network file system lets it."""
+    """Raise an error of a network file system."""
 
     def fault() -> None:
         raise OSError(number, os.strerror(number))
@@ -94,27 +94,27 @@ def fails(number: int = errno.EIO) -> Fault:
 
 
 def fails_within_pillow() -> None:
-    """Reading fails as `ImageFiles` reports it."""
+    """Raise a network error as `ImageFiles` does."""
     raise UnreadableImage("x.jpg", "the server is away") from OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
 def stalls(seconds: float) -> Fault:
-    """Reading takes a while, or for ever as far as a test can tell."""
+    """Delay reading, possibly longer than a test runs."""
     return lambda: time.sleep(seconds)
 
 
 def kills() -> None:
-    """The process that reads is killed, as by a system without memory."""
+    """Kill the reading process, as the out-of-memory killer does."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stops() -> None:
-    """The process that reads is stopped with all of its threads: it answers nobody."""
+    """Stop the reading process with all of its threads."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def after(path: Path, fault: Fault) -> Fault:
-    """A fault as soon as there is a file."""
+    """Inject a fault once a file exists."""
 
     def wait() -> None:
         while not path.exists():
@@ -125,11 +125,11 @@ def after(path: Path, fault: Fault) -> Fault:
 
 
 def crashes() -> None:
-    """The decoder accesses memory that is not its own."""
+    """Raise SIGSEGV, as a broken decoder does."""
     signal.signal(signal.SIGSEGV, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def loses(files: ImageFiles, index: int) -> Fault:
-    """The file is deleted just before it is read."""
+    """Delete the file just before it is read."""
     return lambda: Path(files.path(index)).unlink(missing_ok=True)

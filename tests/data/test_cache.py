@@ -18,7 +18,7 @@ class _Counting:
         return torch.full((3, 2, 2), index, dtype=torch.uint8)
 
 
-def test_an_image_is_loaded_once_while_there_is_room():
+def test_an_image_is_loaded_once_within_the_limit():
     source = _Counting()
     images = CachedImages(source, limit_bytes=2 * 12)
     for index in (0, 1, 0, 1, 2, 2):

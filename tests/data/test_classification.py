@@ -38,13 +38,13 @@ def test_folders_are_classes_in_the_order_of_their_names(tmp_path: Path) -> None
     assert images.load(4).dtype == torch.uint8
 
 
-def test_what_is_no_folder_of_classes_is_said(tmp_path: Path) -> None:
+def test_invalid_class_folders_are_refused(tmp_path: Path) -> None:
     def refused(pattern: str, folder: str, **more: object) -> None:
         with pytest.raises(DataError, match=pattern):
             open_class_folders(tmp_path / folder, **more)  # pyright: ignore[reportArgumentType]
 
     write(tmp_path / "flat" / "1.jpg", tmp_path / "flat" / "2.jpg")
-    refused(r"must hold a folder of images for each class \(.*flat/<class>/\*\.jpg\), got 2 images outside", "flat")
+    refused(r"must contain a folder of images for each class \(.*flat/<class>/\*\.jpg\), got 2 images outside", "flat")
     (tmp_path / "nothing").mkdir()
     refused("got no images", "nothing")
     folders(tmp_path / "one", "only")
@@ -57,7 +57,7 @@ def test_what_is_no_folder_of_classes_is_said(tmp_path: Path) -> None:
     refused("is a file: give the folder that contains", "loose/stray.png")
     with pytest.raises(MissingData, match="did you mean 'loose'"):
         open_class_folders(tmp_path / "lose")
-    refused("classes that the training images lack, b: their images can never", "loose", classes=["a", "c"])
+    refused("classes without training images, b: their images cannot", "loose", classes=["a", "c"])
 
 
 def test_a_split_keeps_the_classes_of_the_training_images(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_split_keeps_the_classes_of_the_training_images(tmp_path: Path) -> Non
     assert names == ["train", "validation"]
     assert train.classes == val.classes == ["a", "b", "c"]
     assert (len(train), val.labels.tolist()) == (9, [0, 2])
-    # The folder of one's choice goes before the usual names.
+    # An explicit folder takes precedence over the default names.
     folders(tmp_path / "later", "b", each=1)
     assert open_classification("folder", tmp_path, val="later").val_name == "later"
 
@@ -77,9 +77,9 @@ def test_a_folder_without_split_is_one_set(tmp_path: Path) -> None:
     folders(tmp_path, "a", "b")
     assert open_classification("folder", tmp_path)[1:] == (None, "all", None)
     folders(tmp_path / "train", "a", "b")
-    with pytest.raises(DataError, match="has a folder 'train' but none to classify"):
+    with pytest.raises(DataError, match="has a folder 'train' but no images to classify"):
         open_classification("folder", tmp_path)
-    with pytest.raises(DataError, match="no classification set 'imagnet'; there are imagenet and folder"):
+    with pytest.raises(DataError, match="classification set must be imagenet or folder, got 'imagnet'"):
         open_classification("imagnet", tmp_path)
 
 
@@ -118,7 +118,7 @@ def opened(root: Path, *, partial: bool = True) -> ClassificationSplits:
     return open_classification("imagenet", root, partial=partial)
 
 
-def test_imagenet_has_names_that_people_know(tmp_path: Path) -> None:
+def test_imagenet_classes_have_readable_names(tmp_path: Path) -> None:
     train, val, *_ = opened(imagenet(tmp_path))
     assert val is not None
     assert train.classes == val.classes == ["tench (n01440764)", "goldfish (n01443537)", "crane (n02012849)"]
@@ -126,7 +126,7 @@ def test_imagenet_has_names_that_people_know(tmp_path: Path) -> None:
     assert val.labels.tolist() == [0, 1, 2]
 
 
-def test_a_part_of_imagenet_does_not_pass_for_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_imagenet_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     imagenet(tmp_path)
     with pytest.raises(DataError, match=r"must have 1,281,167 images of 1000 classes, got 6 of 3; .* as partial"):
         opened(tmp_path, partial=False)
@@ -138,7 +138,7 @@ def test_a_part_of_imagenet_does_not_pass_for_the_whole(tmp_path: Path, monkeypa
     assert len(opened(tmp_path, partial=False).train) == 6
 
 
-def test_kaggles_layout_is_found_from_above_and_from_within(tmp_path: Path) -> None:
+def test_kaggles_layout_is_found_from_outer_and_inner_folders(tmp_path: Path) -> None:
     base = imagenet(tmp_path / "ILSVRC" / "Data" / "CLS-LOC", flat=True)
     folders(tmp_path / "ILSVRC" / "Annotations", "CLS-LOC")
     (tmp_path / "LOC_val_solution.csv").write_text(
@@ -153,7 +153,7 @@ def test_kaggles_layout_is_found_from_above_and_from_within(tmp_path: Path) -> N
         assert val.labels.tolist() == [2, 1, 0]
 
 
-def test_validation_images_beside_each_other_need_a_list_of_their_classes(tmp_path: Path) -> None:
+def test_validation_images_in_one_folder_need_a_list_of_classes(tmp_path: Path) -> None:
     imagenet(tmp_path, flat=True)
     with pytest.raises(MissingData, match=r"no file lists their classes: put Kaggle's LOC_val_solution\.csv, or a val"):
         opened(tmp_path)
@@ -177,7 +177,7 @@ def test_validation_images_beside_each_other_need_a_list_of_their_classes(tmp_pa
         opened(tmp_path)
 
 
-def test_a_label_for_each_image(tmp_path: Path) -> None:
+def test_the_number_of_labels_must_match(tmp_path: Path) -> None:
     images = open_class_folders(folders(tmp_path, "a", "b"))
-    with pytest.raises(ValueError, match="a label for each of the 4 images, got 3"):
+    with pytest.raises(ValueError, match="one entry for each of the 4 images, got 3"):
         classification.ClassifiedFiles(images, images.classes, np.zeros(3, dtype=np.int64))

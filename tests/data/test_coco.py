@@ -38,16 +38,16 @@ def square() -> np.ndarray:
     return mask
 
 
-def test_classes_come_in_the_order_of_their_ids(tmp_path: Path) -> None:
+def test_classes_are_sorted_by_id(tmp_path: Path) -> None:
     labels = CocoLabels(write(tmp_path, [annotation([SQUARE], 90)]))
     assert labels.classes == ["background", "early", "late"]
     assert (len(labels), labels.name(0), labels.load(0).shape) == (1, "one.png", (3, 10, 12))
     assert torch.equal(labels.labels(0), torch.from_numpy(square() * 2))
 
 
-def test_polygons_and_both_kinds_of_run_lengths_are_the_same(tmp_path: Path) -> None:
+def test_polygons_and_both_types_of_run_lengths_agree(tmp_path: Path) -> None:
     compressed = coco.encode(np.asfortranarray(square()))
-    flat = square().T.ravel()  # run lengths go down the columns
+    flat = square().T.ravel()  # run lengths are column-major
     ends = np.flatnonzero(np.diff(np.concatenate(([0], flat)))).tolist()
     runs = np.diff([0, *ends, len(flat)]).tolist()
     segmentations: list[Any] = [
@@ -59,7 +59,7 @@ def test_polygons_and_both_kinds_of_run_lengths_are_the_same(tmp_path: Path) -> 
         assert torch.equal(CocoLabels(write(tmp_path, [annotation(segmentation)])).labels(0), torch.tensor(square()))
 
 
-def test_smaller_objects_lie_on_larger_ones_and_all_on_crowds(tmp_path: Path) -> None:
+def test_smaller_objects_cover_larger_ones_and_crowds(tmp_path: Path) -> None:
     inner, all_of_it = [4, 4, 6, 4, 6, 6, 4, 6], [0, 0, 12, 0, 12, 10, 0, 10]
     objects = [annotation([inner], 90), annotation([SQUARE], 7), annotation([all_of_it], 90, iscrowd=1)]
     for order in (objects, objects[::-1]):
@@ -81,7 +81,7 @@ def test_images_without_objects_are_background(tmp_path: Path) -> None:
     assert not CocoLabels(write(tmp_path, [])).labels(0).any()
 
 
-def test_images_in_a_folder_beside_the_file_or_elsewhere(tmp_path: Path) -> None:
+def test_images_in_the_default_or_another_folder(tmp_path: Path) -> None:
     path = write(tmp_path / "set", [])
     (tmp_path / "set" / "images").mkdir()
     (tmp_path / "set" / "one.png").rename(tmp_path / "set" / "images" / "one.png")
@@ -97,10 +97,10 @@ def test_images_in_a_folder_beside_the_file_or_elsewhere(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("annotations", "changes", "message"),
     [
-        ([annotation([SQUARE], 8)], {}, r"annotation 1 is of category 8, which is not listed; there are 7, 90"),
-        ([annotation([SQUARE]) | {"image_id": 6}], {}, "annotation 1 is of image 6, which is not listed"),
+        ([annotation([SQUARE], 8)], {}, r"annotation 1 refers to category 8, which is not listed; listed: 7, 90"),
+        ([annotation([SQUARE]) | {"image_id": 6}], {}, "annotation 1 refers to image 6, which is not listed"),
         ([annotation([]) | {"bbox": [0, 0, 2, 2]}], {}, "annotation 1 has no segmentation: boxes alone do not give"),
-        ([], {"images": []}, "lists no image"),
+        ([], {"images": []}, "lists no images"),
         ([], {"categories": [{"id": 1}]}, "entry 0 of its categories lacks name"),
         ([], {"categories": None}, "not in COCO's format: it must contain the lists images, annotations, categories"),
         ([], {"categories": [{"id": 1, "name": "x"}, {"id": 2, "name": "x"}]}, "must name each class once, got 'x' 2"),
@@ -114,12 +114,12 @@ def test_files_that_are_refused(tmp_path: Path, annotations: list, changes: dict
 @pytest.mark.parametrize(
     ("segmentation", "message"),
     [
-        ([[1, 1, 4, 1]], "a polygon needs at least three corners"),
-        ([[1, 1, 4, 1, 5, 5, 6]], "a polygon needs at least three corners"),
-        ({"size": [12, 10], "counts": [120]}, r"its run lengths are of \[12, 10\] \(height, width\), not \[10, 12\]"),
-        ({"size": [10, 12], "counts": [3, 400]}, "the outline of annotation 1 cannot be used"),
-        ({"size": [10, 12], "counts": "zzzzz"}, "the outline of annotation 1 cannot be used"),
-        ({"size": [10, 12]}, "the outline of annotation 1 cannot be used"),
+        ([[1, 1, 4, 1]], "a polygon must have at least three corners"),
+        ([[1, 1, 4, 1, 5, 5, 6]], "a polygon must have at least three corners"),
+        ({"size": [12, 10], "counts": [120]}, r"must have size \[10, 12\] \(height, width\), got \[12, 10\]"),
+        ({"size": [10, 12], "counts": [3, 400]}, "the outline of annotation 1 is invalid"),
+        ({"size": [10, 12], "counts": "zzzzz"}, "the outline of annotation 1 is invalid"),
+        ({"size": [10, 12]}, "the outline of annotation 1 is invalid"),
     ],
 )
 def test_outlines_that_are_refused(tmp_path: Path, segmentation: Any, message: str) -> None:
@@ -128,14 +128,14 @@ def test_outlines_that_are_refused(tmp_path: Path, segmentation: Any, message: s
         labels.labels(0)
 
 
-def test_an_image_of_another_size_than_the_file_says(tmp_path: Path) -> None:
+def test_an_image_whose_size_differs_from_the_listed_one_is_refused(tmp_path: Path) -> None:
     labels = CocoLabels(write(tmp_path, []))
     Image.new("RGB", (10, 12)).save(tmp_path / "one.png")
     with pytest.raises(DataError, match=r"one\.png must have the size of its file, 10 x 12, got 12 x 10"):
         labels.labels(0)
 
 
-def test_what_is_of_cocos_format(tmp_path: Path) -> None:
+def test_cocos_format_is_recognised(tmp_path: Path) -> None:
     assert is_coco(write(tmp_path, []))
     for text in ("[]", "{}", "no json", '{"images": {}, "annotations": [], "categories": []}'):
         (tmp_path / "b.json").write_text(text)
@@ -143,7 +143,7 @@ def test_what_is_of_cocos_format(tmp_path: Path) -> None:
     assert not is_coco(tmp_path / "missing.json")
 
 
-def test_what_is_called_background_is_the_background(tmp_path: Path) -> None:
+def test_a_category_named_background_is_the_background(tmp_path: Path) -> None:
     categories = [{"id": 1, "name": "Background"}, {"id": 2, "name": "cell"}]
     path = write(tmp_path, [annotation([SQUARE], 2)], categories=categories)
     assert CocoLabels(path).classes == ["background", "cell"]
@@ -154,15 +154,15 @@ def test_what_is_called_background_is_the_background(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"categories": [*CATEGORIES, {"id": 7, "name": "other"}]}, "id 7 occurs twice in its categories"),
-        ({"categories": [*CATEGORIES, {"id": "8", "name": "other"}]}, "must be all numbers or all texts, got '8'"),
+        ({"categories": [*CATEGORIES, {"id": "8", "name": "other"}]}, "must be all numbers or all strings, got '8'"),
         ({"images": [{"id": 5, "file_name": "one.png"}, {"id": 5, "file_name": "one.png"}]}, "id 5 occurs twice"),
         ({"images": [{"id": None, "file_name": "one.png"}]}, "got None"),
         (
             {"annotations": [{**annotation([SQUARE]), "image_id": [5]}]},
-            r"annotation 1 is of image \[5\], which",
+            r"annotation 1 refers to image \[5\], which",
         ),
     ],
 )
-def test_ids_that_do_not_tell_apart(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_ambiguous_ids_are_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(DataError, match=said):
         CocoLabels(write(tmp_path, changes.pop("annotations", []), **changes))

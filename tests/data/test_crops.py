@@ -1,4 +1,4 @@
-"""Training crops: where they are cut, what they are filled with, and how colours are distorted."""
+"""Position, padding and colour distortion of training crops."""
 
 import colorsys
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from cribo.data.randomness import keyed_generator
 
 @dataclass
 class Mapped:
-    """Labelled images whose pixels hold their row and column, and whose labels are given."""
+    """Labelled images whose pixel values are row and column, with given labels."""
 
     maps: list[torch.Tensor]
     ignore_index: int = 255
@@ -52,18 +52,18 @@ class Mapped:
 
 
 def halves(height: int, width: int) -> torch.Tensor:
-    """Labels that are 0 in the left half, 1 in the right one."""
+    """Return labels that are 0 in the left half and 1 in the right half."""
     return (torch.arange(width) >= width // 2).to(torch.uint8).expand(height, width)
 
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Colours are left alone."""
+    """Disable colour distortion."""
     monkeypatch.setattr("cribo.data.crops.distort", lambda image, generator: image)
 
 
 @pytest.mark.usefixtures("plain")
-def test_image_and_labels_are_cut_alike() -> None:
+def test_image_and_labels_are_cropped_consistently() -> None:
     crops = LabelledCrops(Mapped([halves(120, 200)]), 64, None, seed=3)
     flips = set()
     for epoch in range(40):
@@ -75,13 +75,13 @@ def test_image_and_labels_are_cut_alike() -> None:
         assert abs(abs(across) - down) < 0.1 * down
         flips.add(across < 0)
         expected = columns >= 100
-        near = (columns - 99.5).abs() <= 1  # where a pixel lies between the halves, either may be nearest
+        near = (columns - 99.5).abs() <= 1  # pixels on the border between the halves may have either label
         assert torch.equal(expected[~near], crop.labels[:height, :width][~near].bool())
     assert flips == {False, True}
 
 
 @pytest.mark.usefixtures("plain")
-def test_scales_are_spread_from_half_to_twice() -> None:
+def test_scales_range_from_half_to_twice() -> None:
     crops = LabelledCrops(Mapped([halves(100, 100)]), 400, (80, 40), seed=0)
     sides = [int(crops[epoch, 0].extent[0]) for epoch in range(200)]
     assert min(sides) in range(20, 24)
@@ -98,19 +98,19 @@ def test_scales_are_spread_from_half_to_twice() -> None:
         (None, (375, 500)),
     ],
 )
-def test_size_within_a_scale(scale: tuple[int, int] | None, expected: tuple[int, int]) -> None:
+def test_fitted_size(scale: tuple[int, int] | None, expected: tuple[int, int]) -> None:
     assert fitted_size(375, 500, scale) == expected
     assert fitted_size(500, 375, scale) == expected[::-1]
 
 
-def test_long_images_are_bound_by_their_long_side() -> None:
+def test_long_images_are_limited_by_their_long_side() -> None:
     assert fitted_size(100, 1000, (2048, 512)) == (205, 2048)
     assert fitted_size(375, 500, (2048, 512), 1.499) == (767, 1023)  # 512 * 1.499 = 767.5, rounded down
     assert fitted_size(1, 1000, (100, 100)) == (1, 100)
 
 
 @pytest.mark.usefixtures("plain")
-def test_small_images_are_filled_at_right_and_bottom() -> None:
+def test_small_images_are_padded_at_right_and_bottom() -> None:
     crop = LabelledCrops(Mapped([halves(20, 30)]), 96, None, seed=0)[0, 0]
     height, width = crop.extent.tolist()
     assert height < 96
@@ -123,7 +123,7 @@ def test_small_images_are_filled_at_right_and_bottom() -> None:
 
 
 @pytest.mark.usefixtures("plain")
-def test_crops_avoid_places_where_one_category_takes_three_quarters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crops_avoid_a_category_that_covers_three_quarters(monkeypatch: pytest.MonkeyPatch) -> None:
     labels = torch.zeros(200, 200, dtype=torch.uint8)
     labels[:, 150:] = 1
     labels[:, :50] = 255
@@ -151,13 +151,13 @@ def test_is_varied() -> None:
     assert is_varied(labels(0, 1, 255, 255, 255, 255), 255)
 
 
-def test_a_hopeless_image_gives_a_crop_all_the_same() -> None:
+def test_an_image_of_one_category_is_still_cropped() -> None:
     assert (
         LabelledCrops(Mapped([torch.full((80, 80), 255, dtype=torch.uint8)]), 32, None, seed=0)[0, 0].labels == 255
     ).all()
 
 
-def test_keys_decide_everything() -> None:
+def test_crops_depend_on_their_key_only() -> None:
     crops = LabelledCrops(Mapped([halves(90, 90), halves(90, 90)]), 64, None, seed=0)
     torch.manual_seed(1)
     first = crops[2, 0]
@@ -173,21 +173,21 @@ def test_a_crop_below_one_pixel_is_refused() -> None:
         LabelledCrops(Mapped([halves(8, 8)]), 0, None, seed=0)
 
 
-def test_whole_images_are_resized_and_their_labels_are_not() -> None:
+def test_whole_images_are_resized_without_their_labels() -> None:
     whole = WholeImages(Mapped([halves(100, 150)]), (60, 40))[0]
     assert whole.pixels.shape == (3, 40, 60)
     assert torch.equal(whole.labels, halves(100, 150))
 
 
-def test_resizing_is_not_anti_aliased() -> None:
+def test_resizing_is_not_antialiased() -> None:
     image = torch.zeros(3, 8, 8, dtype=torch.uint8)
     image[:, :, 1::4] = image[:, :, 2::4] = 200
-    # A quarter of the size: the two columns in the middle of each four are all that bilinear weights reach.
+    # At a quarter of the size, bilinear weights cover only the two central columns of each four.
     assert (resize(image, (2, 2)) == 200).all()
 
 
 def in_plain_words(image: torch.Tensor, generator: torch.Generator) -> np.ndarray:
-    """`distort`, a pixel at a time, with the standard library's HSV."""
+    """Compute `distort` pixel by pixel with the standard library's HSV."""
     chances = torch.rand(5, generator=generator).tolist()
     amounts = torch.rand(3, generator=generator).tolist()
     turn = int(torch.randint(-HUE, HUE, (), generator=generator))
@@ -209,7 +209,7 @@ def in_plain_words(image: torch.Tensor, generator: torch.Generator) -> np.ndarra
     return result * 255
 
 
-def test_colours_are_distorted_as_in_plain_words() -> None:
+def test_distort_agrees_with_the_reference() -> None:
     image = torch.randint(0, 256, (3, 6, 7), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     image[:, 0, 0], image[:, 0, 1], image[:, 0, 2] = 0, 255, 90  # neither hue nor saturation
     changed = set()
@@ -218,11 +218,11 @@ def test_colours_are_distorted_as_in_plain_words() -> None:
         expected = in_plain_words(image, keyed_generator(key))
         assert np.abs(found - expected).max() < 0.51
         changed.add(not np.array_equal(found, image.permute(1, 2, 0).numpy()))
-    assert changed == {False, True}  # in one case of sixteen nothing is done
+    assert changed == {False, True}  # one draw in sixteen changes nothing
 
 
-def test_saturation_stays_within_the_colours_there_are() -> None:
+def test_saturation_is_clipped() -> None:
     values = torch.tensor([0.8, 0.2, 0.5]).view(3, 1, 1)
-    more = _saturate(values, 1.5).flatten()  # 0.75 to 1, and no further
+    more = _saturate(values, 1.5).flatten()  # from 0.75 to 1, which is the maximum
     assert torch.allclose(more, torch.tensor([0.8, 0.0, 0.4]), atol=1e-6)
     assert torch.allclose(_saturate(values, 0.0).flatten(), torch.full((3,), 0.8))

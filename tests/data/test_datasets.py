@@ -23,7 +23,7 @@ def write_image(path: Path, width: int = 3, height: int = 2) -> None:
 
 
 def write_labels(path: Path, values: list[list[int]], *, colours: bool = False) -> None:
-    """A grey PNG or, as in Pascal VOC, one with a colour palette."""
+    """Write a grey PNG or, as in Pascal VOC, a palette PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
     image = Image.fromarray(np.array(values, dtype=np.uint8))
     if colours:
@@ -87,7 +87,7 @@ def test_class_lists(name, count, spots):
 def test_palettes(name):
     palette = SEGMENTATION_SETS[name].palette
     assert all(len(colour) == 3 and all(0 <= channel <= 255 for channel in colour) for colour in palette)
-    # The colours that ADE20K was published with are those of road for skyscraper.
+    # The published palette of ADE20K has the same colours for road and skyscraper.
     assert len(palette) - len(set(palette)) == (name == "ade20k")
 
 
@@ -147,7 +147,7 @@ def test_root_too_high_or_too_low(tmp_path, inner):
     assert labels_of(data) == [[0, 0, 0], [1, 1, 1]]
 
 
-def test_a_folder_above_counts_only_if_the_root_belongs_to_the_set(tmp_path):
+def test_a_parent_folder_is_used_only_if_the_root_is_part_of_the_set(tmp_path):
     write_ade20k(tmp_path, [[1, 1, 1], [1, 1, 1]])
     (tmp_path / "cars").mkdir()
     assert len(open_segmentation("ade20k", tmp_path / "images" / "validation", "val", partial=True)) == 1
@@ -164,7 +164,7 @@ def test_voc_trainaug(tmp_path, list_name, line):
     write_voc(tmp_path, {"2007_000032": [[1, 1, 1], [0, 0, 255]]}, split="train")
     write_image(tmp_path / "JPEGImages/2008_000008.jpg")
     write_labels(tmp_path / "SegmentationClassAug/2008_000008.png", [[13, 13, 13], [0, 15, 0]])
-    # SBD has coarser labels for some of VOC's own images, and none for others: VOC's own are read for both.
+    # SBD's labels of VOC's images are coarser or missing, so VOC's labels are used.
     write_labels(tmp_path / "SegmentationClassAug/2007_000032.png", [[1, 1, 1], [1, 1, 1]])
     ids = ["2008_000008", "2007_000032"]
     write_list(tmp_path / "ImageSets/Segmentation" / list_name, *(line.format(image) for image in ids))
@@ -200,7 +200,7 @@ def test_pascal_context(tmp_path, folder):
     assert labels_of(of_60) == [[0, 55, 58], [1, 59, 0]]
     assert of_59.classes == of_60.classes[1:]
     assert of_59.palette == of_60.palette[1:]
-    # What this image is known to show: a television by a window.
+    # The image shows a television by a window.
     assert [of_60.classes[label] for label in (55, 58)] == ["tvmonitor", "window"]
 
 
@@ -221,7 +221,7 @@ def test_coco_stuff_train_ids(tmp_path):
     data = open_segmentation("coco-stuff", tmp_path, "val", partial=True)
     assert labels_of(data) == [[0, 11, 170], [255, 10, 80]]
     write_labels(tmp_path / "annotations/val2017/000000000139.png", [[0, 12, 181], [255, 10, 91]])
-    assert len(open_segmentation("coco-stuff", tmp_path, "val", partial=True)) == 2  # the complete kind is read
+    assert len(open_segmentation("coco-stuff", tmp_path, "val", partial=True)) == 2  # the complete set of maps is used
     write_labels(tmp_path / "annotations/val2017/000000000285.png", [[0, 12, 181], [255, 10, 91]])
     data = open_segmentation("coco-stuff", tmp_path, "val", partial=True)
     assert data.label_path(0).endswith("000000000139.png")
@@ -263,7 +263,7 @@ def test_cityscapes_train_ids(tmp_path):
     assert labels_of(data) == [[0, 13, 18], [255, 255, 1]]
 
 
-def test_camvid_as_segnet_has_it(tmp_path):
+def test_camvid_in_segnets_layout(tmp_path):
     write_image(tmp_path / "train/0001TP_006690.png")
     write_labels(tmp_path / "trainannot/0001TP_006690.png", [[0, 11, 10], [8, 3, 11]])
     write_list(
@@ -280,11 +280,11 @@ def test_camvid_in_folders(tmp_path):
     data = open_segmentation("camvid", tmp_path, "val", partial=True)
     assert labels_of(data) == [[0, 255, 10], [8, 3, 255]]
     write_list(tmp_path / "classes.txt", "road", "sky")
-    with pytest.raises(DataError, match=r"classes\.txt must name the classes of CamVid .*, got road, sky; .*'folder'"):
+    with pytest.raises(DataError, match=r"classes\.txt must list the classes of CamVid .*, got road, sky; .*'folder'"):
         open_segmentation("camvid", tmp_path, "val", partial=True)
 
 
-def test_whole_camvid(camvid):
+def test_complete_camvid(camvid):
     train, val = open_segmentation("camvid", camvid, "train"), open_segmentation("camvid", camvid.parent, "val")
     assert (len(train), len(val)) == (367, 101)
     assert torch.equal(val.labels(3), open_segmentation("folder", camvid, "val").labels(3))
@@ -296,7 +296,7 @@ def fill_cityscapes(root: Path) -> None:
     touch(root / "gtFine/val/frankfurt", [f"{frame}_gtFine_labelIds.png" for frame in frames])
 
 
-def test_a_whole_split_is_accepted(tmp_path):
+def test_a_complete_split_is_accepted(tmp_path):
     fill_cityscapes(tmp_path)
     data = open_segmentation("cityscapes", tmp_path, "val")
     assert len(data) == 500
@@ -322,7 +322,7 @@ def test_a_missing_file_is_named(tmp_path, gone, counts):
     assert "partial" in message
 
 
-def test_a_half_of_both_is_noticed(tmp_path):
+def test_missing_images_and_labels_are_detected(tmp_path):
     fill_cityscapes(tmp_path)
     for folder in (tmp_path / "leftImg8bit/val/frankfurt", tmp_path / "gtFine/val/frankfurt"):
         for path in sorted(folder.iterdir())[250:]:
@@ -350,17 +350,17 @@ def test_a_listed_image_that_is_missing_is_named(tmp_path):
     assert len(open_segmentation("voc", tmp_path, "val", partial=True)) == 1000
 
 
-def test_a_part_needs_its_labels(tmp_path):
+def test_a_partial_split_needs_labels(tmp_path):
     write_voc(tmp_path, {"2007_000033": [[0, 0, 0], [1, 1, 1]]})
     (tmp_path / "SegmentationClass/2007_000033.png").unlink()
     with pytest.raises(MissingData, match=r"2007_000033\.jpg has no labels: there is no 2007_000033\.png in .*Class"):
         open_segmentation("voc", tmp_path, "val", partial=True)
 
 
-def test_a_part_without_images(tmp_path):
+def test_a_partial_split_without_images_is_refused(tmp_path):
     (tmp_path / "images/validation").mkdir(parents=True)
     write_labels(tmp_path / "annotations/validation/ADE_val_00000001.png", [[1, 1], [1, 1]])
-    with pytest.raises(DataError, match=r"ADE20K val has no image in .*validation; expected images/validation"):
+    with pytest.raises(DataError, match=r"ADE20K val has no images in .*validation; expected images/validation"):
         open_segmentation("ade20k", tmp_path, "val", partial=True)
 
 
@@ -393,11 +393,11 @@ def test_missing_root(tmp_path):
         (
             "ade",
             "val",
-            r"no segmentation set 'ade'; did you mean 'ade20k'\? \(there are voc, pascal-context, .*folder\)",
+            r"unknown segmentation set 'ade'; did you mean 'ade20k'\? \(available: voc, pascal-context, .*folder\)",
         ),
-        ("xyz", "val", r"no segmentation set 'xyz'; there are voc, "),
-        ("ade20k", "validation", r"ade20k has no split 'validation'; did you mean 'val'\? \(there are train, val\)"),
-        ("voc", "test", r"voc has no split 'test'; .*there are train, val, trainaug"),
+        ("xyz", "val", r"unknown segmentation set 'xyz'; available: voc, "),
+        ("ade20k", "validation", r"ade20k has no split 'validation'; did you mean 'val'\? \(available: train, val\)"),
+        ("voc", "test", r"voc has no split 'test'; .*available: train, val, trainaug"),
     ],
 )
 def test_unknown_names(tmp_path, name, split, message):
@@ -413,7 +413,7 @@ def test_label_maps_in_colours_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "wrong"), [("voc", 21), ("voc", 254), ("pascal-context", 60)])
-def test_values_that_are_no_class(tmp_path, name, wrong):
+def test_values_that_are_not_a_class_are_refused(tmp_path, name, wrong):
     root = tmp_path / (VOC if name == "voc" else CONTEXT)
     maps, lists = ("SegmentationClass", "Segmentation") if name == "voc" else ("SegmentationContext",) * 2
     write_image(root / "JPEGImages/2008_000002.jpg")
@@ -423,7 +423,7 @@ def test_values_that_are_no_class(tmp_path, name, wrong):
         open_segmentation(name, tmp_path, "val", partial=True).labels(0)
 
 
-def test_label_map_of_another_size(tmp_path):
+def test_a_label_map_of_another_size_is_refused(tmp_path):
     write_ade20k(tmp_path, [[1, 1], [1, 1], [1, 1]])
     with pytest.raises(DataError, match=r"size of their image ADE_val_00000001\.jpg, 3 x 2, got 2 x 3"):
         open_segmentation("ade20k", tmp_path, "val", partial=True).labels(0)
@@ -446,12 +446,12 @@ def test_lists(tmp_path, text):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\n\n", r"val\.txt names no image"),
+        (b"\n\n", r"val\.txt lists no images"),
         (b"\xff\xfe\x00\x01", "it is not UTF-8 text"),
         (b"2007_000032\n2007_000039 -1\n", r"val\.txt, line 2: must be a name, .*, got '2007_000039 -1'"),
     ],
 )
-def test_lists_that_are_none(tmp_path, content, message):
+def test_invalid_lists_are_refused(tmp_path, content, message):
     path = tmp_path / "val.txt"
     path.write_bytes(content)
     with pytest.raises(DataError, match=message):

@@ -19,7 +19,7 @@ def names(files: ImageFiles) -> list[str]:
     return [files.name(i) for i in range(len(files))]
 
 
-def test_class_folders_in_order_of_their_names(tmp_path):
+def test_images_are_sorted_by_class_folder_and_name(tmp_path):
     for name in [
         "n02/b.JPEG",
         "n02/a.JPEG",
@@ -44,7 +44,7 @@ def test_class_folders_in_order_of_their_names(tmp_path):
     assert names(open_images(tmp_path)) == expected
 
 
-def test_load_gives_the_image_of_the_name(tmp_path):
+def test_load_returns_the_named_image(tmp_path):
     save(tmp_path / "train2017" / "b.png", "blue")
     save(tmp_path / "train2017" / "r.png", "red")
     save(tmp_path / "val2017" / "g.png", "lime")
@@ -67,7 +67,7 @@ def test_files_can_be_loaded_reduced(tmp_path):
         limited.load_reduced(0, lambda height, width: 2)
 
 
-def test_hidden_and_other_files_are_left_out(tmp_path):
+def test_hidden_and_other_files_are_skipped(tmp_path):
     for name in ["x.png", "._x.png", ".cache/y.png", "notes.png.txt"]:
         save(tmp_path / name)
     os.mkfifo(tmp_path / "pipe.png")
@@ -76,7 +76,7 @@ def test_hidden_and_other_files_are_left_out(tmp_path):
     assert names(open_images(tmp_path)) == ["x.png"]
 
 
-def test_links_are_followed_but_not_round_in_circles(tmp_path):
+def test_links_are_followed_without_cycles(tmp_path):
     save(tmp_path / "elsewhere" / "x.png")
     save(tmp_path / "elsewhere" / "one.png")
     root = tmp_path / "root"
@@ -120,7 +120,7 @@ def test_list_file(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../secret.png", "a/../../secret.png", "{outside}", "link.png", "folder/secret.png"])
-def test_nothing_outside_is_read_where_it_must_not(tmp_path, name):
+def test_inside_refuses_images_outside_the_folder(tmp_path, name):
     root, outside = tmp_path / "root", tmp_path / "secret.png"
     (root / "a").mkdir(parents=True)
     for path in (outside, root / "a" / "own.png"):
@@ -133,7 +133,7 @@ def test_nothing_outside_is_read_where_it_must_not(tmp_path, name):
     (root / "list.txt").write_text(f"a/own.png\n{name.format(outside=outside)}\n")
     assert len(open_images(root / "list.txt")) == 2
     for given in (root / "list.txt", root):
-        with pytest.raises(DataError, match=r"secret.png, outside of .*root.*allow it with data.inside false"):
+        with pytest.raises(DataError, match=r"secret.png, outside .*root.*allow it with data.inside false"):
             open_images(given, inside=True)
 
 
@@ -147,23 +147,23 @@ def test_list_names_the_first_missing_file_and_the_count(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"# nothing\n\n", "lists no image: put one path per line"),
+        (b"# nothing\n\n", "lists no images: put one path per line"),
         (b"\xff\xfe\x00\x81", "it is not UTF-8 text"),
     ],
 )
-def test_lists_that_are_none(tmp_path, content, message):
+def test_empty_lists_are_refused(tmp_path, content, message):
     (tmp_path / "list.txt").write_bytes(content)
     with pytest.raises(DataError, match=message):
         open_images(tmp_path / "list.txt")
 
 
-def test_file_that_is_no_list(tmp_path):
+def test_other_files_are_refused(tmp_path):
     save(tmp_path / "x.png")
     with pytest.raises(DataError, match=r"x\.png is a file: give a folder of images, or a \.txt file"):
         open_images(tmp_path / "x.png")
 
 
-def test_missing_folder_offers_the_nearest_name(tmp_path):
+def test_a_missing_folder_suggests_the_nearest_name(tmp_path):
     save(tmp_path / "images" / "train" / "x.png")
     save(tmp_path / "labels" / "train" / "x.png")
     with pytest.raises(MissingData, match=r"there is no 'trian' in .*images; did you mean 'train'"):
@@ -176,13 +176,13 @@ def test_missing_folder_offers_the_nearest_name(tmp_path):
         open_images(tmp_path, "images/train/x.png/sub")
 
 
-def test_missing_data_is_both_a_data_error_and_a_file_not_found(tmp_path):
+def test_missing_data_is_a_data_error_and_a_file_not_found_error(tmp_path):
     for kind in (DataError, ValueError, FileNotFoundError):
         with pytest.raises(kind, match="there is no 'gone'"):
             open_images(tmp_path / "gone")
 
 
-def test_empty_folder_tells_what_it_looked_for_and_what_it_found(tmp_path):
+def test_an_empty_folder_reports_extensions_and_contents(tmp_path):
     with pytest.raises(DataError, match=r"looked for \.jpg .*, found no files at all"):
         open_images(tmp_path)
     for name in ["a.dcm", "b/c.dcm", "readme"]:
@@ -193,7 +193,7 @@ def test_empty_folder_tells_what_it_looked_for_and_what_it_found(tmp_path):
         open_images(tmp_path)
 
 
-def test_folder_that_may_not_be_listed(tmp_path):
+def test_a_folder_without_permission_is_reported(tmp_path):
     locked = tmp_path / "locked"
     save(locked / "x.png")
     locked.chmod(0)
@@ -222,7 +222,7 @@ def test_pickled_files_are_the_same_files(tmp_path):
     assert files.load(1).shape == (3, 4, 6)
 
 
-def test_packed_names_hold_any_name_compactly():
+def test_packed_names_store_any_name_compactly():
     given = [f"n{i % 1000:08d}/n{i:08d}.JPEG" for i in range(20_000)] + ["", "é/ü.jpg"]
     packed = PackedNames(iter(given))
     assert len(packed) == len(given)

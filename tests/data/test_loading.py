@@ -1,4 +1,4 @@
-"""Whatever happens to workers and files, batches are those of a run in which nothing did."""
+"""Faults of workers and files do not change the batches."""
 
 import errno
 import logging
@@ -42,8 +42,8 @@ from cribo.data.samples import Batch, StepBatchSampler, Unreadable
 from cribo.data.storage import ShardError
 
 BATCH = 4
-IMAGES = 41  # ten batches and an image that sits out
-MANY = 161  # forty batches: more than are on their way at any time
+IMAGES = 41  # ten batches and one image that is skipped
+MANY = 161  # forty batches, more than are prefetched
 PATIENT = (0.001, 0.002, 0.003)
 
 
@@ -53,7 +53,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Training:
-    """What a trainer does with a loader: one step after the other, epoch after epoch."""
+    """A minimal trainer: loads the batch of each step, epoch by epoch."""
 
     def __init__(
         self, source: ImageSource, *, workers: int = 2, timeout: float = 60, pin_memory: bool = False, **options: Any
@@ -67,7 +67,7 @@ class Training:
 
     @property
     def workers(self) -> list[Any]:
-        """The living processes that load."""
+        """Return the running worker processes."""
         return sorted(self._own(), key=lambda process: process.pid)
 
     def epoch(self) -> Iterator[Batch]:
@@ -83,7 +83,7 @@ class Training:
 
 
 def expected(epochs: int = 1, *, source: ImageSource | None = None) -> list[Batch]:
-    """What this process loads by itself."""
+    """Return the batches loaded in the main process."""
     return Training(source or Noise(IMAGES), workers=0).batches(epochs)
 
 
@@ -96,7 +96,7 @@ def skipped(batches: Sequence[Batch]) -> set[Unreadable]:
 
 
 def threads() -> list[threading.Thread]:
-    """Those that end the workers of an iterator."""
+    """Return the threads that stop the workers of an iterator."""
     return [thread for thread in threading.enumerate() if thread.name == "end of workers"]
 
 
@@ -107,7 +107,7 @@ def ended(processes: Sequence[Any], seconds: float = 10) -> bool:
     return not any(process.is_alive() for process in processes)
 
 
-# ------------------------------------------------------------------ faults that pass
+# ------------------------------------------------------------------ temporary faults
 
 
 @pytest.mark.parametrize(
@@ -125,15 +125,15 @@ def test_a_worker_that_fails_once_changes_nothing(tmp_path: Path, fault: Fault, 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("fault", [fails(), fails(errno.ESTALE), fails(errno.ENETDOWN), fails_within_pillow])
-def test_a_file_system_that_fails_for_a_while_is_waited_for(tmp_path: Path, fault: Fault, workers: int) -> None:
-    """A total outage: every image fails at first, and none is given up."""
+def test_temporary_file_system_errors_are_retried(tmp_path: Path, fault: Fault, workers: int) -> None:
+    """During a total outage, every image fails at first, and no image is given up."""
     faulty = Faulty(Noise(IMAGES), tmp_path / "counts", drawn(IMAGES, 0, 1.0, fault, times=len(PATIENT)))
     training = Training(faulty, workers=workers)
     batches = training.batches()
     assert_same(batches, expected())
     for batch in batches:
         assert all(faulty.asked(int(image)) == len(PATIENT) for image in batch.images)
-    # Workers that are ahead in the next epoch may have met with some of the faults.
+    # Some faults may have occurred in workers that prefetch the next epoch.
     assert (
         retried(batches) == 10 * BATCH * len(PATIENT) if workers == 0 else retried(batches) > 8 * BATCH * len(PATIENT)
     )
@@ -153,26 +153,26 @@ def test_everything_at_once(tmp_path: Path) -> None:
     batches = training.batches(2)
     assert_same(batches, expected(2, source=Noise(count, broken={3, 77})))
     assert 2 <= training.loader.restarts <= 3
-    assert 1 <= retried(batches) <= 2 * 10  # what was retried for batches that were lost is forgotten
+    assert 1 <= retried(batches) <= 2 * 10  # retries for lost batches are not counted
     assert {entry.name for entry in skipped(batches)} == {"noise 3", "noise 77"}
 
 
 class Wordy(Noise):
-    """Images whose names alone fill the pipe from a worker, so that it always is in the middle of a message."""
+    """Images with names so long that workers are always in the middle of sending a message."""
 
     def name(self, index: int) -> str:
         return f"noise {index} " + 200_000 * "x"
 
 
 def test_a_worker_killed_in_the_middle_of_a_message() -> None:
-    """Half a message is in the pipe: whoever reads the rest waits for ever."""
+    """The pipe contains a partial message, whose remainder would be awaited forever."""
     source = Wordy(MANY, broken=range(0, MANY, 3))
     training = Training(source)
     batches = []
     for batch in training.epoch():
         batches.append(batch)
         if training.step in (2, 20):
-            time.sleep(0.5)  # in which the workers go on until the pipe is full
+            time.sleep(0.5)  # time for the workers to fill the pipe
             for worker in training.workers:
                 worker.kill()
     training.loader.close()
@@ -180,7 +180,7 @@ def test_a_worker_killed_in_the_middle_of_a_message() -> None:
     assert training.loader.restarts == 2
 
 
-def test_workers_that_are_killed_between_two_epochs() -> None:
+def test_workers_killed_between_two_epochs_are_replaced() -> None:
     training = Training(Noise(IMAGES))
     batches = list(training.epoch())
     assert len(training.workers) == 2
@@ -193,14 +193,14 @@ def test_workers_that_are_killed_between_two_epochs() -> None:
 
 
 def use_another_loader() -> None:
-    """Once there has been a DataLoader with workers, torch raises an error wherever the main thread is."""
+    """After any DataLoader with workers, torch's handler raises errors anywhere in the main thread."""
     list(DataLoader(list(range(4)), num_workers=1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("another", [None, 0, 1])
 @pytest.mark.parametrize("both", [False, True])
-def test_the_death_of_a_worker_does_not_break_into_a_step(another: int | None, both: bool) -> None:
-    """Whether another loader with workers is used before, within a step, or not at all."""
+def test_a_dying_worker_does_not_interrupt_a_step(another: int | None, both: bool) -> None:
+    """Another loader with workers is used before, during a step, or not at all."""
     if another == 0:
         use_another_loader()
     training = Training(Noise(MANY))
@@ -220,8 +220,8 @@ def test_the_death_of_a_worker_does_not_break_into_a_step(another: int | None, b
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_a_worker_that_is_stopped_meanwhile(both: bool) -> None:
-    """What it has ready, it hands over to nobody."""
+def test_a_worker_stopped_during_a_step_is_replaced(both: bool) -> None:
+    """Its prefetched batches are lost."""
     training = Training(Noise(MANY), timeout=3)
     batches = []
     for batch in training.epoch():
@@ -239,7 +239,7 @@ def go_on(workers: Sequence[Any]) -> None:
         os.kill(worker.pid, signal.SIGCONT)
 
 
-def test_a_worker_that_goes_on_in_time_is_not_replaced() -> None:
+def test_a_worker_that_continues_within_the_timeout_is_not_replaced() -> None:
     training = Training(Noise(MANY), timeout=30)
     batches = []
     for batch in training.epoch():
@@ -253,7 +253,7 @@ def test_a_worker_that_goes_on_in_time_is_not_replaced() -> None:
     assert training.loader.restarts == 0
 
 
-def test_workers_that_are_killed_again_and_again() -> None:
+def test_workers_killed_repeatedly_are_replaced() -> None:
     training = Training(Noise(IMAGES), max_restarts=1)
     batches = []
     for _ in range(3):
@@ -268,7 +268,7 @@ def test_workers_that_are_killed_again_and_again() -> None:
     assert training.workers == []
 
 
-def test_an_interruption_while_a_batch_is_waited_for_loses_nothing(tmp_path: Path) -> None:
+def test_an_interruption_while_waiting_for_a_batch_loses_nothing(tmp_path: Path) -> None:
     training = Training(Faulty(Noise(IMAGES), tmp_path / "counts", drawn(IMAGES, 0, 1.0, stalls(0.3), 1)))
 
     class Interrupted(Exception):
@@ -300,7 +300,7 @@ def test_an_interruption_while_a_batch_is_waited_for_loses_nothing(tmp_path: Pat
     assert_same(batches, expected())
 
 
-def test_page_locked_memory_is_asked_for_in_vain_without_a_gpu() -> None:
+def test_page_locked_memory_is_not_used_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("has a CUDA device")
     for workers in (0, 1):
@@ -320,11 +320,11 @@ def test_batches_in_page_locked_memory_after_a_restart(tmp_path: Path) -> None:
     assert_same(batches, expected(2))
 
 
-# ------------------------------------------------------------------ faults that do not pass
+# ------------------------------------------------------------------ permanent faults
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_file_that_stays_unreadable_is_skipped_after_the_last_attempt(tmp_path: Path, workers: int) -> None:
+def test_an_unreadable_file_is_skipped_after_the_last_attempt(tmp_path: Path, workers: int) -> None:
     faulty = Faulty(Noise(IMAGES), tmp_path / "counts", {7: (fails(), ALWAYS), 20: (fails(errno.EACCES), ALWAYS)})
     training = Training(faulty, workers=workers)
     batches = training.batches()
@@ -336,7 +336,7 @@ def test_a_file_that_stays_unreadable_is_skipped_after_the_last_attempt(tmp_path
     assert retried(batches) == len(PATIENT)  # of which EACCES has none
 
 
-def test_what_was_waited_for_in_vain_is_not_waited_for_again(tmp_path: Path) -> None:
+def test_a_failed_image_is_not_retried_again(tmp_path: Path) -> None:
     faulty = Faulty(Noise(IMAGES), tmp_path / "counts", {7: (fails(), ALWAYS)})
     training = Training(faulty, workers=0)
     assert retried(training.batches(4)) == len(PATIENT)
@@ -344,7 +344,7 @@ def test_what_was_waited_for_in_vain_is_not_waited_for_again(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_file_that_is_deleted_is_skipped_at_once(tmp_path: Path, workers: int) -> None:
+def test_a_deleted_file_is_skipped_immediately(tmp_path: Path, workers: int) -> None:
     folder = tmp_path / "images"
     folder.mkdir()
     for index in range(12):
@@ -356,7 +356,7 @@ def test_a_file_that_is_deleted_is_skipped_at_once(tmp_path: Path, workers: int)
     batches = training.batches(3)
     assert skipped(batches) == {Unreadable("03.png", "no such file")}
     assert retried(batches) == training.loader.restarts == 0
-    assert_same(batches, expected(3, source=files))  # from which it is missing now
+    assert_same(batches, expected(3, source=files))  # which no longer contains it
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,7 @@ def test_a_file_that_is_deleted_is_skipped_at_once(tmp_path: Path, workers: int)
         (stops, "no batch from 2 workers for 1 s"),
     ],
 )
-def test_an_image_that_workers_fail_at_each_time_stops_the_loading(tmp_path: Path, fault: Fault, said: str) -> None:
+def test_an_image_that_always_kills_workers_stops_loading(tmp_path: Path, fault: Fault, said: str) -> None:
     faulty = Faulty(Noise(IMAGES), tmp_path / "counts", {13: (fault, ALWAYS)})
     training = Training(faulty, timeout=1, max_restarts=2)
     batches = []
@@ -380,7 +380,7 @@ def test_an_image_that_workers_fail_at_each_time_stops_the_loading(tmp_path: Pat
 
 
 class Deadly(Noise):
-    """Workers die of it at their first image."""
+    """A transform that kills workers at their first image."""
 
     def __init__(self, count: int, end: Callable[[], object]) -> None:
         super().__init__(count)
@@ -392,7 +392,7 @@ class Deadly(Noise):
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])
-def test_workers_that_always_fail_stop_the_loading(most: int) -> None:
+def test_workers_that_always_fail_stop_loading(most: int) -> None:
     training = Training(Deadly(IMAGES, kills), max_restarts=most)
     message = rf"one of 2 workers was killed \(SIGKILL.*\); workers have failed {most + 1} times for the same batch\. "
     with pytest.raises(WorkersFailed, match=message + r"Use fewer data\.workers, or give the job more memory"):
@@ -410,13 +410,13 @@ def test_workers_that_always_fail_stop_the_loading(most: int) -> None:
         (lambda: os.kill(os.getpid(), 40), r"was killed \(signal 40\)"),
     ],
 )
-def test_workers_that_end_in_any_way_stop_the_loading(end: Callable[[], None], said: str) -> None:
+def test_workers_that_exit_in_any_way_stop_loading(end: Callable[[], None], said: str) -> None:
     training = Training(Deadly(IMAGES, end), max_restarts=1)
     with pytest.raises(WorkersFailed, match=f"one of 2 workers {said}; workers have failed 2 times .*data.workers"):
         training.batches()
 
 
-def test_storage_that_hangs_stops_the_loading(tmp_path: Path) -> None:
+def test_hanging_storage_stops_loading(tmp_path: Path) -> None:
     faulty = Faulty(Noise(IMAGES), tmp_path / "counts", drawn(IMAGES, 0, 1.0, stalls(3600), ALWAYS))
     training = Training(faulty, timeout=0.5, max_restarts=1)
     with pytest.raises(WorkersFailed, match=r"no batch from 2 workers for 0\.5 s; .*Check that data\.root can be read"):
@@ -425,7 +425,7 @@ def test_storage_that_hangs_stops_the_loading(tmp_path: Path) -> None:
 
 
 def begin_with_few_files(room: int, told: Any) -> None:
-    """In a process with room for so many more open files; later there is more."""
+    """Load with a limit of open files, which is raised later."""
     limits, taken = resource.getrlimit(resource.RLIMIT_NOFILE), []
     most = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
     resource.setrlimit(resource.RLIMIT_NOFILE, (most + 1 + room, limits[1]))
@@ -444,10 +444,10 @@ def begin_with_few_files(room: int, told: Any) -> None:
     told.send("the same")
 
 
-@pytest.mark.parametrize("room", [1, 9])  # enough for none of the workers, and for one of them
-def test_workers_that_cannot_be_started(room: int) -> None:
+@pytest.mark.parametrize("room", [1, 9])  # enough for no worker, and for one worker
+def test_workers_that_cannot_be_started_stop_loading(room: int) -> None:
     heard, told = multiprocessing.Pipe()
-    # Of its own: threads that other tests have left close files.
+    # In a new process, since threads of other tests may close files.
     process = multiprocessing.get_context("fork").Process(target=begin_with_few_files, args=(room, told))
     process.start()
     message = heard.recv()
@@ -458,11 +458,11 @@ def test_workers_that_cannot_be_started(room: int) -> None:
     assert process.exitcode == 0
 
 
-# ------------------------------------------------------------------ words
+# ------------------------------------------------------------------ messages
 
 
 class Raising(Noise):
-    """Meets with an error that is none of an image."""
+    """A transform that raises an error unrelated to images."""
 
     def __init__(self, count: int, error: Exception) -> None:
         super().__init__(count)
@@ -474,8 +474,8 @@ class Raising(Noise):
         return super().load(index)
 
 
-@pytest.mark.parametrize("error", [ShardError("the shard a.tar: it does not exist (any more)"), DataError("not this")])
-def test_an_error_for_users_arrives_as_it_is(error: Exception) -> None:
+@pytest.mark.parametrize("error", [ShardError("the shard a.tar: file not found"), DataError("not this")])
+def test_user_errors_are_raised_unchanged(error: Exception) -> None:
     training = Training(Raising(IMAGES, error))
     with pytest.raises(type(error)) as raised:
         training.batches()
@@ -484,7 +484,7 @@ def test_an_error_for_users_arrives_as_it_is(error: Exception) -> None:
 
 
 class Lost(Noise):
-    """Has no order for the second epoch."""
+    """A source whose order of the second epoch raises an error."""
 
     def epoch_order(self, seed: int, epoch: int) -> Tensor:
         if epoch:
@@ -494,7 +494,7 @@ class Lost(Noise):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("step", [0, 10])
-def test_an_error_of_the_order_arrives_as_it_is(step: int, workers: int) -> None:
+def test_errors_of_the_order_are_raised_unchanged(step: int, workers: int) -> None:
     training = Training(Lost(IMAGES), workers=workers)
     training.step = step
     with pytest.raises(MissingData, match="the order is gone"):
@@ -504,17 +504,17 @@ def test_an_error_of_the_order_arrives_as_it_is(step: int, workers: int) -> None
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("here"), RuntimeError("DataLoader timed out here")])
-def test_a_mistake_in_a_program_keeps_the_traceback_of_the_worker(error: Exception) -> None:
+def test_internal_errors_keep_the_traceback_of_the_worker(error: Exception) -> None:
     training = Training(Raising(IMAGES, error))
     with pytest.raises(type(error), match=r"(?s)in DataLoader worker process.*in load.*here"):
         training.batches()
     assert training.loader.restarts == 0
 
 
-def test_an_error_comes_with_its_batch_and_not_before() -> None:
+def test_an_error_is_raised_at_its_batch() -> None:
     training = Training(Raising(IMAGES, DataError("not this")))
     batches: list[Batch] = []
-    for _ in range(2):  # it can be asked for again
+    for _ in range(2):  # the batch can be requested again
         with pytest.raises(DataError):
             batches += training.epoch()
     wanted = [13 in (image for _, image in keys) for keys in StepBatchSampler(IMAGES, BATCH, 0, position=lambda: 0)]
@@ -523,7 +523,7 @@ def test_an_error_comes_with_its_batch_and_not_before() -> None:
     training.loader.close()
 
 
-def test_a_restart_is_told_of_with_its_cause(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_restart_is_logged_with_its_cause(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         Training(Faulty(Noise(IMAGES), tmp_path / "counts", {13: (kills, 1)})).batches()
     (told,) = caplog.messages
@@ -531,18 +531,18 @@ def test_a_restart_is_told_of_with_its_cause(tmp_path: Path, caplog: pytest.LogC
     assert told.endswith("restarting workers at the same batch (restart 1)")
 
 
-# ------------------------------------------------------------------ beginnings and ends
+# ------------------------------------------------------------------ start and stop
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("step", [0, 7, 10, 19])
-def test_a_run_goes_on_at_any_step(step: int, workers: int) -> None:
+def test_loading_resumes_at_any_step(step: int, workers: int) -> None:
     training = Training(Noise(IMAGES), workers=workers)
     training.step = step
     assert_same(training.batches(2), expected(3)[step : 10 * (step // 10 + 2)])
 
 
-def test_breaking_off_and_beginning_again_anywhere() -> None:
+def test_iteration_can_stop_and_restart_anywhere() -> None:
     training = Training(Noise(IMAGES))
     whole = expected(3)
     for step in (3, 14, 18, 2):
@@ -556,7 +556,7 @@ def test_breaking_off_and_beginning_again_anywhere() -> None:
     assert training.loader.restarts == 0
 
 
-def test_two_at_once_have_the_batches_of_their_own() -> None:
+def test_two_concurrent_loaders_are_independent() -> None:
     training = Training(Noise(IMAGES))
     whole = expected(2)
     first = iter(training.loader)
@@ -569,7 +569,7 @@ def test_two_at_once_have_the_batches_of_their_own() -> None:
     training.loader.close()
 
 
-def test_workers_stay_as_long_as_one_batch_follows_the_other() -> None:
+def test_workers_are_kept_across_epochs() -> None:
     training = Training(Noise(IMAGES))
     batches, workers = [], []
     for _ in range(3):
@@ -577,7 +577,7 @@ def test_workers_stay_as_long_as_one_batch_follows_the_other() -> None:
         for batch in epoch:
             batches.append(batch)
             workers.append([worker.pid for worker in training.workers])
-            if training.step == 13:  # given up, and gone on with at the same place
+            if training.step == 13:  # abandoned and continued at the same step
                 epoch = training.epoch()
                 break
         batches += epoch
@@ -588,7 +588,7 @@ def test_workers_stay_as_long_as_one_batch_follows_the_other() -> None:
 
 @pytest.mark.parametrize("fault", [None, stops, stalls(3600)])
 @pytest.mark.parametrize("how", ["closed", "dropped"])
-def test_closing_ends_the_workers(tmp_path: Path, fault: Fault | None, how: str) -> None:
+def test_closing_stops_the_workers(tmp_path: Path, fault: Fault | None, how: str) -> None:
     late = list(StepBatchSampler(IMAGES, BATCH, 0, position=lambda: 0))[5][0][1]
     first = tmp_path / "first"
     faults: Mapping[int, tuple[Fault, int]] = {} if fault is None else {late: (after(first, fault), 1)}
@@ -596,7 +596,7 @@ def test_closing_ends_the_workers(tmp_path: Path, fault: Fault | None, how: str)
     training = Training(Faulty(Noise(IMAGES), tmp_path / "counts", faults))
     next(training.epoch())
     first.touch()
-    time.sleep(0.1)  # for the fault to happen
+    time.sleep(0.1)  # time for the fault to occur
     workers = training.workers
     assert len(workers) == 2
     began = time.monotonic()
@@ -613,14 +613,14 @@ def test_closing_ends_the_workers(tmp_path: Path, fault: Fault | None, how: str)
 def begin_and_die(source: ImageSource, told: Any) -> None:
     training = Training(source)
     next(training.epoch())
-    time.sleep(0.5)  # in which the workers go on until the pipe is full
+    time.sleep(0.5)  # time for the workers to fill the pipe
     told.send([worker.pid for worker in training.workers])
     kills()
 
 
 @pytest.mark.parametrize("source", [Noise(IMAGES), Wordy(MANY, broken=range(0, MANY, 3))])
-def test_workers_do_not_outlive_who_trains(source: ImageSource) -> None:
-    """Not even those that wait for room in a pipe that nobody reads."""
+def test_workers_exit_with_the_training_process(source: ImageSource) -> None:
+    """Also workers blocked by a full pipe."""
     heard, told = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=begin_and_die, args=(source, told))
     process.start()
@@ -632,7 +632,7 @@ def test_workers_do_not_outlive_who_trains(source: ImageSource) -> None:
 
 
 class Adopted:
-    """A process of somebody else."""
+    """A worker process of another parent."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -643,7 +643,7 @@ class Adopted:
         return False
 
 
-def test_workers_leave_signals_that_everybody_gets_to_who_trains() -> None:
+def test_workers_ignore_signals_to_the_process_group() -> None:
     training = Training(Noise(IMAGES))
     batches = []
     for batch in training.epoch():

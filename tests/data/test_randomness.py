@@ -9,7 +9,7 @@ def draw(*key: int) -> tuple[float, ...]:
     return tuple(torch.rand(4, generator=keyed_generator(*key)).tolist())
 
 
-def test_the_same_key_gives_the_same_draws_whatever_happened_before() -> None:
+def test_draws_depend_on_the_key_only() -> None:
     first = draw(0, 3, 17)
     torch.manual_seed(5)
     torch.rand(100)
@@ -17,13 +17,13 @@ def test_the_same_key_gives_the_same_draws_whatever_happened_before() -> None:
     assert draw(0, 3, 17) == first
 
 
-def test_global_state_is_left_alone() -> None:
+def test_global_state_is_not_changed() -> None:
     before = torch.get_rng_state()
     draw(1, 2, 3)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_every_part_of_the_key_and_its_place_count() -> None:
+def test_draws_depend_on_every_part_of_the_key_and_its_position() -> None:
     keys = list(itertools.product(range(-2, 8), repeat=3))
     keys += [key[:2] for key in keys[:20]] + [(2**63, 1), (2**64 - 1,), (0,), (), (0, 0, 0, 0)]
     keys = list(dict.fromkeys(keys))

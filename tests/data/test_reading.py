@@ -1,4 +1,4 @@
-"""Files are written in their true formats and read back: how they were made tells the expected pixels."""
+"""Files are written in each format and read back, with known expected pixels."""
 
 import io
 import pickle
@@ -15,7 +15,7 @@ from cribo.data.reading import MAX_PIXELS, UnreadableImage, image_size, read_ima
 
 
 def gradient(height: int = 24, width: int = 40) -> np.ndarray:
-    """An RGB picture without symmetry, smooth enough for JPEG to keep."""
+    """Return an asymmetric RGB picture that JPEG preserves well."""
     y, x = np.mgrid[0:height, 0:width]
     return np.stack([x * 255 / (width - 1), y * 255 / (height - 1), (x + y) * 2.0], axis=-1).astype(np.uint8)
 
@@ -33,7 +33,7 @@ def assert_close(got: np.ndarray, expected: np.ndarray, tolerance: float) -> Non
 
 
 @pytest.mark.parametrize("suffix", ["png", "bmp", "tif", "ppm", "webp"])
-def test_lossless_formats_give_the_exact_pixels(tmp_path, suffix):
+def test_lossless_formats_return_the_exact_pixels(tmp_path, suffix):
     path = tmp_path / f"x.{suffix}"
     Image.fromarray(gradient()).save(path, lossless=True)
     np.testing.assert_array_equal(read(path), gradient())
@@ -46,7 +46,7 @@ def test_jpeg_is_close_and_writable(tmp_path):
     read_image(path).add_(1)
 
 
-def test_jpeg_of_several_pictures_as_phones_write_it(tmp_path):
+def test_jpeg_with_several_pictures(tmp_path):
     path = tmp_path / "x.jpg"
     second = Image.new("RGB", (40, 24), "black")
     Image.fromarray(gradient()).save(path, format="MPO", save_all=True, append_images=[second], quality=98)
@@ -116,7 +116,7 @@ def test_palette_png_and_first_frame_of_a_gif(tmp_path):
         np.testing.assert_array_equal(read(tmp_path / name), palette[indices])
 
 
-def test_transparent_pixels_are_laid_over_white(tmp_path):
+def test_transparent_pixels_are_composited_over_white(tmp_path):
     rgba = np.dstack([gradient(), np.full((24, 40), 255, dtype=np.uint8)])
     rgba[:12, :, 3] = 0
     rgba[0, 0] = (200, 100, 0, 51)
@@ -131,7 +131,7 @@ def test_transparent_pixels_are_laid_over_white(tmp_path):
     np.testing.assert_array_equal(read(tmp_path / "la.png")[..., 2], np.where(np.eye(4), 30, 255))
 
 
-def test_transparent_colour_of_a_palette_is_laid_over_white(tmp_path):
+def test_a_transparent_palette_colour_is_composited_over_white(tmp_path):
     image = Image.fromarray(np.eye(4, dtype=np.uint8))
     image.putpalette([9, 9, 9, 50, 60, 70])
     image.save(tmp_path / "x.png", transparency=0)
@@ -140,7 +140,7 @@ def test_transparent_colour_of_a_palette_is_laid_over_white(tmp_path):
 
 def test_cmyk_jpeg_with_and_without_adobe_marker(tmp_path):
     ink = np.zeros((16, 16, 4), dtype=np.uint8)
-    ink[..., 0], ink[..., 1], ink[..., 3] = 255, 51, 0  # full cyan, a fifth of magenta: an azure
+    ink[..., 0], ink[..., 1], ink[..., 3] = 255, 51, 0  # cyan with a fifth of magenta: azure
     buffer = io.BytesIO()
     Image.fromarray(ink, mode="CMYK").save(buffer, "JPEG", quality=98)
     inverted = buffer.getvalue()
@@ -148,7 +148,7 @@ def test_cmyk_jpeg_with_and_without_adobe_marker(tmp_path):
     (length,) = struct.unpack(">H", inverted[start + 2 : start + 4])
     assert inverted[start + 4 : start + 9] == b"Adobe"
     (tmp_path / "adobe.jpg").write_bytes(inverted)
-    # The same stored numbers without the marker mean the complementary inks.
+    # Without the marker, the same values are the complementary inks.
     (tmp_path / "plain.jpg").write_bytes(inverted[:start] + inverted[start + 2 + length :])
     assert_close(read(tmp_path / "adobe.jpg"), np.full((16, 16, 3), (0, 204, 255)), 2)
     assert_close(read(tmp_path / "plain.jpg"), np.full((16, 16, 3), (0, 0, 0)), 2)
@@ -234,7 +234,7 @@ def test_end_marker_of_an_embedded_thumbnail_does_not_hide_a_truncation(tmp_path
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image of a known format"),
     ],
 )
-def test_files_that_are_no_images(tmp_path, content, reason):
+def test_files_that_are_not_images_are_refused(tmp_path, content, reason):
     (tmp_path / "x.jpg").write_bytes(content)
     with pytest.raises(UnreadableImage, match=reason) as caught:
         read_image(tmp_path / "x.jpg")
@@ -268,28 +268,28 @@ def test_pixel_limit_is_inclusive(tmp_path):
 
 
 @pytest.mark.parametrize("side", [14_000, 60_000])
-def test_bomb_is_refused_from_its_header(tmp_path, side):
+def test_a_decompression_bomb_is_refused_by_its_header(tmp_path, side):
     assert side * side > MAX_PIXELS
     (tmp_path / "x.png").write_bytes(png(side, side, bit_depth=8, colour_type=2, data=b""))
     with pytest.raises(UnreadableImage, match="pixels"):
         read_image(tmp_path / "x.png")
 
 
-def test_the_error_survives_pickling():
+def test_the_error_can_be_pickled():
     error = pickle.loads(pickle.dumps(UnreadableImage(Path("a/b.jpg"), "the file is empty")))
     assert (type(error), error.path, error.reason) == (UnreadableImage, "a/b.jpg", "the file is empty")
     assert str(error) == "a/b.jpg: the file is empty"
 
 
 def mean_of_squares(image: np.ndarray, side: int) -> np.ndarray:
-    """The mean of each square of pixels that lies in the image whole."""
+    """Return the mean of each complete square of pixels."""
     height, width = (length // side for length in image.shape[:2])
     squares = image[: height * side, : width * side].reshape(height, side, width, side, 3)
     return squares.mean(axis=(1, 3))
 
 
 def reduced(path: Path, by: int) -> tuple[np.ndarray, int, list[tuple[int, int]]]:
-    """Pixels, reduction, and the sizes that the callback was given."""
+    """Return pixels, factor, and the sizes passed to the callback."""
     asked: list[tuple[int, int]] = []
 
     def reduction(height: int, width: int) -> int:
@@ -306,7 +306,7 @@ def reduced(path: Path, by: int) -> tuple[np.ndarray, int, list[tuple[int, int]]
 def test_a_reduced_pixel_is_the_mean_of_its_square(tmp_path, by, subsampling, progressive):
     path = tmp_path / "x.jpg"
     image = gradient(203, 165)
-    image[..., 2] = 128  # the blue of the gradient starts again half-way
+    image[..., 2] = 128  # the blue gradient restarts in the middle
     Image.fromarray(image).save(path, quality=95, subsampling=subsampling, progressive=progressive)
     pixels, done, asked = reduced(path, by)
     assert done == by
@@ -326,7 +326,7 @@ def test_a_reduced_image_is_upright(tmp_path, orientation):
         Image.fromarray(gradient(height, width)).save(path, exif=exif, quality=98)
         upright = UPRIGHT[orientation](gradient(height, width))
         pixels, done, asked = reduced(path, 4)
-        assert done == expected  # squares that would begin outside the image are not asked for
+        assert done == expected  # squares would start outside the image
         assert asked == [upright.shape[:2]]
         squares = mean_of_squares(upright, done)
         assert_close(pixels[: squares.shape[0], : squares.shape[1]], squares, 2.0)
@@ -346,7 +346,7 @@ def test_reduced_phone_pictures_grey_and_cmyk(tmp_path):
         assert_close(pixels, mean_of_squares(read(path), 2), 1.5)
 
 
-def test_what_is_not_reduced_is_read_whole(tmp_path):
+def test_other_images_are_not_reduced(tmp_path):
     Image.fromarray(gradient(64, 80)).save(tmp_path / "x.png")
     Image.fromarray(gradient(64, 80)).save(tmp_path / "x.jpg")
     Image.fromarray(gradient(40, 63)).save(tmp_path / "small.jpg")
@@ -374,7 +374,7 @@ def test_camvid_image(camvid):
 
 
 def png(width: int, height: int, *, bit_depth: int, colour_type: int, data: bytes) -> bytes:
-    """The bytes of a PNG with any header, also those that Pillow does not write."""
+    """Return the bytes of a PNG with any header, also those that Pillow does not write."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))

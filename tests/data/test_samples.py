@@ -47,7 +47,7 @@ def test_a_plain_data_loader_takes_the_data_set() -> None:
     assert_same(list(loader), batches(0, source=source))
 
 
-def test_a_batch_holds_its_samples_one_after_the_other() -> None:
+def test_a_batch_contains_its_samples_in_order() -> None:
     dataset = view_pairs(Noise(20, broken={3, 4}))
     keys = [(0, 7), (0, 3), (1, 7), (0, 4), (0, 0)]
     together, alone = dataset.__getitems__(keys), [dataset[key] for key in keys]
@@ -59,7 +59,7 @@ def test_a_batch_holds_its_samples_one_after_the_other() -> None:
 
 
 class Whole:
-    """Files by the three methods that every source has."""
+    """A source with only the three required methods."""
 
     def __init__(self, files: ImageFiles) -> None:
         self.files = files
@@ -76,7 +76,7 @@ class Whole:
 
 @pytest.fixture
 def photographs(tmp_path: Path) -> ImageFiles:
-    """Four JPEGs large enough to be reduced: smooth colours with grain, two of them lying on their side."""
+    """Write four JPEGs large enough to be reduced: smooth colours with noise, two of them rotated by EXIF."""
     for index, (height, width) in enumerate(((480, 640), (331, 443), (640, 480), (1024, 768))):
         generator = torch.Generator().manual_seed(index)
         image = 1.2 * F.interpolate(
@@ -89,7 +89,7 @@ def photographs(tmp_path: Path) -> ImageFiles:
     return open_images(tmp_path)
 
 
-def test_reduced_images_give_nearly_the_views_of_whole_ones(photographs: ImageFiles) -> None:
+def test_reduced_images_give_nearly_the_same_views(photographs: ImageFiles) -> None:
     recipe = ViewRecipe(size=48)
     seen = set()
     for index in range(len(photographs)):
@@ -107,7 +107,7 @@ def test_reduced_images_give_nearly_the_views_of_whole_ones(photographs: ImageFi
             difference = (ours - theirs).abs()
             assert difference.mean() < 1.5
             assert difference.max() < 20
-            # Moved by as little as a pixel, views would differ by several times as much.
+            # Views shifted by a single pixel differ by several times as much.
             assert difference[..., 8:-8].mean() < (ours[..., 8:-8] - theirs.roll(1, -1)[..., 8:-8]).abs().mean() / 2
     assert seen == {2, 4, 8}
 
@@ -117,13 +117,13 @@ def test_reduced_images_change_no_draws(photographs: ImageFiles) -> None:
     for index in range(len(photographs)):
         ours, theirs = reduced[0, index], whole[0, index]
         assert not torch.equal(ours["views"], theirs["views"])
-        # A crop loses less than one reduced pixel on each side, a patch's centre moves by less than that.
+        # A crop loses less than one reduced pixel per side, and patch centres move by less.
         assert (ours["coordinates"] - theirs["coordinates"]).abs().max() < 8
         ours.samples |= {name: theirs[name] for name in ("views", "coordinates")}
         assert_same([ours], [theirs])
 
 
-def test_coordinates_are_those_of_the_whole_image(tmp_path: Path) -> None:
+def test_coordinates_refer_to_the_full_size_image(tmp_path: Path) -> None:
     y, x = torch.meshgrid(torch.arange(768), torch.arange(1020), indexing="ij")
     ramps = torch.stack((x / 4, y / 4, torch.zeros_like(x)), dim=-1)
     Image.fromarray(ramps.to(torch.uint8).numpy()).save(tmp_path / "x.jpg", quality=98, subsampling=0)
@@ -132,7 +132,7 @@ def test_coordinates_are_those_of_the_whole_image(tmp_path: Path) -> None:
     for epoch in range(8):
         pair = dataset[epoch, 0]
         patches = pair["views"][0, :, :2].float().unflatten(3, (4, 16)).unflatten(2, (4, 16)).mean(dim=(3, 5))
-        # A grey level is four pixels: what was cut off to make it whole is three eighths of one on average.
+        # A grey level spans four pixels, so truncation loses three eighths of a level on average.
         seen = 4 * (patches.flatten(2).mT + 0.375) + 0.5
         torch.testing.assert_close(pair["coordinates"][0], seen, rtol=0, atol=4.0)
         middle = (pair["coordinates"][0] - seen)[:, [5, 6, 9, 10]].mean(dim=1)
@@ -163,7 +163,7 @@ def test_shapes_and_types() -> None:
     assert batch.unreadable == []
 
 
-def test_a_pair_depends_on_seed_epoch_and_image_alone() -> None:
+def test_a_pair_depends_on_seed_epoch_and_image_only() -> None:
     dataset = view_pairs(Noise(8))
     pair = dataset[3, 5]
     dataset[0, 1]
@@ -174,7 +174,7 @@ def test_a_pair_depends_on_seed_epoch_and_image_alone() -> None:
         assert not torch.equal(other["drop_path_noise"], pair["drop_path_noise"])
 
 
-def test_no_objects_ask_for_no_initial_tokens() -> None:
+def test_without_objects_there_are_no_initial_tokens() -> None:
     assert view_pairs(Noise(3), num_objects=0)[0, 1]["initial_tokens"].shape == (1, 0)
 
 
@@ -187,18 +187,18 @@ def test_an_unreadable_image_is_replaced_and_reported() -> None:
     assert all(int(entry.name.split()[1]) < 10 for entry in pair.unreadable)
     assert_same([dataset[0, 4]], [pair])
     untouched = dataset[0, replacement]
-    assert torch.equal(pair["views"], untouched["views"])  # as if the replacement itself had been asked for
+    assert torch.equal(pair["views"], untouched["views"])  # as if the replacement had been requested
     replacements = {int(dataset[epoch, image].images) for epoch in range(6) for image in range(10)}
     assert len(replacements) > 5
 
 
-def test_nothing_readable_is_an_error_that_says_so() -> None:
+def test_no_readable_image_is_an_error() -> None:
     dataset = view_pairs(Noise(3, broken=range(3)))
-    with pytest.raises(DataError, match=r"noise 1: broken on purpose; none of 99 others"):
+    with pytest.raises(DataError, match=r"noise 1: broken on purpose; none of 99 random replacements"):
         dataset[0, 1]
 
 
-def test_split_gives_the_parts() -> None:
+def test_split_returns_the_parts() -> None:
     batch = view_pairs(Noise(20, broken={3})).__getitems__([(0, image) for image in range(6)])
     batch.retried = 2
     assert batch.unreadable[0].name == "noise 3"
@@ -211,10 +211,10 @@ def test_split_gives_the_parts() -> None:
             of_parts = [[part[name]] if isinstance(whole, Tensor) else list(part[name]) for part in split]
             for field, pieces in zip(fields, zip(*of_parts, strict=True), strict=True):
                 assert torch.equal(torch.cat(pieces), field), name
-        # What could not be read is reported once, with the first part.
+        # Unreadable images are reported once, with the first part.
         assert [part.unreadable for part in split] == [batch.unreadable] + (parts - 1) * [[]]
         assert [part.retried for part in split] == [2] + (parts - 1) * [0]
-    with pytest.raises(ValueError, match="a batch of 6 images does not divide into 4 parts"):
+    with pytest.raises(ValueError, match="the batch size must be a multiple of 4 parts, got 6"):
         batch.split(4)
 
 
@@ -228,18 +228,18 @@ def test_named_tuples_stay_on_the_host_and_tensors_move() -> None:
     assert batch["views"].device.type == "cpu"
 
 
-# ------------------------------------------------------------------ samples of any kind
+# ------------------------------------------------------------------ custom samples
 
 
 class Drawn(NamedTuple):
-    """What a transform draws for one image."""
+    """Random numbers that a transform draws for an image."""
 
     scale: Tensor
     order: Tensor
 
 
 class Crop:
-    """A crop of so many pixels of each image, and what was drawn for it."""
+    """A transform that returns a crop of fixed size and its random numbers."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -271,14 +271,14 @@ def test_any_transform_gives_batches(workers: int) -> None:
 
 
 class Flat(Noise):
-    """Images of one colour each, which tells their number."""
+    """Images of a single colour, which encodes their index."""
 
     def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
         return torch.full((3, 4, 4), index, dtype=torch.uint8)
 
 
 class Made:
-    """The sample `x` of an image is made of its number; or the whole sample, if that is a dictionary."""
+    """A transform that computes the sample `x`, or the whole sample if it is a dictionary, from the image's index."""
 
     def __init__(self, make: Callable[[int], Any]) -> None:
         self.make = make
@@ -289,7 +289,7 @@ class Made:
 
 
 class Uncut:
-    """Images as large as they are."""
+    """A transform that returns images at their original size."""
 
     def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
         return {"image": image.load()}
@@ -323,13 +323,13 @@ class Uncut:
         (lambda index: Drawn(torch.zeros(2), None), "'x' is of type Drawn for noise 2; fix"),  # type: ignore[arg-type]
     ],
 )
-def test_samples_that_cannot_be_stacked_say_which_and_why(make: Callable[[int], Any], said: str) -> None:
+def test_samples_that_cannot_be_stacked_are_reported(make: Callable[[int], Any], said: str) -> None:
     dataset = SampleDataset(Flat(10), Made(make), seed=0)
     with pytest.raises(DataError, match=said):
         dataset.__getitems__([(0, 2), (0, 3), (0, 7), (0, 8)])
 
 
-def test_such_an_error_comes_from_workers_as_it_is() -> None:
+def test_stacking_errors_of_workers_are_raised_unchanged() -> None:
     dataset = SampleDataset(Noise(10), Uncut(), seed=0)
     loader = BatchLoader(dataset, make_sampler(10, 5), workers=1, pin_memory=False)
     with pytest.raises(DataError, match=r"^samples of one batch .* 'image' is \(3, \d+, \d+\) for noise \d") as raised:
@@ -338,7 +338,7 @@ def test_such_an_error_comes_from_workers_as_it_is() -> None:
     assert "Traceback" not in str(raised.value)
 
 
-def test_a_source_that_cannot_reduce_gives_whole_images_to_who_asks_for_less() -> None:
+def test_a_source_without_load_reduced_returns_full_size_images() -> None:
     asked = []
 
     def reduction(height: int, width: int) -> int:
@@ -351,11 +351,11 @@ def test_a_source_that_cannot_reduce_gives_whole_images_to_who_asks_for_less() -
     assert asked == [tuple(pixels.shape[1:])]
 
 
-# ------------------------------------------------------------------ copies, and the order of an epoch
+# ------------------------------------------------------------------ copies and epoch order
 
 
 @pytest.mark.gpu
-def test_nobody_waits_for_a_copy_from_pinned_memory() -> None:
+def test_copies_from_pinned_memory_are_asynchronous() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     batch = view_pairs(Noise(3))[0, 0].pin_memory()
@@ -376,7 +376,7 @@ def test_an_epoch_visits_every_image_at_most_once() -> None:
     assert {epoch for batch in steps for epoch, _ in batch} == {0}
 
 
-def test_all_images_have_their_turn_when_the_batch_divides() -> None:
+def test_all_images_are_visited_if_the_batch_size_divides() -> None:
     visited = [image for batch in make_sampler(20, 5) for _, image in batch]
     assert sorted(visited) == list(range(20))
 
@@ -390,7 +390,7 @@ def test_epochs_and_seeds_have_their_own_order() -> None:
     assert orders[0] != list(range(20))
 
 
-def test_resuming_at_any_step_goes_on_where_it_was() -> None:
+def test_resuming_at_any_step_continues_the_order() -> None:
     whole = [batch for epoch in range(3) for batch in make_sampler(23, 5, position=4 * epoch)]
     assert len(whole) == 12
     for position in range(12):
@@ -399,7 +399,7 @@ def test_resuming_at_any_step_goes_on_where_it_was() -> None:
         assert rest_of_epoch == whole[position:end]
 
 
-def test_the_position_is_asked_when_the_epoch_begins() -> None:
+def test_the_position_is_read_at_the_start_of_an_epoch() -> None:
     step = 0
     sampler = StepBatchSampler(20, 5, 0, position=lambda: step)
     first = list(sampler)
@@ -417,11 +417,11 @@ def test_ranks_share_each_batch(world_size: int) -> None:
         assert [key for share in shares for key in share[step]] == batch
 
 
-def test_less_data_than_a_batch() -> None:
+def test_fewer_images_than_a_batch_are_refused() -> None:
     with pytest.raises(ValueError, match=r"the data has 7 images, .* set optim\.batch_size to 7 or less, got 8"):
         make_sampler(7, 8)
 
 
-def test_a_batch_that_processes_cannot_share() -> None:
+def test_a_batch_that_ranks_cannot_share_is_refused() -> None:
     with pytest.raises(ValueError, match="must be a multiple of the 3 processes, got 8"):
         make_sampler(20, 8, world_size=3)

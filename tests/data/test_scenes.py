@@ -43,15 +43,15 @@ def test_every_class_covers_some_pixels_and_no_other_value_occurs(sample: tuple)
 
 
 def test_labels_follow_the_picture(sample: tuple) -> None:
-    """Across a label border neighbouring pixels differ more than inside a region."""
+    """Neighbouring pixels differ more across a label border than inside a region."""
     images, labels, _ = sample
     step = (images[..., 1:].float() - images[..., :-1].float()).abs().mean(1)
     border = labels[..., 1:] != labels[..., :-1]
     assert step[border].mean() > 1.3 * step[~border].mean()
 
 
-def test_mean_colour_does_not_tell_the_class(sample: tuple) -> None:
-    """A linear reading of mean colours explains almost nothing of the class; the classes' means agree."""
+def test_the_mean_colour_does_not_reveal_the_class(sample: tuple) -> None:
+    """A linear fit to mean colours explains almost nothing of the class, and the classes have equal means."""
     images, labels, num_classes = sample
     colours, classes = [], []
     for image, label in zip(images.float() / 255, labels, strict=True):

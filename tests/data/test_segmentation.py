@@ -63,7 +63,7 @@ def test_subset(root):
         LabelledSubset(data, [0, 2])
 
 
-def test_missing_split_offers_the_nearest(root):
+def test_a_missing_split_suggests_the_nearest(root):
     with pytest.raises(MissingData, match=r"no 'vall' in .*images; did you mean 'val'"):
         open_segmentation("folder", root, "vall")
     save_image(root / "images" / "train" / "a.jpg")
@@ -101,7 +101,7 @@ def test_other_depths(root, dtype):
 def test_colour_coded_labels_are_refused(root):
     save_image(root / "labels" / "val" / "a.png")
     with pytest.raises(
-        DataError, match=r"a\.png: labels must be class indices .* got colours \(mode RGB\): replace each colour"
+        DataError, match=r"a\.png: labels must be class indices .* got colours \(mode RGB\): replace colours"
     ):
         open_segmentation("folder", root, "val").labels(0)
 
@@ -133,7 +133,7 @@ def test_labels_belong_to_the_upright_image(root):
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(3, np.uint8), (254, np.uint8), (256, np.uint16), (65535, np.uint16)])
-def test_value_outside_the_classes(root, value, dtype):
+def test_values_outside_the_classes_are_refused(root, value, dtype):
     values = LABELS.astype(dtype)
     values[0, 1] = value
     save_labels(root / "labels" / "val" / "a.png", values)
@@ -209,13 +209,13 @@ def test_scenes_have_a_colour_per_class():
     assert len(set(scenes.palette)) == len(scenes.palette) == len(scenes.classes)
 
 
-def test_values_in_words():
+def test_values_are_formatted_as_ranges():
     assert str(LabelValues((7, 8, 11, 12, 13), ignored=(0, 9, 255))) == (
         "in 7..8, 11..13 (5 classes) or 0, 9, 255 (ignored)"
     )
 
 
-def test_stems_end_where_the_longest_ending_begins():
+def test_stems_exclude_the_longest_ending():
     assert by_stem(["a_b.png", "c.png"], [".png", "_b.png"]) == {"a": "a_b.png", "c": "c.png"}
 
 

@@ -35,14 +35,14 @@ def members(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def photographs(tmp_path: Path) -> Path:
-    """Forty small images of three formats in two folders."""
+    """Write forty small images of three formats to two folders."""
     for number in range(40):
         kind = ("jpg", "png", "webp")[number % 3]
         save(tmp_path / "photographs" / f"class{number % 2}" / f"{number}.{kind}", number)
     return tmp_path / "photographs"
 
 
-def test_files_are_copied_as_they_are(photographs: Path, tmp_path: Path) -> None:
+def test_files_are_copied_unchanged(photographs: Path, tmp_path: Path) -> None:
     written = write_shards(open_images(photographs), tmp_path / "out", shard_bytes=10_000)
     files = {str(path.relative_to(photographs)): path.read_bytes() for path in photographs.rglob("*.*")}
     assert members(tmp_path / "out") == files
@@ -56,7 +56,7 @@ def test_files_are_copied_as_they_are(photographs: Path, tmp_path: Path) -> None
         assert torch.equal(images.load(index), read_image(photographs / images.name(index).split("/", 1)[1]))
 
 
-def test_shards_are_samples_of_the_collection_and_the_same_each_time(photographs: Path, tmp_path: Path) -> None:
+def test_shards_are_random_samples_and_reproducible(photographs: Path, tmp_path: Path) -> None:
     outs = [tmp_path / "a", tmp_path / "b"]
     for out, threads in zip(outs, (1, 4), strict=True):
         write_shards(open_images(photographs), out, shard_bytes=20_000, threads=threads)
@@ -66,7 +66,7 @@ def test_shards_are_samples_of_the_collection_and_the_same_each_time(photographs
         assert {name.split("/")[0] for name in tar.getnames()} == {"class0", "class1"}
 
 
-def test_size_shrinks_what_is_larger(tmp_path: Path) -> None:
+def test_size_reduces_larger_images(tmp_path: Path) -> None:
     photographs = tmp_path / "photographs"
     smooth = Image.linear_gradient("L").resize((900, 600)).convert("RGB")
     photographs.mkdir()
@@ -89,7 +89,7 @@ def test_size_shrinks_what_is_larger(tmp_path: Path) -> None:
     assert abs(difference).mean() < 1.5
 
 
-def test_names_of_a_list_lead_nowhere_else(tmp_path: Path) -> None:
+def test_names_of_a_list_stay_inside_the_shard(tmp_path: Path) -> None:
     save(tmp_path / "elsewhere" / "a.png", 0)
     save(tmp_path / "lists" / "a.v2.png", 1)
     (tmp_path / "lists" / "list.txt").write_text(f"../elsewhere/a.png\na.v2.png\n{tmp_path}/elsewhere/a.png\n")
@@ -97,7 +97,7 @@ def test_names_of_a_list_lead_nowhere_else(tmp_path: Path) -> None:
     assert members(tmp_path / "out").keys() == {"000000000/a.png", "a%2Ev2.png", "000000002/a.png"}
 
 
-def test_unreadable_images_are_left_out_and_listed(photographs: Path, tmp_path: Path) -> None:
+def test_unreadable_images_are_skipped_and_listed(photographs: Path, tmp_path: Path) -> None:
     (photographs / "class0" / "0.jpg").write_bytes((photographs / "class0" / "0.jpg").read_bytes()[:300])
     (photographs / "class1" / "1.png").write_bytes(b"")
     source = open_images(photographs)
@@ -125,7 +125,7 @@ def test_nothing_is_overwritten_or_half_written(
             out.write_text("mine")
         else:
             out.symlink_to(tmp_path / "nowhere")
-        with pytest.raises(FolderError, match="exists already: choose another folder, or remove it"):
+        with pytest.raises(FolderError, match="already exists: choose another folder, or remove it"):
             write_shards(source, out)
     with pytest.raises(FolderError, match="cannot write to"):
         write_shards(source, tmp_path / "file" / "out")
@@ -161,7 +161,7 @@ def test_the_command(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "40 images in" in said
     assert f"cribo pretrain --data.root {out}" in said
     assert main(["shard", str(photographs), str(out)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["shard", str(photographs), str(tmp_path / "other"), "--sise", "20"]) == 2
     assert "did you mean size?" in capsys.readouterr().err
     assert main(["shard", str(tmp_path / "photograph"), str(tmp_path / "other")]) == 2

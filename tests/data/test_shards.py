@@ -35,7 +35,7 @@ from cribo.data.tars import INDEX, ShardIndex
 
 
 def encoded(number: int, kind: str = "JPEG", size: tuple[int, int] = (40, 30)) -> bytes:
-    """An image of noise that no other number has."""
+    """Return the unique noise image of an index."""
     pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, format=kind)
@@ -52,7 +52,7 @@ def write_tar(path: Path, members: Mapping[str, bytes], *, form: int = tarfile.G
 
 
 def write_collection(folder: Path, shards: int, per_shard: int) -> list[bytes]:
-    """Shards of noise; the images in the order of their indices."""
+    """Write shards of noise images and return the images in index order."""
     contents = [encoded(number) for number in range(shards * per_shard)]
     for shard in range(shards):
         part = range(shard * per_shard, (shard + 1) * per_shard)
@@ -61,7 +61,7 @@ def write_collection(folder: Path, shards: int, per_shard: int) -> list[bytes]:
 
 
 def of_sizes(counts: list[int], shard_bytes: int) -> ShardedImages:
-    """Images that are never read: for their order."""
+    """Return images without files, to test their order."""
 
     class Nowhere(LocalShards):
         def __init__(self) -> None:
@@ -81,7 +81,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     return folder
 
 
-# ------------------------------------------------------------------ what is in a tar
+# ------------------------------------------------------------------ contents of tars
 
 
 def test_images_come_shard_by_shard_and_equal_their_files(tmp_path: Path) -> None:
@@ -116,9 +116,9 @@ def test_jpegs_are_decoded_reduced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
-def test_what_else_lies_in_a_tar_is_left_alone(tmp_path: Path, form: int) -> None:
+def test_other_members_of_a_tar_are_ignored(tmp_path: Path, form: int) -> None:
     image = encoded(0)
-    deep = "/".join(["folder"] * 13) + "/deep.jpg"  # 100 characters, beyond which formats differ, for some
+    deep = "/".join(["folder"] * 13) + "/deep.jpg"  # some longer than 100 characters, for which formats differ
     longer = f"{'long' * 40}.jpg" if form != tarfile.USTAR_FORMAT else "long.jpg"
     (tmp_path / "made").mkdir()
     with tarfile.open(tmp_path / "made" / "a.tar", "w", format=form) as tar:
@@ -127,7 +127,7 @@ def test_what_else_lies_in_a_tar_is_left_alone(tmp_path: Path, form: int) -> Non
             "0.json": b"{}",
             "0.cls": b"7",
             "0.mask.png": encoded(1, "PNG"),  # a further part of sample 0
-            "a.photograph.jpg": image,  # no part of anything
+            "a.photograph.jpg": image,  # not part of a sample
             "._0.jpg": b"what a Mac leaves",
             ".jpg": image,
             deep: image,
@@ -153,7 +153,7 @@ def test_what_else_lies_in_a_tar_is_left_alone(tmp_path: Path, form: int) -> Non
         images.load(4)
 
 
-def test_names_are_labels_and_no_paths(tmp_path: Path) -> None:
+def test_names_are_not_used_as_paths(tmp_path: Path) -> None:
     image = encoded(0)
     hostile = ["/etc/absolute.jpg", "../../up.jpg", "new\nline\x1b[31m.jpg", os.fsdecode(b"caf\xe9.jpg"), "straße.jpg"]
     write_tar(tmp_path / "data" / "a.tar", dict.fromkeys(hostile, image))
@@ -175,10 +175,10 @@ def test_large_images_are_not_decoded(tmp_path: Path) -> None:
         open_shards(tmp_path, max_pixels=1199).load(0)
 
 
-# ------------------------------------------------------------------ which folders are read
+# ------------------------------------------------------------------ detection of shards
 
 
-def test_a_folder_of_tars_is_read_as_shards_unless_it_holds_images(tmp_path: Path) -> None:
+def test_a_folder_of_tars_without_images_is_read_as_shards(tmp_path: Path) -> None:
     write_collection(tmp_path / "root" / "train", 2, 3)
     assert len(open_collection(tmp_path / "root", "train")) == 6
     assert len(open_collection(tmp_path / "root" / "train" / "part-0001.tar")) == 3
@@ -189,7 +189,7 @@ def test_a_folder_of_tars_is_read_as_shards_unless_it_holds_images(tmp_path: Pat
     assert [open_collection(unpacked).name(0)] == ["train/a.jpg"]
 
 
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+def test_missing_shards_are_reported(tmp_path: Path) -> None:
     with pytest.raises(MissingData, match="there is no 'nothing'"):
         open_collection(tmp_path / "nothing")
     with pytest.raises(DataError, match="no images in"):
@@ -199,15 +199,15 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     write_tar(tmp_path / "texts" / "a.tar", {"a.txt": b"text"})
     with pytest.raises(DataError, match="no images in the 1 shards of"):
         open_collection(tmp_path / "texts")
-    with pytest.raises(DataError, match="no images in the 1 shards of"):  # nor is such an index kept
+    with pytest.raises(DataError, match="no images in the 1 shards of"):  # and no index is stored
         open_collection(tmp_path / "texts")
-    with pytest.raises(MissingData, match="there is nothing at memory://nothing"):
+    with pytest.raises(MissingData, match="memory://nothing does not exist"):
         open_collection("memory://nothing", cache_dir=tmp_path / "cache")
     with pytest.raises(DataError, match="carrier-pigeon"):
         open_collection("carrier-pigeon://coop", cache_dir=tmp_path / "cache")
 
 
-def test_a_list_may_be_kept_inside_its_folder(tmp_path: Path) -> None:
+def test_inside_refuses_paths_outside_the_list_folder(tmp_path: Path) -> None:
     inner, outer = tmp_path / "inner", tmp_path / "outer"
     for folder in (inner, outer):
         folder.mkdir()
@@ -217,9 +217,9 @@ def test_a_list_may_be_kept_inside_its_folder(tmp_path: Path) -> None:
     for line in ("../outer/a.jpg", str(outer / "a.jpg"), "link.jpg"):
         (inner / "list.txt").write_text(f"# mine\na.jpg\nnear.jpg\n\n{line}\n")
         assert len(open_collection(inner / "list.txt")) == 3
-        with pytest.raises(DataError, match=r"line 5 of .*list\.txt leads to .*outer/a\.jpg, outside of .*inner"):
+        with pytest.raises(DataError, match=r"line 5 of .*list\.txt resolves to .*outer/a\.jpg, outside .*inner"):
             open_collection(inner / "list.txt", inside=True)
-    with pytest.raises(DataError, match=r"link\.jpg leads to"):
+    with pytest.raises(DataError, match=r"link\.jpg resolves to"):
         open_collection(inner, inside=True)
     (inner / "link.jpg").unlink()
     assert len(open_collection(inner, inside=True)) == 2
@@ -228,10 +228,10 @@ def test_a_list_may_be_kept_inside_its_folder(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ the index
 
 
-def test_the_index_is_made_once_and_again_when_shards_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_is_rebuilt_when_shards_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_collection(tmp_path, 2, 3)
     first = open_shards(tmp_path)
-    monkeypatch.setattr("cribo.data.tars.image_members", None)  # no shard is walked over any more
+    monkeypatch.setattr("cribo.data.tars.image_members", None)  # no shard is scanned again
     again = open_shards(tmp_path)
     assert [again.name(i) for i in range(6)] == [first.name(i) for i in range(6)]
     assert all(torch.equal(again.load(i), first.load(i)) for i in range(6))
@@ -243,7 +243,7 @@ def test_the_index_is_made_once_and_again_when_shards_change(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("damage", ["text", "cut", "beyond", "negative", "short"])
-def test_a_broken_index_is_made_anew(tmp_path: Path, damage: str) -> None:
+def test_a_broken_index_is_rebuilt(tmp_path: Path, damage: str) -> None:
     contents = write_collection(tmp_path, 2, 3)
     index = open_shards(tmp_path).index
     path = tmp_path / INDEX
@@ -262,11 +262,11 @@ def test_a_broken_index_is_made_anew(tmp_path: Path, damage: str) -> None:
     assert len(images) == len(contents)
 
 
-def test_a_shard_replaced_by_another_of_the_same_size_is_not_taken_for_it(tmp_path: Path) -> None:
+def test_a_replaced_shard_of_the_same_size_is_detected(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", {"a.jpg": bytes(1000), "b.jpg": bytes(2000)})
     open_shards(tmp_path)
     write_tar(tmp_path / "a.tar", {"a.jpg": bytes(2000), "b.jpg": bytes(1000)})
-    with pytest.raises(ShardError, match=r"a\.tar does not match cribo-index\.npz, it has been changed: remove"):
+    with pytest.raises(ShardError, match=r"a\.tar has changed and does not match cribo-index\.npz: remove"):
         open_shards(tmp_path).load(1)
 
 
@@ -286,51 +286,51 @@ def test_a_truncated_shard_is_refused_by_name(tmp_path: Path) -> None:
             open_shards(tmp_path / "data")
         shutil.rmtree(tmp_path / "data")
     end = second + 512 + -(-lengths[1] // 512) * 512
-    for cut in (end, end + 512):  # all images are there; some programs write no mark of the end
+    for cut in (end, end + 512):  # all images are present; some programs write no end-of-archive marker
         (tmp_path / "cut.tar").write_bytes(whole[:cut])
         assert len(open_shards(tmp_path / "cut.tar")) == 2
         (tmp_path / INDEX).unlink()
 
 
-def test_what_is_no_tar_is_refused(tmp_path: Path) -> None:
+def test_other_files_are_refused(tmp_path: Path) -> None:
     import gzip
 
     write_tar(tmp_path / "a.tar", {"a.jpg": encoded(0)})
     whole = (tmp_path / "a.tar").read_bytes()
     damaged = bytearray(whole + whole)
-    damaged[512 + -(-len(encoded(0)) // 512) * 512] = 7  # where the end is marked
+    damaged[512 + -(-len(encoded(0)) // 512) * 512] = 7  # the end-of-archive marker
     for content in (gzip.compress(whole), b"text" * 1000, bytes(damaged)):
         (tmp_path / "a.tar").write_bytes(content)
         with pytest.raises(DataError, match=r"a\.tar is broken"):
             open_shards(tmp_path)
 
 
-def test_a_shard_that_is_deleted_while_it_is_needed(tmp_path: Path) -> None:
+def test_a_shard_deleted_during_use_is_reported(tmp_path: Path) -> None:
     write_collection(tmp_path, 2, 3)
     images = open_shards(tmp_path)
     images.load(0)
     for path in tmp_path.glob("*.tar"):
         path.unlink()
-    assert images.load(1).shape == (3, 30, 40)  # its shard is open
-    with pytest.raises(ShardError, match=r"the shard .*part-0001\.tar: it does not exist \(any more\)"):
+    assert images.load(1).shape == (3, 30, 40)  # the shard is still open
+    with pytest.raises(ShardError, match=r"the shard .*part-0001\.tar: file not found"):
         images.load(3)
 
 
-def test_a_shard_that_is_cut_while_it_is_needed(tmp_path: Path) -> None:
+def test_a_shard_truncated_during_use_is_reported(tmp_path: Path) -> None:
     write_collection(tmp_path, 1, 3)
     images = open_shards(tmp_path)
     images.load(0)
     with (tmp_path / "part-0000.tar").open("r+b") as file:
         file.truncate(600)
-    with pytest.raises(ShardError, match=r"part-0000\.tar does not match"):
+    with pytest.raises(ShardError, match=r"part-0000\.tar has changed and does not match"):
         images.load(2)
 
 
-# ------------------------------------------------------------------ the order
+# ------------------------------------------------------------------ order
 
 
 @pytest.mark.parametrize("counts", [[5], [4, 0, 9], [3] * 40, [7, 1] * 60, [200] * 100])
-def test_the_order_is_a_permutation_that_seed_and_epoch_change(counts: list[int]) -> None:
+def test_the_order_is_a_permutation_that_depends_on_seed_and_epoch(counts: list[int]) -> None:
     images = of_sizes(counts, 64 * 2**20)
     orders = [images.epoch_order(seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
     for order in orders:
@@ -345,10 +345,10 @@ def test_few_shards_are_read_at_a_time() -> None:
     images = of_sizes([100] * 200, 2**30)
     assert images.window == 8
     shards = images.epoch_order(3, 5) // 100
-    for start in range(0, len(shards) - 100, 100):  # while as many images come as a shard has, one joins
+    for start in range(0, len(shards) - 100, 100):  # one shard enters for each shard's worth of images
         assert len(shards[start : start + 100].unique()) <= images.window + 2
     seen = [(shards == shard).nonzero() for shard in range(200)]
-    # Round a circle: a shard may give its last images at the beginning.
+    # The window is circular, so a shard may contribute its last images at the start.
     spans = [int(places.max() - places.min()) for places in seen]
     assert sum(span <= 100 * (images.window + 1) for span in spans) >= 200 - images.window - 1
     joins = Counter((place.min() // 100).item() for place in seen)
@@ -361,13 +361,13 @@ def test_batches_are_mixed_as_well_as_the_window_allows() -> None:
         images = of_sizes([counts] * shards, shard_bytes)
         assert images.window == window
         order = images.epoch_order(0, 0) // counts
-        # The first and the last batch as well as the others: there is no ramp.
+        # Including the first and the last batch.
         for rows in (order[: len(order) // batch * batch].view(-1, batch), order[:batch][None], order[-batch:][None]):
             same = [(torch.bincount(row) * (torch.bincount(row) - 1)).sum() / (batch * (batch - 1)) for row in rows]
             assert float(torch.stack(same).mean()) == pytest.approx(1 / window, rel=0.25)
 
 
-def test_an_order_of_few_shards_is_any_permutation() -> None:
+def test_few_shards_give_uniform_permutations() -> None:
     images = of_sizes([2, 2], 2**20)
     seen = Counter(tuple(images.epoch_order(0, epoch).tolist()) for epoch in range(2400))
     assert len(seen) == 24
@@ -375,7 +375,7 @@ def test_an_order_of_few_shards_is_any_permutation() -> None:
     assert 55 < min(seen.values()) <= max(seen.values()) < 145
 
 
-def test_the_window_follows_from_the_sizes_alone() -> None:
+def test_the_window_depends_on_the_sizes_only() -> None:
     assert window_of([64 * 2**20] * 1000) == 64
     assert window_of([256 * 2**20] * 1000) == 16
     assert window_of([4 * 2**30] * 1000) == 8
@@ -399,7 +399,7 @@ def test_processes_share_the_batches_of_one() -> None:
         assert joined == whole
 
 
-def test_an_order_goes_on_at_any_step() -> None:
+def test_the_order_resumes_at_any_step() -> None:
     images = of_sizes([11] * 30, 2**30)
     whole = batches_of(images, epoch=1)
     for step in range(len(whole)):
@@ -417,7 +417,7 @@ def assert_same_views(ours: Batch, theirs: Batch) -> None:
     ]
 
 
-def test_shards_give_the_batches_of_the_folder_in_the_same_order(tmp_path: Path) -> None:
+def test_shards_give_the_same_batches_as_the_folder(tmp_path: Path) -> None:
     contents = write_collection(tmp_path / "shards", 3, 4)
     broken = tmp_path / "shards" / "part-0001.tar"
     contents[5] = contents[5][:200]
@@ -433,11 +433,11 @@ def test_shards_give_the_batches_of_the_folder_in_the_same_order(tmp_path: Path)
 
 
 @pytest.mark.parametrize("url", [False, True])
-def test_workers_change_nothing(tmp_path: Path, url: bool) -> None:
+def test_workers_do_not_change_batches(tmp_path: Path, url: bool) -> None:
     write_collection(tmp_path / "shards", 10, 4)
     root = f"file://{tmp_path}/shards" if url else tmp_path / "shards"
     images = open_shards(root, cache_dir=tmp_path / "cache")
-    images.load(0)  # has its file open, and its connections, when the workers are forked
+    images.load(0)  # files and connections are open when the workers are forked
 
     def batches(workers: int) -> list[Batch]:
         sampler = StepBatchSampler(images, 8, 0, position=lambda: 0)
@@ -455,11 +455,11 @@ def test_a_collection_can_be_pickled(tmp_path: Path) -> None:
         assert torch.equal(pickle.loads(pickle.dumps(images)).load(3), images.load(3))
 
 
-# ------------------------------------------------------------------ storage that fails
+# ------------------------------------------------------------------ failing storage
 
 
 class Flaky(MemoryFileSystem):
-    """A storage in memory that fails when it is told to."""
+    """An in-memory storage with injected failures."""
 
     protocol = "flaky"
     store: dict[str, Any] = {}
@@ -508,7 +508,7 @@ def cut(content: bytes) -> io.BytesIO:
 
 
 @pytest.mark.parametrize("failure", [OSError("reset by peer"), ValueError("odd answer"), cut])
-def test_failures_are_overcome(flaky: Callable[..., ShardedImages], tmp_path: Path, failure: Any) -> None:
+def test_temporary_failures_are_retried(flaky: Callable[..., ShardedImages], tmp_path: Path, failure: Any) -> None:
     images = flaky()
     Flaky.failures[:] = [failure] * 3
     expected = open_shards(tmp_path / "made").load(0)
@@ -517,7 +517,7 @@ def test_failures_are_overcome(flaky: Callable[..., ShardedImages], tmp_path: Pa
     assert [path.name for path in (tmp_path / "cache").glob("*/*part*") if path.suffix != ".lock"] == ["part-0000.tar"]
 
 
-def test_failures_without_end_name_the_shard(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
+def test_permanent_failures_name_the_shard(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
     images = flaky()
     Flaky.failures[:] = [OSError("reset by peer")] * 9
     with pytest.raises(ShardError, match=r"the shard flaky://pictures/part-0004\.tar: reset by peer; tried 4 times"):
@@ -527,25 +527,23 @@ def test_failures_without_end_name_the_shard(flaky: Callable[..., ShardedImages]
     assert images.load(8).shape == (3, 30, 40)
 
 
-def test_a_walk_over_the_shards_overcomes_failures(flaky: Callable[..., ShardedImages]) -> None:
+def test_scanning_retries_temporary_failures(flaky: Callable[..., ShardedImages]) -> None:
     Flaky.failures[:] = [OSError("reset by peer"), cut, OSError("reset by peer")]
-    with pytest.raises(DataError, match="is broken"):  # as it would be if it were stored like that
+    with pytest.raises(DataError, match="is broken"):  # as for a file that is broken in the storage
         flaky()
     Flaky.failures[:] = [OSError("reset by peer")] * 3
     assert len(flaky()) == 20
 
 
-def test_a_shard_that_is_gone_is_not_waited_for(
-    flaky: Callable[..., ShardedImages], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deleted_shard_is_not_retried(flaky: Callable[..., ShardedImages], monkeypatch: pytest.MonkeyPatch) -> None:
     images = flaky()
     monkeypatch.setattr("cribo.data.storage.RETRY_DELAYS", (100.0,))
     Flaky().rm("/pictures/part-0003.tar")
-    with pytest.raises(ShardError, match=r"the shard flaky://pictures/part-0003\.tar: it does not exist \(any more\)"):
+    with pytest.raises(ShardError, match=r"the shard flaky://pictures/part-0003\.tar: file not found"):
         images.load(6)
 
 
-def test_shards_are_fetched_once_while_there_is_room(flaky: Callable[..., ShardedImages]) -> None:
+def test_shards_are_downloaded_once_within_the_limit(flaky: Callable[..., ShardedImages]) -> None:
     images = flaky()
     for index in images.epoch_order(0, 0).tolist():
         images.load(index)
@@ -555,7 +553,7 @@ def test_shards_are_fetched_once_while_there_is_room(flaky: Callable[..., Sharde
     assert Flaky.opened == []
 
 
-def test_the_index_beside_remote_shards_is_used(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
+def test_the_index_of_remote_shards_is_used(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
     open_shards(tmp_path / "made")
     Flaky().pipe_file(f"/pictures/{INDEX}", (tmp_path / "made" / INDEX).read_bytes())
     Flaky.failures[:] = [OSError("no shard is to be walked over")] * 99
@@ -567,21 +565,19 @@ def test_the_index_beside_remote_shards_is_used(flaky: Callable[..., ShardedImag
 # ------------------------------------------------------------------ the cache
 
 
-def test_the_cache_forgets_what_was_used_longest_ago(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
+def test_the_cache_evicts_the_least_recently_used_shard(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
     images = flaky()
     size = images.index.sizes[0]
     cache = ShardCache(tmp_path / "small", limit_bytes=3 * size)
     store = RemoteShards("flaky://pictures", cache)
     for number, shard in enumerate((0, 1, 2, 0, 3)):
         with store.open(shard) as file:
-            os.utime(store.index_folder / store.names[shard], (number, number))  # file systems' clocks are coarse
+            os.utime(store.index_folder / store.names[shard], (number, number))  # file system timestamps are coarse
             assert len(file.read()) == size
     assert sorted(path.name[5:9] for path in store.index_folder.glob("*.tar")) == ["0000", "0002", "0003"]
 
 
-def test_a_cache_that_cannot_hold_what_is_needed_is_refused(
-    flaky: Callable[..., ShardedImages], tmp_path: Path
-) -> None:
+def test_a_cache_that_is_too_small_is_refused(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
     size = flaky().index.sizes[0]
     with pytest.raises(DataError, match=r"data\.cache_gib .* is too small for flaky://pictures: 10 of its shards"):
         flaky(cache_gib=9 * size / 2**30)
@@ -589,7 +585,7 @@ def test_a_cache_that_cannot_hold_what_is_needed_is_refused(
         flaky(cache_gib=0)
 
 
-def test_what_a_killed_process_left_is_removed(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
+def test_partial_files_of_killed_processes_are_removed(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
     size = flaky().index.sizes[0]
     store = RemoteShards("flaky://pictures", ShardCache(tmp_path / "small", limit_bytes=2 * size))
     store.open(0).close()
@@ -602,14 +598,14 @@ def test_what_a_killed_process_left_is_removed(flaky: Callable[..., ShardedImage
         time.sleep(0.01)
     os.utime(left, (1, 1))
     store.open(1).close()
-    assert left.stat().st_size == size  # while it is being fetched, others are evicted
+    assert left.stat().st_size == size  # others are evicted during the download
     process.kill()
     process.join()
     store.open(2).close()
     assert {path.name for path in store.index_folder.glob("*[!k]")} == {"part-0001.tar", "part-0002.tar"}
 
 
-def test_a_full_disk_stops_at_once_and_says_what_helps(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
+def test_a_full_disk_stops_immediately_with_advice(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
     images = flaky()
     Flaky.failures[:] = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
     with pytest.raises(ShardError, match=r"cannot store shards in .*No space left on device; lower data\.cache_gib"):
@@ -618,7 +614,7 @@ def test_a_full_disk_stops_at_once_and_says_what_helps(flaky: Callable[..., Shar
     assert not list((tmp_path / "cache").glob("*/*.part"))
 
 
-def test_a_shard_of_another_size_is_fetched_again(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
+def test_a_shard_of_another_size_is_downloaded_again(flaky: Callable[..., ShardedImages], tmp_path: Path) -> None:
     images = flaky()
     images.load(0)
     kept = next((tmp_path / "cache").glob("*/part-0000.tar"))
@@ -627,17 +623,17 @@ def test_a_shard_of_another_size_is_fetched_again(flaky: Callable[..., ShardedIm
 
 
 def _read_all(root: str, cache: str, limit: int, epoch: int, results: Any) -> None:
-    """What one process of a machine does: read every image, in an order of its own."""
+    """Read every image in a random order, in one of several processes."""
     store = RemoteShards(root, ShardCache(cache, limit_bytes=limit))
     images = ShardedImages(store)
     over = 0
     seen: dict[int, int] = {}
     for index in torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch)).tolist():
         seen[index] = int(ShardedImages(store, images.index).load(index).sum())  # opens the shard again
-        with FileLock(store.cache.folder / ".room.lock"):  # held by who begins or evicts a shard
+        with FileLock(store.cache.folder / ".room.lock"):  # held while a shard is created or evicted
             kept: dict[int, int] = {}
             for path in (path for pattern in ("*.part", "*.tar") for path in store.index_folder.glob(pattern)):
-                with suppress(FileNotFoundError):  # whole by now: it comes again
+                with suppress(FileNotFoundError):  # complete, so it is listed again
                     kept[path.stat().st_ino] = path.stat().st_size
         used = sum(kept.values())
         over = max(over, used)
@@ -667,7 +663,7 @@ def test_two_processes_share_a_tiny_cache(tmp_path: Path) -> None:
 
 
 class _Ranges(SimpleHTTPRequestHandler):
-    """Serves the files of a folder, and parts of them, as web servers do."""
+    """HTTP handler that serves files of a folder with range requests."""
 
     def do_GET(self) -> None:
         path = Path(self.translate_path(self.path))
@@ -711,7 +707,7 @@ def test_http_with_a_listing(tmp_path: Path) -> None:
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A bucket of a local server that speaks S3."""
+    """Return a bucket of a local S3 server."""
     pytest.importorskip("s3fs")
     server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
     server.start()
@@ -729,7 +725,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     server.stop()
 
 
-def test_s3_by_its_settings_in_the_environment(bucket: Any, tmp_path: Path) -> None:
+def test_s3_is_configured_by_the_environment(bucket: Any, tmp_path: Path) -> None:
     write_collection(tmp_path / "made", 9, 3)
     for path in (tmp_path / "made").iterdir():
         bucket.put_file(str(path), f"pictures/street/{path.name}")
@@ -742,5 +738,5 @@ def test_s3_by_its_settings_in_the_environment(bucket: Any, tmp_path: Path) -> N
     loaded = BatchLoader(view_pairs(images), sampler, workers=2, pin_memory=False)
     for keys, batch in zip(batches, loaded, strict=True):
         assert_same_views(batch, local.__getitems__(keys))
-    with pytest.raises(MissingData, match="there is nothing at s3://pictures/streets"):
+    with pytest.raises(MissingData, match="s3://pictures/streets does not exist"):
         open_collection("s3://pictures/streets", cache_dir=tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""Squares with small label maps: both are cut from the same place, and no aspect is kept."""
+"""Square images with small label maps, cropped consistently and without keeping the aspect."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from cribo.data.squares import SquareCrops, SquareImages
 from .test_crops import Mapped, halves
 
 
-def test_labels_and_pixels_of_a_crop_are_of_one_place() -> None:
+def test_labels_and_pixels_are_cropped_consistently() -> None:
     crops = SquareCrops(Mapped([halves(120, 150)]), 64, 16, seed=0)
     flips, widths = set(), set()
     for epoch in range(12):
@@ -20,27 +20,27 @@ def test_labels_and_pixels_of_a_crop_are_of_one_place() -> None:
         flipped = bool(columns[0] > columns[-1])
         flips.add(flipped)
         widths.add(round(float(columns.max() - columns.min())))
-        # Label 1 begins at column 75 of the image.
+        # Label 1 starts at column 75 of the image.
         right = (columns[0::4] >= 75).to(torch.uint8)
         assert (crop.labels[8] != right).sum() <= 1
     assert flips == {False, True}
     assert len(widths) > 6
-    assert min(widths) > 95  # 0.8 of the area at an aspect of 3/4 are 104 columns
+    assert min(widths) > 95  # 0.8 of the area at an aspect of 3/4 is 104 columns wide
 
 
-def test_crops_depend_on_seed_and_key_alone() -> None:
+def test_crops_depend_on_seed_and_key_only() -> None:
     first, again = (SquareCrops(Mapped([halves(90, 90)]), 32, 8, seed=3) for _ in range(2))
     assert torch.equal(first[4, 0].pixels, again[4, 0].pixels)
     other = SquareCrops(Mapped([halves(90, 90)]), 32, 8, seed=4)
     assert not torch.equal(first[4, 0].pixels, other[4, 0].pixels)
 
 
-def test_images_are_squashed_and_labels_are_those_of_a_hundredth() -> None:
+def test_images_and_labels_are_resized_to_squares() -> None:
     image = SquareImages(Mapped([halves(60, 200)]), 40, 10)[0]
     assert image.pixels.shape == (3, 40, 40)
     assert image.labels.shape == (10, 10)
     assert torch.equal(image.labels, halves(10, 10))
-    # Every fourth pixel of the square, beginning with the first.
+    # Every fourth pixel of the square, starting with the first.
     ramp = (torch.arange(40) * 6).to(torch.uint8).expand(40, 40)
     assert SquareImages(Mapped([ramp]), 40, 10)[0].labels[0].tolist() == list(range(0, 240, 24))
 

@@ -660,7 +660,7 @@ def test_a_comparison_is_written(tmp_path: Path) -> None:
 
 def test_a_comparison_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "compare.md").write_text("mine")
-    with pytest.raises(FolderError, match=r"compare\.md exists already: choose another folder"):
+    with pytest.raises(FolderError, match=r"compare\.md already exists: choose another folder"):
         compare([a_result()]).write(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["compare.md"]
 

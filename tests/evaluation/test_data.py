@@ -42,5 +42,5 @@ def test_images_are_known_by_their_files_also_in_a_part_of_a_set(camvid: Path) -
 
 
 def test_an_unknown_set_is_refused_before_anything_is_opened() -> None:
-    with pytest.raises(DataError, match="there is no segmentation set 'vox'; did you mean 'voc'"):
+    with pytest.raises(DataError, match="unknown segmentation set 'vox'; did you mean 'voc'"):
         SegmentationData("vox", "nowhere")

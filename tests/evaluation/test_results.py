@@ -136,7 +136,7 @@ def test_a_row_of_the_confusion_is_a_line(tmp_path: Path) -> None:
 
 def test_results_are_never_overwritten(tmp_path: Path) -> None:
     a_result().write(tmp_path)
-    with pytest.raises(FolderError, match=r"results\.json exists already: choose another folder"):
+    with pytest.raises(FolderError, match=r"results\.json already exists: choose another folder"):
         a_result(command="another").write(tmp_path)
     assert read_result(tmp_path).command == a_result().command
 

@@ -1,4 +1,4 @@
-"""A page that is served as users serve it, of a collection whose nearest objects are known, and a browser."""
+"""Fixtures: a served page of a collection with known nearest objects, and a browser."""
 
 import io
 import json
@@ -31,7 +31,7 @@ _SWITCHES = [
 
 
 def draw_square(colour: tuple[int, int, int], corner: tuple[int, int]) -> Image.Image:
-    """A square of 48 pixels on black ground of 96: 3 x 3 of 6 x 6 patches."""
+    """Return a square of 48 pixels on a black image of 96: 3 x 3 of 6 x 6 patches."""
     pixels = np.zeros((96, 96, 3), dtype=np.uint8)
     pixels[corner[0] : corner[0] + 48, corner[1] : corner[1] + 48] = colour
     return Image.fromarray(pixels)
@@ -39,7 +39,7 @@ def draw_square(colour: tuple[int, int, int], corner: tuple[int, int]) -> Image.
 
 @pytest.fixture(scope="session")
 def squares(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two images of each colour, the second with its square elsewhere; 0-blue, 0-green, 0-red, 0-yellow, 1-blue, ..."""
+    """Write two images of each colour with squares at different positions: 0-blue, 0-green, 0-red, ..., 1-blue, ..."""
     folder = tmp_path_factory.mktemp("squares")
     for name, colour in COLOURS.items():
         draw_square(colour, (0, 0)).save(folder / f"0-{name}.png")
@@ -49,7 +49,7 @@ def squares(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def database(squares: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The objects of the squares, found by the mean colour of patches."""
+    """Index the squares with the mean-colour baseline."""
     pytest.importorskip("lancedb")
     import dataclasses
 
@@ -68,7 +68,7 @@ def database(squares: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def run_folder(tiny: "Callable[..., PretrainConfig]", tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run of a few steps on made-up scenes leaves, written without training."""
+    """Write the folder of a short run on synthetic scenes, without training."""
     from cribo.models import build_backbone, save_backbone
     from cribo.pretraining.presets import dump_config
 
@@ -83,7 +83,7 @@ def run_folder(tiny: "Callable[..., PretrainConfig]", tmp_path_factory: pytest.T
 
 
 def write_metrics(folder: Path, *, epochs: int) -> None:
-    """The metrics of a run after so many epochs of four steps."""
+    """Return the metrics of a run after a number of epochs of four steps."""
     rows = ["step,epoch,seconds,loss,loss_image,loss_cross_image,bootstrapping_ratio,dense_nn", "0,0,1,,,,,0.1"]
     rows += [
         f"{4 * n},{n},{60 * n},{9 - n},{5 - n},{0 if n == 1 else 3},{0.1 * n},{0.1 + 0.1 * n}" for n in _to(epochs)
@@ -97,25 +97,25 @@ def _to(last: int) -> range:
 
 @dataclass
 class Served:
-    """A page that is served by another process."""
+    """A page served by another process."""
 
     address: str
     process: "subprocess.Popen[str]"
     log: Path
 
     def stop(self) -> int:
-        """Send Ctrl-C, as a terminal does, and give the exit status."""
+        """Send SIGINT, as Ctrl-C does, and return the exit status."""
         self.process.send_signal(signal.SIGINT)
         return self.process.wait(timeout=60)
 
 
 def serve(log: Path, *words: str, temporary: Path | None = None) -> Served:
-    """Start `cribo explore` with a free port, and wait for its address.
+    """Start `cribo explore` on a free port and wait for its address.
 
     Args:
-        log: where its output goes.
-        *words: of the command.
-        temporary: the folder of its temporary files.
+        log: file for its output.
+        *words: arguments of the command.
+        temporary: folder for its temporary files.
     """
     place = {} if temporary is None else {"TMPDIR": str(temporary)}
     with log.open("w") as file:
@@ -125,7 +125,7 @@ def serve(log: Path, *words: str, temporary: Path | None = None) -> Served:
             stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **place},
-            # As from a terminal: what a shell has started in the background is deaf to Ctrl-C, and so are its children.
+            # Restore the default: background processes of a shell, and their children, ignore SIGINT.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     for _ in range(2400):
@@ -143,7 +143,7 @@ def serve(log: Path, *words: str, temporary: Path | None = None) -> Served:
 
 @pytest.fixture(scope="session")
 def served(database: Path, run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The page of the run and the database; it must end by Ctrl-C without a word."""
+    """Serve the page of the run and the database; it must stop on Ctrl-C without output."""
     pytest.importorskip("gradio")
     folder = tmp_path_factory.mktemp("served")
     served = serve(
@@ -166,11 +166,11 @@ def served(database: Path, run_folder: Path, tmp_path_factory: pytest.TempPathFa
 
 
 class Visitor:
-    """A session on the page, without a browser.
+    """A session of the page without a browser.
 
     Args:
-        address: of the page.
-        name: of the session.
+        address: address of the page.
+        name: name of the session.
     """
 
     def __init__(self, address: str, name: str) -> None:
@@ -180,17 +180,17 @@ class Visitor:
         self.functions = {each["api_name"]: each["id"] for each in config["dependencies"] if each["api_name"]}
 
     def send(self, image: Image.Image | bytes, file: str = "picture.png") -> dict[str, Any]:
-        """Send a picture; gives what the field that holds it would send along with a question."""
+        """Upload a picture and return the value of its field in later requests."""
         content = image if isinstance(image, bytes) else encoded(image)
         answer = self.client.post("/gradio_api/upload", files={"files": (file, content)})
         answer.raise_for_status()
         return {"path": answer.json()[0], "orig_name": file, "meta": {"_type": "gradio.FileData"}}
 
     def ask(self, what: str, *data: Any) -> list[Any]:
-        """What a function of the page answers.
+        """Call a function of the page and return its result.
 
         Raises:
-            Refusal: it shows an error.
+            Refusal: the page shows an error.
         """
         question = {"data": list(data), "fn_index": self.functions[what], "session_hash": self.name}
         self.client.post("/gradio_api/queue/join", json=question).raise_for_status()
@@ -204,17 +204,17 @@ class Visitor:
         raise AssertionError("no answer")
 
     def picture(self, shown: dict[str, Any]) -> Image.Image:
-        """A picture that the page shows."""
+        """Download a picture shown by the page."""
         content = self.client.get("/gradio_api/file=" + shown["path"]).content
         return Image.open(io.BytesIO(content)).convert("RGB")
 
 
 class Refusal(Exception):
-    """The sentence of an error on the page."""
+    """An error message on the page."""
 
 
 def encoded(image: Image.Image) -> bytes:
-    """The bytes of a PNG."""
+    """Return the bytes of a PNG."""
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
@@ -222,13 +222,13 @@ def encoded(image: Image.Image) -> bytes:
 
 @pytest.fixture
 def visitor(served: Served, request: pytest.FixtureRequest) -> Visitor:
-    """A session of its own for each test."""
+    """Return a separate session for each test."""
     return Visitor(served.address, f"visitor{abs(hash(request.node.name))}")
 
 
 @pytest.fixture(scope="session")
 def browser() -> "Iterator[Browser]":
-    """Chromium, as Debian packages it."""
+    """Start Chromium as packaged by Debian."""
     playwright = pytest.importorskip("playwright.sync_api")
     if not Path(CHROMIUM).is_file():
         pytest.skip(f"needs a browser: {CHROMIUM} (apt-get install chromium)")
@@ -240,12 +240,12 @@ def browser() -> "Iterator[Browser]":
 
 @dataclass
 class Watched:
-    """A browser's page, and what must not happen on it.
+    """A browser page, with a record of external requests and errors.
 
     Attributes:
-        page: to look at.
-        elsewhere: addresses of requests that left this machine.
-        errors: that the browser wrote down.
+        page: the browser page.
+        elsewhere: addresses of requests to other machines.
+        errors: errors logged by the browser.
     """
 
     page: "Page"
@@ -258,13 +258,13 @@ class Watched:
 
     @property
     def fits(self) -> bool:
-        """Whether nothing is wider than the window."""
+        """Whether no element is wider than the window."""
         return self.page.evaluate("document.scrollingElement.scrollWidth <= innerWidth")
 
 
 @pytest.fixture
 def watched(served: Served, browser: "Browser") -> Iterator[Watched]:
-    """The page in a browser; nothing may leave the machine, and nothing may go wrong on it."""
+    """Open the page in a browser; external requests and errors fail the test."""
     page = browser.new_page(viewport={"width": 1280, "height": 1000})
     page.set_default_timeout(20_000)
     watched = Watched(page, [], [])

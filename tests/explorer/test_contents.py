@@ -4,54 +4,54 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cribo.explorer.config import Asked, Limits
+from cribo.explorer.config import ExploreConfig, Limits
 from cribo.explorer.contents import Contents, open_contents
 from cribo.explorer.uploads import Refused
 from cribo.explorer.view_pairs import PairSample
 from cribo.retrieval import BackboneSource
 
 
-def opened(asked: Asked, workspace: Path) -> Contents:
+def opened(config: ExploreConfig, workspace: Path) -> Contents:
     workspace.mkdir()
-    return open_contents(asked, Limits(), workspace, lambda what, done, total: None)
+    return open_contents(config, Limits(), workspace, lambda what, done, total: None)
 
 
-def test_a_run_without_a_database_gets_the_objects_of_some_of_its_images(run_folder: Path, tmp_path: Path) -> None:
-    contents = opened(Asked(run=run_folder, limit=5, device="cpu"), tmp_path / "work")
+def test_a_run_without_a_database_indexes_some_of_its_images(run_folder: Path, tmp_path: Path) -> None:
+    contents = opened(ExploreConfig(run=run_folder, limit=5, device="cpu"), tmp_path / "work")
     assert contents.finder is not None
     assert len(contents.finder.collection) == 5
-    assert contents.notes == ("The objects are those of 5 of 36 images. For all images, use cribo index and --db.",)
+    assert contents.notes == ("The collection contains 5 of 36 images. For all images, use cribo index and --db.",)
     query = contents.finder.of_collection(0)
     _, found = contents.finder.matches(query, 0, 4)
     assert query.name not in {match.name for match in found}
     assert contents.title == "streets"
 
 
-def test_a_backbone_and_a_folder_are_enough(squares: Path, tmp_path: Path) -> None:
-    asked = Asked(backbone=BackboneSource("mean-colour"), images=squares, limit=4, device="cpu")
-    contents = opened(asked, tmp_path / "work")
+def test_a_backbone_and_a_folder_suffice(squares: Path, tmp_path: Path) -> None:
+    config = ExploreConfig(backbone=BackboneSource("mean-colour"), images=squares, limit=4, device="cpu")
+    contents = opened(config, tmp_path / "work")
     assert contents.finder is not None
     names = [contents.finder.collection.name(number) for number in range(4)]
     assert names == ["0-blue.png", "0-red.png", "1-blue.png", "1-red.png"]
-    alone = opened(Asked(backbone=BackboneSource("mean-colour"), device="cpu"), tmp_path / "alone")
+    alone = opened(ExploreConfig(backbone=BackboneSource("mean-colour"), device="cpu"), tmp_path / "alone")
     assert (alone.finder, alone.run, alone.notes) == (None, None, ())
     assert alone.encoder is not None
 
 
-def test_a_run_that_has_no_network_yet_shows_its_curves(run_folder: Path, tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_shows_its_curves(run_folder: Path, tmp_path: Path) -> None:
     run = shutil.copytree(run_folder, tmp_path / "run")
     for name in ("backbone.safetensors", "backbone.json"):
         (run / name).unlink()
-    contents = opened(Asked(run=run, device="cpu"), tmp_path / "work")
+    contents = opened(ExploreConfig(run=run, device="cpu"), tmp_path / "work")
     assert (contents.run, contents.encoder, contents.pairs, contents.finder) == (run, None, None, None)
-    assert "has no network yet" in contents.notes[0]
+    assert "has no checkpoint yet" in contents.notes[0]
 
 
-def test_images_that_are_gone_are_missed_in_words(run_folder: Path, tmp_path: Path, squares: Path) -> None:
+def test_missing_images_are_reported(run_folder: Path, tmp_path: Path, squares: Path) -> None:
     run = shutil.copytree(run_folder, tmp_path / "run")
     config = (run / "config.yaml").read_text().replace("root: scenes", f"root: {tmp_path}/gone")
     (run / "config.yaml").write_text(config)
-    contents = opened(Asked(run=run, device="cpu"), tmp_path / "work")
+    contents = opened(ExploreConfig(run=run, device="cpu"), tmp_path / "work")
     assert contents.finder is None
     assert "No collection to search" in contents.notes[0]
     assert "Restart the page with --images DIR or --db DIR" in contents.notes[0]
@@ -70,7 +70,7 @@ def test_pairs_are_views_of_one_image_with_common_colours(run_folder: Path) -> N
     for view, clusters in zip(picture.views, picture.clusters, strict=True):
         assert view.shape == clusters.shape == (128, 128, 3)
         assert not np.array_equal(view, clusters)
-    # An outline has the pure colour of its cluster: what one view has of them, the other has too.
+    # Outlines have the pure colours of the clusters, which must be the same in both views.
     first, second = ({tuple(pixel) for pixel in clusters.reshape(-1, 3)} for clusters in picture.clusters)
     pure = {colour for colour in first if max(colour) == 255 and min(colour) == 0}
     assert pure

@@ -1,27 +1,27 @@
 import numpy as np
 import torch
 
-from cribo.explorer.features import colour_picture, cosines, likeness
+from cribo.explorer.features import colour_picture, cosines, patch_similarity
 from cribo.explorer.network import Dense
 
 
 def two_halves() -> Dense:
-    """Features that are one thing on the left and another on the right."""
+    """Return features that differ between the left and right half."""
     tokens = torch.zeros(4, 6, 3)
     tokens[:, :3, 0] = 2.0
     tokens[:, 3:, 1] = 0.5
     return Dense(tokens, (64, 96))
 
 
-def test_likeness_is_the_cosine_whatever_the_length() -> None:
+def test_similarity_is_the_cosine_regardless_of_norms() -> None:
     similarity = cosines(two_halves().tokens, 1, 4)
     assert similarity[:, 3:].eq(1).all()
     assert similarity[:, :3].eq(0).all()
 
 
-def test_the_chosen_patch_is_framed_and_its_like_is_bright() -> None:
+def test_the_selected_patch_is_framed_and_similar_patches_are_bright() -> None:
     image = torch.full((3, 64, 96), 100, dtype=torch.uint8)
-    found = likeness(image, two_halves(), 99, -3)
+    found = patch_similarity(image, two_halves(), 99, -3)
     assert (found.row, found.column) == (3, 0)
     assert found.sentence.startswith("Patch in row 3 of 4, column 0 of 6")
     scale = found.picture.shape[0] / 64
@@ -34,7 +34,7 @@ def test_the_chosen_patch_is_framed_and_its_like_is_bright() -> None:
     assert columns.max() <= 24 * scale
 
 
-def test_colours_tell_two_things_apart() -> None:
+def test_colours_differ_between_the_halves() -> None:
     picture = colour_picture(two_halves()).astype(int)
     assert np.abs(picture[5, 5] - picture[5, -5]).max() > 200
     assert np.abs(picture[5, 5] - picture[-5, 5]).max() == 0

@@ -1,4 +1,4 @@
-"""Which requests reach the page's server, tried against one that answers everything."""
+"""Requests that the middleware accepts or rejects, tested with a server that accepts everything."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -19,7 +19,7 @@ HOME = "http://127.0.0.1:7860"
 
 
 async def answer_everything(scope: Any, receive: Any, send: Any) -> None:
-    """Read any body, and answer anything."""
+    """Read any body and accept any request."""
     while (await receive()).get("more_body"):
         pass
     await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -28,21 +28,21 @@ async def answer_everything(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.fixture
 def uploads(tmp_path: Path) -> Uploads:
-    """An empty folder, and a limit for a picture."""
+    """Create an empty folder with limits."""
     (tmp_path / "uploads").mkdir()
     return Uploads(tmp_path / "uploads", Limits(megabytes=0.01))
 
 
 @pytest.fixture
 def guard(uploads: Uploads) -> Guard:
-    """Before a server that answers everything."""
+    """Guard a server that accepts everything."""
     hosts = frozenset({"127.0.0.1", "localhost"})
     return Guard(answer_everything, uploads=uploads, folder_bytes=200_000, hosts=hosts)
 
 
 @pytest.fixture
 def ask(guard: Guard) -> Callable[..., httpx.Response]:
-    """Asks a guarded server."""
+    """Send a request to a guarded server."""
 
     def call(method: str, path: str, **options: Any) -> httpx.Response:
         async def request() -> httpx.Response:
@@ -58,15 +58,18 @@ def ask(guard: Guard) -> Callable[..., httpx.Response]:
 def test_large_uploads_are_refused(ask: Callable[..., httpx.Response], uploads: Uploads) -> None:
     assert ask("POST", "/gradio_api/upload", content=b"0" * 9_000).status_code == 200
     answer = ask("POST", "/gradio_api/upload", content=b"0" * 90_000)
-    assert (answer.status_code, answer.text.partition(":")[0]) == (413, "The upload has 0.1 MB and 0.01 MB are allowed")
+    assert (answer.status_code, answer.text.partition(":")[0]) == (
+        413,
+        "The upload has 0.1 MB, but at most 0.01 MB are allowed",
+    )
     assert ask("POST", "/gradio_api/queue/join", content=b"0" * 2_000_000).status_code == 413
     (uploads.folder / "earlier.png").write_bytes(b"0" * 195_000)
     answer = ask("POST", "/gradio_api/upload", content=b"0" * 9_000)
-    assert (answer.status_code, answer.text.partition(",")[0]) == (507, "All uploads together may have 0 MB")
+    assert (answer.status_code, answer.text.partition(",")[0]) == (507, "The uploads exceed 0 MB in total")
 
 
-def test_uploads_at_the_same_time_share_the_room(guard: Guard, uploads: Uploads) -> None:
-    """None of them announces its length; each alone would fit."""
+def test_concurrent_uploads_share_the_quota(guard: Guard, uploads: Uploads) -> None:
+    """None of them has a Content-Length, and each alone would fit."""
     (uploads.folder / "earlier.png").write_bytes(b"0" * 80_000)
 
     async def slowly() -> AsyncIterator[bytes]:
@@ -80,13 +83,20 @@ def test_uploads_at_the_same_time_share_the_room(guard: Guard, uploads: Uploads)
             return await asyncio.gather(*sent, return_exceptions=True)
 
     answers = asyncio.run(upload())
-    assert sum(isinstance(answer, MultiPartException) for answer in answers) >= 2  # which Gradio turns into a refusal
-    assert "All uploads together" in str(next(answer for answer in answers if isinstance(answer, Exception)))
+    assert (
+        sum(isinstance(answer, MultiPartException) for answer in answers) >= 2
+    )  # which Gradio turns into an error response
+    assert "The uploads exceed" in str(next(answer for answer in answers if isinstance(answer, Exception)))
 
 
-def test_other_names_and_other_pages_are_refused(ask: Callable[..., httpx.Response]) -> None:
+def test_other_host_names_and_origins_are_refused(ask: Callable[..., httpx.Response]) -> None:
     assert ask("GET", "/", headers={"host": "localhost:99"}).status_code == 200
-    for number in ("192.0.2.7:7860", "192.0.2.7", "[2001:db8::7]:7860", "[::1]"):  # no name, so nobody's to lead astray
+    for number in (
+        "192.0.2.7:7860",
+        "192.0.2.7",
+        "[2001:db8::7]:7860",
+        "[::1]",
+    ):  # an IP address, so DNS rebinding is impossible
         assert ask("GET", "/", headers={"host": number}).status_code == 200, number
     for name in ("rebound.example:7860", "192.0.2.7.example", "[rebound.example]", ""):
         answer = ask("GET", "/", headers={"host": name})
@@ -100,12 +110,12 @@ def test_other_names_and_other_pages_are_refused(ask: Callable[..., httpx.Respon
     [
         ("http://127.0.0.1:7860", "127.0.0.1:7860", True),
         ("http://192.0.2.7", "192.0.2.7", True),
-        ("https://192.0.2.7", "192.0.2.7:443", True),  # a proxy that speaks https
+        ("https://192.0.2.7", "192.0.2.7:443", True),  # behind an HTTPS proxy
         ("http://LocalHost:7860", "localhost:7860", True),
         ("http://[2001:db8::7]:7860", "[2001:db8::7]:7860", True),
         ("http://evil.example", "192.0.2.7:7860", False),
         ("http://evil.example:7860", "192.0.2.7:7860", False),
-        ("http://192.0.2.7", "192.0.2.7:7860", False),  # another server of the same machine
+        ("http://192.0.2.7", "192.0.2.7:7860", False),  # another server on the same machine
         ("http://192.0.2.7:8888", "192.0.2.7:7860", False),
         ("http://192.0.2.7:7860.evil.example", "192.0.2.7:7860", False),
         ("chrome-extension://192.0.2.7:7860", "192.0.2.7:7860", False),
@@ -113,10 +123,10 @@ def test_other_names_and_other_pages_are_refused(ask: Callable[..., httpx.Respon
         ("", "192.0.2.7:7860", False),
     ],
 )
-def test_only_the_page_itself_is_answered(
+def test_only_requests_of_the_page_are_accepted(
     ask: Callable[..., httpx.Response], origin: str, host: str, own: bool
 ) -> None:
-    said = {"origin": origin, "host": host}  # and no Sec-Fetch-Site, as browsers do to http elsewhere
+    said = {"origin": origin, "host": host}  # without Sec-Fetch-Site, as browsers send to insecure origins
     answers = [
         ask("POST", "/gradio_api/upload", content=b"0", headers=said),
         ask("POST", "/gradio_api/queue/join", content=b"{}", headers=said),
@@ -128,7 +138,7 @@ def test_only_the_page_itself_is_answered(
     assert preflight.status_code == (200 if own else 403)
 
 
-def test_a_link_from_a_page_that_does_not_say_its_name_opens_the_page(ask: Callable[..., httpx.Response]) -> None:
+def test_a_link_from_a_sandboxed_page_opens_the_page(ask: Callable[..., httpx.Response]) -> None:
     assert ask("GET", "/", headers={"origin": "null"}).status_code == 200
     assert ask("GET", "/config", headers={"origin": "null"}).status_code == 403
     assert ask("POST", "/", content=b"{}", headers={"origin": "null"}).status_code == 403

@@ -9,7 +9,7 @@ from cribo.retrieval import PatchEncoder, backbone_encoder
 
 
 class Counting:
-    """An encoder that gives the mean of each patch, and notes how many use it at once."""
+    """An encoder that returns patch means and records the number of concurrent calls."""
 
     def __init__(self) -> None:
         self.inside = self.most = self.calls = 0
@@ -30,7 +30,7 @@ def image(value: int, side: int = 32) -> torch.Tensor:
     return torch.full((3, side, side), value, dtype=torch.uint8)
 
 
-def test_twenty_at_once_use_the_network_in_turn_and_get_their_own() -> None:
+def test_concurrent_requests_are_serialised_and_get_their_own_features() -> None:
     counting = Counting()
     shared = SharedEncoder(counting.encoder(), "cpu")
     found: dict[int, float] = {}
@@ -48,7 +48,7 @@ def test_twenty_at_once_use_the_network_in_turn_and_get_their_own() -> None:
     assert found == pytest.approx({10 * n: 10 * n / 255 for n in range(20)}, abs=1e-6)
 
 
-def test_what_was_asked_lately_is_kept_within_bounds() -> None:
+def test_the_cache_is_bounded() -> None:
     counting = Counting()
     shared = SharedEncoder(counting.encoder(), "cpu", cache_bytes=3 * 4 * 4 * 3 * 4)
     for value in (1, 2, 3, 1, 2, 3):
@@ -61,7 +61,7 @@ def test_what_was_asked_lately_is_kept_within_bounds() -> None:
     assert counting.calls == 3 + 26 + 1
 
 
-def test_large_images_are_encoded_at_a_size_that_the_network_can_bear() -> None:
+def test_large_images_are_encoded_at_a_limited_size() -> None:
     shared = SharedEncoder(Counting().encoder(), "cpu", max_patches=50)
     dense = shared.encode(torch.zeros(3, 400, 100, dtype=torch.uint8))
     assert dense.grid[0] * dense.grid[1] <= 60
@@ -69,14 +69,14 @@ def test_large_images_are_encoded_at_a_size_that_the_network_can_bear() -> None:
     assert dense.size == (400, 100)
 
 
-def test_points_are_in_patches() -> None:
+def test_points_are_mapped_to_patches() -> None:
     dense = Dense(torch.zeros(4, 6, 2), (80, 60))
     assert dense.patch_at(0, 0) == (0, 0)
     assert dense.patch_at(59.9, 20) == (1, 5)
     assert dense.patch_at(-5, 1000) == (3, 0)
 
 
-def test_a_network_of_one_size_encodes_images_at_that_size() -> None:
+def test_a_network_with_a_fixed_size_encodes_images_at_that_size() -> None:
     args = {"depth": 4, "embed_dim": 32, "num_heads": 2}
     encoder = backbone_encoder(build_backbone("beit_base_patch16_224", args=args, image_size=64))
     side = 64 // encoder.patch_size

@@ -18,7 +18,7 @@ from cribo.retrieval import mean_colour_encoder
 
 @pytest.fixture
 def images(squares: Path, tmp_path: Path) -> Path:
-    """The squares, to be changed; files keep their times."""
+    """Copy the squares, with the times of the files, so that tests can change them."""
     return shutil.copytree(squares, tmp_path / "squares")
 
 
@@ -28,7 +28,7 @@ def finder(database: Path, images: Path) -> ObjectFinder:
     return ObjectFinder(collection, SharedEncoder(mean_colour_encoder(16), "cpu"))
 
 
-def test_each_square_finds_its_like_first(finder: ObjectFinder) -> None:
+def test_each_square_finds_the_same_colour_first(finder: ObjectFinder) -> None:
     for number in range(8):
         query = finder.of_collection(number)
         _, found = finder.matches(query, 1, 3)
@@ -48,12 +48,10 @@ def test_a_point_is_in_the_object_that_is_drawn_there(finder: ObjectFinder) -> N
     shown = query_picture(query, 1)
     assert tuple(shown[height // 4, width // 4]) == COLOURS["red"]
     assert shown[height - 5, width - 5].max() < 100
-    assert query_sentence(query, 1, []).startswith(
-        "Object 1 of 2 in 0-red.png (counted from 0, the largest first), 25%"
-    )
+    assert query_sentence(query, 1, []).startswith("Object 1 of 2 in 0-red.png (counted from 0, largest first), 25%")
 
 
-def test_a_visitors_picture_is_asked_like_one_of_the_collection(finder: ObjectFinder) -> None:
+def test_an_uploaded_picture_works_as_a_query(finder: ObjectFinder) -> None:
     picture = torch.from_numpy(np.array(draw_square(COLOURS["yellow"], (16, 32)))).permute(2, 0, 1)
     query = finder.of_picture(picture)
     drawn, found = finder.matches(query, 1, 2)
@@ -61,11 +59,11 @@ def test_a_visitors_picture_is_asked_like_one_of_the_collection(finder: ObjectFi
     assert [caption[:8] for _, caption in drawn] == ["1. 1.00 ", "2. 1.00 "]
 
 
-def test_numbers_beyond_the_ends_are_the_nearest_object_and_no_image(finder: ObjectFinder) -> None:
+def test_object_numbers_are_clamped_and_image_numbers_are_refused(finder: ObjectFinder) -> None:
     query = finder.of_collection(0)
     assert (query.object(99).number, query.object(-4).number) == (1, 0)
     for number in (-1, 8):
-        with pytest.raises(Refused, match=f"images 0 to 7, and no image {number}"):
+        with pytest.raises(Refused, match=f"image must be 0 to 7, got {number}"):
             finder.of_collection(number)
 
 
@@ -85,7 +83,7 @@ def test_a_link_out_of_the_folder_is_not_shown(finder: ObjectFinder, images: Pat
     assert not (thumbnails[2][0] == 128).all()
 
 
-def test_what_has_changed_since_it_was_indexed_is_said(finder: ObjectFinder, images: Path) -> None:
+def test_changed_images_are_reported(finder: ObjectFinder, images: Path) -> None:
     Image.new("RGB", (96, 96)).save(images / "0-red.png")
     (images / "0-blue.png").unlink()
     with pytest.raises(Refused, match=r"0-red.png has changed since it was indexed: update the database"):
@@ -94,7 +92,7 @@ def test_what_has_changed_since_it_was_indexed_is_said(finder: ObjectFinder, ima
         finder.of_collection(0)
 
 
-def test_what_is_indexed_anew_is_shown_again(database: Path, images: Path, tmp_path: Path) -> None:
+def test_reindexed_images_are_shown_again(database: Path, images: Path, tmp_path: Path) -> None:
     own = shutil.copytree(database, tmp_path / "own.db")
     collection = Collection(ObjectDatabase.open(own, images=images), max_pixels=10**6)
     finder = ObjectFinder(collection, SharedEncoder(mean_colour_encoder(16), "cpu"))

@@ -1,4 +1,4 @@
-"""The page as a person meets it, in a real browser."""
+"""The page in a real browser."""
 
 import re
 import zipfile
@@ -10,20 +10,20 @@ pytest.importorskip("playwright.sync_api")
 from playwright.sync_api import Locator, expect
 from tests.explorer.conftest import COLOURS, Watched, draw_square
 
-expect.set_options(timeout=30_000)  # other tests may have the cores
+expect.set_options(timeout=30_000)  # other tests may occupy the cores
 
-SENT = "The picture that you have sent"
+SENT = "The uploaded picture"
 
 
 @pytest.fixture
 def red(tmp_path: Path) -> str:
-    """The file of a picture like one of the collection's, 24 x 24 patches."""
+    """Write a picture similar to the collection's, with 24 x 24 patches."""
     draw_square(COLOURS["red"], (16, 16)).resize((384, 384)).save(tmp_path / "red.png")
     return str(tmp_path / "red.png")
 
 
 def click_inside(picture: Locator, x: float, y: float) -> None:
-    """Click on a place of a square picture, in shares of its sides; it lies in the middle of its field."""
+    """Click on a square picture, centred in its field, at a position relative to its sides."""
     place = picture.bounding_box()
     assert place is not None
     side = min(place["width"], place["height"])
@@ -42,7 +42,7 @@ def test_curves_and_view_pairs_are_shown(watched: Watched) -> None:
     expect(page.get_by_text("Pair 1 of")).to_be_visible()
 
 
-def test_a_patch_of_a_picture_is_clicked_and_moved_by_keys(watched: Watched, red: str) -> None:
+def test_a_patch_is_selected_by_click_and_moved_by_keys(watched: Watched, red: str) -> None:
     page = watched.page
     watched.open("Features")
     page.locator("[role=tabpanel]:visible input[type=file]").first.set_input_files(red)
@@ -58,13 +58,13 @@ def test_a_patch_of_a_picture_is_clicked_and_moved_by_keys(watched: Watched, red
     expect(page.locator("#nearest-to-patch")).to_contain_text(re.compile(r"1\. 1\.00 \d-red\.png"))
 
 
-def test_an_object_finds_its_like(watched: Watched, red: str) -> None:
+def test_an_object_finds_similar_objects(watched: Watched, red: str) -> None:
     page = watched.page
     watched.open("Objects")
     expect(page.locator("#objects-said")).to_contain_text("0-blue.png")
     page.locator("#collection button", has_text="2: 0-red").click()
     expect(page.locator("#objects-said")).to_contain_text("Object 0 of 2 in 0-red.png")
-    picture = page.get_by_role("img", name="The image with the outline of the chosen object")
+    picture = page.get_by_role("img", name="The image with the outline of the selected object")
     click_inside(picture, 0.2, 0.2)
     expect(page.locator("#objects-said")).to_contain_text("Object 1 of 2 in 0-red.png")
     expect(page.locator("#objects-said")).to_contain_text("nearest object is in 1-red.png, cosine similarity 1.00")
@@ -79,13 +79,13 @@ def test_an_object_finds_its_like(watched: Watched, red: str) -> None:
 def test_painted_classes_segment_another_picture(watched: Watched, red: str, tmp_path: Path) -> None:
     page = watched.page
     watched.open("Segment")
-    expect(page.locator("#examples-said")).to_contain_text("No examples yet")  # the visitor is known from here on
+    expect(page.locator("#examples-said")).to_contain_text("No examples yet")  # from here on, the visitor is known
     page.locator("[role=tabpanel]:visible input[type=file]").last.set_input_files(red)
     expect(page.get_by_text("There are no examples yet")).to_be_visible()
     page.locator("[role=tabpanel]:visible input[type=file]").first.set_input_files(red)
     canvas = page.locator("canvas:visible").first
     expect(page.get_by_label("Brush").or_(page.locator("[title*=rush]")).first).to_be_visible()
-    page.wait_for_timeout(1000)  # the canvas takes the picture's size when it is drawn, and tells nobody
+    page.wait_for_timeout(1000)  # the canvas is resized to the picture without an event
     place = canvas.bounding_box()
     assert place is not None
     middle = place["x"] + place["width"] / 2, place["y"] + place["height"] / 2
@@ -97,7 +97,7 @@ def test_painted_classes_segment_another_picture(watched: Watched, red: str, tmp
     expect(page.locator("#examples-said")).to_contain_text("1 example")
     expect(page.locator("#examples-said")).to_contain_text("red")
     expect(page.locator("#segmented-said")).to_contain_text("red 100%")
-    expect(page.get_by_role("img", name="The picture in the colours of its classes")).to_be_visible()
+    expect(page.get_by_role("img", name="The picture, tinted by class")).to_be_visible()
     page.reload()
     watched.open("Segment")
     expect(page.locator("#examples-said")).to_contain_text("1 example")
@@ -110,21 +110,21 @@ def test_painted_classes_segment_another_picture(watched: Watched, red: str, tmp
     expect(page.locator("#examples-said")).to_contain_text("No examples yet")
 
 
-def test_what_is_too_large_or_no_picture_is_refused_in_a_sentence(watched: Watched, tmp_path: Path) -> None:
+def test_large_and_invalid_pictures_are_refused_with_a_message(watched: Watched, tmp_path: Path) -> None:
     page = watched.page
     watched.open("Features")
     field = page.locator("[role=tabpanel]:visible input[type=file]").first
     draw_square(COLOURS["red"], (0, 0)).resize((1200, 1000)).save(tmp_path / "wide.png")
     field.set_input_files(tmp_path / "wide.png")
-    expect(page.get_by_text("1200 x 1000 pixels and 1 megapixels are allowed")).to_be_visible()
+    expect(page.get_by_text("1200 x 1000 pixels, but at most 1 megapixels are allowed")).to_be_visible()
     (tmp_path / "heavy.png").write_bytes(b"0" * 1_500_000)
     page.get_by_role("button", name="Remove Image").or_(page.get_by_label("Clear")).first.click()
     page.locator("[role=tabpanel]:visible input[type=file]").first.set_input_files(tmp_path / "heavy.png")
     expect(page.get_by_text("exceed the maximum allowed size").first).to_be_visible()
-    watched.errors.clear()  # the browser writes down that a request was refused
+    watched.errors.clear()  # the browser logs the refused request
 
 
-def test_every_control_is_reached_with_tab_and_shows_it(watched: Watched) -> None:
+def test_every_control_is_reached_with_tab_and_shows_focus(watched: Watched) -> None:
     page = watched.page
     watched.open("Objects")
     expect(page.locator("#nearest img").first).to_be_visible()

@@ -1,4 +1,4 @@
-"""The order of `cribo explore`: errors first, then what takes long to import."""
+"""Order of `cribo explore`: errors first, slow imports afterwards."""
 
 import sys
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from rich.console import Console
 
 pytest.importorskip("gradio")
 from cribo.explorer import run, server
-from cribo.explorer.config import Asked, Limits
+from cribo.explorer.config import ExploreConfig, Limits
 from cribo.explorer.contents import Contents
 from cribo.retrieval.source import BackboneSource
 
@@ -28,13 +28,13 @@ def test_the_page_is_imported_while_loading_is_shown(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(run, "open_contents", lambda *given: Contents("nothing"))
     monkeypatch.setattr(run, "serve", lambda *given, **named: named["on_start"]())
     console = Console(record=True, width=200)
-    asked = Asked(backbone=BackboneSource("mean-colour"))
-    run.explore(asked, host="127.0.0.1", port=0, limits=Limits(), console=console)
+    config = ExploreConfig(backbone=BackboneSource("mean-colour"))
+    run.explore(config, host="127.0.0.1", port=0, limits=Limits(), console=console)
     assert seen == [False, True]
     assert "Open http://127.0.0.1:" in console.export_text()
 
 
-def test_without_gradio_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gradio_is_reported_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install \"cribo-ssl\[explore\]\""):
         server.require_gradio()

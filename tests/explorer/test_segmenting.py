@@ -34,7 +34,7 @@ def visitors() -> Visitors:
     return Visitors(SharedEncoder(mean_colour_encoder(16), "cpu"))
 
 
-def test_painted_pixels_are_of_their_brush_and_others_of_none() -> None:
+def test_painted_pixels_get_the_class_of_the_brush() -> None:
     painted = layer(("green", (0, 0, 10, 96)), ("cyan", (20, 0, 30, 96)))
     _, labels = example_of(as_tensor(draw_square(COLOURS["red"], (0, 0))), painted, max_pixels=10**6)
     assert labels[50, 5] == list(BRUSHES).index("green")
@@ -42,7 +42,7 @@ def test_painted_pixels_are_of_their_brush_and_others_of_none() -> None:
     assert labels[50, 60] == 255
 
 
-def test_soft_edges_of_strokes_are_of_the_brush_or_of_none() -> None:
+def test_soft_edges_get_the_class_of_the_brush_or_are_ignored() -> None:
     soft = Image.new("RGBA", (96, 96), (*BRUSHES["blue"], 100))
     soft.paste((10, 120, 190, 200), (0, 0, 48, 96))
     _, labels = example_of(as_tensor(draw_square(COLOURS["red"], (0, 0))), encoded(soft), max_pixels=10**6)
@@ -50,7 +50,7 @@ def test_soft_edges_of_strokes_are_of_the_brush_or_of_none() -> None:
     assert set(labels[:, 48:].flatten().tolist()) == {255}
 
 
-def test_large_examples_become_smaller_with_their_labels() -> None:
+def test_large_examples_are_reduced_with_their_labels() -> None:
     image = torch.zeros(3, 1536, 1536, dtype=torch.uint8)
     small, labels = example_of(image, layer(("red", (0, 0, 768, 1536)), size=1536), max_pixels=10**7)
     assert small.shape[1:] == labels.shape == (768, 768)
@@ -61,12 +61,12 @@ def test_large_examples_become_smaller_with_their_labels() -> None:
     ("painted", "said"),
     [
         (layer(), "Nothing is painted yet"),
-        (layer(("red", (0, 0, 9, 9)), size=64), "The painting has 64 x 64 pixels and its picture 96 x 96"),
+        (layer(("red", (0, 0, 9, 9)), size=64), "size of its picture, 96 x 96, got 64 x 64"),
         (layer(("red", (0, 0, 9, 9)), size=200), "The painting cannot be used"),
         (b"no image", "The painting cannot be used"),
     ],
 )
-def test_paintings_that_cannot_be_used(painted: bytes, said: str) -> None:
+def test_invalid_paintings_are_refused(painted: bytes, said: str) -> None:
     with pytest.raises(Refused, match=said):
         example_of(as_tensor(draw_square(COLOURS["red"], (0, 0))), painted, max_pixels=20_000)
 
@@ -92,7 +92,7 @@ def test_a_square_is_found_where_it_is_in_another_picture(visitors: Visitors) ->
     assert "yellow, magenta. Expected mIoU on new pictures: " in memory_sentence(memory)
 
 
-def test_examples_are_downloaded_as_cribo_segment_reads_them(visitors: Visitors, tmp_path: Path) -> None:
+def test_downloaded_examples_can_be_read_by_cribo_segment(visitors: Visitors, tmp_path: Path) -> None:
     examples = visitors.examples("a")
     with pytest.raises(Refused, match="There are no examples yet"):
         examples.zipped([])
@@ -122,7 +122,7 @@ def test_examples_of_all_visitors_together_are_bounded(visitors: Visitors, monke
     assert [name in visitors for name in "abc"] == [False, True, True]
 
 
-def test_memories_are_each_visitors_own_and_bounded(visitors: Visitors, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memories_are_separate_per_visitor_and_bounded(visitors: Visitors, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segmenting, "_MOST_VISITORS", 3)
     monkeypatch.setattr(segmenting, "_MOST_EXAMPLES", 2)
     first = visitors.examples("first")
@@ -131,13 +131,13 @@ def test_memories_are_each_visitors_own_and_bounded(visitors: Visitors, monkeypa
         first.add(*example_of(as_tensor(picture), layer(("red", (0, 0, 96, 96))), max_pixels=10**6))
     with pytest.raises(Refused, match=r"The memory is full \(2 examples\): start over"):
         first.add(torch.zeros(3, 96, 96, dtype=torch.uint8), torch.zeros(96, 96, dtype=torch.uint8))
-    assert "Paint another class, too" in memory_sentence(first.memory)
+    assert "Paint a second class" in memory_sentence(first.memory)
     assert visitors.examples("first") is first
     assert len(visitors.examples("second").memory) == 0
     for name in ("third", "first", "fourth"):
         visitors.examples(name)
     assert len(visitors) == 3
-    assert visitors.examples("first") is first  # it was asked for after the second
+    assert visitors.examples("first") is first  # it was used after the second
     visitors.forget("first")
     assert len(visitors.examples("first").memory) == 0
     with pytest.raises(Refused, match="There are no examples yet"):

@@ -1,4 +1,4 @@
-"""The page's server over HTTP, as it is started by the command."""
+"""The server over HTTP, started by the command."""
 
 import re
 import signal
@@ -16,7 +16,7 @@ from cribo.cli import main
 from cribo.explorer.server import host_names
 
 
-def test_no_path_leads_out_of_what_was_sent(served: Served, visitor: Visitor, tmp_path: Path, squares: Path) -> None:
+def test_paths_outside_the_uploads_are_refused(served: Served, visitor: Visitor, tmp_path: Path, squares: Path) -> None:
     (tmp_path / "secret.png").write_text(SECRET)
     sent = visitor.send(draw_square(COLOURS["red"], (0, 0)))
     folder = str(Path(sent["path"]).parents[1])
@@ -52,13 +52,13 @@ def test_no_path_leads_out_of_what_was_sent(served: Served, visitor: Visitor, tm
         assert visitor.client.post("/gradio_api/queue/join", json=question).status_code == 403
 
 
-def test_a_file_called_like_a_path_lands_in_the_folder(visitor: Visitor) -> None:
+def test_a_file_named_like_a_path_is_stored_in_the_folder(visitor: Visitor) -> None:
     sent = visitor.send(draw_square(COLOURS["red"], (0, 0)), "../../../../tmp/evil.png")
     assert "cribo-explore-" in Path(sent["path"]).parts[-3]
     assert visitor.ask("features", sent)[1:3] == [3, 3]
 
 
-def test_twenty_at_once_each_get_their_own_answer(served: Served) -> None:
+def test_concurrent_requests_get_their_own_responses(served: Served) -> None:
     places = [(16 * (n % 4), 16 * (n // 8)) for n in range(20)]
     names = [list(COLOURS)[n % 4] for n in range(20)]
 
@@ -77,7 +77,7 @@ def test_twenty_at_once_each_get_their_own_answer(served: Served) -> None:
         assert f"Patch in row {places[number][0] // 16} of 6, column {places[number][1] // 16} of 6" in alike
 
 
-def test_what_is_shown_is_what_was_asked_for(visitor: Visitor) -> None:
+def test_shown_pictures_match_the_requests(visitor: Visitor) -> None:
     number, picture, said, nearest = visitor.ask("nearest", None, 2, 1, 3)
     assert number == 1
     assert said.startswith("Object 1 of 2 in 0-red.png")
@@ -93,19 +93,19 @@ def test_what_is_shown_is_what_was_asked_for(visitor: Visitor) -> None:
 @pytest.mark.parametrize(
     ("what", "data", "said"),
     [
-        ("nearest", (None, 99, 0, 3), "The collection has images 0 to 7, and no image 99."),
+        ("nearest", (None, 99, 0, 3), "The image must be 0 to 7, got 99."),
         ("nearest", (None, "../../etc/passwd", 0, 3), "Not a number"),
         ("nearest", ({"path": "", "url": "http://127.0.0.1:9/"}, 0, 0, 3), "There is no picture yet"),
         ("likeness", (None, 0, 0), "There is no picture yet"),
         ("add_example", (None, "visitor-of-this-test"), "There is no picture to paint on yet"),
     ],
 )
-def test_errors_are_sentences(visitor: Visitor, what: str, data: tuple[object, ...], said: str) -> None:
+def test_errors_are_shown_as_messages(visitor: Visitor, what: str, data: tuple[object, ...], said: str) -> None:
     with pytest.raises(Refusal, match=re.escape(said)):
         visitor.ask(what, *data)
 
 
-def test_examples_are_each_visitors_own(served: Served, visitor: Visitor) -> None:
+def test_examples_are_separate_per_visitor(served: Served, visitor: Visitor) -> None:
     from PIL import Image
 
     from cribo.explorer.segmenting import BRUSHES
@@ -152,7 +152,7 @@ def test_examples_are_each_visitors_own(served: Served, visitor: Visitor) -> Non
         ("OPTIONS", "/gradio_api/queue/join"),
     ],
 )
-def test_what_the_page_does_not_need_is_refused(visitor: Visitor, method: str, path: str) -> None:
+def test_unused_routes_are_refused(visitor: Visitor, method: str, path: str) -> None:
     body = {"data": [], "fn_index": 0, "session_hash": "x", "prompt": "x"}
     answer = visitor.client.request(method, path, json=body if method == "POST" else None)
     assert answer.status_code in (400, 403, 404, 405), answer.text
@@ -160,14 +160,14 @@ def test_what_the_page_does_not_need_is_refused(visitor: Visitor, method: str, p
 
 
 @pytest.mark.parametrize("route", ["component_server", "process_recording", "an_unknown_route"])
-def test_files_are_taken_by_the_upload_alone(visitor: Visitor, route: str) -> None:
+def test_files_are_accepted_by_the_upload_route_only(visitor: Visitor, route: str) -> None:
     files = {"video": ("x.mp4", b"0" * 100), "files": ("x.png", b"0" * 100)}
     data = {"data": "{}", "component_id": "1", "session_hash": "x", "fn_name": "accept_blobs"}
     answer = visitor.client.post(f"/gradio_api/{route}", files=files, data=data)
     assert (answer.status_code, answer.text) == (400, "Invalid request: the body must be JSON.\n")
 
 
-def test_requests_name_uploaded_files_only(visitor: Visitor, squares: Path) -> None:
+def test_requests_may_refer_to_uploaded_files_only(visitor: Visitor, squares: Path) -> None:
     sent = visitor.send(draw_square(COLOURS["red"], (0, 0)))
     for path in ("/etc/passwd", f"{squares}/0-red.png", "http://127.0.0.1:9/x.png", f"{sent['path']}/../../../x"):
         for route in ("queue/join", "run/features", "call/features", "api/features", "component_server"):
@@ -175,25 +175,25 @@ def test_requests_name_uploaded_files_only(visitor: Visitor, squares: Path) -> N
             answer = visitor.client.post(f"/gradio_api/{route}", json=question)
             assert (answer.status_code, answer.text) == (
                 403,
-                "Only files that were uploaded to this page can be used.\n",
+                "Only files uploaded to this page can be used.\n",
             )
     for body in (b"[" * 100_000, b"no json"):
         assert visitor.client.post("/gradio_api/queue/join", content=body).status_code == 400
 
 
 def files_of(visitor: Visitor) -> set[Path]:
-    """All files that visitors have sent."""
+    """Return all uploaded files."""
     sent = visitor.send(draw_square(COLOURS["red"], (0, 0)))
     return {path for path in Path(sent["path"]).parents[1].rglob("*") if path.is_file()}
 
 
 def form_of(size: int) -> tuple[dict[str, str], bytes]:
-    """Headers and body of a form with a file of so many bytes."""
+    """Return headers and body of a form with a file of a given size."""
     request = httpx.Request("POST", "http://x/", files={"files": ("large.png", b"0" * size)})
     return {"content-type": request.headers["content-type"]}, request.read()
 
 
-def test_an_upload_is_measured_as_it_arrives(visitor: Visitor) -> None:
+def test_the_size_of_an_upload_is_checked_while_receiving(visitor: Visitor) -> None:
     before = files_of(visitor)
     headers, body = form_of(1_500_000)  # of 1 MB that are allowed
 
@@ -203,8 +203,8 @@ def test_an_upload_is_measured_as_it_arrives(visitor: Visitor) -> None:
     announced = visitor.client.post("/gradio_api/upload", content=body, headers=headers)
     assert (announced.status_code, announced.text) == (
         413,
-        "The upload has 1.5 MB and 1 MB are allowed: make the picture smaller, or start the page with a larger "
-        "--max_megabytes.\n",
+        "The upload has 1.5 MB, but at most 1 MB are allowed: make the picture smaller, or start the page with a "
+        "larger --max_megabytes.\n",
     )
     for more in ({}, {"content-length": "10", "transfer-encoding": "chunked"}):
         answer = visitor.client.post("/gradio_api/upload", content=chunks(), headers={**headers, **more})
@@ -215,7 +215,7 @@ def test_an_upload_is_measured_as_it_arrives(visitor: Visitor) -> None:
     assert visitor.client.post("/gradio_api/upload", content=iter([content]), headers=small).status_code == 200
 
 
-def test_an_upload_of_many_files_is_one_upload(visitor: Visitor) -> None:
+def test_an_upload_of_several_files_counts_as_one(visitor: Visitor) -> None:
     before = files_of(visitor)
     files = [("files", (f"{n}.png", b"%d" % n * 200_000)) for n in range(8)]
     request = httpx.Request("POST", "http://x/", files=files)
@@ -225,7 +225,7 @@ def test_an_upload_of_many_files_is_one_upload(visitor: Visitor) -> None:
     assert files_of(visitor) == before
 
 
-def test_an_interrupted_upload_leaves_nothing(visitor: Visitor) -> None:
+def test_an_interrupted_upload_is_removed(visitor: Visitor) -> None:
     before = files_of(visitor)
     headers, body = form_of(900_000)
     address = visitor.client.base_url
@@ -249,7 +249,7 @@ def test_an_interrupted_upload_leaves_nothing(visitor: Visitor) -> None:
     assert files_of(visitor) == before
 
 
-def test_headers_keep_browsers_at_home(visitor: Visitor) -> None:
+def test_headers_forbid_other_origins(visitor: Visitor) -> None:
     headers = visitor.client.get("/").headers
     assert "default-src 'self'" in headers["content-security-policy"]
     assert "http" not in headers["content-security-policy"]
@@ -265,14 +265,14 @@ def test_headers_keep_browsers_at_home(visitor: Visitor) -> None:
     assert not [name for name in linked.headers if name.startswith("access-control-")]
 
 
-def test_a_page_for_all_is_called_by_the_host_names_its_machine() -> None:
+def test_a_public_page_accepts_the_names_of_its_machine() -> None:
     own = {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
     assert host_names("0.0.0.0") == host_names("::") == own
     assert host_names("Lab.example") == {"localhost", "lab.example"}
 
 
 @pytest.mark.slow
-def test_a_password_is_asked_for(tmp_path: Path) -> None:
+def test_a_password_is_required(tmp_path: Path) -> None:
     served = serve(tmp_path / "log.txt", "--backbone", "mean-colour", "--password", "open sesame")
     try:
         client = httpx.Client(base_url=served.address, timeout=60)
@@ -302,12 +302,12 @@ def test_only_pages_for_other_machines_need_a_password(monkeypatch: pytest.Monke
     assert len(others) >= 12
 
 
-# ------------------------------------------------------------------ what is refused before the server starts
+# ------------------------------------------------------------------ errors before the server starts
 
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command that must be refused; gives what it says."""
+    """Run a command that must fail and return its error message."""
 
     def call(*words: str) -> str:
         assert main(["explore", "--port", "0", "--device", "cpu", *words]) == 2
@@ -318,8 +318,8 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return call
 
 
-def test_there_must_be_something_to_look_at(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "nothing to show: give --run DIR, --db DIR or --backbone SOURCE" in refused()
+def test_contents_are_required(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "--run DIR, --db DIR or --backbone SOURCE is required" in refused()
     assert "has no config.yaml, so it is not a run" in refused("--run", str(tmp_path))
     assert "there is no 'street'" in refused("--run", str(tmp_path / "street"))
     assert "holds no database of objects" in refused("--db", str(tmp_path))
@@ -335,7 +335,7 @@ def test_a_database_of_another_backbone_is_refused(
     assert "was built with the backbone mean-colour" in refused("--db", str(database), "--backbone", str(run_folder))
 
 
-def test_an_address_that_cannot_be_used_is_named_with_the_way_out(refused: Callable[..., str]) -> None:
+def test_an_invalid_address_is_reported_with_advice(refused: Callable[..., str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -348,7 +348,7 @@ def test_an_address_that_cannot_be_used_is_named_with_the_way_out(refused: Calla
 
 
 @pytest.mark.slow
-def test_a_service_manager_ends_it_in_peace_too_and_nothing_is_left(tmp_path: Path) -> None:
+def test_sigterm_stops_the_server_and_removes_its_files(tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     served = serve(tmp_path / "log.txt", "--backbone", "mean-colour", temporary=temporary)

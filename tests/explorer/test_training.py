@@ -9,11 +9,11 @@ from cribo.explorer.training import Point, read_run, require_run, summary_table
 
 @pytest.fixture
 def run(run_folder: Path, tmp_path: Path) -> Path:
-    """A run that goes on, to be changed."""
+    """Copy a run in progress, so that tests can change it."""
     return shutil.copytree(run_folder, tmp_path / "run")
 
 
-def test_a_run_is_read_anew_as_it_goes_on(run: Path) -> None:
+def test_a_run_in_progress_is_read_again(run: Path) -> None:
     before = read_run(run)
     write_metrics(run, epochs=4)
     after = read_run(run)
@@ -23,28 +23,28 @@ def test_a_run_is_read_anew_as_it_goes_on(run: Path) -> None:
     table = summary_table(read_run(run))
     assert "| state | finished |" in table
     assert "| epochs | 4.0 of 3 |" in table
-    assert "| dense retrieval before, now | 10.0 %, 50.0 % mIoU |" in table
+    assert "| dense retrieval at start, now | 10.0 %, 50.0 % mIoU |" in table
     assert "| warning at step 8 | loss / rises |" in table
 
 
-def test_curves_are_of_their_column_in_percent_where_it_is_a_share(run: Path) -> None:
+def test_curves_of_ratios_are_in_percent(run: Path) -> None:
     state = read_run(run)
     assert state.curve({"bootstrapping_ratio": "matched"})[1] == Point(2, 20.0, "matched")
     assert [point.value for point in state.curve({"dense_nn": "x"})] == pytest.approx([10, 20, 30, 40])
-    # A loss is 0 until it begins.
+    # A loss is 0 until it is enabled.
     assert [point.epoch for point in state.curve({"loss_cross_image": "x"})] == [2, 3]
     assert state.curves["Losses"] == {"loss_image": "image", "loss_cross_image": "cross image"}
     assert state.columns == ["bootstrapping_ratio", "loss"]
 
 
-def test_long_curves_are_thinned_out_and_keep_their_ends(run: Path) -> None:
+def test_long_curves_are_subsampled_and_keep_their_ends(run: Path) -> None:
     write_metrics(run, epochs=7321)
     points = read_run(run).curve({"loss": "loss"})
     assert len(points) <= 501
     assert (points[0].epoch, points[-1].epoch) == (1, 7321)
 
 
-def test_a_row_that_is_being_written_is_left_out(run: Path) -> None:
+def test_a_partially_written_row_is_skipped(run: Path) -> None:
     with (run / "metrics.csv").open("a") as file:
         file.write("16,4,2")
     assert len(read_run(run).rows) == 4
@@ -52,7 +52,7 @@ def test_a_row_that_is_being_written_is_left_out(run: Path) -> None:
     assert summary_table(read_run(run)).startswith("| state | started, no measurements yet |")
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_other_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no config.yaml, so it is not a run"):
         require_run(tmp_path)
     (tmp_path / "streets").mkdir()

@@ -17,7 +17,7 @@ _NETWORKS = {
 
 @pytest.fixture(scope="session")
 def network() -> Callable[[str], Backbone]:
-    """Makes a small backbone by a name of its kind, all of whose parameters have a say in the features."""
+    """Builds a small backbone of a given type, all of whose parameters affect the features."""
 
     def make(kind: str) -> Backbone:
         name, args, size = _NETWORKS[kind]

@@ -1,4 +1,4 @@
-"""One picture file has the same features however a backbone is loaded, without this package."""
+"""Features of a picture file agree between all ways of loading an export without this package."""
 
 import json
 import os
@@ -52,6 +52,6 @@ def test_all_ways_of_loading_give_equal_features(kind: str, network: Callable[[s
         subprocess.run(command, cwd=tmp_path, env=environment, check=True)
         tokens = torch.load(tmp_path / "tokens.pt")
         tokens = tokens.flatten(2).mT if tokens.ndim == 4 else tokens
-        # Resizing a tensor rounds now and then to another of the 256 levels than resizing a Pillow image.
+        # Resizing a tensor and a Pillow image occasionally round to different 8-bit values.
         difference = float((tokens - expected).abs().max() / expected.abs().max())
         assert difference < (2e-2 if way == "transformers" else 1e-4), way

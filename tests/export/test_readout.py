@@ -1,4 +1,4 @@
-"""A layer behind the features goes wherever the backbone goes."""
+"""The readout layer is part of all exports."""
 
 import json
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def make(kind: str, network: Network) -> Backbone:
 
 
 def assert_lines_give_the_tokens(backbone: Backbone, lines: str) -> None:
-    """What the program prints, run on a picture of the network's own size."""
+    """Run the printed code on a picture of the network's input size and check the tokens."""
     size = backbone.image_size
     pixels = np.random.default_rng(0).integers(0, 256, (size, size, 3), dtype=np.uint8)
     names: dict[str, object] = {"picture": Image.fromarray(pixels)}
@@ -73,13 +73,11 @@ def assert_lines_give_the_tokens(backbone: Backbone, lines: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("target", ["timm", "transformers"])
-def test_folders_hold_it_in_the_place_of_the_classifier(
-    target: str, kind: str, network: Network, tmp_path: Path
-) -> None:
+def test_folders_store_the_readout_as_classifier(target: str, kind: str, network: Network, tmp_path: Path) -> None:
     backbone = make(kind, network)
     report = export_backbone(backbone, target, tmp_path / "out")  # pyright: ignore[reportArgumentType]
     assert report.difference < 1e-5
-    assert any("layer behind the features is in the place of timm's classifier" in note for note in report.notes)
+    assert any("readout layer is stored as timm's classifier" in note for note in report.notes)
     assert_lines_give_the_tokens(backbone, report.how_to_load)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["num_classes"] == config["pretrained_cfg"]["num_classes"] == 5
@@ -91,21 +89,21 @@ def test_folders_hold_it_in_the_place_of_the_classifier(
 
 @pytest.mark.parametrize("kind", ["vit", "resnet", "efficientnet"])
 @pytest.mark.parametrize("target", ["onnx", "torch-export"])
-def test_graphs_hold_it(target: str, kind: str, network: Network, tmp_path: Path) -> None:
+def test_graphs_include_the_readout(target: str, kind: str, network: Network, tmp_path: Path) -> None:
     backbone = make(kind, network)
     report = export_backbone(backbone, target, tmp_path / "out")  # pyright: ignore[reportArgumentType]
     assert report.difference < 1e-4  # with tokens of 5 channels
-    assert "the layer behind the features is part of the graph" in report.notes
+    assert "the readout layer is part of the graph" in report.notes
 
 
-def test_more_blocks_than_it_reads_are_refused(network: Network, tmp_path: Path) -> None:
+def test_more_blocks_than_the_readout_reads_are_refused(network: Network, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"layers must be 1, got 2: .* has a linear layer behind its features"):
         export_backbone(make("vit", network), "onnx", tmp_path / "out", layers=2)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("kind", ["vit", "mean", "convnext", "resnet"])
-def test_the_lines_in_a_saved_backbone_give_its_tokens(
+def test_the_code_in_a_saved_backbone_returns_its_tokens(
     kind: str, network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backbone = make(kind, network)
@@ -123,7 +121,7 @@ def test_the_lines_in_a_saved_backbone_give_its_tokens(
     assert_near(tokens[:, -wanted.shape[1] :], wanted)
 
 
-def test_the_classifier_of_others_is_no_part_of_the_backbone(network: Network, tmp_path: Path) -> None:
+def test_classifiers_of_other_projects_are_dropped(network: Network, tmp_path: Path) -> None:
     backbone = make("vit", network)
     export_backbone(backbone, "timm", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -135,7 +133,7 @@ def test_the_classifier_of_others_is_no_part_of_the_backbone(network: Network, t
     assert any("head.weight" in keys for keys in again.loaded.dropped.values())
 
 
-def test_weights_for_a_network_bring_their_layer_and_take_away_another(network: Network, tmp_path: Path) -> None:
+def test_loading_weights_replaces_the_readout(network: Network, tmp_path: Path) -> None:
     backbone = make("vit", network)
     fingerprint = backbone.fingerprint()
     export_backbone(backbone, "timm", tmp_path / "with")
@@ -149,7 +147,7 @@ def test_weights_for_a_network_bring_their_layer_and_take_away_another(network: 
     assert other.fingerprint() == network("vit").fingerprint()
 
 
-def test_weights_that_do_not_fit_leave_the_layer_as_it_was(network: Network, tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_leave_the_readout_unchanged(network: Network, tmp_path: Path) -> None:
     export_backbone(make("registers", network), "timm", tmp_path)
     backbone = with_readout(network("vit"), width=7)
     before = backbone.fingerprint()
@@ -159,7 +157,7 @@ def test_weights_that_do_not_fit_leave_the_layer_as_it_was(network: Network, tmp
     assert isinstance(backbone.readout, nn.Linear)
 
 
-def test_plain_timm_gives_the_same_class_scores_as_our_global_token(network: Network, tmp_path: Path) -> None:
+def test_plain_timm_returns_our_global_token_as_class_scores(network: Network, tmp_path: Path) -> None:
     backbone = make("resnet", network)
     export_backbone(backbone, "timm", tmp_path)
     model = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()

@@ -1,21 +1,21 @@
 import torch
 
-from cribo.figures.layout import covered, followed_colours, lay_out_clusters, lay_out_features
+from cribo.figures.layout import consistent_colours, covered, lay_out_clusters, lay_out_features
 from cribo.objectives.cluster_record import ClusterHistory
 
 
-def test_an_object_keeps_its_colour_whatever_its_number() -> None:
+def test_an_object_keeps_its_colour_regardless_of_its_index() -> None:
     now = torch.tensor([[0, 0, 1, 1, 2, 2], [0, 0, 1, 1, 2, 2]])
     renumbered = torch.tensor([[4, 4, 3, 3, 0, 0], [4, 4, 3, 0, 0, 0]])
-    before, after = followed_colours(torch.stack([renumbered, now]))
+    before, after = consistent_colours(torch.stack([renumbered, now]))
     assert [before[4], before[3], before[0]] == [after[0], after[1], after[2]]
     assert len(set(after.values())) == 3
 
 
-def test_clusters_of_one_view_have_no_colour_and_new_objects_a_free_one() -> None:
+def test_clusters_of_one_view_have_no_colour_and_new_objects_get_a_free_one() -> None:
     first = torch.tensor([[0, 0, 1, 2], [0, 0, 1, 3]])
     last = torch.tensor([[0, 0, 0, 0], [0, 0, 0, 0]])
-    before, after = followed_colours(torch.stack([first, last]))
+    before, after = consistent_colours(torch.stack([first, last]))
     assert set(before) == {0, 1}
     assert before[0] == after[0]
     assert before[1] != before[0]
@@ -23,7 +23,7 @@ def test_clusters_of_one_view_have_no_colour_and_new_objects_a_free_one() -> Non
 
 def test_a_pair_without_objects_is_drawn() -> None:
     none = torch.tensor([[0, 0], [1, 1]])
-    assert followed_colours(torch.stack([none, none])) == [{}, {}]
+    assert consistent_colours(torch.stack([none, none])) == [{}, {}]
 
 
 def test_the_figure_of_clusters_has_a_column_for_each_epoch() -> None:
@@ -34,7 +34,7 @@ def test_the_figure_of_clusters_has_a_column_for_each_epoch() -> None:
     assert [axes.get_title() for axes in figure.axes[:4]] == ["views", "epoch 0", "epoch 2", "epoch 9"]
 
 
-def test_images_of_features_wrap_and_stand_above_their_colours() -> None:
+def test_images_wrap_and_are_drawn_above_their_colours() -> None:
     pictures = [torch.full((4, 6, 3), shade / 10).numpy() for shade in range(5)]
     painted = [1 - picture for picture in pictures]
     figure = lay_out_features(pictures, painted, columns=3)
@@ -46,6 +46,6 @@ def test_images_of_features_wrap_and_stand_above_their_colours() -> None:
     assert shown[8] is None
 
 
-def test_pairs_are_ordered_by_what_both_views_have() -> None:
+def test_pairs_are_sorted_by_their_covered_area() -> None:
     labels = torch.tensor([[[0, 0, 1], [2, 2, 2]], [[0, 0, 1], [0, 3, 3]], [[0, 1, 2], [2, 1, 0]]])
     assert covered(labels).tolist() == [0, 3, 6]

@@ -10,7 +10,7 @@ from PIL import Image
 from cribo.cli import main
 from cribo.data import DataError
 from cribo.figures import write_figures
-from cribo.figures.config import FIGURES, Wanted
+from cribo.figures.config import FIGURES, FigureConfig
 from cribo.files import FolderError
 from cribo.pretraining import PretrainConfig, pretrain
 
@@ -34,7 +34,7 @@ def run(tiny: Callable[..., PretrainConfig], images: Path, tmp_path_factory: pyt
 @pytest.fixture(scope="module")
 def written(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("written") / "figures"
-    result = write_figures({"run": run}, out, Wanted(objects=4, queries=2, count=3))
+    result = write_figures({"run": run}, out, FigureConfig(objects=4, queries=2, count=3))
     assert not result.left_out
     return out
 
@@ -43,7 +43,7 @@ def test_every_figure_is_written_for_print(written: Path) -> None:
     for name in FIGURES:
         pdf = (written / f"{name}.pdf").read_bytes()
         assert pdf.startswith(b"%PDF")
-        assert b"/Type3" not in pdf  # fonts of bitmaps or outlines, which publishers refuse
+        assert b"/Type3" not in pdf  # Type 3 fonts, which publishers refuse
         with Image.open(written / f"{name}.png") as picture:
             assert picture.info["dpi"][0] == pytest.approx(300, abs=0.1)
             assert picture.size[0] in (round(300 * 6.9), round(300 * 3.3))
@@ -53,18 +53,18 @@ def test_every_figure_is_written_for_print(written: Path) -> None:
     assert "K = 4;" in captions
 
 
-def test_the_same_figures_again_are_the_same_files(run: Path, written: Path, tmp_path: Path) -> None:
-    wanted = Wanted(only=("matches", "clusters", "features"), objects=4, queries=2, count=3)
-    write_figures({"run": run}, tmp_path / "again", wanted)
+def test_figures_are_reproducible(run: Path, written: Path, tmp_path: Path) -> None:
+    config = FigureConfig(only=("matches", "clusters", "features"), objects=4, queries=2, count=3)
+    write_figures({"run": run}, tmp_path / "again", config)
     for name in ("matches.pdf", "clusters.pdf", "features.png"):
         assert (tmp_path / "again" / name).read_bytes() == (written / name).read_bytes()
 
 
-def test_an_older_run_is_drawn_without_its_clusters(run: Path, tmp_path: Path) -> None:
+def test_a_run_without_recorded_clusters_is_drawn(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "old")
     (tmp_path / "old" / "clusters.npz").unlink()
     result = write_figures(
-        {"old": tmp_path / "old"}, tmp_path / "out", Wanted(only=("clusters", "losses"), formats=("png",))
+        {"old": tmp_path / "old"}, tmp_path / "out", FigureConfig(only=("clusters", "losses"), formats=("png",))
     )
     assert "has no clusters.npz" in result.left_out["clusters"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -72,18 +72,21 @@ def test_an_older_run_is_drawn_without_its_clusters(run: Path, tmp_path: Path) -
     ]
 
 
-def test_images_that_have_moved_are_asked_for_before_any_work(run: Path, images: Path, tmp_path: Path) -> None:
+def test_moved_images_are_reported_before_any_work(run: Path, images: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"
     config.write_text(config.read_text().replace(str(images), "/gone/images"))
     with pytest.raises(
-        DataError, match=r"/gone/images.*say by --root where they are now, or draw without them, by --images"
+        DataError,
+        match=r"/gone/images.*give their folder with --root, or draw figures that do not need them with --images",
     ):
         write_figures({"run": tmp_path / "run"}, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     small = {"objects": 4, "queries": 1, "count": 2, "formats": ("png",)}
-    write_figures({"run": tmp_path / "run"}, tmp_path / "out", Wanted(only=("matches",), root=str(images), **small))
-    files = Wanted(only=("features",), images=str(images / "1*.png"), **small)
+    write_figures(
+        {"run": tmp_path / "run"}, tmp_path / "out", FigureConfig(only=("matches",), root=str(images), **small)
+    )
+    files = FigureConfig(only=("features",), images=str(images / "1*.png"), **small)
     write_figures({"run": tmp_path / "run"}, tmp_path / "features", files)
     assert (tmp_path / "features" / "features.png").is_file()
 
@@ -95,25 +98,25 @@ def test_the_command_compares_runs(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert "bootstrapping.pdf" in capsys.readouterr().out
     assert list(json.loads((tmp_path / "out" / "figures.json").read_text())["runs"]) == ["one", "two"]
     assert main(words) == 2
-    assert "exists already: choose another --out, or replace it with --overwrite" in capsys.readouterr().err
+    assert "already exists: choose another --out, or replace it with --overwrite" in capsys.readouterr().err
     assert main([*words[:3], "--run", str(run), "--out", str(tmp_path / "more")]) == 2
     assert "needs its own --label" in capsys.readouterr().err
 
 
-def test_refusals_say_what_can_be_given(run: Path, tmp_path: Path) -> None:
+def test_invalid_options_are_refused(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     refusals: list[tuple[dict[str, Any], str]] = [
-        ({"only": ("maches",)}, "only must be of matches, clusters, .* got maches"),
-        ({"formats": ("gif",)}, "format must be of pdf, png, got gif"),
+        ({"only": ("maches",)}, "only must be one or more of matches, clusters, .* got maches"),
+        ({"formats": ("gif",)}, "format must be one or more of pdf, png, got gif"),
         ({"objects": 1}, "objects must be >= 2, got 1"),
-        ({"objects": 99}, "objects must be at most 32, the patches of both views"),
+        ({"objects": 99}, "objects must be at most 32, the number of patches of both views, got 99"),
     ]
     for choices, message in refusals:
         with pytest.raises(ValueError, match=message):
-            write_figures({"run": run}, out, Wanted(**choices))
-    with pytest.raises(FileNotFoundError, match="no file is like --images"):
-        write_figures({"run": run}, out, Wanted(images="/nowhere/*.jpg"))
-    with pytest.raises(FileNotFoundError, match=r"is no run: it holds no config.yaml"):
+            write_figures({"run": run}, out, FigureConfig(**choices))
+    with pytest.raises(FileNotFoundError, match="no files match --images"):
+        write_figures({"run": run}, out, FigureConfig(images="/nowhere/*.jpg"))
+    with pytest.raises(FileNotFoundError, match=r"is not a run: it has no config.yaml"):
         write_figures({"x": tmp_path}, out)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("")

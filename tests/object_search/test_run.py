@@ -215,12 +215,12 @@ def test_an_empty_database_is_told(cribo: Run, tmp_path: Path) -> None:
 def test_results_are_not_overwritten_unasked(cribo: Run, indexed: Path) -> None:
     words = ("search", "--db", indexed, "--image", "a/1.png", "--object", 0, "--out", "found")
     cribo(*words)
-    assert "exists already" in cribo(*words, status=2)
+    assert "already exists" in cribo(*words, status=2)
     cribo(*words, "--overwrite")
     trained = ResultFolder(Path("segmenter"), "trained evaluation").create(
         lambda part: (part / "results.json").write_text("{}")
     )
-    assert "is of another kind, trained evaluation" in cribo(*words[:-1], trained, "--overwrite", status=2)
+    assert "contains trained evaluation results" in cribo(*words[:-1], trained, "--overwrite", status=2)
     assert (trained / "results.json").read_text() == "{}"
 
 

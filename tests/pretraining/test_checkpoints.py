@@ -242,11 +242,11 @@ def flip(path: Path, position: int) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (lambda path: os.truncate(path, path.stat().st_size // 2), "it was cut short or damaged"),
-    "empty": (lambda path: path.write_bytes(b""), "it is empty"),
-    "flipped in the middle": (lambda path: flip(path, 300_000), "does not fit its checksum"),
-    "flipped at the end": (lambda path: flip(path, path.stat().st_size - 20), "cut short or damaged"),
-    "zeros": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "cut short or damaged"),
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size // 2), "truncated, damaged, or not"),
+    "empty": (lambda path: path.write_bytes(b""), "the file is empty"),
+    "flipped in the middle": (lambda path: flip(path, 300_000), "the checksum of archive/"),
+    "flipped at the end": (lambda path: flip(path, path.stat().st_size - 20), "truncated, damaged, or not"),
+    "zeros": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "truncated, damaged, or not"),
     "another format": (
         lambda path: torch.save(torch.load(path, weights_only=True) | {"cribo_format": CHECKPOINT_FORMAT + 1}, path),
         f"its format is {CHECKPOINT_FORMAT + 1}, and this version of cribo reads format {CHECKPOINT_FORMAT}",
@@ -312,9 +312,9 @@ def test_when_no_checkpoint_is_good_all_are_named(run: Path, resumed: Train) -> 
     assert "\n" not in message
     for part in (
         str(run / "checkpoints"),
-        "step=00000002.ckpt: it is empty",
-        "step=00000004.ckpt: it was cut short or damaged",
-        "step=00000006.ckpt: the content of archive/data.pkl in it does not fit its checksum",
+        "step=00000002.ckpt: the file is empty",
+        "step=00000004.ckpt: truncated, damaged, or not a PyTorch file",
+        "step=00000006.ckpt: the checksum of archive/data.pkl in the archive does not match",
         "Put a copy of one in its place",
     ):
         assert part in message

@@ -201,4 +201,4 @@ def test_shards_that_vanish_end_the_run_with_one_clear_line(tmp_path: Path, tiny
         said, _ = process.communicate(timeout=120)
     assert process.returncode == 1, said
     assert "Traceback" not in said
-    assert "it does not exist (any more)" in said
+    assert "file not found" in said

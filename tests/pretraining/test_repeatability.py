@@ -230,7 +230,7 @@ def test_a_start_that_was_killed_before_the_configuration_was_written(tiny: Tiny
     assert not left.exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(FolderError, match="mine exists already"):
+    with pytest.raises(FolderError, match="mine already exists"):
         begun(tiny(), "mine")
 
 

@@ -15,7 +15,7 @@ from cribo.retrieval.encoders import (
 )
 
 
-def test_the_backbone_encoder_evaluates_and_leaves_the_mode() -> None:
+def test_the_backbone_encoder_uses_evaluation_mode_and_restores_the_mode() -> None:
     backbone = build_backbone("resnet10t", image_size=32)
     backbone.train()
     before = {name: value.clone() for name, value in backbone.state_dict().items()}
@@ -25,7 +25,7 @@ def test_the_backbone_encoder_evaluates_and_leaves_the_mode() -> None:
     assert all(torch.equal(value, before[name]) for name, value in backbone.state_dict().items())
 
 
-def test_backbones_are_told_apart_by_their_weights_and_layers() -> None:
+def test_identities_depend_on_weights_and_layers() -> None:
     args = {"depth": 2, "embed_dim": 32, "num_heads": 2}
     first, same_, other = (build_backbone("vit_tiny_patch16_224", args=args, image_size=32, seed=s) for s in (0, 0, 1))
     assert backbone_encoder(first).identity == backbone_encoder(same_).identity
@@ -34,7 +34,7 @@ def test_backbones_are_told_apart_by_their_weights_and_layers() -> None:
     assert backbone_encoder(first, layers=2).encode(torch.rand(1, 3, 32, 32)).shape == (1, 4, 64)
 
 
-def test_the_mean_colour_encoder_knows_the_colour_and_nothing_else() -> None:
+def test_the_mean_colour_encoder_returns_mean_colours() -> None:
     images = torch.rand(1, 3, 16, 16)
     shuffled = images.unfold(2, 8, 8).unfold(3, 8, 8).flatten(4)[..., torch.randperm(64)]
     shuffled = shuffled.unflatten(4, (8, 8)).permute(0, 1, 2, 4, 3, 5).reshape(1, 3, 16, 16)
@@ -43,7 +43,7 @@ def test_the_mean_colour_encoder_knows_the_colour_and_nothing_else() -> None:
     assert encode(images).shape == (1, 4, 3)
 
 
-def test_an_image_encoder_gives_the_global_token_and_leaves_the_mode() -> None:
+def test_an_image_encoder_returns_the_global_token_and_restores_the_mode() -> None:
     backbone = build_backbone("vit_tiny_patch16_224", args={"depth": 2, "embed_dim": 32, "num_heads": 2}, image_size=32)
     backbone.train()
     pixels = torch.randint(0, 256, (2, 3, 32, 48), dtype=torch.uint8)
@@ -71,12 +71,12 @@ def test_each_device_has_its_own_copy_of_the_network(tmp_path: Path) -> None:
     assert about["fingerprint"] in str(encoders[0].identity)
 
 
-def test_image_sizes_that_a_network_does_not_take_are_said(tmp_path: Path) -> None:
+def test_unsupported_image_sizes_are_refused(tmp_path: Path) -> None:
     args = {"depth": 1, "embed_dim": 48, "num_heads": 2}
     save_backbone(build_backbone("samvit_base_patch16", args=args, image_size=64), tmp_path)
-    with pytest.raises(ConfigError, match="takes images of 64 x 64 pixels only, got crop 80: give crop 64"):
+    with pytest.raises(ConfigError, match="crop must be 64, the fixed input size of"):
         image_encoders(open_network(BackboneSource(str(tmp_path)))[0], ["cpu"], image_size=80)
-    with pytest.raises(ConfigError, match=r"crop must be a multiple of 16, .* got 70: give 64"):
+    with pytest.raises(ConfigError, match=r"crop must be a multiple of 16, .* got 70: use 64"):
         image_encoders(open_network(BackboneSource(str(tmp_path)))[0], ["cpu"], image_size=70)
 
 
@@ -89,7 +89,7 @@ def test_names_of_backbones(tmp_path: Path) -> None:
     assert backbone_name(BackboneSource("resnet50", pretrained=False)) == "resnet50-random"
 
 
-def test_databases_know_the_mean_colour_by_its_name() -> None:
+def test_the_identity_of_the_mean_colour_is_stable() -> None:
     encoder, about = open_encoder(BackboneSource("mean-colour"), "cpu")
     assert (encoder.identity, about["name"]) == ("mean-colour-16", "mean-colour")
     assert mean_colour_encoder(8).identity == "mean-colour-8"

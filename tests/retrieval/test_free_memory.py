@@ -5,13 +5,13 @@ import pytest
 from cribo.retrieval.free_memory import _free_in_groups, available_memory
 
 
-def test_available_memory_is_some_of_what_there_is() -> None:
+def test_available_memory_is_positive_and_below_the_total() -> None:
     assert 2**20 < available_memory("cpu") < 2**50
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_limit_of_a_control_group_counts(tmp_path: Path, version: int) -> None:
-    """A group within one that has less left; page cache that can go is as good as free."""
+def test_limits_of_control_groups_are_respected(tmp_path: Path, version: int) -> None:
+    """The parent group has less free memory; reclaimable page cache counts as free."""
     root = tmp_path if version == 2 else tmp_path / "memory"
     limit, usage = (
         ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")

@@ -18,9 +18,9 @@ from cribo.retrieval.patches import (
 @pytest.mark.parametrize(
     ("size", "expected"),
     [
-        ((360, 480), (352, 480)),  # 22.5 patches: of two equally close sizes the smaller, as the paper down-samples
-        ((376, 500), (368, 496)),  # 23.5: not the even one, which rounding would give
-        ((7, 9), (16, 16)),  # one patch at least
+        ((360, 480), (352, 480)),  # 22.5 patches: ties are rounded down, since the paper down-samples
+        ((376, 500), (368, 496)),  # 23.5: also rounded down, unlike round half to even
+        ((7, 9), (16, 16)),  # at least one patch
         ((375, 249), (368, 256)),
     ],
 )
@@ -28,11 +28,11 @@ def test_the_closest_multiple_of_the_patch_size(size: tuple[int, int], expected:
     assert grid_size(*size, 16) == expected
 
 
-def test_a_given_size_goes_before() -> None:
+def test_a_given_size_takes_precedence() -> None:
     assert grid_size(100, 200, 16, (32, 64)) == (32, 64)
 
 
-def test_windows_cover_all() -> None:
+def test_windows_cover_the_length() -> None:
     for length in range(1, 30):
         for side in range(1, 8):
             for step in range(1, side + 1):
@@ -73,12 +73,12 @@ def test_patch_labels_are_the_majority(side: int) -> None:
     for values in patches(labels, side):
         counts = Counter(values)
         most = max(counts.values())
-        # The smallest class wins a tie; having no class comes last.
+        # Ties go to the smallest class index, and to ignored pixels last.
         expected.append(min(value for value, count in counts.items() if count == most))
     assert found == expected
 
 
-# Pixels of the classes 0, 1, and of those without class, in five patches.
+# Pixels of classes 0 and 1, and ignored pixels, in five patches.
 COUNTS = torch.tensor([[3, 1, 0], [1, 2, 6], [0, 4, 4], [0, 0, 9], [2, 2, 1]])
 
 
@@ -91,7 +91,7 @@ COUNTS = torch.tensor([[3, 1, 0], [1, 2, 6], [0, 4, 4], [0, 0, 9], [2, 2, 1]])
         ("first", [0, 1, 2, 3, 4], [0, 0, 0, 0, 0]),
     ],
 )
-def test_pixels_without_class_in_the_memory(unlabelled, kept: list[int], classes: list[int]) -> None:
+def test_ignored_pixels_in_the_memory(unlabelled, kept: list[int], classes: list[int]) -> None:
     before = COUNTS.clone()
     counts, rows = labels_in_memory(COUNTS, unlabelled)
     assert rows.tolist() == kept
@@ -99,7 +99,7 @@ def test_pixels_without_class_in_the_memory(unlabelled, kept: list[int], classes
     assert torch.equal(COUNTS, before)
 
 
-def test_background_takes_in_the_pixels_without_class() -> None:
+def test_ignored_pixels_can_count_as_background() -> None:
     counts, _ = labels_in_memory(COUNTS, "first")
     assert counts.tolist() == [[3, 1], [7, 2], [4, 4], [9, 0], [3, 2]]
 
@@ -107,15 +107,15 @@ def test_background_takes_in_the_pixels_without_class() -> None:
 def test_patches_to_score() -> None:
     assert majority_label(COUNTS, "drop", -1).tolist() == [0, -1, 1, -1, 0]
     assert majority_label(COUNTS, "outvote", -1).tolist() == [0, 1, 1, -1, 0]
-    # However the memory treats them, patches without class are not scored.
+    # Ignored patches are not scored, regardless of the memory.
     assert majority_label(COUNTS, "class", -1).tolist() == majority_label(COUNTS, "drop", -1).tolist()
 
 
 # ------------------------------------------------------------------ bounded memory
 
 
-def test_rare_classes_come_first() -> None:
-    """One patch of a class beside 99 of another: its score is 1 x U, theirs 99 x U."""
+def test_rare_classes_are_preferred() -> None:
+    """With one patch of a class and 99 of another, the scores are 1 x U and 99 x U."""
     counts = torch.zeros(100, 2, dtype=torch.long)
     counts[:, 0] = 16
     counts[37] = torch.tensor([0, 16])
@@ -129,13 +129,13 @@ def test_draws_are_uniform_within_a_class_and_scores_add_up() -> None:
     times = Counter(row for _ in range(400) for row in rarest_patches(counts, 10, generator).tolist())
     assert min(times.values()) > 60  # 100 are expected of each
     assert max(times.values()) < 140
-    # A patch of both classes scores the sum of both, so it is the least wanted.
+    # The score of a patch with both classes is the sum of both, so it is the least preferred.
     mixed = torch.tensor([[16, 0]] * 20 + [[0, 16]] * 20 + [[8, 8]] * 20)
     times = Counter(row // 20 for _ in range(200) for row in rarest_patches(mixed, 10, generator).tolist())
     assert times[2] < 0.75 * min(times[0], times[1])
 
 
-def test_a_memory_that_is_large_enough_holds_all() -> None:
+def test_a_large_memory_keeps_all_patches() -> None:
     rows = rarest_patches(torch.ones(7, 2, dtype=torch.long), 9, torch.Generator())
     assert rows.tolist() == list(range(7))
 
@@ -143,8 +143,8 @@ def test_a_memory_that_is_large_enough_holds_all() -> None:
 # ------------------------------------------------------------------ augmentation
 
 
-def test_image_and_labels_are_cut_alike() -> None:
-    """The image holds its own labels, so they must agree after any crop."""
+def test_image_and_labels_are_cropped_consistently() -> None:
+    """The image encodes its labels, so both must agree after any crop."""
     labels = torch.arange(4).repeat_interleave(20).view(1, 80).repeat(60, 1).to(torch.uint8)
     labels[30:] += 4
     image = (labels * 20)[None].repeat(3, 1, 1)
@@ -154,14 +154,14 @@ def test_image_and_labels_are_cut_alike() -> None:
         seen = augment_image(image, (48, 64), "bilinear", key)
         cropped = augment_labels(labels, (48, 64), key)
         assert cropped.shape == (48, 64)
-        # Grey survives all four adjustments as grey whose order of brightness is the labels'.
+        # All four adjustments keep grey values grey and in the order of the labels.
         inner = torch.stack([seen[0][cropped == label].float().median() for label in cropped.unique()])
         assert (inner.diff() > 0).all()
         cut.add(tuple(cropped.unique().tolist()))
     assert len(cut) >= 3
 
 
-def test_an_augmentation_depends_on_its_key_alone() -> None:
+def test_an_augmentation_depends_on_its_key_only() -> None:
     image = torch.randint(0, 256, (3, 40, 50), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     first = augment_image(image, (32, 32), "bilinear", (0, 1, 0))
     torch.rand(3)

@@ -30,7 +30,7 @@ def unit(rows: int, dim: int, seed: int = 0) -> torch.Tensor:
 
 
 def whole_numbers(rows: int, dim: int, seed: int = 0, most: int = 2) -> torch.Tensor:
-    """Inner products of these are exact in any order of summation, and many of them are equal."""
+    """Return vectors with exact inner products in any order of summation, many of them equal."""
     return torch.randint(-most, most + 1, (rows, dim), generator=torch.Generator().manual_seed(seed)).float()
 
 
@@ -39,14 +39,14 @@ def plan(query_chunk: int, query_block: int, key_block: int, workers: int = 2) -
 
 
 def naive(queries: torch.Tensor, keys: torch.Tensor, k: int) -> Neighbours:
-    """A stable sort of all similarities: of equal ones the smaller row first."""
+    """Search by a stable sort of all similarities, so that ties are sorted by row."""
     similarity = queries.double() @ keys.double().T
     order = similarity.sort(dim=1, descending=True, stable=True)
     return Neighbours(order.values[:, :k].float(), order.indices[:, :k])
 
 
 def assert_nearest(found: Neighbours, queries: torch.Tensor, keys: torch.Tensor) -> None:
-    """As a naive search in float64 has it, but for the order of keys whose similarities differ by rounding alone."""
+    """Check against a float64 search, except for the order of keys whose similarities differ by rounding."""
     expected = naive(queries, keys, found.rows.shape[1])
     torch.testing.assert_close(found.similarity, expected.similarity, atol=1e-6, rtol=0)
     products = (queries.double()[:, None] * keys.double()[found.rows]).sum(dim=2)
@@ -55,7 +55,7 @@ def assert_nearest(found: Neighbours, queries: torch.Tensor, keys: torch.Tensor)
 
 
 class FromDisk:
-    """Keys of several files, as a cache gives them: blocks are cut across files, and asked for again per pass."""
+    """Keys in several files, as in a cache: blocks span files and are read again in each pass."""
 
     def __init__(self, folder: Path, parts: list[torch.Tensor]) -> None:
         self.dim = parts[0].shape[1]
@@ -90,7 +90,7 @@ PLANS = [
 ]
 
 
-# ------------------------------------------------------------------ the exact search
+# ------------------------------------------------------------------ exact search
 
 
 @pytest.mark.parametrize(("keys", "k"), [(40, 5), (40, 40), (900, 7), (5000, 50), (5000, 300)])
@@ -105,8 +105,8 @@ def test_neighbours_against_a_naive_search(keys: int, k: int, cut: SearchPlan) -
 
 @pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu"), ("cpu", "cpu", "cpu")])
 @pytest.mark.parametrize("cut", PLANS)
-def test_equal_similarities_come_in_the_order_of_their_rows(cut: SearchPlan, devices: tuple[str, ...]) -> None:
-    """In every block size and on every number of devices: products of whole numbers hold no rounding."""
+def test_ties_are_sorted_by_row(cut: SearchPlan, devices: tuple[str, ...]) -> None:
+    """For any block size and number of devices, since products of integers are exact."""
     keys, queries = whole_numbers(3000, 4), whole_numbers(70, 4, seed=1)
     found, expected = nearest(queries, TensorKeys(keys), 20, plan=cut, devices=devices), naive(queries, keys, 20)
     assert torch.equal(found.rows, expected.rows)
@@ -114,22 +114,22 @@ def test_equal_similarities_come_in_the_order_of_their_rows(cut: SearchPlan, dev
 
 
 @pytest.mark.parametrize("cut", PLANS)
-def test_keys_that_are_all_the_same(cut: SearchPlan) -> None:
-    """Real numbers: equal keys have equal similarities wherever they stand in their block."""
+def test_equal_keys_are_sorted_by_row(cut: SearchPlan) -> None:
+    """Equal keys have equal similarities at any position in a block."""
     keys, queries = unit(1, 31).expand(2500, -1), unit(40, 31, seed=1)
     found = nearest(queries, TensorKeys(keys), 30, plan=cut)
     assert torch.equal(found.rows, torch.arange(30).expand(40, -1))
 
 
 @pytest.mark.parametrize("dim", [1, 3, 100, 384])
-def test_the_cut_changes_nothing_but_the_rounding_of_near_ties(dim: int) -> None:
+def test_block_sizes_change_only_the_rounding_of_near_ties(dim: int) -> None:
     keys, queries = unit(4001, dim), unit(40, dim, seed=1)
     for cut in PLANS:
         assert_nearest(nearest(queries, TensorKeys(keys), 25, plan=cut), queries, keys)
 
 
 @pytest.mark.parametrize(("amd", "bfloat16"), [(True, False), (False, True), (False, False)])
-def test_by_any_product(amd: bool, bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_products_agree(amd: bool, bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "has_amd_processor", lambda: amd)
     monkeypatch.setattr("cribo.models.linear.has_amd_processor", lambda: amd)
     monkeypatch.setattr(search, "multiplies_bfloat16", lambda: bfloat16)
@@ -141,8 +141,8 @@ def test_by_any_product(amd: bool, bfloat16: bool, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e6])
-def test_features_that_bfloat16_cannot_tell_apart(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a collapsed network; the last keys are the nearest, so no block can be skipped."""
+def test_features_that_are_equal_in_bfloat16(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features of a collapsed network; the last keys are the nearest, so no block can be skipped."""
     monkeypatch.setattr(search, "multiplies_bfloat16", lambda: True)
     keys = unit(1, 64) + 1e-5 * torch.linspace(0, 1, 3000)[:, None] * unit(1, 64)
     found = nearest(scale * unit(1, 64).expand(20, -1), TensorKeys(scale * keys), 10, plan=plan(10**6, 16, 512))
@@ -155,7 +155,7 @@ def test_features_that_bfloat16_cannot_tell_apart(scale: float, monkeypatch: pyt
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_gpu_finds_what_the_host_finds(dtype: torch.dtype) -> None:
+def test_gpu_and_cpu_agree(dtype: torch.dtype) -> None:
     keys, queries = whole_numbers(70_000, 16).to(dtype), whole_numbers(5000, 16, seed=1).to(dtype)
     on_host = nearest(queries, TensorKeys(keys), 50)
     for devices in (("cuda",), ("cuda", "cuda")):
@@ -168,7 +168,7 @@ def test_a_gpu_finds_what_the_host_finds(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("ascending", [True, False])
 def test_keys_in_the_order_of_their_similarity(ascending: bool) -> None:
-    """Each block is better than all before it, the worst case for a running selection, or none is."""
+    """Each block is better than all previous blocks, the worst case for a running selection, or none is."""
     keys = torch.arange(6000.0)[:, None] if ascending else -torch.arange(6000.0)[:, None]
     for cut in PLANS[:3]:
         found = nearest(torch.ones(20, 1), TensorKeys(keys), 65, plan=cut)
@@ -176,7 +176,7 @@ def test_keys_in_the_order_of_their_similarity(ascending: bool) -> None:
         assert torch.equal(found.rows, expected.expand(20, -1))
 
 
-def test_all_the_best_in_one_run_and_the_rest_equal() -> None:
+def test_the_nearest_keys_are_consecutive_and_the_others_equal() -> None:
     keys = torch.zeros(6400, 1)
     keys[128:192, 0] = torch.arange(1.0, 65.0)
     found = nearest(torch.ones(2, 1), TensorKeys(keys), 70, plan=PLANS[0])
@@ -184,7 +184,7 @@ def test_all_the_best_in_one_run_and_the_rest_equal() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [3], [5, 0, 1, 9, 2], [4, 4]])
-def test_parts_of_any_length_come_in_blocks(lengths: list[int]) -> None:
+def test_in_blocks_regroups_parts_of_any_length(lengths: list[int]) -> None:
     rows = torch.arange(2 * sum(lengths)).view(-1, 2)
     blocks = list(in_blocks(rows.split(lengths), 4)) if lengths else list(in_blocks([], 4))
     assert [len(block) for block in blocks[:-1]] == [4] * (len(blocks) - 1)
@@ -210,14 +210,14 @@ def test_half_precision_keys_from_disk_in_several_passes(tmp_path: Path, devices
     assert told[-1] == len(keys)
 
 
-def test_no_queries_and_strided_ones() -> None:
+def test_empty_and_strided_queries() -> None:
     keys = TensorKeys(unit(20, 6))
     assert nearest(torch.empty(0, 6), keys, 3).rows.shape == (0, 3)
     wide = unit(10, 12)[:, ::2]
     assert torch.equal(nearest(wide, keys, 3).rows, nearest(wide.contiguous(), keys, 3).rows)
 
 
-def test_the_number_of_threads_is_as_before() -> None:
+def test_the_number_of_threads_is_restored() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -243,25 +243,25 @@ class Broken(TensorKeys):
 
 def test_errors() -> None:
     keys, queries = TensorKeys(unit(30, 6)), unit(4, 6)
-    with pytest.raises(ValueError, match=r"<= the number of keys, got 50 for 30 keys: ask for fewer neighbours, or"):
+    with pytest.raises(ValueError, match=r"<= the number of keys, got 50 for 30 keys: search for fewer neighbours, or"):
         nearest(queries, keys, 50)
     with pytest.raises(ValueError, match="neighbours must be >= 1, got 0"):
         nearest(queries, keys, 0)
-    with pytest.raises(ValueError, match=r"\(Q, 6\), as the keys have, got \(4, 5\)"):
+    with pytest.raises(ValueError, match=r"\(Q, 6\), like the keys, got \(4, 5\)"):
         nearest(unit(4, 5), keys, 2)
-    with pytest.raises(ValueError, match=r"keys must have the shape \(M, D\), got \(6,\)"):
+    with pytest.raises(ValueError, match=r"keys must have shape \(M, D\), got \(6,\)"):
         TensorKeys(torch.zeros(6))
-    with pytest.raises(ValueError, match="devices must be of one kind"):
+    with pytest.raises(ValueError, match="devices must be one or more devices of the same type"):
         nearest(queries, keys, 2, devices=())
-    with pytest.raises(ValueError, match="queries hold values that are not finite"):
+    with pytest.raises(ValueError, match="queries contain values that are not finite"):
         nearest(torch.full((1, 6), torch.inf), keys, 2)
     with pytest.raises(ValueError, match="similarities overflow float32: normalise"):
         nearest(1e25 * unit(60, 6), TensorKeys(1e25 * unit(30, 6)), 2, plan=PLANS[1])
     bad = unit(300, 6)
     bad[217, 3] = torch.nan
-    with pytest.raises(ValueError, match="keys hold values that are not finite, first in row 217"):
+    with pytest.raises(ValueError, match="keys contain values that are not finite, first in row 217"):
         nearest(queries, TensorKeys(bad), 2, plan=PLANS[1])
-    with pytest.raises(ValueError, match="must give the 31 rows that they have, got 30"):
+    with pytest.raises(ValueError, match=r"must return len\(keys\) = 31 rows, got 30"):
         nearest(queries, Lying(unit(30, 6)), 2)
     with pytest.raises(OSError, match="the disk is gone"):
         nearest(queries, Broken(unit(300, 6)), 2, plan=PLANS[1])
@@ -277,15 +277,15 @@ ADE20K = {"num_queries": 2_700_000, "num_keys": 27_000_000, "neighbours": 50}
 @pytest.mark.parametrize("budget", [2 * GIB, 8 * GIB])
 @pytest.mark.parametrize("dim", [384, 768])
 @pytest.mark.parametrize("key_bytes", [2, 4])
-def test_the_whole_of_ade20k_within_a_budget(budget: int, dim: int, key_bytes: int) -> None:
+def test_ade20k_fits_within_a_budget(budget: int, dim: int, key_bytes: int) -> None:
     on_cpu, on_gpu = (
         plan_search(**ADE20K, dim=dim, budget=budget, device=device, workers=64, key_bytes=key_bytes)
         for device in ("cpu", "cuda")
     )
     assert max(on_cpu.device_bytes, on_gpu.device_bytes) <= budget
-    # On the CPU the neighbours are written to the result, and the keys are read once.
+    # On the CPU, neighbours are written to the result and keys are read once.
     assert (on_cpu.passes, on_cpu.workers) == (1, 64 if budget > 2 * GIB else on_cpu.workers)
-    # On a GPU at least half of the budget is for queries and their neighbours.
+    # On a GPU, at least half of the budget is used for queries and neighbours.
     assert on_gpu.passes * on_gpu.query_chunk >= ADE20K["num_queries"] > (on_gpu.passes - 1) * on_gpu.query_chunk
     assert on_gpu.passes <= 2 * ADE20K["num_queries"] * (4 * dim + 12 * 50) / budget + 1
 
@@ -302,11 +302,11 @@ def test_the_plan_does_not_grow_with_the_keys_and_shrinks_with_the_budget() -> N
     assert plan_search(10**6, 10**6, 64, 30, budget=16 * 2**20, workers=64).device_bytes <= 16 * 2**20
 
 
-def test_a_plan_for_few_patches_needs_little() -> None:
+def test_a_plan_for_few_patches_needs_little_memory() -> None:
     assert plan_search(20, 100, 8, 5, budget=4 * 2**20).device_bytes < 2**20
 
 
-def test_the_search_follows_a_plan_of_little_memory() -> None:
+def test_the_search_works_with_a_small_budget() -> None:
     keys, queries = whole_numbers(5000, 8), whole_numbers(300, 8, seed=1)
     cut = plan_search(300, 5000, 8, 40, budget=5 * 2**19, workers=2)
     assert cut.passes == 1
@@ -317,8 +317,8 @@ def test_the_search_follows_a_plan_of_little_memory() -> None:
     )
 
 
-def test_plans_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"needs at least \d+ MiB, got a budget of 1.0 MiB: give it more memory"):
+def test_invalid_plans_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"needs at least \d+ MiB, got a budget of 1.0 MiB: provide more memory"):
         plan_search(10**6, 10**6, 768, 50, budget=2**20)
     for name in ("num_queries", "num_keys", "dim", "neighbours", "key_bytes"):
         numbers: dict[str, Any] = {"num_queries": 9, "num_keys": 9, "dim": 9, "neighbours": 9, "key_bytes": 4}
@@ -361,17 +361,17 @@ print(json.dumps([resident("VmHWM") - before - 12 * queries * k, plan.device_byt
     ("queries", "keys", "dim", "k", "budget"),
     [(4000, 30_000, 64, 50, GIB), (150_000, 8_000, 256, 50, 2 * GIB), (20_000, 20_000, 64, 30, 32 * 2**20)],
 )
-def test_the_memory_is_what_the_plan_says(queries: int, keys: int, dim: int, k: int, budget: int) -> None:
+def test_peak_memory_matches_the_plan(queries: int, keys: int, dim: int, k: int, budget: int) -> None:
     command = [sys.executable, "-c", MEMORY, *map(str, (queries, keys, dim, k, budget))]
     runs = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(2)]
-    # The peak depends on how much the workers overlap: the larger of two runs counts.
+    # The peak depends on the overlap of the workers, so take the larger of two runs.
     measured, planned = max(json.loads(run.stdout) for run in runs)
     assert planned <= budget
-    # The allocator keeps some of what was freed.
+    # The allocator keeps some freed memory.
     assert 0.3 * planned < measured < 1.1 * planned + 8 * 2**20
 
 
-# ------------------------------------------------------------------ the approximate index
+# ------------------------------------------------------------------ approximate index
 
 
 @pytest.fixture(scope="module")
@@ -380,7 +380,7 @@ def faiss() -> Any:
 
 
 @pytest.mark.usefixtures("faiss")
-def test_visiting_every_list_is_exact() -> None:
+def test_searching_every_list_is_exact() -> None:
     keys, queries = unit(3000, 16), unit(60, 16, seed=1)
     index = ApproximateIndex(TensorKeys(keys), probes=20, lists=20)
     exact = nearest(queries, TensorKeys(keys), 10)
@@ -390,7 +390,7 @@ def test_visiting_every_list_is_exact() -> None:
 
 
 @pytest.mark.usefixtures("faiss")
-def test_more_probes_find_more_and_the_seed_repeats() -> None:
+def test_more_probes_increase_recall_and_seeds_are_reproducible() -> None:
     keys, queries = TensorKeys(unit(8000, 16).half()), unit(100, 16, seed=1).half()
     exact = nearest(queries, keys, 10)
     shares = []
@@ -405,7 +405,7 @@ def test_more_probes_find_more_and_the_seed_repeats() -> None:
 
 
 @pytest.mark.usefixtures("faiss")
-def test_lists_that_hold_too_few_keys_are_not_the_end() -> None:
+def test_more_lists_are_searched_if_keys_are_too_few() -> None:
     keys = TensorKeys(unit(400, 8))
     found = ApproximateIndex(keys, probes=1, lists=40).search(unit(20, 8, seed=1), 390)
     assert all(len(set(row)) == 390 and min(row) >= 0 for row in found.rows.tolist())
@@ -413,7 +413,7 @@ def test_lists_that_hold_too_few_keys_are_not_the_end() -> None:
 
 
 @pytest.mark.usefixtures("faiss")
-def test_equal_keys_in_an_index_come_in_the_order_of_their_rows() -> None:
+def test_equal_keys_in_an_index_are_sorted_by_row() -> None:
     keys = TensorKeys(unit(1, 8).expand(50, -1).contiguous())
     assert ApproximateIndex(keys, probes=1, lists=1).search(unit(3, 8), 50).rows.tolist() == [list(range(50))] * 3
 
@@ -425,7 +425,7 @@ def test_errors_of_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
         ApproximateIndex(keys, probes=0)
     with pytest.raises(ValueError, match="lists must be >= 1 and <= 100, got 101"):
         ApproximateIndex(keys, lists=101)
-    with pytest.raises(ValueError, match="keys must hold one row at least, got 0"):
+    with pytest.raises(ValueError, match="keys must contain at least one row, got 0"):
         ApproximateIndex(TensorKeys(torch.zeros(0, 8)))
     with pytest.raises(ValueError, match="got 101 for 100 keys"):
         ApproximateIndex(keys).search(unit(2, 8), 101)
@@ -434,7 +434,7 @@ def test_errors_of_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
         ApproximateIndex(keys)
 
 
-def test_without_faiss_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_faiss_is_reported_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(ImportError, match=r"pip install 'cribo-ssl\[search\]'"):
         ApproximateIndex(TensorKeys(unit(10, 4)))
@@ -444,7 +444,7 @@ def test_recall_counts_rows_and_ties() -> None:
     exact = Neighbours(torch.tensor([[0.9, 0.8, 0.5], [0.9, 0.8, 0.5]]), torch.tensor([[4, 7, 1], [0, 1, 2]]))
     tied = Neighbours(torch.tensor([[0.9, 0.5, 0.5], [0.9, 0.3, -3.4e38]]), torch.tensor([[4, 9, 8], [0, 5, -1]]))
     assert recall(exact, exact) == 1
-    # The first query: 4, and 9 and 8, as similar as the third neighbour; the second: only 0.
+    # First query: 4, and 9 and 8, which are as similar as the third neighbour; second query: only 0.
     assert recall(tied, exact) == pytest.approx((1 + 1 / 3) / 2)
     with pytest.raises(ValueError, match=r"got \(2, 2\) and \(2, 3\)"):
         recall(Neighbours(exact.similarity[:, :2], exact.rows[:, :2]), exact)

@@ -16,7 +16,7 @@ def moments_of(vectors: torch.Tensor) -> Moments:
     return moments
 
 
-def test_moments_in_parts_are_those_of_the_whole():
+def test_moments_of_parts_equal_those_of_all_vectors():
     vectors = features()
     moments = Moments(6)
     for part in vectors.split([1, 0, 700, 3299]):
@@ -25,7 +25,7 @@ def test_moments_in_parts_are_those_of_the_whole():
     torch.testing.assert_close(moments.covariance, torch.cov(vectors.T, correction=0))
 
 
-def test_whitening_gives_uncorrelated_directions_whose_variance_falls_with_the_power():
+def test_whitening_decorrelates_and_reduces_variances_by_the_power():
     vectors = features()
     variances = torch.linalg.eigvalsh(torch.cov(vectors.T, correction=0)).flip(0)
     for power in (0.0, 0.6, 1.0):
@@ -38,7 +38,7 @@ def test_whitening_gives_uncorrelated_directions_whose_variance_falls_with_the_p
         torch.testing.assert_close(result.mean(0), torch.zeros(6, dtype=torch.float64), atol=1e-3, rtol=0)
 
 
-def test_a_power_of_0_keeps_distances():
+def test_power_0_preserves_distances():
     vectors = features(50)
     weight, bias = partial_whitening(moments_of(vectors), power=0.0)
     torch.testing.assert_close(
@@ -49,17 +49,17 @@ def test_a_power_of_0_keeps_distances():
     )
 
 
-def test_directions_without_variance_are_left_out():
+def test_directions_without_variance_are_dropped():
     vectors = features() @ torch.diag(torch.tensor([1.0, 1, 1, 1, 0, 0], dtype=torch.float64))
     weight, _ = partial_whitening(moments_of(vectors), power=1.0)
     assert weight.shape == (4, 6)
     assert weight.isfinite().all()
-    with pytest.raises(ValueError, match="dims must be 1 to 4, the directions with variance, got 5"):
+    with pytest.raises(ValueError, match="dims must be 1 to 4, the number of directions with variance, got 5"):
         partial_whitening(moments_of(vectors), power=1.0, dims=5)
 
 
-def test_what_cannot_be_whitened_says_so():
+def test_invalid_whitening_is_refused():
     with pytest.raises(ValueError, match=r"power must be from 0 .* to 1 .*, got 1\.5"):
         partial_whitening(moments_of(features()), power=1.5)
-    with pytest.raises(ValueError, match="at least 2 vectors, got 1: give more images"):
+    with pytest.raises(ValueError, match="at least 2 vectors, got 1: use more images"):
         partial_whitening(moments_of(features(1)), power=0.5)

@@ -43,7 +43,7 @@ def test_images_equal_their_files(tmp_path: Path, name: str, orientation: int | 
 
 
 def test_32_bit_images_are_refused() -> None:
-    with pytest.raises(ValueError, match="32-bit pixels have no defined range"):
+    with pytest.raises(ValueError, match="32-bit pixels have no defined value range"):
         open_image(Image.new("F", (4, 4)))
 
 

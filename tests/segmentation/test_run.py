@@ -157,7 +157,7 @@ def test_an_interrupted_command_goes_on(folder: Path, monkeypatch: pytest.Monkey
         segment(folder, batch_size=1)
     assert not json.loads((folder / "out" / "about.json").read_text())["finished"]
     assert not (folder / "out" / "summary.csv").exists()
-    with pytest.raises(FolderError, match=r"out exists already: .* go on with it with --resume"):
+    with pytest.raises(FolderError, match=r"out already exists: .* go on with it with --resume"):
         segment(folder)
     (folder / "out" / "labels" / "1.png").unlink()  # as if it had been lost: it is made again
     with (folder / "out" / "segmented.jsonl").open("a") as file:
@@ -196,7 +196,7 @@ def test_other_settings_or_examples_do_not_go_on(folder: Path) -> None:
     assert files(folder / "out") == before
     (folder / "other").mkdir()
     (folder / "other" / "mine.txt").write_text("mine")
-    with pytest.raises(FolderError, match="other exists already"):
+    with pytest.raises(FolderError, match="other already exists"):
         segment(folder, resume=True, out="other")
 
 
@@ -233,7 +233,7 @@ def test_two_commands_that_add_examples_to_a_memory_lose_none(folder: Path) -> N
 def test_what_is_read_may_not_lie_where_results_are_replaced(folder: Path, name: str) -> None:
     segment(folder)
     before = files(folder / "out")
-    with pytest.raises(FolderError, match=r"the input .* lies in the folder for results"):
+    with pytest.raises(FolderError, match=r"the input .* is inside the results folder"):
         segment_images(config(folder, **{name: str(folder / "out" / "labels")}), out=folder / "out", overwrite=True)
     assert files(folder / "out") == before
 

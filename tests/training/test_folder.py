@@ -127,7 +127,7 @@ def test_overwrite_does_not_touch_a_numbered_run(tmp_path: Path) -> None:
 
 def test_a_run_is_never_overwritten_unasked(tmp_path: Path) -> None:
     run = a_run(tmp_path / "mine")
-    with pytest.raises(FolderError, match="exists already: choose another --name"):
+    with pytest.raises(FolderError, match="already exists: choose another --name"):
         claim_run(tmp_path, "mine", "run")
     assert (run / "precious").read_text() == "results"
 
@@ -181,7 +181,7 @@ def test_a_run_is_resumed_if_there_is_one_and_started_otherwise(tmp_path: Path) 
     other = tmp_path / "holiday"
     other.mkdir()
     (other / "photo.jpg").write_text("photo")
-    with pytest.raises(FolderError, match="exists already"):
+    with pytest.raises(FolderError, match="already exists"):
         claim_run(tmp_path, "holiday", "run", resume=True)
 
 

@@ -1,4 +1,4 @@
-"""The closed form of adaptation: which block to read, and a partial whitening behind it, chosen without labels."""
+"""Closed form of adaptation: the block to use and a partial whitening of its features, chosen without labels."""
 
 import copy
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from cribo.models.building import first_blocks
 from cribo.retrieval.whitening import Moments, partial_whitening
 
 POWERS = (None, 0.3, 0.6, 0.8, 1.0)
-"""Powers of the partial whitening to choose from; None: no whitening, which is best for some networks."""
+"""Candidate powers of the partial whitening; None disables it, which is best for some networks."""
 
 _IMAGES = 300
-_NEARLY_AS_GOOD = 0.95  # at equal agreement, later blocks know more of what things are
+_NEARLY_AS_GOOD = 0.95  # at similar agreement, later blocks are more semantic
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Choice:
 
     Attributes:
         blocks: number of blocks of a vision transformer that are kept; None for other networks.
-        power: of the partial whitening; None: features are left as they are.
+        power: power of the partial whitening; None for no whitening.
         agreement: neighbour agreement across views, from 0 to 1.
-        before: the same for the last block without whitening.
+        before: neighbour agreement of the original backbone.
     """
 
     blocks: int | None
@@ -51,23 +51,23 @@ def choose_closed_form(
     dims: int | None = None,
     progress: Progress,
 ) -> tuple[Backbone, Choice]:
-    """Copy the backbone up to its best block, and add a partial whitening as readout if that helps.
+    """Copy the backbone up to its best block, and add a partial whitening as readout if it helps.
 
-    Chosen are the power with the highest neighbour agreement across views (`neighbour_agreement`) and, in the upper
-    half of a vision transformer, the last block within 5 % of the best: in trials, this predicted dense retrieval
-    (docs/adapting.md).
+    The power with the highest neighbour agreement across views (`neighbour_agreement`) is chosen and, in the upper half
+    of a vision transformer, the last block whose agreement is within 5 % of the best. In experiments, this predicted
+    dense retrieval (docs/adapting.md).
 
     Args:
-        backbone: on the device where it is to run; a readout is replaced.
-        images: unlabelled; up to 300 of them are read, evenly spaced.
-        recipe: how views are drawn.
+        backbone: the backbone, on its device; an existing readout is replaced.
+        images: unlabelled images; up to 300 of them are read, evenly spaced.
+        recipe: recipe of the views.
         blocks: number of blocks to keep; None to choose.
-        power: of the whitening; None to choose, or to leave features as they are.
-        dims: directions to keep; None for all.
-        progress: called with the phase, and how many images of how many are done.
+        power: power of the whitening; None to choose, which includes no whitening unless `dims` is set.
+        dims: number of directions to keep; None for all.
+        progress: called with the phase, the number of processed images and their total.
 
     Raises:
-        ValueError: `dims` is more than there are, or too few images.
+        ValueError: `dims` exceeds the number of directions, or there are too few images.
         DataError: no image can be read.
     """
     candidates = [blocks] if blocks is not None else list(range((backbone.depth + 1) // 2, backbone.depth + 1))
@@ -111,14 +111,14 @@ def refit_whitening(
     dims: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Fit a partial whitening to unlabelled images, in place of the backbone's present readout.
+    """Fit a partial whitening to unlabelled images, replacing the backbone's readout in place.
 
     Args:
-        backbone: on the device where it is to run.
-        images: up to 300 of them are read, evenly spaced.
+        backbone: the backbone, on its device.
+        images: unlabelled images; up to 300 of them are read, evenly spaced.
         power: see `partial_whitening`.
-        dims: directions to keep; None for all.
-        progress: called with how many images of how many are done.
+        dims: number of directions to keep; None for all.
+        progress: called with the number of processed images and their total.
 
     Raises:
         ValueError: see `partial_whitening`.
@@ -132,7 +132,7 @@ def refit_whitening(
 def gather_moments(
     backbone: Backbone, images: ImageSource, layers: int, progress: Callable[[int, int], None]
 ) -> list[Moments]:
-    """Mean and covariance of the patches of images after each of the last blocks."""
+    """Compute mean and covariance of the patch features after each of the last blocks."""
     moments = [Moments(backbone.embed_dim) for _ in range(layers)]
     indices = spread(len(images), _IMAGES)
     for done, (_, pixels) in enumerate(readable(images, indices), start=1):

@@ -1,4 +1,4 @@
-"""What `cribo adapt` can be asked for, typed: the command line and Python share it."""
+"""Options of `cribo adapt`, shared by the command line and Python."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from cribo.arguments import ConfigError
 from cribo.retrieval.source import MEAN_COLOUR, BackboneSource
 
 CLOSED_FORM_ALONE = 1.0
-"""Minutes, up to which nothing is trained."""
+"""Duration in minutes up to which nothing is trained."""
 
 Keep = Literal["better", "adapted"]
 
@@ -20,29 +20,30 @@ class AdaptConfig:
     Attributes:
         images: a folder of images (nested or not), or a text file that lists images.
         backbone: the network to adapt.
-        minutes: total time on this machine; up to 1, only the closed form is fitted. At most 500
-            steps are trained; give `steps` for more, which gains on these images and loses on others.
-        steps: number of training steps in place of `minutes`; the result then does not depend on the machine's speed.
-        labelled: folder of labelled images for the verdict: images/ and labels/ (PNG indices, 255 for none), each with
-            or without train/ and val/; at least ten images. They are never trained on.
-        second: another such folder, of other images, to measure what is forgotten.
-        keep: the network to export: `better` for one that gains in retrieval or segmentation and loses in neither, or
-            `adapted` for the last one in any case.
-        blocks: number of blocks of a vision transformer to use; the later ones are dropped. [chosen by neighbour
+        minutes: total time on this machine; up to 1, only the closed form is fitted. At most 500 steps are trained;
+            set `steps` for more, which improves results on these images but degrades them on others.
+        steps: number of training steps instead of `minutes`; the result is then independent of the machine's speed.
+        labelled: folder of labelled images for the verdict: images/ and labels/ (PNG with class indices, 255 for
+            ignored pixels), each with or without train/ and val/; at least ten images. They are never trained on.
+        second: another such folder, of images from another domain, to measure forgetting.
+        keep: the network to export: `better` for the best one that improves retrieval or segmentation and degrades
+            neither, or `adapted` for the last one in any case.
+        blocks: number of blocks of a vision transformer to keep; later blocks are dropped. [chosen by neighbour
             agreement]
         stride: output stride of a convolutional network, if it can be dilated: 16 gives four times as many features as
             32. [unchanged]
-        power: of the partial whitening: 0 rotates only, 1 whitens. [chosen by neighbour agreement, or no whitening]
+        power: power of the partial whitening: 0 only rotates, 1 whitens. [chosen by neighbour agreement, or no
+            whitening]
         dims: number of directions of largest variance to keep. [all]
-        trained_share: share of the trained weights in their average with the starting weights, which is exported. 1
-            exports the trained weights as they are; less forgets less of other images.
+        trained_share: weight of the trained weights in the exported average with the starting weights. 1 exports the
+            trained weights; lower values reduce forgetting.
         recipe: a preset or YAML file of `cribo pretrain`.
-        training: values of the recipe to change, such as {"optim.lr": 1e-3, "backbone.train_blocks": 2}.
-        workers: processes that read images during training. [depends on the number of cores]
-        device: such as cuda:0 or cpu. [a GPU if there is one]
+        training: values that override the recipe, such as {"optim.lr": 1e-3, "backbone.train_blocks": 2}.
+        workers: number of data loading workers during training. [depends on the number of cores]
+        device: device, such as cuda:0 or cpu. [a GPU if available]
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
     """
 
     images: str
@@ -75,11 +76,11 @@ class AdaptConfig:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} must be >= 1, got {value}")
         if self.backbone.source == MEAN_COLOUR:
-            raise ConfigError(f"--backbone {MEAN_COLOUR} has no weights to adapt: name a pretrained network")
+            raise ConfigError(f"--backbone {MEAN_COLOUR} has no weights to adapt: choose a pretrained network")
         if self.backbone.layers != 1:
-            raise ConfigError(f"--layers {self.backbone.layers} does not go with adapt: choose one block with --blocks")
+            raise ConfigError(f"adapt does not support --layers {self.backbone.layers}: choose one block with --blocks")
         if self.second is not None and self.labelled is None:
-            raise ConfigError("--second goes with --labelled: it shows what is forgotten beside what is gained")
+            raise ConfigError("--second requires --labelled")
 
     @property
     def trains(self) -> bool:

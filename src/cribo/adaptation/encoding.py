@@ -19,7 +19,7 @@ _PATCHES = 432
 
 
 def encoded_size(height: int, width: int, patch_size: int) -> tuple[int, int]:
-    """Compute the (height, width) in pixels at which an image is encoded: about 432 patches, in its own aspect ratio.
+    """Compute the (height, width) in pixels at which an image is encoded: about 432 patches, keeping its aspect ratio.
 
     Example:
         >>> encoded_size(480, 640, 14), encoded_size(252, 336, 14)
@@ -47,10 +47,10 @@ def encode_pixels(backbone: Backbone, images: Float[Tensor, "b 3 h w"], *, layer
 
 
 def readable(images: ImageSource, indices: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """Yield index and pixels of each image that can be read; log the others.
+    """Yield index and pixels of each readable image; log the others.
 
     Raises:
-        DataError: none of them can.
+        DataError: no image can be read.
     """
     first: UnreadableImage | None = None
     found = 0

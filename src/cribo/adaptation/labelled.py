@@ -1,4 +1,4 @@
-"""Dense retrieval and segmentation on labelled images, scored image by image, so that a difference has an interval."""
+"""Dense retrieval and segmentation on labelled images, scored per image for confidence intervals of differences."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ from cribo.retrieval.voting import Voters, label_shares
 from cribo.segmentation.memory import SegmentationMemory
 
 LEAST_IMAGES = 10
-"""With fewer labelled images the interval would say nothing."""
+"""Minimum number of labelled images; with fewer, intervals are uninformative."""
 
-_MOST_IMAGES = 150  # of the memory, and of the queries
-_MOST_EXAMPLES = 24  # of a fit
+_MOST_IMAGES = 150  # in the memory, and among the queries
+_MOST_EXAMPLES = 24  # examples of a segmentation
 _FOLDS = 5
 _NEIGHBOURS = 20
 _TEMPERATURE = 0.07
@@ -38,9 +38,9 @@ class Labelled:
 
     Attributes:
         memory: images whose patches vote.
-        queries: images that are scored.
-        folds: pairs (indices of memory images, indices of queries); each query is in one of them.
-        name: for messages.
+        queries: images to score.
+        folds: pairs (indices of memory images, indices of queries); each query is in exactly one fold.
+        name: name for messages.
     """
 
     memory: LabelledImages
@@ -50,14 +50,14 @@ class Labelled:
 
 
 def open_labelled(folder: str | Path) -> Labelled:
-    """Open labelled images: `images/` and `labels/`, and `classes.txt`, each with or without `train/` and `val/`.
+    """Open a folder with `images/`, `labels/` and optionally `classes.txt`; the first two may have `train/` and `val/`.
 
-    With `train` and `val`, patches of `val` are labelled by those of `train`; without, each fifth of the images by
-    the others. Up to 150 images of each are used, evenly spread.
+    With `train` and `val`, patches of `val` are labelled by those of `train`; otherwise, by five-fold
+    cross-validation. Up to 150 images of each split are used, evenly spaced.
 
     Raises:
-        DataError: no images or labels there.
-        ConfigError: fewer than ten images to score.
+        DataError: the folder has no images or labels.
+        ConfigError: there are fewer than ten images to score.
     """
     root = Path(folder).expanduser()
     if all((root / "images" / split).is_dir() for split in ("train", "val")):
@@ -71,11 +71,11 @@ def open_labelled(folder: str | Path) -> Labelled:
             ([image for place, image in enumerate(used) if place % _FOLDS != fold], used[fold::_FOLDS])
             for fold in range(_FOLDS)
         ]
-    scored = sum(len(asked) for _, asked in folds)
+    scored = sum(len(indices) for _, indices in folds)
     if scored < LEAST_IMAGES:
         raise ConfigError(
-            f"{root} has {scored} labelled images to score, and a verdict needs at least {LEAST_IMAGES}: "
-            "label more, or leave them out for a verdict without labels"
+            f"{root} has {scored} labelled images to score, but the verdict needs at least {LEAST_IMAGES}: "
+            "label more, or omit them for a verdict without labels"
         )
     return Labelled(memory, queries, folds, str(root))
 
@@ -83,21 +83,22 @@ def open_labelled(folder: str | Path) -> Labelled:
 def score_images(
     backbone: Backbone, labelled: Labelled, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Int[Tensor, "q c c"]:
-    """Confusion of labels (rows) and predictions of each scored image, by patches.
+    """Compute the confusion matrix (rows are labels) of each scored image, counting patches.
 
-    A patch takes its label from its 20 nearest patches by cosine similarity, weighted by softmax at 0.07.
+    The label of a patch is predicted by its 20 nearest patches by cosine similarity, weighted by a softmax at
+    temperature 0.07.
 
     Args:
-        backbone: on the device where it shall run.
+        backbone: the backbone, on its device.
         labelled: the images.
-        progress: is told how many images of how many are encoded.
+        progress: called with the number of encoded images and their total.
     """
     memory, queries = labelled.memory, labelled.queries
-    known = sorted({image for voting, _ in labelled.folds for image in voting})
-    asked = sorted({image for _, scored in labelled.folds for image in scored})
-    total, done = len(known) + len(asked), 0
+    memory_indices = sorted({image for voting, _ in labelled.folds for image in voting})
+    query_indices = sorted({image for _, scored in labelled.folds for image in scored})
+    total, done = len(memory_indices) + len(query_indices), 0
     encoded: dict[bool, dict[int, tuple[Tensor, Tensor]]] = {}
-    for is_query, images, indices in ((False, memory, known), (True, queries, asked)):
+    for is_query, images, indices in ((False, memory, memory_indices), (True, queries, query_indices)):
         if is_query and queries is memory:
             encoded[True] = encoded[False]
             continue
@@ -117,8 +118,8 @@ def score_images(
             keys.append(features[kept])
             shares.append(label_shares(own[kept], "hard"))
         voters, rows = Voters(shares, len(memory.classes)), TensorKeys(torch.cat(keys))
-        asked_features = torch.cat([encoded[True][index][0] for index in scored])
-        found = nearest(asked_features, rows, min(_NEIGHBOURS, len(rows)))
+        query_features = torch.cat([encoded[True][index][0] for index in scored])
+        found = nearest(query_features, rows, min(_NEIGHBOURS, len(rows)))
         predicted = voters.vote(found, "attention", _TEMPERATURE).argmax(dim=1)
         counted = [encoded[True][index][1] for index in scored]
         for counts, own in zip(counted, predicted.split([len(each) for each in counted]), strict=True):
@@ -138,21 +139,21 @@ def _encoded(
 
 
 def mean_iou(tallies: Int[Tensor, "q c c"]) -> float:
-    """Mean IoU, in 0-1, of the classes that occur in the labels."""
+    """Compute the mean IoU, in 0-1, over the classes that occur in the labels."""
     return _mean_iou(tallies.sum(dim=0))
 
 
 def _mean_iou(confusion: Int[Tensor, "c c"]) -> float:
-    # Average over the classes of the ground truth, so that all networks are scored on the same classes.
+    # Average over the classes in the ground truth, so that all networks are scored on the same classes.
     return float(iou(confusion)[confusion.sum(dim=1) > 0].mean())
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The difference of two mean IoUs, in 0-1, with its 95 % interval.
+    """Difference of two mean IoUs, in 0-1, with a 95 % confidence interval.
 
     Attributes:
-        before, after: mean IoU.
+        before, after: the mean IoUs.
         low, high: bounds of the difference, from a paired bootstrap over the scored images.
     """
 
@@ -163,7 +164,7 @@ class Gain:
 
     @property
     def mean(self) -> float:
-        """After minus before."""
+        """The difference, after minus before."""
         return self.after - self.before
 
     def __str__(self) -> str:
@@ -172,7 +173,7 @@ class Gain:
 
 
 def gain(before: Int[Tensor, "q c c"], after: Int[Tensor, "q c c"]) -> Gain:
-    """The gain of one network over another on the same images, with a paired bootstrap of 1,000 resamples.
+    """Compute the gain of one network over another on the same images by a paired bootstrap of 1,000 resamples.
 
     Example:
         >>> right, wrong = torch.tensor([[[4, 0], [0, 4]]] * 10), torch.tensor([[[2, 2], [2, 2]]] * 10)
@@ -194,11 +195,11 @@ def gain(before: Int[Tensor, "q c c"], after: Int[Tensor, "q c c"]) -> Gain:
 
 @dataclass(frozen=True)
 class Fit:
-    """What `cribo segment` would choose and reach with the labelled images as examples.
+    """Result of `cribo segment` with labelled images as examples.
 
     Attributes:
-        probe: the chosen blocks and head, in words.
-        tallies: (Q, C, C) confusion of labels (rows) and predictions of the left-out patches of each example.
+        probe: description of the chosen blocks and head.
+        tallies: (Q, C, C) confusion matrix (rows are labels) of the held-out patches of each example.
     """
 
     probe: str
@@ -208,15 +209,15 @@ class Fit:
 def fit_segmentation(
     backbone: Backbone, labelled: Labelled, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Fit | None:
-    """Fit the segmentation of `cribo segment` to up to 24 of the scored images, as it does by default.
+    """Fit `cribo segment` with its default options to up to 24 of the scored images.
 
     Args:
-        backbone: on the device where it is to run.
-        labelled: the images; those without any label are left out.
-        progress: called with how many images of how many are encoded.
+        backbone: the backbone, on its device.
+        labelled: the images; those without labelled pixels are skipped.
+        progress: called with the number of encoded images and their total.
 
     Returns:
-        The fit; None if fewer than ten of the images have labels, too few for an interval.
+        The fit; None if fewer than ten images have labels, too few for an interval.
     """
     images = labelled.queries
     memory = SegmentationMemory(backbone, classes=images.classes)

@@ -1,4 +1,4 @@
-"""The same patches and their nearest ones in other images, before and after."""
+"""Picture of patches and their nearest neighbours in other images, before and after adaptation."""
 
 import torch
 from jaxtyping import Float, UInt8
@@ -20,7 +20,7 @@ from cribo.retrieval.patches import resize_image
 _IMAGES = 100
 _QUERIES = 6
 _NEIGHBOURS = 4
-_REACH = 4  # patches drawn on each side of one
+_REACH = 4  # patches drawn on each side of a patch
 
 
 def draw_neighbours(
@@ -29,7 +29,7 @@ def draw_neighbours(
     images: ImageSource,
     progress: Progress = lambda what, done, total: None,
 ) -> Figure:
-    """Draw patches of some images, each with its nearest neighbours in other images according to both networks."""
+    """Draw patches of some images with their nearest neighbours in other images, for both networks."""
     found: list[tuple[list[Tensor], list[tuple[int, int]]]] = [([], []), ([], [])]
     pictures = []
     indices = spread(len(images), _IMAGES)
@@ -63,7 +63,7 @@ def draw_neighbours(
 
 
 def _query_patch(grid: tuple[int, int], key: int) -> int:
-    """A patch in the middle half of the image, so that its surroundings can be drawn."""
+    """Draw a random patch in the central half of the image, whose surroundings are inside the image."""
     row, column = (
         int(
             torch.randint(
@@ -78,9 +78,9 @@ def _query_patch(grid: tuple[int, int], key: int) -> int:
 def _nearest(
     features: list[Float[Tensor, "n d"]], grids: list[tuple[int, int]], query: int, place: int
 ) -> list[tuple[int, int, float]]:
-    """(image, patch, similarity) of the most similar patch of each of the nearest other images."""
-    asked = features[query][place]
-    best = [(patches @ asked).max(dim=0) for patches in features]
+    """Return (image, patch, similarity) of the most similar patch of each of the nearest other images."""
+    patch = features[query][place]
+    best = [(patches @ patch).max(dim=0) for patches in features]
     similarity = torch.stack([each.values for each in best])
     similarity[query] = -2
     count = min(_NEIGHBOURS, len(features) - 1)
@@ -90,7 +90,7 @@ def _nearest(
 
 
 def _draw_patch(axes: Axes, picture: UInt8[Tensor, "3 h w"], grid: tuple[int, int], patch: int) -> None:
-    """A patch in a frame, with its surroundings as far as the image has them."""
+    """Draw a framed patch with its surroundings inside the image."""
     height, width = picture.shape[1:]
     side = height // grid[0]
     length = min((2 * _REACH + 1) * side, height, width)

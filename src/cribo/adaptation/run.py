@@ -1,4 +1,4 @@
-"""`cribo adapt` from beginning to end: closed form, training, closed form again, verdict, export."""
+"""Steps of `cribo adapt`: closed form, training, closed form of the trained weights, verdict, and export."""
 
 import copy
 import json
@@ -42,7 +42,7 @@ from cribo.training.folder import claim
 
 log = logging.getLogger("cribo")
 
-ASKED = "adapt.json"
+OPTIONS = "adapt.json"
 VERDICT = "verdict.json"
 PICTURE = "neighbours.png"
 _IMAGES = "images.txt"
@@ -53,7 +53,7 @@ _TRAINING = "training"
 _TRAIN_BLOCKS = "backbone.train_blocks"
 _PRECISION = "runtime.precision"
 _LEAST_STEPS = 10
-_MOST_STEPS = 500  # more gains on the images, and begins to lose elsewhere (docs/adapting.md)
+_MOST_STEPS = 500  # more steps improve results on these images but degrade them on others (docs/adapting.md)
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,15 @@ class Adapted:
     """A finished adaptation.
 
     Attributes:
-        folder: of the exported backbone and the verdict.
-        verdict: which network was kept, and why.
+        folder: folder of the exported backbone and the verdict.
+        verdict: the exported network and the evidence.
     """
 
     folder: Path
     verdict: Verdict
 
     def backbone(self) -> Backbone:
-        """The exported backbone."""
+        """Load the exported backbone."""
         return load_backbone(self.folder)
 
 
@@ -82,24 +82,23 @@ def adapt(
     overwrite: bool = False,
     console: Console | None = None,
 ) -> Adapted:
-    """Adapt a pretrained backbone to unlabelled images; the same as `cribo adapt`.
+    """Adapt a pretrained backbone to unlabelled images, as `cribo adapt` does.
 
     Args:
         config: the options.
         out: parent folder of the results.
-        name: name of the results' folder; by default the backbone's, numbered.
-        resume: continue the adaptation of this name where it stopped.
-        overwrite: replace the adaptation of this name.
-        console: where progress is shown; silent when not given.
+        name: name of the results folder; by default that of the backbone, numbered.
+        resume: resume the adaptation with this name.
+        overwrite: replace the adaptation with this name.
+        console: console for progress; silent by default.
 
     Raises:
-        ValueError: images, backbone, options or folder cannot be used; before anything is computed, as far as it can
-            be known then.
+        ValueError: images, backbone, options or folder are invalid; raised before computation whenever possible.
         FileNotFoundError: a file of the backbone or the images does not exist.
-        Interrupted: SIGTERM or SIGUSR1 was received during training; it can be resumed.
+        Interrupted: SIGTERM or SIGUSR1 was received during training, which can be resumed.
     """
     if resume and (name is None or overwrite):
-        raise ConfigError("--resume needs the --name of the adaptation, and does not go with --overwrite")
+        raise ConfigError("--resume requires --name and cannot be combined with --overwrite")
     started = time.perf_counter()
     console = console or Console(quiet=True)
     target = ResultFolder(
@@ -108,9 +107,9 @@ def adapt(
         numbered=name is None,
         overwrite=overwrite,
         resume=resume,
-        known_by=ASKED,
+        known_by=OPTIONS,
         inputs=(config.images, config.labelled, config.second, config.backbone.source),
-        advice="choose another --name, continue it with --resume, or --overwrite it",
+        advice="choose another --name, resume it with --resume, or replace it with --overwrite",
     )
     images = open_images(config.images)
     sets = [None if folder is None else open_labelled(folder) for folder in (config.labelled, config.second)]
@@ -149,38 +148,38 @@ def adapt(
 
 
 def _check_network(config: AdaptConfig, backbone: Backbone) -> None:
-    """Refuse options that are not for this kind of network."""
+    """Raise an error for options that the network does not support."""
     if config.stride is not None and backbone.patch_size != config.stride:
         if backbone.depth > 1:
-            raise ConfigError(f"stride is for convolutional networks, and {backbone.name} has patches: leave it out")
+            raise ConfigError(f"stride applies to convolutional networks only, got {backbone.name}: omit it")
         with_stride(backbone, config.stride)
     trained = config.training.get(_TRAIN_BLOCKS)
     if trained is not None and 1 < backbone.depth < trained:
         raise ConfigError(
-            f"{_TRAIN_BLOCKS} must be at most {backbone.depth}, the blocks of {backbone.name}, got {trained}"
+            f"{_TRAIN_BLOCKS} must be at most {backbone.depth}, the number of blocks of {backbone.name}, got {trained}"
         )
     if config.blocks is None:
         return
     if backbone.depth == 1:
-        raise ConfigError(f"blocks is for vision transformers, and {backbone.name} gives one feature map: leave it out")
+        raise ConfigError(f"blocks applies to vision transformers only, got {backbone.name}: omit it")
     if config.blocks > backbone.depth:
         raise ConfigError(
-            f"blocks must be at most {backbone.depth}, the blocks of {backbone.name}, got {config.blocks}"
+            f"blocks must be at most {backbone.depth}, the number of blocks of {backbone.name}, got {config.blocks}"
         )
 
 
 def _record(folder: Path, config: AdaptConfig) -> None:
-    """Write the options, or compare them with those that a resumed adaptation began with."""
-    asked, path = json.loads(json.dumps(asdict(config))), folder / ASKED
+    """Write the options, or compare them with the stored options of a resumed adaptation."""
+    options, path = json.loads(json.dumps(asdict(config))), folder / OPTIONS
     if path.is_file():
         before = json.loads(path.read_text(encoding="utf-8"))
-        changed = [name for name in asked if before.get(name) != asked[name] and name not in ("workers", "device")]
+        changed = [name for name in options if before.get(name) != options[name] and name not in ("workers", "device")]
         if changed:
             raise ConfigError(
-                f"{folder} was begun with {changed[0]} {before.get(changed[0])}, not {asked[changed[0]]}: "
-                "keep the old value, or choose another --name"
+                f"{folder} was started with {changed[0]} {before.get(changed[0])}, got {options[changed[0]]}: "
+                "use the old value, or choose another --name"
             )
-    write_json(path, asked)
+    write_json(path, options)
 
 
 def _closed_form(
@@ -191,7 +190,7 @@ def _closed_form(
     folder: Path,
     progress: Callable[[str, int, int], None],
 ) -> tuple[Backbone, Choice]:
-    """Fit the closed form and save it, or load it if this was done before."""
+    """Fit and save the closed form, or load a saved one."""
     own = folder / _CLOSED_FORM
     if (own / _CHOICE).is_file():
         choice = Choice(**json.loads((own / _CHOICE).read_text(encoding="utf-8")))
@@ -213,19 +212,19 @@ def _closed_form(
 
 def _described(choice: Choice) -> str:
     where = "" if choice.blocks is None else f"block {choice.blocks}, "
-    how = "not whitened" if choice.power is None else f"whitened to the power of {choice.power:g}"
+    how = "no whitening" if choice.power is None else f"whitening with power {choice.power:g}"
     return (
-        f"closed form: {where}{how}; neighbours across views agree in {choice.agreement:.0%} "
+        f"closed form: {where}{how}; neighbour agreement across views {choice.agreement:.0%} "
         f"(before: {choice.before:.0%})"
     )
 
 
 def _train(planned: PretrainConfig, start: Backbone, share: float, folder: Path, console: Console) -> Backbone:
-    """Train from the closed form in a run folder of its own, or continue that run; average its weights with `start`."""
+    """Train from the closed form in a separate run folder, or resume this run; average its weights with `start`."""
     advice = f"to continue, repeat the command with --name {folder.name} --resume"
     run = pretrain(planned, out=folder, name=_TRAINING, continue_run=True, advice=advice, console=console)
     trained = run.backbone()
-    # The run has resized the position embedding to its views. It is part of the result only if it was trained.
+    # Training resizes the position embedding to the size of the views. Export it only if it was trained.
     if planned.backbone.train_blocks is None and planned.backbone.lora is None:
         return averaged(trained, start, 1 - share)
     return averaged(start, trained, share)
@@ -235,9 +234,9 @@ def averaged(backbone: Backbone, other: Backbone, share: float) -> Backbone:
     """Average the weights of two backbones (WiSE-FT; Wortsman et al. 2022).
 
     Args:
-        backbone: is copied; its weights of another shape than the other's, such as a resized position embedding, stay.
-        other: of the same architecture.
-        share: of the other, 0 to 1.
+        backbone: the backbone to copy; weights whose shapes differ, such as a resized position embedding, are kept.
+        other: a backbone of the same architecture.
+        share: weight of `other` in the average, 0 to 1.
     """
     result, state = copy.deepcopy(backbone), other.model.state_dict()
     with torch.no_grad():
@@ -255,10 +254,10 @@ def planned_training(
     folder: Path,
     seconds: float,
 ) -> PretrainConfig:
-    """Adjust the recipe to these images, this network and the speed of this machine.
+    """Adjust the recipe to the images, the network and the speed of the machine.
 
     Raises:
-        ConfigError: there is no time for ten steps.
+        ConfigError: the time does not suffice for ten steps.
     """
     batch = min(recipe.optim.batch_size, len(images))
     _list_images(images, range(len(images)), folder)
@@ -266,8 +265,8 @@ def planned_training(
     if start.depth > 1:
         train_blocks = min(train_blocks or start.depth, start.depth)
     elif _TRAIN_BLOCKS not in config.training:
-        train_blocks = None  # the preset's number is for vision transformers
-    made = replace(
+        train_blocks = None  # the value of the preset applies to vision transformers
+    planned = replace(
         recipe,
         data=replace(recipe.data, root=str(folder / _IMAGES), images="", workers=config.workers),
         backbone=replace(
@@ -283,25 +282,25 @@ def planned_training(
     )
     steps = config.steps
     if steps is None:
-        per_step = seconds_per_step(Session(made))
+        per_step = seconds_per_step(Session(planned))
         steps = min(_MOST_STEPS, int(seconds / per_step))
-        log.info("%d steps of %d images fit, at %.2f s each on this machine", steps, batch, per_step)
+        log.info("training for %d steps of %d images, at %.2f s per step", steps, batch, per_step)
         if steps < _LEAST_STEPS:
             needed = config.minutes + (_LEAST_STEPS * per_step - seconds) / 60
             raise ConfigError(
-                f"--minutes {config.minutes:g} leaves time for {max(0, steps)} steps of {per_step:.1f} s, and at least "
-                f"{_LEAST_STEPS} are needed: give --minutes {math.ceil(needed)}, or --minutes 1 for the closed form "
-                "alone"
+                f"--minutes {config.minutes:g} suffices for {max(0, steps)} steps of {per_step:.1f} s, but at least "
+                f"{_LEAST_STEPS} are required: use --minutes {math.ceil(needed)}, or --minutes 1 for the closed form "
+                "only"
             )
-    # Schedules count epochs. If there is no time for a whole one, train on a part of the collection.
+    # Schedules count epochs. If the steps are fewer than one epoch, train on a subset of the images.
     used = spread(len(images), max(batch, steps * batch))
     _list_images(images, used, folder)
-    return with_epochs(made, max(1, round(steps / (len(used) // batch))))
+    return with_epochs(planned, max(1, round(steps / (len(used) // batch))))
 
 
 def _fast_precision(backbone: Backbone) -> Precision:
-    """The fastest precision for training on this machine."""
-    # On processors with bfloat16 products, a step of a vision transformer takes about half the time.
+    """Return the fastest precision for training on this machine."""
+    # With bfloat16 instructions, a step of a vision transformer on the CPU takes about half the time.
     fast = torch.cuda.is_available() or (backbone.depth > 1 and multiplies_bfloat16())
     return "bf16-mixed" if fast else "32-true"
 

@@ -1,4 +1,4 @@
-"""Signs of good dense features that need no labels; docs/adapting.md shows how well they predict labelled results."""
+"""Indicators of good dense features without labels; docs/adapting.md compares them with labelled results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,12 +32,12 @@ _NEIGHBOURS = 20
 
 @dataclass(frozen=True)
 class Signs:
-    """What features look like on unlabelled images.
+    """Indicators of feature quality on unlabelled images.
 
     Attributes:
         agreement: neighbour agreement across views (`neighbour_agreement`); higher is better.
-        position: share of the features' variance that a quadratic function of the place in the image predicts; lower
-            is better.
+        position: fraction of the features' variance explained by a quadratic function of the position in the image;
+            lower is better.
         rank: effective rank, the exponential of the entropy of the covariance's eigenvalues (Roy and Vetterli 2007).
     """
 
@@ -52,16 +52,16 @@ def measure_signs(
     recipe: ViewRecipe,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Signs:
-    """Measure the signs on up to 64 images, each as it is and in two views.
+    """Measure the indicators on up to 64 images, each without augmentation and in two views.
 
     Args:
-        backbone: on the device where it shall run.
-        images: evenly spread ones are taken.
-        recipe: how views are drawn.
-        progress: is told how many images of how many are done.
+        backbone: the backbone, on its device.
+        images: unlabelled images, of which evenly spaced ones are used.
+        recipe: recipe of the views.
+        progress: called with the number of processed images and their total.
 
     Raises:
-        ValueError: less than two of the images have views that overlap.
+        ValueError: fewer than two images have overlapping views.
         DataError: no image can be read.
     """
     points = view_points(backbone, images, recipe, progress=progress)
@@ -85,17 +85,17 @@ def view_points(
     layers: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Float[Tensor, "m 2 p c"]:
-    """Features at 64 points that two views of an image share, of up to 64 images.
+    """Compute features at 64 points shared by two views of an image, for up to 64 images.
 
     Args:
-        backbone: on the device where it shall run.
-        images: evenly spread ones are taken; those whose views do not overlap are left out.
-        recipe: how views are drawn.
+        backbone: the backbone, on its device.
+        images: unlabelled images, of which evenly spaced ones are used; those without overlapping views are skipped.
+        recipe: recipe of the views.
         layers: see `Backbone.encode`.
-        progress: is told how many images of how many are done.
+        progress: called with the number of processed images and their total.
 
     Raises:
-        ValueError: less than two of the images have views that overlap.
+        ValueError: fewer than two images have overlapping views.
         DataError: no image can be read.
     """
     indices = spread(len(images), _IMAGES)
@@ -115,16 +115,16 @@ def view_points(
             points.append(sample_tokens(tokens[None], grid, places)[0])
         progress(done, len(indices))
     if len(points) < 2:
-        raise InputError(f"signs need at least 2 images whose views overlap, got {len(points)}: give more images")
+        raise InputError(f"at least 2 images with overlapping views are required, got {len(points)}: use more images")
     return torch.stack(points)
 
 
 def neighbour_agreement(points: Float[Tensor, "m 2 p d"]) -> float:
-    """The share of their nearest neighbours that the same places in two views have in common, from 0 to 1.
+    """Compute the fraction of nearest neighbours shared by corresponding points of two views, from 0 to 1.
 
-    The neighbours of each point are the 20 most similar points of other images, by cosine. Features that mean the same
-    in both views find the same ones; those that depend on position, light or noise do not, nor do those that hardly
-    differ.
+    The neighbours of each point are the 20 points of other images with the highest cosine similarity. Semantic features
+    have the same neighbours in both views; features that depend on position, lighting or noise, or that hardly vary,
+    do not.
 
     Example:
         >>> neighbour_agreement(torch.eye(3).view(3, 1, 1, 3).expand(3, 2, 1, 3))
@@ -140,7 +140,7 @@ def neighbour_agreement(points: Float[Tensor, "m 2 p d"]) -> float:
 
 
 def _explained(features: Float[Tensor, "n d"], places: Float[Tensor, "n 6"]) -> float:
-    """Share of the features' variance that least squares predict from their places."""
+    """Compute the fraction of the features' variance explained by a least-squares fit to their positions."""
     centred = (features - features.mean(dim=0)).double()
     predicted = places.double() @ torch.linalg.lstsq(places.double(), centred).solution
     return float(predicted.square().sum() / centred.square().sum())

@@ -1,4 +1,4 @@
-"""The verdict: did adaptation help? By labelled images if given, otherwise by signs that need no labels."""
+"""Verdict on an adaptation, from labelled images if given, otherwise from indicators without labels."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,12 +29,12 @@ class Verdict:
     """The network to keep, and the evidence.
 
     Attributes:
-        kept: name of the candidate.
-        sentences: the verdict in words.
-        signs: of each candidate, on the unlabelled images.
+        kept: name of the chosen candidate.
+        sentences: the verdict as text.
+        signs: indicators of each candidate, on the unlabelled images.
         labelled: gain in dense retrieval of each later candidate over the starting weights, on the labelled images.
-        segmentation: the same in the score that `cribo segment` expects with some of these images as examples.
-        probes: blocks and head that this segmentation chooses with each candidate.
+        segmentation: gain in the score that `cribo segment` estimates with some of these images as examples.
+        probes: blocks and head that this segmentation chooses for each candidate.
         second: gain in dense retrieval on the second set.
     """
 
@@ -59,17 +59,17 @@ def judge(
 ) -> Verdict:
     """Compare the candidates and choose one.
 
-    See `choose_network` for the rule. On labelled images, there are two measures: dense retrieval, which is what `cribo
-    search` and `index` do with features, and the score that `cribo segment` expects, which chooses its own blocks.
+    See `choose_network` for the rule. Labelled images give two measures: dense retrieval, for `cribo search` and
+    `index`, and the score that `cribo segment` estimates with the blocks that it chooses.
 
     Args:
-        candidates: at least two, beginning with the starting weights.
-        images: unlabelled.
-        recipe: how views are drawn.
-        labelled: labelled images, if there are any.
-        second: labelled images of another kind, to measure what is forgotten.
+        candidates: at least two candidates, starting with the starting weights.
+        images: unlabelled images.
+        recipe: recipe of the views.
+        labelled: labelled images, if available.
+        second: labelled images from another domain, to measure forgetting.
         keep: `adapted` keeps the last candidate in any case.
-        progress: called with the phase, and how many images of how many are done.
+        progress: called with the phase, the number of processed images and their total.
     """
     signs = {
         each.name: measure_signs(each.backbone, images, recipe, partial(progress, f"signs of the {each.name}"))
@@ -108,12 +108,12 @@ def judge(
 def choose_network(agreement: Mapping[str, float], measures: Sequence[Mapping[str, Int[Tensor, "q c c"]]]) -> str:
     """Choose the network to keep.
 
-    A network replaces the one before it if the interval of its gain in one of the measures lies above 0 and none lies
-    below 0. If all intervals contain 0, or without measures, it does so if its neighbour agreement is higher.
+    A network replaces the previous one if the interval of its gain is above 0 in one measure and below 0 in none. If
+    all intervals contain 0, or without measures, it does so if its neighbour agreement is higher.
 
     Args:
-        agreement: neighbour agreement of each network, in the order in which they are compared.
-        measures: confusions of each scored image (see `gain`) by each network; none without labelled images.
+        agreement: neighbour agreement of each network, in the order of comparison.
+        measures: confusion matrices per scored image (see `gain`) of each network; empty without labelled images.
 
     Returns:
         The name of the network.
@@ -136,26 +136,26 @@ def _sentences(
     if labelled is None:
         before, after = verdict.signs[first].agreement, verdict.signs[last].agreement
         sentences.append(
-            f"Neighbours across views agree in {after:.0%} with the {last} (starting weights: {before:.0%}); without "
-            "labels, this is the sign to go by."
+            f"The neighbour agreement across views is {after:.0%} with the {last} (starting weights: {before:.0%}), "
+            "the criterion without labels."
         )
     else:
-        sentences.append(f"Dense retrieval on {labelled.name} with the {shown}: {_told(verdict.labelled[shown])}.")
+        sentences.append(f"Dense retrieval on {labelled.name} with the {shown}: {_described(verdict.labelled[shown])}.")
     if verdict.segmentation:
         found, probe = verdict.segmentation[shown], verdict.probes[shown]
-        sentences.append(f"Segmentation by a few examples with the {shown} ({probe}): {_told(found)}.")
+        sentences.append(f"Segmentation from a few examples with the {shown} ({probe}): {_described(found)}.")
     if kept == first:
         gains = [found[last] for found in (verdict.labelled, verdict.segmentation) if found]
         mixed = any(found.low > 0 for found in gains) and any(found.high < 0 for found in gains)
-        reason = "adaptation helps one measure and harms the other" if mixed else "adaptation did not help"
+        reason = "adaptation improves one measure and degrades the other" if mixed else "adaptation did not help"
         sentences.append(f"Kept the starting weights: {reason}.")
     else:
-        sentences.append(f"Kept the {kept}{', as asked for' * (keep == 'adapted')}.")
+        sentences.append(f"Kept the {kept}{', as requested' * (keep == 'adapted')}.")
     if second is not None and kept != first:
-        sentences.append(f"On {second.name}: {_told(verdict.second[kept])}.")
+        sentences.append(f"On {second.name}: {_described(verdict.second[kept])}.")
     return sentences
 
 
-def _told(found: Gain) -> str:
-    how = "better" if found.low > 0 else "worse" if found.high < 0 else "no difference beyond chance"
+def _described(found: Gain) -> str:
+    how = "better" if found.low > 0 else "worse" if found.high < 0 else "no significant difference"
     return f"{found}, {how}"

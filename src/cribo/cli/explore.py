@@ -29,7 +29,7 @@ def main(words: list[str]) -> int:
 
 def _explore(words: list[str]) -> None:
     from cribo.arguments import ConfigError, Parser
-    from cribo.explorer.config import Asked, Limits
+    from cribo.explorer.config import ExploreConfig, Limits
     from cribo.retrieval.source import BackboneSource
 
     console = command_console()
@@ -65,7 +65,7 @@ def _explore(words: list[str]) -> None:
     )
     parsed = parser.parse_args(words)
     limits = Limits(megabytes=parsed.max_megabytes, megapixels=parsed.max_megapixels)
-    asked = Asked(
+    config = ExploreConfig(
         run=parsed.run,
         db=parsed.db,
         backbone=None if parsed.backbone.source is None else BackboneSource(**vars(parsed.backbone)),
@@ -82,4 +82,4 @@ def _explore(words: list[str]) -> None:
     password = parsed.password
     if password is None and not parsed.no_password and not is_loopback(parsed.host):
         password = secrets.token_urlsafe(9)
-    explore(asked, host=parsed.host, port=parsed.port, limits=limits, console=console, password=password)
+    explore(config, host=parsed.host, port=parsed.port, limits=limits, console=console, password=password)

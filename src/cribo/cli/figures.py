@@ -31,7 +31,7 @@ def main(words: list[str]) -> int:
 
 def _figures(words: list[str]) -> None:
     from cribo.arguments import ConfigError, Parser
-    from cribo.figures.config import FIGURE_FORMATS, FIGURES, Wanted
+    from cribo.figures.config import FIGURE_FORMATS, FIGURES, FigureConfig
 
     console = command_console()
     log_to(console)
@@ -61,7 +61,7 @@ def _figures(words: list[str]) -> None:
         raise ConfigError(
             f"each --run needs its own --label, got {len(runs)} runs and {', '.join(labels)}: give one after each"
         )
-    wanted = Wanted(
+    config = FigureConfig(
         only=tuple(parsed.only.split(",")),
         formats=tuple(parsed.format.split(",")),
         objects=parsed.objects,
@@ -80,12 +80,12 @@ def _figures(words: list[str]) -> None:
         written = write_figures(
             dict(zip(labels, runs, strict=True)),
             parsed.out or runs[0] / "figures",
-            wanted,
+            config,
             overwrite=parsed.overwrite,
             device=device,
             progress=progress,
         )
     for name, why in written.left_out.items():
         console.print(f"skipped {name}: {why}")
-    places: dict[str, Path | str] = {name: written.folder / f"{name}.{wanted.formats[0]}" for name in written.captions}
+    places: dict[str, Path | str] = {name: written.folder / f"{name}.{config.formats[0]}" for name in written.captions}
     print_places(console, {**places, "captions": written.folder / "captions.md"})

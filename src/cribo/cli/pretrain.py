@@ -91,7 +91,7 @@ def _pretrain(words: list[str]) -> None:
             from cribo.pretraining.run import latest_run, overrides_in, resume
 
         folder = latest_run(parsed.out) if parsed.resume == "latest" else Path(parsed.resume)
-        run = resume(folder, overrides=overrides_in(parser.written_out(words)), console=console)
+        run = resume(folder, overrides=overrides_in(parser.expand(words)), console=console)
     else:
         config = config_from(parsed)
         if parsed.minutes is None and _plans_itself(parsed, words):

@@ -29,7 +29,7 @@ class CachedImages:
         return len(self._source)
 
     def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
-        """An image, which must not be written to; raises UnreadableImage as the source does."""
+        """Return an image, which must not be modified in place; raises UnreadableImage as the source does."""
         if index in self._kept:
             return self._kept[index]
         image = self._source.load(index)

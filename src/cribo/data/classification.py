@@ -34,23 +34,23 @@ class ClassifiedFiles(ImageFiles):
         labels: class index of each image.
 
     Raises:
-        ValueError: there is not one label per image.
+        ValueError: the number of labels differs from the number of images.
     """
 
     def __init__(self, images: ImageFiles, classes: Sequence[str], labels: Int[np.ndarray, " n"]) -> None:
         if len(labels) != len(images):
-            raise InputError(f"there must be a label for each of the {len(images)} images, got {len(labels)}")
+            raise InputError(f"labels must have one entry for each of the {len(images)} images, got {len(labels)}")
         super().__init__(images.folder, images.names, max_pixels=images.max_pixels)
         self.classes = list(classes)
         self.labels: Int64[np.ndarray, " n"] = labels.astype(np.int64)
 
     def limited(self, number: int) -> "ClassifiedFiles":
-        """The first `number` images, taken from each class in turn, in their order; all if there are fewer.
+        """Return a subset of at most `number` images, chosen from each class in turn, in the original order.
 
-        Two splits with the same classes thus keep the same classes, if both have images of them.
+        Two splits with images of the same classes keep the same classes.
 
         Raises:
-            ValueError: a number below 1.
+            ValueError: `number` is below 1.
         """
         if number < 1:
             raise InputError(f"number must be >= 1, got {number}")
@@ -60,7 +60,7 @@ class ClassifiedFiles(ImageFiles):
 
 
 def _place_in_class(labels: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-    """Number of earlier images of the same class, for each image."""
+    """Count the earlier images of the same class, for each image."""
     order = np.argsort(labels, kind="stable")
     counts = np.bincount(labels)
     starts = np.cumsum(counts) - counts
@@ -73,9 +73,9 @@ class ClassificationSplits(NamedTuple):
     """Training images, and images to classify.
 
     Attributes:
-        train: images whose classes are known.
+        train: training images.
         val: images to classify, with the same classes; None if the set has no splits.
-        train_name, val_name: of the splits.
+        train_name, val_name: names of the splits.
     """
 
     train: ClassifiedFiles
@@ -87,19 +87,20 @@ class ClassificationSplits(NamedTuple):
 def open_class_folders(
     root: str | os.PathLike[str], *, classes: Sequence[str] | None = None, max_pixels: int = MAX_PIXELS
 ) -> ClassifiedFiles:
-    """Open images in folders of classes: all in or below `root/<class>`.
+    """Open a folder with one sub-folder of images per class.
 
-    Classes and images are sorted by name. Hidden files and folders are skipped.
+    Images are searched recursively in `root/<class>`. Classes and images are sorted by name. Hidden files and folders
+    are skipped.
 
     Args:
         root: the folder that contains the class folders.
         classes: the classes, in order; the names of the folders by default.
-        max_pixels: size of the largest image that is decoded.
+        max_pixels: maximum number of pixels of an image; larger ones are unreadable.
 
     Raises:
         MissingData: `root` does not exist.
-        DataError: it has no folders, fewer than two classes, a folder without images or not among `classes`, or
-            images outside the folders.
+        DataError: `root` has no folders, fewer than two classes, a folder without images or not in `classes`, or
+            images outside the class folders.
     """
     root = Path(root).expanduser()
     require(root)
@@ -108,15 +109,15 @@ def open_class_folders(
         images = sum(1 for _ in list_files(root, EXTENSIONS))
         found = f"{images} images outside class folders" if images else "no images"
         raise DataError(
-            f"{root} must hold a folder of images for each class ({root}/<class>/*.jpg), got {found}: put the images "
-            "of each class into a folder with its name"
+            f"{root} must contain a folder of images for each class ({root}/<class>/*.jpg), got {found}: put the "
+            "images of each class into a folder with its name"
         )
     if classes is None:
         classes = there
     elif unknown := [name for name in there if name not in set(classes)]:
         raise DataError(
-            f"{root} has classes that the training images lack, {enumerated(unknown)}: their images can never be "
-            "classified correctly; add training images of these classes, or remove them"
+            f"{root} has classes without training images, {enumerated(unknown)}: their images cannot be classified "
+            "correctly; add training images of these classes, or remove them"
         )
     if len(classes) < 2:
         raise DataError(f"{root} has only one class, {classes[0]!r}: give a folder with at least two class folders")
@@ -166,7 +167,7 @@ def open_classification(
         train: name of the folder of training images; `train` by default.
         val: name of the folder of images to classify.
         partial: accept an incomplete ImageNet.
-        max_pixels: size of the largest image that is decoded.
+        max_pixels: maximum number of pixels of an image; larger ones are unreadable.
 
     Raises:
         MissingData: a folder does not exist.
@@ -176,7 +177,7 @@ def open_classification(
     if name == "imagenet":
         return _open_imagenet(root, train or "train", val or "val", partial=partial, max_pixels=max_pixels)
     if name != "folder":
-        raise DataError(f"there is no classification set {name!r}; there are imagenet and folder")
+        raise DataError(f"the classification set must be imagenet or folder, got {name!r}")
     require(root)
     if train is None and val is None and not (root / "train").is_dir():
         return ClassificationSplits(open_class_folders(root, max_pixels=max_pixels), None, "all", None)
@@ -184,12 +185,12 @@ def open_classification(
     val = val or next((other for other in _VALIDATION if (root / other).is_dir()), None)
     if val is None:
         raise DataError(
-            f"{root} has a folder {train!r} but none to classify: looked for {', '.join(_VALIDATION)}; name it with "
-            f"data.val, or give {root / train} as data.root to classify each image by all the others"
+            f"{root} has a folder {train!r} but no images to classify: looked for {', '.join(_VALIDATION)}; name the "
+            f"folder with data.val, or set data.root to {root / train} to classify each image by all others"
         )
-    known = open_class_folders(root / train, max_pixels=max_pixels)
-    asked = open_class_folders(root / val, classes=known.classes, max_pixels=max_pixels)
-    return ClassificationSplits(known, asked, train, val)
+    train_images = open_class_folders(root / train, max_pixels=max_pixels)
+    val_images = open_class_folders(root / val, classes=train_images.classes, max_pixels=max_pixels)
+    return ClassificationSplits(train_images, val_images, train, val)
 
 
 # --------------------------------------------------------------------- ImageNet
@@ -201,26 +202,26 @@ def _open_imagenet(root: Path, train: str, val: str, *, partial: bool, max_pixel
     base = next((base for base in bases if (base / train).is_dir()), root)
     for split in (train, val):
         require(base / split)
-    known = open_class_folders(base / train, max_pixels=max_pixels)
+    train_images = open_class_folders(base / train, max_pixels=max_pixels)
     if not partial:
-        _require_whole(known, "train", train)
+        _require_complete(train_images, "train", train)
     if _class_folders(base / val):
-        asked = open_class_folders(base / val, classes=known.classes, max_pixels=max_pixels)
+        val_images = open_class_folders(base / val, classes=train_images.classes, max_pixels=max_pixels)
     else:
-        asked = _flat_validation(base, val, known.classes, max_pixels)
+        val_images = _flat_validation(base, val, train_images.classes, max_pixels)
     if not partial:
-        _require_whole(asked, "val", val)
-    titles = _imagenet_titles(known.classes)
-    known.classes, asked.classes = list(titles), list(titles)
-    return ClassificationSplits(known, asked, train, val)
+        _require_complete(val_images, "val", val)
+    titles = _imagenet_titles(train_images.classes)
+    train_images.classes, val_images.classes = list(titles), list(titles)
+    return ClassificationSplits(train_images, val_images, train, val)
 
 
-def _require_whole(images: ClassifiedFiles, split: str, folder: str) -> None:
+def _require_complete(images: ClassifiedFiles, split: str, folder: str) -> None:
     classes = len(np.unique(images.labels))
     if folder == split and (len(images), classes) != (IMAGENET_SIZES[split], IMAGENET_CLASSES):
         raise DataError(
             f"ImageNet-1k {split} in {images.folder} must have {IMAGENET_SIZES[split]:,} images of {IMAGENET_CLASSES} "
-            f"classes, got {len(images):,} of {classes}; to use only a part of the set, open it as partial"
+            f"classes, got {len(images):,} of {classes}; to use only part of the set, open it as partial"
         )
 
 
@@ -228,8 +229,8 @@ def _flat_validation(base: Path, val: str, classes: Sequence[str], max_pixels: i
     """Open validation images in one folder, with a file that lists the class (WordNet id) of each."""
     names = list(list_files(base / val, EXTENSIONS))
     if not names:
-        raise DataError(f"there are neither images nor class folders in {base / val}")
-    # Kaggle's list lies above ILSVRC/Data/CLS-LOC.
+        raise DataError(f"{base / val} contains neither images nor class folders")
+    # Kaggle's list is stored above ILSVRC/Data/CLS-LOC.
     readers = {folder / _IMAGENET_SOLUTION: _solution_lines for folder in (base, *base.absolute().parents[:3])}
     readers |= {base / name: _list_lines for name in _IMAGENET_LISTS}
     source = next((path for path in readers if path.is_file()), None)
@@ -277,7 +278,7 @@ def _list_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _imagenet_titles(classes: Iterable[str]) -> list[str]:
-    """WordNet ids with a common word each; some words name two classes, so the ids are kept."""
+    """Format each class as its common name and WordNet id; the names alone are not unique."""
     from timm.data.imagenet_info import ImageNetInfo
 
     info = ImageNetInfo("imagenet-1k")

@@ -1,4 +1,4 @@
-"""Annotation files in COCO's format, and their outlines as a class for each pixel."""
+"""Annotation files in COCO's format, and label maps drawn from their outlines."""
 
 import json
 import os
@@ -32,13 +32,14 @@ class CocoFile:
 
     Attributes:
         path: the JSON file.
-        images: the entries of its images, as listed; at least one.
-        categories: the entries of its categories, in the order of their ids.
-        annotations: of each image, by the image's id.
+        images: entries of the images, in the order of the file; at least one.
+        categories: entries of the categories, sorted by id.
+        annotations: entries of the annotations of each image, by the image's id.
 
     Raises:
         MissingData: the file does not exist.
-        DataError: not COCO's format, ids that occur twice, or annotations of unlisted images or categories.
+        DataError: the file is not in COCO's format, an id occurs twice, or an annotation refers to an unlisted image
+            or category.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -57,7 +58,7 @@ class CocoFile:
                     raise DataError(f"{self.path}: entry {number} of its {key} lacks {', '.join(missing)}")
         images, categories = (self._distinct_ids(key, content[key]) for key in ("images", "categories"))
         if not images:
-            raise DataError(f"{self.path} lists no image")
+            raise DataError(f"{self.path} lists no images")
         self.images: list[Mapping[str, Any]] = content["images"]
         self.categories: list[Mapping[str, Any]] = sorted(content["categories"], key=lambda category: category["id"])
         self.annotations: dict[Any, list[Mapping[str, Any]]] = {image: [] for image in images}
@@ -66,8 +67,8 @@ class CocoFile:
                 number = annotation[f"{what}_id"]
                 if not isinstance(number, int | str) or number not in known:
                     raise DataError(
-                        f"{self.path}: {annotation_name(annotation)} is of {what} {number}, which is not listed; "
-                        f"there are {enumerated([str(each) for each in sorted(known)]) or 'none'}"
+                        f"{self.path}: {annotation_name(annotation)} refers to {what} {number}, which is not listed; "
+                        f"listed: {enumerated([str(each) for each in sorted(known)]) or 'none'}"
                     )
             self.annotations[annotation["image_id"]].append(annotation)
 
@@ -76,11 +77,10 @@ class CocoFile:
         for entry in entries:
             each = entry["id"]
             if not isinstance(each, int | str) or any(type(each) is not type(other) for other in [*ids][:1]):
-                raise DataError(f"{self.path}: the ids of its {key} must be all numbers or all texts, got {each!r}")
+                raise DataError(f"{self.path}: the ids of its {key} must be all numbers or all strings, got {each!r}")
             if each in ids:
                 raise DataError(
-                    f"{self.path}: the id {each!r} occurs twice in its {key}: give each entry its own id, also when "
-                    "merging files"
+                    f"{self.path}: the id {each!r} occurs twice in its {key}: ids must be unique, also in merged files"
                 )
             ids[each] = None
         return ids
@@ -88,11 +88,11 @@ class CocoFile:
     def image_files(
         self, folders: str | os.PathLike[str] | Sequence[Path] | None, *, max_pixels: int = MAX_PIXELS
     ) -> ImageFiles:
-        """The images, in the first of `folders` that contains the first image.
+        """Open the images in the first of `folders` that contains the first image.
 
         Args:
             folders: one or several folders; by default, the file's own folder and `images` below it.
-            max_pixels: size of the largest image that is decoded.
+            max_pixels: maximum number of pixels of an image; larger ones are unreadable.
 
         Raises:
             MissingData: an image does not exist.
@@ -113,7 +113,7 @@ class CocoFile:
 
 
 def require_listed_size(file: Path, name: str, listed: tuple[Any, Any], size: tuple[int, int]) -> None:
-    """Raise DataError if the size (height, width) of an image differs from the one listed in its COCO file."""
+    """Raise DataError if the size (height, width) of an image differs from the one listed in a COCO file."""
     if listed != size:
         raise DataError(
             f"{file}: {name} must have the size of its file, {size[1]} x {size[0]}, got {listed[1]} x {listed[0]}"
@@ -123,18 +123,17 @@ def require_listed_size(file: Path, name: str, listed: tuple[Any, Any], size: tu
 class CocoLabels(ImageFiles):
     """Images with objects outlined by a file in COCO's format, as `LabelledImages`.
 
-    Class 0 is the background, then come the categories in the order of their ids, which may have gaps.
-    Where objects overlap, the smaller one is on top. Crowds, regions of uncounted objects, have no class (255)
-    where no object covers them.
+    Class 0 is the background, followed by the categories sorted by id; ids may have gaps. Where objects overlap, the
+    smaller one is on top. Crowds, regions of uncounted objects, are labelled 255 (ignored) unless covered by an object.
 
     Args:
         annotations: the JSON file; `segmentation` contains polygons or run lengths, compressed or not.
         images: folder of its `file_name`s; by default, the file's own folder or `images` below it.
-        max_pixels: larger images are refused.
+        max_pixels: maximum number of pixels of an image; larger ones are unreadable.
 
     Raises:
         MissingData: the file, or an image that it lists, does not exist.
-        DataError: as for `CocoFile`, names that occur twice, or annotations without outlines.
+        DataError: errors of `CocoFile`, duplicate category names, or annotations without outlines.
     """
 
     ignore_index: int = IGNORE_INDEX
@@ -163,11 +162,11 @@ class CocoLabels(ImageFiles):
         super().__init__(files.folder, files.names, max_pixels=max_pixels)
 
     def labels(self, index: int) -> UInt8[Tensor, "h w"]:
-        """The class of each pixel, 0 for background, 255 for crowds.
+        """Return the class of each pixel, 0 for background and 255 for crowds.
 
         Raises:
-            UnreadableImage: the image's file is broken.
-            DataError: its size differs from the listed one, or an outline cannot be used.
+            UnreadableImage: the image file is broken.
+            DataError: its size differs from the listed one, or an outline is invalid.
         """
         entry = self._coco.images[index]
         height, width = image_size(self.path(index))
@@ -189,18 +188,18 @@ class CocoLabels(ImageFiles):
         try:
             if isinstance(outline, list):
                 if any(len(polygon) < _POLYGON or len(polygon) % 2 for polygon in outline):
-                    raise InputError("a polygon needs at least three corners, x and y of each")
+                    raise InputError("a polygon must have at least three corners, each with x and y")
                 parts: Any = coco.frPyObjects(outline, height, width)
                 encoded: Any = coco.merge(parts)
             elif tuple(outline["size"]) != (height, width):
-                raise InputError(f"its run lengths are of {outline['size']} (height, width), not {[height, width]}")
+                raise InputError(f"run lengths must have size {[height, width]} (height, width), got {outline['size']}")
             else:
                 compressed = isinstance(outline["counts"], str | bytes)
                 encoded = outline if compressed else coco.frPyObjects(outline, height, width)
             return coco.decode(encoded).astype(bool).reshape(height, width)
         except (ValueError, RuntimeError, TypeError, KeyError) as error:
             raise DataError(
-                f"{self._coco.path}: the outline of {annotation_name(annotation)} cannot be used: {error}"
+                f"{self._coco.path}: the outline of {annotation_name(annotation)} is invalid: {error}"
             ) from error
 
 
@@ -217,5 +216,5 @@ def _has_lists(content: object) -> bool:
 
 
 def annotation_name(annotation: Mapping[str, Any]) -> str:
-    """Name of an annotation in messages."""
+    """Return the name of an annotation for error messages."""
     return f"annotation {annotation.get('id', 'without id')}"

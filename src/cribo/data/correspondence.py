@@ -26,14 +26,14 @@ _NEEDED = ("src_imname", "trg_imname", "src_kps", "trg_kps", "trg_bndbox")
 
 @dataclass(frozen=True)
 class Pair:
-    """Two images of objects of one category, and points that correspond.
+    """Two images of objects of one category, with corresponding keypoints.
 
     Attributes:
-        name: of its file.
+        name: file name without extension.
         category: of the objects.
         source, target: indices of the images.
         source_points: (k, 2), x and y in pixels.
-        target_points: (k, 2), the points of the target that correspond to them.
+        target_points: (k, 2), the corresponding points in the target.
         box: left, top, right and bottom of the object in the target, in pixels.
     """
 
@@ -47,16 +47,16 @@ class Pair:
 
 
 class PairedImages(ImageFiles):
-    """Images in pairs with corresponding keypoints; as `LabelledImages`, none of their pixels has a class.
+    """Pairs of images with corresponding keypoints; implements `LabelledImages` with all pixels ignored.
 
     Args:
-        folder: of the images.
-        names: paths of the images below it.
-        pairs: of these images.
+        folder: folder of the images.
+        names: paths of the images below `folder`.
+        pairs: pairs of these images.
 
     Attributes:
         pairs: in the order of their files.
-        categories: of the pairs, sorted.
+        categories: categories of the pairs, sorted.
     """
 
     classes: Sequence[str] = ("unlabelled",)
@@ -71,29 +71,28 @@ class PairedImages(ImageFiles):
         self.categories = sorted({pair.category for pair in pairs})
 
     def labels(self, index: int) -> UInt8[Tensor, "h w"]:
-        """No class for any pixel."""
+        """Return a map in which every pixel is ignored."""
         return torch.full(image_size(self.path(index)), IGNORE_INDEX, dtype=torch.uint8)
 
 
 def open_pairs(
     root: str | os.PathLike[str], split: str | None = None, *, partial: bool = False, limit: int | None = None
 ) -> PairedImages:
-    """Open SPair-71k, or a folder of one's own with files in its format.
+    """Open SPair-71k, or a custom folder with files in its format.
 
-    SPair-71k has `PairAnnotation/<split>/*.json` and `JPEGImages/<category>`; a folder of one's own has `pairs/*.json`
-    and `images`. A file is one pair: `src_imname`, `trg_imname`, `src_kps` and `trg_kps` (lists of x and y in pixels,
-    in the same order), `trg_bndbox` (left, top, right, bottom) and `category`; all else is ignored.
+    SPair-71k has `PairAnnotation/<split>/*.json` and `JPEGImages/<category>`; a custom folder has `pairs/*.json` and
+    `images`. Each file describes one pair: `src_imname`, `trg_imname`, `src_kps` and `trg_kps` (lists of x and y in
+    pixels, in the same order), `trg_bndbox` (left, top, right, bottom) and `category`; other keys are ignored.
 
     Args:
         root: the folder.
-        split: of SPair-71k: trn, val or test, by default test; None for a folder of one's own.
+        split: split of SPair-71k: trn, val or test, by default test; None for a custom folder.
         partial: accept SPair-71k with missing pairs.
-        limit: use only this many pairs, evenly spread.
+        limit: use only this many pairs, evenly spaced in the list of files.
 
     Raises:
         MissingData: a folder or image does not exist.
-        DataError: another layout, missing pairs, or a file that is not in the format, such as one with keypoints
-            outside of the image.
+        DataError: unknown layout, missing pairs, or an invalid file, such as one with keypoints outside the image.
     """
     root = Path(root).expanduser()
     require(root)
@@ -108,13 +107,13 @@ def open_pairs(
         annotations, images = root / "pairs", root / "images"
     else:
         raise DataError(
-            f"{root} must contain PairAnnotation and JPEGImages (SPair-71k), or pairs/*.json and images of your own"
+            f"{root} must contain PairAnnotation and JPEGImages (SPair-71k), or pairs/*.json and images (custom data)"
         )
     for folder in (annotations, images):
         require(folder)
     files = sorted(annotations.glob("*.json"))
     if not files:
-        raise DataError(f"{annotations} has no *.json, a file for each pair")
+        raise DataError(f"no *.json files in {annotations}: each pair needs one")
     if split is not None and len(files) != SPAIR_SIZES[split] and not partial:
         raise DataError(
             f"{annotations} must have the {SPAIR_SIZES[split]:,} pairs of SPair-71k, got {len(files):,}: complete it, "
@@ -137,11 +136,12 @@ def _read_pairs(files: Sequence[Path], images: Path, *, in_categories: bool) -> 
         ]
         for name in names:
             if not (images / name).is_file():
-                raise MissingData(f"{file} needs the image {name}, which is not in {images}")
+                raise MissingData(f"{file} refers to the image {name}, which is not in {images}")
         points = [_points(file, content, key, size_of(name)) for key, name in zip(("src", "trg"), names, strict=True)]
         if len(points[0]) != len(points[1]):
             raise DataError(
-                f"{file}: src_kps and trg_kps must have as many points, got {len(points[0])} and {len(points[1])}"
+                f"{file}: src_kps and trg_kps must have the same number of points, "
+                f"got {len(points[0])} and {len(points[1])}"
             )
         source, target = (numbers.setdefault(name, len(numbers)) for name in names)
         pairs.append(Pair(file.stem, category, source, target, points[0], points[1], _box(file, content)))
@@ -155,19 +155,19 @@ def _read(file: Path) -> Mapping[str, Any]:
         raise DataError(f"{file} is not a JSON file ({error})") from error
     missing = [key for key in _NEEDED if not isinstance(content, dict) or key not in content]
     if missing:
-        raise DataError(f"{file} is not a pair in the format of SPair-71k: it lacks {', '.join(missing)}")
+        raise DataError(f"{file} is not in the format of SPair-71k: missing {', '.join(missing)}")
     return content
 
 
 def _points(file: Path, content: Mapping[str, Any], key: str, size: tuple[int, int]) -> Float[Tensor, "k 2"]:
     points = content[f"{key}_kps"]
     if not isinstance(points, list) or not points or not all(_are_numbers(point, 2) for point in points):
-        raise DataError(f"{file}: {key}_kps must be lists of x and y in pixels, at least one, got {points!r:.60}")
+        raise DataError(f"{file}: {key}_kps must be one or more pairs of x and y in pixels, got {points!r:.60}")
     height, width = size
     for number, (x, y) in enumerate(points):
         if not (0 <= x <= width and 0 <= y <= height):
             raise DataError(
-                f"{file}: point {number} of {key}_kps must be inside of the image, {width} x {height}, got {x}, {y}"
+                f"{file}: point {number} of {key}_kps must be inside the image, {width} x {height}, got {x}, {y}"
             )
     return torch.tensor(points, dtype=torch.float32)
 

@@ -1,8 +1,8 @@
 """Labelled images for training and scoring segmentation, prepared as in MMSegmentation's configurations.
 
 The values are those of its dataset configurations (`configs/_base_/datasets`), which the paper uses: images are
-resized to the scale of their set times 0.5 to 2, cropped where no category covers more than three quarters, randomly
-flipped, and distorted in colour. Every draw depends only on its key.
+resized to the scale of their set times 0.5 to 2, cropped so that no category covers more than three quarters of the
+crop, randomly flipped, and distorted in colour. Every draw depends only on its key.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from cribo.data.segmentation import LabelledImages
 from cribo.errors import InputError
 
 Scale = tuple[int, int]
-"""Long and short side, in any order, within which a resized image must fit."""
+"""Maximum long and short side of a resized image, in any order."""
 
 RATIOS = 0.5, 2.0
 CATEGORY_LIMIT = 0.75
@@ -29,7 +29,7 @@ CONTRAST = 0.5, 1.5
 SATURATION = 0.5, 1.5
 HUE = 18  # steps of 2 degrees
 
-_CROP = 0x63726F70  # separates its draws from others of the same seed
+_CROP = 0x63726F70  # key that separates these draws from others with the same seed
 _ATTEMPTS = 10
 _HUE_STEPS = 180
 
@@ -40,8 +40,8 @@ class Crop(NamedTuple):
     Attributes:
         pixels: RGB, 0 beyond the image.
         labels: class of each pixel, `ignore_index` beyond the image.
-        extent: height and width, from the top left corner, of the part that networks see as pixels; beyond it they see
-            0 in place of normalised pixels.
+        extent: height and width of the valid region, from the top left corner; outside it, network inputs are 0 after
+            normalisation.
     """
 
     pixels: UInt8[Tensor, "3 size size"]
@@ -52,24 +52,22 @@ class Crop(NamedTuple):
 class LabelledCrops(Dataset[Crop]):
     """Random crops of labelled images, indexed by (epoch, index); each key has its own crop.
 
-    An image is resized within its scale times a ratio of 0.5 to 2 (bilinear, not anti-aliased, as OpenCV does it;
-    labels take the nearest pixel's centre), cropped, flipped horizontally with probability 0.5, and distorted in
-    colour (`distort`). Of ten random places, the first is used that has at least two categories, the largest covering
-    less than 0.75 of the labelled pixels; failing that, an eleventh place. Smaller images are padded at the right and
-    bottom.
+    An image is resized to fit its scale times a ratio of 0.5 to 2 (bilinear without antialiasing, as in OpenCV; labels
+    by nearest neighbour), cropped, flipped horizontally with probability 0.5, and distorted in colour (`distort`). Up
+    to ten random crops are tried until one has at least two categories, of which the largest covers less than 0.75 of
+    the labelled pixels; otherwise, an eleventh is used. Smaller images are padded at the right and bottom.
 
     Args:
         images: labelled images.
         size: side of the crops in pixels.
-        scale: to which images are resized (`fitted_size`); None for their own size.
+        scale: scale to which images are resized (`fitted_size`); None for their own size.
         pad_to: side to which crops are padded; `size` if None.
-        black_padding: networks see the padding as black pixels; otherwise as 0 after the normalisation, the mean
-            colour.
-        seed: of all draws.
+        black_padding: pad network inputs with black pixels; otherwise with 0 after normalisation, the mean colour.
+        seed: seed of all draws.
 
     Raises:
-        ValueError: a size below 1, or above `pad_to`.
-        UnreadableImage, DataError: an image or label map that cannot be used.
+        ValueError: `size` is below 1 or above `pad_to`.
+        UnreadableImage, DataError: an image or label map is invalid.
 
     Example:
         >>> from cribo.data.scenes import Scenes
@@ -125,11 +123,11 @@ class LabelledCrops(Dataset[Crop]):
         )
 
     def _place(self, labels: UInt8[Tensor, "h w"], places: list[list[float]]) -> tuple[int, int]:
-        """Row and column of the top left corner of the crop."""
+        """Return the row and column of the top left corner of the crop."""
         rows, columns = (max(0, side - self.size) + 1 for side in labels.shape)
         top = left = 0
         for down, across in places:
-            # A draw just below 1 may have been rounded up to it.
+            # float32 draws just below 1 may round up to 1.
             top, left = min(int(down * rows), rows - 1), min(int(across * columns), columns - 1)
             if is_varied(labels[top : top + self.size, left : left + self.size], self.images.ignore_index):
                 break
@@ -149,11 +147,11 @@ class WholeImage(NamedTuple):
 
 
 class WholeImages(Dataset[WholeImage]):
-    """Labelled images for scoring a segmentation: images are resized to the scale, labels are not.
+    """Labelled images for scoring a segmentation; images are resized, labels are not.
 
     Args:
         images: labelled images.
-        scale: to which images are resized (`fitted_size`); None for their own size.
+        scale: scale to which images are resized (`fitted_size`); None for their own size.
     """
 
     def __init__(self, images: LabelledImages, scale: Scale | None) -> None:
@@ -172,7 +170,7 @@ class WholeImages(Dataset[WholeImage]):
 def fitted_size(height: int, width: int, scale: Scale | None, ratio: float = 1.0) -> tuple[int, int]:
     """Compute the (height, width) of an image resized to fit within `scale * ratio`, keeping its aspect ratio.
 
-    Its long side is at most the scale's long side, its short side at most the scale's short side, and one is equal.
+    The long and short sides are at most those of the scale, and at least one of them is equal.
 
     Args:
         height: of the image.
@@ -197,12 +195,12 @@ def resize(image: UInt8[Tensor, "3 h w"], size: tuple[int, int]) -> UInt8[Tensor
 
 
 def resize_labels(labels: Integer[Tensor, "h w"], size: tuple[int, int]) -> Integer[Tensor, "new_h new_w"]:
-    """Resize a map of labels or cluster numbers; each pixel takes that of the nearest one."""
+    """Resize a map of labels or cluster indices by nearest neighbour."""
     return TF.resize(labels[None], list(size), interpolation=InterpolationMode.NEAREST_EXACT)[0]
 
 
 def is_varied(labels: UInt8[Tensor, "h w"], ignore_index: int) -> bool:
-    """Whether there are at least two categories, each below three quarters of the labelled pixels.
+    """Whether a crop has at least two categories, each below three quarters of the labelled pixels.
 
     Example:
         >>> is_varied(torch.tensor([[0, 0], [1, 255]], dtype=torch.uint8), 255)
@@ -217,12 +215,13 @@ def distort(image: UInt8[Tensor, "3 h w"], generator: torch.Generator) -> UInt8[
     """Distort brightness, contrast, saturation and hue, each with probability 0.5.
 
     Brightness adds or subtracts up to 32 (of 255). Contrast, a factor of 0.5 to 1.5 on all values, comes second or
-    last with equal probability. Saturation, a factor of 0.5 to 1.5, and hue, rotated by up to 36 degrees, are those of
-    HSV. Values are clipped to 0-255 after each, and rounded once at the end (MMSegmentation rounds down after each).
+    last with equal probability. Saturation, a factor of 0.5 to 1.5, and hue, rotated by up to 36 degrees, are changed
+    in HSV. Values are clipped to 0-255 after each step, and rounded once at the end (MMSegmentation rounds down after
+    each step).
 
     Args:
         image: RGB.
-        generator: source of the nine numbers drawn.
+        generator: random generator; nine numbers are drawn.
     """
     chances = torch.rand(5, generator=generator).tolist()
     amounts = torch.rand(3, generator=generator).tolist()
@@ -250,7 +249,7 @@ def _between(bounds: tuple[float, float], share: float) -> float:
 
 
 def _saturate(values: Float[Tensor, "3 h w"], factor: float) -> Float[Tensor, "3 h w"]:
-    """Multiply the saturation of HSV, up to 1; hue and value are unchanged."""
+    """Multiply the HSV saturation, clipped to 1; hue and value are unchanged."""
     highest, lowest = values.amax(dim=0), values.amin(dim=0)
     saturation = (highest - lowest) / highest.clamp(min=1e-8)
     # The differences from the highest channel are proportional to the saturation.

@@ -27,20 +27,20 @@ def open_segmentation(
 ) -> LabelledFiles:
     """Open one split of a segmentation set, as published.
 
-    Opening lists folders but reads no images. The root may also be one of the set's own folders, or the folder
-    above the set's. Images are sorted by name.
+    Opening lists folders but reads no images. The root may also be a folder inside the set, or the folder that
+    contains the set. Images are sorted by name.
 
     Args:
         name: one of `SEGMENTATION_SETS`. `folder` is any other set with images in `images/<split>` and PNG maps of
-            class indices (255: none) in `labels/<split>`, and optionally `classes.txt` with one name per line.
+            class indices (255: ignored) in `labels/<split>`, and optionally `classes.txt` with one name per line.
         root: the set's folder.
         split: one of the set's splits; for `folder` the name of its folders.
-        partial: accept a part of a split; every image must still have its labels.
-        max_pixels: size of the largest image that is decoded.
+        partial: accept an incomplete split; every image must still have labels.
+        max_pixels: maximum number of pixels of an image; larger ones are unreadable.
 
     Raises:
         MissingData: the root, a folder or a label map does not exist.
-        DataError: unknown set or split, or not the published number of images.
+        DataError: unknown set or split, or the number of images differs from the published one.
 
     >>> val = open_segmentation("ade20k", "ADEChallengeData2016", "val")  # doctest: +SKIP
     >>> len(val), val.classes[0], val.name(0)  # doctest: +SKIP
@@ -62,14 +62,14 @@ def open_segmentation(
     images = by_stem(list_files(place.images, EXTENSIONS), place.layout.image_endings)
     ending, maps = _label_maps(place)
     listed = read_stems(place.list_file) if place.list_file else images.keys() | maps.keys()
-    stems = sorted(listed)  # copies of a set list its images in different orders, but draws depend on the index
+    stems = sorted(listed)  # lists of different copies differ in order, and random draws depend on the index
     no_image = [stem for stem in stems if stem not in images]
     no_labels = [stem for stem in stems if stem not in maps]
     if partial:
         stems = [stem for stem in stems if stem in images]
         if not stems:
             expected = chosen.describe(split)
-            raise DataError(f"{chosen.title} {split} has no image in {place.images}; expected {expected}")
+            raise DataError(f"{chosen.title} {split} has no images in {place.images}; expected {expected}")
         for stem in stems:
             if stem not in maps:
                 raise missing_labels(images[stem], place.labels / f"{stem}{ending}")
@@ -80,7 +80,7 @@ def open_segmentation(
         raise DataError(
             f"{chosen.title} {split} in {place.base} must have {chosen.sizes[split]} images and as many label maps, "
             f"got {len(stems) - len(no_image)} images and {len(stems) - len(no_labels)} label maps{first}; "
-            f"expected {chosen.describe(split)}; to use only a part of the set, open it as partial"
+            f"expected {chosen.describe(split)}; to use only part of the set, open it as partial"
         )
     return LabelledFiles(
         ImageFiles(place.images, (images[stem] for stem in stems), max_pixels=max_pixels),
@@ -93,7 +93,7 @@ def open_segmentation(
 
 
 def default_splits(name: str, root: str | os.PathLike[str]) -> tuple[str, str]:
-    """The usual splits for retrieval: (memory, queries).
+    """Return the usual splits for retrieval, (memory, queries).
 
     The memory of Pascal VOC is `trainaug` if its list and label maps exist, else `train`.
 
@@ -108,7 +108,7 @@ def default_splits(name: str, root: str | os.PathLike[str]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Paths of a split, and descriptions of those `missing`."""
+    """Paths of a split, and descriptions of the missing ones."""
 
     layout: Layout
     base: Path
@@ -119,7 +119,7 @@ class _Place:
 
 
 def _locate(chosen: SegmentationSet, root: Path, split: str) -> _Place:
-    """Find the place with most of a split: the root, a usual folder below it, or a folder above it."""
+    """Find the most complete location of a split: the root, a usual folder below it, or a folder above it."""
     layouts = chosen.layouts_of(split)
     require(root)
     here = root.absolute()
@@ -154,13 +154,13 @@ def _check_class_file(chosen: SegmentationSet, place: _Place) -> None:
     path = place.base / place.layout.class_file if place.layout.class_file else None
     if path and path.exists() and (names := class_names(path)) != chosen.classes:
         raise DataError(
-            f"{path} must name the classes of {chosen.title} in their order ({', '.join(chosen.classes)}), "
+            f"{path} must list the classes of {chosen.title} in order ({', '.join(chosen.classes)}), "
             f"got {', '.join(names)}; open a set with other classes as 'folder'"
         )
 
 
 def _label_maps(place: _Place) -> tuple[str, dict[str, str]]:
-    """The most frequent ending of label maps, and the maps that have it: paths below the base, by stem."""
+    """Return the most frequent ending of label maps, and the paths of these maps below the base, by stem."""
     kinds = place.layout.label_maps
     # The longest ending matches first: x_labelTrainIds.png is not the map of an image x_labelTrainIds.
     longest_first = sorted(kinds, key=len, reverse=True)
@@ -203,5 +203,5 @@ def read_stems(path: Path) -> set[str]:
             )
         stems |= names
     if not stems:
-        raise DataError(f"{path} names no image: put one name per line")
+        raise DataError(f"{path} lists no images: put one name per line")
     return stems

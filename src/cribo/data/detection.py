@@ -41,9 +41,9 @@ class Boxes:
     Attributes:
         corners: (n, 4), left, top, right and bottom in pixels, inside the image and not empty.
         labels: (n,), class of each object.
-        crowd: (n,), whether a box contains uncounted objects; these are not trained on, and detections there are
-            neither right nor wrong.
-        areas: (n,), square pixels of the object itself, which define small and large objects.
+        crowd: (n,), whether a box contains uncounted objects; crowds are excluded from training, and detections that
+            match them from scoring.
+        areas: (n,), area of each object in square pixels, by which objects are classified as small or large.
     """
 
     corners: Float64[Tensor, "n 4"]
@@ -55,22 +55,22 @@ class Boxes:
         return len(self.labels)
 
     def __getitem__(self, which: slice | Bool[Tensor, " n"]) -> "Boxes":
-        """Some of the objects."""
+        """Select objects by slice or mask."""
         return Boxes(self.corners[which], self.labels[which], self.crowd[which], self.areas[which])
 
 
 class BoxedImages(ImageFiles):
     """Images with object boxes from a file in COCO's format.
 
-    Classes are sorted by the categories' ids, which may have gaps: class c is the category `category_ids[c]`. Boxes
-    are clipped to their image; those that are empty, or lie outside, are dropped with one warning. (COCO's own files
-    have two of them.) Images without boxes are kept.
+    Classes are sorted by category id; ids may have gaps: class c is the category `category_ids[c]`. Boxes are clipped
+    to the image. Boxes that are empty or outside the image are dropped with a warning (COCO's own files have two).
+    Images without boxes are kept.
 
     Args:
         annotations: the JSON file; `bbox` contains left, top, width and height in pixels.
         images: folder of its `file_name`s, or several candidates; by default, the file's own folder or `images` below
             it.
-        max_pixels: larger images are refused.
+        max_pixels: maximum number of pixels of an image; larger ones are unreadable.
 
     Attributes:
         file: the JSON file.
@@ -80,7 +80,7 @@ class BoxedImages(ImageFiles):
 
     Raises:
         MissingData: the file, or an image that it lists, does not exist.
-        DataError: as for `CocoFile`, no category or two with one name, no boxes, or an invalid box.
+        DataError: errors of `CocoFile`, no categories, duplicate category names, no boxes, or an invalid box.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class BoxedImages(ImageFiles):
         coco = CocoFile(annotations)
         self.file = coco.path
         if not coco.categories:
-            raise DataError(f"{self.file} lists no category: detection needs the names of the objects to find")
+            raise DataError(f"{self.file} lists no categories: detection needs the names of the objects")
         self.classes = [str(category["name"]) for category in coco.categories]
         name, times = Counter(self.classes).most_common(1)[0]
         if times > 1:
@@ -103,20 +103,20 @@ class BoxedImages(ImageFiles):
         files = coco.image_files(images, max_pixels=max_pixels)
         super().__init__(files.folder, files.names, max_pixels=max_pixels)
         sizes = [self._listed_size(entry, self.path(number)) for number, entry in enumerate(coco.images)]
-        # Flat arrays: workers share their memory.
+        # Flat arrays, whose memory workers share.
         self._sizes: Int64[np.ndarray, "n 2"] = np.array(sizes)
         self._boxes, self._spans = self._read_boxes(coco, sizes)
 
     def size(self, index: int) -> tuple[int, int]:
-        """Height and width of the image in pixels, as listed."""
+        """Return the height and width of an image in pixels, as listed in the file."""
         height, width = self._sizes[index].tolist()
         return height, width
 
     def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
-        """One image, RGB, upright.
+        """Load an image as upright RGB.
 
         Raises:
-            UnreadableImage: its file is broken.
+            UnreadableImage: the image file is broken.
             DataError: its size differs from the listed one, so boxes would be misplaced.
         """
         image = super().load(index)
@@ -124,11 +124,11 @@ class BoxedImages(ImageFiles):
         return image
 
     def boxes(self, index: int) -> Boxes:
-        """The objects of one image, possibly none."""
+        """Return the objects of an image, possibly none."""
         return self._boxes[slice(*self._spans[index].tolist())]
 
     def subset(self, indices: Sequence[int]) -> "BoxedImages":
-        """Some of the images, in this order, with the same classes.
+        """Return a subset of the images in the given order, with the same classes.
 
         Raises:
             IndexError: an index does not exist.
@@ -141,7 +141,7 @@ class BoxedImages(ImageFiles):
 
     @property
     def num_boxes(self) -> int:
-        """Boxes of all images together, without crowds."""
+        """Total number of boxes, without crowds."""
         return sum(self._box_counts())
 
     @property
@@ -158,13 +158,13 @@ class BoxedImages(ImageFiles):
             return image_size(path)
         if not all(isinstance(side, int) and side > 0 for side in size):
             raise DataError(
-                f"{self.file}: width and height of {entry['file_name']} must be whole numbers > 0, "
+                f"{self.file}: width and height of {entry['file_name']} must be integers > 0, "
                 f"got {size[1]!r} and {size[0]!r}"
             )
         return cast(tuple[int, int], size)
 
     def _read_boxes(self, coco: CocoFile, sizes: Sequence[tuple[int, int]]) -> tuple[Boxes, Int64[np.ndarray, "n 2"]]:
-        """The boxes of all images, and where those of each image begin and end."""
+        """Return the boxes of all images, and the start and end of each image's boxes."""
         label = {category: number for number, category in enumerate(self.category_ids)}
         rows: list[tuple[float, ...]] = []
         spans: list[tuple[int, int]] = []
@@ -182,11 +182,11 @@ class BoxedImages(ImageFiles):
             spans.append((start, len(rows)))
         if left_out:
             log.warning(
-                "%s: left out %d of %d boxes, which are empty or lie outside of their image; the first is %s",
+                "%s: dropped %d of %d boxes, which are empty or outside the image; the first is %s",
                 *(self.file, len(left_out), len(left_out) + len(rows), left_out[0]),
             )
         if not rows:
-            raise DataError(f"{self.file} has no box in any of its {len(sizes)} images")
+            raise DataError(f"{self.file} has no boxes in its {len(sizes)} images")
         table = torch.tensor(rows, dtype=torch.float64)
         boxes = Boxes(table[:, :4].clone(), table[:, 4].long(), table[:, 5].bool(), table[:, 6].clone())
         return boxes, np.array(spans)
@@ -198,7 +198,7 @@ class BoxedImages(ImageFiles):
         if not isinstance(box, list) or len(box) != 4 or not all(map(_is_number, box)) or min(box[2:]) < 0:
             raise DataError(
                 f"{self.file}: the bbox of {annotation_name(annotation)} must be left, top, width and height in "
-                f"pixels, width and height not below 0, got {box!r}"
+                f"pixels, with width and height >= 0, got {box!r}"
             )
         return box[0], box[1], box[2], box[3]
 
@@ -241,21 +241,21 @@ def open_detection(
 ) -> DetectionSplits:
     """Open the two splits of a detection set.
 
-    Below a root they are found automatically in the layout of COCO (`annotations/instances_train2017.json`,
-    `train2017`), with `instances_train.json` and `images/train`, or with `train/_annotations.coco.json` beside the
-    images, and the same with `val` (or `valid`).
+    Supported layouts below `root` are that of COCO (`annotations/instances_train2017.json`, `train2017`),
+    `instances_train.json` with `images/train`, and `train/_annotations.coco.json` in the folder of the images; the
+    same with `val` (or `valid`).
 
     Args:
         root: the folder of the set.
         train_annotations: the JSON file of the training images, at any path.
-        train_images: the folder of these images; by default that of the layout, or of the file.
+        train_images: the folder of the training images; by default that of the layout, or of the JSON file.
         val_annotations: the JSON file of the images to score.
-        val_images: the folder of these images.
+        val_images: the folder of the images to score.
 
     Raises:
         MissingData: a folder, file or image does not exist.
-        DataError: neither a root nor the files are given, errors of `BoxedImages`, or the splits have different
-            categories.
+        DataError: neither `root` nor the files are given, the splits have different categories, or errors of
+            `BoxedImages`.
     """
     # Find both files before reading either.
     places = [_place(root, "train", train_annotations, train_images), _place(root, "val", val_annotations, val_images)]
@@ -288,11 +288,11 @@ def open_boxes(
         root: the folder of the set, in one of the layouts of `open_detection`.
         split: `train` or `val`.
         annotations: the JSON file, at any path.
-        images: the folder of its images; by default that of the layout, or of the file.
+        images: the folder of its images; by default that of the layout, or of the JSON file.
 
     Raises:
         MissingData: a folder, file or image does not exist.
-        DataError: neither a root nor the file is given, an unknown split, or errors of `BoxedImages`.
+        DataError: neither `root` nor the file is given, an unknown split, or errors of `BoxedImages`.
     """
     if split not in _NAMES:
         raise DataError(f"split must be {' or '.join(_NAMES)}, got {split!r}")
@@ -307,13 +307,13 @@ def _place(
     *,
     options: str | None = None,
 ) -> tuple[Path, str | os.PathLike[str] | Sequence[Path] | None]:
-    """The file of a split, and candidate folders of its images; `options` is the prefix of options in errors."""
+    """Return a split's file and candidate image folders; `options` is the prefix of option names in errors."""
     options = f"data.{split}_" if options is None else options
     if root is None:
         if annotations is None:
             raise DataError(
-                f"data.root must be given, the folder of images and annotations, or {options}annotations, a JSON "
-                "file in COCO's format"
+                f"data.root (the folder of images and annotations) or {options}annotations (a JSON file in COCO's "
+                "format) is required"
             )
         return Path(annotations), images
     folder = Path(root).expanduser()

@@ -24,9 +24,9 @@ EXTENSIONS = (
 
 
 class ImageSource(Protocol):
-    """A numbered collection of images: what pretraining reads.
+    """An indexed collection of images, the input of pretraining.
 
-    Any object with these three methods can be trained on:
+    Any object with these three methods is an image source:
 
     >>> class Frames:
     ...     def __len__(self): return 100
@@ -39,54 +39,53 @@ class ImageSource(Protocol):
         ...
 
     def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
-        """One image, RGB; raises UnreadableImage for a broken one, which training skips, counts and lists."""
+        """Load an image as RGB; raises UnreadableImage for a broken one, which training skips and reports."""
         ...
 
     def name(self, index: int) -> str:
-        """Name of the image in reports and messages, the same in every run."""
+        """Return the name of an image in reports and messages, which must be the same in every run."""
         ...
 
 
 @runtime_checkable
 class ReducingSource(ImageSource, Protocol):
-    """An ImageSource that can also decode an image at a fraction of its size, for less work.
+    """An ImageSource that can decode images at a fraction of their size, which is faster.
 
-    Pretraining calls `load_reduced` if the source has it, and loads whole images otherwise.
+    Pretraining calls `load_reduced` if available, and `load` otherwise.
     """
 
     def load_reduced(self, index: int, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
-        """One image, reduced by at most the factor that `reduction` returns, and its factor: 8, 4, 2 or 1.
+        """Load an image reduced by at most the factor that `reduction` returns; return the image and its factor.
 
-        `reduction` must be called exactly once, with height and width of the whole image. Raises
-        UnreadableImage for a broken image.
+        The factor is 8, 4, 2 or 1. `reduction` must be called exactly once, with height and width of the full-size
+        image. Raises UnreadableImage for a broken image.
         """
         ...
 
 
 @runtime_checkable
 class OrderedSource(ImageSource, Protocol):
-    """An ImageSource that sets the order of each epoch, for storage without fast random access.
+    """An ImageSource that defines the order of each epoch, for storage without fast random access.
 
     For other sources, the order is a uniformly random permutation.
     """
 
     def epoch_order(self, seed: int, epoch: int) -> Int[Tensor, " n"]:
-        """All indices, each once; depends only on the arguments and the collection."""
+        """Return a permutation of all indices that depends only on the arguments and the collection."""
         ...
 
 
 class PackedNames:
     """An immutable sequence of strings in two flat arrays: the bytes of all strings, and the end of each.
 
-    A list of a million strings costs about 100 MB in the parent and, since every access writes a reference
-    count, is copied page by page into each forked worker. These arrays hold no Python objects: workers keep
-    sharing them.
+    A list of a million strings takes about 100 MB in the parent process and, since every access writes a reference
+    count, is copied page by page into each forked worker. These arrays hold no Python objects, so workers share them.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         text, ends = bytearray(), array("q", [0])
         for name in names:
-            text += os.fsencode(name)  # file names need not be valid UTF-8; fsencode and fsdecode keep them exactly
+            text += os.fsencode(name)  # also for file names that are not valid UTF-8
             ends.append(len(text))
         self._text = np.frombuffer(bytes(text), dtype=np.uint8)
         self._ends = np.frombuffer(ends.tobytes(), dtype=np.int64)
@@ -99,14 +98,14 @@ class PackedNames:
             ValueError: the arrays are inconsistent.
         """
         if len(ends) == 0 or ends[0] != 0 or ends[-1] != len(text) or (np.diff(ends) < 0).any():
-            raise InputError("these are not the arrays of packed names")
+            raise InputError("text and ends are not the arrays of PackedNames: ends must rise from 0 to len(text)")
         names = cls(())
         names._text, names._ends = text, ends
         return names
 
     @property
     def arrays(self) -> tuple[UInt8[np.ndarray, " bytes"], Int64[np.ndarray, " n1"]]:
-        """The two arrays, to store in a file: the bytes of all names; 0 and the end of each name."""
+        """The two arrays to store in a file: the bytes of all names; 0 and the end of each name."""
         return self._text, self._ends
 
     def __len__(self) -> int:
@@ -138,37 +137,37 @@ class ImageFiles:
         return len(self.names)
 
     def name(self, index: int) -> str:
-        """The image's path below `folder`, with `/` on every system."""
+        """Return the path of an image below `folder`, with `/` on every system."""
         return self.names[index]
 
     def path(self, index: int) -> str:
-        """Where the image's file is."""
+        """Return the path of an image file."""
         return os.path.join(self.folder, self.names[index])
 
     def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
-        """One image, RGB, upright. Raises UnreadableImage (see `read_image`)."""
+        """Load an image as upright RGB. Raises UnreadableImage (see `read_image`)."""
         return read_image(self.path(index), max_pixels=self.max_pixels)
 
     def load_reduced(self, index: int, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
-        """One image, RGB, upright, at a fraction of its size where that saves work (see `read_reduced`)."""
+        """Load an image as upright RGB at a fraction of its size if that is faster (see `read_reduced`)."""
         return read_reduced(self.path(index), reduction, max_pixels=self.max_pixels)
 
 
 def open_images(
     root: str | os.PathLike[str], images: str = "", *, max_pixels: int = MAX_PIXELS, inside: bool = False
 ) -> ImageFiles:
-    """All images below a folder, or those that a text file lists.
+    """Open all images below a folder, or those listed in a text file.
 
-    `root` is a folder of any layout (flat like COCO's `train2017`, class folders like ImageNet, deeper), of
+    `root` is a folder of any layout (flat like COCO's `train2017`, class folders like ImageNet, or deeper), of
     which `images` may name a sub-folder; or a .txt file with one path per line, absolute or relative to the
-    file's own folder. Blank lines and lines that start with # are ignored. Folders are searched recursively,
-    following links; hidden files and folders are skipped. Every file with one of `EXTENSIONS` is included: if
-    there are label maps below the same root, name the sub-folder. Images of a folder are sorted by name (by
+    folder of the file. Blank lines and lines that start with # are ignored. Folders are searched recursively,
+    following links; hidden files and folders are skipped. Every file with one of `EXTENSIONS` is included; name
+    the sub-folder with `images` if the root also contains label maps. Images of a folder are sorted by name (by
     code point, part by part) on every system; those of a list keep its order. With `inside`, images must be
-    inside the folder, or the list's own folder, after links are resolved.
+    inside the folder, or the folder of the list, after links are resolved.
 
-    Raises MissingData if a folder, a list or a listed image does not exist; DataError if there is no image,
-    `root` is another kind of file, or an image violates `inside`.
+    Raises MissingData if a folder, a list or a listed image does not exist; DataError if there are no images,
+    `root` is another type of file, or an image violates `inside`.
 
     >>> train = open_images("coco", "train2017")  # doctest: +SKIP
     >>> train.load(0).shape, train.name(0)  # doctest: +SKIP
@@ -192,26 +191,26 @@ def open_images(
 
 
 def has_images(folder: str | os.PathLike[str]) -> bool:
-    """Whether there is an image file in or below a folder."""
+    """Whether a folder contains an image file at any depth."""
     return next(list_files(folder, EXTENSIONS), None) is not None
 
 
 def _require_inside(folder: Path, names: Iterable[tuple[str, str]]) -> None:
-    """Raise DataError for the first (location, name) that leads outside the folder."""
+    """Raise DataError for the first (location, name) that resolves to a path outside the folder."""
     home = os.path.join(os.path.realpath(folder), "")
     for where, name in names:
         leads_to = os.path.realpath(os.path.join(folder, name))
         if not leads_to.startswith(home):
             raise DataError(
-                f"{where} leads to {leads_to}, outside of {folder}: remove it, or allow it with data.inside false"
+                f"{where} resolves to {leads_to}, outside {folder}: remove it, or allow it with data.inside false"
             )
 
 
 def list_files(folder: str | os.PathLike[str], extensions: Iterable[str]) -> Iterator[str]:
-    """Paths of all files below `folder` with one of `extensions` (lower case, with dot), in order.
+    """Iterate over the paths of all files below `folder` with one of `extensions` (lower case, with dot), in order.
 
     Links are followed, except those to a folder above themselves. Paths are relative to `folder`
-    and have `/` between their parts. Raises DataError if a folder cannot be listed.
+    and use `/`. Raises DataError if a folder cannot be listed.
     """
     return _walk(os.fspath(folder), "", frozenset(extensions), ())
 
@@ -230,21 +229,21 @@ def _walk(folder: str, prefix: str, extensions: frozenset[str], above: tuple[tup
     for entry in visible:
         if entry.is_dir():
             yield from _walk(entry.path, f"{prefix}{entry.name}/", extensions, (*above, here))
-        # is_file: opening a pipe named x.jpg would block forever.
+        # is_file() excludes named pipes, which would block when opened.
         elif os.path.splitext(entry.name)[1].lower() in extensions and entry.is_file():
             yield prefix + entry.name
 
 
 def _read_list(path: Path) -> list[tuple[int, str]]:
-    """Line numbers and names in a list file."""
+    """Return the line numbers and names in a list file."""
     try:
-        # utf-8-sig: editors on Windows put a byte-order mark first, which would be part of the first name.
+        # utf-8-sig: without it, a byte-order mark would become part of the first name.
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not a list of images: it is not UTF-8 text") from error
     names = [(number, line) for number, line in enumerate(lines, start=1) if line and not line.startswith("#")]
     if not names:
-        raise DataError(f"{path} lists no image: put one path per line, relative to {path.parent} or absolute")
+        raise DataError(f"{path} lists no images: put one path per line, relative to {path.parent} or absolute")
     missing = [name for _, name in names if not os.path.isfile(os.path.join(path.parent, name))]
     if missing:
         raise MissingData(
@@ -264,7 +263,7 @@ def require(path: Path) -> None:
     parent = missing.parent
     message = f"there is no {missing.name!r} in {parent.absolute()}"
     if missing != path:
-        message += f" (asked for {path})"
+        message += f" (required: {path})"
     if not parent.is_dir():
         raise MissingData(f"{message}, which is a file")
     there = sorted(entry.name for entry in os.scandir(parent) if not entry.name.startswith("."))
@@ -288,5 +287,5 @@ def _nothing_found(folder: Path) -> str:
 
 
 def enumerated(names: Sequence[str], most: int = 8) -> str:
-    """Join names with commas; of more than `most`, count the rest."""
+    """Join names with commas; names beyond the first `most` are counted."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,4 +1,4 @@
-"""Batches from worker processes; workers that die or hang are replaced, and loading continues at the batch due."""
+"""Batches from worker processes; workers that die or hang are restarted at the current batch."""
 
 import copy
 import logging
@@ -24,15 +24,15 @@ from cribo.errors import Stopped
 log = logging.getLogger("cribo")
 
 TIMEOUT = 420.0
-"""Seconds without a batch after which workers count as hung: more than all of `storage.RETRY_DELAYS`."""
+"""Seconds without a batch after which workers count as hung; exceeds the sum of `storage.RETRY_DELAYS`."""
 
 MAX_RESTARTS = 3
 """Restarts allowed for one batch."""
 
-_PREFETCHED = 4  # batches of each worker
-_SEEN_SECONDS = 0.5  # from a connection error to the end of the worker
-_END_SECONDS = 5.0  # for workers to end
-_DROP_SECONDS = 1.0  # for the destructor of their iterator, once they have ended
+_PREFETCHED = 4  # batches per worker
+_SEEN_SECONDS = 0.5  # from a connection error to the exit of the worker
+_END_SECONDS = 5.0  # for workers to exit
+_DROP_SECONDS = 1.0  # for the destructor of the iterator, after the workers have exited
 
 _MORE_MEMORY = (
     "Use fewer data.workers, or give the job more memory (SIGKILL) or shared memory (SIGBUS; --shm-size of docker); "
@@ -41,7 +41,7 @@ _MORE_MEMORY = (
 
 
 class WorkersFailed(Stopped):
-    """Workers were killed or hung too often."""
+    """Workers died or hung too often."""
 
 
 class BatchLoader:
@@ -51,15 +51,15 @@ class BatchLoader:
     bitwise identical.
 
     Args:
-        dataset: makes a batch of its keys.
-        sampler: gives the keys of each batch.
-        workers: number of worker processes; 0 loads in this process, without protection against hanging.
-        pin_memory: return batches in page-locked memory, where there is a GPU.
+        dataset: creates a batch from its keys.
+        sampler: returns the keys of each batch.
+        workers: number of worker processes; 0 loads in the main process, without a timeout.
+        pin_memory: return batches in page-locked memory if a GPU is available.
         timeout: seconds without a batch after which the workers count as hung.
-        max_restarts: how often workers are replaced for one batch.
+        max_restarts: maximum number of restarts for one batch.
 
     Attributes:
-        restarts: of workers so far.
+        restarts: number of restarts so far.
 
     Raises:
         WorkersFailed: workers died or hung more than `max_restarts` times.
@@ -86,17 +86,17 @@ class BatchLoader:
         self.restarts = 0
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Return the number of batches of an epoch."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches from the current step to the end of its epoch."""
+        """Iterate over the batches from the current step to the end of its epoch."""
         due = self.sampler.position()
         end = due - due % len(self) + len(self)
         return map(self._batch, range(due, end)) if self.workers else self._from_here(due)
 
     def close(self) -> None:
-        """End the workers; the next batch starts new ones."""
+        """Stop the workers; the next batch starts new ones."""
         if self._crew is not None:
             self._crew.end()
             self._crew = None
@@ -112,7 +112,7 @@ class BatchLoader:
             yield batch.pin_memory() if self.pin_memory else batch
 
     def _batch(self, step: int) -> Batch:
-        """The batch of a step, from new workers if necessary."""
+        """Return the batch of a step, restarting the workers if necessary."""
         failures = 0
         while True:
             try:
@@ -144,14 +144,14 @@ class _Fault(Exception):
 class _Crew:
     """The workers of one `DataLoader` iterator, which continues across epochs.
 
-    A worker that dies may leave half a message behind, or a lock that is never released, so that the next read blocks
-    forever. A SIGCHLD handler ends that wait: it raises an error in the main thread as soon as a worker dies.
-    Workers that hang are killed by a timer, which has the same effect.
+    A worker that dies may leave a partial message or a locked lock, so that the next read blocks forever. A SIGCHLD
+    handler interrupts the read by raising an error in the main thread as soon as a worker dies. Workers that hang are
+    killed by a timer, with the same effect.
 
     Args:
-        dataset, sampler: of the loader.
-        step: of the first batch.
-        workers: how many.
+        dataset, sampler: those of the loader.
+        step: step of the first batch.
+        workers: number of workers.
         pin_memory: return batches in page-locked memory.
 
     Attributes:
@@ -188,8 +188,8 @@ class _Crew:
             except BaseException as error:
                 errors.append(error)
 
-        # In a thread, because signal handlers run in the main one: an error that a handler raises during a fork is
-        # lost, and leaves the locks of `logging` held.
+        # Fork in another thread, since signal handlers run in the main thread: an error that a handler raises during
+        # a fork is lost, and leaves the locks of `logging` acquired.
         thread = threading.Thread(target=start, name="start of workers")
         thread.start()
         try:
@@ -206,7 +206,7 @@ class _Crew:
             raise error
 
     def next(self, timeout: float) -> Batch:
-        """The batch that is due.
+        """Return the next batch.
 
         Raises:
             _Fault: a worker died, or no batch came within the timeout.
@@ -236,7 +236,7 @@ class _Crew:
         return cast(Batch, batch)
 
     def end(self) -> None:
-        """Let the workers end by themselves; kill those that do not."""
+        """Wait for the workers to exit; kill those that do not."""
         self._drop_iterator()
         self._join()
         self.kill()
@@ -248,11 +248,11 @@ class _Crew:
         self._join()
         self._drop_iterator()
         if self._dropping is not None:
-            # Otherwise a process that exits now could close what the destructor uses.
+            # If the process exits now, interpreter shutdown could close objects that the destructor uses.
             self._dropping.join(_DROP_SECONDS)
 
     def _drop_iterator(self) -> None:
-        # In a thread: the iterator's destructor may wait forever for a lock held by a dead worker.
+        # In a thread, since the iterator's destructor may wait forever for a lock held by a dead worker.
         if self._iterators:
             self._dropping = threading.Thread(target=self._iterators.clear, daemon=True, name="end of workers")
             self._dropping.start()
@@ -268,7 +268,7 @@ class _Crew:
             process.kill()
 
     def _fault(self, timeout: float, *, wait: float = 0.0) -> _Fault | None:
-        """Why the workers have to be replaced, if they do."""
+        """Return the reason for restarting the workers, or None."""
         count = len(self._processes)
         if self._hung:
             advice = "Check that data.root can be read, or raise data.timeout if storage is slow"
@@ -282,7 +282,7 @@ class _Crew:
 
 
 class _ErrorsAsValues(Dataset[Any]):
-    """Returns user errors instead of raising them: raised in a worker, they would arrive as text of a traceback."""
+    """Dataset that returns user errors instead of raising them, since workers turn exceptions into traceback text."""
 
     def __init__(self, dataset: SampleDataset) -> None:
         self.dataset = dataset
@@ -297,7 +297,7 @@ class _ErrorsAsValues(Dataset[Any]):
 
 
 def _endless(sampler: StepBatchSampler, step: int) -> Iterator[list[tuple[int, int]] | Exception]:
-    """Keys of all batches from a step on, without end; if they cannot be computed, the error in place of each."""
+    """Iterate endlessly over the keys of all batches from a step on, or over the error if the sampler fails."""
     try:
         while True:
             for keys in sampler.batches_from(step):
@@ -309,12 +309,12 @@ def _endless(sampler: StepBatchSampler, step: int) -> Iterator[list[tuple[int, i
 
 
 def unchanged(batch: Any) -> Any:
-    """Return a batch as it is: the `collate_fn` of data sets that make whole batches."""
+    """Return a batch unchanged: the `collate_fn` of data sets that return whole batches."""
     return batch
 
 
 def _recording(processes: list[BaseProcess]) -> Any:
-    """A `multiprocessing` context that records the processes it creates."""
+    """Return a `multiprocessing` context that records the processes it creates."""
     context: Any = copy.copy(multiprocessing.get_context())
     make = context.Process
 
@@ -328,10 +328,10 @@ def _recording(processes: list[BaseProcess]) -> Any:
 
 @contextmanager
 def _raising_when_ended(processes: Sequence[BaseProcess]) -> Iterator[None]:
-    """Raise a RuntimeError in this context as soon as one of the processes ends.
+    """Raise a RuntimeError in this context as soon as one of the processes exits.
 
-    Works in the main thread, where SIGCHLD exists; otherwise torch notices a dead worker within seconds, unless the
-    worker left half a message.
+    No-op outside the main thread and on systems without SIGCHLD. There, torch detects a dead worker within seconds,
+    unless the worker left a partial message.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
         yield
@@ -343,7 +343,7 @@ def _raising_when_ended(processes: Sequence[BaseProcess]) -> Iterator[None]:
         if callable(usual):
             usual(number, frame)
         if multiprocessing.connection.wait([process.sentinel for process in processes], timeout=0):
-            raise RuntimeError("a worker ended")
+            raise RuntimeError("a worker exited")
 
     signal.signal(signal.SIGCHLD, handle)
     try:
@@ -353,9 +353,9 @@ def _raising_when_ended(processes: Sequence[BaseProcess]) -> Iterator[None]:
 
 
 class _WithoutErrors:
-    """Torch's SIGCHLD handler, installed by any loader in the main thread, without its error about dead workers.
+    """Wrapper of torch's SIGCHLD handler that suppresses its error about dead workers.
 
-    That error would interrupt the main thread anywhere, for example in the middle of a training step.
+    The error could interrupt the main thread anywhere, for example during a training step.
     """
 
     def __init__(self, handler: Callable[[int, Any], Any]) -> None:
@@ -367,8 +367,8 @@ class _WithoutErrors:
 
 
 def _begin_worker(number: int) -> None:
-    """Ignore signals to the whole process group, such as that of Ctrl-C, and end with the parent."""
-    signal.set_wakeup_fd(-1)  # inherited: each worker would report the parent's signals again
+    """Ignore signals to the process group, such as SIGINT from Ctrl-C, and exit when the parent exits."""
+    signal.set_wakeup_fd(-1)  # the inherited descriptor would report the parent's signals again
     for name in ("SIGINT", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -383,10 +383,10 @@ def _end_with_parent() -> None:
 
 
 def _described(status: int | None) -> str:
-    """How a process ended."""
+    """Describe the exit status of a process."""
     if status is None or status >= 0:
         return f"ended with status {status}"
     try:
         return f"was killed ({signal.Signals(-status).name})"
-    except ValueError:  # not all have a name
+    except ValueError:  # real-time signals have no name
         return f"was killed (signal {-status})"

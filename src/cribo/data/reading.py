@@ -1,4 +1,4 @@
-"""One image file to one RGB tensor, or one error that says what is wrong with the file."""
+"""Reading of image files as RGB tensors, with one error class for all invalid files."""
 
 import errno
 import io
@@ -18,7 +18,7 @@ from torch import Tensor
 from cribo.data.limits import MAX_PIXELS
 from cribo.errors import InputError, Stopped
 
-# Named, so that no file can reach Pillow's rarer plugins: the one for EPS, for example, starts Ghostscript.
+# Restricted, so that no file can reach Pillow's other plugins: the EPS plugin, for example, starts Ghostscript.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "JPEG2000")
 
 _EXIF_ORIENTATION = 0x0112
@@ -33,15 +33,15 @@ _UPRIGHT = {
 }
 
 
-# Errors of the path itself. All others may be temporary failures of a server or network.
+# Errors of the path itself; all others may be temporary server or network failures.
 _PERMANENT = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL}
 
 
 class UnreadableImage(Stopped):
-    """An image file that cannot be used, with the `path` of the file and the `reason`; it can be pickled."""
+    """An image file cannot be read. Has the attributes `path` and `reason`, and can be pickled."""
 
     def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
-        # Both go to args: that is what pickle calls the class with when a worker process sends the error.
+        # Pickle calls the class with `args` when a worker process sends the error.
         super().__init__(os.fspath(path), reason)
         self.path: str = os.fspath(path)
         self.reason: str = reason
@@ -51,15 +51,15 @@ class UnreadableImage(Stopped):
 
 
 class TooManyPixels(UnreadableImage):
-    """An image that is larger than allowed; the file itself may be intact."""
+    """An image has more pixels than allowed; the file itself may be intact."""
 
 
-def passing_error(error: BaseException) -> int | None:
-    """The `errno` of a reading error that may be temporary; None for broken files and `_PERMANENT` errors.
+def temporary_errno(error: BaseException) -> int | None:
+    """Return the `errno` of a reading error that may be temporary; None for broken files and permanent errors.
 
-    >>> passing_error(OSError(errno.ESTALE, "stale handle")) == errno.ESTALE
+    >>> temporary_errno(OSError(errno.ESTALE, "stale handle")) == errno.ESTALE
     True
-    >>> passing_error(OSError("image file is truncated")) is None
+    >>> temporary_errno(OSError("image file is truncated")) is None
     True
     """
     cause = error.__cause__ if isinstance(error, UnreadableImage) else error
@@ -68,7 +68,7 @@ def passing_error(error: BaseException) -> int | None:
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """The bytes of an image file inside a larger file, and its name in messages."""
+    """The bytes of an image file inside a larger file, and its name for messages."""
 
     name: str
     content: bytes = field(repr=False)
@@ -78,23 +78,22 @@ class EncodedImage:
 
 
 def read_image(path: str | os.PathLike[str] | EncodedImage, *, max_pixels: int = MAX_PIXELS) -> UInt8[Tensor, "3 h w"]:
-    """Reads an image file, or the bytes of one, as upright RGB.
+    """Read an image file, or the bytes of one, as upright RGB.
 
     Accepts `IMAGE_FORMATS`, and reads the first of several frames. Transparent pixels are composited over white,
     since the colour stored under them is arbitrary. 16 bits per channel are scaled to 8, EXIF orientation is
     applied, embedded colour profiles are ignored. The tensor is writable and channels-last in
     memory (strides (1, 3 w, 3)), the layout that torchvision resizes fastest.
 
-    Raises UnreadableImage if the file is missing, empty, truncated, not an image, narrower or lower than
-    2 pixels, has 32-bit pixels (their range is not defined), or has more than `max_pixels` pixels according to
-    its header; it is then not decoded. A limit above `MAX_PIXELS` also needs
-    `PIL.Image.MAX_IMAGE_PIXELS` raised.
+    Raises UnreadableImage if the file is missing, empty, truncated or not an image, has a side shorter than
+    2 pixels, has 32-bit pixels (whose range is undefined), or has more than `max_pixels` pixels according to
+    its header, in which case it is not decoded. A limit above `MAX_PIXELS` also requires raising
+    `PIL.Image.MAX_IMAGE_PIXELS`.
 
     >>> read_image("street.jpg").shape  # doctest: +SKIP
     torch.Size([3, 360, 480])
     """
-    # Pillow alone, although torchvision.io decodes a JPEG about 20 % faster: that module is deprecated since
-    # torchvision 0.29, which announces its removal.
+    # torchvision.io decodes JPEGs about 20 % faster, but is deprecated since torchvision 0.29 and will be removed.
     with open_header(path, max_pixels=max_pixels) as image:
         return decode(image)
 
@@ -102,17 +101,17 @@ def read_image(path: str | os.PathLike[str] | EncodedImage, *, max_pixels: int =
 def read_reduced(
     path: str | os.PathLike[str] | EncodedImage, reduction: Callable[[int, int], int], *, max_pixels: int = MAX_PIXELS
 ) -> tuple[UInt8[Tensor, "3 h w"], int]:
-    """Reads an image as `read_image` does, reduced while it is decoded if it is a JPEG.
+    """Read an image as `read_image` does, reducing JPEGs while decoding.
 
-    `reduction` is called once with height and width of the whole upright image, and returns the factor by which it
-    may be reduced: 8, 4 or 2; any other number leaves it whole. Each pixel of the result then covers a square of
-    the whole image with sides of that many pixels, starting at its upper left corner; those of the last row and
-    column may extend beyond its edge. The decoder omits the high frequencies of each block of 8 x 8 pixels, which
-    saves much of its arithmetic; it still reads the whole file, and detects damage.
+    `reduction` is called once with height and width of the full-size upright image, and returns the factor by which
+    it may be reduced: 8, 4 or 2; with any other number, it is not reduced. Each pixel of the result covers a square of
+    that many pixels of the full-size image, starting at its upper left corner; squares of the last row and column
+    may extend beyond its edge. The decoder omits the high frequencies of each block of 8 x 8 pixels, which
+    is much faster; it still reads the whole file and detects damage.
 
-    Returns the tensor and the factor. It is 1 for formats other than JPEG, for sides of fewer pixels than the
-    factor's square, and for a JPEG that EXIF rotates if the factor does not divide its sides, since the squares
-    would then begin outside the image.
+    Returns the tensor and the factor. The factor is 1 for formats other than JPEG, for images with a side of fewer
+    pixels than the square of the factor, and for a JPEG rotated by EXIF if the factor does not divide its sides, since
+    the squares would then start outside the image.
 
     Raises UnreadableImage as `read_image` does.
 
@@ -127,19 +126,18 @@ def read_reduced(
             return pixels, 1
         width, height = image.size
         orientation = _orientation(image)
-        asked = reduction(*((width, height) if orientation >= 5 else (height, width)))
-        whole = asked not in (2, 4, 8) or min(width, height) < asked**2
-        outside = orientation in _UPRIGHT and (width % asked or height % asked)
-        if whole or outside or image.draft(None, (width // asked, height // asked)) is None:
+        factor = reduction(*((width, height) if orientation >= 5 else (height, width)))
+        whole = factor not in (2, 4, 8) or min(width, height) < factor**2
+        outside = orientation in _UPRIGHT and (width % factor or height % factor)
+        if whole or outside or image.draft(None, (width // factor, height // factor)) is None:
             return decode(image), 1
-        return decode(image), asked
+        return decode(image), factor
 
 
 def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """Height and width of the tensor that `read_image` would return, from the file's header alone.
+    """Return height and width of the tensor that `read_image` would return, reading only the header.
 
-    Raises UnreadableImage if the header shows that the image cannot be used; the rest of the file is not read,
-    except for a TIFF, which is decoded.
+    Raises UnreadableImage if the header is invalid; the rest of the file is not read, except that a TIFF is decoded.
     """
     with open_header(path) as image:
         if image.format == "TIFF":  # Pillow versions differ in whether they rotate its size before decoding
@@ -150,9 +148,9 @@ def image_size(path: str | os.PathLike[str]) -> tuple[int, int]:
 
 @contextmanager
 def open_header(path: str | os.PathLike[str] | EncodedImage, *, max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
-    """Opens an image file, checks its header, and yields the Pillow image, not decoded yet.
+    """Open an image file, check its header, and yield the Pillow image before decoding.
 
-    All errors, here or with the image inside the `with` block, are raised as UnreadableImage.
+    All errors, here and inside the `with` block, are raised as UnreadableImage.
     """
     try:
         with _opened(path) as file:
@@ -167,7 +165,7 @@ def open_header(path: str | os.PathLike[str] | EncodedImage, *, max_pixels: int 
                         f"{width} x {height} pixels are more than max_pixels = {max_pixels}: not decoded",
                     )
                 if min(width, height) < 2:
-                    raise UnreadableImage(path, f"{width} x {height} pixels are too few: at least 2 x 2 are needed")
+                    raise UnreadableImage(path, f"{width} x {height} pixels are too few: at least 2 x 2 are required")
                 yield image
     except (UnreadableImage, MemoryError):
         raise
@@ -175,7 +173,7 @@ def open_header(path: str | os.PathLike[str] | EncodedImage, *, max_pixels: int 
         raise UnreadableImage(path, f"not an image of a known format ({', '.join(IMAGE_FORMATS)})") from error
     except FileNotFoundError as error:
         raise UnreadableImage(path, "no such file") from error
-    except Exception as error:  # decoders raise anything for broken bytes: OSError, SyntaxError, struct.error, ...
+    except Exception as error:  # decoders raise various errors: OSError, SyntaxError, struct.error, ...
         raise UnreadableImage(path, str(error) or type(error).__name__) from error
 
 
@@ -184,7 +182,7 @@ def _opened(path: str | os.PathLike[str] | EncodedImage) -> BinaryIO:
 
 
 def decode(image: Image.Image) -> UInt8[Tensor, "3 h w"]:
-    """The tensor that `read_image` would return for the file of a Pillow image.
+    """Return the tensor that `read_image` would return for the file of a Pillow image.
 
     Raises:
         ValueError: the image has 32-bit pixels.
@@ -198,7 +196,7 @@ def decode(image: Image.Image) -> UInt8[Tensor, "3 h w"]:
 def _orientation(image: Image.Image) -> int:
     try:
         return int(image.getexif().get(_EXIF_ORIENTATION, 1))
-    except Exception:  # the pixels may be intact although the EXIF block is broken
+    except Exception:  # a broken EXIF block does not affect the pixels
         return 1
 
 
@@ -207,12 +205,10 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         return image
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
         # Keep the high byte, as Pillow does for 16-bit RGB; for 16-bit grey, convert() clips at 255 in some
-        # versions. Older ones open 16-bit PNGs as "I".
+        # versions. Older versions open 16-bit PNGs as "I".
         return Image.fromarray((np.array(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
-        raise InputError(
-            "32-bit pixels have no defined range of brightness: convert the file to 8 or 16 bits per channel"
-        )
+        raise InputError("32-bit pixels have no defined value range: convert the file to 8 or 16 bits per channel")
     if image.mode == "CMYK" and image.format in ("JPEG", "MPO") and "adobe" not in image.info:
         # Pillow inverts the inks of every CMYK JPEG; only files with Adobe's marker store them inverted.
         return ImageChops.invert(image).convert("RGB")

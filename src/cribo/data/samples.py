@@ -1,6 +1,6 @@
 """Training samples and batches; all randomness is keyed by (seed, epoch, image).
 
-The objective defines what a sample is (`SampleTransform`): two views, many crops, a masked image.
+The objective defines the samples (`SampleTransform`), such as two views, many crops, or a masked image.
 """
 
 import time
@@ -15,10 +15,10 @@ from torch.utils.data import Dataset, Sampler
 
 from cribo.data.images import DataError, ImageSource, OrderedSource, ReducingSource
 from cribo.data.randomness import keyed_generator
-from cribo.data.reading import UnreadableImage, passing_error
+from cribo.data.reading import UnreadableImage, temporary_errno
 from cribo.errors import InputError
 
-# Purposes of keyed draws, so that no two share a stream.
+# Keys that separate the streams of random draws.
 _SAMPLE, _ORDER, _REPLACEMENT = 0, 1, 2
 _REPLACEMENT_ATTEMPTS = 100
 
@@ -26,14 +26,14 @@ RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Seconds between attempts to read an image from a failing file system: about a minute in total."""
 
 Sample = Mapping[str, Any]
-"""The sample of one image: tensors and named tuples of tensors, by name."""
+"""The sample of an image: tensors and named tuples of tensors, by name."""
 
 
 class LazyImage:
-    """An image of a collection, decoded when a transform asks for it.
+    """An image of a collection, decoded on demand.
 
     Attributes:
-        index: in the collection.
+        index: index of the image in the collection.
     """
 
     def __init__(self, source: ImageSource, index: int) -> None:
@@ -42,18 +42,18 @@ class LazyImage:
 
     @property
     def name(self) -> str:
-        """Its name in the collection."""
+        """Name of the image in the collection."""
         return self._source.name(self.index)
 
     def load(self) -> UInt8[Tensor, "3 h w"]:
-        """The whole image, RGB."""
+        """Load the full-size image as RGB."""
         return self._source.load(self.index)
 
     def load_reduced(self, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
-        """The image at a fraction of its size where that saves decoding, and the factor: 8, 4, 2 or 1.
+        """Load the image at a fraction of its size if that is faster; return it and the factor: 8, 4, 2 or 1.
 
         Args:
-            reduction: given height and width of the whole image, returns the largest allowed factor; called once.
+            reduction: called once with height and width of the full-size image; returns the largest allowed factor.
         """
         if isinstance(self._source, ReducingSource):
             return self._source.load_reduced(self.index, reduction)
@@ -63,21 +63,21 @@ class LazyImage:
 
 
 class SampleTransform(Protocol):
-    """Makes a sample of an image, in a worker of the loader.
+    """Creates the sample of an image, in a worker of the loader.
 
-    A tensor has the same shape for every image: a batch stacks it to (B, ...) and moves it to the device. A named tuple
-    of tensors is stacked field by field and stays on the host, for parameters that are read there, such as
-    `Photometric`. All randomness comes from the generator.
+    Tensors must have the same shape for every image: they are stacked to (B, ...) and moved to the device. Named tuples
+    of tensors are stacked field by field and stay on the host, for parameters that are read there, such as
+    `Photometric`. All random numbers must come from the generator.
     """
 
     def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
-        """The sample of one image in one epoch."""
+        """Create the sample of one image in one epoch."""
         ...
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """An image that could not be used, and why."""
+    """Name of an unreadable image, and the reason."""
 
     name: str
     reason: str
@@ -88,9 +88,9 @@ class Batch:
     """The samples of B images.
 
     Attributes:
-        samples: by name, stacked: tensors (B, ...) and named tuples of them. `batch["views"]` is short for
+        samples: stacked samples by name: tensors (B, ...) and named tuples of them. `batch["views"]` is short for
             `batch.samples["views"]`.
-        images: (B,) index of each image in its collection.
+        images: (B,) index of each image in the collection.
         unreadable: images that were replaced by others.
         retried: number of retried reads.
     """
@@ -107,7 +107,7 @@ class Batch:
         return self.images.shape[0]
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The batch with its tensors on `device`, copied asynchronously from page-locked memory.
+        """Return the batch with its tensors on `device`, copied asynchronously from page-locked memory.
 
         Named tuples are not moved.
         """
@@ -115,22 +115,22 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=to_gpu and tensor.is_pinned()))
 
     def pin_memory(self) -> "Batch":
-        """The batch in page-locked memory; called by the loader."""
+        """Return the batch in page-locked memory; called by the loader."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def split(self, parts: int) -> "list[Batch]":
-        """`parts` batches of equal size, in order.
+        """Split the batch into `parts` batches of equal size, in order.
 
         Raises:
-            ValueError: the batch does not divide.
+            ValueError: the batch size is not a multiple of `parts`.
         """
         if len(self) % parts:
-            raise InputError(f"a batch of {len(self)} images does not divide into {parts} parts")
+            raise InputError(f"the batch size must be a multiple of {parts} parts, got {len(self)}")
         size = len(self) // parts
         return [self.narrow(start, start + size) for start in range(0, len(self), size)]
 
     def narrow(self, start: int, end: int) -> "Batch":
-        """The samples in [start, end); unreadable images are reported with the first part."""
+        """Return the samples in [start, end); unreadable images are reported with the first part."""
 
         def cut(value: Any) -> Any:
             return value[start:end] if isinstance(value, Tensor) else type(value)(*(part[start:end] for part in value))
@@ -151,13 +151,13 @@ class SampleDataset(Dataset[Batch]):
     """The samples of an image collection, indexed by (epoch, image).
 
     An unreadable image is replaced by a randomly drawn one, and reported with the batch. Errors that may be temporary
-    (see `passing_error`) are retried first.
+    (see `temporary_errno`) are retried first.
 
     Args:
         source: the images.
-        transform: makes a sample of an image.
-        seed: of the run.
-        retry_delays: seconds to wait before each further attempt.
+        transform: creates the sample of an image.
+        seed: seed of the run.
+        retry_delays: seconds to wait before each retry.
     """
 
     def __init__(
@@ -178,31 +178,30 @@ class SampleDataset(Dataset[Batch]):
         return len(self.source)
 
     def __getitem__(self, key: tuple[int, int]) -> Batch:
-        """The sample of one image in one epoch, as a batch of one.
+        """Return the sample of one image in one epoch, as a batch of one.
 
         Raises:
-            DataError: neither the image nor any of a hundred drawn in its place can be read, or samples cannot be
-                stacked.
+            DataError: neither the image nor any of 99 replacements can be read, or samples cannot be stacked.
         """
         return self.__getitems__([key])
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Batch:
-        """The samples of several images, as one batch; called by loaders.
+        """Return the samples of several images as one batch; called by loaders.
 
         Raises:
-            DataError: as for one.
+            DataError: as for `__getitem__`.
         """
         batch = Batch({}, torch.zeros(0, dtype=torch.long), [])
-        made = [self._readable(*key, batch) for key in keys]
-        batch.images = torch.tensor([index for index, _ in made])
-        batch.samples = self._stacked(made)
+        samples = [self._readable(*key, batch) for key in keys]
+        batch.images = torch.tensor([index for index, _ in samples])
+        batch.samples = self._stacked(samples)
         return batch
 
-    def _stacked(self, made: Sequence[tuple[int, Sample]]) -> dict[str, Any]:
-        (first_index, first), *_ = made
+    def _stacked(self, samples: Sequence[tuple[int, Sample]]) -> dict[str, Any]:
+        (first_index, first), *_ = samples
         advice = f"fix the objective's sample transform {type(self.transform).__name__}"
         expected: dict[str, Any] = {}
-        for index, sample in made:
+        for index, sample in samples:
             try:
                 found = _shapes(sample)
             except TypeError as error:
@@ -215,10 +214,10 @@ class SampleDataset(Dataset[Batch]):
                     f"samples of one batch must have the same names and shapes: {name!r} is {of} for "
                     f"{self.source.name(index)} and {first_of} for {self.source.name(first_index)}; {advice}"
                 )
-        return {name: _stack([sample[name] for _, sample in made]) for name in first}
+        return {name: _stack([sample[name] for _, sample in samples]) for name in first}
 
     def _readable(self, epoch: int, wanted: int, batch: Batch) -> tuple[int, Sample]:
-        """Index and sample of the image, or of the first readable one drawn in its place."""
+        """Return index and sample of the image, or of its first readable random replacement."""
         before = len(batch.unreadable)
         replacement = keyed_generator(self.seed, _REPLACEMENT, epoch, wanted)
         index = wanted
@@ -230,19 +229,19 @@ class SampleDataset(Dataset[Batch]):
                 index = int(torch.randint(len(self.source), (1,), generator=replacement))
         raise DataError(
             f"{self.source.name(wanted)}: {batch.unreadable[before].reason}; none of "
-            f"{_REPLACEMENT_ATTEMPTS - 1} others drawn in its place could be read either"
+            f"{_REPLACEMENT_ATTEMPTS - 1} random replacements could be read either"
         )
 
     def _with_retries(self, epoch: int, index: int, batch: Batch) -> Sample:
-        """The sample of an image, after retries if the error may be temporary."""
-        # Bad sectors and lost servers raise the same errno: after one series of retries, try an image only once.
+        """Return the sample of an image, retrying if an error may be temporary."""
+        # Bad sectors and lost servers raise the same errno, so retry each image in one series only.
         for delay in (*(() if index in self._given_up else self.retry_delays), None):
             try:
                 return self.transform(LazyImage(self.source, index), keyed_generator(self.seed, _SAMPLE, epoch, index))
             except (UnreadableImage, OSError) as error:
-                passes = passing_error(error) is not None
-                if not passes or delay is None:
-                    if passes:
+                temporary = temporary_errno(error) is not None
+                if not temporary or delay is None:
+                    if temporary:
                         self._given_up.add(index)
                     if isinstance(error, UnreadableImage):
                         raise
@@ -253,7 +252,7 @@ class SampleDataset(Dataset[Batch]):
 
 
 def _shapes(sample: Sample) -> dict[str, Any]:
-    """The shape of each tensor, or of each of a named tuple."""
+    """Return the shape of each tensor, and the shapes of the fields of each named tuple."""
     shapes: dict[str, Any] = {}
     for name, value in sample.items():
         if isinstance(value, Tensor):
@@ -262,7 +261,7 @@ def _shapes(sample: Sample) -> dict[str, Any]:
             shapes[name] = [tuple(part.shape) for part in value]
         else:
             kind = type(value).__name__
-            raise TypeError(f"a sample holds tensors and named tuples of tensors: {name!r} is of type {kind}")
+            raise TypeError(f"a sample must contain tensors or named tuples of tensors: {name!r} is of type {kind}")
     return shapes
 
 
@@ -273,11 +272,13 @@ def _stack(values: Sequence[Any]) -> Any:
 
 
 def epoch_order(images: ImageSource | int, seed: int, epoch: int) -> Int[Tensor, " n"]:
-    """All indices of a collection in the order of an epoch: its own (see `OrderedSource`), or a permutation.
+    """Return all indices of a collection in the order of an epoch.
+
+    This is the collection's own order (see `OrderedSource`), or a random permutation.
 
     Args:
-        images: the collection, or how many images it has.
-        seed: of the run.
+        images: the collection, or its number of images.
+        seed: seed of the run.
         epoch: counted from 0.
     """
     if isinstance(images, OrderedSource):
@@ -287,21 +288,21 @@ def epoch_order(images: ImageSource | int, seed: int, epoch: int) -> Int[Tensor,
 
 
 class StepBatchSampler(Sampler[list[tuple[int, int]]]):
-    """The batches of one epoch from the current step on, as lists of (epoch, image).
+    """Sampler of the batches of one epoch from the current step on, as lists of (epoch, image).
 
-    The order of an epoch is a permutation keyed by (seed, epoch), the collection's own if it has one (see
-    `OrderedSource`); images beyond the last full batch are skipped in that epoch. The position in the data depends
-    only on the step, so a run can resume on any number of devices without loader state.
+    The order of an epoch is a permutation keyed by (seed, epoch), or the collection's own (see `OrderedSource`);
+    images beyond the last full batch are skipped in that epoch. The position in the data depends only on the step, so
+    a run can resume on any number of devices without loader state.
 
     Args:
-        images: the collection, or how many images it has.
-        batch_size: images of one optimiser step, over all devices.
-        seed: of the run.
-        position: returns the next optimiser step; called when an epoch begins.
-        rank, world_size: which part of each batch this process gets.
+        images: the collection, or its number of images.
+        batch_size: number of images per optimiser step, over all devices.
+        seed: seed of the run.
+        position: returns the next optimiser step; called when an epoch starts.
+        rank, world_size: rank of this process and number of processes, which share each batch.
 
     Raises:
-        ValueError: less than one batch of images, or a batch that the processes cannot share evenly.
+        ValueError: fewer images than one batch, or a batch size that is not a multiple of `world_size`.
     """
 
     def __init__(
@@ -334,11 +335,11 @@ class StepBatchSampler(Sampler[list[tuple[int, int]]]):
         return self.num_images // self.batch_size
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        """This process's share of the batches from the current step to the end of its epoch."""
+        """Iterate over this rank's part of the batches from the current step to the end of its epoch."""
         return self.batches_from(self.position())
 
     def batches_from(self, step: int) -> Iterator[list[tuple[int, int]]]:
-        """This process's share of the batches from a step to the end of its epoch."""
+        """Iterate over this rank's part of the batches from a step to the end of its epoch."""
         epoch, first = divmod(step, len(self))
         order = epoch_order(self.images, self.seed, epoch)
         share = self.batch_size // self.world_size

@@ -1,8 +1,8 @@
-"""Synthetic images composed from a seed: textured, shaded objects on a textured ground, labelled per pixel.
+"""Synthetic images with pixel labels: textured, shaded objects on a textured ground, generated from a seed.
 
-The class of an object is its outline together with its texture; the class of a ground is its texture. Hues, sizes,
-outline orientations, lighting and overlaps are drawn independently of the class, and luminances are the same in
-all classes, so a mean colour reveals nothing about it. Textures lean up to 32 degrees to either side.
+The class of an object determines its outline and texture; the class of a ground determines its texture. Hues, sizes,
+outline orientations, lighting and overlaps are drawn independently of the class, and all classes have the same
+luminances, so the mean colour is uninformative. Textures are rotated by up to 32 degrees.
 """
 
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ OBJECT_CLASSES = (
 )
 GROUND_CLASSES = ("sand", "clouds", "water")
 
-# For pictures of labels only; in the scenes, every class has all hues.
+# For label pictures only; in the scenes, every class has all hues.
 _OBJECT_COLOURS = ((214, 39, 40), (255, 127, 14), (44, 160, 44), (148, 103, 189), (227, 119, 194), (102, 51, 0))
 _GROUND_COLOURS = ((237, 201, 145), (214, 219, 228), (31, 119, 180))
 
-_TILE = 512  # texels along one side of a texture tile; tiles repeat without a seam
+_TILE = 512  # side of a seamless texture tile in texels
 _TEXELS_PER_PIXEL = 7.0  # tiles are sampled far below their resolution, so the nearest texel suffices
 _ANGLES = 720  # entries of an outline table
 
@@ -83,29 +83,29 @@ class Scenes:
 
     @property
     def ignore_index(self) -> int:
-        """The label that means no class; it does not occur."""
+        """The label of ignored pixels; it does not occur."""
         return 255
 
     def __len__(self) -> int:
         return self.count
 
     def name(self, index: int) -> str:
-        """Name of the scene, with its seed and number."""
+        """Return the name of a scene, which contains its seed and number."""
         return f"scene-{self.seed}-{self._number(index):06d}"
 
     def load(self, index: int) -> UInt8[Tensor, "3 size size"]:
-        """The RGB image of one scene.
+        """Return the RGB image of a scene.
 
         Raises:
-            IndexError: no such scene.
+            IndexError: `index` is out of range.
         """
         return torch.from_numpy(self._compose(index)[0])
 
     def labels(self, index: int) -> UInt8[Tensor, "size size"]:
-        """The class index of every pixel of one scene; the value 255 (ignore) does not occur.
+        """Return the class index of every pixel of a scene.
 
         Raises:
-            IndexError: no such scene.
+            IndexError: `index` is out of range.
         """
         return torch.from_numpy(self._compose(index)[1])
 
@@ -120,7 +120,7 @@ class Scenes:
 
 
 def compose_scene(random: np.random.Generator, size: int, min_objects: int, max_objects: int) -> tuple[Array, Array]:
-    """Paint one scene, far objects first.
+    """Paint one scene, from the farthest to the nearest object.
 
     Returns:
         The image, uint8 (3, size, size), and the class of every pixel, uint8 (size, size).
@@ -137,11 +137,11 @@ def compose_scene(random: np.random.Generator, size: int, min_objects: int, max_
     x, y = pixel[None, :], pixel[:, None]
     canvas = _paint(ground, x, y, draws[0], dark[0], bright[0])
     labels = np.full((size, size), ground, np.uint8)
-    scales = np.sort(draws[1:, 6])[::-1]  # large objects are painted first: they are hidden less often
+    scales = np.sort(draws[1:, 6])[::-1]  # paint large objects first, since they are hidden less often
 
     for order in range(num_objects):
         draw = draws[order + 1]
-        # A draw just below 1 may have been rounded up to it.
+        # float32 draws just below 1 may round up to 1.
         object_class = min(int(draw[7] * len(OBJECT_CLASSES)), len(OBJECT_CLASSES) - 1)
         radius = size * (0.18 + 0.16 * float(scales[order]))
         centre_x, centre_y = size * (1.1 * draw[8] - 0.05), size * (1.1 * draw[9] - 0.05)
@@ -172,7 +172,7 @@ def compose_scene(random: np.random.Generator, size: int, min_objects: int, max_
 
 
 def _paint(texture: int, x: Array, y: Array, draw: Array, dark: Array, bright: Array) -> Array:
-    """Two colours, mixed by a rotated, scaled and shifted piece of a texture: (3, h, w)."""
+    """Mix two colours by a rotated, scaled and shifted part of a texture; returns (3, h, w)."""
     turn = np.pi * (draw[13] - 0.5) * 0.35
     step = _TEXELS_PER_PIXEL * (0.9 + 0.25 * draw[14])
     along, across = step * np.cos(turn), step * np.sin(turn)
@@ -184,7 +184,7 @@ def _paint(texture: int, x: Array, y: Array, draw: Array, dark: Array, bright: A
 
 
 def _cover(outline: int, dx: Array, dy: Array, radius: float, turn: float, stretch: float) -> tuple[Array, Array]:
-    """The share of each pixel that an object covers (soft over one pixel), and the squared distance from its centre."""
+    """Return the coverage of each pixel by an object, antialiased, and the squared distance from its centre."""
     cosine, sine = np.cos(turn), np.sin(turn)
     u = cosine * dx + sine * dy
     v = (cosine * dy - sine * dx) / stretch
@@ -195,7 +195,7 @@ def _cover(outline: int, dx: Array, dy: Array, radius: float, turn: float, stret
 
 
 def _colour_pairs(draws: Float[Array, "n 6"]) -> tuple[Float[Array, "n 3"], Float[Array, "n 3"]]:
-    """Two colours per row, with similar luminances in all rows and random hues; either may be the brighter."""
+    """Return two colours per row, with random hues and similar luminances in all rows; either may be brighter."""
     low = 0.30 + 0.06 * draws[:, 0]
     luminance = np.stack([low, low + 0.32 + 0.06 * draws[:, 1]], 1)
     flipped = draws[:, 2] < 0.5
@@ -212,7 +212,7 @@ def _colour_pairs(draws: Float[Array, "n 6"]) -> tuple[Float[Array, "n 3"], Floa
 
 @lru_cache(maxsize=1)
 def _outlines() -> Float[Array, "outlines angles"]:
-    """The radius of every outline as a function of the angle, scaled to 0.8 times the area of the unit disc."""
+    """Return the radius of every outline as a function of the angle; areas are 0.8 times that of the unit disc."""
     angle = np.linspace(-np.pi, np.pi, _ANGLES, endpoint=False)
 
     def polygon(corners: int) -> Array:
@@ -230,20 +230,20 @@ def _outlines() -> Float[Array, "outlines angles"]:
 
 @lru_cache(maxsize=1)
 def _textures() -> Float[Array, "textures tile tile"]:
-    """One seamless tile per class, in the order of the classes; values about 0..1 with mean 1/2."""
+    """Return one seamless tile per class, in class order, with values of about 0 to 1 and mean 1/2."""
     fixed = np.random.Generator(np.random.Philox(key=[7, 7]))
     unit = np.arange(_TILE) / _TILE
     u, v = np.meshgrid(2 * np.pi * unit, 2 * np.pi * unit)
 
     def band(low: float, high: float) -> Array:
-        """Gaussian noise with frequencies between `low` and `high` cycles per tile, standard deviation 1."""
+        """Return Gaussian noise with `low` to `high` cycles per tile and standard deviation 1."""
         cycles = np.hypot(*np.meshgrid(*2 * [np.fft.fftfreq(_TILE, 1 / _TILE)]))
         spectrum = np.fft.fft2(fixed.standard_normal((_TILE, _TILE)))
         noise = np.fft.ifft2(spectrum * ((cycles >= low) & (cycles <= high))).real
         return noise / noise.std()
 
     def centred(field: Array) -> Array:
-        """Shift to median 0, so that both colours get an equal share of the area."""
+        """Shift the median to 0, so that both colours cover equal areas."""
         return field - np.median(field)
 
     wobble = band(1, 4)

@@ -27,7 +27,7 @@ from cribo.data.reading import image_size, open_header
 from cribo.errors import InputError
 
 IGNORE_INDEX = 255
-"""Label of pixels that are ignored in memories and scores."""
+"""Label of pixels that memories and scores ignore."""
 
 Colour = tuple[int, int, int]
 """Red, green and blue, 0 to 255."""
@@ -38,12 +38,12 @@ class LabelledImages(ImageSource, Protocol):
 
     @property
     def classes(self) -> Sequence[str]:
-        """The names of the classes; label c is `classes[c]`."""
+        """Names of the classes; label c is `classes[c]`."""
         ...
 
     @property
     def ignore_index(self) -> int:
-        """The label of pixels without class."""
+        """The label of ignored pixels."""
         ...
 
     @property
@@ -52,15 +52,15 @@ class LabelledImages(ImageSource, Protocol):
         ...
 
     def labels(self, index: int) -> UInt8[Tensor, "h w"]:
-        """The class of each pixel of image `index`, or `ignore_index`; has the size of the image."""
+        """Return the class of each pixel of an image, or `ignore_index`, at the size of the image."""
         ...
 
 
 def colour_map(count: int) -> list[Colour]:
-    """`count` different colours, in the order of Pascal VOC's colour map, which begins with black.
+    """Return the first `count` colours of Pascal VOC's colour map, which starts with black.
 
-    The bits of a class index go to red, green and blue in turn, from the highest bit of each down, so that classes
-    with similar indices get very different colours.
+    The bits of a class index are assigned to red, green and blue in turn, from the highest bit of each down, so that
+    similar indices get different colours.
 
     Raises ValueError if `count` is not in 0..256.
 
@@ -82,7 +82,7 @@ class LabelValues:
 
     Attributes:
         classes: the value of each class, in the order of the classes; all different, 0 to 255.
-        ignored: the values of pixels without class.
+        ignored: the values of ignored pixels.
     """
 
     classes: tuple[int, ...]
@@ -101,7 +101,7 @@ class LabelValues:
 
 
 def class_indices(count: int) -> LabelValues:
-    """Values that are class indices, 255 for pixels without class."""
+    """Return values that are class indices, with 255 for ignored pixels."""
     return LabelValues(tuple(range(count)))
 
 
@@ -156,13 +156,13 @@ class LabelledFiles(ImageFiles):
         return colour_map(len(self.classes)) if self._palette is None else self._palette
 
     def label_path(self, index: int) -> str:
-        """Path of the image's label map."""
+        """Return the path of an image's label map."""
         return self._label_files.path(index)
 
     def labels(self, index: int) -> UInt8[Tensor, "h w"]:
-        """The class of each pixel, 255 for none.
+        """Return the class of each pixel, 255 for ignored pixels.
 
-        Raises UnreadableImage for a broken file, DataError if the map does not have the image's size, contains
+        Raises UnreadableImage for a broken file; DataError if the map does not have the size of the image, contains
         colours instead of indices, or a value that is neither a class nor ignored.
         """
         path = self.label_path(index)
@@ -171,7 +171,7 @@ class LabelledFiles(ImageFiles):
         if values.ndim != 2 or mode == "F":
             raise DataError(
                 f"{path}: labels must be class indices in a grey or palette PNG, got colours (mode {mode}): "
-                "replace each colour by the index of its class"
+                "replace colours by class indices"
             )
         size = image_size(self.path(index))
         if values.shape != size:
@@ -179,7 +179,7 @@ class LabelledFiles(ImageFiles):
                 f"{path}: labels must have the size of their image {self.name(index)}, "
                 f"{size[1]} x {size[0]}, got {values.shape[1]} x {values.shape[0]}"
             )
-        narrow = values.astype(np.uint8)  # of 1 or 16 bits per pixel, too
+        narrow = values.astype(np.uint8)  # maps may also have 1 or 16 bits per pixel
         labels = self._values.table.take(narrow)
         wrong = (labels < 0) | (narrow != values)
         if wrong.any():
@@ -194,12 +194,12 @@ class LabelledFolder(LabelledFiles):
     """Images in one folder, label maps in another, paired by their path without extension.
 
     `images_dir` is any folder for `open_images`; for `a/b.jpg`, `labels_dir` must contain `a/b.png`, a grey or
-    palette PNG whose values are class indices, 255 for pixels without class. Label maps without an image are
-    ignored. `classes` are the names of the classes or a text file with one name per line; if None, they are
+    palette PNG whose values are class indices, 255 for ignored pixels. Label maps without an image are
+    skipped. `classes` are the names of the classes or a text file with one name per line; if None, classes are
     numbered up to the highest label, which requires reading all label maps when `classes` is first used. Their
     colours are those of `colour_map`.
 
-    Raises MissingData if a folder or a label map does not exist, DataError if there is no image, if two images
+    Raises MissingData if a folder or a label map does not exist; DataError if there are no images, if two images
     share a label map, or if the classes are not 1 to 255 different names.
 
     >>> val = LabelledFolder("camvid/images/val", "camvid/labels/val", "camvid/classes.txt")  # doctest: +SKIP
@@ -228,11 +228,11 @@ class LabelledFolder(LabelledFiles):
 
 
 class LabelledSubset:
-    """Some of the images of a set, in the given order.
+    """A subset of labelled images, in the given order.
 
     Args:
-        images: the set; `ignore_index` is 255 and `palette` that of `colour_map` if it has none.
-        indices: of the images to use.
+        images: the labelled images; `ignore_index` defaults to 255 and `palette` to `colour_map`.
+        indices: indices of the images to use.
 
     Raises:
         IndexError: an index does not exist.
@@ -252,22 +252,22 @@ class LabelledSubset:
         return len(self.indices)
 
     def name(self, index: int) -> str:
-        """The image's name in the set."""
+        """Return the name of an image."""
         return self.images.name(self.indices[index])
 
     def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
-        """One image, as the set returns it."""
+        """Load an image as RGB."""
         return self.images.load(self.indices[index])
 
     def labels(self, index: int) -> UInt8[Tensor, "h w"]:
-        """The class of each pixel, as the set returns it."""
+        """Return the class of each pixel."""
         return self.images.labels(self.indices[index])
 
 
 def by_stem(names: Iterable[str], endings: Sequence[str]) -> dict[str, str]:
-    """Names by their part before the ending, in their order; names with other endings are left out.
+    """Map the part of each name before its ending to the name; names with other endings are skipped.
 
-    Endings are case-insensitive. Raises DataError if two names share a stem.
+    The order is kept, and endings are case-insensitive. Raises DataError if two names share a stem.
 
     >>> by_stem(["b/1.jpg", "b/2.JPG", "b/3.txt"], [".jpg", ".png"])
     {'b/1': 'b/1.jpg', 'b/2': 'b/2.JPG'}
@@ -286,14 +286,14 @@ def by_stem(names: Iterable[str], endings: Sequence[str]) -> dict[str, str]:
 
 
 def missing_labels(image: str, labels: Path) -> MissingData:
-    """The error for an image without a label map."""
+    """Return the error for an image without a label map."""
     return MissingData(f"the image {image} has no labels: there is no {labels.name} in {labels.parent}")
 
 
 def class_names(classes: Sequence[str] | str | os.PathLike[str]) -> list[str]:
-    """The names of the classes, given directly or in a text file with one name per line.
+    """Return class names, given directly or in a text file with one name per line.
 
-    Raises MissingData if the file does not exist, DataError if they are not 1 to 255 different names.
+    Raises MissingData if the file does not exist, DataError if there are not 1 to 255 different names.
     """
     if isinstance(classes, str | os.PathLike):
         path = Path(classes).expanduser()

@@ -1,4 +1,4 @@
-"""Standard segmentation sets: classes, splits, and published layouts; does not import torch."""
+"""Standard segmentation sets: classes, splits and published layouts. Does not import torch."""
 
 import difflib
 import json
@@ -24,8 +24,8 @@ class Layout:
         labels: candidate folders of the label maps.
         splits: folder name of each split in this layout.
         image_endings: endings of image names, after the stem that their label maps share.
-        label_maps: endings of label maps after that stem, and whether their values are the published ones instead of
-            class indices. The ending with the most maps is used.
+        label_maps: maps endings of label maps after that stem to whether their values are the published ones instead
+            of class indices. The ending with the most maps is used.
         lists: candidate text files that list the split's images; if empty, all images are used.
         original_labels: a folder whose label maps take precedence over those in `labels`.
         class_file: an optional file that must list the same classes in the same order.
@@ -41,7 +41,7 @@ class Layout:
     class_file: str | None = None
 
     def paths(self, templates: Iterable[str], split: str) -> list[str]:
-        """Paths of a split below the root."""
+        """Return the paths of a split below the root."""
         return [template.format(split=self.splits[split]) for template in templates]
 
     def describe(self, split: str) -> str:
@@ -64,16 +64,16 @@ class SegmentationSet:
     """A segmentation set: its classes, splits and layouts.
 
     Attributes:
-        name: its name in `open_segmentation` and on the command line.
-        title: its name in papers.
+        name: name of the set in `open_segmentation` and on the command line.
+        title: name of the set in papers.
         sizes: number of images of each split; empty for `folder`, whose splits are the existing folders.
-        layouts: its possible layouts on disk.
-        class_list: the file in `classes/` with its classes, their values and colours; None for `folder`, whose classes
-            come with the data.
+        layouts: possible layouts on disk.
+        class_list: file in `classes/` with the classes, their values and colours; None for `folder`, whose classes
+            are part of the data.
         without: classes of that file that are ignored.
         folders: usual paths of the root below a given parent folder.
         memory_splits: candidate splits for the memory of retrieval; the first that exists is used.
-        scale: long and short side to which MMSegmentation's configurations resize its images; None for their own
+        scale: long and short side to which MMSegmentation's configurations resize the images; None for their own
             size.
     """
 
@@ -105,7 +105,7 @@ class SegmentationSet:
 
     @property
     def palette(self) -> "list[Colour]":
-        """The colour of each class: the set's own, or those of `colour_map`, whose black is for a background."""
+        """The colour of each class: the set's own, or those of `colour_map` (black only for a background)."""
         if all("colour" in entry for entry in self._entries):
             return [tuple(entry["colour"]) for entry in self._entries]
         from cribo.data.segmentation import colour_map
@@ -125,7 +125,7 @@ class SegmentationSet:
         )
 
     def layouts_of(self, split: str) -> list[Layout]:
-        """The possible layouts of a split.
+        """Return the possible layouts of a split.
 
         Raises:
             DataError: unknown split.
@@ -149,8 +149,8 @@ _VOC_AUGMENTED = Layout(
     images=("JPEGImages",),
     labels=("SegmentationClassAug",),
     lists=("ImageSets/Segmentation/trainaug.txt", "ImageSets/Segmentation/train_aug.txt"),
-    # Copies of SegmentationClassAug differ: for VOC's own images, some have VOC's own maps, some the coarser ones of
-    # SBD, and some lack maps. With VOC's maps first, all copies give the same labels.
+    # Copies of SegmentationClassAug differ: for the images of VOC, some contain VOC's maps, some the coarser maps of
+    # SBD, and some no maps. With precedence for VOC's maps, all copies give the same labels.
     original_labels="SegmentationClass",
 )
 _PASCAL_CONTEXT = Layout(
@@ -269,11 +269,11 @@ def segmentation_set(name: str) -> SegmentationSet:
         DataError: unknown set.
     """
     if name not in SEGMENTATION_SETS:
-        raise DataError(f"there is no segmentation set {name!r}; {_nearest(name, SEGMENTATION_SETS)}")
+        raise DataError(f"unknown segmentation set {name!r}; {_nearest(name, SEGMENTATION_SETS)}")
     return SEGMENTATION_SETS[name]
 
 
 def _nearest(name: str, names: Collection[str]) -> str:
     nearest = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
-    there = f"there are {', '.join(names)}"
-    return f"did you mean {nearest[0]!r}? ({there})" if nearest else there
+    available = f"available: {', '.join(names)}"
+    return f"did you mean {nearest[0]!r}? ({available})" if nearest else available

@@ -1,4 +1,4 @@
-"""Write image files to tar shards in WebDataset's layout, as `cribo shard` does."""
+"""Writing of image files to tar shards in WebDataset's layout, for `cribo shard`."""
 
 import csv
 import io
@@ -31,13 +31,13 @@ SKIPPED = "skipped.csv"
 
 JPEG_QUALITY = 95
 
-_WRITING_ORDER = 4  # key of the draw of the order
-_AHEAD = 16  # images that each thread reads ahead of writing
+_WRITING_ORDER = 4  # key of the random order
+_AHEAD = 16  # images read ahead per thread
 _MIN_SHARD_BYTES = 4096
 
 
 class TooManySkipped(Stopped):
-    """More images than allowed could not be read."""
+    """More images than allowed are unreadable."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class WrittenShards:
     """The result of `write_shards`.
 
     Attributes:
-        folder: of the shards.
-        shards: number of them.
-        images: number of images in them.
+        folder: folder of the shards.
+        shards: number of shards.
+        images: number of images in the shards.
         size_bytes: total size of all shards.
         skipped: name and reason of each skipped image.
     """
@@ -69,23 +69,23 @@ def write_shards(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> WrittenShards:
-    """Write image files to tar shards, with their index.
+    """Write image files to tar shards with an index.
 
-    The images are shuffled, in the same order each time, so that each shard is a sample of the collection. Readable
-    files are copied unchanged; with `size`, those whose shorter side is longer become upright JPEGs of that side.
-    `out` is created only when complete.
+    The images are shuffled with a fixed seed, so that each shard is a random sample of the collection. Readable files
+    are copied unchanged; with `size`, images with a longer shorter side are converted to upright JPEGs of that shorter
+    side. `out` is created only when complete.
 
     Args:
         source: the image files.
         out: folder to create.
-        size: maximum of the shorter side in pixels; files are copied unchanged when not given.
-        shard_bytes: approximate size of a shard: its last image may exceed it.
+        size: maximum of the shorter side in pixels; by default, files are copied unchanged.
+        shard_bytes: approximate size of a shard; the last image may exceed it.
         max_unreadable: fraction of the images that may be unreadable; these are skipped and listed in `SKIPPED`.
-        threads: number of threads that read and decode; one per core when not given.
-        progress: called with the phase, the number of images done and their total.
+        threads: number of threads that read and decode; by default, one per core.
+        progress: called with the phase, the number of processed images and their total.
 
     Raises:
-        FolderError: `out` exists, or its folder cannot be written to.
+        FolderError: `out` exists, or its parent folder is not writable.
         DataError: a value is out of range, or no image can be read.
         TooManySkipped: more images than allowed are unreadable; nothing is left on disk.
 
@@ -94,7 +94,7 @@ def write_shards(
     _check(size, shard_bytes, max_unreadable)
     out = Path(out).expanduser()
     if out.exists() or out.is_symlink():
-        raise FolderError(f"{out} exists already: choose another folder, or remove it")
+        raise FolderError(f"{out} already exists: choose another folder, or remove it")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out.parent):
@@ -134,10 +134,10 @@ def _write_tars(members: Iterator[tuple[str, bytes]], folder: Path, shard_bytes:
     """Write members to consecutive tar files, starting a new one at `shard_bytes`."""
     for number, first in enumerate(members):
         path = folder / f"images-{number:06d}{SUFFIX}"
-        # GNU's format allows names of any length and any bytes.
+        # The GNU format allows names of any length with any bytes.
         with tarfile.open(path, "x", format=tarfile.GNU_FORMAT) as tar:
             for name, content in itertools.chain([first], members):
-                member = tarfile.TarInfo(name)  # without owner and time: the same images give the same bytes
+                member = tarfile.TarInfo(name)  # no owner or time, so that equal images give identical files
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
                 if tar.offset >= shard_bytes:
@@ -151,7 +151,7 @@ def _readable(
     skipped: list[tuple[str, str]],
     progress: Progress,
 ) -> Iterator[tuple[str, bytes]]:
-    """Member name and content of each readable image; appends the others to `skipped`."""
+    """Yield the member name and content of each readable image; append the others to `skipped`."""
     what, total = "writing shards", len(source)
     progress(what, 0, total)
     for done, (index, image) in enumerate(images, start=1):
@@ -172,7 +172,7 @@ def _readable(
 
 
 def _encoded(source: ImageFiles, size: int | None, threads: int) -> Iterator[tuple[int, Encoded | UnreadableImage]]:
-    """All images in the order of writing, read by threads, since decoders release the GIL."""
+    """Yield all images in writing order, read by threads, since decoders release the GIL."""
     order = torch.randperm(len(source), generator=keyed_generator(0, _WRITING_ORDER)).tolist()
     with ThreadPoolExecutor(threads) as pool:
         for start in range(0, len(order), _AHEAD * threads):
@@ -186,14 +186,14 @@ def _read(source: ImageFiles, index: int, size: int | None) -> Encoded | Unreada
         image = EncodedImage(path, Path(path).read_bytes())
         unchanged = image.content, posixpath.splitext(path)[1]
         if size is None:
-            read_image(image, max_pixels=source.max_pixels)  # only decoding finds all damage
+            read_image(image, max_pixels=source.max_pixels)  # only decoding detects all damage
             return unchanged
         height = width = 0
 
         def reduction(whole_height: int, whole_width: int) -> int:
             nonlocal height, width
             height, width = whole_height, whole_width
-            # Decode at no less than twice the size; the better filter below does the rest.
+            # Decode at no less than twice the size, then resize with the better filter below.
             return next((by for by in (8, 4, 2) if min(height, width) // by >= 2 * size), 1)
 
         pixels, _ = read_reduced(image, reduction, max_pixels=source.max_pixels)
@@ -205,7 +205,7 @@ def _read(source: ImageFiles, index: int, size: int | None) -> Encoded | Unreada
 
 
 def _shrunk(pixels: UInt8[Tensor, "3 h w"], height: int, width: int, size: int) -> Encoded:
-    """Encode an image of originally `height` x `width` pixels as a JPEG with a shorter side of `size`."""
+    """Encode an image, originally of `height` x `width` pixels, as a JPEG with a shorter side of `size`."""
     height, width = (max(size, round(side * size / min(height, width))) for side in (height, width))
     image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
     file = io.BytesIO()
@@ -214,15 +214,15 @@ def _shrunk(pixels: UInt8[Tensor, "3 h w"], height: int, width: int, size: int) 
 
 
 def member_name(name: str, index: int, extension: str) -> str:
-    """The name of an image file in a shard.
+    """Return the name of an image file in a shard.
 
-    This is its path below the source's folder. Dots inside the file's name become %2E, since WebDataset takes
-    everything after the first one as the extension. A path outside the folder is replaced by a number.
+    This is its path below the source folder. Dots in the file name are replaced by %2E, since WebDataset treats
+    everything after the first dot as the extension. A path outside the folder is replaced by a number.
 
     Args:
-        name: of the file in its source.
-        index: of the file in its source.
-        extension: of the written file, with the dot.
+        name: name of the image in the source.
+        index: index of the image in the source.
+        extension: extension of the written file, with the dot.
 
     >>> member_name("class.1/a.b.png", 7, ".png"), member_name("a.png", 7, ".jpg"), member_name("../a.png", 7, ".png")
     ('class.1/a%2Eb.png', 'a%2Epng.jpg', '000000007/a.png')
@@ -232,7 +232,7 @@ def member_name(name: str, index: int, extension: str) -> str:
     if own.lower() != extension.lower() and not {own.lower(), extension.lower()} <= {".jpg", ".jpeg", ".jpe", ".jfif"}:
         stem = base  # otherwise a.png and a.jpg would get the same name
     stem = stem.replace(".", "%2E")
-    # Backslashes and drives: a list may have been written on another system.
+    # A list written on Windows may contain backslashes and drives.
     parts = folder.replace("\\", "/").split("/")
     leads_elsewhere = posixpath.isabs(name) or ".." in parts or ":" in parts[0]
     kept = f"{index:09d}" if leads_elsewhere else folder

@@ -1,4 +1,4 @@
-"""Images in tar shards (WebDataset's layout, or any tar files), in a folder or in object storage."""
+"""Images in tar shards (WebDataset's layout, or any tar files), in a folder or object storage."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -31,31 +31,31 @@ WINDOW_SHARDS = 64
 """Maximum number of shards read at a time."""
 
 WINDOW_BYTES = 4 * 2**30
-"""Maximum total size of the shards read at a time, in bytes; `MIN_WINDOW_SHARDS` takes precedence."""
+"""Maximum total size in bytes of the shards read at a time; `MIN_WINDOW_SHARDS` takes precedence."""
 
 MIN_WINDOW_SHARDS = 8
-"""Minimum number of shards read at a time, however large they are."""
+"""Minimum number of shards read at a time, regardless of their size."""
 
-# Key of the draw of the order; cribo.data.samples uses 0 to 2.
+# Key of the random order; cribo.data.samples uses 0 to 2.
 _SHARD_ORDER = 3
 
 
 class ShardedImages:
-    """The images of tar shards; the order of each epoch reads few shards at a time.
+    """The images of tar shards, with an epoch order that reads few shards at a time.
 
-    Images are numbered by the names of the shards, then by position in the shard. They are read by (offset, length)
-    from files that stay open. Can be pickled, shared by threads, and used after a fork.
+    Images are ordered by shard name, then by position in the shard. They are read by (offset, length)
+    from files that stay open. Instances can be pickled, shared by threads, and used after a fork.
 
     Args:
-        store: where the shards are.
-        index: of their images; loaded or built when not given.
+        store: the shards.
+        index: index of their images; by default, it is loaded or built.
         max_pixels: as for `read_image`.
 
     Attributes:
         window: number of shards read at a time.
 
     Raises:
-        DataError: a shard is broken, or none holds an image.
+        DataError: a shard is broken, or no shard contains an image.
         ShardError: a shard cannot be read.
     """
 
@@ -66,7 +66,7 @@ class ShardedImages:
         self.index = index_of(store) if index is None else index
         self.max_pixels = max_pixels
         self.window = window_of(self.index.sizes)
-        # An evicted file is closed with its last reference: another thread may be reading it.
+        # An evicted file is closed with its last reference, since another thread may be reading it.
         self._open = lru_cache(self.window)(store.open)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -76,29 +76,29 @@ class ShardedImages:
         return len(self.index)
 
     def name(self, index: int) -> str:
-        """Shard and name inside it, with unprintable characters escaped."""
+        """Return the shard and the name inside it, with unprintable characters escaped."""
         member = self.index.members[index]
         return f"{self.index.shards[self.index.shard(index)]}/{member}"
 
     def load(self, index: int) -> UInt8[Tensor, "3 h w"]:
-        """One image, RGB, upright.
+        """Load an image as upright RGB.
 
         Raises:
-            UnreadableImage: as `read_image` does.
-            ShardError: its shard cannot be read.
+            UnreadableImage: see `read_image`.
+            ShardError: the shard cannot be read.
         """
         return read_image(self._encoded(index), max_pixels=self.max_pixels)
 
     def load_reduced(self, index: int, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "3 h w"], int]:
-        """One image at a fraction of its size where that saves work (see `read_reduced`); raises as `load` does."""
+        """Load an image at a fraction of its size if that is faster (see `read_reduced`); raises as `load` does."""
         return read_reduced(self._encoded(index), reduction, max_pixels=self.max_pixels)
 
     def epoch_order(self, seed: int, epoch: int) -> Int[Tensor, " n"]:
-        """All indices in the order of an epoch, which reads `window` shards at a time.
+        """Return all indices in the order of an epoch, which reads `window` shards at a time.
 
-        The shards are arranged in a circle in random order; whenever one joins the window, another leaves it. Each
-        image comes at a uniformly random time while its shard is in the window. At any time, including the first and
-        last steps of the epoch, all shards of the window have contributed the same share of their images on average.
+        The shards are arranged in a circle in random order; whenever one enters the window, another leaves it. Each
+        image is read at a uniformly random time while its shard is in the window. At any time, including the first and
+        last steps of the epoch, all shards of the window have contributed the same fraction of their images on average.
         If all shards fit into the window, all orders are equally likely.
         """
         generator = keyed_generator(seed, _SHARD_ORDER, epoch)
@@ -127,9 +127,9 @@ class ShardedImages:
 
 
 def window_of(sizes: Sequence[int]) -> int:
-    """How many of the shards of these sizes (bytes) are read at a time.
+    """Return the number of shards to read at a time, given their sizes in bytes.
 
-    Depends only on the collection, so that a run is the same wherever its shards are stored.
+    Depends only on the collection, so that a run does not depend on the storage of its shards.
 
     >>> window_of([64 * 2**20] * 1000), window_of([2**30] * 1000), window_of([2**20] * 3)
     (64, 8, 3)
@@ -139,7 +139,7 @@ def window_of(sizes: Sequence[int]) -> int:
 
 
 def _read_at(file: BinaryIO, offset: int, length: int) -> bytes:
-    """Read up to `length` bytes without using the file's position, which forked processes share."""
+    """Read up to `length` bytes without the file position, which forked processes share."""
     parts: list[bytes] = []
     while length > 0 and (part := os.pread(file.fileno(), length, offset)):  # may return fewer bytes
         parts.append(part)
@@ -161,12 +161,12 @@ def open_shards(
 
     Args:
         root: a folder, a .tar file, or a URL that fsspec understands, such as s3://bucket/prefix.
-        max_pixels: larger images are unreadable.
-        cache_dir: where shards from a URL are stored.
-        cache_gib: maximum size of all shards stored there, in GiB.
+        max_pixels: maximum number of pixels of an image; larger ones are unreadable.
+        cache_dir: folder for shards downloaded from a URL.
+        cache_gib: maximum total size of the shards in this folder, in GiB.
 
     Raises:
-        DataError: no shards, broken shards, or a cache too small for the shards that are read at a time.
+        DataError: no shards, broken shards, or a cache too small for the shards read at a time.
         ShardError: the storage failed repeatedly.
 
     >>> images = open_shards("s3://pictures/street", cache_gib=20)  # doctest: +SKIP
@@ -184,7 +184,7 @@ def open_shards(
 
 def _require_room(images: ShardedImages, cache: ShardCache) -> None:
     sizes = images.index.sizes
-    # The window, and the shard that joins it next.
+    # The window, and the shard that enters it next.
     needed = min(sum(sizes), (images.window + 1) * max(sizes))
     if needed > cache.limit_bytes:
         raise DataError(
@@ -194,7 +194,7 @@ def _require_room(images: ShardedImages, cache: ShardCache) -> None:
 
 
 def is_url(root: str | os.PathLike[str]) -> bool:
-    """Whether this names object storage.
+    """Whether `root` is a URL.
 
     >>> is_url("s3://bucket/prefix"), is_url("C:/images"), is_url("images")
     (True, False, False)

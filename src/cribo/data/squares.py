@@ -1,6 +1,6 @@
-"""Labelled images as squares with small label maps, as Leopart prepares them for its linear segmentation.
+"""Labelled images resized to squares with small label maps, as in Leopart's linear segmentation.
 
-Source: Ziegler and Asano 2022, whose evaluation code NeCo (Pariza et al. 2025) uses too.
+Source: Ziegler and Asano 2022; NeCo (Pariza et al. 2025) uses the same evaluation code.
 """
 
 import torch
@@ -19,7 +19,7 @@ from cribo.method.recipe import ViewRecipe
 from cribo.method.views import sample_crops
 
 _RECIPE = ViewRecipe(area=(0.8, 1.0), aspect=(3 / 4, 4 / 3), flip=0.5)
-_CROP = 0x73717561  # separates its draws from others of the same seed
+_CROP = 0x73717561  # key that separates these draws from others with the same seed
 
 
 class SquareCrops(Dataset[Crop]):
@@ -32,11 +32,11 @@ class SquareCrops(Dataset[Crop]):
         images: labelled images.
         size: side of the crops in pixels.
         mask_size: side of their label maps.
-        seed: of all draws.
+        seed: seed of all draws.
 
     Raises:
-        ValueError: a size below 1.
-        UnreadableImage, DataError: an image or label map that cannot be used.
+        ValueError: a size is below 1.
+        UnreadableImage, DataError: an image or label map is invalid.
 
     Example:
         >>> from cribo.data.scenes import Scenes
@@ -67,7 +67,7 @@ class SquareCrops(Dataset[Crop]):
 
 
 class SquareImages(Dataset[WholeImage]):
-    """Labelled images for scoring: resized to squares whatever their aspect, and their label maps likewise.
+    """Labelled images for scoring; images and label maps are resized to squares, regardless of their aspect.
 
     Args:
         images: labelled images.

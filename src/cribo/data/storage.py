@@ -1,4 +1,4 @@
-"""Where shards are stored: a folder, or object storage behind a bounded cache on this machine."""
+"""Storage of shards: a folder, or object storage with a bounded local cache."""
 
 import errno
 import hashlib
@@ -48,10 +48,10 @@ def retry(what: str, attempt: Callable[[], T]) -> T:
         except (ShardError, DataError, ImportError):
             raise
         except FileNotFoundError as error:  # permanent
-            raise ShardError(f"{what}: it does not exist (any more)") from error
-        except Exception as error:  # every storage has its own error classes
+            raise ShardError(f"{what}: file not found; it may have been removed") from error
+        except Exception as error:  # error classes depend on the storage
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise  # from the cache, not the storage
+                raise  # error of the cache, not of the storage
             message = f"{what}: {str(error) or type(error).__name__}"
             if delay is None:
                 raise ShardError(f"{message}; tried {number} times") from error
@@ -65,11 +65,11 @@ class LocalShards:
 
     Attributes:
         root: the folder.
-        names: of the shards, in order.
-        sizes: bytes of each shard.
+        names: names of the shards, in order.
+        sizes: size of each shard in bytes.
 
     Raises:
-        DataError: there is no tar file.
+        DataError: there are no tar files.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -83,7 +83,7 @@ class LocalShards:
 
     @property
     def index_folder(self) -> Path:
-        """Where a new index is written: beside the shards, or the default cache folder if they are read-only."""
+        """Folder for a new index: that of the shards, or the default cache folder if it is read-only."""
         if os.access(self.root, os.W_OK):
             return Path(self.root)
         return Path(CACHE_DIR).expanduser() / _key(os.path.realpath(self.root))
@@ -97,12 +97,12 @@ class LocalShards:
         return Path(self.root, self.names[shard]).open("rb")
 
     def read_beside(self, name: str) -> bytes:
-        """The content of another file in the folder of the shards."""
+        """Return the content of another file in the folder of the shards."""
         return Path(self.root, name).read_bytes()
 
 
 def list_tars(folder: Path) -> list[Path]:
-    """The tar files directly in a folder, without hidden ones, by name."""
+    """List the tar files directly in a folder, without hidden ones, sorted by name."""
     return sorted(path for path in folder.glob(f"*{SUFFIX}") if not path.name.startswith(".") and path.is_file())
 
 
@@ -112,11 +112,11 @@ class RemoteShards:
     Has the attributes and methods of `LocalShards`.
 
     Args:
-        url: of the folder, such as s3://bucket/prefix; keys, endpoints and similar come from the environment.
-        cache: for downloaded shards.
+        url: URL of the folder, such as s3://bucket/prefix; credentials and endpoints come from the environment.
+        cache: cache for downloaded shards.
 
     Raises:
-        DataError: there is no shard, or the URL's scheme is unknown.
+        DataError: there are no shards, or the URL's scheme is unknown.
         ImportError: the URL's scheme needs a package that is not installed.
         ShardError: the storage failed repeatedly.
     """
@@ -147,21 +147,21 @@ class RemoteShards:
         return self.cache.open(path, size, lambda part: retry(f"the shard {self.root}/{name}", lambda: fetch(part)))
 
     def stream(self, shard: int) -> BinaryIO:
-        """Open a shard for one pass over its headers, without keeping it; raises errors of the storage."""
+        """Open a shard for one pass over its headers, without caching it; raises errors of the storage."""
         return self._open(self.names[shard], block_size=2**20, cache_type="readahead")
 
     def read_beside(self, name: str) -> bytes:
-        """The content of another object below the URL; raises errors of the storage."""
+        """Return the content of another object below the URL; raises errors of the storage."""
         with self._open(name) as file:
             return file.read()
 
     def _list(self) -> dict[str, int]:
-        """Size of each shard by its name."""
+        """Return the size of each shard by name."""
         system, path = self._system()
         try:
             entries = system.ls(path, detail=True)
         except FileNotFoundError as error:
-            raise MissingData(f"there is nothing at {self.root}") from error
+            raise MissingData(f"{self.root} does not exist, or contains no files") from error
         files = {posixpath.basename(entry["name"]): entry for entry in entries if entry["type"] == "file"}
         shards = {name: file for name, file in files.items() if name.endswith(SUFFIX) and not name.startswith(".")}
         if not shards:
@@ -172,7 +172,7 @@ class RemoteShards:
         if None in sizes:  # listings over HTTP
             sizes = system.sizes([file["name"] for file in shards.values()])
         if None in sizes:
-            raise DataError(f"{self.root}: the server does not report the sizes of its files; copy them to a folder")
+            raise DataError(f"{self.root}: the server does not report file sizes; copy the shards to a folder")
         return dict(zip(shards, sizes, strict=True))
 
     def _open(self, name: str, **options: Any) -> BinaryIO:
@@ -180,7 +180,7 @@ class RemoteShards:
         return system.open(f"{path}/{name}", "rb", **options)
 
     def _system(self) -> tuple[Any, str]:
-        # fsspec caches instances per process: connections and event loops do not survive a fork.
+        # fsspec caches instances per process, since connections and event loops do not survive a fork.
         from fsspec.core import url_to_fs
 
         try:
@@ -201,13 +201,13 @@ def _key(place: str) -> str:
 class ShardCache:
     """A folder of downloaded shards, bounded in bytes and shared by the processes of a machine.
 
-    A file gets its final name when it is complete. Each shard is downloaded by one process, under a lock; its full size
-    is reserved first. The least recently used shards are evicted first; processes that have an
-    evicted shard open can still read it.
+    Each shard is downloaded by one process, under a lock, after its full size has been reserved, and renamed once
+    complete. The least recently used shards are evicted first; processes that have an evicted shard open can still
+    read it.
 
     Args:
-        folder: created when needed.
-        limit_bytes: total size of all shards; no single shard may exceed it.
+        folder: folder of the cache, created when needed.
+        limit_bytes: maximum total size of all shards; no single shard may exceed it.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, limit_bytes: int) -> None:
@@ -215,15 +215,15 @@ class ShardCache:
         self.limit_bytes = limit_bytes
 
     def open(self, path: Path, size: int, fetch: Callable[[Path], None]) -> BinaryIO:
-        """Open a shard, after downloading it if it is missing or has another size.
+        """Open a shard, downloading it if it is missing or its size differs.
 
         Args:
-            path: of the shard, in a sub-folder of the cache.
-            size: of the shard in bytes.
-            fetch: writes the shard to a given file.
+            path: path of the shard, in a sub-folder of the cache.
+            size: size of the shard in bytes.
+            fetch: writes the shard to the given file.
 
         Raises:
-            ShardError: `fetch` raised it, or the folder cannot be written to.
+            ShardError: `fetch` raised it, or the folder is not writable.
         """
         try:
             file = _open_complete(path, size)
@@ -231,7 +231,7 @@ class ShardCache:
                 return file
             path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(_lock_of(path)):
-                file = _open_complete(path, size)  # another process may have downloaded it by now
+                file = _open_complete(path, size)  # another process may have downloaded it meanwhile
                 if file is not None:
                     return file
                 part = path.with_name(f"{path.name}.part")
@@ -242,7 +242,7 @@ class ShardCache:
                     part.replace(path)
                 finally:
                     part.unlink(missing_ok=True)
-                return path.open("rb", buffering=0)  # still locked, so that it is not evicted before
+                return path.open("rb", buffering=0)  # under the lock, so that it cannot be evicted first
         except OSError as error:
             raise ShardError(
                 f"cannot store shards in {self.folder}: {error}; lower data.cache_gib, or choose another data.cache_dir"
@@ -257,12 +257,12 @@ class ShardCache:
                     with part.open("wb") as file:
                         file.truncate(size)
                     return
-            time.sleep(_ROOM_SECONDS)  # all other shards are being downloaded, and can be evicted afterwards
+            time.sleep(_ROOM_SECONDS)  # shards in download can be evicted afterwards
 
     def _evict(self, size: int) -> bool:
-        """Remove least recently used shards until `size` more bytes fit; False if they do not fit now."""
+        """Remove least recently used shards until `size` more bytes fit; return whether they fit."""
         found: list[tuple[float, int, Path]] = []
-        # In this order, a shard completed in between is counted twice rather than never.
+        # In this order, a shard completed meanwhile is counted twice, not missed.
         for pattern in ("*/*.part", f"*/*{SUFFIX}"):
             for path in self.folder.glob(pattern):
                 with suppress(FileNotFoundError):
@@ -280,7 +280,7 @@ class ShardCache:
 
 
 def _lock_of(path: Path) -> Path:
-    """The lock of a complete or partial shard."""
+    """Return the path of the lock of a complete or partial shard."""
     return path.with_name(f"{path.name.removesuffix('.part')}.lock")
 
 
@@ -293,5 +293,5 @@ def _open_complete(path: Path, size: int) -> BinaryIO | None:
         file.close()
         return None
     with suppress(OSError):
-        os.utime(path)  # mark it as used; access times are often disabled
+        os.utime(path)  # mark as used, since access times are often disabled
     return file

@@ -1,4 +1,4 @@
-"""Index of the images in tar shards: built in one pass over the headers, stored in a file."""
+"""Index of the images in tar shards, built in one pass over the headers and stored in a file."""
 
 import errno
 import io
@@ -23,10 +23,10 @@ from cribo.files import write_whole
 log = logging.getLogger("cribo")
 
 INDEX = "cribo-index.npz"
-"""Name of the index file, beside the shards."""
+"""Name of the index file in the folder of the shards."""
 
 HEADER = 512
-"""Bytes of the header right before a member's content."""
+"""Size in bytes of the header that precedes a member's content."""
 
 _READERS = 8  # shards scanned in parallel, since object storage has a high latency
 _LOG_SECONDS = 30.0
@@ -34,17 +34,17 @@ _LOG_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """The images of a collection of shards, shard by shard, each in the order of the file.
+    """The images of a collection of shards, ordered by shard and by position in the shard.
 
-    Flat arrays without Python objects, so that forked workers keep sharing their memory.
+    Consists of flat arrays without Python objects, so that forked workers share their memory.
 
     Attributes:
-        shards: names of the files.
-        sizes: bytes of each file.
+        shards: names of the shards.
+        sizes: size of each shard in bytes.
         ends: number of images up to the end of each shard.
-        offsets: of each image's content in its file.
-        lengths: bytes of each image's content.
-        members: names inside the files, with unprintable characters escaped.
+        offsets: offset of each image's content in its shard.
+        lengths: size of each image's content in bytes.
+        members: names of the images inside the shards, with unprintable characters escaped.
     """
 
     shards: tuple[str, ...]
@@ -63,7 +63,7 @@ class ShardIndex:
         return np.diff(self.ends, prepend=0)
 
     def shard(self, image: int) -> int:
-        """Number of an image's shard."""
+        """Return the index of an image's shard."""
         return int(np.searchsorted(self.ends, image, side="right"))
 
     def write(self, path: Path) -> None:
@@ -80,14 +80,14 @@ class ShardIndex:
         }
 
         def save(part: Path) -> None:
-            with part.open("wb") as file:  # given a path, NumPy would append .npz
+            with part.open("wb") as file:  # NumPy appends .npz to a path
                 np.savez(file, allow_pickle=False, **arrays)
 
         write_whole(path, save)
 
 
 def read_index(read: Callable[[], bytes], store: ShardStore) -> ShardIndex | None:
-    """Parse the index file that `read` returns; None if it is missing, damaged, or of other shards."""
+    """Parse the index file that `read` returns; None if it is missing, damaged, or belongs to other shards."""
     try:
         with np.load(io.BytesIO(read()), allow_pickle=False) as arrays:
             index = ShardIndex(
@@ -119,7 +119,7 @@ def index_of(store: ShardStore) -> ShardIndex:
     """Load the index of a collection, or build it and store it in `store.index_folder`.
 
     Raises:
-        DataError: a shard is broken, or none holds an image.
+        DataError: a shard is broken, or no shard contains an image.
         ShardError: a shard cannot be read.
     """
     path = store.index_folder / INDEX
@@ -129,13 +129,13 @@ def index_of(store: ShardStore) -> ShardIndex:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_name(f".{INDEX}.lock")):
-            index = read_index(path.read_bytes, store)  # another process may have written it by now
+            index = read_index(path.read_bytes, store)  # another process may have written it meanwhile
             if index is None:
                 index = read_index(lambda: store.read_beside(INDEX), store) or build_index(store)
                 index.write(path)
             return index
     except OSError as error:
-        log.warning("cannot store the list of images in %s: %s; the next run will build it again", path.parent, error)
+        log.warning("cannot store the list of images in %s: %s; it will be rebuilt in the next run", path.parent, error)
         return index or build_index(store)
 
 
@@ -143,7 +143,7 @@ def build_index(store: ShardStore) -> ShardIndex:
     """Scan the headers of all shards.
 
     Raises:
-        DataError: a shard is broken, or none holds an image.
+        DataError: a shard is broken, or no shard contains an image.
         ShardError: a shard cannot be read.
     """
 
@@ -185,15 +185,15 @@ def build_index(store: ShardStore) -> ShardIndex:
 
 
 def image_members(file: BinaryIO, size: int, what: str) -> list[tuple[str, int, int]]:
-    """The images in a tar file: name with unprintable characters escaped, offset and length of the content.
+    """List the images in a tar file: name with unprintable characters escaped, offset and length of the content.
 
-    Regular members with one of `EXTENSIONS`, except hidden ones and further parts of a WebDataset sample, such as
-    `7.mask.png` beside `7.jpg`. Nothing is unpacked; names are labels and never used as paths.
+    Images are regular members with one of `EXTENSIONS`, except hidden ones and further parts of a WebDataset sample,
+    such as `7.mask.png` for `7.jpg`. Nothing is unpacked, and names are never used as paths.
 
     Args:
-        file: a tar file, not compressed.
-        size: of the file in bytes.
-        what: name of the file for errors.
+        file: an uncompressed tar file.
+        size: size of the file in bytes.
+        what: name of the file for error messages.
 
     Raises:
         DataError: the file is broken, truncated or not a tar file.
@@ -222,7 +222,7 @@ def _members(file: BinaryIO, size: int, what: str) -> Iterator[tarfile.TarInfo]:
                 if member.size < 0 or member.offset <= position or end > size:
                     raise DataError(
                         f"{what} is broken: its member {escaped(member.name)!r} ends at byte {end} of {size}; "
-                        "fetch or write it again"
+                        "download or write it again"
                     )
                 position = member.offset
                 yield member
@@ -230,19 +230,21 @@ def _members(file: BinaryIO, size: int, what: str) -> Iterator[tarfile.TarInfo]:
             # tarfile also stops silently at anything that is not a header.
             if file.read(HEADER).strip(b"\0"):
                 raise DataError(
-                    f"{what} is broken: no member begins at byte {tar.offset} of {size}; fetch or write it again"
+                    f"{what} is broken: no member starts at byte {tar.offset} of {size}; download or write it again"
                 )
     except DataError:
         raise
-    # tarfile trusts forged sizes: it seeks and allocates accordingly.
+    # tarfile does not validate sizes: it seeks and allocates accordingly.
     except (tarfile.TarError, ValueError, ArithmeticError, RecursionError, LookupError, OSError, MemoryError) as error:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
-        raise DataError(f"{what} is broken, or not an uncompressed tar file: {error}; fetch or rewrite it") from error
+        raise DataError(
+            f"{what} is broken, or not an uncompressed tar file: {error}; download or write it again"
+        ) from error
 
 
 def escaped(name: str) -> str:
-    r"""A name with escapes in place of unprintable characters.
+    r"""Return a name with unprintable characters escaped.
 
     >>> escaped("straße\n.jpg")
     'straße\\n.jpg'
@@ -253,15 +255,15 @@ def escaped(name: str) -> str:
 
 
 def content_of(block: bytes, length: int, what: str) -> bytes:
-    """The content of a member of the shard `what`, given its header and content as one block.
+    """Return the content of a member of the shard `what`, given its header and content as one block.
 
     Raises:
-        ShardError: the header is not that of a member of `length` bytes: the shard changed after it was indexed.
+        ShardError: the header does not match `length`: the shard changed after it was indexed.
     """
     try:
         header = tarfile.TarInfo.frombuf(block[:HEADER], "utf-8", "surrogateescape")
     except tarfile.HeaderError:
         header = None
     if header is None or header.size != length or len(block) != HEADER + length:
-        raise ShardError(f"{what} does not match {INDEX}, it has been changed: remove {INDEX} and start again")
+        raise ShardError(f"{what} has changed and does not match {INDEX}: remove {INDEX} and start again")
     return block[HEADER:]

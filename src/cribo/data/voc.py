@@ -21,21 +21,21 @@ def is_voc(root: str | os.PathLike[str]) -> bool:
 
 
 class VocBoxes(ImageFiles):
-    """The images of a split of Pascal VOC, with the boxes of all their objects.
+    """The images of a split of Pascal VOC, with boxes of all objects.
 
-    Boxes of difficult and truncated objects are included. VOC counts pixels from 1, and boxes include their last pixel;
-    `boxes` returns them as corners in 0 to width and 0 to height.
+    Boxes of difficult and truncated objects are included. VOC counts pixels from 1, and boxes include the last pixel;
+    `boxes` returns corners between 0 and width or height.
 
     Args:
         root: the folder with `Annotations`, `ImageSets/Main` and `JPEGImages`, such as VOCdevkit/VOC2007.
         split: name of the list in `ImageSets/Main`.
 
     Attributes:
-        classes: names of the objects, sorted.
+        classes: names of the classes, sorted.
 
     Raises:
-        MissingData: the list does not exist, or an image or annotation that it names.
-        DataError: an empty list, or an annotation that cannot be read.
+        MissingData: the list, or an image or annotation of the list, does not exist.
+        DataError: the list is empty, or an annotation is invalid.
     """
 
     def __init__(self, root: str | os.PathLike[str], split: str, *, max_pixels: int = MAX_PIXELS) -> None:
@@ -44,15 +44,15 @@ class VocBoxes(ImageFiles):
         require(listed)
         stems = [line.split()[0] for line in listed.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
         if not stems:
-            raise DataError(f"{listed} lists no image")
+            raise DataError(f"{listed} lists no images")
         images, annotations = folder / "JPEGImages", folder / "Annotations"
         for place, ending in ((images, ".jpg"), (annotations, ".xml")):
             missing = [stem for stem in stems if not (place / f"{stem}{ending}").is_file()]
             if missing:
                 raise MissingData(
                     f"{len(missing)} of the {len(stems)} images of {listed} have no {ending} file in {place}, the "
-                    f"first is {missing[0]}: complete the set, or list the images that are there in another file of "
-                    f"{listed.parent} and give its name as the split"
+                    f"first is {missing[0]}: complete the set, or list the existing images in another file in "
+                    f"{listed.parent} and use its name as the split"
                 )
         super().__init__(images, (f"{stem}.jpg" for stem in stems), max_pixels=max_pixels)
         objects = [_read_objects(annotations / f"{stem}.xml") for stem in stems]
@@ -61,11 +61,11 @@ class VocBoxes(ImageFiles):
         self._boxes = [_boxes([(places[name], corners) for name, corners in each]) for each in objects]
 
     def boxes(self, index: int) -> Boxes:
-        """The objects of one image, possibly none."""
+        """Return the objects of an image, possibly none."""
         return self._boxes[index]
 
     def subset(self, indices: Sequence[int]) -> "VocBoxes":
-        """Some of the images, in this order, with the same classes.
+        """Return a subset of the images in the given order, with the same classes.
 
         Raises:
             IndexError: an index does not exist.
@@ -77,7 +77,7 @@ class VocBoxes(ImageFiles):
 
 
 def _read_objects(path: Path) -> list[tuple[str, tuple[float, ...]]]:
-    """Name and corners of each object in an annotation."""
+    """Return the name and corners of each object in an annotation."""
     try:
         objects = []
         for entry in ET.parse(path).getroot().findall("object"):

@@ -204,7 +204,7 @@ class Comparison:
         """
         paths = [Path(folder) / name for name in (COMPARISON, "compare.md", "compare.png")]
         if existing := [path for path in paths if path.exists()]:
-            raise FolderError(f"{existing[0]} exists already: choose another folder")
+            raise FolderError(f"{existing[0]} already exists: choose another folder")
         Path(folder).mkdir(parents=True, exist_ok=True)
         write_figure(paths[2], self.figure())
         write_text(paths[1], self.markdown())

@@ -136,12 +136,12 @@ class EvaluationResult:
         """Write `results.json` atomically, and return its path.
 
         Raises:
-            FolderError: it exists already.
+            FolderError: it already exists.
             OSError: it cannot be written.
         """
         path = Path(folder) / RESULTS
         if path.exists():
-            raise FolderError(f"{path} exists already: choose another folder")
+            raise FolderError(f"{path} already exists: choose another folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, _json({"format": RESULTS_FORMAT, **vars(self)}) + "\n")
         return path

@@ -1,1 +1,1 @@
-"""A page to look at what was learned: `cribo explore`; one file per tab, free of the page's library."""
+"""The web page of `cribo explore`; the modules here do not depend on Gradio, except `page`, `server` and `tabs`."""

@@ -1,4 +1,4 @@
-"""The images of a database of objects, by number: requests never contain paths."""
+"""The images of an object database, addressed by number, so that requests never contain paths."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -19,7 +19,7 @@ class ShownObject(NamedTuple):
 
     Attributes:
         similarity: cosine similarity to the query.
-        name: of its image.
+        name: name of its image.
         object: the object.
     """
 
@@ -29,11 +29,11 @@ class ShownObject(NamedTuple):
 
 
 class Collection:
-    """Images and their objects, as of the start of the page.
+    """Images and their objects, as of the start of the server.
 
     Args:
-        database: of the objects.
-        max_pixels: larger images are not decoded.
+        database: database of the objects.
+        max_pixels: maximum number of pixels of an image; larger ones are not decoded.
 
     Raises:
         ValueError: no image in the database has an object.
@@ -45,11 +45,11 @@ class Collection:
         self._images = [image for image in database.images() if image.objects]
         if not self._images:
             raise InputError(
-                f"{database.uri} holds no objects: index images with cribo index --images DIR --db {database.uri}"
+                f"{database.uri} contains no objects: index images with cribo index --images DIR --db {database.uri}"
             )
 
     def __len__(self) -> int:
-        """Number of images."""
+        """Return the number of images."""
         return len(self._images)
 
     @cached_property
@@ -63,39 +63,39 @@ class Collection:
             Refused: the number is out of range.
         """
         if not 0 <= number < len(self):
-            raise Refused(f"The collection has images 0 to {len(self) - 1}, and no image {number}.")
+            raise Refused(f"The image must be 0 to {len(self) - 1}, got {number}.")
         return self._images[number]
 
     def name(self, number: int) -> str:
-        """Name of an image: its path in the folder of the collection."""
+        """Return the name of an image, its path in the folder of the collection."""
         return self.image(number).path
 
     def number(self, name: str) -> int | None:
-        """The number of an image by its name; None if it is not in the collection."""
+        """Return the number of an image by its name; None if it is not in the collection."""
         return self._numbers.get(name)
 
     def objects(self, number: int) -> list[ImageObject]:
-        """Objects of an image, largest first."""
+        """Return the objects of an image, largest first."""
         return self.database.objects_of(self.name(number))
 
     def load(self, number: int, longest: int) -> UInt8[Tensor, "3 h w"]:
-        """Load an image, decoded at a reduced size if that is at least as large as shown.
+        """Load an image, at a reduced size if that is at least as large as shown.
 
         Args:
-            number: of the image.
-            longest: side at which it is shown, in pixels.
+            number: number of the image.
+            longest: longer side of the shown picture in pixels.
 
         Raises:
-            Refused: it was deleted or changed since it was indexed, is outside the folder, or cannot be read.
+            Refused: the image was deleted or changed since it was indexed, is outside the folder, or cannot be read.
         """
         image = self.image(number)
         root = self.database.root.resolve()
         path = (root / image.path).resolve()
         if not path.is_relative_to(root):
             raise Refused(f"{image.path} is a link to a file outside the folder of the collection.")
-        if trouble := self._trouble(number):
-            said = "has been deleted" if trouble == "missing" else "has changed since it was indexed"
-            raise Refused(f"{image.path} {said}: update the database with cribo index.")
+        if change := self._change(number):
+            what = "has been deleted" if change == "missing" else "has changed since it was indexed"
+            raise Refused(f"{image.path} {what}: update the database with cribo index.")
 
         def reduction(height: int, width: int) -> int:
             return next((factor for factor in (8, 4, 2) if max(height, width) >= 2 * factor * longest), 1)
@@ -105,20 +105,20 @@ class Collection:
         except UnreadableImage as error:
             raise Refused(f"{image.path} cannot be read: {error.reason}.") from error
 
-    def _trouble(self, number: int) -> str:
-        """`ObjectDatabase.is_changed` of an image, which may have been indexed again since the start."""
-        trouble = self.database.is_changed(self._images[number])
-        if trouble and (row := self.database.image(self.name(number))) is not None:
-            trouble = self.database.is_changed(row)
-            if not trouble:
+    def _change(self, number: int) -> str:
+        """Return `ObjectDatabase.is_changed` of an image, which may have been indexed again since the start."""
+        change = self.database.is_changed(self._images[number])
+        if change and (row := self.database.image(self.name(number))) is not None:
+            change = self.database.is_changed(row)
+            if not change:
                 self._images[number] = row
-        return trouble
+        return change
 
     def nearest(self, vector: Float[np.ndarray, " d"], count: int, *, without: int | None) -> Sequence[ShownObject]:
         """Find the objects most similar to a vector.
 
         Args:
-            vector: of an object.
+            vector: feature of an object or patch.
             count: number of objects.
             without: number of an image to exclude.
         """

@@ -9,19 +9,19 @@ from cribo.retrieval.source import BackboneSource
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The contents that a user asks for.
+class ExploreConfig:
+    """Contents of the page of `cribo explore`.
 
     Attributes:
         run: a run folder.
-        db: a database of objects.
+        db: an object database.
         backbone: network of the features; by default that of the database or the run.
         images: folder of the images; by default that of the database or the run.
         limit: without a database, the number of images whose objects are found at start-up.
-        device: of the network; by default a GPU if there is one.
+        device: device of the network; by default a GPU if available.
 
     Raises:
-        ConfigError: nothing is given, or the limit is less than 1.
+        ConfigError: neither `run`, `db` nor `backbone` is given, or `limit` is below 1.
     """
 
     run: Path | None = None
@@ -33,7 +33,7 @@ class Asked:
 
     def __post_init__(self) -> None:
         if self.run is None and self.db is None and self.backbone is None:
-            raise ConfigError("nothing to show: give --run DIR, --db DIR or --backbone SOURCE")
+            raise ConfigError("--run DIR, --db DIR or --backbone SOURCE is required")
         if self.limit < 1:
             raise ConfigError(f"limit must be >= 1, got {self.limit}")
 
@@ -43,8 +43,8 @@ class Limits:
     """Limits of uploaded pictures.
 
     Attributes:
-        megabytes: file size.
-        megapixels: number of pixels according to the header; larger pictures are not decoded.
+        megabytes: maximum file size.
+        megapixels: maximum number of pixels according to the header; larger pictures are not decoded.
 
     Raises:
         ValueError: a limit is not positive.
@@ -60,12 +60,12 @@ class Limits:
 
     @property
     def bytes(self) -> int:
-        """File size in bytes."""
+        """Maximum file size in bytes."""
         return round(1e6 * self.megabytes)
 
     @property
     def pixels(self) -> int:
-        """Number of pixels."""
+        """Maximum number of pixels."""
         return round(1e6 * self.megapixels)
 
     def __str__(self) -> str:

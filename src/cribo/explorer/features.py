@@ -13,13 +13,13 @@ from cribo.retrieval import PCAColours
 
 
 @dataclass(frozen=True)
-class Likeness:
-    """Similarity of the patches of an image to one of them.
+class PatchSimilarity:
+    """Similarity of all patches of an image to a selected patch.
 
     Attributes:
-        picture: a heat map over the image, with the patch framed.
-        row, column: of the patch.
-        vector: features of the patch.
+        picture: heat map over the image, with a frame around the selected patch.
+        row, column: position of the selected patch.
+        vector: feature of the selected patch.
         sentence: description of the picture.
     """
 
@@ -31,20 +31,20 @@ class Likeness:
 
 
 def colour_picture(dense: Dense) -> UInt8[np.ndarray, "h w 3"]:
-    """Draw the first three principal components of an image's features as colours, enlarged."""
+    """Draw the first three principal components of an image's features as colours, at the shown size."""
     size = shown_size(*dense.size)
     colours = PCAColours([dense.tokens])(dense.tokens, size=size)
     return (255 * colours).round().byte().numpy()
 
 
 def cosines(tokens: Float[Tensor, "h w d"], row: int, column: int) -> Float[Tensor, "h w"]:
-    """Cosine similarity of every patch to one of them."""
+    """Compute the cosine similarity of every patch to the patch at (row, column)."""
     directions = F.normalize(tokens, dim=-1)
     return directions @ directions[row, column]
 
 
-def likeness(image: UInt8[Tensor, "3 h w"], dense: Dense, row: int, column: int) -> Likeness:
-    """Compare all patches of an image with one; positions outside are moved to the nearest patch."""
+def patch_similarity(image: UInt8[Tensor, "3 h w"], dense: Dense, row: int, column: int) -> PatchSimilarity:
+    """Compare all patches of an image with the patch at (row, column), which is clamped to the grid."""
     row, column = dense.clamped(row, column)
     similarity = cosines(dense.tokens, row, column)
     picture = as_shown(image)
@@ -56,4 +56,4 @@ def likeness(image: UInt8[Tensor, "3 h w"], dense: Dense, row: int, column: int)
         f"{low:.2f} (dark) to 1 (bright)."
     )
     box = box_of_patch(dense.grid, row, column, picture.shape[:2])
-    return Likeness(with_box(heat, box), row, column, dense.tokens[row, column].numpy(), sentence)
+    return PatchSimilarity(with_box(heat, box), row, column, dense.tokens[row, column].numpy(), sentence)

@@ -1,13 +1,13 @@
-"""Middleware of the page's server: who may send requests, how many bytes, and which files they may name.
+"""Security middleware of the server: checks hosts, origins, file references and sizes of requests.
 
-Gradio decides which files it serves, uvicorn adds the headers in `HEADERS`, and Starlette limits bodies of JSON. The
-rest is here, because no middleware of theirs does it:
+Gradio restricts the files that it serves, uvicorn adds the headers in `HEADERS`, and Starlette limits JSON bodies. The
+other checks are implemented here, because existing middleware does not cover them:
 
-- `TrustedHostMiddleware` cannot allow all IP addresses, by which a page in a container or behind a router is opened.
-- `CORSMiddleware` keeps other origins from reading answers, but lets their requests through.
-- Gradio fetches URLs given in place of an uploaded file, and does not limit the total of all uploads.
+- `TrustedHostMiddleware` cannot allow all IP addresses, which are needed in a container or behind a router.
+- `CORSMiddleware` prevents other origins from reading responses, but not from sending requests.
+- Gradio fetches URLs given instead of an uploaded file, and does not limit the total size of uploads.
 
-No rule depends on the names of Gradio's routes, except that only two of them accept bodies other than JSON.
+The checks do not depend on Gradio's route names, except that only two routes accept bodies other than JSON.
 """
 
 import ipaddress
@@ -31,10 +31,10 @@ from cribo.explorer.uploads import Uploads
 _UPLOAD = "/gradio_api/upload"
 _LOGIN = "/login"
 _JSON_BYTES = 2**20
-_FORM_BYTES = 2**16  # of a form, apart from the file in it
+_FORM_BYTES = 2**16  # of a form, without its file
 
-# Plots and the painting field compile code, and the page starts with inline scripts, hence `unsafe-*`. Nothing is
-# loaded from, or sent to, other servers.
+# `unsafe-*`, because plots and the image editor compile code, and the page has inline scripts. No other servers are
+# allowed.
 _POLICY = "; ".join(
     (
         "default-src 'self'",
@@ -68,14 +68,14 @@ class _Denied(Exception):
 
 
 class Guard:
-    """ASGI middleware that lets only requests of the page itself through, with bodies within limits.
+    """ASGI middleware that rejects requests from other origins and oversized bodies.
 
     Args:
-        app: the application behind it.
-        uploads: the folder of uploaded files and the limits of each.
-        folder_bytes: limit of all uploaded files together.
-        hosts: host names of the server. IP addresses are always allowed; other names are refused, because their owner
-            can point them at this server and have a browser treat it as theirs (DNS rebinding).
+        app: the wrapped application.
+        uploads: folder and limits of uploaded files.
+        folder_bytes: maximum total size of uploaded files.
+        hosts: host names of the server. IP addresses are always allowed; other names are rejected to prevent DNS
+            rebinding.
     """
 
     def __init__(self, app: ASGIApp, *, uploads: Uploads, folder_bytes: int, hosts: frozenset[str]) -> None:
@@ -102,7 +102,7 @@ class Guard:
             else:
                 await self._json(scope, receive, send)
         except _Denied as error:
-            # The body may be unread, so the connection cannot be reused.
+            # Part of the body may be unread, so the connection cannot be reused.
             response = PlainTextResponse(f"{error}\n", error.status, headers={"connection": "close"})
             await response(scope, receive, send)
 
@@ -117,23 +117,23 @@ class Guard:
                 "it with --host NAME.",
             )
         origin = headers.get("origin")
-        # Links on sandboxed pages have the origin "null". They may open the page, but cannot read it.
+        # Links on sandboxed pages have the origin "null". They can open the page, but not read it.
         opens_page = origin == "null" and scope["method"] in ("GET", "HEAD") and scope["path"] == "/"
         if origin is not None and not opens_page and not _same_origin(origin, host):
-            raise _Denied(HTTPStatus.FORBIDDEN, f"Requests from pages of other origins are refused: {origin!r}.")
+            raise _Denied(HTTPStatus.FORBIDDEN, f"Requests from other origins are refused: {origin!r}.")
         if scope["method"] == "POST" and headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
-            raise _Denied(HTTPStatus.FORBIDDEN, "Requests from pages of other origins are refused.")
+            raise _Denied(HTTPStatus.FORBIDDEN, "Requests from other origins are refused.")
         if re.search("https?:/", scope["path"], re.IGNORECASE):
-            raise _Denied(HTTPStatus.FORBIDDEN, "This server fetches nothing from other servers.")
+            raise _Denied(HTTPStatus.FORBIDDEN, "URLs of other servers are refused.")
 
     async def _with_own_files(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on a body of JSON that names no files but uploaded ones."""
+        """Forward a JSON body after checking that it refers only to uploaded files."""
         body = await Request(scope, receive).body()
         try:
             if body:
                 value = json.loads(body)
                 self._require_own_files(value)
-                body = json.dumps(value).encode()  # what was checked, however Gradio parses it
+                body = json.dumps(value).encode()  # so that Gradio parses exactly the checked value
         except (ValueError, RecursionError) as error:
             raise _Denied(HTTPStatus.BAD_REQUEST, "Invalid request: the body must be JSON.") from error
         pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -144,10 +144,10 @@ class Guard:
         await self._app(scope, replay, send)
 
     def _require_own_files(self, value: Any) -> None:
-        # Gradio would fetch URLs, and copy files, given in place of an uploaded file.
+        # Gradio would fetch URLs, and copy local files, given instead of an uploaded file.
         if isinstance(value, dict):
             if isinstance(path := value.get("path"), str) and path and not self._uploads.holds(path):
-                raise _Denied(HTTPStatus.FORBIDDEN, "Only files that were uploaded to this page can be used.")
+                raise _Denied(HTTPStatus.FORBIDDEN, "Only files uploaded to this page can be used.")
             for part in value.values():
                 self._require_own_files(part)
         elif isinstance(value, list):
@@ -156,9 +156,9 @@ class Guard:
 
 
 class _UploadQuota:
-    """Counts the bytes of uploads as they arrive, and stops an upload at its own limit or at that of the folder.
+    """ASGI middleware that counts the bytes of uploads and stops them at the limit of a file or of the folder.
 
-    It stops by `MultiPartException`, the one exception after which Gradio removes the part that it has written.
+    It raises `MultiPartException`, the only exception after which Gradio removes a partial file.
     """
 
     def __init__(self, app: ASGIApp, uploads: Uploads, folder_bytes: int) -> None:
@@ -166,13 +166,13 @@ class _UploadQuota:
         self._uploads = uploads
         self._folder_bytes = folder_bytes
         self._unfinished = 0
-        self._total = 0  # bytes of the folder when last measured, plus all that arrived since
+        self._total = 0  # bytes in the folder at the last measurement, plus those received since
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one upload."""
-        # Unfinished uploads may be in the folder already: counting them twice is safe, missing them is not.
+        # Unfinished uploads may already be in the folder; counting them twice is safe.
         self._total = _size_of(self._uploads.folder) + self._unfinished
-        # Content-Length may be missing or wrong. It only serves to refuse before anything is written.
+        # Content-Length may be missing or wrong; it only allows rejecting uploads before writing.
         announced = Headers(scope=scope).get("content-length", "")
         size = int(announced) if announced.isdecimal() else 0
         self._require_room(size, self._total + size)
@@ -200,19 +200,19 @@ class _UploadQuota:
             self._unfinished -= arrived
 
     def _require_room(self, size: int, total: int) -> None:
-        """Refuse an upload of `size` bytes, with which there would be `total` bytes of uploads."""
+        """Reject an upload of `size` bytes, which would increase the size of all uploads to `total` bytes."""
         limits = self._uploads.limits
         if size > limits.bytes + _FORM_BYTES:
             raise _Denied(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"The upload has {size / 1e6:.1f} MB and {limits.megabytes:g} MB are allowed: make the picture "
-                "smaller, or start the page with a larger --max_megabytes.",
+                f"The upload has {size / 1e6:.1f} MB, but at most {limits.megabytes:g} MB are allowed: make the "
+                "picture smaller, or start the page with a larger --max_megabytes.",
             )
         if total > self._folder_bytes:
             raise _Denied(
                 HTTPStatus.INSUFFICIENT_STORAGE,
-                f"All uploads together may have {self._folder_bytes / 1e6:.0f} MB, and are kept for an hour: try again "
-                "later.",
+                f"The uploads exceed {self._folder_bytes / 1e6:.0f} MB in total; they are deleted after an hour: try "
+                "again later.",
             )
 
 
@@ -225,7 +225,7 @@ def _is_ip_address(name: str) -> bool:
 
 
 def _same_origin(origin: str, host: str) -> bool:
-    """Whether a page was loaded from the host and port of the request; the scheme's default port may be omitted."""
+    """Whether an origin has the host and port of the request; the scheme's default port may be omitted."""
     try:
         page = urlsplit(origin.lower())
         server = urlsplit(f"{page.scheme}://{host}")

@@ -1,4 +1,4 @@
-"""One network for all visitors of the page, with a lock and a cache of features."""
+"""The network shared by all visitors of the page, with a lock and a feature cache."""
 
 import dataclasses
 import hashlib
@@ -16,10 +16,10 @@ from cribo.retrieval.patches import resize_image
 
 @dataclass(frozen=True)
 class Dense:
-    """The features of one image.
+    """The dense features of an image.
 
     Attributes:
-        tokens: (h, w, D) of the patches, on the host.
+        tokens: (h, w, D) patch features, on the host.
         size: (height, width) of the image in pixels.
     """
 
@@ -28,36 +28,36 @@ class Dense:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Patches (down, across)."""
+        """Rows and columns of patches."""
         return self.tokens.shape[0], self.tokens.shape[1]
 
     def patch_at(self, x: float, y: float) -> tuple[int, int]:
-        """(row, column) of the patch at a point of the image, or the nearest one for points outside."""
+        """Return (row, column) of the patch nearest to a point (x, y), in pixels of the image."""
         row = int(y * self.grid[0] / self.size[0])
         column = int(x * self.grid[1] / self.size[1])
         return self.clamped(row, column)
 
     def clamped(self, row: int, column: int) -> tuple[int, int]:
-        """(row, column), moved into the grid."""
+        """Return (row, column), clamped to the grid."""
         return min(max(row, 0), self.grid[0] - 1), min(max(column, 0), self.grid[1] - 1)
 
 
 class SharedEncoder:
-    """One network for many visitors at once.
+    """A network shared by concurrent visitors.
 
-    It processes one request at a time. Features of recent images are cached, because visitors send several requests for
-    one image.
+    Requests are processed one at a time. Features of recent images are cached, since visitors usually send several
+    requests for the same image.
 
     Args:
-        encoder: of patches.
-        device: of the network.
+        encoder: patch encoder.
+        device: device of the network.
         probed: the same network with the features of all blocks that segmentation may use; `encoder` by default.
-        max_patches: limit per image; larger images are reduced.
-        cache_bytes: size of the cache.
+        max_patches: maximum number of patches per image; larger images are reduced.
+        cache_bytes: maximum size of the cache in bytes.
 
     Attributes:
-        encoder: the encoder behind the lock and the cache.
-        probed: `probed` behind the same lock and cache.
+        encoder: `encoder`, protected by the lock and with the cache.
+        probed: `probed`, with the same lock and cache.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class SharedEncoder:
 
     @property
     def kept_bytes(self) -> int:
-        """Size of the cached features."""
+        """Size of the cached features in bytes."""
         return sum(features.nbytes for features in self._kept.values())
 
     @torch.no_grad()
@@ -98,7 +98,7 @@ class SharedEncoder:
 
     def _shared(self, encoder: PatchEncoder) -> PatchEncoder:
         def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b n d"]:
-            if len(images) > 1:  # the images of a collection, each of which is encoded once
+            if len(images) > 1:  # batches of a collection, whose images are encoded only once
                 with self._lock:
                     return encoder.encode(images)
             about = f"{encoder.blocks} {tuple(images.shape)}".encode()

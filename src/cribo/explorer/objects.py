@@ -1,4 +1,4 @@
-"""Search for the objects most similar to one, drawn as in the paper's matching figures."""
+"""Search for the objects most similar to a query object, drawn as in the paper's matching figures."""
 
 import hashlib
 import threading
@@ -22,7 +22,7 @@ PAGE = 24
 
 _THUMBNAIL = 192
 _MATCH = 320
-_FOUND_IMAGES = 64  # visitors' pictures whose objects are cached
+_FOUND_IMAGES = 64  # uploaded pictures whose objects are cached
 
 Captioned = tuple[UInt8[np.ndarray, "h w 3"], str]
 
@@ -32,10 +32,10 @@ class QueryImage:
     """An image with objects to search for.
 
     Attributes:
-        image: at the size at which it is shown.
+        image: the image at the shown size.
         objects: its objects, largest first.
-        number: in the collection; None for a visitor's picture.
-        name: in messages.
+        number: number in the collection; None for an uploaded picture.
+        name: name in messages.
     """
 
     image: UInt8[np.ndarray, "h w 3"]
@@ -50,14 +50,14 @@ class QueryImage:
             Refused: the image has no objects.
         """
         if not self.objects:
-            raise Refused(f"No object was found in {self.name}.")
+            raise Refused(f"No objects were found in {self.name}.")
         return self.objects[min(max(number, 0), len(self.objects) - 1)]
 
     def object_at(self, x: float, y: float) -> int:
-        """Number of the object at a point of the shown picture.
+        """Return the number of the object at a point of the shown picture.
 
         Raises:
-            Refused: there is no object.
+            Refused: there is no object at this point.
         """
         height, width = self.image.shape[:2]
         for each in self.objects:
@@ -67,11 +67,11 @@ class QueryImage:
 
 
 class ObjectFinder:
-    """Finds objects in images of the collection and in visitors' pictures, and searches for similar ones.
+    """Extracts objects of collection images and uploaded pictures, and searches for similar objects.
 
     Args:
-        collection: to search.
-        encoder: that it was indexed with.
+        collection: the collection to search.
+        encoder: the encoder with which the collection was indexed.
     """
 
     def __init__(self, collection: Collection, encoder: SharedEncoder) -> None:
@@ -86,7 +86,7 @@ class ObjectFinder:
         return -(-len(self.collection) // PAGE)
 
     def thumbnails(self, page: int) -> list[Captioned]:
-        """Thumbnails of a page; grey if an image cannot be shown."""
+        """Return the thumbnails of a page; images that cannot be read are grey."""
         first = PAGE * min(max(page, 0), self.pages - 1)
         return [self._thumbnail(number) for number in range(first, min(first + PAGE, len(self.collection)))]
 
@@ -107,7 +107,7 @@ class ObjectFinder:
         return QueryImage(image, self.collection.objects(number), number, self.collection.name(number))
 
     def of_picture(self, image: UInt8[Tensor, "3 h w"]) -> QueryImage:
-        """Return a query with a visitor's picture."""
+        """Return a query with an uploaded picture."""
         key = hashlib.sha256(str(tuple(image.shape)).encode() + image.contiguous().numpy().tobytes()).digest()
         with self._lock:
             objects = self._found.get(key)
@@ -126,8 +126,8 @@ class ObjectFinder:
         """Find and draw the objects most similar to an object of a query.
 
         Args:
-            query: the image.
-            number: of its object.
+            query: the query image.
+            number: number of the query object.
             count: number of objects to find.
         """
         return self.like(query.object(number).vector, count, without=query.number)
@@ -138,7 +138,7 @@ class ObjectFinder:
         """Find and draw the objects most similar to a vector.
 
         Args:
-            vector: of an object or a patch.
+            vector: feature of an object or patch.
             count: number of objects to find.
             without: number of an image to exclude.
         """
@@ -150,7 +150,7 @@ class ObjectFinder:
         number = self.collection.number(match.name)
         try:
             if number is None:
-                raise Refused("It was indexed after the page was started.")
+                raise Refused("indexed after the server was started.")
             picture = as_shown(self.collection.load(number, _MATCH), _MATCH)
         except Refused as error:
             return _blank(*match.object.mask.image), f"{caption} - {error}"
@@ -158,7 +158,7 @@ class ObjectFinder:
 
 
 def query_picture(query: QueryImage, number: int) -> UInt8[np.ndarray, "h w 3"]:
-    """Outline an object in the image of a query, and fade the rest."""
+    """Outline an object in a query image, and fade the other pixels."""
     inside = _mask(query.object(number).mask, query.image.shape[:2])
     return with_outline(query.image, inside, fade=0.6)
 
@@ -167,11 +167,11 @@ def query_sentence(query: QueryImage, number: int, found: Sequence[ShownObject])
     """Describe the result of a search."""
     chosen = query.object(number)
     what = (
-        f"Object {chosen.number} of {len(query.objects)} in {query.name} (counted from 0, the largest first), "
+        f"Object {chosen.number} of {len(query.objects)} in {query.name} (counted from 0, largest first), "
         f"{chosen.share:.0%} of the image."
     )
     if not found:
-        return f"{what} No match: the collection has no other image."
+        return f"{what} No matches: the collection has no other images."
     return f"{what} The nearest object is in {found[0].name}, cosine similarity {found[0].similarity:.2f}."
 
 

@@ -1,4 +1,4 @@
-"""The page: title, notes, and a tab for each kind of contents."""
+"""Layout of the page: title, notes and tabs."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from cribo.explorer.tabs.training import training_tab
 from cribo.explorer.tabs.view_pairs import view_pairs_tab
 from cribo.explorer.uploads import Uploads
 
-_KEPT_SECONDS = 3600  # for uploaded and shown pictures
+_KEPT_SECONDS = 3600  # lifetime of uploaded and shown pictures
 _CLEANED_SECONDS = 300
 _FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif")
 _MONOSPACE = ("ui-monospace", "Consolas", "monospace")
@@ -38,22 +38,22 @@ _STYLE = """
 
 
 def look() -> dict[str, Any]:
-    """Theme and style of the page; system fonts only, because nothing is downloaded."""
+    """Return the theme and style of the page, with system fonts only, since nothing is downloaded."""
     theme = themes.Default(primary_hue="indigo", font=list(_FONTS), font_mono=list(_MONOSPACE))
     return {"theme": theme, "css": _STYLE}
 
 
 def build_page(contents: Contents, uploads: Uploads) -> gr.Blocks:
-    """Build the page of some contents.
+    """Build the page.
 
     Args:
-        contents: to show.
+        contents: contents to show.
         uploads: folder and limits of uploaded pictures.
     """
     with gr.Blocks(
         title=f"{contents.title} - cribo", analytics_enabled=False, delete_cache=(_CLEANED_SECONDS, _KEPT_SECONDS)
     ) as page:
-        identity = gr.BrowserState(storage_key="cribo-visitor")  # outlasts a reload, unlike Gradio's session
+        identity = gr.BrowserState(storage_key="cribo-visitor")  # persists across reloads, unlike Gradio's session
         gr.Markdown(f"# {contents.title}")
         for note in contents.notes:
             gr.Markdown(note)

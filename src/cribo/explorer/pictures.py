@@ -1,4 +1,4 @@
-"""Pictures for the page in 8 bits: resizing, heat maps, boxes and outlines."""
+"""8-bit pictures for the page: resizing, heat maps, boxes and outlines."""
 
 import matplotlib as mpl
 import numpy as np
@@ -17,7 +17,7 @@ MARK: Colour = (255, 32, 96)
 
 
 def shown_size(height: int, width: int, longest: int = SHOWN) -> tuple[int, int]:
-    """(height, width) of an image on the page: at most `longest`, and at most four times enlarged.
+    """Return the (height, width) of an image on the page: at most `longest`, and enlarged at most four times.
 
     Example:
         >>> shown_size(1536, 3072), shown_size(32, 48)
@@ -28,7 +28,7 @@ def shown_size(height: int, width: int, longest: int = SHOWN) -> tuple[int, int]
 
 
 def as_shown(image: UInt8[Tensor, "3 h w"], longest: int = SHOWN) -> UInt8[np.ndarray, "new_h new_w 3"]:
-    """Resize an image to the size at which it is shown."""
+    """Resize an image to the shown size."""
     size = shown_size(image.shape[1], image.shape[2], longest)
     return np.ascontiguousarray(TF.resize(image, list(size), antialias=True).permute(1, 2, 0).numpy())
 
@@ -39,10 +39,10 @@ def heat_picture(
     """Draw one value per patch over a picture, from dark (low) to bright (high).
 
     Args:
-        picture: background, dimmed.
-        values: one per patch.
-        low: darkest value.
-        high: brightest value.
+        picture: background, which is dimmed.
+        values: one value per patch.
+        low: value of the darkest colour.
+        high: value of the brightest colour.
     """
     height, width = picture.shape[:2]
     smooth = F.interpolate(values[None, None].float(), size=(height, width), mode="bilinear", align_corners=False)[0, 0]
@@ -53,7 +53,7 @@ def heat_picture(
 
 
 def box_of_patch(grid: tuple[int, int], row: int, column: int, size: tuple[int, int]) -> tuple[int, int, int, int]:
-    """(left, top, right, bottom) in pixels of a patch of a picture of `size` (height, width)."""
+    """Return (left, top, right, bottom) in pixels of a patch in a picture of `size` (height, width)."""
     top, bottom = (round(edge * size[0] / grid[0]) for edge in (row, row + 1))
     left, right = (round(edge * size[1] / grid[1]) for edge in (column, column + 1))
     return left, top, max(right, left + 1), max(bottom, top + 1)
@@ -75,10 +75,10 @@ def with_outline(
     """Return a copy of a picture with an outline around a region, visible on any background.
 
     Args:
-        picture: to draw on.
+        picture: picture to copy.
         inside: pixels of the region.
-        colour: of the outline.
-        fade: how far pixels outside the region are faded to grey, from 0 to 1.
+        colour: colour of the outline.
+        fade: degree to which pixels outside the region are faded to grey, from 0 to 1.
     """
     painted = picture.astype(np.float32)
     if fade:

@@ -1,4 +1,4 @@
-"""`cribo explore`: open what is asked for, serve its page, clean up."""
+"""`cribo explore`: open the contents, serve the page, and clean up."""
 
 import signal
 import sys
@@ -11,26 +11,26 @@ from pathlib import Path
 from rich.console import Console
 
 from cribo.console import Phases, loading
-from cribo.explorer.config import Asked, Limits
+from cribo.explorer.config import ExploreConfig, Limits
 from cribo.explorer.contents import open_contents
 from cribo.explorer.server import USER, is_loopback, listening, require_gradio, serve, uploads_folder
 
 
 def explore(
-    asked: Asked, *, host: str, port: int, limits: Limits, console: Console, password: str | None = None
+    config: ExploreConfig, *, host: str, port: int, limits: Limits, console: Console, password: str | None = None
 ) -> None:
-    """Open what is asked for and serve its page until Ctrl-C.
+    """Open the contents and serve the page until Ctrl-C.
 
     Args:
-        asked: what to show.
+        config: contents of the page.
         host: name or IP address of this machine at which the page is served.
-        port: of the page; 0 for a free one.
-        limits: of uploaded pictures.
-        console: for progress and the address of the page.
-        password: of the user `cribo`; None to ask for none.
+        port: port of the page; 0 selects a free port.
+        limits: limits of uploaded pictures.
+        console: console for progress and the address of the page.
+        password: password of the user `cribo`; None disables the login.
 
     Raises:
-        ValueError: what is asked for cannot be opened, or the address cannot be used.
+        ValueError: the contents cannot be opened, or the address cannot be used.
         ImportError: Gradio is not installed.
         KeyboardInterrupt: on Ctrl-C, after the server has stopped.
     """
@@ -42,7 +42,7 @@ def explore(
         uploads_folder(limits) as uploads,
     ):
         with Phases(console) as progress:
-            contents = open_contents(asked, limits, Path(workspace), progress)
+            contents = open_contents(config, limits, Path(workspace), progress)
         with loading(console):
             from cribo.explorer.page import build_page, look
 
@@ -53,7 +53,7 @@ def explore(
             if password is not None:
                 console.print(f"Log in as {USER} with the password {password}")
             elif not is_loopback(host):
-                console.print("There is no password: everybody who can reach the port can see the images.")
+                console.print("No password is set: anyone who can reach the port can see the images.")
 
         serve(page, uploads, listener, host=host, password=password, look=look(), on_start=announce)
 

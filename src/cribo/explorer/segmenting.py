@@ -1,4 +1,4 @@
-"""Segmentation by examples that visitors paint; those of the most recent visitors are kept, within bounded memory."""
+"""Segmentation from painted examples; examples of the most recent visitors are kept, within bounded memory."""
 
 import io
 import threading
@@ -35,7 +35,7 @@ BRUSHES: dict[str, Colour] = {
 """Colours of the brushes, one per class."""
 
 _LONGEST = 768  # longer side of an example in pixels
-_PATCHES = 45  # along the shorter side
+_PATCHES = 45  # patches along the shorter side
 _MOST_EXAMPLES = 12
 _MOST_PATCHES = 30_000
 _MOST_VISITORS = 32
@@ -48,9 +48,9 @@ class SegmentedPicture:
     """A picture with its labels.
 
     Attributes:
-        overlay: the picture, tinted with the colours of its classes.
-        confidence: probability that a label is right; bright is high.
-        sentence: share of each class.
+        overlay: the picture, tinted by class.
+        confidence: probability of each predicted label; bright is high.
+        sentence: share of each class, as text.
     """
 
     overlay: UInt8[np.ndarray, "h w 3"]
@@ -63,8 +63,8 @@ class PaintedExamples:
     """The examples of a visitor.
 
     Attributes:
-        memory: of their features.
-        paintings: pictures and their classes, by a hash of the picture: a new painting replaces an earlier one.
+        memory: segmentation memory of the examples.
+        paintings: pictures and their labels, by hash of the picture, so that a new painting replaces an earlier one.
     """
 
     memory: SegmentationMemory
@@ -80,10 +80,10 @@ class PaintedExamples:
         """Add a painting.
 
         Raises:
-            Refused: there are too many examples.
+            Refused: the memory is full.
         """
         if len(self.memory) >= _MOST_EXAMPLES or self.memory.patches >= _MOST_PATCHES:
-            raise Refused(f"The memory is full ({len(self.memory)} examples): start over to add others.")
+            raise Refused(f"The memory is full ({len(self.memory)} examples): start over to add more.")
         self.memory.add(image, labels)
         self.paintings[sha256(image.numpy().tobytes()).hexdigest()] = image, labels
 
@@ -91,7 +91,7 @@ class PaintedExamples:
         """Return a zip file of all paintings in the layout that `cribo segment --examples` reads.
 
         Args:
-            names: of the classes, in the order of the brushes; empty names default to the colour.
+            names: names of the classes, in the order of the brushes; empty names default to the colour.
 
         Raises:
             Refused: there are no examples.
@@ -113,7 +113,7 @@ class Visitors:
     """Examples of the most recently active visitors.
 
     Args:
-        encoder: shared by all.
+        encoder: the shared encoder.
     """
 
     def __init__(self, encoder: SharedEncoder) -> None:
@@ -122,7 +122,7 @@ class Visitors:
         self._examples: OrderedDict[str, PaintedExamples] = OrderedDict()
 
     def __len__(self) -> int:
-        """Number of visitors with examples."""
+        """Return the number of visitors with examples."""
         return len(self._examples)
 
     def __contains__(self, visitor: str) -> bool:
@@ -130,7 +130,7 @@ class Visitors:
         return visitor in self._examples
 
     def examples(self, visitor: str) -> PaintedExamples:
-        """Return the examples of a visitor; none for a new visitor."""
+        """Return the examples of a visitor, which are empty for a new visitor."""
         with self._lock:
             examples = self._examples.get(visitor)
             if examples is None:
@@ -149,7 +149,7 @@ class Visitors:
         return sum(examples.nbytes for examples in self._examples.values())
 
     def _empty(self) -> SegmentationMemory:
-        # The default probe, without a comparison with others, which would take several seconds after each stroke.
+        # Use the default probe: comparing probes would take several seconds after each example.
         available = self.encoder.probed.blocks
         probe = default_probe(candidate_probes(available, blocks=None, whiten=None, head=None), available)
         return SegmentationMemory(
@@ -172,15 +172,15 @@ def example_of(
 ) -> tuple[UInt8[Tensor, "3 new_h new_w"], UInt8[Tensor, "new_h new_w"]]:
     """Convert a painted picture to an example: the picture and the class of each pixel, both reduced.
 
-    Painted pixels have the class of the brush nearest in colour; other pixels have none.
+    Painted pixels get the class of the brush with the nearest colour; other pixels are ignored.
 
     Args:
         image: the picture.
         layer: the painting, an image file with transparency.
-        max_pixels: larger layers are not decoded.
+        max_pixels: maximum number of pixels of the layer.
 
     Raises:
-        Refused: nothing is painted, or the layer is not an image or not of the size of the picture.
+        Refused: nothing is painted, or the layer is not an image of the size of the picture.
     """
     size = _bounded(image.shape[1], image.shape[2])
     try:
@@ -191,45 +191,45 @@ def example_of(
         raise Refused(f"The painting cannot be used: {error.reason}.") from error
     if painted_size != tuple(image.shape[1:]):
         raise Refused(
-            f"The painting has {painted_size[1]} x {painted_size[0]} pixels and its picture {image.shape[2]} x "
-            f"{image.shape[1]}: upload the picture again and repeat the painting."
+            f"The painting must have the size of its picture, {image.shape[2]} x {image.shape[1]}, got "
+            f"{painted_size[1]} x {painted_size[0]}: upload the picture again and repeat the painting."
         )
     painted = torch.from_numpy(np.array(small))
     brushes = torch.tensor(list(BRUSHES.values()))
     distances = (painted[..., None, :3].int() - brushes).abs().sum(dim=-1)
     labels = torch.where(painted[..., 3] >= 128, distances.argmin(dim=-1), _NO_CLASS).to(torch.uint8)
     if not (labels != _NO_CLASS).any():
-        raise Refused("Nothing is painted yet: choose a colour and paint over parts of each thing.")
+        raise Refused("Nothing is painted yet: choose a colour and paint over parts of each object.")
     return TF.resize(image, list(size), antialias=True), labels
 
 
 def prepare(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"]) -> UInt8[Tensor, "3 new_h new_w"]:
-    """Reduce a picture and put its features into the cache, so that later requests need not wait for the network."""
+    """Reduce a picture and cache its features for later requests."""
     small = TF.resize(image, list(_bounded(image.shape[1], image.shape[2])), antialias=True)
     memory.encode([small])
     return small
 
 
 def memory_sentence(memory: SegmentationMemory | None) -> str:
-    """Describe the contents of a memory; None for that of a new visitor."""
+    """Describe the contents of a memory; None stands for an empty one."""
     if memory is None or not len(memory):
         return "No examples yet."
     present = [name for name in memory.classes if name not in memory.absent]
-    said = f"{len(memory)} example{'s' * (len(memory) > 1)}, {memory.patches} patches: {', '.join(present)}."
+    summary = f"{len(memory)} example{'s' * (len(memory) > 1)}, {memory.patches} patches: {', '.join(present)}."
     if len(present) == 1:
-        return f"{said} Paint another class, too: with only one, all pixels get it."
-    # The halves of a single picture often have different classes: a score from them would mislead.
+        return f"{summary} Paint a second class: with a single class, all pixels are assigned to it."
+    # Halves of a single picture often have different classes, so a score from them would be misleading.
     expected = memory.fit().expected if len(memory) > 1 else None
-    return said if expected is None else f"{said} Expected mIoU on new pictures: {expected:.0%}."
+    return summary if expected is None else f"{summary} Expected mIoU on new pictures: {expected:.0%}."
 
 
 def segment(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"], names: Sequence[str]) -> SegmentedPicture:
-    """Label a picture by the examples.
+    """Segment a picture from the examples.
 
     Args:
-        memory: of the examples.
-        image: to label.
-        names: of the classes, in the order of the brushes; empty names default to the colour.
+        memory: memory of the examples.
+        image: picture to segment.
+        names: names of the classes, in the order of the brushes; empty names default to the colour.
 
     Raises:
         Refused: there are no examples.
@@ -245,15 +245,15 @@ def segment(memory: SegmentationMemory, image: UInt8[Tensor, "3 h w"], names: Se
     colours = np.array(list(BRUSHES.values()), dtype=np.float32)[labels]
     overlay = np.rint(0.45 * picture + 0.55 * colours).astype(np.uint8)
     clear = np.array(Image.fromarray((255 * found.confidence.clamp(0, 1)).byte().numpy()).resize((size[1], size[0])))
-    said = dict(zip(BRUSHES, _named(names), strict=True))
-    shares = ", ".join(f"{said[name]} {share:.0%}" for name, share in found.shares.items())
+    name_of = dict(zip(BRUSHES, _named(names), strict=True))
+    shares = ", ".join(f"{name_of[brush]} {share:.0%}" for brush, share in found.shares.items())
     return SegmentedPicture(overlay, clear[..., None].repeat(3, axis=2), f"{shares}.")
 
 
 def _named(names: Sequence[str]) -> list[str]:
-    """Return a name for each brush: the visitor's, or the colour."""
-    said = {brush: name.strip() for brush, name in zip(BRUSHES, names, strict=False)}
-    return [said.get(brush) or brush for brush in BRUSHES]
+    """Return the class name of each brush, by default its colour."""
+    given = {brush: name.strip() for brush, name in zip(BRUSHES, names, strict=False)}
+    return [given.get(brush) or brush for brush in BRUSHES]
 
 
 def _bounded(height: int, width: int) -> tuple[int, int]:

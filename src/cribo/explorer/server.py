@@ -1,4 +1,4 @@
-"""The page's server: local by default, loads nothing from other servers, stops on Ctrl-C."""
+"""The web server of the page, which is local by default and stops on Ctrl-C."""
 
 import ipaddress
 import os
@@ -26,7 +26,7 @@ USER = "cribo"
 
 
 class CannotListen(InputError):
-    """The address is in use, or does not belong to this machine."""
+    """The address is in use, invalid, or does not belong to this machine."""
 
 
 @contextmanager
@@ -35,28 +35,28 @@ def listening(host: str, port: int) -> Iterator[tuple[socket.socket, str]]:
 
     Args:
         host: name or IP address of this machine.
-        port: 0 for any free port.
+        port: port number; 0 selects a free port.
 
     Raises:
         CannotListen: the port is in use or out of range, or the host is not this machine.
     """
     if not 0 <= port <= 65535:
-        raise CannotListen(f"port must be 0 to 65535, got {port}: 0 takes a free one")
+        raise CannotListen(f"port must be 0 to 65535, got {port}: 0 selects a free port")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise CannotListen(f"unknown host {host!r} ({error.strerror}): use 127.0.0.1") from error
     with listener:
-        if os.name != "nt":  # on Windows, two servers could then share a port
+        if os.name != "nt":  # on Windows, it would allow two servers on one port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(address)
             listener.listen()
         except PermissionError as error:
-            raise CannotListen(f"port {port} is reserved for system services: use --port 0 for a free one") from error
+            raise CannotListen(f"port {port} is reserved for system services: use --port 0 for a free port") from error
         except OSError as error:
-            advice = "use another --port, or --port 0 for a free one" if port else "use --host 127.0.0.1"
+            advice = "use another --port, or --port 0 for a free port" if port else "use --host 127.0.0.1"
             raise CannotListen(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from error
         shown = "127.0.0.1" if host in _ALL_ADDRESSES else host
         yield listener, f"http://{f'[{shown}]' if ':' in shown else shown}:{listener.getsockname()[1]}"
@@ -66,7 +66,7 @@ def listening(host: str, port: int) -> Iterator[tuple[socket.socket, str]]:
 def uploads_folder(limits: Limits) -> Iterator[Uploads]:
     """Yield a temporary folder for uploads; must be entered before Gradio is imported."""
     with tempfile.TemporaryDirectory(prefix="cribo-explore-", ignore_cleanup_errors=True) as folder:
-        # The folders of which Gradio serves files, and whose names it reads when it is imported.
+        # Folders from which Gradio serves files; it reads these variables when imported.
         os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_EXAMPLES_CACHE": folder}
         os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False"}
         yield Uploads(Path(folder), limits)
@@ -76,7 +76,7 @@ def require_gradio() -> None:
     """Raise an error if Gradio is not installed.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: Gradio is not installed.
     """
     import importlib.util
 
@@ -100,10 +100,10 @@ def serve(
         page: the page.
         uploads: folder and limits of uploaded pictures.
         listener: listening socket.
-        host: host that the socket was opened for.
-        password: of `USER`; None to ask for none.
-        look: theme and style, as Gradio takes them.
-        on_start: called when the page can be opened.
+        host: host for which the socket was opened.
+        password: password of `USER`; None disables the login.
+        look: theme and style, as keyword arguments of `gradio.mount_gradio_app`.
+        on_start: called before the server starts accepting requests.
 
     Raises:
         KeyboardInterrupt: on Ctrl-C, after the server has stopped.
@@ -121,7 +121,7 @@ def serve(
         openapi_url=None,
         middleware=[
             Middleware(Guard, uploads=uploads, folder_bytes=_FOLDER_BYTES, hosts=host_names(host)),
-            Middleware(CORSMiddleware),  # allows no other origin, and keeps Gradio from allowing some
+            Middleware(CORSMiddleware),  # allows no other origins, and overrides Gradio's rules
         ],
     )
     gradio.mount_gradio_app(
@@ -141,7 +141,7 @@ def serve(
         max_file_size=uploads.limits.bytes,
         blocked_paths=[],
         auth=None if password is None else (USER, password),
-        auth_message=f"The user is {USER}. The password was printed where the page was started.",
+        auth_message=f"The user name is {USER}. The password was printed by the command that started the server.",
         **look,  # pyright: ignore[reportArgumentType]
     )
     config = uvicorn.Config(
@@ -158,7 +158,7 @@ def serve(
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a page that is served at `host`.
+    """Whether a page served at `host` is reachable from this machine only.
 
     Example:
         >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0")
@@ -171,6 +171,6 @@ def is_loopback(host: str) -> bool:
 
 
 def host_names(host: str) -> frozenset[str]:
-    """Names other than IP addresses by which a page served at `host` may be opened."""
+    """Return the host names, other than IP addresses, at which a page served at `host` may be opened."""
     own = (socket.gethostname(), socket.getfqdn()) if host in _ALL_ADDRESSES else (host,)
     return frozenset({"localhost", *(name.lower() for name in own)})

@@ -1,4 +1,4 @@
-"""Curves and numbers of a run, read from the run folder at each update."""
+"""Curves and summary of a run, read from the run folder at each update."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from cribo.pretraining.files import CONFIG, METRICS, SUMMARY
 
 _SCORE = {"dense_nn": "mIoU"}
 _PERCENT = ("bootstrapping_ratio", "dense_nn")
-_POINTS = 500  # per curve; a screen can show no more
+_POINTS = 500  # per curve, about the resolution of a screen
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RunState:
     """Current state of a run.
 
     Attributes:
-        rows: of `metrics.csv`.
+        rows: rows of `metrics.csv`.
         summary: contents of `summary.json`; None until the run is finished.
         epochs: planned number of epochs; None if the configuration cannot be read.
     """
@@ -46,13 +46,13 @@ class RunState:
 
     @property
     def curves(self) -> dict[str, dict[str, str]]:
-        """Curves that are always shown: title, columns of the metrics, and their names."""
+        """The curves that are always shown: maps titles to columns of the metrics and their display names."""
         losses = {name: name.removeprefix("loss_").replace("_", " ") for name in self._names if name[:5] == "loss_"}
         return {"Losses": losses, "Dense retrieval: mIoU [%]": _SCORE}
 
     @property
     def columns(self) -> list[str]:
-        """The columns that `curves` does not show, `bootstrapping_ratio` first."""
+        """The columns not contained in `curves`, `bootstrapping_ratio` first."""
         shown = {"step", "epoch", "seconds", *(column for names in self.curves.values() for column in names)}
         return sorted(set(self._names) - shown, key=lambda name: (name != "bootstrapping_ratio", name))
 
@@ -61,7 +61,7 @@ class RunState:
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
     def curve(self, names: dict[str, str]) -> list[Point]:
-        """Points of columns of the metrics over epochs, subsampled; shares are in percent.
+        """Return points of columns of the metrics over epochs, subsampled; ratios are in percent.
 
         Args:
             names: display name of each column.
@@ -70,7 +70,7 @@ class RunState:
         for column, name in names.items():
             scale = 100.0 if column in _PERCENT else 1.0
             found = [(row["epoch"], scale * row[column]) for row in self.rows if column in row]
-            if column.startswith("loss_"):  # 0 until the loss is switched on
+            if column.startswith("loss_"):  # 0 until the loss is enabled
                 found = [point for point in found if point[1]]
             every = max(1, -(-len(found) // _POINTS))
             kept = found[::every] if not found or found[-1] in found[::every] else [*found[::every], found[-1]]
@@ -94,7 +94,7 @@ def read_run(folder: Path) -> RunState:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
     try:
         epochs = load_config(folder / CONFIG).optim.epochs
-    except ValueError:  # written by another version, for example; show the curves anyway
+    except ValueError:  # for example of another version; the curves can still be shown
         epochs = None
     return RunState(rows, summary, epochs)
 
@@ -103,17 +103,17 @@ def require_run(folder: Path) -> None:
     """Check that a folder contains a run.
 
     Raises:
-        ValueError: it does not exist, or has no configuration.
+        ValueError: the folder does not exist, or has no configuration.
     """
     from cribo.data.images import require
 
     require(folder)
     if not (folder / CONFIG).is_file():
-        raise InputError(f"{folder} has no {CONFIG}, so it is not a run: give the folder that `cribo pretrain` printed")
+        raise InputError(f"{folder} is not a run (no {CONFIG}): use the folder printed by `cribo pretrain`")
 
 
 def summary_table(state: RunState) -> str:
-    """Summary of a run as a Markdown table."""
+    """Format the summary of a run as a Markdown table."""
     head, *lines = (f"| {name} | {value} |" for name, value in _summary(state))
     return "\n".join([head, "|:--|--:|", *lines])
 
@@ -138,7 +138,7 @@ def _summary(state: RunState) -> list[tuple[str, str]]:
         entries.append(("at the end", str((state.summary or {})["shown"]).replace("|", "/")))
     scores = [row["dense_nn"] for row in state.rows if "dense_nn" in row]
     if scores:
-        entries.append(("dense retrieval before, now", f"{100 * scores[0]:.1f} %, {100 * scores[-1]:.1f} % mIoU"))
+        entries.append(("dense retrieval at start, now", f"{100 * scores[0]:.1f} %, {100 * scores[-1]:.1f} % mIoU"))
     for warning in (state.summary or {}).get("warnings", [])[:5]:
         entries.append((f"warning at step {warning['step']}", str(warning["text"]).replace("|", "/")))
     return entries

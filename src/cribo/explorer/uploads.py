@@ -13,15 +13,15 @@ from cribo.explorer.config import Limits
 
 
 class Refused(InputError):
-    """A request is refused; the message is a sentence for the page."""
+    """A request is refused. The message is shown on the page."""
 
 
 class Uploads:
-    """Uploaded pictures, in one folder.
+    """The folder of uploaded pictures.
 
     Args:
-        folder: of the uploads; no file outside it is read on request.
-        limits: of each picture.
+        folder: folder of the uploads; requests cannot read files outside it.
+        limits: limits of a picture.
     """
 
     def __init__(self, folder: Path, limits: Limits) -> None:
@@ -39,11 +39,11 @@ class Uploads:
         """Read an uploaded picture.
 
         Args:
-            sent: as for `content`.
+            sent: see `content`.
             what: name of the picture in messages.
 
         Raises:
-            Refused: it is missing, too large, or not an image.
+            Refused: the file is missing, too large, or not an image.
         """
         content = self.content(sent, what=what)
         try:
@@ -52,8 +52,8 @@ class Uploads:
             if "max_pixels" in error.reason:
                 pixels = error.reason.partition(" pixels")[0]
                 raise Refused(
-                    f"The {what} has {pixels} pixels and {self.limits.megapixels:g} megapixels are allowed: make it "
-                    "smaller, or start the page with a larger --max_megapixels."
+                    f"The {what} has {pixels} pixels, but at most {self.limits.megapixels:g} megapixels are allowed: "
+                    "make it smaller, or start the page with a larger --max_megapixels."
                 ) from error
             raise Refused(f"The {what} cannot be used: {error.reason}.") from error
 
@@ -61,15 +61,15 @@ class Uploads:
         """Read the bytes of an uploaded file.
 
         Args:
-            sent: value of a field of the page, as the browser sent it; only its `path` is used.
+            sent: value of a field of the page as sent by the browser; only its `path` is used.
             what: name of the file in messages.
 
         Raises:
-            Refused: it is missing or too large.
+            Refused: the file is missing or too large.
         """
         path = sent.get("path") if isinstance(sent, dict) else None
         if not isinstance(path, str) or not path:
-            raise Refused(f"There is no {what} yet: drop one on the page, or choose a file.")
+            raise Refused(f"No {what} was uploaded yet: drop one on the page, or choose a file.")
         if not self.holds(path):
             raise Refused(f"This {what} was not uploaded to this page: drop the file on the page.")
         file = Path(path)
@@ -78,7 +78,7 @@ class Uploads:
         size = file.stat().st_size
         if size > self.limits.bytes:
             raise Refused(
-                f"The {what} has {size / 1e6:.1f} MB and {self.limits.megabytes:g} MB are allowed: make it smaller, or "
-                "start the page with a larger --max_megabytes."
+                f"The {what} has {size / 1e6:.1f} MB, but at most {self.limits.megabytes:g} MB are allowed: make it "
+                "smaller, or start the page with a larger --max_megabytes."
             )
         return file.read_bytes()

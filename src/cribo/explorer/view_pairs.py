@@ -1,4 +1,4 @@
-"""Pairs of views of a run's images and their joint-space clusters, as in a training step."""
+"""View pairs of a run's images and their joint-space clusters, as in a training step."""
 
 import logging
 import threading
@@ -27,11 +27,11 @@ _LONGEST = 384
 
 @dataclass(frozen=True)
 class PairPicture:
-    """One pair of views.
+    """A pair of views.
 
     Attributes:
         views: the two views.
-        clusters: the same with clusters in colour if they are in both views, and the rest in grey.
+        clusters: the two views with clusters that occur in both in colour, and other pixels in grey.
         sentence: description of the picture.
     """
 
@@ -45,9 +45,9 @@ class PairSample:
 
     Args:
         run: the run folder.
-        source: of its network, for `load_backbone`.
+        source: source of the network, for `load_backbone`.
         images: folder of the images, if not that of the run.
-        device: of the network.
+        device: device of the network.
     """
 
     def __init__(self, run: Path, source: str, images: Path | None, device: str) -> None:
@@ -92,7 +92,7 @@ def run_config(run: Path, images: Path | None) -> PretrainConfig:
     """Load the configuration of a run, optionally with another image folder.
 
     Raises:
-        Refused: it cannot be read.
+        Refused: the configuration cannot be read.
     """
     elsewhere = {} if images is None else {"data.root": str(images), "data.images": ""}
     try:
@@ -107,14 +107,14 @@ def _draw(sample: ObjectSample, number: int) -> PairPicture:
     views = [_enlarged(sample.view(number, view)) for view in (0, 1)]
     clusters = [_enlarged(sample.painted(number, view, colours)) for view in (0, 1)]
     sentence = (
-        f"Pair {number} of {len(sample.pairs)} (counted from 0): {len(colours)} objects are in both views. Each "
-        "colour is one object; grey regions are in one view only."
+        f"Pair {number} of {len(sample.pairs)} (counted from 0): {len(colours)} objects occur in both views. Each "
+        "colour is one object; grey regions occur in one view only."
     )
     return PairPicture((views[0], views[1]), (clusters[0], clusters[1]), sentence)
 
 
 def _enlarged(picture: np.ndarray) -> UInt8[np.ndarray, "h w 3"]:
-    """Enlarge a picture (H, W, 3) in 0-1 to the shown size without interpolation."""
+    """Resize a picture (H, W, 3) in 0-1 to the shown size by nearest neighbour."""
     height, width = shown_size(picture.shape[0], picture.shape[1], _LONGEST)
     rows = np.arange(height) * picture.shape[0] // height
     columns = np.arange(width) * picture.shape[1] // width

@@ -1,4 +1,4 @@
-"""A backbone for other programs: timm, transformers, ONNX, torch.export; each checked after writing."""
+"""Export of a backbone to timm, transformers, ONNX and torch.export, verified after writing."""
 
 from typing import TYPE_CHECKING
 

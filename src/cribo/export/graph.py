@@ -1,7 +1,7 @@
-"""A backbone as one graph that needs neither timm nor this package: torch.export's, and ONNX's made of it.
+"""Export of a backbone as a graph that needs neither timm nor this package: by torch.export, and from it to ONNX.
 
-Batch, height and width are free: a vision transformer's position embedding is resized in the graph, as timm does it.
-The graph takes RGB images in 0-1 and normalises them itself.
+Batch size, height and width are dynamic: the position embedding of a vision transformer is resized in the graph, as in
+timm. The inputs are RGB images in 0-1, which the graph normalises.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from torch._export.serde.serialize import SerializeError
 from torch.export import Dim, ExportedProgram
 
 from cribo.errors import InputError
-from cribo.export.options import Options
+from cribo.export.options import ExportOptions
 from cribo.export.target import Encode, Exporter, MissingExtra, Written
 from cribo.models import Backbone, describe, normalise
 
 _TORCH_FILE, _ONNX_FILE = "backbone.pt2", "backbone.onnx"
-_TRACED, _LEAST, _MOST = (5, 7), 2, 4096  # patches down and across: of the example, and of any image
+_TRACED, _LEAST, _MOST = (5, 7), 2, 4096  # rows and columns of patches: of the traced image, minimum and maximum
 
 _LOAD_TORCH = """\
 import numpy, torch
@@ -44,11 +44,11 @@ images = (pixels / 255).transpose(2, 0, 1)[None]  # RGB in 0-1
 tokens, global_token = session.run(["tokens", "global_token"], {{{{"images": images}}}})"""
 
 _METADATA = "cribo"
-_EXTERNAL_BYTES = 1_800_000_000  # a file of ONNX itself must stay below 2 GiB
+_EXTERNAL_BYTES = 1_800_000_000  # an ONNX file must stay below 2 GiB
 
 
 class _Graph(nn.Module):
-    """(B, 3, H, W) RGB images in 0-1 to tokens and global token."""
+    """Maps (B, 3, H, W) RGB images in 0-1 to tokens and global token."""
 
     def __init__(self, backbone: Backbone, layers: int) -> None:
         super().__init__()
@@ -62,10 +62,10 @@ class _Graph(nn.Module):
 
 @torch.no_grad()
 def trace(backbone: Backbone, layers: int) -> ExportedProgram:
-    """The graph of a backbone on the host, for any batch and size.
+    """Trace the graph of a backbone on the host, for any batch and image size.
 
     Raises:
-        ValueError: its Python cannot be traced.
+        ValueError: the network cannot be traced.
     """
     patch = backbone.patch_size
     rows, columns = (Dim(name, min=_LEAST, max=_MOST) for name in ("rows", "columns"))
@@ -75,7 +75,7 @@ def trace(backbone: Backbone, layers: int) -> ExportedProgram:
         with _free_sizes(backbone.model):
             graph = _Graph(backbone, layers).eval()
             return torch.export.export(graph, (torch.rand(2, 3, *size),), dynamic_shapes={"images": free})
-    except Exception as error:  # tracing has no error of its own
+    except Exception as error:  # torch.export raises various errors
         reason = str(error).partition("\n")[0]
         raise InputError(
             f"{backbone.name} cannot be traced ({type(error).__name__}: {reason}): use --to timm or --to transformers"
@@ -84,10 +84,10 @@ def trace(backbone: Backbone, layers: int) -> ExportedProgram:
 
 @contextlib.contextmanager
 def _free_sizes(model: Any) -> Iterator[None]:
-    """While it lasts, what timm computes of an image's size in Python is computed in a way that graphs can hold.
+    """Replace timm's size computations by traceable ones within this context.
 
-    timm divides sizes as floating-point numbers, which would fix the traced size in the graph (DINOv3's rotary
-    embedding), or leave a node that is not stored (padding to the same size).
+    timm divides sizes as floats, which would fix the traced size in the graph (DINOv3's rotary embedding), or add a
+    node that cannot be serialised (same padding).
     """
     rope, same_padding = getattr(model, "rope", None), padding.get_same_padding
     plain = isinstance(rope, RotaryEmbeddingDinoV3) and (rope.normalize_coords, rope.grid_indexing)
@@ -107,7 +107,7 @@ def _same_padding(x: int, kernel_size: int, stride: int, dilation: int) -> Any:
 
 
 def _rotation(rope: Any, feat_shape: Sequence[int], no_aug: bool = False) -> Float[Tensor, "n d"]:
-    """Sine and cosine of the angles at the centres of the patches, which lie in -1..1 along each side."""
+    """Return sine and cosine of the angles at the patch centres, whose coordinates range from -1 to 1."""
     axes = [2 * (torch.arange(size).float() + 0.5 + rope.grid_offset) / size - 1 for size in feat_shape]
     centres = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, 1)
     return torch.cat(rope._get_pos_embed_from_coords(centres), dim=-1)
@@ -116,13 +116,13 @@ def _rotation(rope: Any, feat_shape: Sequence[int], no_aug: bool = False) -> Flo
 # ---------------------------------------------------------------------------------------------------- torch.export
 
 
-def write_torch(backbone: Backbone, folder: Path, options: Options) -> Written:
-    """Write what `torch.export.load` loads."""
+def write_torch(backbone: Backbone, folder: Path, options: ExportOptions) -> Written:
+    """Write a file for `torch.export.load`."""
     program = trace(backbone, options.layers)
     about = {f"{_METADATA}.json": _about(backbone, options)}
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="No complete tensor found")  # of weights that lie in pieces
+            warnings.filterwarnings("ignore", message="No complete tensor found")  # for views of a larger tensor
             torch.export.save(program, folder / _TORCH_FILE, extra_files=about)
     except SerializeError as error:
         reason = str(error).partition("\n")[0]
@@ -131,7 +131,7 @@ def write_torch(backbone: Backbone, folder: Path, options: Options) -> Written:
 
 
 def load_torch(folder: Path) -> Encode:
-    """What PyTorch makes of the file."""
+    """Load the file with PyTorch."""
     module = torch.export.load(folder / _TORCH_FILE).module()
 
     @torch.no_grad()
@@ -144,12 +144,12 @@ def load_torch(folder: Path) -> Encode:
 # ------------------------------------------------------------------------------------------------------------ ONNX
 
 
-def write_onnx(backbone: Backbone, folder: Path, options: Options) -> Written:
-    """Write an ONNX file with inputs and outputs under their names, and what feeds it in its metadata."""
+def write_onnx(backbone: Backbone, folder: Path, options: ExportOptions) -> Written:
+    """Write an ONNX file with named inputs and outputs, and a description of the network in its metadata."""
     try:
         import onnx
-        import onnxruntime  # noqa: F401 (the check after writing needs it)
-        import onnxscript  # noqa: F401 (PyTorch's exporter needs it)
+        import onnxruntime  # noqa: F401 (needed by the check after writing)
+        import onnxscript  # noqa: F401 (needed by PyTorch's exporter)
     except ImportError as error:
         raise MissingExtra("onnx", error) from error
     program = trace(backbone, options.layers)
@@ -164,7 +164,7 @@ def write_onnx(backbone: Backbone, folder: Path, options: Options) -> Written:
         )
     assert exported is not None
     model: Any = exported.model_proto
-    del model.graph.value_info[:]  # they name sizes as the tracer did
+    del model.graph.value_info[:]  # which contains the tracer's names of sizes
     _name_sizes(model.graph.input[0], ("batch", None, "height", "width"))
     _name_sizes(model.graph.output[0], ("batch", "patches", None))
     _name_sizes(model.graph.output[1], ("batch", None))
@@ -176,7 +176,7 @@ def write_onnx(backbone: Backbone, folder: Path, options: Options) -> Written:
 
 
 def load_onnx(folder: Path) -> Encode:
-    """What onnxruntime makes of the file, on the host."""
+    """Load the file with onnxruntime, on the host."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(folder / _ONNX_FILE, providers=["CPUExecutionProvider"])
@@ -196,7 +196,7 @@ def _name_sizes(value: Any, names: Sequence[str | None]) -> None:
 
 @contextlib.contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-    """Exporters speak to their developers."""
+    """Suppress log messages and warnings of the exporters, which are addressed to their developers."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     try:
@@ -210,27 +210,28 @@ def _quiet(*names: str) -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _about(backbone: Backbone, options: Options) -> str:
-    """What a user of the file alone should find in it, as JSON of texts."""
-    told = {**describe(backbone), "layers": options.layers, "images": "RGB in 0-1, normalised in the graph"}
-    return json.dumps({key: value if isinstance(value, str) else json.dumps(value) for key, value in told.items()})
+def _about(backbone: Backbone, options: ExportOptions) -> str:
+    """Return the description of the network for the file's metadata, as a JSON object of strings."""
+    about = {**describe(backbone), "layers": options.layers, "images": "RGB in 0-1, normalised in the graph"}
+    return json.dumps({key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()})
 
 
 def _notes(backbone: Backbone) -> tuple[str, ...]:
     patch = backbone.patch_size
-    images = f"images are RGB in 0-1, sides are multiples of {patch}, {_LEAST * patch} pixels at least"
-    return (images,) if backbone.readout is None else (images, "the layer behind the features is part of the graph")
+    images = f"images are RGB in 0-1, with sides that are multiples of {patch} and at least {_LEAST * patch} pixels"
+    return (images,) if backbone.readout is None else (images, "the readout layer is part of the graph")
 
 
-def _refusal(backbone: Backbone, options: Options) -> str | None:
-    """Maps with attention in windows (Swin, MaxViT) are cut in Python, which ends in a graph for one size, or in none.
+def _unsupported_reason(backbone: Backbone, options: ExportOptions) -> str | None:
+    """Return an error message for networks with window attention (Swin, MaxViT).
 
-    Of networks that give maps, it is these that timm builds for a size.
+    They partition feature maps in Python, so that tracing fixes the size or fails. They are recognised as the networks
+    with feature maps that timm builds for an image size.
     """
     if "img_size" in backbone.arguments and not isinstance(backbone.model, VisionTransformer | Eva):
-        return f"{backbone.name} cuts its maps into windows, which a graph for any size cannot"
+        return f"{backbone.name} uses window attention, which cannot be traced for dynamic image sizes"
     return None
 
 
-TORCH_EXPORT = Exporter(write_torch, load_torch, _refusal)
-ONNX = Exporter(write_onnx, load_onnx, _refusal)
+TORCH_EXPORT = Exporter(write_torch, load_torch, _unsupported_reason)
+ONNX = Exporter(write_onnx, load_onnx, _unsupported_reason)

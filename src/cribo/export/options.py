@@ -1,4 +1,4 @@
-"""What can be asked of an export; free of torch."""
+"""Targets and options of an export; does not import torch."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -8,12 +8,12 @@ TARGETS: tuple[Target, ...] = get_args(Target)
 
 
 @dataclass(frozen=True)
-class Options:
-    """What can be chosen about an export.
+class ExportOptions:
+    """Options of an export.
 
     Attributes:
-        layers: how many of the last blocks give tokens, concatenated; of a graph only.
-        opset: of ONNX.
+        layers: number of last blocks whose tokens are concatenated; for `onnx` and `torch-export` only.
+        opset: version of the ONNX operator set.
     """
 
     layers: int = 1

@@ -1,4 +1,4 @@
-"""Write a backbone for another library, load it back with that library, and keep it only if the features agree."""
+"""Export of a backbone to another library, verified by loading it with that library and comparing features."""
 
 import copy
 import importlib.metadata
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cribo.data.randomness import keyed_generator
 from cribo.errors import InputError, Stopped
-from cribo.export.options import TARGETS, Options, Target
+from cribo.export.options import TARGETS, ExportOptions, Target
 from cribo.export.target import Encode, Exporter
 from cribo.files import write_json
 from cribo.folders import ResultFolder
@@ -23,7 +23,7 @@ ABOUT = "export.json"
 """The file that describes an export, in its folder."""
 
 TOLERANCE = 1e-4
-"""Of the largest absolute difference of features, relative to the largest feature."""
+"""Tolerance of the largest absolute difference of features, relative to the largest absolute feature."""
 
 _EXPORTERS: Mapping[Target, tuple[str, str]] = {
     "timm": ("timm_folder", "TIMM"),
@@ -32,27 +32,27 @@ _EXPORTERS: Mapping[Target, tuple[str, str]] = {
     "torch-export": ("graph", "TORCH_EXPORT"),
 }
 _LIBRARIES = ("cribo-ssl", "torch", "timm", "transformers", "onnx", "onnxruntime", "onnxscript")
-_OPSETS = range(18, 24)  # resizing with antialiasing begins with the first
-_IMAGES = 0x6578706F7274  # keeps the draws of the check apart from others
+_OPSETS = range(18, 24)  # the first with antialiased resizing is 18
+_IMAGES = 0x6578706F7274  # key that separates the draws of the check from others
 
 
 class DifferentFeatures(Stopped):
-    """What was written gives other features than the backbone, or cannot be loaded; it has been removed."""
+    """The features of the exported network differ from those of the backbone, or it cannot be loaded."""
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export has become.
+    """The result of an export.
 
     Attributes:
-        target: whose format it is.
-        folder: where it stands.
-        files: its files, with their sizes in bytes.
-        difference: the largest absolute difference of a feature after loading it back, relative to the largest
-            feature.
-        checked: (batch, height, width) of the images at which features were compared.
-        how_to_load: lines of Python that load it.
-        notes: what a user should know.
+        target: format of the export.
+        folder: folder of the export.
+        files: maps file names to sizes in bytes.
+        difference: largest absolute difference of the features after loading the export, relative to the largest
+            absolute feature.
+        checked: (batch, height, width) of the images used for the comparison.
+        how_to_load: Python code that loads the export.
+        notes: notes for the user.
     """
 
     target: Target
@@ -65,7 +65,7 @@ class ExportReport:
 
     @property
     def size_bytes(self) -> int:
-        """Of all files."""
+        """Total size of all files in bytes."""
         return sum(self.files.values())
 
 
@@ -79,29 +79,29 @@ def export_backbone(
     opset: int = 20,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> ExportReport:
-    """Write a backbone for another library, and check it: its features, loaded back, differ by 1e-4 at most.
+    """Export a backbone to another library, and verify that the features of the export differ by at most 1e-4.
 
-    The folder appears when it is complete and checked. It is written in float32, whatever the backbone has.
+    The folder is created once it is complete and verified. Weights are written in float32.
 
     Args:
-        backbone: on any device; it is not changed.
+        backbone: the backbone, on any device; it is not changed.
         to: `timm`: a folder for `timm.create_model("local-dir:...", pretrained=True)`.
             `transformers`: a folder for `AutoModel.from_pretrained`.
-            `onnx`: `backbone.onnx`, RGB `images` in 0-1 to `tokens` (B, N, D) and `global_token` (B, D); batch, height
-            and width are free.
+            `onnx`: `backbone.onnx`, which maps RGB `images` in 0-1 to `tokens` (B, N, D) and `global_token` (B, D);
+            batch size, height and width are dynamic.
             `torch-export`: `backbone.pt2`, the same for `torch.export.load`, without timm or this package.
         out: the folder to write.
-        overwrite: replace an export that stands there.
-        layers: how many of the last blocks give tokens, concatenated; of `onnx` and `torch-export` only.
-        opset: of ONNX, 18 or more.
-        progress: told (what is being done, how much of it is done, how much there is).
+        overwrite: replace an existing export.
+        layers: number of last blocks whose tokens are concatenated; for `onnx` and `torch-export` only.
+        opset: version of the ONNX operator set, 18 to 23.
+        progress: called with the phase, the number of processed items and their total.
 
     Raises:
-        ValueError: an unknown target, a network that it cannot hold (with the targets that can), options that do not
-            go together, weights that are not finite, or a folder that is there.
+        ValueError: the target is unknown or does not support the network (the message lists targets that do), an option
+            is invalid for the target, weights are not finite, or the folder already exists.
         ImportError: the target's library is not installed.
-        DifferentFeatures: the check failed; nothing stays.
-        OSError: writing failed; nothing stays.
+        DifferentFeatures: the verification failed; the export is removed.
+        OSError: writing failed; the export is removed.
 
     Example:
         >>> from cribo.models import build_backbone
@@ -111,7 +111,7 @@ def export_backbone(
         (['config.json', 'cribo.json', 'export.json', 'model.safetensors'], True)
     """
     out = Path(out)
-    options = Options(layers=layers, opset=opset)
+    options = ExportOptions(layers=layers, opset=opset)
     exporter = _exporter(to)
     _check(backbone, to, options)
     source = None if backbone.loaded is None else backbone.loaded.source
@@ -126,7 +126,7 @@ def export_backbone(
         try:
             difference, checked = compare_features(plain, lambda: exporter.load(folder), layers, progress)
         except DifferentFeatures as error:
-            raise DifferentFeatures(f"{to}: {error}; what was written has been removed{_others(plain, to)}") from error
+            raise DifferentFeatures(f"{to}: {error}; the export was removed{_others(plain, to)}") from error
         report = ExportReport(
             to, out, {}, difference, checked, written.how_to_load.format(folder=out.as_posix()), written.notes
         )
@@ -142,17 +142,22 @@ def export_backbone(
 def compare_features(
     backbone: Backbone, load: Callable[[], Encode], layers: int, progress: Callable[[str, int, int], None]
 ) -> tuple[float, tuple[tuple[int, int, int], ...]]:
-    """The largest difference between a backbone's features and those of what was loaded back, and at which sizes.
+    """Compute the largest relative difference between the features of a backbone and of its export.
+
+    Returns:
+        The difference, and (batch, height, width) of the images used.
 
     Raises:
-        DifferentFeatures: it cannot be loaded, gives something of another shape, or differs by more than 1e-4.
+        DifferentFeatures: the export cannot be loaded, or its features have another shape or differ by more than 1e-4.
     """
     sizes = _sizes(backbone)
     largest = 0.0
     try:
         encode = load()
-    except Exception as error:  # each library has its own for a file that it cannot read
-        raise DifferentFeatures(f"it cannot be loaded back ({type(error).__name__}: {_first_line(error)})") from error
+    except Exception as error:  # the type depends on the library
+        raise DifferentFeatures(
+            f"the export cannot be loaded ({type(error).__name__}: {_first_line(error)})"
+        ) from error
     for number, (batch, height, width) in enumerate(sizes):
         progress("comparing", number, len(sizes))
         images = torch.rand(batch, 3, height, width, generator=keyed_generator(_IMAGES, number))
@@ -161,15 +166,17 @@ def compare_features(
         try:
             tokens, global_token = encode(images)
         except Exception as error:
-            raise DifferentFeatures(f"it fails on {at} ({type(error).__name__}: {_first_line(error)})") from error
+            raise DifferentFeatures(
+                f"the export fails on {at} ({type(error).__name__}: {_first_line(error)})"
+            ) from error
         for name, own, other in (
             ("tokens", expected.tokens, tokens),
             ("global_token", expected.global_token, global_token),
         ):
             difference = _difference(own, other, f"{name} of {at}")
-            if not difference <= TOLERANCE:  # NaN is no agreement
+            if not difference <= TOLERANCE:  # also for NaN
                 raise DifferentFeatures(
-                    f"{name} of {at} differ by {difference:.1e} of the largest, and {TOLERANCE:.0e} is allowed"
+                    f"{name} of {at} must differ by at most {TOLERANCE:.0e} of the largest value, got {difference:.1e}"
                 )
             largest = max(largest, difference)
     progress("comparing", len(sizes), len(sizes))
@@ -178,12 +185,12 @@ def compare_features(
 
 def _difference(own: Tensor, other: Tensor, what: str) -> float:
     if own.shape != other.shape:
-        raise DifferentFeatures(f"{what} are {tuple(other.shape)} instead of {tuple(own.shape)}")
+        raise DifferentFeatures(f"{what} must have shape {tuple(own.shape)}, got {tuple(other.shape)}")
     return float((own - other).abs().max() / own.abs().max().clamp(min=torch.finfo(torch.float32).tiny))
 
 
 def _sizes(backbone: Backbone) -> tuple[tuple[int, int, int], ...]:
-    """Batches and sizes to compare at: the network's own, and where it takes them a wide and a tall one."""
+    """Return batch and image sizes to compare: the network's own and, if supported, a wide and a tall image."""
     own, patch = backbone.image_size, backbone.patch_size
     if not backbone.takes_any_size:
         return (1, own, own), (2, own, own)
@@ -192,41 +199,43 @@ def _sizes(backbone: Backbone) -> tuple[tuple[int, int, int], ...]:
 
 def _exporter(to: str) -> Exporter:
     if to not in TARGETS:
-        raise InputError(f"a backbone is exported to one of {', '.join(TARGETS)}, got {to!r}")
+        raise InputError(f"the export target must be one of {', '.join(TARGETS)}, got {to!r}")
     module, name = _EXPORTERS[to]
     return getattr(import_module(f"cribo.export.{module}"), name)
 
 
-def _check(backbone: Backbone, to: Target, options: Options) -> None:
+def _check(backbone: Backbone, to: Target, options: ExportOptions) -> None:
     backbone.check_layers(options.layers)
     if options.layers > 1 and to in ("timm", "transformers"):
         raise InputError(
-            f"layers={options.layers} is for onnx and torch-export: {to} gives tokens of the last block, and those of "
-            "other blocks by its own options"
+            f"layers={options.layers} is supported by onnx and torch-export only: {to} returns tokens of the last "
+            "block, and those of other blocks by its own options"
         )
     if options.opset not in _OPSETS:
         raise InputError(f"opset must be {_OPSETS[0]} to {_OPSETS[-1]}, got {options.opset}")
-    if reason := _exporter(to).refusal(backbone, options):
-        raise InputError(f"{to} cannot hold this network: {reason}{_others(backbone, to)}")
+    if reason := _exporter(to).unsupported_reason(backbone, options):
+        raise InputError(f"{to} does not support this network: {reason}{_others(backbone, to)}")
     for key, value in backbone.model.state_dict().items():
         if not value.isfinite().all():
-            raise InputError(f"the weights are damaged: {key} is not finite; nothing was written")
+            raise InputError(f"weights must be finite, got NaN or infinity in {key}; nothing was written")
 
 
 def _others(backbone: Backbone, to: Target) -> str:
-    """The targets that can hold a backbone besides one, as the end of a message."""
-    able = [name for name in TARGETS if name != to and _exporter(name).refusal(backbone, Options()) is None]
+    """Return advice to use other targets that support a backbone, as the end of a message."""
+    able = [
+        name for name in TARGETS if name != to and _exporter(name).unsupported_reason(backbone, ExportOptions()) is None
+    ]
     return f"; use --to {' or '.join(able)}" if able else ""
 
 
 def _plain(backbone: Backbone) -> Backbone:
-    """A copy to read from: on the host, in float32, in evaluation mode."""
+    """Return a copy on the host, in float32 and in evaluation mode."""
     plain = copy.deepcopy(backbone).cpu().float().eval().requires_grad_(False)
     plain.set_checkpointing("none")
     return plain
 
 
-def _describe(report: ExportReport, backbone: Backbone, options: Options) -> dict[str, Any]:
+def _describe(report: ExportReport, backbone: Backbone, options: ExportOptions) -> dict[str, Any]:
     versions = {}
     for library in _LIBRARIES:
         try:

@@ -1,4 +1,4 @@
-"""What each target of an export gives: how it is written, how it is loaded back, how a user loads it."""
+"""Interface of export targets: writing, loading, and instructions for the user."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,20 +8,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cribo.errors import MissingPackage
-from cribo.export.options import Options
+from cribo.export.options import ExportOptions
 from cribo.models import Backbone
 
 Encode = Callable[[Float[Tensor, "b 3 h w"]], tuple[Float[Tensor, "b n d"], Float[Tensor, "b d"]]]
-"""Tokens and global token of RGB images in 0-1, by the target's library alone."""
+"""Computes tokens and global token of RGB images in 0-1 with the target's library only."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What has been written into a folder.
+    """The result of writing an export.
 
     Attributes:
-        how_to_load: lines of Python that load it; `{folder}` stands for the folder.
-        notes: what a user should know.
+        how_to_load: Python code that loads the export, with the placeholder `{folder}`.
+        notes: notes for the user.
     """
 
     how_to_load: str
@@ -30,21 +30,21 @@ class Written:
 
 @dataclass(frozen=True)
 class Exporter:
-    """One target.
+    """An export target.
 
     Attributes:
-        write: writes a backbone, on the host and in float32, into an empty folder.
-        load: loads it back from the folder alone.
-        refusal: why a backbone cannot be held; None where it can.
+        write: writes a float32 backbone on the host to an empty folder.
+        load: loads an export from its folder.
+        unsupported_reason: returns the reason if a backbone is not supported, otherwise None.
     """
 
-    write: Callable[[Backbone, Path, Options], Written]
+    write: Callable[[Backbone, Path, ExportOptions], Written]
     load: Callable[[Path], Encode]
-    refusal: Callable[[Backbone, Options], str | None]
+    unsupported_reason: Callable[[Backbone, ExportOptions], str | None]
 
 
 class MissingExtra(MissingPackage):
-    """A library of the extra `export` is not installed."""
+    """A package of the extra `export` is not installed."""
 
     def __init__(self, target: str, error: ImportError) -> None:
         super().__init__(f'--to {target} needs {error.name}: pip install "cribo-ssl[export]"')

@@ -1,4 +1,4 @@
-"""A folder as on the Hugging Face hub that timm loads: the network's own weights, and what builds and feeds it."""
+"""Export to timm: a folder with weights and configuration in the layout of the Hugging Face hub."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -11,7 +11,7 @@ from jaxtyping import Float
 from timm.data.config import resolve_data_config
 from torch import Tensor, nn
 
-from cribo.export.options import Options
+from cribo.export.options import ExportOptions
 from cribo.export.target import Encode, Exporter, Written
 from cribo.files import write_json
 from cribo.models import Backbone, normalise
@@ -25,10 +25,10 @@ transform = timm.data.create_transform(**timm.data.resolve_data_config({{}}, mod
 """
 _TOKENS = "tokens = model.forward_features(transform(picture)[None])[:, {prefix}:]"
 _MAP = "feature_map = model.forward_features(transform(picture)[None])"
-_READOUT = "the layer behind the features is in the place of timm's classifier; the lines below apply it"
+_READOUT = "the readout layer is stored as timm's classifier; the code below applies it"
 
 
-def write(backbone: Backbone, folder: Path, options: Options) -> Written:
+def write(backbone: Backbone, folder: Path, options: ExportOptions) -> Written:
     """Write `model.safetensors` and `config.json` in the layout of timm's own weights on the hub."""
     state = {key: value.detach().contiguous().clone() for key, value in backbone.model.state_dict().items()}
     safetensors.torch.save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
@@ -37,7 +37,7 @@ def write(backbone: Backbone, folder: Path, options: Options) -> Written:
 
 
 def how_to_encode(backbone: Backbone, feature_map: str, tokens: str) -> str:
-    """The line of Python that encodes a picture: that for maps or for tokens, with the layer behind the features."""
+    """Return the line of Python that encodes a picture as feature map or tokens, including the readout."""
     prefix = getattr(backbone.model, "num_prefix_tokens", None)
     line = feature_map if prefix is None else tokens.format(prefix=prefix)
     if backbone.readout is None:
@@ -47,7 +47,7 @@ def how_to_encode(backbone: Backbone, feature_map: str, tokens: str) -> str:
 
 
 def timm_config(backbone: Backbone) -> dict[str, Any]:
-    """What timm's `config.json` says of a network, whose classifier is the layer behind the features, if any."""
+    """Return the content of timm's `config.json`, with the readout, if any, as classifier."""
     about = backbone.model.pretrained_cfg
     size = backbone.image_size
     width = 0 if backbone.readout is None else backbone.embed_dim
@@ -63,7 +63,7 @@ def timm_config(backbone: Backbone) -> dict[str, Any]:
             "fixed_input_size": not backbone.takes_any_size,
             "interpolation": "bicubic",
             "crop_pct": 1.0,
-            "crop_mode": "squash",  # the whole picture, as transformers resizes it
+            "crop_mode": "squash",  # resize without cropping, as transformers does
             "mean": list(backbone.mean),
             "std": list(backbone.std),
             "num_classes": width,
@@ -75,7 +75,7 @@ def timm_config(backbone: Backbone) -> dict[str, Any]:
 
 
 def load(folder: Path) -> Encode:
-    """What timm makes of the folder, with the normalisation that timm finds there."""
+    """Load the folder with timm, with the normalisation of its configuration."""
     model: Any = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     about = resolve_data_config({}, model=model)
 
@@ -87,7 +87,7 @@ def load(folder: Path) -> Encode:
 
 
 def split(model: Any, features: Tensor) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b d"]]:
-    """Tokens and global token of what `forward_features` of a timm network gives, as its last layers give them."""
+    """Compute tokens and global token from the output of a timm network's `forward_features`."""
     name = late_norm(model)
     norm = model.get_submodule(name) if name else nn.Identity()
     readout = model.get_classifier() if getattr(model, "num_classes", 0) else nn.Identity()
@@ -115,14 +115,14 @@ def _notes(backbone: Backbone) -> tuple[str, ...]:
             if getattr(backbone.numerics, field.name) != field.default
         )
         notes.append(
-            f"timm's file has no place for what these weights expect beside timm's own arithmetic ({what}): the "
-            "difference below is with timm's"
+            f"timm's configuration cannot store the numerics of these weights ({what}): the difference below is "
+            "measured with timm's defaults"
         )
     if backbone.readout is not None:
         notes.append(_READOUT)
     elif norm := late_norm(backbone.model):
         notes.append(
-            f"the last norm comes after the pooling: model.{norm}(features) gives the tokens that were compared"
+            f"the final norm follows the pooling: model.{norm}(features) returns the tokens that were compared"
         )
     return tuple(notes)
 

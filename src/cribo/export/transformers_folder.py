@@ -1,10 +1,10 @@
-"""A folder that `AutoModel.from_pretrained` of transformers loads.
+"""Export to transformers: a folder for `AutoModel.from_pretrained`.
 
-Vision transformers become `Dinov2WithRegistersModel`, with no registers and layer scales of 1 where the network has
-none: of transformers' vision transformers it is the one that resizes its position embedding as timm does (bicubic,
-antialiased), so that features are the same on images of every size; `ViTModel` and `Dinov2Model` resize without
-antialiasing. DINOv3 becomes `DINOv3ViTModel`. All others are held by `TimmWrapperModel`, which reads timm's own folder;
-networks with a layer behind their features by `TimmWrapperForImageClassification`, whose classifier it is.
+Vision transformers are exported as `Dinov2WithRegistersModel`, without registers and with layer scales of 1 if the
+network has none. It is the only vision transformer of transformers that resizes its position embedding as timm does
+(bicubic, antialiased), so that features agree on images of any size; `ViTModel` and `Dinov2Model` resize without
+antialiasing. DINOv3 is exported as `DINOv3ViTModel`. Other networks are exported as `TimmWrapperModel`, which reads
+timm's folder; networks with a readout as `TimmWrapperForImageClassification`, with the readout as classifier.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from timm.models import Eva, VisionTransformer
 from torch import Tensor, nn
 
 from cribo.export import timm_folder
-from cribo.export.options import Options
+from cribo.export.options import ExportOptions
 from cribo.export.target import Encode, Exporter, MissingExtra, Written
 from cribo.files import write_json
 from cribo.models import Backbone, normalise
@@ -47,11 +47,11 @@ _TIMM_MAP = 'feature_map = model.forward_features(processor(picture, return_tens
 _IMAGES = "preprocessor_config.json"
 _POSITIONS = "embeddings.position_embeddings"
 _NAMING = {naming.name: naming for naming in NAMINGS}
-_BY_WRAPPER = "transformers holds it as {name}, which needs timm beside it"
+_BY_WRAPPER = "transformers loads it as {name}, which requires timm"
 
 
-def write(backbone: Backbone, folder: Path, options: Options) -> Written:
-    """Write the network as one of transformers' own where one can hold it, else in timm's layout."""
+def write(backbone: Backbone, folder: Path, options: ExportOptions) -> Written:
+    """Write the network as a native model of transformers if possible, otherwise in timm's layout."""
     try:
         import transformers
     except ImportError as error:
@@ -63,7 +63,7 @@ def write(backbone: Backbone, folder: Path, options: Options) -> Written:
     if model is not None:
         write_json(folder / _IMAGES, _describe_images(backbone))
         tokens = _TOKENS.format(prefix=1 + getattr(model.config, "num_register_tokens", 0))
-        return Written(_LOAD + tokens, (f"transformers holds it as {type(model).__name__}",))
+        return Written(_LOAD + tokens, (f"transformers loads it as {type(model).__name__}",))
     notes = timm_folder.write(backbone, folder, options).notes
     if backbone.readout is None:
         encode, name = _LOAD + timm_folder.how_to_encode(backbone, _MAP, _TOKENS), "TimmWrapperModel"
@@ -74,7 +74,7 @@ def write(backbone: Backbone, folder: Path, options: Options) -> Written:
 
 
 def load(folder: Path) -> Encode:
-    """What transformers makes of the folder, with the normalisation that its image processor finds there."""
+    """Load the folder with transformers, with the normalisation of its image processor."""
     from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification
 
     has_readout = bool(read_json(folder / "config.json").get("num_classes"))
@@ -97,15 +97,15 @@ def load(folder: Path) -> Encode:
     return encode
 
 
-def refusal(backbone: Backbone, options: Options) -> str | None:
-    """Networks whose tokens transformers would give without their last norm."""
+def unsupported_reason(backbone: Backbone, options: ExportOptions) -> str | None:
+    """Return an error message for networks whose tokens transformers would return without the final norm."""
     if backbone.readout is None and late_norm(backbone.model) is not None:
-        return f"the last norm of {backbone.name} stands behind its pooling, where it does not reach the tokens"
+        return f"the final norm of {backbone.name} follows its pooling and is not applied to tokens"
     return None
 
 
 def _describe_images(backbone: Backbone) -> dict[str, Any]:
-    """What transformers' image processor does before the network."""
+    """Return the configuration of transformers' image processor."""
     return {
         "image_processor_type": "ViTImageProcessor",
         "do_convert_rgb": True,
@@ -121,7 +121,7 @@ def _describe_images(backbone: Backbone) -> dict[str, Any]:
 
 
 def _native(backbone: Backbone, transformers: Any) -> Any | None:
-    """The network as one of transformers' own; None where none has its parts."""
+    """Convert the network to a native model of transformers; return None if none matches."""
     network: Any = backbone.model
     if not isinstance(backbone.model, VisionTransformer | Eva) or network.cls_token is None or backbone.readout:
         return None
@@ -143,7 +143,7 @@ def _native(backbone: Backbone, transformers: Any) -> Any | None:
         own = {key: value for key, value in model.state_dict().items() if not key.endswith("mask_token")}
         zero = (_POSITIONS,) if _POSITIONS in own else ()
         tensors = write_as(_NAMING[naming], state, {key: value.shape for key, value in own.items()}, zero=zero)
-    except ValueError:  # it has parts that the other has not
+    except ValueError:  # the network has parts that the model lacks
         return None
     model.load_state_dict(tensors, strict=False)
     with torch.no_grad():
@@ -186,13 +186,13 @@ def _as_dinov3(backbone: Backbone, common: dict[str, Any], transformers: Any) ->
         num_register_tokens=state["reg_token"].shape[1],
     )
     if not state["reg_token"].numel():
-        del state["reg_token"]  # as the naming reads it
+        del state["reg_token"]  # the naming treats it as optional
     return transformers.DINOv3ViTModel(config), "Hugging Face DINOv3", state
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Transformers draws bars of its own, and warns of what is on purpose."""
+    """Suppress progress bars and warnings of transformers."""
     from transformers.utils import logging
 
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -207,9 +207,9 @@ def _quiet() -> Iterator[None]:
 
 
 def _activation(mlp: Any) -> str | None:
-    """Transformers' name of the activation of an MLP."""
+    """Return the name in transformers of the activation of an MLP."""
     names = {nn.GELU: "gelu", GELUTanh: "gelu_pytorch_tanh", nn.SiLU: "silu"}
     return next((name for kind, name in names.items() if type(getattr(mlp, "act", None)) is kind), None)
 
 
-TRANSFORMERS = Exporter(write, load, refusal)
+TRANSFORMERS = Exporter(write, load, unsupported_reason)

@@ -1,4 +1,4 @@
-"""The figures of a paper from a run: matches, clusters over epochs, bootstrapping ratio, colours of features."""
+"""Figures of a run for print: matches, clusters over epochs, bootstrapping ratio, and principal components."""
 
 from typing import TYPE_CHECKING
 

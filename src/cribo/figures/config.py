@@ -1,4 +1,4 @@
-"""Which figures there are, and what can be asked for; free of torch."""
+"""Names and options of figures; does not import torch."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -11,21 +11,21 @@ FIGURE_FORMATS = ("pdf", "png")
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is to be drawn.
+class FigureConfig:
+    """Options of figures.
 
     Attributes:
-        only: the figures to draw; those that a run has nothing for are left out, and why is said.
+        only: figures to draw; figures without data in the run are skipped with a reason.
         formats: pdf, png, or both.
-        objects: K, clusters of a view pair in the matching figure; 12 in the paper.
-        queries: images that ask in the matching figure.
-        images: files whose features are coloured, as a glob pattern; images of the run's data when not given.
-        count: of how many images the features are coloured.
-        size: pixels of the shorter side at which these are encoded, at most.
-        root: where the data of the run lies now, if it has moved.
+        objects: K, number of clusters of a view pair in the matching figure; 12 in the paper.
+        queries: number of query images in the matching figure.
+        images: glob pattern of images for the feature figure; by default, images of the run's data.
+        count: number of images in the feature figure.
+        size: maximum of the shorter side, in pixels, at which these images are encoded.
+        root: current folder of the run's data, if it has moved.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
     """
 
     only: tuple[FigureName, ...] = FIGURES
@@ -41,7 +41,9 @@ class Wanted:
         for what, values, known in (("only", self.only, FIGURES), ("format", self.formats, FIGURE_FORMATS)):
             unknown = [value for value in values if value not in known]
             if unknown or not values:
-                raise ConfigError(f"{what} must be of {', '.join(known)}, got {', '.join(unknown) or 'nothing'}")
+                raise ConfigError(
+                    f"{what} must be one or more of {', '.join(known)}, got {', '.join(unknown) or 'nothing'}"
+                )
         for name, least in (("objects", 2), ("queries", 1), ("count", 1), ("size", 32)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be >= {least}, got {getattr(self, name)}")

@@ -1,4 +1,4 @@
-"""How pictures are laid out on a page; what is in them is painted where it is known."""
+"""Layout of pictures in figures."""
 
 import math
 from collections.abc import Sequence
@@ -15,21 +15,21 @@ from cribo.objectives.cluster_record import ClusterHistory
 from cribo.objectives.sampling import ObjectSample, enlarge_labels, match_sample
 
 TEXT_WIDTH, COLUMN_WIDTH = 6.9, 3.3
-"""Inches of a page of two columns, and of one of them."""
+"""Widths of a two-column page and of one column, in inches."""
 
 _MATCH_COLUMNS = 6
 _GAP = {"wspace": 0.04, "hspace": 0.04, "left": 0.01, "right": 0.99, "top": 0.99, "bottom": 0.01}
 
 
 def lay_out_matches(sample: ObjectSample, *, queries: int, objects: int) -> Figure:
-    """Query views, their objects, and beside them each object's nearest one in other images, in its colour.
+    """Draw query views, their objects, and the nearest object in other images to each, in the same colour.
 
-    As the paper's matching figures. A match that is not cycle-consistent, and so would not be used, has a dashed frame.
+    As in the paper's matching figures. Matches that are not cycle-consistent, and hence not used, have dashed frames.
 
     Args:
-        sample: its first `queries` images ask the others.
-        queries: blocks of the figure.
-        objects: neighbours of each, the largest objects first.
+        sample: the first `queries` images are the queries; the others are searched.
+        queries: number of query images.
+        objects: maximum number of objects per query, largest first.
     """
     rows = 2 * math.ceil(objects / (2 * _MATCH_COLUMNS))
     columns = rows * 2 + _MATCH_COLUMNS
@@ -50,9 +50,9 @@ def lay_out_matches(sample: ObjectSample, *, queries: int, objects: int) -> Figu
 
 
 def lay_out_clusters(history: ClusterHistory, *, pairs: int) -> Figure:
-    """View pairs in rows, and in columns their clusters at several epochs; a colour is followed through the epochs.
+    """Draw view pairs in rows and their clusters at several epochs in columns, with consistent colours.
 
-    Grey is seen in one view only, and so is no object. Pairs whose objects cover the most come first.
+    Clusters in one view only are not objects and are drawn grey. Pairs are sorted by the area covered by objects.
     """
     most = covered(history.labels[-1]).argsort(descending=True, stable=True).tolist()[:pairs]
     pairs = len(most)
@@ -63,7 +63,7 @@ def lay_out_clusters(history: ClusterHistory, *, pairs: int) -> Figure:
     panels = figure.subplots(2 * pairs, columns, squeeze=False, gridspec_kw={**_GAP, "top": top})
     height, width = history.views.shape[-2:]
     for place, pair in enumerate(most):
-        colours = followed_colours(history.labels[:, pair])
+        colours = consistent_colours(history.labels[:, pair])
         for view in (0, 1):
             row = panels[2 * place + view]
             picture = history.views[pair, view].permute(1, 2, 0).numpy() / 255
@@ -79,17 +79,17 @@ def lay_out_clusters(history: ClusterHistory, *, pairs: int) -> Figure:
 
 
 def covered(labels: Int[Tensor, "p 2 n"]) -> Int[Tensor, " p"]:
-    """How many patches of each view pair are of a cluster that both views have."""
+    """Count the patches of each view pair in clusters that occur in both views."""
     first, second = labels.unbind(dim=1)
     same = first[:, :, None] == second[:, None]
     return same.any(dim=2).sum(dim=1) + same.any(dim=1).sum(dim=1)
 
 
-def followed_colours(labels: Int[Tensor, "e 2 n"]) -> list[dict[int, tuple[float, float, float]]]:
-    """The colours of one pair's objects at each epoch; the object that covers most of an earlier one has its colour.
+def consistent_colours(labels: Int[Tensor, "e 2 n"]) -> list[dict[int, tuple[float, float, float]]]:
+    """Assign colours to a pair's objects at each epoch, so that overlapping objects keep their colour.
 
-    The numbers of clusters mean nothing, so that colours are handed on by the patches that two epochs share, the
-    greatest share first, from the last epoch back to the first.
+    Since cluster indices are arbitrary, objects of consecutive epochs are matched by the number of shared patches,
+    largest first, from the last epoch to the first.
     """
     kept = [sorted(set(first.tolist()) & set(second.tolist())) for first, second in labels]
     number = max(1, max(map(len, kept), default=0))
@@ -113,7 +113,7 @@ def followed_colours(labels: Int[Tensor, "e 2 n"]) -> list[dict[int, tuple[float
 def lay_out_features(
     pictures: Sequence[Float[np.ndarray, "h w 3"]], colours: Sequence[Float[np.ndarray, "h w 3"]], *, columns: int = 6
 ) -> Figure:
-    """Images, and below each its features in colours."""
+    """Draw images and, below each, its features as colours."""
     columns = min(columns, len(pictures))
     blocks = math.ceil(len(pictures) / columns)
     cell = TEXT_WIDTH / columns

@@ -1,9 +1,9 @@
-"""What dense retrieval can be told. Nothing here needs torch, so that a command line need not wait for it."""
+"""Options of dense retrieval, in a module that does not import torch, so that command lines start quickly."""
 
 from typing import Literal
 
 FeaturePrecision = Literal["float32", "float16"]
-"""The type that features are stored in."""
+"""Data type of stored features."""
 
 Vote = Literal["majority", "similarity", "attention"]
 PatchLabels = Literal["hard", "soft"]

@@ -1,4 +1,4 @@
-"""Encoders of images: one feature for each patch, or one for each image."""
+"""Encoders that return one feature per patch or one per image."""
 
 import copy
 import dataclasses
@@ -22,14 +22,14 @@ _MEAN_COLOUR_PATCH = 16
 
 @dataclass(frozen=True)
 class PatchEncoder:
-    """Encodes images as one feature for each patch.
+    """Encodes images as one feature per patch.
 
     Attributes:
         encode: maps images (B, 3, H, W) in 0-1 to features (B, N, D) of N patches, row by row.
-        patch_size: in pixels; H and W are multiples of it.
-        identity: identifies the features in the cache on disk; None if they are not to be cached.
-        blocks: numbers, from 1, of the blocks whose features are concatenated in the D channels.
-        image_size: H and W of a network that takes images of this size only; None for others.
+        patch_size: patch size in pixels; H and W must be multiples of it.
+        identity: key of the features in the disk cache; None disables caching.
+        blocks: 1-based indices of the blocks whose features are concatenated in the D channels.
+        image_size: H and W of a network with a fixed input size; None for others.
     """
 
     encode: Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "b n d"]]
@@ -39,41 +39,44 @@ class PatchEncoder:
     image_size: int | None = None
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """The (height, width) in pixels at which to encode an image: whole patches, or the network's only size."""
+        """Return the (height, width) in pixels at which to encode an image.
+
+        They are multiples of the patch size, or the network's fixed input size.
+        """
         own = None if self.image_size is None else (self.image_size, self.image_size)
         return grid_size(height, width, self.patch_size, own)
 
     def grids(
         self, pixels: UInt8[Tensor, "b 3 h w"], device: torch.device | str = "cpu"
     ) -> Float[Tensor, "b rows columns d"]:
-        """Features in float32 of images as files hold them, on the grid of patches.
+        """Encode uint8 images as grids of float32 features.
 
         Args:
-            pixels: RGB; H and W are multiples of the patch size.
-            device: that of the encoder; the features stay there.
+            pixels: RGB; H and W must be multiples of the patch size.
+            device: device of the encoder and of the returned features.
 
         Raises:
-            ValueError: the encoder gives another number of features than there are patches.
+            ValueError: the encoder returns a number of features that differs from the number of patches.
         """
         grid = pixels.shape[2] // self.patch_size, pixels.shape[3] // self.patch_size
         features = self.encode(pixels.to(device).float().div_(255)).float()
         if features.shape[1] != grid[0] * grid[1]:
-            raise InputError(f"the encoder gives {features.shape[1]} features of {grid[0] * grid[1]} patches")
+            raise InputError(f"the encoder must return {grid[0] * grid[1]} patch features, got {features.shape[1]}")
         return features.unflatten(1, grid)
 
     @torch.no_grad()
     def dim(self, device: torch.device | str = "cpu") -> int:
-        """D, measured on a small black image on the encoder's device."""
+        """Return D, measured on a small black image on the encoder's device."""
         side = 4 * self.patch_size
         blank = torch.zeros(1, 3, *self.size(side, side), dtype=torch.uint8)
         return self.grids(blank, device).shape[-1]
 
 
 def backbone_encoder(backbone: Backbone, *, layers: int = 1) -> PatchEncoder:
-    """Create an encoder of patches from a backbone, which runs in evaluation mode and keeps its own mode.
+    """Create a patch encoder from a backbone, which runs in evaluation mode without changing its own mode.
 
     Args:
-        backbone: on the device where it is to run.
+        backbone: the backbone, on its device.
         layers: number of last blocks whose features are concatenated (`Backbone.encode`).
     """
 
@@ -85,18 +88,18 @@ def backbone_encoder(backbone: Backbone, *, layers: int = 1) -> PatchEncoder:
     image_size = None if backbone.takes_any_size else backbone.image_size
     identity = f"{backbone.fingerprint()}-{layers}"
     if backbone.name == MEAN_COLOUR:
-        identity = f"{MEAN_COLOUR}-{backbone.patch_size}"  # by which existing databases of objects know it
+        identity = f"{MEAN_COLOUR}-{backbone.patch_size}"  # as stored in existing object databases
     return PatchEncoder(encode, backbone.patch_size, identity, blocks, image_size)
 
 
 def blocks_encoder(backbone: Backbone, blocks: Sequence[int]) -> PatchEncoder:
-    """Create an encoder of patches from some blocks, concatenated in ascending order; one pass computes all of them.
+    """Create a patch encoder from some blocks, concatenated in ascending order and computed in one pass.
 
-    A readout, which is fitted to the last block alone, is left out.
+    A readout is not applied, since it is fitted to the last block.
 
     Args:
-        backbone: on the device where it is to run.
-        blocks: numbers from 1 to the backbone's depth.
+        backbone: the backbone, on its device.
+        blocks: indices of the blocks, from 1 to the backbone's depth.
 
     Raises:
         ValueError: the backbone does not have these blocks (`Backbone.check_layers`).
@@ -121,13 +124,13 @@ def blocks_encoder(backbone: Backbone, blocks: Sequence[int]) -> PatchEncoder:
 
 @dataclass(frozen=True)
 class ImageEncoder:
-    """Encodes images as one feature each.
+    """Encodes images as one feature per image.
 
     Attributes:
         encode: maps images (B, 3, H, W) in 0-1 to features (B, D).
-        patch_size: in pixels; H and W are multiples of it.
+        patch_size: patch size in pixels; H and W must be multiples of it.
         dim: D.
-        identity: identifies the features in the cache on disk; None if they are not to be cached.
+        identity: key of the features in the disk cache; None disables caching.
     """
 
     encode: Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "b d"]]
@@ -136,20 +139,20 @@ class ImageEncoder:
     identity: str | None = None
 
     def features(self, pixels: UInt8[Tensor, "b 3 h w"], device: torch.device | str = "cpu") -> Float[Tensor, "b d"]:
-        """Features in float32 of images as files hold them.
+        """Encode uint8 images as float32 features.
 
         Args:
-            pixels: RGB; H and W are multiples of the patch size.
-            device: that of the encoder; the features stay there.
+            pixels: RGB; H and W must be multiples of the patch size.
+            device: device of the encoder and of the returned features.
         """
         return self.encode(pixels.to(device).float().div_(255)).float()
 
 
 def image_encoder(backbone: Backbone) -> ImageEncoder:
-    """Create an encoder of images from the global token of a backbone, which runs in evaluation mode.
+    """Create an image encoder from the global token of a backbone, which runs in evaluation mode.
 
     Args:
-        backbone: on the device where it is to run; it keeps its mode.
+        backbone: the backbone, on its device; its mode is not changed.
     """
 
     def encode(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b d"]:
@@ -160,34 +163,34 @@ def image_encoder(backbone: Backbone) -> ImageEncoder:
 
 
 class _MeanColour(nn.Module):
-    """A network that gives the mean colour of each patch, in the normalised RGB that networks see."""
+    """A network that returns the mean colour of each patch, in normalised RGB."""
 
     def __init__(self, patch_size: int) -> None:
         super().__init__()
         self.patch_size = patch_size
-        self.scale = nn.Parameter(torch.ones(()))  # a backbone takes its type and its device from its parameters
+        self.scale = nn.Parameter(torch.ones(()))  # a backbone's type and device are those of its parameters
 
     def forward_features(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b 3 rows columns"]:
         return self.scale * F.avg_pool2d(images, self.patch_size)
 
 
 def mean_colour_backbone(patch_size: int = _MEAN_COLOUR_PATCH) -> Backbone:
-    """Create the baseline: a network whose tokens are the mean colours of patches."""
+    """Create the baseline, a network whose tokens are the mean colours of patches."""
     return Backbone(_MeanColour(patch_size), MEAN_COLOUR, {}, patch_size)
 
 
 def mean_colour_encoder(patch_size: int = _MEAN_COLOUR_PATCH) -> PatchEncoder:
-    """Create an encoder of patches from `mean_colour_backbone`."""
+    """Create a patch encoder from `mean_colour_backbone`."""
     return backbone_encoder(mean_colour_backbone(patch_size))
 
 
 def open_backbone(config: BackboneSource, *, image_size: int | None = None, drop_path: float = 0.0) -> Backbone:
-    """Load a backbone on the host; `config.layers` is not used here.
+    """Load a backbone on the host; `config.layers` is ignored.
 
     Args:
-        config: its source and options.
-        image_size: in pixels, to which the position embedding is resized; its own size if None.
-        drop_path: rate of stochastic depth in the last block, if the backbone is to be trained.
+        config: source and options.
+        image_size: image size in pixels to which the position embedding is resized; None keeps its size.
+        drop_path: rate of stochastic depth in the last block, for training.
 
     Raises:
         InputError: see `load_backbone`.
@@ -208,7 +211,7 @@ def open_backbone(config: BackboneSource, *, image_size: int | None = None, drop
 
 
 def open_network(config: BackboneSource) -> tuple[Backbone, dict[str, Any]]:
-    """Load a backbone on the host, or the baseline `mean-colour`, with the facts that identify it.
+    """Load a backbone on the host, or the baseline `mean-colour`, with the metadata that identifies it.
 
     Raises:
         errors of `load_backbone` and `about_backbone`.
@@ -220,12 +223,12 @@ def open_network(config: BackboneSource) -> tuple[Backbone, dict[str, Any]]:
 def open_encoder(
     config: BackboneSource, device: str, *, blocks: Sequence[int] | None = None
 ) -> tuple[PatchEncoder, dict[str, Any]]:
-    """Load a backbone as an encoder of patches, with the facts that identify it.
+    """Load a backbone as a patch encoder, with the metadata that identifies it.
 
     Args:
-        config: whose features.
-        device: where it is to run.
-        blocks: numbers, from 1, of the blocks that give features (`blocks_encoder`), in place of the last ones.
+        config: source and options of the backbone.
+        device: device of the encoder.
+        blocks: 1-based indices of the blocks to use (`blocks_encoder`) instead of the last ones.
 
     Raises:
         errors of `open_network`; ValueError: the backbone does not have these blocks.
@@ -237,10 +240,10 @@ def open_encoder(
 
 
 def about_backbone(config: BackboneSource, backbone: Backbone) -> dict[str, Any]:
-    """Describe an opened backbone for `results.json`: the options by which it was opened, and what identifies it.
+    """Describe a loaded backbone for `results.json`: its options and the metadata that identifies it.
 
     Raises:
-        ConfigError: more layers than it has, or than the layer behind its features reads, or none.
+        ConfigError: `config.layers` is invalid for this backbone (`Backbone.check_layers`).
     """
     try:
         backbone.check_layers(config.layers)
@@ -262,26 +265,23 @@ def about_backbone(config: BackboneSource, backbone: Backbone) -> dict[str, Any]
 
 
 def image_encoders(backbone: Backbone, devices: Sequence[str], *, image_size: int) -> list[ImageEncoder]:
-    """Copy a backbone to each device, as encoders of images.
+    """Copy a backbone to each device and return the copies as image encoders.
 
     Args:
-        backbone: on the host; becomes the first copy.
-        devices: of the encoders.
-        image_size: pixels of the images' sides.
+        backbone: a backbone on the host; used as the first copy.
+        devices: devices of the encoders.
+        image_size: side of the images in pixels.
 
     Raises:
-        ConfigError: the backbone does not take images of this size.
+        ConfigError: the backbone does not support this image size.
     """
     patch_size, name = backbone.patch_size, backbone.name
     if image_size % patch_size:
         near = max(patch_size, round(image_size / patch_size) * patch_size)
         raise ConfigError(
-            f"crop must be a multiple of {patch_size}, the patch size of {name}, got {image_size}: give {near}"
+            f"crop must be a multiple of {patch_size}, the patch size of {name}, got {image_size}: use {near}"
         )
     if not backbone.takes_any_size and image_size != backbone.image_size:
-        raise ConfigError(
-            f"{name} takes images of {backbone.image_size} x {backbone.image_size} pixels only, got crop "
-            f"{image_size}: give crop {backbone.image_size}"
-        )
+        raise ConfigError(f"crop must be {backbone.image_size}, the fixed input size of {name}, got {image_size}")
     copies = [copy.deepcopy(backbone) for _ in devices[1:]]
     return [image_encoder(part.eval().to(device)) for part, device in zip([backbone, *copies], devices, strict=True)]

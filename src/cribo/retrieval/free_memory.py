@@ -7,17 +7,20 @@ import torch
 
 
 def available_memory(device: torch.device | str) -> int:
-    """Return the free bytes of a device; on the CPU, at most what its control groups (containers, SLURM) leave."""
+    """Return the free memory of a device in bytes, on the CPU within the limits of control groups.
+
+    Containers and SLURM set such limits.
+    """
     device = torch.device(device)
     if device.type == "cuda":
-        # Memory that PyTorch has reserved and does not use is free, too.
+        # Include memory that PyTorch has reserved but does not use.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     return min((psutil.virtual_memory().available, *_free_in_groups()))
 
 
 def _free_in_groups(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """Bytes left under the limit of each control group of this process, version 1 or 2; psutil ignores them."""
+    """Return the free bytes in each control group (v1 or v2) of this process; psutil ignores these limits."""
     free = []
     for line in proc.read_text(encoding="utf-8").splitlines() if proc.is_file() else ():
         _, controllers, path = line.split(":", 2)
@@ -30,9 +33,9 @@ def _free_in_groups(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("
             try:
                 limit, usage = (int((folder / name).read_text(encoding="ascii")) for name in names)
                 statistics = (folder / "memory.stat").read_text(encoding="ascii").split()
-            except (OSError, ValueError):  # outside this container's sight, above the mount, or without a limit ("max")
+            except (OSError, ValueError):  # not visible in this container, above the mount, or unlimited ("max")
                 continue
-            # The page cache that can be dropped; version 1 counts the groups inside this one under another name.
+            # The reclaimable page cache; in v1, total_inactive_file includes child groups.
             counts = dict(zip(statistics[::2], map(int, statistics[1::2]), strict=True))
             cached = max(counts.get("inactive_file", 0), counts.get("total_inactive_file", 0))
             free.append(max(0, limit - usage + cached))

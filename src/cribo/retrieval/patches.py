@@ -1,4 +1,4 @@
-"""Images and labels on the grid of patches: sizes, shares of the classes in a patch, the memory's augmentation."""
+"""Images and labels on the patch grid: sizes, class counts per patch, and the augmentation of memories."""
 
 import math
 from collections.abc import Callable
@@ -16,15 +16,15 @@ from cribo.errors import InputError
 from cribo.retrieval.choices import Interpolation, Unlabelled
 
 _MODES = {"bicubic": InterpolationMode.BICUBIC, "bilinear": InterpolationMode.BILINEAR}
-_AUGMENTATION = 0x617567  # keeps its draws apart from others of the same seed
+_AUGMENTATION = 0x617567  # key that separates these draws from others with the same seed
 _CROP_ATTEMPTS = 10
 
 
 def grid_size(height: int, width: int, patch_size: int, size: tuple[int, int] | None = None) -> tuple[int, int]:
-    """The (height, width) in pixels at which an image is encoded.
+    """Return the (height, width) in pixels at which an image is encoded.
 
-    Without `size`, the multiple of the patch size that is closest to the image's own size, the smaller one of
-    two that are equally close (the paper speaks of down-sampling), and one patch at least.
+    Without `size`, each side is rounded to the nearest multiple of the patch size, at least one patch; ties are
+    rounded down, since the paper down-samples.
 
     Example:
         >>> grid_size(360, 480, 16)
@@ -39,12 +39,12 @@ def grid_size(height: int, width: int, patch_size: int, size: tuple[int, int] | 
 
 
 def window_starts(length: int, side: int, step: int) -> list[int]:
-    """Where windows begin that cover a length, the last one flush with its end; all in pixels, or all in patches.
+    """Return the starts of windows that cover a length, with the last window aligned to its end.
 
     Args:
-        length: to be covered; a window takes all of it where it is no longer than the window.
-        side: of a window.
-        step: from one to the next.
+        length: length to cover, in pixels or patches; a single window suffices if it is not longer than `side`.
+        side: length of a window, in the same unit.
+        step: distance between the starts of consecutive windows, in the same unit.
 
     Example:
         >>> window_starts(10, 4, 3), window_starts(11, 4, 3), window_starts(3, 4, 3)
@@ -56,23 +56,23 @@ def window_starts(length: int, side: int, step: int) -> list[int]:
 def resize_image(
     image: UInt8[Tensor, "3 h w"], size: tuple[int, int], interpolation: Interpolation
 ) -> UInt8[Tensor, "3 new_h new_w"]:
-    """Resize an image, anti-aliased; bytes, as image files hold them."""
+    """Resize a uint8 image with antialiasing."""
     return TF.resize(image, list(size), interpolation=_MODES[interpolation], antialias=True)
 
 
 def class_counts(
     labels: Int[Tensor, "h w"], patch_size: int, num_classes: int, ignore_index: int
 ) -> Int[Tensor, "n c_plus_1"]:
-    """How many pixels of each class lie in each patch, row by row; the last column counts those without class.
+    """Count the pixels of each class in each patch, row by row; the last column counts ignored pixels.
 
     Args:
-        labels: height and width are multiples of the patch size.
-        patch_size: pixels.
+        labels: height and width must be multiples of the patch size.
+        patch_size: patch size in pixels.
         num_classes: C.
-        ignore_index: label of pixels without class.
+        ignore_index: label of ignored pixels.
 
     Raises:
-        ValueError: a label that is no class.
+        ValueError: a label is neither a class nor `ignore_index`.
 
     Example:
         >>> class_counts(torch.tensor([[0, 0, 1, 1], [0, 1, 1, 255]]), 2, 2, 255).tolist()
@@ -85,16 +85,16 @@ def class_counts(
 def grid_counts(
     labels: Int[Tensor, "h w"], grid: tuple[int, int], num_classes: int, ignore_index: int
 ) -> Int[Tensor, "n c_plus_1"]:
-    """`class_counts` of a map of any size, cut into a grid as evenly as whole pixels allow.
+    """Count the pixels of each class in the cells of a grid, for label maps of any size (see `class_counts`).
 
     Args:
-        labels: (H, W).
-        grid: patches down and across, no more than H and W.
+        labels: (H, W); each pixel belongs to the cell that contains its centre.
+        grid: rows and columns, at most H and W.
         num_classes: C.
-        ignore_index: label of pixels without class.
+        ignore_index: label of ignored pixels.
 
     Raises:
-        ValueError: a label that is no class.
+        ValueError: a label is neither a class nor `ignore_index`.
 
     Example:
         >>> grid_counts(torch.tensor([[0, 0, 1], [0, 1, 255]]), (1, 2), 2, 255).tolist()
@@ -116,7 +116,7 @@ def grid_counts(
 
 
 def patch_of_pixel(pixels: int, patches: int) -> Int[np.ndarray, " pixels"]:
-    """The row (or column) of the grid that the centre of each row (or column) of pixels lies in.
+    """Return the grid row (or column) that contains the centre of each pixel row (or column).
 
     Example:
         >>> patch_of_pixel(5, 2).tolist()
@@ -128,18 +128,18 @@ def patch_of_pixel(pixels: int, patches: int) -> Int[np.ndarray, " pixels"]:
 def labels_in_memory(
     counts: Int[Tensor, "n c_plus_1"], unlabelled: Unlabelled
 ) -> tuple[Int[Tensor, "n c"], Int[Tensor, " n"]]:
-    """What the patches of the memory are labelled with, and which of them are in it.
+    """Return the class counts of patches in a memory, and the indices of the patches to keep.
 
     Args:
-        counts: of `class_counts`.
-        unlabelled: what to do about pixels without class.
-            `drop`: they count in the majority, and a patch where they win is left out.
-            `outvote`: only the other pixels count; a patch that has none is left out.
-            `class`: they are a class of their own, which no score counts as right.
-            `first`: they are of class 0, which is right where that is the background.
+        counts: result of `class_counts`.
+        unlabelled: treatment of ignored pixels.
+            `drop`: they take part in the majority vote; patches in which they win are dropped.
+            `outvote`: they are not counted; patches without other pixels are dropped.
+            `class`: they form an additional class, which scores count as wrong.
+            `first`: they count as class 0, for data sets in which this is the background.
 
     Returns:
-        pixels of each class, (n, C), or (n, C + 1) for `class`; and the rows of the patches that are kept.
+        pixels of each class of all patches, (n, C), or (n, C + 1) for `class`; and the indices of the kept patches.
     """
     classes, without = counts[:, :-1], counts[:, -1]
     if unlabelled == "class":
@@ -153,10 +153,10 @@ def labels_in_memory(
 
 
 def majority_label(counts: Int[Tensor, "n c_plus_1"], unlabelled: Unlabelled, ignore_index: int) -> Int[Tensor, " n"]:
-    """The label of most pixels of each patch that is to be scored; the smallest class wins a tie.
+    """Return the majority label of each patch for scoring; ties go to the smallest class index.
 
-    Patches that no score counts get `ignore_index`: those where pixels without class win, or, with `outvote`,
-    where there are only such pixels.
+    Patches in which ignored pixels win, or with `outvote` those with ignored pixels only, get `ignore_index` and are
+    not scored.
     """
     classes, without = counts[:, :-1], counts[:, -1]
     most = classes.amax(dim=1)
@@ -165,18 +165,18 @@ def majority_label(counts: Int[Tensor, "n c_plus_1"], unlabelled: Unlabelled, ig
 
 
 def rarest_patches(counts: Int[Tensor, "n c"], number: int, generator: torch.Generator) -> Int[Tensor, " m"]:
-    """Draw patches of one image for a bounded memory, those of its rare classes rather than of its common ones.
+    """Sample patches of one image for a bounded memory, preferring rare classes.
 
-    Each patch scores the sum, over the classes in it, of how many patches of the image hold the class, times
-    a uniform random number; the lowest scores win (Balazevic et al. 2023, appendix on memory sampling).
+    The score of a patch is the sum, over its classes, of the number of patches with this class, times a uniform
+    random number; patches with the lowest scores are selected (Balazevic et al. 2023, appendix on memory sampling).
 
     Args:
         counts: pixels of each class in each patch.
-        number: how many; all of them if the image has no more.
-        generator: of the uniform numbers.
+        number: number of patches to select; all are selected if the image has fewer.
+        generator: random generator.
 
     Returns:
-        rows of the patches, ascending.
+        indices of the patches, ascending.
     """
     present = (counts > 0).double()
     score = present @ present.sum(dim=0)
@@ -189,17 +189,16 @@ def rarest_patches(counts: Int[Tensor, "n c"], number: int, generator: torch.Gen
 def augment_image(
     image: UInt8[Tensor, "3 h w"], size: tuple[int, int], interpolation: Interpolation, key: tuple[int, ...]
 ) -> UInt8[Tensor, "3 new_h new_w"]:
-    """A view of an image for a memory of augmented images: colour jitter, then a resized crop.
+    """Augment an image of a memory with colour jitter and a random resized crop.
 
-    Brightness, contrast, saturation and hue are each jittered by up to 0.1 with probability 0.5; the crop has
-    0.5 to 2 times the image's area (where one above it fits nowhere, another is drawn) and an aspect ratio of
-    3/4 to 4/3.
+    Brightness, contrast, saturation and hue are each jittered by up to 0.1 with probability 0.5. The crop has
+    0.5 to 2 times the area of the image (crops that do not fit are drawn again) and an aspect ratio of 3/4 to 4/3.
 
     Args:
-        image: as it is on disk.
+        image: the original image.
         size: (height, width) of the result.
-        interpolation: of the crop.
-        key: what the draws depend on: seed, image and number of the augmentation.
+        interpolation: interpolation of the resized crop.
+        key: key of the random draws: seed, image and index of the augmentation.
     """
     jitter, window = _draw_augmentation(image.shape[1], image.shape[2], key)
     for adjust, amount in zip(_ADJUSTMENTS, jitter, strict=True):
@@ -211,7 +210,7 @@ def augment_image(
 def augment_labels(
     labels: UInt8[Tensor, "h w"], size: tuple[int, int], key: tuple[int, ...]
 ) -> UInt8[Tensor, "new_h new_w"]:
-    """The labels of the view that `augment_image` makes for the same key."""
+    """Return the labels of the image that `augment_image` returns for the same key."""
     _, window = _draw_augmentation(labels.shape[0], labels.shape[1], key)
     return resize_labels(labels[window], size)
 
@@ -226,7 +225,7 @@ _NEUTRAL = (1.0, 1.0, 1.0, 0.0)
 
 
 def _draw_augmentation(height: int, width: int, key: tuple[int, ...]) -> tuple[list[float | None], tuple[slice, slice]]:
-    """The amount of each adjustment, None where it is left out, and the rows and columns of the crop."""
+    """Draw the amount of each adjustment, None if it is not applied, and the rows and columns of the crop."""
     draws = torch.rand(8 + 3 * _CROP_ATTEMPTS, generator=keyed_generator(_AUGMENTATION, *key)).tolist()
     jitter = [
         neutral + 0.1 * (2 * amount - 1) if chance < 0.5 else None
@@ -237,14 +236,14 @@ def _draw_augmentation(height: int, width: int, key: tuple[int, ...]) -> tuple[l
 
 
 def _crop(height: int, width: int, draws: list[float]) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of a crop; the whole image's greatest one of a valid aspect if none fits."""
+    """Return (top, left, height, width) of a crop; if no draw fits, the largest centred crop of a valid aspect."""
     for attempt in range(_CROP_ATTEMPTS):
         area, aspect, place = draws[3 * attempt : 3 * attempt + 3]
         pixels = height * width * (0.5 + 1.5 * area)
         ratio = math.exp(math.log(3 / 4) + aspect * (math.log(4 / 3) - math.log(3 / 4)))
         crop_w, crop_h = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
         if 0 < crop_w <= width and 0 < crop_h <= height:
-            # One number serves both sides: its digits beyond those that choose the row choose the column.
+            # A single random number selects both row and column.
             rows, columns = height - crop_h + 1, width - crop_w + 1
             spot = min(int(place * rows * columns), rows * columns - 1)
             return spot // columns, spot % columns, crop_h, crop_w

@@ -1,4 +1,4 @@
-"""Dense features as colours: their first three principal components, read as red, green and blue."""
+"""Visualisation of dense features: their first three principal components as red, green and blue."""
 
 from collections.abc import Sequence
 
@@ -10,22 +10,22 @@ from torch import Tensor
 from cribo.errors import InputError
 
 _CHANNELS = 3
-_TAIL = 0.01  # share of the patches at each end of a component that may be cut off, so that no odd patch sets the scale
+_TAIL = 0.01  # fraction of the patches clipped at each end of a component, so that outliers do not set the scale
 
 
 class PCAColours:
-    """The colours of features: what three principal components of some images' patches say of any patch.
+    """Colours of patch features by their first three principal components, fitted to some images.
 
-    Features are compared by their direction, as in retrieval: each is scaled to unit length first. The components are
-    those of all patches of all images together, so that equal colours mean equal features across these images and
-    those that come later. Each is scaled by its 1 % and 99 % quantiles. Of the two signs of a component, the one
-    that makes its greatest weight positive is taken: the same features get the same colours, always.
+    Features are scaled to unit length first, as in retrieval. The components are fitted to all patches of all images,
+    so that equal colours mean equal features across these and further images. Each component is scaled by its 1 % and
+    99 % quantiles, and its sign is chosen so that its largest weight is positive, which makes the colours
+    deterministic.
 
     Args:
-        grids: (h, w, D) features of each image's patches; sizes may differ, D may not.
+        grids: (h, w, D) patch features of each image; h and w may differ, D must not.
 
     Raises:
-        ValueError: no image, another shape, different D, or features that are not finite.
+        ValueError: `grids` is empty, a shape is invalid, D differs, or features are not finite.
 
     Example:
         >>> grids = [torch.randn(4, 6, 16), torch.randn(3, 3, 16)]
@@ -36,13 +36,13 @@ class PCAColours:
 
     def __init__(self, grids: Sequence[Float[Tensor, "h w d"]]) -> None:
         if not grids:
-            raise InputError("colours need the features of one image at least, got none")
+            raise InputError("colours need the features of at least one image, got none")
         self.dim = grids[0].shape[-1]
         directions = torch.cat([self._directions(grid).flatten(0, 1) for grid in grids])
         self._mean = directions.mean(dim=0)
         centred = directions - self._mean
         _, vectors = torch.linalg.eigh(centred.mT @ centred)
-        components = vectors[:, -_CHANNELS:].flip(1)  # eigh gives the greatest last
+        components = vectors[:, -_CHANNELS:].flip(1)  # eigh sorts in ascending order
         greatest = components.abs().argmax(dim=0, keepdim=True)
         self._components = components * components.gather(0, greatest).sign()
         projected = (centred @ self._components).sort(dim=0).values
@@ -52,25 +52,25 @@ class PCAColours:
     def __call__(
         self, grid: Float[Tensor, "h w d"], size: tuple[int, int] | None = None
     ) -> Float[Tensor, "new_h new_w 3"]:
-        """The colours of one image's patches.
+        """Compute the colours of an image's patches.
 
         Args:
             grid: (h, w, D) features.
-            size: (height, width) in pixels to which the components are enlarged, bilinearly; None: one colour per
+            size: (height, width) in pixels to which the components are resized bilinearly; None returns one colour per
                 patch.
 
         Returns:
-            RGB in 0-1, on the host. A component that is the same everywhere, or missing because D < 3, is 0.5.
+            RGB in 0-1, on the host. A component that is constant, or missing because D < 3, is 0.5.
 
         Raises:
-            ValueError: another shape, or another D than the colours were made for.
+            ValueError: the shape is invalid, D differs from that of the fitted features, or features are not finite.
         """
         projected = (self._directions(grid) - self._mean) @ self._components
         if size is not None:
             maps = projected.permute(2, 0, 1)[None]
             projected = F.interpolate(maps, size=size, mode="bilinear", align_corners=False)[0].permute(1, 2, 0)
         spread = self._high - self._low
-        is_flat = spread <= 1e-9  # directions have length 1: less is rounding
+        is_flat = spread <= 1e-9  # rounding error, since directions have length 1
         scaled = (projected - self._low) / spread.masked_fill(is_flat, 1)
         colours = scaled.masked_fill(is_flat, 0.5).clamp(0, 1).float()
         return F.pad(colours, (0, _CHANNELS - colours.shape[-1]), value=0.5)
@@ -78,28 +78,27 @@ class PCAColours:
     def _directions(self, grid: Float[Tensor, "h w d"]) -> Float[Tensor, "h w d"]:
         if grid.ndim != 3 or grid.shape[-1] != self.dim or not grid.numel():
             raise InputError(
-                f"features must be (h, w, {self.dim}), the patches of one image row by row, got {tuple(grid.shape)}"
+                f"features must have shape (h, w, {self.dim}), one row per patch row, got {tuple(grid.shape)}"
             )
-        grid = grid.detach().cpu().double()  # products of a host in double precision are the same on every machine
+        grid = grid.detach().cpu().double()  # double precision on the host gives the same colours on every machine
         if not grid.isfinite().all():
-            raise InputError("features must be finite, got NaN or infinity: the network's weights are damaged")
+            raise InputError("features must be finite, got NaN or infinity: check the network's weights")
         return F.normalize(grid, dim=-1)
 
 
 def pca_colours(grids: Sequence[Float[Tensor, "h w d"]]) -> list[Float[Tensor, "h w 3"]]:
-    """The patches of some images in the colours of their common principal components, one colour per patch.
+    """Colour the patches of some images by their common principal components, one colour per patch.
 
-    The standard picture of dense features. To enlarge it, or to paint further images in the same colours, keep
-    the `PCAColours`.
+    To resize the result, or to colour further images with the same components, use `PCAColours`.
 
     Args:
-        grids: (h, w, D) features of each image's patches; sizes may differ, D may not.
+        grids: (h, w, D) patch features of each image; h and w may differ, D must not.
 
     Returns:
         RGB in 0-1 of each image.
 
     Raises:
-        ValueError: as `PCAColours` does.
+        ValueError: see `PCAColours`.
 
     Example:
         >>> [colours.shape for colours in pca_colours([torch.randn(4, 6, 16), torch.randn(3, 3, 16)])]

@@ -1,7 +1,7 @@
 """Nearest neighbours among many patches: exact search within bounded memory, and an approximate index.
 
-Exact search reads the keys in blocks, and keeps the k best keys of each query. A fast product, in bfloat16 where the
-device has it, shows which keys of a block may be among them; those are compared in float32.
+Exact search reads the keys in blocks and keeps the k most similar keys of each query. A fast product, in bfloat16 if
+the processor supports it, selects candidates in each block; these are compared in float32.
 """
 
 import itertools
@@ -22,36 +22,36 @@ from cribo.models.linear import has_amd_processor, linear
 from cribo.retrieval.free_memory import available_memory
 
 _GIB = 2**30
-_MULTIPLE = 64  # rows of a product are a multiple of it, so that libraries sum all inner products in the same order
-_WIDTH_MULTIPLE = 32  # numbers of an operand in bfloat16, for which processors with AMX are fastest
+_MULTIPLE = 64  # rows of a product are padded to it, so that libraries sum all inner products in the same order
+_WIDTH_MULTIPLE = 32  # columns of a bfloat16 operand are padded to it, which is fastest on processors with AMX
 _COMPARED_AT_ONCE = 512
-_BFLOAT16_DIM = 32  # below, few keys differ by more than the error of bfloat16
-_LARGEST = 1e30  # products of norms, far from overflow
-_TINY = 1e-30  # added to norms: rounding to bfloat16 loses all of the smallest numbers
+_BFLOAT16_DIM = 32  # with fewer dimensions, few keys differ by more than the error of bfloat16
+_LARGEST = 1e30  # limit of products of norms, far from overflow
+_TINY = 1e-30  # added to norms, since the smallest numbers underflow in bfloat16
 
 
 class Keys(Protocol):
-    """What is searched: rows of D numbers, in memory or on disk."""
+    """Keys of a search: rows of D numbers, in memory or on disk."""
 
     dim: int
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         ...
 
     def blocks(self, rows: int) -> Iterator[Float[Tensor, "m d"]]:
-        """All rows in order, at most `rows` at once, on the host, float32 or float16; again at every call."""
+        """Iterate over all rows in order, in blocks of at most `rows`, on the host, as float32 or float16."""
         ...
 
 
 class TensorKeys:
-    """Rows of one tensor.
+    """Keys in a single tensor.
 
     Args:
         rows: (M, D), float32 or float16, on the host.
 
     Raises:
-        ValueError: another shape.
+        ValueError: `rows` is not a matrix.
 
     Example:
         >>> [len(block) for block in TensorKeys(torch.zeros(5, 2)).blocks(2)]
@@ -60,7 +60,7 @@ class TensorKeys:
 
     def __init__(self, rows: Float[Tensor, "m d"]) -> None:
         if rows.ndim != 2:
-            raise InputError(f"keys must have the shape (M, D), got {tuple(rows.shape)}")
+            raise InputError(f"keys must have shape (M, D), got {tuple(rows.shape)}")
         self.rows = rows
         self.dim = rows.shape[1]
 
@@ -68,12 +68,12 @@ class TensorKeys:
         return len(self.rows)
 
     def blocks(self, rows: int) -> Iterator[Float[Tensor, "m d"]]:
-        """All rows in order, at most `rows` at once."""
+        """Iterate over all rows in order, in blocks of at most `rows`."""
         return iter(self.rows.split(rows) if len(self.rows) else ())
 
 
 def in_blocks(parts: Iterable[Float[Tensor, "_ d"]], rows: int) -> Iterator[Float[Tensor, "m d"]]:
-    """Rows that come in parts of any length, in blocks of `rows`; the last one may be shorter.
+    """Regroup parts of any length into blocks of `rows` rows; the last block may be shorter.
 
     Example:
         >>> [len(block) for block in in_blocks([torch.zeros(5, 2), torch.zeros(1, 2)], 4)]
@@ -99,7 +99,7 @@ class Neighbours(NamedTuple):
 
     Attributes:
         similarity: float32, descending.
-        rows: int64, which keys; of equally similar ones the smaller row first.
+        rows: int64, row indices of the keys; ties are sorted by row.
     """
 
     similarity: Float[Tensor, "q k"]
@@ -111,17 +111,17 @@ class Neighbours(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """How an exact search is cut into blocks, and the memory that takes.
+    """Block sizes of an exact search, and its memory.
 
     Attributes:
-        query_chunk: queries searched in one pass over the keys; all of them on the CPU, where the result is written in
+        query_chunk: number of queries per pass over the keys; all queries on the CPU, where the result is written in
             place.
-        query_block: queries compared with a block of keys at once, by each worker.
-        key_block: keys read, and compared, at once.
-        workers: threads on the CPU; a GPU has one.
-        passes: how often all keys are read.
-        device_bytes: peak on each device, without the result on the CPU (12 bytes per neighbour) and without what the
-            keys need to read a block, except the block itself.
+        query_block: number of queries that a worker compares with a block of keys at once.
+        key_block: number of keys read and compared at once.
+        workers: number of threads on the CPU; 1 on a GPU.
+        passes: number of passes over the keys.
+        device_bytes: peak memory on each device in bytes, without the result on the CPU (12 bytes per neighbour) and
+            without buffers of `Keys.blocks`, except the block itself.
     """
 
     query_chunk: int
@@ -143,20 +143,20 @@ def plan_search(
     device: torch.device | str = "cpu",
     workers: int | None = None,
 ) -> SearchPlan:
-    """Cut a search into blocks so that it stays within a budget of memory, for any number of queries and keys.
+    """Choose block sizes so that a search of any size stays within a memory budget.
 
     Args:
         num_queries: Q.
         num_keys: M.
         dim: D.
         neighbours: k.
-        key_bytes: bytes of each number in the keys.
-        budget: bytes on each device.
-        device: kind of device.
-        workers: threads on the CPU; by default, PyTorch's number of threads.
+        key_bytes: size of a number in the keys, in bytes.
+        budget: memory on each device, in bytes.
+        device: type of the devices.
+        workers: number of threads on the CPU; by default, PyTorch's number of threads.
 
     Raises:
-        ValueError: a number below 1, or a budget too small for the smallest blocks.
+        ValueError: a number is below 1, or the budget is too small for the smallest blocks.
 
     Example:
         >>> plan = plan_search(2_700_000, 27_000_000, 384, 50, budget=2 * 2**30, workers=2)
@@ -173,18 +173,18 @@ def plan_search(
     query_block = min(query_block, _up_to_multiple(num_queries, _MULTIPLE))
     key_block = min(key_block, _up_to_multiple(num_keys, _MULTIPLE))
     threads = (workers or torch.get_num_threads()) if on_cpu else 1
-    per_query = 0 if on_cpu else 4 * dim + 12 * neighbours  # on a GPU, the query and its neighbours
+    per_query = 0 if on_cpu else 4 * dim + 12 * neighbours  # the query and its neighbours on a GPU
 
     def fixed() -> int:
         candidates = min(_COMPARED_AT_ONCE, key_block)
         worker = (
             query_block * key_block * dtype.itemsize  # products
             + candidates * dim * 4  # candidates
-            + query_block * candidates * 90  # their similarities, and those that are neighbours with their places
+            + query_block * candidates * 90  # similarities of the candidates, and temporaries of _QueryBlock.keep
             + query_block * neighbours * 50  # neighbours before and after
         )
         copied = 0 if on_cpu and key_bytes == 4 else 4 * dim
-        # One block in use and one being read.
+        # Two blocks: one in use, one being read.
         return threads * worker + 2 * key_block * (key_bytes * dim + copied + dtype.itemsize * _width(dim, dtype))
 
     while fixed() > budget // 2 and key_block > 512:
@@ -196,7 +196,7 @@ def plan_search(
     if (least := fixed() + per_query) > budget:
         raise InputError(
             f"a search for {neighbours} neighbours in {dim} dimensions needs at least {math.ceil(least / 2**20)} MiB, "
-            f"got a budget of {budget / 2**20:.1f} MiB: give it more memory, or ask for fewer neighbours"
+            f"got a budget of {budget / 2**20:.1f} MiB: provide more memory, or search for fewer neighbours"
         )
     chunk = min(num_queries, (budget - fixed()) // per_query) if per_query else num_queries
     passes = math.ceil(num_queries / chunk)
@@ -209,7 +209,7 @@ def _up_to_multiple(number: int, of: int) -> int:
 
 
 def _width(dim: int, dtype: torch.dtype) -> int:
-    """Numbers in an operand of the fast product: a row, and two more for the threshold."""
+    """Return the columns of an operand of the fast product: D, and two for the threshold, padded."""
     return _up_to_multiple(dim + 2, _WIDTH_MULTIPLE if dtype == torch.bfloat16 else 1)
 
 
@@ -226,23 +226,24 @@ def nearest(
     plan: SearchPlan | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Neighbours:
-    """Find the keys with the greatest inner product with each query, exactly; the cosine if all have unit length.
+    """Find the k keys with the largest inner product with each query, by exact search.
 
-    Of equally similar keys the one with the smaller row comes first. That holds for similarities in float32: their last
-    bits are the matrix library's, so keys whose similarities differ by rounding alone may change places with another
-    device or plan. PyTorch's setting for float32 products on GPUs (TF32) applies.
+    The inner product is the cosine similarity if all rows have unit length. Ties in float32 are sorted by row. Since
+    the last bits depend on the matrix library, keys whose similarities differ by rounding errors may be ordered
+    differently on another device or with another plan. PyTorch's setting for float32 products on GPUs (TF32) applies.
 
     Args:
         queries: (Q, D), float32 or float16.
-        keys: the rows to search; each block is read once per pass.
+        keys: the keys to search; each block is read once per pass.
         neighbours: k.
-        devices: all of one kind; the queries are divided among them. One that is named twice works twice.
-        plan: how the search is cut into blocks; by default, within four fifths of the free memory.
-        progress: called with the number of keys compared, up to `len(keys)`, whatever the number of passes.
+        devices: one or more devices of the same type, which share the queries; a device may be given several times.
+        plan: block sizes; by default, chosen for four fifths of the free memory.
+        progress: called with the number of compared keys, at most `len(keys)` regardless of the number of passes.
 
     Raises:
-        ValueError: k below 1 or above the number of keys, devices of several kinds or none, queries of another
-            dimension, values that are not finite or too large for float32 products, or too little memory.
+        ValueError: k is below 1 or above the number of keys, `devices` is empty or has several types, the dimension of
+            the queries differs from that of the keys, values are not finite or too large for float32 products, or
+            memory is insufficient.
 
     Example:
         >>> keys = TensorKeys(torch.tensor([[0.0, 1.0], [0.6, 0.8], [0.6, -0.8]]))
@@ -253,7 +254,7 @@ def nearest(
     places = [torch.device(device) for device in devices]
     _check(queries, len(keys), keys.dim, neighbours)
     if len({place.type for place in places}) != 1:
-        raise InputError(f"devices must be of one kind, at least one, got {list(map(str, places))}")
+        raise InputError(f"devices must be one or more devices of the same type, got {list(map(str, places))}")
     found = _no_neighbours(len(queries), neighbours, "cpu")
     if not len(queries):
         return found
@@ -269,27 +270,27 @@ def nearest(
 
             _search_chunk(chunk, keys, Neighbours(similarity, rows), plan, places, report)
     finally:
-        torch.set_num_threads(threads)  # each worker computes with one, and PyTorch has one number for all threads
+        torch.set_num_threads(threads)  # workers set the number, which PyTorch keeps globally, to 1
     return found
 
 
 def _check(queries: Tensor, num_keys: int, dim: int, neighbours: int) -> None:
     if queries.ndim != 2 or queries.shape[1] != dim:
-        raise InputError(f"queries must have the shape (Q, {dim}), as the keys have, got {tuple(queries.shape)}")
+        raise InputError(f"queries must have shape (Q, {dim}), like the keys, got {tuple(queries.shape)}")
     if neighbours < 1:
         raise InputError(f"neighbours must be >= 1, got {neighbours}")
     if neighbours > num_keys:
         raise InputError(
-            f"neighbours must be <= the number of keys, got {neighbours} for {num_keys} keys: ask for fewer "
-            "neighbours, or search among more images (a smaller memory ratio)"
+            f"neighbours must be <= the number of keys, got {neighbours} for {num_keys} keys: search for fewer "
+            "neighbours, or among more images (a smaller memory ratio)"
         )
     for part in queries.split(1024):
         if not part.isfinite().all():
-            raise InputError("queries hold values that are not finite: leave those rows out")
+            raise InputError("queries contain values that are not finite: remove these rows")
 
 
 def _default_plan(queries: Tensor, keys: Keys, neighbours: int, devices: Sequence[torch.device]) -> SearchPlan:
-    """Plan within four fifths of the free memory of the device that has least for each time it is named."""
+    """Plan for four fifths of the least free memory of a device, divided by how often it is listed."""
     free = min(available_memory(device) // devices.count(device) for device in devices)
     workers = max(1, torch.get_num_threads() // len(devices))
     return plan_search(
@@ -312,9 +313,9 @@ def _search_chunk(
     devices: Sequence[torch.device],
     report: Callable[[int], None],
 ) -> None:
-    """Compare some queries with all keys, in one pass, and write their neighbours to `found`."""
+    """Compare queries with all keys in one pass, and write their neighbours to `found`."""
     threads = len(devices) * plan.workers
-    count = math.ceil(len(queries) / plan.query_block / threads) * threads  # as many blocks for each thread
+    count = math.ceil(len(queries) / plan.query_block / threads) * threads  # equal numbers of blocks per thread
     size = math.ceil(len(queries) / count)
     parts = zip(*(part.split(size) for part in (queries, *found)), strict=True)
     blocks = [
@@ -335,7 +336,7 @@ def _search_chunk(
     def read(number: int, first: int) -> int:
         blocks = [pair[number % 2] for pair in loaded.values()]
         for block in blocks:
-            block.rows = None  # the block before the one in use
+            block.rows = None  # free the previous block
         rows = next(source, None)
         if rows is None:
             return 0
@@ -350,7 +351,7 @@ def _search_chunk(
         finally:
             idle[block.device].put(worker)
 
-    # Workers with one thread each need no barriers; one more thread reads ahead.
+    # Single-threaded workers need no barriers; an additional thread reads ahead.
     with ThreadPoolExecutor(threads + 1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         compared = 0
         upcoming = pool.submit(read, 0, 0)
@@ -362,25 +363,25 @@ def _search_chunk(
             upcoming = pool.submit(read, number + 1, compared)
             list(pool.map(compare, blocks, itertools.repeat(number)))
     if compared != len(keys):
-        raise InputError(f"keys must give the {len(keys)} rows that they have, got {compared}")
+        raise InputError(f"keys.blocks must return len(keys) = {len(keys)} rows, got {compared}")
     for block in blocks:
         block.write()
 
 
 def _fast_dtype(device: torch.device, dim: int) -> torch.dtype:
-    """The type of the product that finds candidates."""
+    """Return the data type of the product that selects candidates."""
     fast = device.type == "cpu" and multiplies_bfloat16() and dim >= _BFLOAT16_DIM
     return torch.bfloat16 if fast else torch.float32
 
 
 class _KeyBlock:
-    """A block of keys on a device, in float32 and as an operand of the fast product; memory that is used again.
+    """Reusable buffers for a block of keys on a device, in float32 and as an operand of the fast product.
 
     Attributes:
-        rows: (M, D), float32; None where they are no longer needed.
-        operand: (M, D + 2 and more), the rows, ones in the next two columns, zeros in the others.
-        first: row of the first one among all keys.
-        norm: the greatest norm of a row.
+        rows: (M, D), float32; None once they are no longer needed.
+        operand: (M, >= D + 2), the rows, followed by two columns of ones and zero padding.
+        first: index of the first row among all keys.
+        norm: largest norm of a row.
     """
 
     def __init__(self, plan: SearchPlan, dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -391,10 +392,10 @@ class _KeyBlock:
 
     @torch.no_grad()
     def load(self, rows: Float[Tensor, "m d"], first: int) -> None:
-        """Take the next keys.
+        """Load the next keys.
 
         Raises:
-            ValueError: values that are not finite.
+            ValueError: values are not finite.
         """
         self.first = first
         on_device = rows.dtype == torch.float32 and rows.device == self._copy.device
@@ -404,15 +405,15 @@ class _KeyBlock:
         self.norm = self.rows.norm(dim=1).max()
         if not self.norm.isfinite() and not rows.isfinite().all():
             row = first + int((~rows.isfinite()).any(dim=1).nonzero()[0])
-            raise InputError(f"keys hold values that are not finite, first in row {row}: leave that row out")
+            raise InputError(f"keys contain values that are not finite, first in row {row}: remove this row")
 
 
 class _QueryBlock:
-    """Some queries and their best neighbours so far, which are written in place on the CPU.
+    """A block of queries and their nearest neighbours so far, which are updated in place on the CPU.
 
     Attributes:
         queries: (Q, D).
-        best: similarities in descending order; -inf where there are no neighbours yet.
+        best: the neighbours, by descending similarity; -inf marks missing ones.
     """
 
     def __init__(self, queries: Float[Tensor, "q d"], found: Neighbours, device: torch.device) -> None:
@@ -427,9 +428,9 @@ class _QueryBlock:
                 out.copy_(part)
 
     def keep(self, similarity: Float[Tensor, "q m"], rows: Int[Tensor, " m"]) -> None:
-        """Keep the best of the neighbours so far and of further keys, in the order of their rows."""
+        """Update the neighbours with further keys, which must be in ascending order of their rows."""
         k = self.best.rows.shape[1]
-        # Of equal keys the first wins.
+        # Ties go to the first key.
         query, column = (similarity > self.best.similarity[:, -1:]).nonzero(as_tuple=True)
         if not len(query):
             return
@@ -445,7 +446,7 @@ class _QueryBlock:
 
 
 class _Worker:
-    """What one thread compares with; memory that is used again."""
+    """Reusable buffers of one thread."""
 
     def __init__(self, plan: SearchPlan, dim: int, dtype: torch.dtype, device: torch.device) -> None:
         queries, candidates = _up_to_multiple(plan.query_block, _MULTIPLE), min(_COMPARED_AT_ONCE, plan.key_block)
@@ -456,18 +457,18 @@ class _Worker:
         self._candidates = torch.zeros(candidates, dim, device=device)
         self._similarity = torch.empty(queries, candidates, device=device)
         # |q·k - q'·k'| <= |q - q'||k| + |q'||k - k'|, and rounding to bfloat16 changes a row by at most 2^-9 of its
-        # norm. A GPU may round to TF32. Sums in float32 are inexact, too.
+        # norm. A GPU may round to TF32. Sums in float32 add a rounding error.
         rounds = dtype == torch.bfloat16 or device.type != "cpu"
         self._error = rounds * 2**-8 + dim * 2**-22
 
     @torch.no_grad()
     def compare(self, block: _QueryBlock, keys: _KeyBlock) -> None:
-        """Keep the neighbours among a block of keys."""
+        """Update the neighbours of a block of queries with a block of keys."""
         count = len(block.queries)
         self._queries[:count] = block.queries
         assert keys.rows is not None
         candidates = self._find_candidates(block, keys)
-        # Nearly all of the first keys are neighbours at first: few at once take less time and memory.
+        # Nearly all of the first keys become neighbours, so small blocks take less time and memory.
         size = _MULTIPLE if keys.first == 0 else len(self._candidates)
         while len(candidates):
             part, candidates = candidates[:size], candidates[size:]
@@ -478,7 +479,7 @@ class _Worker:
             block.keep(similarity[:count, : len(part)], part + keys.first)
 
     def _find_candidates(self, block: _QueryBlock, keys: _KeyBlock) -> Int[Tensor, " n"]:
-        """The keys that may be a neighbour of any query, in ascending order.
+        """Return the keys that may be a neighbour of any query, in ascending order.
 
         Raises:
             ValueError: products may overflow.
@@ -489,19 +490,19 @@ class _Worker:
         if not (sizes < _LARGEST).all():
             raise InputError("similarities overflow float32: normalise queries and keys to unit length")
         threshold = (block.best.similarity[:, -1] - sizes * self._error).clamp(min=-_LARGEST)
-        # The threshold is subtracted within the product: as two more numbers, so that little of it is rounded away.
+        # Subtract the threshold within the product, split into two columns to reduce its rounding error.
         self._operand[:count, :dim] = queries
         self._operand[:count, dim] = -threshold
         self._operand[:count, dim + 1] = -threshold - self._operand[:count, dim]
         self._operand[count:] = 0
         above = _multiply(keys.operand, self._operand, self._products[: len(keys.operand)])
-        # As integers, the bits of floats have the same sign, and their maximum is found several times as fast.
+        # The sign of a float equals that of its bits as an integer, and integer maxima are several times as fast.
         bits = torch.int16 if above.dtype == torch.bfloat16 else torch.int32
         return (above.view(bits).amax(dim=1) > 0).nonzero()[:, 0]
 
 
 def _multiply(rows: Float[Tensor, "m d"], columns: Float[Tensor, "n d"], out: Float[Tensor, "m n"]) -> Tensor:
-    """`rows @ columns.mT`; in `out`, except by the library that is faster on AMD processors."""
+    """Return `rows @ columns.mT`, in `out` except with the library that is faster on AMD processors."""
     if rows.dtype == torch.float32 and rows.device.type == "cpu" and has_amd_processor():
         return linear(rows, columns)
     return torch.mm(rows, columns.mT, out=out)
@@ -511,21 +512,21 @@ def _multiply(rows: Float[Tensor, "m d"], columns: Float[Tensor, "n d"], out: Fl
 
 
 class ApproximateIndex:
-    """Neighbours among the keys of the lists closest to a query: faster than exact search, and not always right.
+    """Approximate nearest neighbours by an inverted file index of faiss (IVFFlat).
 
-    k-means on a sample of the keys makes the lists, each key joins the list of the centre it is most similar
-    to, and a query is compared with the keys of its `probes` most similar centres (faiss, inverted file with
-    whole vectors). Where those hold fewer keys than neighbours are asked for, more lists are visited.
+    k-means clusters a sample of the keys, each key is assigned to the list of its most similar centre, and a query is
+    compared with the keys in the lists of its `probes` most similar centres. If these contain fewer than k keys,
+    further lists are searched.
 
     Args:
-        keys: what is searched; held in memory as float32.
-        probes: lists that are visited; all of them gives exact search.
-        lists: number of lists; about 4 times the root of the number of keys by default.
-        seed: of the sample and of k-means.
+        keys: the keys to search; stored in memory as float32.
+        probes: number of lists to search; with all lists, the search is exact.
+        lists: number of lists; by default, about 4 times the square root of the number of keys.
+        seed: seed of the sample and of k-means.
 
     Raises:
         ImportError: faiss is not installed.
-        ValueError: numbers out of range, or less memory than the index needs, which is said before it is built.
+        ValueError: a number is out of range, or the index does not fit into free memory; raised before it is built.
 
     Example:
         >>> index = ApproximateIndex(TensorKeys(torch.eye(100)), probes=2, lists=2)
@@ -536,8 +537,8 @@ class ApproximateIndex:
     def __init__(self, keys: Keys, *, probes: int = 32, lists: int | None = None, seed: int = 0) -> None:
         self._faiss = _import_faiss()
         if not len(keys):
-            raise InputError("keys must hold one row at least, got 0")
-        # k-means wants some tens of keys for each centre.
+            raise InputError("keys must contain at least one row, got 0")
+        # k-means needs some tens of keys for each centre.
         lists = lists if lists is not None else max(1, min(round(4 * math.sqrt(len(keys))), len(keys) // 40))
         for name, value, most in (("lists", lists, len(keys)), ("probes", probes, None)):
             if value < 1 or (most is not None and value > most):
@@ -548,16 +549,16 @@ class ApproximateIndex:
         self.bytes = _index_bytes(len(keys), keys.dim, sample)
         if self.bytes > (free := available_memory("cpu")):
             raise InputError(
-                f"an index of {len(keys)} keys may need {self.bytes / _GIB:.1f} GiB, {free / _GIB:.1f} GiB are "
-                "free: use exact search, or search among fewer images"
+                f"an index of {len(keys)} keys may need {self.bytes / _GIB:.1f} GiB, but only {free / _GIB:.1f} GiB "
+                "are free: use exact search, or search among fewer images"
             )
         self._index = self._build(keys, sample, seed)
 
     def search(self, queries: Float[Tensor, "q d"], neighbours: int) -> Neighbours:
-        """The most similar keys that are found for each query; of equally similar ones the smaller row first.
+        """Return the approximate k nearest keys of each query; ties are sorted by row.
 
         Raises:
-            ValueError: k below 1 or above the number of keys, queries of another dimension or not finite.
+            ValueError: k is below 1 or above the number of keys, or queries have another dimension or are not finite.
         """
         _check(queries, self._index.ntotal, self._index.d, neighbours)
         rows = queries.to("cpu", torch.float32).contiguous()
@@ -571,7 +572,7 @@ class ApproximateIndex:
         return Neighbours(similarity, found.gather(1, order))
 
     def _visit(self, queries: Tensor, neighbours: int, probes: int) -> tuple[Tensor, Tensor]:
-        """Faiss's own search; rows are -1 where it found too few."""
+        """Search with faiss; missing neighbours have row -1."""
         self._faiss.omp_set_num_threads(torch.get_num_threads())
         parameters = self._faiss.SearchParametersIVF(nprobe=probes)
         similarity, rows = self._index.search(queries.numpy(), neighbours, params=parameters)
@@ -582,7 +583,7 @@ class ApproximateIndex:
         centres = self._faiss.IndexFlatIP(keys.dim)
         index = self._faiss.IndexIVFFlat(centres, keys.dim, self.lists, self._faiss.METRIC_INNER_PRODUCT)
         index.cp.seed = seed
-        index.cp.min_points_per_centroid = 1  # we take what sample there is
+        index.cp.min_points_per_centroid = 1  # no warning about small samples
         index.train(_sampled(keys, sample, seed).numpy())
         for block in keys.blocks(_INDEX_BLOCK):
             index.add(block.float().contiguous().numpy())
@@ -593,12 +594,12 @@ _INDEX_BLOCK = 65536
 
 
 def _index_bytes(rows: int, dim: int, sample: int) -> int:
-    # Lists grow by doubling, so up to half of their room is empty.
+    # Lists grow by doubling, so up to half of their capacity is unused.
     return 2 * rows * (4 * dim + 8) + 4 * dim * (sample + 2 * min(rows, _INDEX_BLOCK))
 
 
 def _sampled(keys: Keys, number: int, seed: int) -> Float[Tensor, "n d"]:
-    """Keys drawn uniformly without repetition, in order."""
+    """Sample keys uniformly without replacement, in order."""
     rows = torch.randperm(len(keys), generator=torch.Generator().manual_seed(seed))[:number].sort().values
     parts, first = [], 0
     for block in keys.blocks(_INDEX_BLOCK):
@@ -617,16 +618,16 @@ def _import_faiss() -> Any:
 
 
 def recall(approximate: Neighbours, exact: Neighbours) -> float:
-    """Mean share of the exact neighbours that an approximate search has found.
+    """Compute the mean fraction of exact neighbours found by an approximate search.
 
-    A key that is as similar as the last exact neighbour, to rounding, counts as found: it was a tie.
+    Keys as similar as the last exact neighbour, up to rounding, count as found.
 
     Raises:
-        ValueError: neighbours of different queries, or different numbers of them.
+        ValueError: the numbers of queries or neighbours differ.
     """
     if approximate.rows.shape != exact.rows.shape:
         raise InputError(
-            f"both must have the same queries and neighbours, got {tuple(approximate.rows.shape)} and "
+            f"approximate and exact neighbours must have the same shape, got {tuple(approximate.rows.shape)} and "
             f"{tuple(exact.rows.shape)}"
         )
     last = exact.similarity[:, -1:]

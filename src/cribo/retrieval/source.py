@@ -1,34 +1,33 @@
-"""Whose features, as a configuration says it. Nothing here needs torch, so that a command line need not wait for it."""
+"""Configuration of a backbone, in a module that does not import torch, so that command lines start quickly."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 MEAN_COLOUR = "mean-colour"
-"""The source that stands for the baseline without a network."""
+"""Name of the baseline without a network."""
 
 
 @dataclass
 class BackboneSource:
-    """Whose features are evaluated.
+    """Source and options of a backbone whose features are used.
 
     Attributes:
-        source: a run folder or backbone.safetensors of ours; a timm name (vit_small_patch16_224.dino); a
+        source: a run folder or backbone.safetensors of cribo; a timm name (vit_small_patch16_224.dino); a
             checkpoint of another project (CrOC, DINO, iBOT, MAE, MoCo v3, DINOv2, TimeT, SlotCon, ...); or
-            mean-colour, the baseline that knows the mean colour of a patch of 16 pixels.
-        pretrained: of a timm name, load its weights, from timm's cache or the network; false for random ones.
-        network: of a checkpoint that holds two, the teacher (momentum network) or the student.
-        architecture: timm's name of a checkpoint's network, where its weights do not show it (any but ViT,
-            DINOv3 and ResNet).
-        heads: attention heads, where a checkpoint does not say and they do not have 64 channels each.
-        positions: how the position embedding is resized to images of another size than in training: `original` as the
-            project that wrote a checkpoint does it, `timm` as timm does; or, where a checkpoint does not show whose it
-            is, bicubic_offset (DINO, iBOT, DINOv2), bicubic (MAE, Hugging Face) or another (docs/checkpoints.md).
-        ignore: patterns (regular expressions) of tensors of a checkpoint to leave out, where nothing else explains
-            them.
-        trust: run the code that a checkpoint of Python objects holds. Only for files whose maker you trust.
-        layers: how many of the last blocks give features, concatenated.
-        seed: of random weights.
+            mean-colour, a baseline whose features are the mean colours of patches of 16 pixels.
+        pretrained: for a timm name, load pretrained weights from timm's cache or the network; false for random weights.
+        network: for a checkpoint with two networks, the teacher (momentum network) or the student.
+        architecture: timm name of a checkpoint's architecture; required unless it is a ViT, DINOv3 or ResNet, which
+            are recognised.
+        heads: number of attention heads, if the checkpoint does not store it and heads do not have 64 channels.
+        positions: interpolation of the position embedding for other image sizes than in training: `original` for that
+            of the project that wrote the checkpoint, `timm` for timm's; or, if the project cannot be recognised,
+            bicubic_offset (DINO, iBOT, DINOv2), bicubic (MAE, Hugging Face) or another (docs/checkpoints.md).
+        ignore: regular expressions of unknown tensors in a checkpoint to skip.
+        trust: run the code in a checkpoint with pickled Python objects. Use only for files from a trusted source.
+        layers: number of last blocks whose features are concatenated.
+        seed: seed of random weights.
     """
 
     source: str
@@ -46,7 +45,7 @@ class BackboneSource:
 
 
 def backbone_name(config: BackboneSource) -> str:
-    """A short name for tables and folders: the run's, the file's, or timm's, with `random` for random weights.
+    """Return a short name for tables and folders: that of the run, file or timm model, with `-random` if untrained.
 
     Example:
         >>> backbone_name(BackboneSource("runs/camvid/backbone.safetensors"))

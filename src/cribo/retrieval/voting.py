@@ -1,4 +1,4 @@
-"""How the nearest labelled patches vote on the label of a new one."""
+"""Labels of patches by a vote of their nearest labelled neighbours."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,19 +10,19 @@ from torch import Tensor
 from cribo.retrieval.choices import PatchLabels, Vote
 from cribo.retrieval.search import Neighbours
 
-_BLOCK = 4096  # queries that vote at once
-_LEAST_SIMILARITY = 1e-6  # so that a query of which all neighbours point away is labelled by all alike
+_BLOCK = 4096  # queries per block
+_LEAST_SIMILARITY = 1e-6  # so that neighbours have equal weights if all similarities are negative
 
 
 class LabelShares(NamedTuple):
-    """What some patches are labelled with, as lists of (class, share), end to end.
+    """Class shares of patches in sparse form: concatenated lists of (class, share) pairs.
 
-    Most patches hold one or two classes of many, so this takes far less room than a table.
+    Since most patches contain only one or two classes, this takes much less memory than a dense matrix.
 
     Attributes:
-        lengths: how many pairs each patch has.
-        classes: of the pairs, patch by patch, int16.
-        shares: of the pairs; those of a patch sum to 1.
+        lengths: number of pairs of each patch.
+        classes: class of each pair, patch by patch, int16.
+        shares: share of each pair; the shares of a patch sum to 1.
     """
 
     lengths: Int[Tensor, " n"]
@@ -31,11 +31,11 @@ class LabelShares(NamedTuple):
 
 
 def label_shares(counts: Num[Tensor, "n c"], patch_labels: PatchLabels) -> LabelShares:
-    """Label patches by the pixels of each class in them.
+    """Compute the class shares of patches from their pixel counts.
 
     Args:
-        counts: pixels, or their shares; each patch has some.
-        patch_labels: `hard`, the class of most pixels (the smallest of several), or `soft`, the share of each.
+        counts: number or fraction of pixels of each class in each patch; no row may be all zero.
+        patch_labels: `hard` for the majority class (ties go to the smallest index), or `soft` for all shares.
 
     Example:
         >>> [part.tolist() for part in label_shares(torch.tensor([[3, 1], [0, 4]]), "soft")]
@@ -51,12 +51,12 @@ def label_shares(counts: Num[Tensor, "n c"], patch_labels: PatchLabels) -> Label
 
 
 class Voters:
-    """The labels of all patches of a memory, which are called up to vote.
+    """The labels of all patches of a memory, which vote on the labels of queries.
 
     Args:
-        labels: of its parts, in the order of the keys.
-        columns: of a vote, C.
-        device: where votes are counted.
+        labels: class shares of the parts of the memory, in the order of the keys.
+        columns: number of classes in a vote, C.
+        device: device on which votes are counted.
 
     Example:
         >>> voters = Voters([label_shares(torch.tensor([[4, 0], [2, 2]]), "soft")], 2)
@@ -73,13 +73,13 @@ class Voters:
         self._shares = torch.cat([part.shares for part in labels]).to(device)
 
     def vote(self, neighbours: Neighbours, vote: Vote, temperature: float = 0.02) -> Float[Tensor, "q c"]:
-        """The share of the vote that each class gets, in blocks of queries.
+        """Compute each class's share of the vote, in blocks of queries.
 
         Args:
-            neighbours: of the queries.
-            vote: weight of a neighbour: `majority` (all alike), `similarity` (its cosine, next to nothing if
-                negative) or `attention` (softmax of cosine / temperature).
-            temperature: of the attention.
+            neighbours: nearest neighbours of the queries.
+            vote: weight of a neighbour: `majority` (equal weights), `similarity` (its cosine similarity, at least
+                1e-6) or `attention` (softmax of cosine similarity / temperature).
+            temperature: temperature of the attention.
         """
         blocks = zip(neighbours.similarity.split(_BLOCK), neighbours.rows.split(_BLOCK), strict=True)
         return torch.cat(
@@ -94,7 +94,7 @@ class Voters:
         elif vote == "similarity":
             weights = similarity.clamp(min=_LEAST_SIMILARITY)
         else:
-            weights = torch.ones_like(similarity)  # whole numbers, so that equal votes are equal
+            weights = torch.ones_like(similarity)  # sums of integers are exact, so that ties are detected
         start, length = self._starts[rows], self._starts[rows + 1] - self._starts[rows]
         votes = weights.new_zeros(len(rows), self.columns)
         for step in range(int(length.max())):

@@ -1,7 +1,7 @@
-"""Partial whitening of features: a linear layer in closed form, from unlabelled patches alone.
+"""Partial whitening of features: a linear layer in closed form, fitted to unlabelled patches.
 
-Whitening after PCA is known from image retrieval (Jegou and Chum 2012), where each direction is divided by its standard
-deviation. A power below 1 keeps some of the variance that says how much a direction matters.
+PCA whitening as in image retrieval (Jegou and Chum 2012) divides each direction by its standard deviation. A power
+below 1 keeps part of the variance, which indicates the importance of a direction.
 """
 
 import torch
@@ -43,39 +43,43 @@ class Moments:
 
     @property
     def covariance(self) -> Float[Tensor, "d d"]:
-        """Of all vectors so far."""
+        """Covariance of all vectors so far."""
         return self._scatter / max(self.count, 1)
 
 
-# Directions whose variance is this small beside the largest hold rounding errors alone.
+# Directions with a smaller variance relative to the largest contain only rounding errors.
 _NEGLIGIBLE = 1e-10
 
 
 def partial_whitening(
     moments: Moments, *, power: float, dims: int | None = None
 ) -> tuple[Float[Tensor, "e d"], Float[Tensor, " e"]]:
-    """The linear layer that centres features, rotates them to their principal axes, and divides by (deviation)^power.
+    """Compute a linear layer for partial PCA whitening.
+
+    The layer centres features, rotates them to their principal axes, and divides each axis by (standard
+    deviation)^power.
 
     Args:
-        moments: of unlabelled features.
-        power: 0 rotates only, 1 whitens.
-        dims: E, the directions of largest variance to keep; None: all, except those without variance.
+        moments: moments of unlabelled features.
+        power: 0 only rotates, 1 whitens.
+        dims: number E of directions of largest variance to keep; by default all with non-zero variance.
 
     Returns:
         Weight (E, D) and bias (E,), float32.
 
     Raises:
-        ValueError: a power outside of [0, 1], more directions than there are, or fewer than two vectors.
+        ValueError: `power` is outside [0, 1], `dims` exceeds the directions with variance, or `moments` contains fewer
+            than two vectors.
     """
     if not 0.0 <= power <= 1.0:
         raise InputError(f"power must be from 0 (rotate only) to 1 (whiten), got {power}")
     if moments.count < 2:
-        raise InputError(f"whitening needs at least 2 vectors, got {moments.count}: give more images")
+        raise InputError(f"whitening needs at least 2 vectors, got {moments.count}: use more images")
     variances, axes = torch.linalg.eigh(moments.covariance)  # ascending
     variances, axes = variances.flip(0), axes.flip(1)
     available = int((variances > _NEGLIGIBLE * variances[0]).sum())
     if dims is not None and not 1 <= dims <= available:
-        raise InputError(f"dims must be 1 to {available}, the directions with variance, got {dims}")
+        raise InputError(f"dims must be 1 to {available}, the number of directions with variance, got {dims}")
     kept = dims or available
     weight = (axes[:, :kept] * variances[:kept].pow(-power / 2)).T
     return weight.float(), -(weight @ moments.mean).float()

@@ -93,13 +93,13 @@ def test_spair_is_read_in_its_layout(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"trg_kps": [[65, 3]] * 4}, "point 0 of trg_kps must be inside of the image, 64 x 64, got 65, 3"),
-        ({"src_kps": [[8, 24]] * 3 + [[3, -1]]}, "point 3 of src_kps must be inside of the image, 64 x 64, got 3, -1"),
-        ({"src_kps": []}, "src_kps must be lists of x and y in pixels, at least one, got []"),
-        ({"src_kps": [[1, 2, 3]]}, "src_kps must be lists of x and y"),
-        ({"src_kps": [[1, 2]]}, "src_kps and trg_kps must have as many points, got 1 and 4"),
+        ({"trg_kps": [[65, 3]] * 4}, "point 0 of trg_kps must be inside the image, 64 x 64, got 65, 3"),
+        ({"src_kps": [[8, 24]] * 3 + [[3, -1]]}, "point 3 of src_kps must be inside the image, 64 x 64, got 3, -1"),
+        ({"src_kps": []}, "src_kps must be one or more pairs of x and y in pixels, got []"),
+        ({"src_kps": [[1, 2, 3]]}, "src_kps must be one or more pairs of x and y"),
+        ({"src_kps": [[1, 2]]}, "src_kps and trg_kps must have the same number of points, got 1 and 4"),
         ({"trg_bndbox": [5, 5, 5, 9]}, "trg_bndbox must be left, top, right and bottom in pixels, got [5, 5, 5, 9]"),
-        ({"trg_imname": "nowhere.png"}, "needs the image nowhere.png, which is not in"),
+        ({"trg_imname": "nowhere.png"}, "refers to the image nowhere.png, which is not in"),
     ],
 )
 def test_a_file_that_is_wrong_is_named(
@@ -132,12 +132,12 @@ def test_what_cannot_be_used_is_refused_before_any_work(
 
 def test_files_that_are_no_pairs_are_refused(folder: Path) -> None:
     (folder / "pairs" / "2.json").write_text("{}")
-    with pytest.raises(DataError, match=r"2\.json is not a pair in the format of SPair-71k: it lacks src_imname, trg"):
+    with pytest.raises(DataError, match=r"2\.json is not in the format of SPair-71k: missing src_imname, trg"):
         open_pairs(folder)
     (folder / "pairs" / "2.json").write_text("{")
     with pytest.raises(DataError, match=r"2\.json is not a JSON file"):
         open_pairs(folder)
     for file in (folder / "pairs").iterdir():
         file.unlink()
-    with pytest.raises(DataError, match=r"has no \*\.json, a file for each pair"):
+    with pytest.raises(DataError, match=r"no \*\.json files in"):
         open_pairs(folder)

@@ -113,11 +113,11 @@ def test_folders_are_numbered_and_nothing_is_overwritten(
     assert {path.name for path in Path("evaluations").iterdir()} == {"dense-nn-folder-mine", "dense-nn-folder-mine-2"}
     taken = "evaluations/dense-nn-folder-mine"
     before = Path(taken, "results.json").read_bytes()
-    assert "exists already: choose another --out, or replace it" in refused(*command, "--out", taken)
+    assert "already exists: choose another --out, or replace it" in refused(*command, "--out", taken)
     assert Path(taken, "results.json").read_bytes() == before
     assert main([*command, "--out", taken, "--overwrite", "--neighbours", "5"]) == 0
     assert read_result(taken).settings["neighbours"] == 5
-    assert "lies in the folder for results" in refused(*command, "--out", str(data), "--overwrite")
+    assert "is inside the results folder" in refused(*command, "--out", str(data), "--overwrite")
     Path("mine").mkdir()
     Path("mine", "results.json").write_text("{}")
     assert "not created by cribo, refusing to replace it" in refused(*command, "--out", "mine", "--overwrite")
@@ -207,7 +207,7 @@ def test_options_from_a_file(data: Path, backbone: Path) -> None:
         (["--backbone", "mean-colour", "--vote", "loud"], "majority"),
         (["--backbone", "mean-colour", "--size", "20,32"], "size must be a multiple of the patch size 16, got 20x32"),
         (["--backbone", "mean-colour", "--devices", "cuda:99"], "runtime.devices: 'cuda:99' cannot be used"),
-        (["--backbone", "mean-colour", "--devices", "cpu,meta"], "runtime.devices must be of one kind"),
+        (["--backbone", "mean-colour", "--devices", "cpu,meta"], "runtime.devices must be one or more devices"),
         (["--backbone", "mean-colour", "--pictures", "-1"], "pictures must be >= 0, got -1"),
         (["--backbone", "mean-colour", "--memory_patches", "9"], "memory_patches must be at least"),
         (["--backbone", "mean-colour", "--data", "camvid", "--data.root", "null"], "data.root must be given"),

@@ -175,7 +175,7 @@ def test_what_was_killed_is_gone_on_with_and_ends_as_if_it_had_not_been(
         with pytest.raises(Killed):
             main([*words, "--out", "killed", "--resume"])
     assert not Path("killed/results.json").exists()
-    assert "exists already" in refused(*words, "--out", "killed")
+    assert "already exists" in refused(*words, "--out", "killed")
     said = refused(*words, "--out", "killed", "--resume", "--learning_rate", "0.1")
     assert "was begun with settings.learning_rate 0.0002, not 0.1" in said
     assert main([*words, "--out", "killed", "--resume"]) == 0
@@ -189,7 +189,7 @@ def test_what_was_killed_is_gone_on_with_and_ends_as_if_it_had_not_been(
 def test_old_results_are_replaced_on_demand_only(words: list[str], refused: Callable[..., str]) -> None:
     words = [*words, "--epochs", "1", "--pictures", "0", "--out", "result"]
     assert main(words) == 0
-    assert "exists already" in refused(*words)
+    assert "already exists" in refused(*words)
     assert main([*words, "--overwrite", "--learning_rate", "1e-3"]) == 0
     assert read_result("result").results[0]["learning_rate"] == 1e-3
 

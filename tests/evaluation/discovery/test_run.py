@@ -129,7 +129,7 @@ def test_a_damaged_voc_is_refused(voc: Path) -> None:
     with pytest.raises(MissingData, match=r"1 of the 3 images of .* have no \.xml file in .*, the first is 1"):
         VocBoxes(voc, "trainval")
     (voc / "ImageSets" / "Main" / "trainval.txt").write_text("\n")
-    with pytest.raises(DataError, match="lists no image"):
+    with pytest.raises(DataError, match="lists no images"):
         VocBoxes(voc, "trainval")
 
 

@@ -179,7 +179,7 @@ def test_two_processes_are_as_one(folder: Path, tmp_path: Path) -> None:
         ({"backbone": BackboneSource("NETWORK", layers=4)}, ConfigError, "layers must be 1 to 2, the blocks of"),
         ({"crop": 24}, ConfigError, "crop must be a multiple of the patch size"),
         ({"data": SegmentationData("folder", "ROOT", train="trian")}, DataError, "there is no .trian. in .*images"),
-        ({"data": SegmentationData("camvid", "ROOT")}, DataError, "must name the classes of CamVid in their order"),
+        ({"data": SegmentationData("camvid", "ROOT")}, DataError, "must list the classes of CamVid in order"),
         ({"data": SegmentationData("voc")}, ConfigError, "data.root must be given"),
     ],
 )

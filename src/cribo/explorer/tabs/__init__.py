@@ -1,1 +1,1 @@
-"""The tabs of the page: fields, buttons and events, one file per tab."""
+"""The tabs of the page, one module each: fields, buttons and events."""

@@ -5,16 +5,16 @@ from typing import Any
 
 import gradio as gr
 
-from cribo.explorer.features import colour_picture, likeness
+from cribo.explorer.features import colour_picture, patch_similarity
 from cribo.explorer.network import SharedEncoder
 from cribo.explorer.objects import ObjectFinder
 from cribo.explorer.tabs.fields import (
-    ASKING,
     HIDDEN,
+    REQUEST,
     clicked_point,
     found_objects,
     sent_picture,
-    sentence,
+    show_errors,
     shown_picture,
     whole_number,
 )
@@ -25,21 +25,21 @@ _MATCHES = 6
 
 
 def features_tab(encoder: SharedEncoder, uploads: Uploads, finder: ObjectFinder | None) -> None:
-    """A field for a picture, its features as colours, and the similarity to a selected patch.
+    """Add a field for a picture, its features as colours, and the similarity to a selected patch.
 
-    The similarity is shown as a heat map and, if there is a collection, by the nearest objects.
+    The similarity is shown as a heat map and, with a collection, by the nearest objects.
     """
 
     def others(vector: Any) -> tuple[Any, ...]:
         return () if finder is None else (finder.like(vector, _MATCHES)[0],)
 
-    @sentence
+    @show_errors
     def alike(sent: Any, row: Any, column: Any) -> tuple[Any, ...]:
         image = uploads.read(sent)
-        found = likeness(image, encoder.encode(image), whole_number(row), whole_number(column))
+        found = patch_similarity(image, encoder.encode(image), whole_number(row), whole_number(column))
         return found.row, found.column, found.picture, found.sentence, *others(found.vector)
 
-    @sentence
+    @show_errors
     def dropped(sent: Any) -> tuple[Any, ...]:
         if sent is None:
             return None, 0, 0, None, _ADVICE, *(() if finder is None else ([],))
@@ -47,12 +47,12 @@ def features_tab(encoder: SharedEncoder, uploads: Uploads, finder: ObjectFinder 
         rows, columns = dense.grid
         return colour_picture(dense), *alike(sent, rows // 2, columns // 2)
 
-    @sentence
+    @show_errors
     def clicked(sent: Any, event: gr.SelectData) -> tuple[Any, ...]:
         return alike(sent, *encoder.encode(uploads.read(sent)).patch_at(*clicked_point(event)))
 
     def stepped(down: int, right: int) -> Callable[..., tuple[Any, ...]]:
-        @sentence
+        @show_errors
         def step(sent: Any, row: Any, column: Any) -> tuple[Any, ...]:
             return alike(sent, whole_number(row) + down, whole_number(column) + right)
 
@@ -60,9 +60,7 @@ def features_tab(encoder: SharedEncoder, uploads: Uploads, finder: ObjectFinder 
 
     with gr.Row(equal_height=False):
         with gr.Column(min_width=280):
-            picture = sent_picture(
-                f"Your picture ({uploads.limits}): click on a patch of it", "The picture that you have sent"
-            )
+            picture = sent_picture(f"Your picture ({uploads.limits}): click on a patch", "The uploaded picture")
         with gr.Column(min_width=280):
             colours = shown_picture(
                 "Its features: three principal components as red, green and blue", "Principal components as colours"
@@ -80,10 +78,10 @@ def features_tab(encoder: SharedEncoder, uploads: Uploads, finder: ObjectFinder 
     asked: list[Any] = [picture, row, column]
     place: list[Any] = [row, column, heat, said]
     if finder is not None:
-        gr.Markdown("The nearest objects of the collection to this patch", elem_classes="caption")
+        gr.Markdown("Nearest objects of the collection to this patch", elem_classes="caption")
         place.append(found_objects("nearest-to-patch"))
-    picture.change(dropped, picture, [colours, *place], api_name="features", **ASKING)
+    picture.change(dropped, picture, [colours, *place], api_name="features", **REQUEST)
     picture.select(clicked, picture, place, **HIDDEN)
-    gr.on([row.submit, row.blur, column.submit, column.blur], alike, asked, place, api_name="likeness", **ASKING)
+    gr.on([row.submit, row.blur, column.submit, column.blur], alike, asked, place, api_name="likeness", **REQUEST)
     for arrow, (down, right) in zip(arrows, ((0, -1), (-1, 0), (1, 0), (0, 1)), strict=True):
         arrow.click(stepped(down, right), asked, place, **HIDDEN)

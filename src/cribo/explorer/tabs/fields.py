@@ -1,4 +1,4 @@
-"""Shared by the tabs: picture fields, click positions, and error messages."""
+"""Functions shared by the tabs: picture fields, click positions and error messages."""
 
 import logging
 from collections.abc import Callable
@@ -16,39 +16,39 @@ T = TypeVar("T")
 HEIGHT = 400
 """Height of the fields for uploaded pictures, in pixels."""
 
-ASKING: dict[str, Any] = {
-    # Without preprocessing by Gradio, which decodes pictures of any size.
+REQUEST: dict[str, Any] = {
+    # Disable Gradio's preprocessing, which decodes pictures of any size.
     "preprocess": False,
     "concurrency_id": "network",
     "concurrency_limit": 4,
     "show_progress": "minimal",
 }
-"""Arguments of events that read visitors' input."""
+"""Arguments of events that read user input."""
 
-HIDDEN: dict[str, Any] = {**ASKING, "api_visibility": "private"}
-"""The same, for events without an API name."""
+HIDDEN: dict[str, Any] = {**REQUEST, "api_visibility": "private"}
+"""`REQUEST` for events without an API name."""
 
 
-def sentence(function: Callable[..., T]) -> Callable[..., T]:
-    """Wrap a function of the page so that its errors are shown as sentences."""
+def show_errors(function: Callable[..., T]) -> Callable[..., T]:
+    """Decorate a function of the page so that its errors are shown as messages."""
 
     @wraps(function)
-    def asked(*arguments: Any, **named: Any) -> T:
+    def wrapper(*arguments: Any, **named: Any) -> T:
         try:
             return function(*arguments, **named)
         except gr.Error:
             raise
         except Refused as error:
             raise gr.Error(str(error), title="Not possible", print_exception=False) from error
-        except Exception as error:  # its message may contain paths of this machine
+        except Exception as error:  # log it, since its message may contain paths of this machine
             log.exception("an error on the page")
             raise gr.Error("Something went wrong; see the log of `cribo explore`.", print_exception=False) from error
 
-    return asked
+    return wrapper
 
 
 def sent_picture(caption: str, alt: str) -> gr.Image:
-    """A field for an uploaded picture."""
+    """Create a field for an uploaded picture."""
     gr.Markdown(caption, elem_classes="caption")
     return gr.Image(
         label=caption,
@@ -61,7 +61,7 @@ def sent_picture(caption: str, alt: str) -> gr.Image:
 
 
 def shown_picture(caption: str, alt: str) -> gr.Image:
-    """A field that shows a picture."""
+    """Create a field that shows a picture."""
     gr.Markdown(caption, elem_classes="caption")
     return gr.Image(
         label=caption,
@@ -75,7 +75,7 @@ def shown_picture(caption: str, alt: str) -> gr.Image:
 
 
 def found_objects(elem_id: str) -> gr.Gallery:
-    """A gallery of found objects."""
+    """Create a gallery of found objects."""
     return gr.Gallery(
         label="Nearest objects",
         show_label=False,
@@ -90,10 +90,10 @@ def found_objects(elem_id: str) -> gr.Gallery:
 
 
 def whole_number(value: Any) -> int:
-    """Convert the value of a field to a whole number; 0 if it is empty.
+    """Convert the value of a field to an integer; 0 if it is empty.
 
     Raises:
-        Refused: it is not a number.
+        Refused: the value is not a number.
     """
     if value is None or value == "":
         return 0
@@ -104,7 +104,7 @@ def whole_number(value: Any) -> int:
 
 
 def clicked_point(event: gr.SelectData) -> tuple[float, float]:
-    """(x, y) of a click, in pixels of the picture.
+    """Return (x, y) of a click, in pixels of the picture.
 
     Raises:
         Refused: the event has no position.

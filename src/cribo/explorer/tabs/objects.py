@@ -1,4 +1,4 @@
-"""The tab of objects: an object of an image, and the nearest ones in other images."""
+"""The tab of objects: an object of an image and its nearest objects in other images."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ import gradio as gr
 
 from cribo.explorer.objects import PAGE, ObjectFinder, QueryImage, query_picture, query_sentence
 from cribo.explorer.tabs.fields import (
-    ASKING,
     HIDDEN,
+    REQUEST,
     clicked_point,
     found_objects,
     sent_picture,
-    sentence,
+    show_errors,
     shown_picture,
     whole_number,
 )
@@ -22,7 +22,7 @@ _MOST_MATCHES = 48
 
 
 def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
-    """The images of the collection in pages, the selected one, and the objects most similar to its object."""
+    """Add pages of collection images, the selected image, and the objects most similar to its selected object."""
     last = len(finder.collection) - 1
 
     def query(sent: Any, number: Any) -> QueryImage:
@@ -33,28 +33,28 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
         drawn, found = finder.matches(asked, place, min(max(whole_number(count), 1), _MOST_MATCHES))
         return place, query_picture(asked, place), query_sentence(asked, place, found), drawn
 
-    @sentence
+    @show_errors
     def ask(sent: Any, number: Any, chosen: Any, count: Any) -> tuple[Any, ...]:
         return answer(query(sent, number), chosen, count)
 
-    @sentence
+    @show_errors
     def anew(sent: Any, number: Any, count: Any) -> tuple[Any, ...]:
         return answer(query(sent, number), 0, count)
 
-    @sentence
+    @show_errors
     def clicked(sent: Any, number: Any, count: Any, event: gr.SelectData) -> tuple[Any, ...]:
         asked = query(sent, number)
         return answer(asked, asked.object_at(*clicked_point(event)), count)
 
     def moved(by: int) -> Any:
-        return sentence(lambda sent, number, chosen, count: ask(sent, number, whole_number(chosen) + by, count))
+        return show_errors(lambda sent, number, chosen, count: ask(sent, number, whole_number(chosen) + by, count))
 
-    @sentence
+    @show_errors
     def turned(page: Any) -> tuple[Any, ...]:
         place = min(max(whole_number(page), 0), finder.pages - 1)
         return place, finder.thumbnails(place)
 
-    @sentence
+    @show_errors
     def picked(page: Any, event: gr.SelectData) -> tuple[Any, ...]:
         if not isinstance(event.index, int):
             raise Refused("No image was selected: click again.")
@@ -63,7 +63,7 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
     with gr.Row(equal_height=False):
         with gr.Column(scale=2, min_width=280):
             picture = shown_picture(
-                "The image: click on an object of it", "The image with the outline of the chosen object"
+                "The image: click on an object", "The image with the outline of the selected object"
             )
         with gr.Column(scale=1, min_width=280):
             said = gr.Markdown("The search starts when this tab is opened.", elem_id="objects-said")
@@ -73,10 +73,10 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
             with gr.Row():
                 smaller = gr.Button("← larger object", min_width=110, size="sm")
                 larger = gr.Button("smaller object →", min_width=110, size="sm")
-            count = gr.Slider(1, _MOST_MATCHES, _MATCHES, step=1, label="How many nearest objects")
+            count = gr.Slider(1, _MOST_MATCHES, _MATCHES, step=1, label="Number of nearest objects")
             with gr.Accordion("Search with your own picture", open=False):
-                sent = sent_picture(f"Your picture ({uploads.limits})", "The picture that you have sent")
-    gr.Markdown("The nearest objects in other images, with their cosine similarity", elem_classes="caption")
+                sent = sent_picture(f"Your picture ({uploads.limits})", "The uploaded picture")
+    gr.Markdown("Nearest objects in other images, with their cosine similarity", elem_classes="caption")
     nearest = found_objects("nearest")
     gr.Markdown("The collection: choose an image", elem_classes="caption")
     thumbnails = gr.Gallery(
@@ -100,14 +100,14 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
     first = [sent, number, count]
     opened = tab.select(turned, page, [page, thumbnails], **HIDDEN)
     opened.then(ask, asked, shown, **HIDDEN)
-    gr.on([page.submit, page.blur], turned, page, [page, thumbnails], api_name="page", **ASKING)
-    before.click(sentence(lambda place: turned(whole_number(place) - 1)), page, [page, thumbnails], **HIDDEN)
-    after.click(sentence(lambda place: turned(whole_number(place) + 1)), page, [page, thumbnails], **HIDDEN)
+    gr.on([page.submit, page.blur], turned, page, [page, thumbnails], api_name="page", **REQUEST)
+    before.click(show_errors(lambda place: turned(whole_number(place) - 1)), page, [page, thumbnails], **HIDDEN)
+    after.click(show_errors(lambda place: turned(whole_number(place) + 1)), page, [page, thumbnails], **HIDDEN)
     thumbnails.select(picked, page, [sent, number], **HIDDEN).success(anew, first, shown, **HIDDEN)
     number.submit(anew, first, shown, **HIDDEN)
     number.blur(ask, asked, shown, **HIDDEN)
     gr.on([sent.upload, sent.clear], anew, first, shown, **HIDDEN)
-    gr.on([chosen.submit, chosen.blur, count.release], ask, asked, shown, api_name="nearest", **ASKING)
+    gr.on([chosen.submit, chosen.blur, count.release], ask, asked, shown, api_name="nearest", **REQUEST)
     picture.select(clicked, first, shown, **HIDDEN)
     smaller.click(moved(-1), asked, shown, **HIDDEN)
     larger.click(moved(1), asked, shown, **HIDDEN)

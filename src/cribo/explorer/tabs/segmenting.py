@@ -1,4 +1,4 @@
-"""The tab of in-context segmentation: paint examples, and label new pictures by them."""
+"""The tab of in-context segmentation: paint examples, and segment other pictures from them."""
 
 import secrets
 from collections.abc import Sequence
@@ -9,23 +9,23 @@ import gradio as gr
 
 from cribo.explorer.network import SharedEncoder
 from cribo.explorer.segmenting import BRUSHES, PaintedExamples, Visitors, example_of, memory_sentence, prepare, segment
-from cribo.explorer.tabs.fields import ASKING, HEIGHT, HIDDEN, sent_picture, sentence, shown_picture
+from cribo.explorer.tabs.fields import HEIGHT, HIDDEN, REQUEST, sent_picture, show_errors, shown_picture
 from cribo.explorer.uploads import Refused, Uploads
 
 _LONGEST_NAME = 40
 _ADVICE = (
-    "1. Upload a picture and paint over parts of each thing, with one colour per class. Unpainted pixels have no "
-    "class.\n2. Upload a picture to segment.\n3. Add the painting as an example: the other picture is segmented at "
-    "once. Correct the painting, or add other pictures, and add again."
+    "1. Upload a picture and paint over parts of each object, with one colour per class. Unpainted pixels are "
+    "ignored.\n2. Upload a picture to segment.\n3. Add the painting as an example: the other picture is segmented "
+    "immediately. Correct the painting, or paint other pictures, and add it again."
 )
 
 
 def segmenting_tab(page: gr.Blocks, identity: gr.BrowserState, encoder: SharedEncoder, uploads: Uploads) -> None:
-    """Add a field to paint in, the examples so far, and a field for the picture to label.
+    """Add an image editor, the examples so far, and a field for the picture to segment.
 
     Args:
-        page: of the tab.
-        identity: of the visitor; outside the tab, for the browser restores visible components only.
+        page: the page that contains the tab.
+        identity: identity of the visitor, defined outside the tab, since browsers restore visible components only.
         encoder: the network.
         uploads: folder and limits of uploaded pictures.
     """
@@ -43,7 +43,7 @@ def segmenting_tab(page: gr.Blocks, identity: gr.BrowserState, encoder: SharedEn
             raise Refused("The visitor is unknown: reload the page.")
         return visitors.examples(visitor)
 
-    @sentence
+    @show_errors
     def add(sent: Any, visitor: Any) -> str:
         parts = sent if isinstance(sent, dict) else {}
         image = uploads.read(parts.get("background"), what="picture to paint on")
@@ -53,28 +53,28 @@ def segmenting_tab(page: gr.Blocks, identity: gr.BrowserState, encoder: SharedEn
         examples.add(image, labels)
         return memory_sentence(examples.memory)
 
-    @sentence
+    @show_errors
     def look(sent: Any, visitor: Any) -> None:
         if isinstance(sent, dict) and sent.get("background"):
             image = uploads.read(sent["background"], what="picture to paint on")
             prepare(examples_of(visitor).memory, image)
 
-    @sentence
+    @show_errors
     def forget(visitor: Any) -> tuple[str, gr.File]:
         visitors.forget(str(visitor))
         return memory_sentence(None), gr.File(visible=False)
 
-    @sentence
+    @show_errors
     def label(visitor: Any, sent: Any, *said: Any) -> tuple[Any, ...]:
         if sent is None:
             return None, None, ""
         found = segment(examples_of(visitor).memory, uploads.read(sent), called(said))
         return found.overlay, found.confidence, found.sentence
 
-    @sentence
+    @show_errors
     def download(visitor: Any, *said: Any) -> gr.File:
         content = examples_of(visitor).zipped(called(said))
-        folder = uploads.folder / sha256(visitor.encode()).hexdigest()[:32]  # one file for each visitor
+        folder = uploads.folder / sha256(visitor.encode()).hexdigest()[:32]  # one folder per visitor
         folder.mkdir(exist_ok=True)
         (folder / "examples.zip").write_bytes(content)
         return gr.File(str(folder / "examples.zip"), visible=True)
@@ -92,7 +92,7 @@ def segmenting_tab(page: gr.Blocks, identity: gr.BrowserState, encoder: SharedEn
                     gr.Textbox(label=colour, placeholder=colour, max_length=_LONGEST_NAME, lines=1)
                     for colour in BRUSHES
                 ]
-            examples = gr.Markdown(elem_id="examples-said")  # filled once the visitor is known
+            examples = gr.Markdown(elem_id="examples-said")  # filled when the page is loaded
             added = gr.Button("Add as an example", variant="primary")
             packed = gr.Button("Download the examples")
             archive = gr.File(label="For cribo segment --examples", visible=False, interactive=False)
@@ -102,25 +102,25 @@ def segmenting_tab(page: gr.Blocks, identity: gr.BrowserState, encoder: SharedEn
             picture = sent_picture(f"The picture to segment ({uploads.limits})", "The picture to segment")
             again = gr.Button("Segment")
         with gr.Column(min_width=280):
-            overlay = shown_picture("Its segmentation", "The picture in the colours of its classes")
+            overlay = shown_picture("Its segmentation", "The picture, tinted by class")
             shares = gr.Markdown(elem_id="segmented-said")
             confidence = shown_picture("Confidence: bright is high", "Confidence of the segmentation")
     page.load(enter, identity, [identity, examples], **HIDDEN)
-    cleared.click(forget, identity, [examples, archive], api_name="begin_anew", **ASKING)
-    packed.click(download, [identity, *names], archive, api_name="download_examples", **ASKING)
+    cleared.click(forget, identity, [examples, archive], api_name="begin_anew", **REQUEST)
+    packed.click(download, [identity, *names], archive, api_name="download_examples", **REQUEST)
     shown = [overlay, confidence, shares]
     editor.upload(look, [editor, identity], None, **HIDDEN)
-    adding = added.click(add, [editor, identity], examples, api_name="add_example", **ASKING)
+    adding = added.click(add, [editor, identity], examples, api_name="add_example", **REQUEST)
     asked = [identity, picture, *names]
     adding.success(label, asked, shown, **HIDDEN)
-    gr.on([picture.upload, picture.clear, again.click], label, asked, shown, api_name="segment", **ASKING)
+    gr.on([picture.upload, picture.clear, again.click], label, asked, shown, api_name="segment", **REQUEST)
 
 
 def _editor(uploads: Uploads) -> gr.ImageEditor:
-    gr.Markdown(f"An example ({uploads.limits}): paint on it", elem_classes="caption")
+    gr.Markdown(f"Example ({uploads.limits}): paint on it", elem_classes="caption")
     brushes = [f"rgb{colour}" for colour in BRUSHES.values()]
     return gr.ImageEditor(
-        label="An example to paint on",
+        label="Example to paint on",
         show_label=False,
         sources=["upload", "clipboard"],
         brush=gr.Brush(default_size=16, colors=list(brushes), default_color=brushes[0], color_mode="fixed"),

@@ -1,4 +1,4 @@
-"""The tab of a run's curves and numbers, updated while the run is in progress."""
+"""The tab with curves and summary of a run, updated while the run is in progress."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import gradio as gr
 import pandas as pd
 
-from cribo.explorer.tabs.fields import sentence
+from cribo.explorer.tabs.fields import show_errors
 from cribo.explorer.training import Point, RunState, read_run, summary_table
 
 _REFRESH_SECONDS = 10
@@ -14,9 +14,9 @@ _AXES: dict[str, Any] = {"x": "epoch", "y": "value", "y_title": " ", "tooltip": 
 
 
 def training_tab(run: Path) -> None:
-    """Curves, a table, and one more curve of the visitor's choice."""
+    """Add curves, a summary table, and a selectable further curve."""
 
-    @sentence
+    @show_errors
     def read(column: str | None) -> tuple[Any, ...]:
         state = read_run(run)
         chosen = column if column in state.columns else next(iter(state.columns), None)
@@ -35,8 +35,8 @@ def training_tab(run: Path) -> None:
         with gr.Column(scale=1, min_width=280):
             table = gr.Markdown(summary_table(state))
             again = gr.Button("Refresh", variant="primary")
-            choice = gr.Dropdown(state.columns, value=chosen, label="Another column of metrics.csv")
-            further = gr.LinePlot(column, label="That column", **_AXES)
+            choice = gr.Dropdown(state.columns, value=chosen, label="Further column of metrics.csv")
+            further = gr.LinePlot(column, label="Further column", **_AXES)
     timer = gr.Timer(_REFRESH_SECONDS, active=not state.is_finished)
     shown = [*curves, further, choice, table, timer]
     again.click(read, choice, shown, api_name="training")
@@ -45,7 +45,7 @@ def training_tab(run: Path) -> None:
 
 
 def _frames(state: RunState, column: str | None) -> list[pd.DataFrame]:
-    """Points of the curves that are always shown, and of one more column."""
+    """Return the points of the curves that are always shown, and of a further column."""
     further = {} if column is None else {column: column}
     return [_frame(state.curve(names)) for names in (*state.curves.values(), further)]
 
