@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from jaxtyping import UInt8
 from PIL import Image
 from rich.console import Console
@@ -24,8 +23,9 @@ from torch import Tensor
 
 from cribo.allocator import keep_freed_memory
 from cribo.console import Phases, duration
+from cribo.data.coco import BACKGROUND, outline, write_coco
 from cribo.data.images import DataError, require
-from cribo.data.reading import UnreadableImage, open_header, read_image
+from cribo.data.reading import UnreadableImage, image_size, open_header, read_image
 from cribo.data.segmentation import IGNORE_INDEX
 from cribo.devices import resolve_devices, resolve_workers
 from cribo.drawing import write_figure
@@ -41,6 +41,7 @@ from cribo.segmentation.memory import Segmentation, SegmentationMemory
 from cribo.segmentation.pictures import SegmentedPanel, draw_overview, overlay
 from cribo.segmentation.pixels import write_labels
 from cribo.segmentation.settings import SegmentationSettings
+from cribo.segmentation.storage import memory_lock
 from cribo.segmentation.suggesting import suggest
 
 log = logging.getLogger("cribo")
@@ -49,6 +50,7 @@ ABOUT = "about.json"
 """The file that describes the results, in their folder."""
 
 SUMMARY, OVERVIEW = "summary.csv", "contact.png"
+COCO = "coco.json"
 SUGGESTED, SUGGESTED_PICTURE = "suggested.txt", "suggested.png"
 
 _DONE = "segmented.jsonl"  # a line for each image whose files are complete
@@ -107,6 +109,7 @@ def segment_images(
     overwrite: bool = False,
     pictures: int = 6,
     suggestions: int = 0,
+    coco: bool = False,
     command: str = "",
     console: Console | None = None,
 ) -> Segmented:
@@ -119,6 +122,7 @@ def segment_images(
         overwrite: replace what stands in `out`.
         pictures: how many images the overview shows; 0 for none.
         suggestions: number of images to suggest for labelling next.
+        coco: write all labels to one file in COCO's format, too.
         command: by which it can be repeated, for the record.
         console: shows how far it is.
 
@@ -153,11 +157,11 @@ def segment_images(
     with ExitStack() as stack:
         progress = stack.enter_context(Phases(console))
         locked = stack.enter_context(ExitStack())
-        if config.memory is not None and examples is not None:
-            _lock(locked, Path(config.memory).expanduser())
+        if examples is not None and config.memory is not None and Path(config.memory).expanduser().parent.is_dir():
+            locked.enter_context(memory_lock(Path(config.memory).expanduser()))
         memory = _open_memory(config, settings, examples)
         has_new = examples is not None and _add_examples(memory, examples, config, progress)
-        _describe_memory(memory, console)
+        describe_memory(memory, console)
         writer = _Results(out, memory, config, command)
         if target.resumes:
             writer.check_same()
@@ -167,6 +171,8 @@ def segment_images(
             memory.save(Path(config.memory).expanduser())
         locked.close()
         segmented = _segment_all(memory, folder, names, writer, config, progress, pictures, console)
+        if coco:
+            writer.write_coco([name for name in names if name not in segmented.skipped], progress)
         if suggestions:
             read = [name for name in names if name not in segmented.skipped]
             _suggest(memory, folder, read, suggestions, writer, progress)
@@ -174,21 +180,6 @@ def segment_images(
 
 
 # -------------------------------------------------------------------------------------------------------- memory
-
-
-def _lock(held: ExitStack, memory: Path) -> None:
-    """Let only one command at a time add examples to a memory; others wait, and add theirs to what it has saved."""
-    if not memory.parent.is_dir():
-        return
-    lock = FileLock(memory.with_name(f".{memory.name}.lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        log.info("another command is adding examples to %s: waiting for its end", memory)
-        lock.acquire()
-    except (NotImplementedError, OSError):
-        log.warning("%s cannot be locked: make sure that no other command adds examples to it", memory)
-    held.callback(lock.release)
 
 
 def _open_memory(
@@ -240,7 +231,7 @@ def _add_examples(memory: SegmentationMemory, examples: Examples, config: Segmen
     return changed > 0
 
 
-def _describe_memory(memory: SegmentationMemory, console: Console) -> None:
+def describe_memory(memory: SegmentationMemory, console: Console) -> None:
     """Print the contents of the memory, the chosen probe, and its expected score."""
     console.print(
         f"memory: {len(memory)} examples, {memory.patches} patches, {len(memory.classes)} classes",
@@ -593,6 +584,26 @@ class _Results:
         write_json(self.folder / ABOUT, about)
         for path in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
             remove_parts(path)
+
+    def write_coco(self, names: Sequence[str], progress: Phases) -> None:
+        """Write the labels of images in COCO's format: an annotation for each class of an image but a background."""
+        things = [c for c, name in enumerate(self.classes) if name.lower() != BACKGROUND]
+
+        def annotations() -> Iterator[dict[str, Any]]:
+            for number, name in enumerate(names, start=1):
+                labels = _read_grey(self._targets(name)[0]).numpy()
+                present = set(np.unique(labels).tolist())
+                for category, label in enumerate(things, start=1):
+                    if label in present:
+                        yield {"image_id": number, "category_id": category, **outline(labels == label)}
+                progress(COCO, number, len(names))
+
+        sizes = (image_size(self._targets(name)[0]) for name in names)
+        images = [
+            {"file_name": name, "width": width, "height": height}
+            for name, (height, width) in zip(names, sizes, strict=True)
+        ]
+        write_coco(self.folder / COCO, images, [self.classes[c] for c in things], annotations())
 
     def draw(self, images: Path, names: Sequence[str], file: str) -> None:
         """Draw some images with their labels and confidence."""
