@@ -83,7 +83,7 @@ def test_a_name_that_two_examples_share_is_refused_and_its_number_taken(tmp_path
     memory = memory_of("ab")
     memory.add(image_of(MAPS["c.bmp"]), MAPS["c.bmp"], name="a.bmp")
     memory.save(tmp_path / "m")
-    with pytest.raises(DataError, match="2 examples are called a.bmp: give a number of 1, 3 instead"):
+    with pytest.raises(DataError, match=r"2 examples are called a\.bmp: give a number of 1, 3 instead"):
         remove_examples(tmp_path / "m", ["a.bmp"])
     assert remove_examples(tmp_path / "m", ["3"]).names == ["a.bmp", "b.bmp"]
 
