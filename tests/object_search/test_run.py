@@ -1,3 +1,4 @@
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -6,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 from faster_coco_eval.core import mask as coco_mask
+from faster_coco_eval.core.coco import COCO
 from PIL import Image
 
 from cribo.cli import main
+from cribo.data.coco import CocoFile
 from cribo.data.reading import read_image
 from cribo.folders import ResultFolder
 from cribo.models import build_backbone, load_backbone, save_backbone
@@ -72,6 +75,90 @@ def test_index_and_search(cribo: Run, indexed: Path, pictures: Path, tmp_path: P
         assert each["image"] in said
     sheet = read_image(tmp_path / "found" / "sheet.png")
     assert len(np.unique(sheet.flatten(1).numpy(), axis=1).T) > 100
+
+
+def test_a_search_can_be_limited_to_some_images_one_object_each_and_a_similarity(
+    cribo: Run, indexed: Path, pictures: Path, tmp_path: Path
+) -> None:
+    words = ("search", "--db", indexed, "--image", pictures / "a" / "1.png", "--point", "20,20")
+
+    def found(name: str, *more: object) -> list[tuple[str, int, float]]:
+        cribo(*words, "--k", 100, *more, "--out", name)
+        [result] = results(tmp_path / name)
+        return [(each["image"], each["object"], each["similarity"]) for each in result["found"]]
+
+    everything = found("all")
+    assert {image for image, *_ in everything} == {"a/0.png", "a/2.png", "b/3.png", "b/4.png", "b/5.png"}
+    for pattern, images in (("b/*", "b/"), ("*/[45].png", ("b/4.png", "b/5.png")), ("a/?.png", "a/"), ("a_*", "x")):
+        limited = found(f"path {images}", "--path", pattern)
+        assert limited == [each for each in everything if each[0].startswith(images)]
+    first = {}
+    for each in everything:
+        first.setdefault(each[0], each)
+    assert found("one", "--one_per_image") == list(first.values())
+    least = everything[4][2]
+    assert found("least", "--min_similarity", least) == [each for each in everything if each[2] >= least]
+    assert found("nothing", "--min_similarity", 1, "--path", "none/*") == []
+    assert read_image(tmp_path / "nothing" / "sheet.png").numel()
+
+
+def test_found_objects_in_the_format_of_coco(cribo: Run, indexed: Path, pictures: Path, tmp_path: Path) -> None:
+    said = cribo("search", "--db", indexed, "--image", "a/1.png", "--k", 3, "--coco", "--out", "found")
+    assert "found/coco.json" in said
+    coco = COCO(str(tmp_path / "found" / "coco.json"))
+    names = {entry["id"]: entry["file_name"] for entry in coco.imgs.values()}
+    categories = {entry["id"]: entry["name"] for entry in coco.cats.values()}
+    written = [
+        (categories[each["category_id"]], names[each["image_id"]], each["score"], each["area"], each["segmentation"])
+        for each in coco.anns.values()
+    ]
+    assert written == [
+        (result["query"], each["image"], each["similarity"], each["area"], each["mask"])
+        for result in results(tmp_path / "found")
+        for each in result["found"]
+    ]
+    assert len(CocoFile(tmp_path / "found" / "coco.json").image_files(pictures)) == len(names)
+
+
+def test_pairs_of_images_that_are_alike(cribo: Run, pictures: Path, tmp_path: Path) -> None:
+    write_picture(pictures / "b" / "copy.png", 1)
+    cribo(
+        *("index", "--backbone", "mean-colour", "--images", pictures, "--db", "objects.db", "--size", 0),
+        *("--num_objects", 4, "--min_share", 0, "--device", "cpu"),
+    )
+    database = ObjectDatabase.open("objects.db")
+    vectors = {}
+    for image in database.images():  # as stated in the docs, with NumPy alone
+        objects = database.objects_of(image.path)
+        mean = np.average([each.vector for each in objects], axis=0, weights=[each.area for each in objects])
+        vectors[image.path] = mean / np.linalg.norm(mean)
+    expected = {
+        (first, second): float(vectors[first] @ vectors[second])
+        for first, second in itertools.combinations(sorted(vectors), 2)
+    }
+    least = float(np.mean(sorted(expected.values())[10:12]))  # between two of them
+    said = cribo("search", "--db", "objects.db", "--duplicates", "--min_similarity", least, "--out", "all")
+    pairs = json.loads((tmp_path / "all" / "results.json").read_text())["pairs"]
+    assert pairs[0]["images"] == ["a/1.png", "b/copy.png"]
+    assert pairs[0]["similarity"] == pytest.approx(1)
+    assert f"{len(pairs)} pairs of images" in said
+    similarities = [each["similarity"] for each in pairs]
+    assert similarities == sorted(similarities, reverse=True)
+    assert {tuple(each["images"]): pytest.approx(each["similarity"], abs=1e-5) for each in pairs} == {
+        pair: similarity for pair, similarity in expected.items() if similarity >= least
+    }
+    assert read_image(tmp_path / "all" / "sheet.png").numel()
+    cribo("search", "--db", "objects.db", "--duplicates", "--path", "a/*", "--min_similarity", 0.9999999, "--out", "a")
+    assert json.loads((tmp_path / "a" / "results.json").read_text())["pairs"] == []
+
+
+def test_options_that_exclude_each_other(cribo: Run, indexed: Path) -> None:
+    assert "give --image" in cribo("search", "--db", indexed, status=2)
+    assert "--duplicates and --image exclude" in cribo(
+        "search", "--db", indexed, "--duplicates", "--image", "a/1.png", status=2
+    )
+    words = ("search", "--db", indexed, "--image", "a/1.png", "--min_similarity", 2)
+    assert "min_similarity must be from -1 to 1, got 2.0" in cribo(*words, status=2)
 
 
 def test_the_own_image_is_found_where_it_is_asked_for(cribo: Run, indexed: Path, tmp_path: Path) -> None:

@@ -9,12 +9,14 @@ from threading import Thread
 import numpy as np
 import pytest
 import torch
+from faster_coco_eval.core import mask as coco_mask
 from filelock import FileLock
 from PIL import Image
 
 import cribo.segmentation.run as run
 from cribo.arguments import ConfigError
 from cribo.cli import main
+from cribo.data.coco import CocoLabels
 from cribo.data.images import DataError, MissingData
 from cribo.files import FolderError
 from cribo.models import build_backbone, save_backbone
@@ -139,6 +141,38 @@ def test_a_memory_is_written_used_and_added_to(folder: Path) -> None:
     about = json.loads((folder / "more_of_it" / "about.json").read_text())
     assert about["memory"]["examples"] == ["a.bmp", "b.bmp", "c.bmp"]
     assert memory.read_bytes() != first
+
+
+def test_labels_in_the_format_of_coco_are_those_of_the_label_maps(folder: Path) -> None:
+    out = folder / "out"
+    segment_images(config(folder, min_confidence=0.7), out=out, pictures=0, coco=True)
+    labels = CocoLabels(out / "coco.json", folder / "images")
+    assert labels.classes == ["background", "road", "sky", "car", "tree"]
+    for number, name in enumerate(("1", "sub/2", "sub/3")):
+        assert labels.name(number) == f"{name}.bmp"
+        with Image.open(out / "labels" / f"{name}.png") as image:
+            expected = np.array(image).astype(int) + 1
+        expected[expected == 256] = 0  # what has no class has no annotation
+        np.testing.assert_array_equal(labels.labels(number).numpy(), expected)
+    content = json.loads((out / "coco.json").read_text())
+    for annotation in content["annotations"]:
+        mask = coco_mask.decode(annotation["segmentation"])
+        rows, columns = np.nonzero(mask)
+        x, y, width, height = annotation["bbox"]
+        assert (x, y, x + width, y + height) == (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1)
+        assert annotation["area"] == mask.sum()
+    # It may be asked for when all labels are there; a background is no object.
+    (out / "coco.json").unlink()
+    segment_images(config(folder, min_confidence=0.7), out=out, pictures=0, coco=True, resume=True)
+    assert len(CocoLabels(out / "coco.json", folder / "images")) == 3
+    (folder / "examples" / "classes.txt").write_text("background\nsky\ncar\ntree\n")
+    segment_images(config(folder), out=folder / "second", pictures=0, coco=True)
+    assert CocoLabels(folder / "second" / "coco.json", folder / "images").classes == [
+        "background",
+        "sky",
+        "car",
+        "tree",
+    ]
 
 
 def test_an_interrupted_command_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from cribo.cli.running import guarded, print_places
 from cribo.console import command_console, loading, log_to
 
 if TYPE_CHECKING:
+    from cribo.object_search.duplicates import DuplicatePair
     from cribo.object_search.run import SearchResult
 
 HELP = """\
@@ -20,10 +21,14 @@ Find the objects in a database of `cribo index` that are most similar to a given
   cribo search --db photographs.db --image ONE.jpg --box 40,60,200,180  the content of the box
   cribo search --db photographs.db --image ONE.jpg --object 3           its fourth-largest object
   cribo search --db photographs.db --image ONE.jpg                      each of its objects
+  cribo search --db photographs.db --image ONE.jpg --path 'night/*' --one_per_image --min_similarity 0.6
+  cribo search --db photographs.db --duplicates                         pairs of similar images
 
 ONE.jpg may be any image. The backbone is not needed for an indexed and unchanged image, except with --box. --out
-receives results.json (boxes, masks as in COCO, similarities) and sheet.png, a contact sheet.
+receives results.json (boxes, masks as in COCO, similarities), sheet.png, a contact sheet, and with --coco coco.json.
 """
+
+_LISTED = 20  # pairs of images
 
 LESS_MEMORY = "use --device cpu, or a smaller image"
 
@@ -42,8 +47,9 @@ def _search(words: list[str]) -> None:
     parser = Parser(
         prog="cribo search",
         description=HELP,
-        usage="cribo search --db DB --image IMAGE [--point x,y | --box x0,y0,x1,y1 | --object NUMBER] [options]",
-        switches=("--include_own", "--exact", "--trust"),
+        usage="cribo search --db DB --image IMAGE [--point x,y | --box x0,y0,x1,y1 | --object NUMBER] [options]\n"
+        "       cribo search --db DB --duplicates [options]",
+        switches=("--include_own", "--exact", "--trust", "--duplicates", "--one_per_image", "--coco"),
     )
     parser.add_class_arguments(SearchConfig)
     parser.add_argument("--out", type=Path, help="folder for results; searches/<image>, numbered, by default")
@@ -51,9 +57,14 @@ def _search(words: list[str]) -> None:
     parsed = parser.parse_args(words)
     config = SearchConfig(**{name: parsed[name] for name in SearchConfig.__dataclass_fields__})
     with loading(console):
-        from cribo.object_search.run import RESULTS, SHEET, search_objects
+        from cribo.object_search.run import COCO, RESULTS, SHEET, search_duplicates, search_objects
 
     command = shlex.join(["cribo", "search", *words])
+    if config.duplicates:
+        pairs, folder = search_duplicates(config, out=parsed.out, overwrite=parsed.overwrite, command=command)
+        console.print(_table_of_pairs(pairs))
+        print_places(console, {"picture": folder / SHEET, "numbers": folder / RESULTS})
+        return
     result = search_objects(config, out=parsed.out, overwrite=parsed.overwrite, command=command)
     console.print(_table(result))
     gone = sorted(path for path, state in result.states.items() if state)
@@ -62,7 +73,20 @@ def _search(words: list[str]) -> None:
             f"{len(gone)} of the images were changed or deleted since they were indexed, such as {gone[0]}: "
             f"update the database with cribo index --db {config.db}",
         )
-    print_places(console, {"picture": result.folder / SHEET, "numbers": result.folder / RESULTS})
+    places = {"picture": result.folder / SHEET, "numbers": result.folder / RESULTS}
+    print_places(console, {**places, **({"COCO": result.folder / COCO} if config.coco else {})})
+
+
+def _table_of_pairs(pairs: "list[DuplicatePair]") -> Table:
+    """The most similar pairs."""
+    table = Table(title=f"{len(pairs)} pairs of images that are alike")
+    for name in ("similarity", "image", "image"):
+        table.add_column(name, overflow="fold")
+    for pair in pairs[:_LISTED]:
+        table.add_row(f"{pair.similarity:.3f}", Text(pair.first), Text(pair.second))
+    if len(pairs) > _LISTED:
+        table.caption = f"and {len(pairs) - _LISTED} more: see results.json"
+    return table
 
 
 def _table(result: "SearchResult") -> Table:

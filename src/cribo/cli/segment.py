@@ -3,7 +3,9 @@
 import shlex
 from pathlib import Path
 
+from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places
 from cribo.console import command_console, loading, log_to
@@ -16,6 +18,8 @@ command prints the choice and the mIoU to expect.
   cribo segment --backbone runs/mine --examples EXAMPLES --images FRAMES --out RESULT
   cribo segment --backbone runs/mine --examples EXAMPLES --images FRAMES --out RESULT --memory mine.safetensors
   cribo segment --backbone runs/mine --memory mine.safetensors --images 'MORE/**/*.jpg' --out RESULT2
+  cribo segment --memory mine.safetensors --list               its examples: classes, share correct if left out
+  cribo segment --memory mine.safetensors --remove a.jpg 7     remove examples by name or number; keeps the others
 
 EXAMPLES contains a.jpg and a.png (or a_labels.png), or images/a.jpg and labels/a.png, or images and one JSON file in
 COCO's format. RESULT receives label maps, overlays, confidences, summary.csv and contact.png. To continue after an
@@ -38,6 +42,9 @@ def _segment(words: list[str]) -> None:
 
     console = command_console()
     log_to(console)
+    if {"--list", "--remove"} & {word.partition("=")[0] for word in words}:
+        _edit_memory(words, console)
+        return
     parser = Parser(
         prog="cribo segment",
         description=HELP,
@@ -50,13 +57,14 @@ def _segment(words: list[str]) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace existing results in --out")
     parser.add_argument("--pictures", type=int, default=6, help="number of images in contact.png")
     parser.add_argument("--suggest", type=int, default=0, help="number of images to suggest for labelling next")
+    parser.add_argument("--coco", action="store_true", help="write all labels to coco.json, too, in COCO's format")
     parser.add_argument("--config", action="config", help="a YAML file of options, overridden by the command line")
     parser.add_class_arguments(SegmentConfig)
     parsed = parser.parse_args(words)
     made = parser.instantiate(parsed)
     config = SegmentConfig(**{name: made[name] for name in SegmentConfig.__dataclass_fields__})
     with loading(console):
-        from cribo.segmentation.run import OVERVIEW, SUGGESTED, SUMMARY, segment_images, speed
+        from cribo.segmentation.run import COCO, OVERVIEW, SUGGESTED, SUMMARY, segment_images, speed
 
     segmented = segment_images(
         config,
@@ -65,6 +73,7 @@ def _segment(words: list[str]) -> None:
         overwrite=parsed.overwrite,
         pictures=parsed.pictures,
         suggestions=parsed.suggest,
+        coco=parsed.coco,
         command=shlex.join(["cribo", "segment", *words]),
         console=console,
     )
@@ -85,6 +94,36 @@ def _segment(words: list[str]) -> None:
             "confidence": segmented.folder / "confidence",
             "numbers": segmented.folder / SUMMARY,
             **({"overview": segmented.folder / OVERVIEW} if parsed.pictures else {}),
+            **({"COCO": segmented.folder / COCO} if parsed.coco else {}),
             **({"label next": segmented.folder / SUGGESTED} if parsed.suggest else {}),
         },
     )
+
+
+def _edit_memory(words: list[str], console: Console) -> None:
+    """List the examples of a memory, after removing some."""
+    from cribo.arguments import Parser
+
+    parser = Parser(prog="cribo segment", usage="cribo segment --memory FILE (--list | --remove EXAMPLE ...)")
+    parser.add_argument("--memory", type=str, required=True, help="file of the memory")
+    parser.add_argument("--list", action="store_true", help="list its examples")
+    parser.add_argument("--remove", type=str, nargs="+", default=[], help="names or numbers of examples to remove")
+    parsed = parser.parse_args(words)
+    with loading(console):
+        from cribo.segmentation.editing import list_examples, remove_examples
+        from cribo.segmentation.memory import SegmentationMemory
+        from cribo.segmentation.run import describe_memory
+
+    if parsed.remove:
+        memory = remove_examples(parsed.memory, parsed.remove)
+    else:
+        memory = SegmentationMemory.load(parsed.memory, None, device="cpu")
+    table = Table(title=Text(f"Examples of {parsed.memory}"))
+    for name in ("number", "example", "correct if left out", "classes"):
+        table.add_column(name, justify="left" if name in ("example", "classes") else "right", overflow="fold")
+    for each in list_examples(memory):
+        classes = ", ".join(f"{name} {share:.0%}" for name, share in each.shares.items())
+        correct = "" if each.correct is None else f"{each.correct:.0%}"
+        table.add_row(str(each.number), Text(each.name), correct, Text(classes))
+    console.print(table)
+    describe_memory(memory, console)

@@ -83,7 +83,7 @@ class IndexConfig:
 
 @dataclass
 class SearchConfig:
-    """A search for the objects most like one.
+    """A search for the objects most like one, or for images that are alike.
 
     Attributes:
         db: the database: a folder, or a URL.
@@ -91,7 +91,12 @@ class SearchConfig:
         point: x,y of a pixel: searches for the object that it lies in.
         box: x0,y0,x1,y1 in pixels: searches for what is inside.
         object: number of an object, as tables and pictures say it.
-        k: how many are found for each.
+        duplicates: find pairs of images that are alike, in place of objects like those of an image.
+        k: how many are found for each object; with duplicates, how many nearest images of each are considered.
+        path: pattern of the paths of images to search in, such as 'night/*'; `*` also matches `/`.
+        one_per_image: find only the most similar object of each image.
+        min_similarity: cosine, -1 to 1, below which nothing is found. [no limit; 0.95 for duplicates]
+        coco: write the objects that were found to coco.json, too, in COCO's format.
         include_own: find objects of the same image, too.
         exact: compare with every object although there is an index.
         images: where the indexed folder is now, if it was moved.
@@ -101,11 +106,16 @@ class SearchConfig:
     """
 
     db: str
-    image: str
+    image: str | None = None
     point: tuple[int, int] | None = None
     box: tuple[int, int, int, int] | None = None
     object: int | None = None
+    duplicates: bool = False
     k: int = 10
+    path: str | None = None
+    one_per_image: bool = False
+    min_similarity: float | None = None
+    coco: bool = False
     include_own: bool = False
     exact: bool = False
     images: str | None = None
@@ -116,3 +126,13 @@ class SearchConfig:
     def __post_init__(self) -> None:
         if self.k < 1:
             raise ConfigError(f"k must be >= 1, got {self.k}")
+        if self.min_similarity is not None and not -1 <= self.min_similarity <= 1:
+            raise ConfigError(f"min_similarity must be from -1 to 1, got {self.min_similarity}")
+        of_query = ("image", "point", "box", "object", "one_per_image", "include_own", "coco")
+        given = [name for name in of_query if getattr(self, name) not in (None, False)]
+        if self.duplicates and given:
+            raise ConfigError(f"--duplicates and --{given[0]} exclude each other: leave one of them out")
+        if not self.duplicates and self.image is None:
+            raise ConfigError(
+                "give --image, whose objects are searched for, or --duplicates, for images that are alike"
+            )

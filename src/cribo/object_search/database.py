@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -272,6 +273,8 @@ class ObjectDatabase:
         k: int = 10,
         *,
         exclude_image: str | None = None,
+        path: str | None = None,
+        one_per_image: bool = False,
         exact: bool = False,
     ) -> list[list[FoundObject]]:
         """The objects most similar to each of some vectors, by cosine, the most similar first.
@@ -280,6 +283,9 @@ class ObjectDatabase:
             vectors: (Q, D), of any length but 0.
             k: how many; fewer are found where there are fewer.
             exclude_image: path of an image whose objects shall not be found.
+            path: pattern of the images' paths, as in a shell; `*` also matches `/`. All objects of such images are
+                compared.
+            one_per_image: find only the most similar object of each image.
             exact: compare with every object although there is an index.
 
         Raises:
@@ -298,10 +304,16 @@ class ObjectDatabase:
         found: list[list[FoundObject]] = [[] for _ in vectors]
         waiting = list(range(len(vectors)))
         while waiting:
-            rows = self._nearest(vectors[waiting], limit, exact=exact)
+            rows = self._nearest(vectors[waiting], limit, path, exact=exact)
             current = self._current_entries({row["entry"] for several in rows for row in several})
             for query, several in zip(waiting, rows, strict=True):
                 shown = [row for row in several if row["entry"] in current and row["entry"] != excluded]
+                shown = [row for row in shown if path is None or fnmatchcase(row["image"], path)]
+                if one_per_image:
+                    first: dict[str, dict[str, Any]] = {}
+                    for row in shown:
+                        first.setdefault(row["image"], row)
+                    shown = list(first.values())
                 found[query] = [_found(row) for row in shown[:k]]
             if limit == available:
                 break
@@ -334,6 +346,24 @@ class ObjectDatabase:
         places = np.random.default_rng(seed).choice(rows, size=min(number, rows), replace=False)
         found = self._read(lambda: self._objects.take_offsets(sorted(places.tolist())).select(["vector"]).to_arrow())
         return _vectors(found["vector"])
+
+    def image_vectors(self) -> dict[str, Float[np.ndarray, " d"]]:
+        """The mean of the vectors of each image's objects, weighted by area; images without objects are left out."""
+        current = {image.entry: image.path for image in self.images() if image.objects}
+
+        def read() -> dict[str, Float[np.ndarray, " d"]]:
+            sums = {path: np.zeros(self.info.dim, dtype=np.float32) for path in current.values()}
+            areas = dict.fromkeys(sums, 0)
+            for batch in self._objects.search().select(["entry", "area", "vector"]).to_batches():
+                vectors = batch["vector"].flatten().to_numpy().reshape(len(batch), -1)
+                entries, sizes = batch["entry"].to_pylist(), batch["area"].to_pylist()
+                for entry, area, vector in zip(entries, sizes, vectors, strict=True):
+                    if entry in current:
+                        sums[current[entry]] += area * vector
+                        areas[current[entry]] += area
+            return {path: total / areas[path] for path, total in sums.items()}
+
+        return self._read(read)
 
     def size_bytes(self) -> int | None:
         """What it takes on disk; None for object storage."""
@@ -473,13 +503,18 @@ class ObjectDatabase:
             raise InputError("vectors must be finite and have a length above 0, for they are compared by cosine")
         return vectors / lengths
 
-    def _nearest(self, vectors: Float[np.ndarray, "q d"], limit: int, *, exact: bool) -> list[list[dict[str, Any]]]:
-        """Rows of the table nearest to each vector."""
+    def _nearest(
+        self, vectors: Float[np.ndarray, "q d"], limit: int, path: str | None, *, exact: bool
+    ) -> list[list[dict[str, Any]]]:
+        """Rows of the table nearest to each vector, of images whose paths may match a pattern."""
 
         def ask() -> Any:
             query = self._objects.search(vectors, vector_column_name="vector", query_type="vector")
             query = query.distance_type("cosine").limit(limit).select([*_OBJECT_COLUMNS, "_distance"])
-            return (query.bypass_vector_index() if exact else query.nprobes(_PROBES)).to_arrow()
+            if path is not None:
+                query = query.where(f"image LIKE {_quoted(_like(path))}", prefilter=True)
+            is_exact = exact or path is not None  # an index may hold too few that match in the parts it looks into
+            return (query.bypass_vector_index() if is_exact else query.nprobes(_PROBES)).to_arrow()
 
         rows = self._read(ask).to_pylist()
         found: list[list[dict[str, Any]]] = [[] for _ in vectors]
@@ -628,6 +663,11 @@ def _write_info(connection: Any, info: DatabaseInfo, *, mode: Literal["create", 
 
 def _short(identity: str | None) -> str:
     return "without identity" if identity is None else identity[:12]
+
+
+def _like(pattern: str) -> str:
+    """A pattern of SQL that matches at least what a pattern of a shell does."""
+    return re.sub(r"\[.+?\]|[?\\]", "_", pattern).replace("*", "%")
 
 
 def _quoted(text: str) -> str:

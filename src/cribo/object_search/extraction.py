@@ -17,6 +17,7 @@ from faster_coco_eval.core import mask as coco_mask
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
+from cribo.data.coco import outline
 from cribo.data.limits import MAX_PIXELS
 from cribo.data.randomness import keyed_generator
 from cribo.data.reading import EncodedImage, read_reduced
@@ -68,8 +69,7 @@ class GridMask:
 
     def coco(self) -> dict[str, object]:
         """The mask in pixels as COCO's files hold it: `size` and compressed `counts`, a text."""
-        encoded = coco_mask.encode(np.asfortranarray(self.pixels(), dtype=np.uint8))
-        return {"size": list(self.image), "counts": encoded["counts"].decode("ascii")}
+        return outline(self.pixels())["segmentation"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,9 +2,7 @@
 
 import hashlib
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import NamedTuple
 import torch
 from filelock import FileLock, Timeout
 
+from cribo.ahead import map_ahead
 from cribo.console import Progress
 from cribo.data.images import DataError, ImageFiles
 from cribo.data.reading import EncodedImage, TooManyPixels, UnreadableImage
@@ -207,6 +206,11 @@ class _Read(NamedTuple):
     passing: bool = False
     """Whether the error says nothing of the file's content."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pixels."""
+        return 0 if self.prepared is None else self.prepared.pixels.nbytes
+
 
 def _read_all(
     files: ImageFiles,
@@ -222,17 +226,13 @@ def _read_all(
         return _read(Path(files.folder) / one.path, one, files.max_pixels, encoder, settings)
 
     # Threads: what decodes and resizes lets others run, and LanceDB does not survive a fork.
-    pool = ThreadPoolExecutor(threads)
-    try:
-        waiting: deque[Future[_Read]] = deque()
-        for one in work:
-            waiting.append(pool.submit(read, one))
-            if len(waiting) >= _READ_AHEAD * batch_size:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    return map_ahead(
+        read,
+        work,
+        threads=threads,
+        ahead=_READ_AHEAD * batch_size,
+        nbytes=lambda _, read: None if read is None else read.nbytes,
+    )
 
 
 def _read(path: Path, work: _Work, max_pixels: int, encoder: PatchEncoder, settings: ObjectSettings) -> _Read:

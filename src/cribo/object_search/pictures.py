@@ -14,6 +14,7 @@ from torch import Tensor
 from cribo.data.reading import UnreadableImage, read_reduced
 from cribo.drawing import hide_ticks, house_style, paint_regions, write_figure
 from cribo.object_search.database import FoundObject
+from cribo.object_search.duplicates import DuplicatePair
 from cribo.object_search.queries import Query
 from cribo.retrieval.patches import resize_image
 
@@ -47,6 +48,32 @@ def write_sheet(
         for axes, one in _placed(cells, found, len(queries)):
             _draw_found(axes, one, states.get(one.image, ""), root)
         hide_ticks(np.array([*queries, *cells]))
+        return write_figure(path, figure)
+
+
+def write_pairs(path: Path, pairs: Sequence[DuplicatePair], root: Path) -> Path:
+    """Draw the first pairs of images that are alike, two pairs in a row, and write them as a PNG.
+
+    Args:
+        path: of the picture.
+        pairs: the most similar first.
+        root: of their paths.
+    """
+    shown = pairs[: 2 * _MOST_ROWS]
+    rows = max(1, math.ceil(len(shown) / 2))
+    with house_style():
+        figure = Figure(figsize=(4 * _PANEL, rows * (_PANEL + _HEADING) + 0.1), layout="constrained")
+        axes = figure.subplots(rows, 4, squeeze=False)
+        frames = axes.reshape(-1, 2)
+        for (left, right), pair in zip(frames, shown, strict=False):
+            for one, name in ((left, pair.first), (right, pair.second)):
+                pixels = _load(root / name)
+                one.imshow(np.full((3, 4, 3), 0.9) if pixels is None else pixels.permute(1, 2, 0).numpy())
+                one.set_title(_short(name), fontsize=8)
+            left.set_title(f"{pair.similarity:.3f}\n{_short(pair.first)}", fontsize=8)
+        if not pairs:
+            frames[0][0].set_title("no images are alike", fontsize=8)
+        hide_ticks(axes)
         return write_figure(path, figure)
 
 

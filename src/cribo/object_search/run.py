@@ -14,6 +14,7 @@ from cribo.allocator import keep_freed_memory
 from cribo.arguments import ConfigError
 from cribo.console import Phases
 from cribo.data import ImageFiles, open_images
+from cribo.data.coco import outline, write_coco
 from cribo.data.limits import MAX_PIXELS
 from cribo.devices import resolve_devices
 from cribo.files import write_json
@@ -28,8 +29,9 @@ from cribo.object_search.database import (
     holds_database,
     require_free,
 )
+from cribo.object_search.duplicates import DuplicatePair, find_duplicates
 from cribo.object_search.indexing import IndexSummary, index_images, index_lock, index_vectors
-from cribo.object_search.pictures import write_sheet
+from cribo.object_search.pictures import write_pairs, write_sheet
 from cribo.object_search.queries import Query, QueryPlace, make_query
 from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval.encoders import PatchEncoder, open_encoder
@@ -37,7 +39,8 @@ from cribo.retrieval.source import BackboneSource
 
 log = logging.getLogger("cribo")
 
-RESULTS, SHEET = "results.json", "sheet.png"
+RESULTS, SHEET, COCO = "results.json", "sheet.png", "coco.json"
+_DUPLICATES_FROM = 0.95  # similarity of a pair
 _OUT = Path("searches")
 _MOST_THREADS = 16
 
@@ -213,9 +216,73 @@ def search_objects(
         UnreadableImage: the image cannot be read.
         ImportError: LanceDB is not installed.
     """
+    if config.image is None:
+        raise ConfigError("--image must be given: its objects are searched for")
     place = QueryPlace(config.point, config.box, config.object)
+    folder, database = _open_search(config, Path(config.image).stem, out, overwrite)
+    query = make_query(database, config.image, place, lambda: _open_known(config, database))
+    vectors = torch.tensor([region.vector.tolist() for region in query.regions]).numpy()
+    own = None if config.include_own else query.indexed
+    found = database.search(
+        vectors,
+        config.k,
+        exclude_image=own,
+        path=config.path,
+        one_per_image=config.one_per_image,
+        exact=config.exact,
+    )
+    least = -2.0 if config.min_similarity is None else config.min_similarity
+    found = [[one for one in several if one.similarity >= least] for several in found]
+    rows = database.images_at([one.image for several in found for one in several])
+    states = {path: database.is_changed(row) for path, row in rows.items()}
+
+    def write(part: Path) -> None:
+        write_sheet(part / SHEET, query, found, states, database.root)
+        write_json(part / RESULTS, _record(config, database, query, found, states, command))
+        if config.coco:
+            _write_coco(part / COCO, query, found)
+
+    return SearchResult(query, found, states, folder.create(write))
+
+
+def search_duplicates(
+    config: SearchConfig, *, out: Path | None = None, overwrite: bool = False, command: str = ""
+) -> tuple[list[DuplicatePair], Path]:
+    """Find pairs of images that are alike, and write them down with a contact sheet.
+
+    Args:
+        config: what is asked for.
+        out: the folder; `searches/duplicates`, numbered, when not given.
+        overwrite: replace results that stand in `out`.
+        command: by which it can be repeated, for the record.
+
+    Returns:
+        the pairs, the most similar first, and the folder.
+
+    Raises:
+        as `search_objects` does.
+    """
+    folder, database = _open_search(config, "duplicates", out, overwrite)
+    least = _DUPLICATES_FROM if config.min_similarity is None else config.min_similarity
+    pairs = find_duplicates(database, min_similarity=least, k=config.k, path=config.path)
+
+    def write(part: Path) -> None:
+        write_pairs(part / SHEET, pairs, database.root)
+        record = {
+            **_about(config, database, command),
+            "min_similarity": least,
+            "pairs": [{"similarity": pair.similarity, "images": [pair.first, pair.second]} for pair in pairs],
+        }
+        write_json(part / RESULTS, record)
+
+    return pairs, folder.create(write)
+
+
+def _open_search(
+    config: SearchConfig, name: str, out: Path | None, overwrite: bool
+) -> tuple[ResultFolder, ObjectDatabase]:
     folder = ResultFolder(
-        out or _OUT / Path(config.image).stem,
+        out or _OUT / name,
         "search",
         numbered=out is None,
         overwrite=overwrite,
@@ -224,18 +291,7 @@ def search_objects(
     database = ObjectDatabase.open(config.db, images=config.images)
     if not len(database):
         raise DatabaseError(f"{database.uri} holds no objects: index images with cribo index --db {database.uri}")
-    query = make_query(database, config.image, place, lambda: _open_known(config, database))
-    vectors = torch.tensor([region.vector.tolist() for region in query.regions]).numpy()
-    own = None if config.include_own else query.indexed
-    found = database.search(vectors, config.k, exclude_image=own, exact=config.exact)
-    rows = database.images_at([one.image for several in found for one in several])
-    states = {path: database.is_changed(row) for path, row in rows.items()}
-
-    def write(part: Path) -> None:
-        write_sheet(part / SHEET, query, found, states, database.root)
-        write_json(part / RESULTS, _record(config, database, query, found, states, command))
-
-    return SearchResult(query, found, states, folder.create(write))
+    return folder, database
 
 
 def _open_known(config: SearchConfig, database: ObjectDatabase) -> tuple[PatchEncoder, str]:
@@ -279,13 +335,34 @@ def _record(
         }
         for region, several in zip(query.regions, found, strict=True)
     ]
+    return {**_about(config, database, command), "image": str(query.path), "results": results}
+
+
+def _about(config: SearchConfig, database: ObjectDatabase, command: str) -> dict[str, Any]:
     return {
         "database": database.uri,
         "images": str(database.root),
         "backbone": database.info.backbone_name,
         "settings": dataclasses.asdict(database.info.settings),
-        "image": str(query.path),
         "k": config.k,
-        "results": results,
+        "path": config.path,
         "command": command,
     }
+
+
+def _write_coco(path: Path, query: Query, found: list[list[FoundObject]]) -> None:
+    """Write what was found in COCO's format: a category for each query, the similarity as `score`."""
+    sizes = {one.image: one.object.mask.image for several in found for one in several}
+    ids = {name: number for number, name in enumerate(sizes, start=1)}
+    annotations = (
+        {
+            "image_id": ids[one.image],
+            "category_id": category,
+            "score": one.similarity,
+            **outline(one.object.mask.pixels()),
+        }
+        for category, several in enumerate(found, start=1)
+        for one in several
+    )
+    images = [{"file_name": name, "width": width, "height": height} for name, (height, width) in sizes.items()]
+    write_coco(path, images, [region.name for region in query.regions], annotations)

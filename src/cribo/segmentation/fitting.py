@@ -78,8 +78,9 @@ class Choice:
     left_out: str
 
     def as_json(self) -> dict[str, Any]:
-        """Convert to a JSON-serialisable dictionary."""
-        return asdict(self)
+        """Convert to a JSON-serialisable dictionary, the same after it was written to JSON and read back."""
+        # Keys are strings: sorted for a checksum, 10 comes after 9 as a number and before it as a string.
+        return {**asdict(self), "per_class": {str(label): score for label, score in self.per_class.items()}}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Choice":

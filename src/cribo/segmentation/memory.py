@@ -312,6 +312,28 @@ class SegmentationMemory:
             self._known.append(known)
         self._choice = self._labeller = None
 
+    def remove(self, examples: Sequence[int]) -> None:
+        """Remove examples by their places in `names`, all or none.
+
+        Raises:
+            DataError: there is no such place, or no example would be left.
+        """
+        with self._lock:
+            if wrong := [place for place in examples if not 0 <= place < len(self)]:
+                raise DataError(f"there is no example {wrong[0]}: the places of examples are 0 to {len(self) - 1}")
+            kept = [known for place, known in enumerate(self._known) if place not in set(examples)]
+            if not kept:
+                raise DataError(f"these are all {len(self)} examples of the memory: keep one, or delete the memory")
+            self._known = kept
+            self._choice = self._labeller = None
+
+    def classes_of(self, example: int) -> dict[str, float]:
+        """Share of each class in the labelled pixels of an example, by name, the largest first."""
+        pixels = self._known[example].pixels
+        counts = torch.bincount(pixels[:, 1], weights=pixels[:, 2].double(), minlength=len(self.classes))
+        shares = zip(self.classes, (counts / counts.sum()).tolist(), strict=True)
+        return dict(sorted(((name, share) for name, share in shares if share), key=lambda pair: -pair[1]))
+
     # ---------------------------------------------------------------------------------------------- new images
 
     def segment(self, image: ImageLike) -> Segmentation:
@@ -475,7 +497,7 @@ class SegmentationMemory:
     def load(
         cls,
         path: str | os.PathLike[str],
-        backbone: BackboneLike,
+        backbone: BackboneLike | None,
         *,
         changes: Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
@@ -485,7 +507,7 @@ class SegmentationMemory:
 
         Args:
             path: the file.
-            backbone: the one that it was made with.
+            backbone: the one that it was made with; None to list or remove examples only, which needs no network.
             changes: settings, by name, in place of those that it was saved with; not those of the features.
             device: as of a new memory.
             batch_size: as of a new memory.
@@ -505,6 +527,7 @@ class SegmentationMemory:
                 f"{path} has features of blocks {_listed(stored.blocks)}, not of {_listed(missing)}: leave --blocks "
                 "out, or make another memory with these blocks"
             )
+        is_without, backbone = backbone is None, backbone or _without_network(stored)
         another = f"{path} was made with the features of another backbone, {stored.source} ({stored.encoder[:12]})"
         try:
             memory = cls(
@@ -524,6 +547,8 @@ class SegmentationMemory:
                 f"{another}, this is {memory.backbone['source']} ({str(identity)[:12]}): give that one, or make "
                 "another memory"
             )
+        if is_without:
+            memory.backbone = {"source": stored.source}
         memory._known = [
             _Known(*parts) for parts in zip(stored.examples, stored.features, stored.pixels, stored.halves, strict=True)
         ]
@@ -549,6 +574,15 @@ def _opened(
         raise ConfigError(f"layers must be 1, got {backbone.layers}: name blocks in the settings (--blocks 9,10)")
     network, about = open_network(backbone)
     return probe_encoder(network.eval().to(place), blocks), about, place
+
+
+def _without_network(stored: Stored) -> PatchEncoder:
+    """An encoder with the identity of the one that made a memory, which cannot encode images."""
+
+    def encode(images: Tensor) -> Tensor:
+        raise InputError(f"the memory was opened without its backbone, {stored.source}: give it to encode images")
+
+    return PatchEncoder(encode, 1, stored.encoder, tuple(stored.blocks))
 
 
 def _listed(blocks: Sequence[int]) -> str:

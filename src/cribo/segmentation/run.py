@@ -8,24 +8,26 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from jaxtyping import UInt8
 from PIL import Image
 from rich.console import Console
 from torch import Tensor
 
+from cribo.ahead import BUDGET, map_ahead
 from cribo.allocator import keep_freed_memory
 from cribo.console import Phases, duration
+from cribo.data.coco import BACKGROUND, outline, write_coco
 from cribo.data.images import DataError, require
-from cribo.data.reading import UnreadableImage, open_header, read_image
+from cribo.data.reading import UnreadableImage, image_size, open_header, read_image
 from cribo.data.segmentation import IGNORE_INDEX
 from cribo.devices import resolve_devices, resolve_workers
 from cribo.drawing import write_figure
@@ -41,6 +43,7 @@ from cribo.segmentation.memory import Segmentation, SegmentationMemory
 from cribo.segmentation.pictures import SegmentedPanel, draw_overview, overlay
 from cribo.segmentation.pixels import write_labels
 from cribo.segmentation.settings import SegmentationSettings
+from cribo.segmentation.storage import memory_lock
 from cribo.segmentation.suggesting import suggest
 
 log = logging.getLogger("cribo")
@@ -49,6 +52,7 @@ ABOUT = "about.json"
 """The file that describes the results, in their folder."""
 
 SUMMARY, OVERVIEW = "summary.csv", "contact.png"
+COCO = "coco.json"
 SUGGESTED, SUGGESTED_PICTURE = "suggested.txt", "suggested.png"
 
 _DONE = "segmented.jsonl"  # a line for each image whose files are complete
@@ -107,6 +111,7 @@ def segment_images(
     overwrite: bool = False,
     pictures: int = 6,
     suggestions: int = 0,
+    coco: bool = False,
     command: str = "",
     console: Console | None = None,
 ) -> Segmented:
@@ -119,6 +124,7 @@ def segment_images(
         overwrite: replace what stands in `out`.
         pictures: how many images the overview shows; 0 for none.
         suggestions: number of images to suggest for labelling next.
+        coco: write all labels to one file in COCO's format, too.
         command: by which it can be repeated, for the record.
         console: shows how far it is.
 
@@ -153,11 +159,11 @@ def segment_images(
     with ExitStack() as stack:
         progress = stack.enter_context(Phases(console))
         locked = stack.enter_context(ExitStack())
-        if config.memory is not None and examples is not None:
-            _lock(locked, Path(config.memory).expanduser())
+        if examples is not None and config.memory is not None and Path(config.memory).expanduser().parent.is_dir():
+            locked.enter_context(memory_lock(Path(config.memory).expanduser()))
         memory = _open_memory(config, settings, examples)
         has_new = examples is not None and _add_examples(memory, examples, config, progress)
-        _describe_memory(memory, console)
+        describe_memory(memory, console)
         writer = _Results(out, memory, config, command)
         if target.resumes:
             writer.check_same()
@@ -167,6 +173,8 @@ def segment_images(
             memory.save(Path(config.memory).expanduser())
         locked.close()
         segmented = _segment_all(memory, folder, names, writer, config, progress, pictures, console)
+        if coco:
+            writer.write_coco([name for name in names if name not in segmented.skipped], progress)
         if suggestions:
             read = [name for name in names if name not in segmented.skipped]
             _suggest(memory, folder, read, suggestions, writer, progress)
@@ -174,21 +182,6 @@ def segment_images(
 
 
 # -------------------------------------------------------------------------------------------------------- memory
-
-
-def _lock(held: ExitStack, memory: Path) -> None:
-    """Let only one command at a time add examples to a memory; others wait, and add theirs to what it has saved."""
-    if not memory.parent.is_dir():
-        return
-    lock = FileLock(memory.with_name(f".{memory.name}.lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        log.info("another command is adding examples to %s: waiting for its end", memory)
-        lock.acquire()
-    except (NotImplementedError, OSError):
-        log.warning("%s cannot be locked: make sure that no other command adds examples to it", memory)
-    held.callback(lock.release)
 
 
 def _open_memory(
@@ -240,7 +233,7 @@ def _add_examples(memory: SegmentationMemory, examples: Examples, config: Segmen
     return changed > 0
 
 
-def _describe_memory(memory: SegmentationMemory, console: Console) -> None:
+def describe_memory(memory: SegmentationMemory, console: Console) -> None:
     """Print the contents of the memory, the chosen probe, and its expected score."""
     console.print(
         f"memory: {len(memory)} examples, {memory.patches} patches, {len(memory.classes)} classes",
@@ -305,22 +298,23 @@ def _segment_all(
     reused = 0
     progress("images", 0, len(names))
     workers = max(1, resolve_workers(config.workers))
-    with ThreadPoolExecutor(workers) as readers, ThreadPoolExecutor(workers) as writers:
+    threads = {"threads": workers, "ahead": 2 * (workers + config.batch_size)}
+    with ExitStack() as closing:
+        images = map_ahead(
+            partial(_read, folder, done), names, nbytes=lambda _, read: None if read is None else read.nbytes, **threads
+        )
+        closing.callback(images.close)
+        labelled = _label(memory, images, config.batch_size)
+        written = map_ahead(writer.finish, labelled, nbytes=lambda item, _: item.nbytes, **threads)
+        closing.callback(written.close)
         try:
-            images = _read_ahead(readers, folder, names, done, 2 * (workers + config.batch_size))
-            for batch in _batches(images, config.batch_size):
-                fresh: list[_Read] = []
-                for read in batch:
-                    if read.record is not None:
-                        records[read.name] = read.record
-                        reused += 1
-                    elif read.image is None:
-                        skipped[read.name] = read.reason
-                        log.warning("skipped %s: %s", read.name, read.reason)
-                    else:
-                        fresh.append(read)
-                for read, record in zip(fresh, _label(memory, fresh, writer, writers), strict=True):
-                    records[read.name] = record
+            for one in written:
+                if one.record is None:
+                    skipped[one.name] = one.reason
+                    log.warning("skipped %s: %s", one.name, one.reason)
+                else:
+                    records[one.name] = one.record
+                    reused += one.content == ""
                 progress("images", len(records) + len(skipped), len(names))
         except BaseException:
             if records:
@@ -330,7 +324,6 @@ def _segment_all(
                     markup=False,
                     highlight=False,
                 )
-            readers.shutdown(cancel_futures=True)
             raise
     seconds = time.perf_counter() - begun
     summed = [records[name] for name in names if name in records]
@@ -373,8 +366,26 @@ class _Read:
     record: _Record | None = None
     reason: str = ""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the image."""
+        return 0 if self.image is None else self.image.nbytes
 
-def _read(folder: Path, name: str, done: dict[str, _Record]) -> _Read:
+
+class _Labelled(NamedTuple):
+    """What was read, with its labels where it is an image that had none."""
+
+    read: _Read
+    found: Segmentation | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the image and of its labels."""
+        own = 0 if self.found is None else self.found.labels.nbytes + self.found.confidence.nbytes
+        return self.read.nbytes + own
+
+
+def _read(folder: Path, done: dict[str, _Record], name: str) -> _Read:
     path = folder / name
     try:
         with path.open("rb") as file:
@@ -388,44 +399,24 @@ def _read(folder: Path, name: str, done: dict[str, _Record]) -> _Read:
         return _Read(name, reason=error.strerror or str(error))
 
 
-def _read_ahead(
-    readers: ThreadPoolExecutor, folder: Path, names: Sequence[str], done: dict[str, _Record], ahead: int
-) -> Iterator[_Read]:
-    """Images in order, some of which are read while others are labelled."""
-    waiting: list[Future[_Read]] = []
-    for name in names:
-        waiting.append(readers.submit(_read, folder, name, done))
-        if len(waiting) > ahead:
-            yield waiting.pop(0).result()
-    for future in waiting:
-        yield future.result()
+def _label(memory: SegmentationMemory, images: Iterator[_Read], batch_size: int) -> Iterator[_Labelled]:
+    """Label images in batches, in order; those without pixels pass through."""
+    for batch in _batches(images, batch_size):
+        pixels = [read.image for read in batch if read.image is not None]
+        found = iter(memory.segment_all(pixels) if pixels else ())
+        yield from [_Labelled(read, None if read.image is None else next(found)) for read in batch]
 
 
 def _batches(images: Iterator[_Read], size: int) -> Iterator[list[_Read]]:
+    """Batches of so many images, or fewer where these are large."""
     batch: list[_Read] = []
     for image in images:
         batch.append(image)
-        if len(batch) == size:
+        if len(batch) == size or sum(read.nbytes for read in batch) >= BUDGET:
             yield batch
             batch = []
     if batch:
         yield batch
-
-
-def _label(
-    memory: SegmentationMemory, batch: Sequence[_Read], writer: "_Results", writers: ThreadPoolExecutor
-) -> list[_Record]:
-    """Label a batch and write its files; each image is noted when its own are complete."""
-    images = [read.image for read in batch if read.image is not None]
-    if not images:
-        return []
-    found = memory.segment_all(images)
-    futures = [
-        writers.submit(writer.write, read, image, own) for read, image, own in zip(batch, images, found, strict=True)
-    ]
-    records = [future.result() for future in futures]
-    writer.note(records)
-    return records
 
 
 # ------------------------------------------------------------------------------------------------------- results
@@ -443,6 +434,7 @@ class _Results:
 
     def __init__(self, folder: Path, memory: SegmentationMemory, config: SegmentConfig, command: str) -> None:
         self.folder = folder
+        self._noting = Lock()
         self.classes, self.palette = memory.classes, memory.palette
         self.expected = memory.fit().per_class
         self._about: dict[str, Any] = {
@@ -535,24 +527,30 @@ class _Results:
             self.folder / "confidence" / f"{stem}.png",
         )
 
-    def write(self, read: _Read, image: UInt8[Tensor, "3 h w"], found: Segmentation) -> _Record:
+    def finish(self, labelled: _Labelled) -> _Read:
+        """Write the files of an image if it has new labels, note it, and return its record without the pixels."""
+        read, found = labelled
+        if found is None:
+            return read
+        record = self.write(read, found)
+        with self._noting, (self.folder / _DONE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+        return _Read(read.name, read.content, record=record)
+
+    def write(self, read: _Read, found: Segmentation) -> _Record:
         """Write the files of an image, each whole or not at all."""
         labels, painted, confidence = self._targets(read.name)
         for path in (labels, painted, confidence):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(labels, lambda part: write_labels(found.labels, self.palette, part))
-        _save(Image.fromarray(overlay(image, found.labels, self.palette)), painted, "JPEG", quality=_JPEG_QUALITY)
+        assert read.image is not None
+        _save(Image.fromarray(overlay(read.image, found.labels, self.palette)), painted, "JPEG", quality=_JPEG_QUALITY)
         grey = (found.confidence * 255).round().to(torch.uint8)
         _save(Image.fromarray(grey.numpy()), confidence, "PNG")
         counts = found.labels[found.labels != IGNORE_INDEX].bincount().tolist()
         pixels = {self.classes[c]: count for c, count in enumerate(counts) if count}
         size = (found.labels.shape[0], found.labels.shape[1])
         return _Record(read.name, read.content, size, pixels, float(found.confidence.mean()))
-
-    def note(self, records: Sequence[_Record]) -> None:
-        """Note images whose files are complete."""
-        with (self.folder / _DONE).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(dataclasses.asdict(record)) + "\n" for record in records)
 
     def shares(self, records: Sequence[_Record]) -> dict[str, float]:
         """The share of each class in the pixels of all images, the largest first."""
@@ -593,6 +591,26 @@ class _Results:
         write_json(self.folder / ABOUT, about)
         for path in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
             remove_parts(path)
+
+    def write_coco(self, names: Sequence[str], progress: Phases) -> None:
+        """Write the labels of images in COCO's format: an annotation for each class of an image but a background."""
+        things = [c for c, name in enumerate(self.classes) if name.lower() != BACKGROUND]
+
+        def annotations() -> Iterator[dict[str, Any]]:
+            for number, name in enumerate(names, start=1):
+                labels = _read_grey(self._targets(name)[0]).numpy()
+                present = set(np.unique(labels).tolist())
+                for category, label in enumerate(things, start=1):
+                    if label in present:
+                        yield {"image_id": number, "category_id": category, **outline(labels == label)}
+                progress(COCO, number, len(names))
+
+        sizes = (image_size(self._targets(name)[0]) for name in names)
+        images = [
+            {"file_name": name, "width": width, "height": height}
+            for name, (height, width) in zip(names, sizes, strict=True)
+        ]
+        write_coco(self.folder / COCO, images, [self.classes[c] for c in things], annotations())
 
     def draw(self, images: Path, names: Sequence[str], file: str) -> None:
         """Draw some images with their labels and confidence."""

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +13,7 @@ from typing import Any, NamedTuple
 import safetensors
 import safetensors.torch
 import torch
+from filelock import FileLock, Timeout
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -18,6 +21,8 @@ from cribo.data.images import DataError, require
 from cribo.data.segmentation import Colour
 from cribo.errors import InputError
 from cribo.files import write_whole
+
+log = logging.getLogger("cribo")
 
 MEMORY_FORMAT = 2
 
@@ -70,6 +75,23 @@ class Stored:
     halves: Sequence[Int[Tensor, " n"]]
     blocks: Sequence[int]
     choice: dict[str, Any] | None
+
+
+@contextmanager
+def memory_lock(path: Path) -> Iterator[None]:
+    """Let only one command at a time change a memory; others wait, and change what it has saved."""
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        log.info("another command is changing %s: waiting for its end", path)
+        lock.acquire()
+    except (NotImplementedError, OSError):
+        log.warning("%s cannot be locked: make sure that no other command changes it", path)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def write_memory(path: str | os.PathLike[str], stored: Stored) -> None:
