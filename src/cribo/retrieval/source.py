@@ -16,7 +16,8 @@ class BackboneSource:
         source: a run folder or backbone.safetensors of ours; a timm name (vit_small_patch16_224.dino); a
             checkpoint of another project (CrOC, DINO, iBOT, MAE, MoCo v3, DINOv2, TimeT, SlotCon, ...); or
             mean-colour, the baseline that knows the mean colour of a patch of 16 pixels.
-        pretrained: of a timm name, load its weights, from timm's cache or the network; false for random ones.
+        pretrained: load the weights, those of a timm name from timm's cache or the network; false for the same network
+            with random weights.
         network: of a checkpoint that holds two, the teacher (momentum network) or the student.
         architecture: timm's name of a checkpoint's network, where its weights do not show it (any but ViT,
             DINOv3 and ResNet).
