@@ -13,6 +13,7 @@ REFUSED = {
     "pretrain": ["--optim.epochs", "x"],
     "adapt": ["x", "--backbone", "x", "--minutes", "0"],
     "profile": ["--optim.lr", "-1"],
+    "benchmark": ["--backbone", "x", "--data", "x", "--pictures", "-1"],
     "evaluate dense-nn": [*_DATA, "--size", "1", "2", "3"],
     "evaluate linear": [*_DATA, "--learning_rates", "0"],
     "evaluate segmenter": [*_DATA, "--drop_path", "2"],

@@ -369,10 +369,16 @@ def test_a_timm_name_with_random_weights():
     assert load_backbone("vit_tiny_patch16_384", args={"depth": 1}, pretrained=False).image_size == 384
 
 
+def test_a_file_without_its_weights(tmp_path):
+    trained = build_backbone("vit_tiny_patch16_224", args={"depth": 2, "patch_size": 8}, image_size=64, seed=5)
+    save_backbone(trained, tmp_path)
+    alone = load_backbone(tmp_path, pretrained=False, seed=3)
+    assert agree(alone, build_backbone(trained.name, args=trained.args, image_size=64, seed=3))
+    assert not agree(alone, trained)
+
+
 def test_names_and_options_that_do_not_go_together(tmp_path):
     torch.save(vit().model.state_dict(), tmp_path / "weights.pth")
-    with pytest.raises(ValueError, match=r"pretrained=False is for timm names, and .*weights\.pth is a file"):
-        load_backbone(tmp_path / "weights.pth", pretrained=False)
     with pytest.raises(
         ValueError, match=r"'vit_smal_patch16_224' is neither a file nor a timm name: did you mean vit_"
     ):

@@ -15,6 +15,7 @@ commands:
   adapt       adapt a pretrained backbone to your images, and tell whether it helped
   profile     measure the cost of each part of a training step on this machine
   evaluate    evaluate a backbone on labelled images
+  benchmark   evaluate a backbone by every protocol on every set of a folder, as one card
   segment     label the pixels of many images by a few labelled examples, without training
   index       find the objects of a folder of images and store them in a database
   search      find the objects in such a database that are most similar to a given one
@@ -39,6 +40,7 @@ COMMANDS = (
     "adapt",
     "profile",
     "evaluate",
+    "benchmark",
     "segment",
     "index",
     "search",

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,9 @@ _IMAGENET_FOLDERS = ("", "ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "CLS-LOC", "ILSV
 _IMAGENET_SOLUTION = "LOC_val_solution.csv"  # Kaggle's: ImageId, then the class and box of each object
 _IMAGENET_LISTS = ("val.txt", "meta/val.txt")  # Caffe's and MMPretrain's: file and class index on each line
 _VALIDATION = ("val", "validation", "valid", "test")
+# Folders of other layouts that hold images and are no classes.
+_PARTS = "images|jpegimages|labels|annotations|masks|depth|frames|videos|pairs"
+_PARTS_OF_SETS = re.compile(rf"(?:train|{'|'.join(_VALIDATION)})(?:annot|\d+)?|{_PARTS}", re.IGNORECASE)
 
 
 class ClassifiedFiles(ImageFiles):
@@ -82,6 +86,33 @@ class ClassificationSplits(NamedTuple):
     val: ClassifiedFiles | None
     train_name: str
     val_name: str | None
+
+
+def has_class_folders(folder: Path) -> bool:
+    """Whether images are in folders of classes: `<class>/*`, or `train/<class>/*`.
+
+    All folders must have images of their own, at least two of them, and none a name that other layouts give to a part
+    of a set.
+    """
+    if (folder / "train").is_dir():
+        folder = folder / "train"
+    classes = _class_folders(folder) if folder.is_dir() else []
+    return (
+        len(classes) > 1
+        and not any(map(_PARTS_OF_SETS.fullmatch, classes))
+        and all(_has_image(folder / name) for name in classes)
+    )
+
+
+def _has_image(folder: Path) -> bool:
+    with os.scandir(folder) as entries:
+        return any(entry.name.lower().endswith(tuple(EXTENSIONS)) for entry in entries)
+
+
+def is_imagenet(folder: Path) -> bool:
+    """Whether a folder has a name and the layout of ImageNet-1k."""
+    named = any(part.lower() == folder.resolve().name.lower() for part in (*_IMAGENET_FOLDERS, "ILSVRC"))
+    return named and any((folder / place / "train").is_dir() for place in _IMAGENET_FOLDERS)
 
 
 def open_class_folders(

@@ -275,6 +275,14 @@ def open_detection(
     )
 
 
+def has_annotations(root: str | os.PathLike[str]) -> bool:
+    """Whether a folder has the annotations of either split where `open_detection` looks for them."""
+    return any(
+        (Path(root) / place.format(split=name)).is_file()
+        for name, place in product(sum(_NAMES.values(), ()), _ANNOTATIONS)
+    )
+
+
 def open_boxes(
     root: str | os.PathLike[str] | None,
     split: str,

@@ -41,7 +41,7 @@ COMPARISON_FORMAT = 1
 
 _BEST_OF = "learning_rate"  # of which only the best row is reported
 _BY_CHANCE = frozenset({"settings.seed", "settings.draws", "settings.precision"})  # change metrics by noise only
-_FOLLOWS = frozenset({"data.memory_patches", "data.query_patches"})  # follow from the patch size
+_FOLLOWS = frozenset({"data.memory_patches", "data.query_patches", "data.patches"})  # follow from the patch size
 _CLASSES = 10  # that differ most
 _TITLE_WIDTH = 90  # characters
 
@@ -178,6 +178,10 @@ class Comparison:
         lines = [line for group in self.groups for section in _sections(group) for line in section.markdown()]
         return "\n".join(lines).strip() + "\n"
 
+    def record(self) -> list[dict[str, Any]]:
+        """Return the same for JSON, a dictionary for each group."""
+        return [_record(group) for group in self.groups]
+
     def figure(self) -> Figure:
         """Draw the headline metric of each group against the setting in which rows differ."""
         heights = [
@@ -208,7 +212,7 @@ class Comparison:
         Path(folder).mkdir(parents=True, exist_ok=True)
         write_figure(paths[2], self.figure())
         write_text(paths[1], self.markdown())
-        write_json(paths[0], {"format": COMPARISON_FORMAT, "groups": [_record(group) for group in self.groups]})
+        write_json(paths[0], {"format": COMPARISON_FORMAT, "groups": self.record()})
         return paths
 
 

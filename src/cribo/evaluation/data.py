@@ -4,10 +4,10 @@ import dataclasses
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from cribo.arguments import ConfigError, import_by_path
-from cribo.data.sets import segmentation_set
+from cribo.data.sets import SEGMENTATION_SETS, SegmentationSet, segmentation_set
 from cribo.errors import DataError
 from cribo.evaluation.runtime import require_least
 
@@ -53,6 +53,11 @@ class SegmentationData:
         val: split that is scored; the validation images when not given.
     """
 
+    layout: ClassVar[str] = (
+        f"images/<split> and labels/<split>, or {', '.join(name for name in SEGMENTATION_SETS if name != 'folder')} "
+        "in their own layout"
+    )
+
     name: str
     root: str | None = None
     partial: bool = False
@@ -64,6 +69,15 @@ class SegmentationData:
         require_least(self, {"limit": 1}, "data.")
         if self.name != SCENES and "." not in self.name:
             segmentation_set(self.name)
+
+    @classmethod
+    def find(cls, folder: Path) -> Self | None:
+        """Return the set in a folder: a published one if folder and layout have its names, or one of your own."""
+        for known in SEGMENTATION_SETS.values():
+            if _is_named_after(folder, known) and _has_labels(folder, known):
+                return cls(known.name, str(folder))
+        own = all((folder / part).is_dir() for part in ("images", "labels"))
+        return cls("folder", str(folder)) if own else None
 
     def open(self) -> Splits:
         """Open both splits.
@@ -114,6 +128,21 @@ class SegmentationData:
         return opened
 
 
+def _is_named_after(folder: Path, known: SegmentationSet) -> bool:
+    names = {known.name, *(Path(usual).name for usual in known.folders)}
+    return folder.resolve().name.lower() in {name.lower() for name in names}
+
+
+def _has_labels(folder: Path, known: SegmentationSet) -> bool:
+    """Whether the label maps of a split of a published set are in a folder."""
+    return any(
+        (folder / place).is_dir()
+        for layout in known.layouts
+        for split in layout.splits
+        for place in layout.paths(layout.labels, split)
+    )
+
+
 @dataclass
 class ImageData:
     """Images of one class each.
@@ -129,6 +158,8 @@ class ImageData:
         limit: use only this many images of each split, of each class in turn, to try things out.
     """
 
+    layout: ClassVar[str] = "train/<class>/* and val/<class>/*, or <class>/*, also below images"
+
     name: Literal["imagenet", "folder"]
     root: str | None = None
     train: str | None = None
@@ -138,6 +169,16 @@ class ImageData:
 
     def __post_init__(self) -> None:
         require_least(self, {"limit": 1}, "data.")
+
+    @classmethod
+    def find(cls, folder: Path) -> Self | None:
+        """Return the images in a folder that has a folder for each class, itself or in its `images`."""
+        from cribo.data.classification import has_class_folders, is_imagenet
+
+        if is_imagenet(folder):
+            return cls("imagenet", str(folder))
+        found = next((place for place in (folder, folder / "images") if has_class_folders(place)), None)
+        return None if found is None else cls("folder", str(found))
 
     def open(self) -> Splits:
         """Open the images whose classes are known, and those to classify.

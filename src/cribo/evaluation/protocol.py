@@ -3,7 +3,7 @@
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Optional, Self, TypeVar, get_args, get_type_hints
 
@@ -28,6 +28,9 @@ else:
         def __class_getitem__(cls, kind: Any) -> Any:
             return Optional[kind]  # noqa: UP045 (the kind may be a Literal)
 
+
+QUICK_SIDE = 224
+"""Side of square images for `cribo benchmark --quick`, in pixels."""
 
 UNDECIDED: Any = None
 """The default of a setting that the variant or the schedule decides."""
@@ -91,13 +94,15 @@ class Protocol(ABC):
         metrics: that each row has, the headline first.
         varies: the setting in which the rows differ.
         class_metric: the metric of each class: IoU, accuracy or AP.
-        data_type: the dataclass behind `--data`; its `open` returns `Splits`.
+        data_type: the dataclass behind `--data`; its `open` returns `Splits`. For `cribo benchmark`, its `find` returns
+            the data in a folder, and its `layout` names the files that are looked for.
         runtime_type: the dataclass behind `--runtime`, `EvaluationRuntime` or `TrainingRuntime`.
         runtime_defaults: values in place of its defaults.
         roles: other names of facts about the data in `results.json`, such as memory for train.
         description: the help of the command.
         aliases: short names of options, beside those that all protocols have.
         pictures: what --pictures counts.
+        quick_limit: images of each split that `cribo benchmark --quick` uses.
         less_memory: advice if a device runs out of memory.
 
     Raises:
@@ -116,6 +121,7 @@ class Protocol(ABC):
     description: ClassVar[str] = ""
     aliases: ClassVar[Mapping[str, str]] = {}
     pictures: ClassVar[str] = "images for which the prediction is drawn"
+    quick_limit: ClassVar[int] = 40
     less_memory: ClassVar[str] = "lower --runtime.batch_size or --runtime.memory_gib"
 
     def __post_init__(self) -> None:
@@ -132,6 +138,35 @@ class Protocol(ABC):
     def trains(cls) -> bool:
         """Whether the protocol trains: its folder then has checkpoints, and the evaluation can be resumed."""
         return issubclass(cls.runtime_type, TrainingRuntime)
+
+    @classmethod
+    def data_in(cls, folder: Path) -> Any | None:
+        """Return the `data_type` that opens a folder, None if the folder has another layout.
+
+        Part of a set counts: opening it raises the error that names what is missing. A `data_type` without `find` must
+        take the folder as `root`, and have no other setting without default; a folder fits if it can be opened.
+        """
+        if hasattr(cls.data_type, "find"):
+            return cls.data_type.find(folder)
+        needed = {part.name for part in fields(cls.data_type) if MISSING is part.default is part.default_factory}
+        if "root" not in {part.name for part in fields(cls.data_type)} or needed - {"root"}:
+            return None
+        data = cls.data_type(root=str(folder))
+        try:
+            data.open()
+        except InputError:
+            return None
+        return data
+
+    @classmethod
+    def quick(cls, patch_size: int, image_size: int | None) -> Self:
+        """Return the protocol with the settings of `cribo benchmark --quick`, the defaults unless overridden.
+
+        Args:
+            patch_size: of the backbone, in pixels.
+            image_size: side of the only images that the backbone takes; None if it takes any.
+        """
+        return cls()
 
     def check_backbone(self, source: BackboneSource) -> None:  # noqa: B027 (optional)
         """Check what is known of a backbone before it is opened.

@@ -96,7 +96,7 @@ class EvaluationResult:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _plain(getattr(self, field.name), field.name))
+            object.__setattr__(self, field.name, plain(getattr(self, field.name), field.name))
         for name in ("backbone", "data"):
             if not isinstance(getattr(self, name).get("name"), str):
                 raise InputError(f"{name} must have a name, got {sorted(getattr(self, name))}")
@@ -170,6 +170,8 @@ def read_result(path: str | os.PathLike[str]) -> EvaluationResult:
         raise ResultError(
             f"{file} has format {content['format']}, this version of cribo reads up to {RESULTS_FORMAT}: update cribo"
         )
+    if content.get("kind") == "card":
+        raise ResultError(f"{file} is a card of several evaluations: give the folders of its rows, which it names")
     hints = get_type_hints(EvaluationResult)
     for name, hint in hints.items():
         kind = get_origin(hint) or hint
@@ -432,14 +434,22 @@ def _listed(settings: Mapping[str, Any]) -> str:
 # ----------------------------------------------------------------------- JSON
 
 
-def _plain(value: Any, name: str) -> Any:
-    """Convert a value to those of JSON. Raises TypeError if it cannot."""
+def plain(value: Any, name: str = "value") -> Any:
+    """Convert a value to those of JSON, as results have them.
+
+    Args:
+        value: any.
+        name: of the value, for errors.
+
+    Raises:
+        TypeError: JSON cannot hold it.
+    """
     if isinstance(value, Tensor | np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {str(key): _plain(part, f"{name}.{key}") for key, part in value.items()}
+        return {str(key): plain(part, f"{name}.{key}") for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part, name) for part in value]
+        return [plain(part, name) for part in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, float):

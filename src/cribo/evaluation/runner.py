@@ -2,7 +2,7 @@
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from cribo.evaluation.data import PLACES, Splits
 from cribo.evaluation.features import EncodedView, PatchFeatures, Preparation, extract_patches
 from cribo.evaluation.pictures import write_pictures
 from cribo.evaluation.protocol import Outcome, Protocol
-from cribo.evaluation.results import OUT, EvaluationResult, versions
+from cribo.evaluation.results import OUT, EvaluationResult, plain, versions
 from cribo.evaluation.runtime import EvaluationRuntime
 from cribo.folders import ResultFolder
 from cribo.models import Backbone, normalise
@@ -52,6 +52,7 @@ class Run:
         num_pictures: number of images to draw.
         folder: of the results, from `measure` on; a protocol that trains writes its checkpoints there.
         prepared: anything that `prepare` leaves for `measure`.
+        started: `time.perf_counter` when it was opened.
     """
 
     source: BackboneSource
@@ -63,6 +64,7 @@ class Run:
     num_pictures: int
     folder: Path = Path()
     prepared: Any = None
+    started: float = field(default_factory=time.perf_counter)
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
@@ -123,6 +125,26 @@ class Run:
                 progress=progress,
             )
 
+    def facts(self, protocol: Protocol) -> dict[str, Any]:
+        """Return what `results.json` says of the data before the measurement."""
+        return {protocol.roles.get(name, name): value for name, value in self.data.about.items()}
+
+    def has_result(self, result: EvaluationResult, protocol: Protocol) -> bool:
+        """Whether a result is that of this backbone, protocol, and data at the same place, with the same settings."""
+        wanted = {
+            "evaluation": protocol.name,
+            "fingerprint": self.about["fingerprint"],
+            "settings": protocol.used(self),
+            "data": self.facts(protocol),
+        }
+        found = {
+            "evaluation": result.evaluation,
+            "fingerprint": result.backbone.get("fingerprint"),
+            "settings": result.settings,
+            "data": {name: result.data.get(name) for name in wanted["data"]},
+        }
+        return plain(wanted) == found
+
     def identity(self, protocol: Protocol) -> dict[str, Any]:
         """Return what a resumed evaluation must have in common with its beginning."""
         about = {name: value for name, value in self.data.about.items() if name not in PLACES}
@@ -169,33 +191,74 @@ def evaluate(
         Interrupted: SIGTERM or SIGUSR1 was received; `resume` continues. (Ctrl-C is a KeyboardInterrupt.)
         NonFiniteLoss: training has diverged.
     """
-    if pictures < 0:
-        raise InputError(f"pictures must be >= 0, got {pictures}")
     if resume and not protocol.trains():
         raise ConfigError(f"{protocol.name} does not train, so there is nothing to resume: leave out --resume")
+    run, protocol = open_run(protocol, backbone, data, runtime, pictures=pictures, console=console)
+    return evaluate_run(run, protocol, out=out, overwrite=overwrite, resume=resume, command=command)
+
+
+def open_run(
+    protocol: Protocol,
+    backbone: BackboneSource | str,
+    data: Any,
+    runtime: Any = None,
+    *,
+    pictures: int = 6,
+    console: Console | None = None,
+) -> tuple[Run, Protocol]:
+    """Open backbone and data for an evaluation, and decide the settings of the protocol; arguments as of `evaluate`.
+
+    Returns:
+        The run, and the protocol with its settings decided.
+
+    Raises:
+        errors of `evaluate` that concern backbone, data and settings.
+    """
+    if pictures < 0:
+        raise InputError(f"pictures must be >= 0, got {pictures}")
     source = BackboneSource(backbone) if isinstance(backbone, str) else backbone
     protocol.check_backbone(source)
     runtime = protocol.runtime_type(**protocol.runtime_defaults) if runtime is None else runtime
-    console = console or Console(quiet=True)
     started = time.perf_counter()
     splits = data.open()
     network, about = open_network(source)
-    run = Run(source, splits, runtime, network, about, console, pictures)
-    protocol = protocol.prepare(run)
+    run = Run(source, splits, runtime, network, about, console or Console(quiet=True), pictures, started=started)
+    return run, protocol.prepare(run)
+
+
+def evaluate_run(
+    run: Run,
+    protocol: Protocol,
+    *,
+    out: Path | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    command: str = "",
+) -> tuple[EvaluationResult, Path]:
+    """Measure an opened backbone; result and errors as of `evaluate`.
+
+    Args:
+        run: of `open_run`.
+        protocol: with its settings decided.
+        out: the folder; by default `evaluations/<protocol>-<data>-<backbone>`, numbered.
+        overwrite: replace an existing evaluation in `out`.
+        resume: continue the evaluation in `out` if it exists, else start it; for protocols that train.
+        command: by which it can be repeated, for the record.
+    """
+    source, splits, runtime = run.source, run.data, run.runtime
     if not source.pretrained and not protocol.trains():
-        calibrate_batch_norms(network, splits.train)
-    name = f"{protocol.name}-{splits.title}-{about['name']}"
+        calibrate_batch_norms(run.backbone, splits.train)
+    name = f"{protocol.name}-{splits.title}-{run.about['name']}"
     inputs = source.source, splits.about.get("root")
 
     def measured() -> tuple[Outcome, EvaluationResult]:
         outcome = protocol.measure(run)
-        facts = {protocol.roles.get(name, name): value for name, value in splits.about.items()}
-        seconds = time.perf_counter() - started if outcome.seconds is None else outcome.seconds
+        seconds = time.perf_counter() - run.started if outcome.seconds is None else outcome.seconds
         return outcome, EvaluationResult(
             evaluation=protocol.name,
             settings=protocol.used(run),
-            backbone=about,
-            data={**facts, **outcome.data},
+            backbone=run.about,
+            data={**run.facts(protocol), **outcome.data},
             classes=list(outcome.classes),
             metrics=list(protocol.metrics),
             varies=protocol.varies,

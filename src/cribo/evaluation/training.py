@@ -245,6 +245,15 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
+def is_evaluation_of(folder: Path, settings: dict[str, Any]) -> bool:
+    """Whether a folder has an unfinished evaluation of these settings, which `resume` continues."""
+    try:
+        begun = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return begun == json.loads(json.dumps(settings)) and not (folder / RESULTS).exists()
+
+
 def finished_result(out: Path | None, *, resume: bool) -> EvaluationResult | None:
     """Return the result of an evaluation to resume that is already finished, else None."""
     if not resume or out is None or not (out / RESULTS).is_file():

@@ -121,6 +121,27 @@ def with_stride(backbone: Backbone, stride: int) -> Backbone:
     return dilated
 
 
+def untrained(backbone: Backbone, *, seed: int = 0, drop_path: float = 0.0) -> Backbone:
+    """The same network with random weights, for a baseline; it has no layer behind its features.
+
+    Args:
+        backbone: any network.
+        seed: of the weights.
+        drop_path: as in `build_backbone`.
+
+    Example:
+        >>> first = build_backbone("resnet18", args={"channels": (8, 8, 8, 8)}, seed=1)
+        >>> untrained(first).name, untrained(first).fingerprint() == first.fingerprint()
+        ('resnet18', False)
+    """
+    again = build_backbone(
+        backbone.name, args=backbone.args, image_size=backbone.image_size, drop_path=drop_path, seed=seed
+    )
+    again.mean, again.std = backbone.mean, backbone.std
+    again.set_numerics(backbone.numerics)
+    return again
+
+
 def _build_again(backbone: Backbone, changes: Mapping[str, Any]) -> Backbone:
     """The same network with some arguments changed, without weights."""
     again = build_backbone(

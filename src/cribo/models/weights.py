@@ -15,7 +15,7 @@ from cribo.errors import InputError
 from cribo.files import Damaged, check_archive
 from cribo.models.adopting import LoadedWeights, adopt, build
 from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, RESERVED_ARGS, Backbone
-from cribo.models.building import nearest_names
+from cribo.models.building import nearest_names, untrained
 from cribo.models.formats.architecture import Architecture, infer_architecture
 from cribo.models.formats.beside import (
     as_of_detectron2,
@@ -72,7 +72,7 @@ def load_backbone(
             Face hub (`config.json` beside `model.safetensors`). Files are recognised by their content.
         name: timm's name of a file's architecture, where its weights do not show it (any but ViT, DINOv3, ResNet).
         args: arguments of timm's constructor that a file's weights do not show, such as `num_heads`.
-        pretrained: False builds a timm name with random weights.
+        pretrained: False builds the network of a timm name or file with random weights.
         image_size: pixels; the size to which the position embedding is resized. None: the size it has.
         network: of a teacher and a student in one file, the one to take.
         positions: how the position embedding is resized to images of another size than in training; None: as the
@@ -103,7 +103,18 @@ def load_backbone(
             str(source), args, pretrained=pretrained, image_size=image_size, drop_path=drop_path, seed=seed
         )
     if not pretrained:
-        raise InputError(f"pretrained=False is for timm names, and {source} is a file of weights: give a name")
+        loaded = load_backbone(
+            path,
+            name=name,
+            args=args,
+            image_size=image_size,
+            network=network,
+            positions=positions,
+            ignore=ignore,
+            trust=trust,
+            drop_path=drop_path,
+        )
+        return untrained(loaded, seed=seed, drop_path=drop_path)
     path, notes = _file_of(path)
     if is_saved(path):
         for option, value in (("name", name), ("args", args)):

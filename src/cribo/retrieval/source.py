@@ -16,7 +16,8 @@ class BackboneSource:
         source: a run folder or backbone.safetensors of cribo; a timm name (vit_small_patch16_224.dino); a
             checkpoint of another project (CrOC, DINO, iBOT, MAE, MoCo v3, DINOv2, TimeT, SlotCon, ...); or
             mean-colour, a baseline whose features are the mean colours of patches of 16 pixels.
-        pretrained: for a timm name, load pretrained weights from timm's cache or the network; false for random weights.
+        pretrained: load the weights, for a timm name from timm's cache or the network; false for the same network with
+            random weights.
         network: for a checkpoint with two networks, the teacher (momentum network) or the student.
         architecture: timm name of a checkpoint's architecture; required unless it is a ViT, DINOv3 or ResNet, which
             are recognised.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from cribo.errors import InputError
 from cribo.evaluation.data import Splits
-from cribo.evaluation.protocol import UNDECIDED, Decided, Outcome, Protocol, require_whole_patches, square
+from cribo.evaluation.protocol import QUICK_SIDE, UNDECIDED, Decided, Outcome, Protocol, require_whole_patches, square
 from cribo.evaluation.runtime import require_least
 from cribo.retrieval.choices import FeaturePrecision, Interpolation
 
@@ -29,6 +29,8 @@ class CorrespondenceData:
         limit: use only this many pairs, evenly spread, to try things out.
     """
 
+    layout: ClassVar[str] = "pairs/*.json with images, or PairAnnotation of SPair-71k"
+
     root: str
     split: str | None = None
     partial: bool = False
@@ -36,6 +38,12 @@ class CorrespondenceData:
 
     def __post_init__(self) -> None:
         require_least(self, {"limit": 1}, "data.")
+
+    @classmethod
+    def find(cls, folder: Path) -> Self | None:
+        """Return the pairs in a folder."""
+        has_pairs = any((folder / name).is_dir() for name in ("PairAnnotation", "pairs"))
+        return cls(str(folder)) if has_pairs else None
 
     def open(self) -> Splits:
         """Open the pairs.
@@ -106,6 +114,11 @@ Features are cached on disk. For a first try: --limit 50 --size 448
             raise InputError(
                 f"alphas must be different numbers above 0 and up to 1, such as 0.05,0.1, got {self.alphas}"
             )
+
+    @classmethod
+    def quick(cls, patch_size: int, image_size: int | None) -> Self:
+        """Return the protocol with small images."""
+        return cls(size=square(image_size or 2 * QUICK_SIDE, patch_size))
 
     def prepare(self, run: "Run") -> Self:
         """Decide the size."""

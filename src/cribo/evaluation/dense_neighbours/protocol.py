@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from cribo.data.sets import SEGMENTATION_SETS
 from cribo.errors import InputError
 from cribo.evaluation.protocol import (
+    QUICK_SIDE,
     UNDECIDED,
     Decided,
     Outcome,
@@ -142,6 +143,11 @@ on disk: the next evaluation of the same backbone and images starts with the sea
         if settings.mean == "matched":
             require_packages("mean=matched", "scipy", otherwise=", or choose mean=present")
         return settings
+
+    @classmethod
+    def quick(cls, patch_size: int, image_size: int | None) -> Self:
+        """Return the protocol with the whole memory and small images."""
+        return cls(ratios=(1,), size=square(image_size or QUICK_SIDE, patch_size))
 
     def effective(self) -> dict[str, Any]:
         """Return the settings by name, without those that others make meaningless."""

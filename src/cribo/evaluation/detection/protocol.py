@@ -47,6 +47,8 @@ class DetectionData:
         limit: use only this many images of each split, evenly spread, to try things out.
     """
 
+    layout: ClassVar[str] = "instances_<split>.json with images/<split>, or another layout of COCO's format"
+
     root: str | None = None
     train_annotations: str | None = None
     train_images: str | None = None
@@ -56,6 +58,13 @@ class DetectionData:
 
     def __post_init__(self) -> None:
         require_least(self, {"limit": 1}, "data.")
+
+    @classmethod
+    def find(cls, folder: "Path") -> Self | None:
+        """Return the set in a folder that has annotations in one of the layouts."""
+        from cribo.data.detection import has_annotations
+
+        return cls(str(folder)) if has_annotations(folder) else None
 
     def open(self) -> Splits:
         """Open both splits.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from cribo.arguments import ConfigError
 from cribo.errors import DataError, InputError
 from cribo.evaluation.data import Splits, spread
-from cribo.evaluation.protocol import UNDECIDED, Decided, Outcome, Protocol, require_packages
+from cribo.evaluation.protocol import QUICK_SIDE, UNDECIDED, Decided, Outcome, Protocol, require_packages
 from cribo.evaluation.runtime import require_least
 from cribo.retrieval.source import BackboneSource
 
@@ -33,6 +33,8 @@ class DiscoveryData:
         limit: use only this many images, evenly spread, to try things out.
     """
 
+    layout: ClassVar[str] = "Annotations, ImageSets and JPEGImages of Pascal VOC, or a layout of COCO's format"
+
     root: str | None = None
     split: str | None = None
     annotations: str | None = None
@@ -41,6 +43,14 @@ class DiscoveryData:
 
     def __post_init__(self) -> None:
         require_least(self, {"limit": 1}, "data.")
+
+    @classmethod
+    def find(cls, folder: Path) -> Self | None:
+        """Return the set in a folder in the layout of Pascal VOC, or with annotations in one of COCO's."""
+        from cribo.data.detection import has_annotations
+        from cribo.data.voc import is_voc
+
+        return cls(str(folder)) if is_voc(folder) or has_annotations(folder) else None
 
     def open(self) -> Splits:
         """Open the images that have an object.
@@ -126,6 +136,11 @@ Requires: pip install "cribo-ssl[evaluation]"
             raise InputError(f"methods must be different ones of {','.join(METHODS)}, got {','.join(self.methods)}")
         if not -1 < self.threshold < 1:
             raise InputError(f"threshold must be a cosine between -1 and 1, got {self.threshold}")
+
+    @classmethod
+    def quick(cls, patch_size: int, image_size: int | None) -> Self:
+        """Return the protocol with small images."""
+        return cls(size=QUICK_SIDE if image_size is None else None)
 
     def check_backbone(self, source: BackboneSource) -> None:
         """Refuse several layers."""

@@ -48,6 +48,7 @@ class ImageNN(Protocol):
     data_type: ClassVar[type[Any]] = ImageData
     runtime_defaults: ClassVar[Mapping[str, Any]] = {"batch_size": 64}
     pictures: ClassVar[str] = "images for which the nearest ones are drawn"
+    quick_limit: ClassVar[int] = 240
     description: ClassVar[str] = """\
 Image-level nearest neighbours: each image is classified by a vote of the training images with the most similar global
 tokens, as in DINO, and the classes are scored (top-1, top-5). Nothing is trained.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from cribo.errors import InputError
 from cribo.evaluation.protocol import (
+    QUICK_SIDE,
     UNDECIDED,
     Decided,
     Outcome,
@@ -120,6 +121,11 @@ Requires: pip install "cribo-ssl[evaluation]"
         settings = settings.decided({"clusters": most})
         require_patches(settings.clusters, patches)
         return settings
+
+    @classmethod
+    def quick(cls, patch_size: int, image_size: int | None) -> Self:
+        """Return the protocol with one draw and small images."""
+        return cls(draws=1, restarts=1, size=square(image_size or QUICK_SIDE, patch_size))
 
     def prepare(self, run: "Run") -> Self:
         """Decide all settings, and check that the packages are installed."""

@@ -1,0 +1,23 @@
+"""One card for a backbone: every protocol on every set of a folder (docs/evaluation.md)."""
+
+from typing import TYPE_CHECKING
+
+from cribo.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from cribo.benchmark.card import Card
+    from cribo.benchmark.config import BenchmarkConfig, BenchmarkData
+    from cribo.benchmark.plan import make_plan
+    from cribo.benchmark.run import benchmark
+
+__all__ = ["BenchmarkConfig", "BenchmarkData", "Card", "benchmark", "make_plan"]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        ".card": ("Card",),
+        ".config": ("BenchmarkConfig", "BenchmarkData"),
+        ".plan": ("make_plan",),
+        ".run": ("benchmark",),
+    },
+)

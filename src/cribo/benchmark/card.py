@@ -1,0 +1,320 @@
+"""A card: the scores of a backbone and its baselines as a table, a picture, and JSON."""
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from cribo.benchmark.plan import by_reason
+from cribo.console import duration
+from cribo.drawing import house_style, write_figure
+from cribo.evaluation.comparison import Comparison, Entry, compare
+from cribo.evaluation.protocol import find_protocol
+from cribo.evaluation.published import architecture_name
+from cribo.evaluation.results import (
+    NONE,
+    RESULTS,
+    EvaluationResult,
+    Section,
+    metric_title,
+    percent,
+    varied_title,
+    varied_value,
+)
+from cribo.files import write_json, write_text
+
+CARD, CHART = "card.md", "card.png"
+"""The text and the picture of a card."""
+
+CARD_FORMAT = 1
+
+BACKBONE, UNTRAINED, MEAN = "backbone", "untrained", "mean colour"
+"""Whose scores a row has."""
+
+_ROLES: Mapping[str, str] = {BACKBONE: "#0072B2", UNTRAINED: "#E69F00", MEAN: "0.6"}
+"""The colour of each."""
+
+_SHOWN_PICTURES = 3  # on the chart
+_BAR = 0.19  # inch
+_CHART_WIDTH = 9.5
+
+
+@dataclass
+class CardRow:
+    """The scores of a protocol on a set.
+
+    Attributes:
+        evaluation: name of the protocol.
+        set: name of the folder of the set.
+        results: by role: `BACKBONE`, `UNTRAINED` or `MEAN`.
+        folders: of these results.
+        reasons: why a role has no result.
+    """
+
+    evaluation: str
+    set: str
+    results: dict[str, EvaluationResult] = field(default_factory=dict)
+    folders: dict[str, Path] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Protocol and set."""
+        return f"{self.evaluation} on {self.set}"
+
+    @property
+    def seconds(self) -> float:
+        """That the measurement of all results took."""
+        return sum(result.seconds for result in self.results.values())
+
+    @cached_property
+    def points(self) -> dict[Any, dict[str, dict[str, Any]]]:
+        """The row of each role's result, by the value of the setting in which rows differ."""
+        of_roles = {role: Entry(role, result).points for role, result in self.results.items()}
+        values = dict.fromkeys(value for points in of_roles.values() for value in points)
+        return {
+            value: {role: points[value] for role, points in of_roles.items() if value in points} for value in values
+        }
+
+    def measure(self, value: Any) -> str:
+        """Return the metric, and the value of the setting in which rows differ, for tables."""
+        result = self.results[BACKBONE]
+        title = metric_title(result.headline)
+        if value is None:
+            return f"{title}, best {varied_title(result.varies)}"
+        return f"{title}, {varied_title(result.varies)} {varied_value(result.varies, value)}"
+
+    def score(self, value: Any, role: str) -> tuple[float | None, float | None]:
+        """Return the headline metric of a role in 0-1 and its standard deviation, None if unknown."""
+        point, headline = self.points[value].get(role, {}), self.results[BACKBONE].headline
+        return point.get(headline), point.get(f"{headline}_std")
+
+    @property
+    def charted(self) -> list[Any]:
+        """The values that the chart shows: the first one, or all that are names, such as of methods."""
+        values = list(self.points)
+        return values if all(isinstance(value, str) for value in values) else values[:1]
+
+    @property
+    def picture(self) -> Path | None:
+        """The first picture of images in the folder of the backbone's result."""
+        others = {"confusion", self.results[BACKBONE].headline}
+        found = (path for path in self.folders[BACKBONE].glob("*.png") if path.stem not in others)
+        return min(found, default=None)
+
+
+@dataclass(frozen=True)
+class Card:
+    """Scores of a backbone and its baselines by several protocols on several sets.
+
+    Attributes:
+        backbone: facts that identify it.
+        rows: in the order of the measurement.
+        left_out: the reason why a protocol has no row, by its name.
+        quick: whether they were measured with `quick`.
+        command: by which it can be repeated.
+    """
+
+    backbone: dict[str, Any]
+    rows: list[CardRow]
+    left_out: Mapping[str, str]
+    quick: bool
+    command: str
+
+    @property
+    def measured(self) -> list[CardRow]:
+        """The rows that have a score of the backbone."""
+        return [row for row in self.rows if BACKBONE in row.results]
+
+    @cached_property
+    def comparisons(self) -> list[Comparison]:
+        """The results of each measured row side by side, with published values."""
+        return [
+            compare(list(row.results.values()), names=[self._label(role) for role in row.results])
+            for row in self.measured
+        ]
+
+    def section(self) -> Section:
+        """Return the table of all scores, with the reasons of those that are missing below."""
+        blocks = [list(self._cells(row)) for row in self.measured]
+        header = ["evaluation", "set", "score", *_ROLES, "time"]
+        return Section(self.title, header, blocks, list(self._notes()), names=3)
+
+    @property
+    def title(self) -> str:
+        """Name and architecture."""
+        about = self.backbone
+        architecture = architecture_name(about) or about["architecture"]
+        return f"{about['name']}: {architecture}, {about['parameters'] / 1e6:.1f} million parameters"
+
+    @property
+    def summary(self) -> str:
+        """What was measured, and how far the scores can be used."""
+        sentence = "Scores in %, of the backbone, of the same network with random weights, and of the mean colour."
+        if not self.quick:
+            return sentence
+        images = sorted({find_protocol(row.evaluation).quick_limit for row in self.measured})
+        return (
+            f"{sentence} A first look (--quick): at most {' or '.join(map(str, images))} images of each split, small "
+            "images, one draw, and only protocols that do not train. Differences of a few points mean nothing; scores "
+            "are not comparable with published ones or with those of whole sets."
+        )
+
+    def markdown(self, pictures: Mapping[str, str]) -> str:
+        """Return the card as Markdown.
+
+        Args:
+            pictures: paths of pictures, by the name of their row.
+        """
+        lines = [
+            f"# {self.title}",
+            *("", self.summary, "", f"![Scores of the backbone and its baselines]({CHART})", ""),
+            *list(self.section().markdown())[1:],
+            *(line for name, path in pictures.items() for line in (f"## {name}", "", f"![{name}]({path})", "")),
+            *("## All scores, settings that differ, and published values", ""),
+            *(comparison.markdown() for comparison in self.comparisons),
+            *("## Conditions", ""),
+            *(f"- {line}" for line in self._conditions()),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def record(self) -> dict[str, Any]:
+        """Return the card for JSON."""
+        rows = [
+            {
+                "evaluation": row.evaluation,
+                "set": row.set,
+                "settings": row.results[BACKBONE].settings,
+                "data": row.results[BACKBONE].data,
+                "seconds": {role: result.seconds for role, result in row.results.items()},
+                "versions": row.results[BACKBONE].versions,
+                "folders": {role: str(folder.absolute()) for role, folder in row.folders.items()},
+                "reasons": row.reasons,
+                "comparison": comparison.record()[0],
+            }
+            for row, comparison in zip(self.measured, self.comparisons, strict=True)
+        ]
+        return {
+            "format": CARD_FORMAT,
+            "kind": "card",
+            "backbone": self.backbone,
+            "quick": self.quick,
+            "rows": rows,
+            "not_measured": {**self.left_out, **{row.name: row.reasons[BACKBONE] for row in self._failed()}},
+            "command": self.command,
+        }
+
+    def figure(self) -> Figure:
+        """Draw a bar for each score, and pictures of up to three sets below."""
+        shown = self._shown_pictures()
+        groups = [(row, value) for row in self.measured for value in row.charted]
+        bars = sum(_BAR * (len(row.results) + 1.2) for row, _ in groups) + 1.2
+        images = {row.name: mpl.image.imread(path) for row, path in shown}
+        heights = [bars, *(_CHART_WIDTH * image.shape[0] / image.shape[1] + 0.35 for image in images.values())]
+        with house_style():
+            figure = Figure(figsize=(_CHART_WIDTH, sum(heights)), layout="constrained")
+            parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+            _draw_bars(parts[0].subplots(), groups)
+            parts[0].suptitle(self.title + ("\nquick: few images, a first look" if self.quick else ""))
+            for part, (name, image) in zip(parts[1:], images.items(), strict=True):
+                axes = part.subplots()
+                axes.imshow(image)
+                axes.set_axis_off()
+                part.suptitle(name, fontsize=9)
+        return figure
+
+    def write(self, folder: Path) -> None:
+        """Write `card.md`, `card.png`, `results.json` and the pictures of the rows into an existing folder.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        pictures = {}
+        for row in self.measured:
+            if (path := row.picture) is not None:
+                pictures[row.name] = f"{row.evaluation}-{row.set}.png"
+                shutil.copyfile(path, folder / pictures[row.name])
+        write_figure(folder / CHART, self.figure())
+        write_text(folder / CARD, self.markdown(pictures))
+        write_json(folder / RESULTS, self.record())
+
+    def _label(self, role: str) -> str:
+        return self.backbone["name"] if role == BACKBONE else role
+
+    def _failed(self) -> list[CardRow]:
+        return [row for row in self.rows if BACKBONE not in row.results]
+
+    def _cells(self, row: CardRow) -> Iterator[list[str]]:
+        for number, value in enumerate(row.points):
+            first = number == 0
+            names = [row.evaluation if first else "", row.set if first else "", row.measure(value)]
+            scores = [percent(*row.score(value, role)) for role in _ROLES]
+            yield [*names, *scores, duration(row.seconds) if first else ""]
+
+    def _notes(self) -> Iterator[str]:
+        for row in self._failed():
+            yield f"Not measured: {row.name}: {row.reasons[BACKBONE]}."
+        without: dict[str, list[str]] = {}
+        for row in self.measured:
+            for role, reason in row.reasons.items():
+                without.setdefault(f"No baseline {role} ({reason})", []).append(row.name)
+        for reason, names in without.items():
+            yield f"{reason}: {', '.join(names)}."
+        for reason, names in by_reason(self.left_out).items():
+            yield f"Not measured: {', '.join(names)}: {reason}."
+
+    def _conditions(self) -> Iterator[str]:
+        facts: dict[str, dict[str, None]] = {}
+        for row in self.measured:
+            for name, value in row.results[BACKBONE].versions.items():
+                facts.setdefault(name, {})[value] = None
+        all_values = " and ".join
+        machine = all_values(facts.pop("hardware", {NONE: None}))
+        total = duration(sum(row.seconds for row in self.measured))
+        yield f"Machine: {machine}. All rows together took {total}, those measured before included."
+        yield f"Versions: {', '.join(f'{name} {all_values(values)}' for name, values in facts.items())}."
+        about = self.backbone
+        blocks = (
+            f"features of the last {about['layers']} blocks" if about["layers"] > 1 else "features of the last block"
+        )
+        yield f"Backbone: `{about['source']}`, {about['architecture']}, {blocks}."
+        if self.command:
+            yield f"Command: `{self.command}`"
+        yield "The folder of each evaluation, with all settings, is in `results.json`."
+
+    def _shown_pictures(self) -> list[tuple[CardRow, Path]]:
+        """The first picture of each set, up to three."""
+        found: dict[str, tuple[CardRow, Path]] = {}
+        for row in self.measured:
+            if (path := row.picture) is not None:
+                found.setdefault(row.set, (row, path))
+        return list(found.values())[:_SHOWN_PICTURES]
+
+
+def _draw_bars(axes: Axes, groups: Sequence[tuple[CardRow, Any]]) -> None:
+    """Draw the scores of each group as bars, from the top down."""
+    place, ticks = 0.0, []
+    for row, value in groups:
+        begin = place
+        for role in row.results:
+            score, std = row.score(value, role)
+            bar = axes.barh(
+                place, 100 * (score or 0.0), xerr=100 * (std or 0.0) or None, height=0.85, color=_ROLES[role]
+            )
+            axes.bar_label(bar, [percent(score)], padding=4, fontsize=8)
+            place += 1
+        ticks.append((begin + place - 1) / 2)
+        place += 1.2
+    axes.set_yticks(ticks, [f"{row.name}\n{row.measure(value)}" for row, value in groups], fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(place - 1.2, -1)
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("score [%]")
+    handles = [mpl.patches.Patch(color=colour, label=role) for role, colour in _ROLES.items()]
+    axes.legend(handles=handles, frameon=False, loc="lower right", fontsize=8)

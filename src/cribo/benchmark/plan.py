@@ -1,0 +1,155 @@
+"""The rows of a card: which protocol measures which set of a folder. Nothing here needs torch until sets are found."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from cribo.arguments import ConfigError
+from cribo.benchmark.config import BenchmarkConfig
+from cribo.data.images import require
+from cribo.errors import DataError
+from cribo.evaluation.protocol import PROTOCOLS, Protocol, find_protocol
+
+_CONTAINERS = frozenset({"VOCdevkit"})
+"""Folders that published sets are unpacked to, with a folder for each set."""
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """A protocol on a set.
+
+    Attributes:
+        protocol: its class.
+        set: name of the folder.
+        data: the protocol's `data_type`.
+    """
+
+    protocol: type[Protocol]
+    set: str
+    data: Any
+
+    @property
+    def name(self) -> str:
+        """Protocol and set, for messages and folders."""
+        return f"{self.protocol.name}-{self.set}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured, and what is not.
+
+    Attributes:
+        rows: in the order of the measurement.
+        left_out: the reason why a protocol has no row, by its name.
+    """
+
+    rows: list[PlannedRow]
+    left_out: dict[str, str]
+
+    def table(self) -> Table:
+        """Return the protocols, and their sets or the reason why they have none."""
+        table = Table("evaluation", "sets")
+        sets: dict[str, list[str]] = {}
+        for row in self.rows:
+            sets.setdefault(row.protocol.name, []).append(row.set)
+        for name, names in sets.items():
+            table.add_row(Text(name), Text(", ".join(names)))
+        for reason, names in by_reason(self.left_out).items():
+            table.add_row(Text(", ".join(names)), Text(f"not measured: {reason}"), style="dim")
+        return table
+
+
+def by_reason(left_out: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the names that share each reason.
+
+    Example:
+        >>> by_reason({"linear": "it trains", "image-nn": "no set", "detection": "it trains"})
+        {'it trains': ['linear', 'detection'], 'no set': ['image-nn']}
+    """
+    names: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        names.setdefault(reason, []).append(name)
+    return names
+
+
+def make_plan(config: BenchmarkConfig) -> Plan:
+    """Find the sets in the folder, and the protocols that take them.
+
+    Raises:
+        MissingData: the folder does not exist.
+        DataError: it has no known set, or lacks one of `data.sets`.
+        ConfigError: there is no such protocol, or one of `only` cannot be measured by this backbone or quickly.
+    """
+    protocols = [find_protocol(name) for name in dict.fromkeys(PROTOCOLS if config.only is None else config.only)]
+    left_out = {protocol.name: reason for protocol in protocols if (reason := _obstacle(protocol, config))}
+    if config.only is not None and left_out:
+        name, reason = next(iter(left_out.items()))
+        raise ConfigError(f"{name} cannot be measured: {reason}; leave it out of --only")
+    root = Path(config.data.root).expanduser()
+    require(root)
+    used = [protocol for protocol in protocols if protocol.name not in left_out]
+    found = _sets(root, used, config.data.sets)
+    rows = [
+        PlannedRow(protocol, name, _limited(protocol, data, quick=config.quick))
+        for name, pairs in found.items()
+        for protocol, data in pairs
+    ]
+    if not rows:
+        layouts = "; ".join(dict.fromkeys(filter(None, map(_layout, used))))
+        raise DataError(f"no known set in {root} or its folders: looked for {layouts} (docs/evaluation.md)")
+    without = {protocol for protocol in used if not any(row.protocol is protocol for row in rows)}
+    left_out |= {
+        protocol.name: f"no set; looked for {_layout(protocol) or 'folders that it opens'}"
+        for protocol in used
+        if protocol in without
+    }
+    return Plan(rows, left_out)
+
+
+def _layout(protocol: type[Protocol]) -> str:
+    return getattr(protocol.data_type, "layout", "")
+
+
+def _obstacle(protocol: type[Protocol], config: BenchmarkConfig) -> str:
+    """The reason why a protocol is not for this backbone or schedule; empty if there is none."""
+    if config.quick and protocol.trains():
+        return "it trains, and --quick measures without training"
+    try:
+        protocol().check_backbone(config.backbone)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _sets(
+    root: Path, protocols: Sequence[type[Protocol]], names: Sequence[str] | None
+) -> dict[str, list[tuple[type[Protocol], Any]]]:
+    """The protocols that take each set, with its data; the folder itself if it is a set, else its folders."""
+    pairs = {folder: _takers(folder, protocols) for folder in (root, *_folders(root))}
+    found = {folder.resolve().name: takers for folder, takers in pairs.items() if takers}
+    if pairs[root]:
+        found = {root.resolve().name: pairs[root]}
+    if names is None:
+        return found
+    if unknown := [name for name in names if name not in found]:
+        there = ", ".join(found) or "none"
+        raise DataError(f"data.sets: no known set {unknown[0]!r} in {root}; the sets there are: {there}")
+    return {name: found[name] for name in names}
+
+
+def _takers(folder: Path, protocols: Sequence[type[Protocol]]) -> list[tuple[type[Protocol], Any]]:
+    return [(protocol, data) for protocol in protocols if (data := protocol.data_in(folder)) is not None]
+
+
+def _folders(root: Path) -> list[Path]:
+    inner = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return [folder for path in inner for folder in (_folders(path) if path.name in _CONTAINERS else [path])]
+
+
+def _limited(protocol: type[Protocol], data: Any, *, quick: bool) -> Any:
+    can_limit = any(setting.name == "limit" for setting in fields(data))
+    return replace(data, limit=protocol.quick_limit) if quick and can_limit else data

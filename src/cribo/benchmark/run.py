@@ -1,0 +1,164 @@
+"""Measurement of the rows of a card, one after the other."""
+
+import itertools
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from cribo.benchmark.card import BACKBONE, MEAN, UNTRAINED, Card, CardRow
+from cribo.benchmark.config import BenchmarkConfig
+from cribo.benchmark.plan import PlannedRow, make_plan
+from cribo.errors import InputError, MissingPackage
+from cribo.evaluation.protocol import Protocol
+from cribo.evaluation.results import OUT, RESULTS, EvaluationResult, read_result
+from cribo.evaluation.runner import evaluate_run, open_run
+from cribo.evaluation.training import is_evaluation_of
+from cribo.folders import ResultFolder
+from cribo.models import Backbone
+from cribo.retrieval.encoders import mean_colour_backbone, open_network
+from cribo.retrieval.source import MEAN_COLOUR, BackboneSource
+
+log = logging.getLogger("cribo")
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A backbone or baseline, with its patch size, and the side of the only images that it takes or None."""
+
+    source: BackboneSource
+    patch_size: int
+    image_size: int | None
+
+
+CARDS = Path("cards")
+"""Parent of the folders of cards without --out."""
+
+
+def benchmark(
+    config: BenchmarkConfig,
+    *,
+    out: Path | None = None,
+    rows: Path = OUT,
+    overwrite: bool = False,
+    command: str = "",
+    console: Console | None = None,
+) -> tuple[Card, Path]:
+    """Measure a backbone and its baselines by every protocol on every set, and write a card.
+
+    Each row is an evaluation in a folder of its own, as `evaluate` writes it. Finished ones of the same backbone, data
+    and settings are used and not measured again, and interrupted trainings are resumed. A row that cannot be measured
+    does not stop the others; the card gives the reason.
+
+    Args:
+        config: backbone, sets and protocols.
+        out: the folder of the card; by default `cards/<backbone>`, numbered.
+        rows: the parent of the folders of the evaluations.
+        overwrite: replace an existing card in `out`.
+        command: by which it can be repeated, for the record.
+        console: shows the plan and the progress.
+
+    Returns:
+        The card and its folder.
+
+    Raises:
+        errors of `make_plan` and `open_network`.
+        FolderError: the folder of the card cannot be used.
+        InputError: no row could be measured.
+        Interrupted: SIGTERM or SIGUSR1 was received; the same call continues. (Ctrl-C is a KeyboardInterrupt.)
+        NonFiniteLoss: training has diverged.
+    """
+    console = console or Console(quiet=True)
+    plan = make_plan(config)
+    network, about = open_network(config.backbone)
+    subjects = _subjects(config.backbone, network)
+    del network
+    target = ResultFolder(
+        out or CARDS / about["name"],
+        "card",
+        numbered=out is None,
+        overwrite=overwrite,
+        inputs=(config.backbone.source, config.data.root, rows),
+    )
+    console.print(plan.table())
+    measured = []
+    for number, row in enumerate(plan.rows, start=1):
+        console.print(f"{number}/{len(plan.rows)} {row.protocol.name} on {row.set}")
+        measured.append(_measure_row(row, subjects, config, rows, command, console))
+    card = Card(about, measured, plan.left_out, config.quick, command)
+    if not card.measured:
+        reasons = "; ".join(f"{row.name}: {row.reasons[BACKBONE]}" for row in card.rows)
+        raise InputError(f"no row could be measured: {reasons}")
+    return card, target.create(card.write)
+
+
+def _measure_row(
+    row: PlannedRow,
+    subjects: Mapping[str, _Subject],
+    config: BenchmarkConfig,
+    parent: Path,
+    command: str,
+    console: Console,
+) -> CardRow:
+    """Measure the backbone, then its baselines, which a row can lack."""
+    done = CardRow(row.protocol.name, row.set)
+    for role, subject in subjects.items():
+        try:
+            done.results[role], done.folders[role] = _evaluation(row, subject, config, parent, command, console)
+        except (InputError, MissingPackage) as error:
+            done.reasons[role] = str(error)
+            if role == BACKBONE:
+                log.warning("%s: %s", row.name, error)
+                break
+    return done
+
+
+def _subjects(source: BackboneSource, network: Backbone) -> dict[str, _Subject]:
+    """The backbone and its baselines: the same network with random weights, and the mean colour of patches."""
+    found = _Subject(source, network.patch_size, None if network.takes_any_size else network.image_size)
+    subjects = {BACKBONE: found}
+    if source.source != MEAN_COLOUR:
+        if source.pretrained:
+            subjects[UNTRAINED] = replace(found, source=replace(source, pretrained=False))
+        subjects[MEAN] = _Subject(BackboneSource(MEAN_COLOUR), mean_colour_backbone().patch_size, None)
+    return subjects
+
+
+def _evaluation(
+    row: PlannedRow, subject: _Subject, config: BenchmarkConfig, parent: Path, command: str, console: Console
+) -> tuple[EvaluationResult, Path]:
+    """Return the evaluation of this row that exists, or measure it."""
+    runtime = _runtime(row.protocol, config)
+    settings = _settings(row.protocol, subject, config)
+    run, protocol = open_run(settings, subject.source, row.data, runtime, pictures=config.pictures, console=console)
+    for folder in _numbered(parent / f"{row.name}-{run.about['name']}"):
+        if (folder / RESULTS).is_file() and run.has_result(found := read_result(folder), protocol):
+            log.info("%s: measured before", folder)
+            return found, folder
+        resume = protocol.trains() and is_evaluation_of(folder, run.identity(protocol))
+        if resume or not folder.exists():
+            return evaluate_run(run, protocol, out=folder, resume=resume, command=command)
+    raise AssertionError("unreachable")
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    return (path if number == 1 else path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
+
+
+def _settings(protocol: type[Protocol], subject: _Subject, config: BenchmarkConfig) -> Protocol:
+    if config.quick:
+        return protocol.quick(subject.patch_size, subject.image_size)
+    has_schedule = any(setting.name == "schedule" for setting in fields(protocol))
+    return protocol(**({"schedule": config.schedule} if has_schedule else {}))
+
+
+def _runtime(protocol: type[Protocol], config: BenchmarkConfig) -> Any:
+    """The runtime of a protocol: its own defaults, where the configuration has those of the class."""
+    given = config.training if protocol.trains() else config.runtime
+    if not isinstance(given, protocol.runtime_type):
+        return None
+    unchanged = {part.name for part in fields(given) if getattr(given, part.name) == part.default}
+    return replace(given, **{name: value for name, value in protocol.runtime_defaults.items() if name in unchanged})

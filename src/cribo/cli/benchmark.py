@@ -1,0 +1,75 @@
+"""`cribo benchmark`: measure a backbone by every protocol on every set of a folder."""
+
+import shlex
+from pathlib import Path
+
+from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places
+from cribo.console import command_console, loading, log_to
+
+HELP = """\
+Measure a backbone by every protocol on every set of a folder, and write a card: a table with baselines, a picture,
+and published values of the same setting.
+
+  cribo benchmark --backbone checkpoint.pth --data SETS --quick
+  cribo benchmark --backbone runs/mine --data SETS --only dense-nn,linear --data.sets camvid,voc
+
+SETS is a folder that contains sets in the layouts of `cribo evaluate`, or one set. Baselines are the same network with
+random weights, and the mean colour of patches. --quick takes minutes on a CPU: few and small images, one draw, and no
+protocol that trains. Without it, protocols that train take hours on a CPU: choose others with --only.
+
+Each row is an evaluation in --rows. To continue after an interruption, repeat the command: what was measured with the
+same backbone, data and settings is not measured again.
+"""
+
+LESS_MEMORY = "lower --runtime.batch_size or --runtime.memory_gib, or leave out the last row with --only or --data.sets"
+
+_SWITCHES = ("--quick", "--overwrite")
+
+
+def main(words: list[str]) -> int:
+    """Run the command."""
+    return guarded("cribo benchmark", _benchmark, words, less_memory=LESS_MEMORY)
+
+
+def _benchmark(words: list[str]) -> None:
+    from cribo.arguments import Parser
+    from cribo.benchmark.config import BenchmarkConfig
+
+    console = command_console()
+    log_to(console)
+    parser = Parser(
+        prog="cribo benchmark",
+        description=HELP,
+        usage="cribo benchmark --backbone SOURCE --data SETS [options]",
+        short={
+            **BACKBONE_SHORT,
+            "--data": "--data.root",
+            "--cache": "--runtime.cache",
+            "--devices": "--runtime.devices",
+        },
+        switches=(*BACKBONE_SWITCHES, *_SWITCHES),
+    )
+    parser.add_argument("--out", type=Path, help="folder of the card; cards/<backbone>, numbered, by default")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing card in --out")
+    parser.add_argument(
+        "--rows", type=Path, default=Path("evaluations"), help="parent folder of the evaluations behind the rows"
+    )
+    parser.add_argument("--config", action="config", help="a YAML file of options, overridden by the command line")
+    parser.add_class_arguments(BenchmarkConfig)
+    parsed = parser.parse_args(words)
+    made = parser.instantiate(parsed)
+    config = BenchmarkConfig(**{name: made[name] for name in BenchmarkConfig.__dataclass_fields__})
+    with loading(console):
+        from cribo.benchmark.card import CARD, CHART
+        from cribo.benchmark.run import benchmark
+        from cribo.evaluation.results import RESULTS
+
+    command = shlex.join(["cribo", "benchmark", *words])
+    card, folder = benchmark(
+        config, out=parsed.out, rows=parsed.rows, overwrite=parsed.overwrite, command=command, console=console
+    )
+    console.print()
+    for part in card.section().rich():
+        console.print(part)
+    console.print(card.summary)
+    print_places(console, {"card": folder / CARD, "picture": folder / CHART, "numbers": folder / RESULTS})
