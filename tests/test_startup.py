@@ -22,6 +22,7 @@ REFUSED = {
     "evaluate overclustering": [*_DATA, "--draws", "0"],
     "evaluate discovery": ["--backbone", "x", "--data", "x", "--methods", "x"],
     "evaluate correspondence": ["--backbone", "x", "--data", "x", "--alphas", "0"],
+    "evaluate depth": ["--backbone", "x", "--data", "x", "--methods", "x"],
     "evaluate compare": [],
     "segment": ["--backbone", "x", "--examples", "x", "--images", "x", "--out", "x", "--batch_size", "0"],
     "index": ["--db", "x", "--batch_size", "0"],

@@ -476,7 +476,7 @@ def test_image_level_neighbours_have_a_table_for_each_metric() -> None:
     assert rows["one"] == ["ViT-S/16", NONE, "50.0", "40.0"]
     assert rows["CrIBo, global loss only (published)"] == ["ViT-S/16", "COCO (300)", NONE, "34.3"]
     assert rows_of(top5) == [["one", "ViT-S/16", "60.0", "70.0"], ["two", "ViT-S/16", "60.0", "70.0"]]
-    assert "Figures in %, by neighbours." in top5
+    assert "Figures by neighbours." in top5
     assert "its figures stand at the k of DINO, 20" in top5
     (axes,) = comparison.figure().axes
     assert len((axes.get_legend() or pytest.fail("no legend")).get_texts()) == 5

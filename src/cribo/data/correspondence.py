@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from torch import Tensor
 
-from cribo.data.images import DataError, ImageFiles, MissingData, require
+from cribo.data.images import DataError, MissingData, require
 from cribo.data.limits import MAX_PIXELS
 from cribo.data.reading import image_size
-from cribo.data.segmentation import IGNORE_INDEX
+from cribo.data.segmentation import UnlabelledFiles
 
 SPAIR_SIZES = {"trn": 53_340, "val": 5_384, "test": 12_234}
 """Pairs of each split of SPair-71k."""
@@ -46,7 +46,7 @@ class Pair:
     box: tuple[float, float, float, float]
 
 
-class PairedImages(ImageFiles):
+class PairedImages(UnlabelledFiles):
     """Pairs of images with corresponding keypoints; implements `LabelledImages` with all pixels ignored.
 
     Args:
@@ -59,20 +59,12 @@ class PairedImages(ImageFiles):
         categories: categories of the pairs, sorted.
     """
 
-    classes: Sequence[str] = ("unlabelled",)
-    palette: Sequence[tuple[int, int, int]] = ((0, 0, 0),)
-    ignore_index = IGNORE_INDEX
-
     def __init__(
         self, folder: Path, names: Sequence[str], pairs: Sequence[Pair], *, max_pixels: int = MAX_PIXELS
     ) -> None:
         super().__init__(folder, names, max_pixels=max_pixels)
         self.pairs = list(pairs)
         self.categories = sorted({pair.category for pair in pairs})
-
-    def labels(self, index: int) -> UInt8[Tensor, "h w"]:
-        """Return a map in which every pixel is ignored."""
-        return torch.full(image_size(self.path(index)), IGNORE_INDEX, dtype=torch.uint8)
 
 
 def open_pairs(

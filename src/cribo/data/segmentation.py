@@ -227,6 +227,18 @@ class LabelledFolder(LabelledFiles):
         super().__init__(images, folder, (maps[stem] for stem in stems), classes=names)
 
 
+class UnlabelledFiles(ImageFiles):
+    """Image files as `LabelledImages` of which no pixel has a class, for protocols with other ground truth."""
+
+    classes: Sequence[str] = ("unlabelled",)
+    palette: Sequence[Colour] = ((0, 0, 0),)
+    ignore_index: int = IGNORE_INDEX
+
+    def labels(self, index: int) -> UInt8[Tensor, "h w"]:
+        """No class for any pixel."""
+        return torch.full(image_size(self.path(index)), IGNORE_INDEX, dtype=torch.uint8)
+
+
 class LabelledSubset:
     """A subset of labelled images, in the given order.
 

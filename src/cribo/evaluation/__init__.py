@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from cribo.evaluation.data import ImageData, SegmentationData, Splits
     from cribo.evaluation.dense_neighbours.protocol import DenseNN
     from cribo.evaluation.dense_neighbours.retrieval import dense_nn
+    from cribo.evaluation.depth.protocol import Depth, DepthData
     from cribo.evaluation.detection.protocol import Detection, DetectionData
     from cribo.evaluation.discovery.protocol import Discovery, DiscoveryData
     from cribo.evaluation.image_neighbours.protocol import ImageNN
@@ -28,6 +29,8 @@ __all__ = [
     "Correspondence",
     "CorrespondenceData",
     "DenseNN",
+    "Depth",
+    "DepthData",
     "Detection",
     "DetectionData",
     "Discovery",
@@ -64,6 +67,7 @@ __getattr__ = lazy_names(
         ".data": ("ImageData", "SegmentationData", "Splits"),
         ".dense_neighbours.protocol": ("DenseNN",),
         ".dense_neighbours.retrieval": ("dense_nn",),
+        ".depth.protocol": ("Depth", "DepthData"),
         ".detection.protocol": ("Detection", "DetectionData"),
         ".discovery.protocol": ("Discovery", "DiscoveryData"),
         ".image_neighbours.protocol": ("ImageNN",),

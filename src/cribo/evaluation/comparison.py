@@ -24,7 +24,9 @@ from cribo.evaluation.results import (
     ResultError,
     Section,
     flat,
+    metric_heading,
     metric_title,
+    metric_value,
     percent,
     read_result,
     result_title,
@@ -311,7 +313,7 @@ def _sections(group: Group) -> Iterator[Section]:
         for metric in first.metrics:
             columns = [(value, metric) for value in group.values]
             last = metric == first.metrics[-1]
-            yield _figures(group, f"{group.title}, {metric_title(metric)}", columns, notes if last else [])
+            yield _figures(group, f"{group.title}, {metric_heading(metric)}", columns, notes if last else [])
     if group.differences:
         rows = [[difference.name, *map(setting_value, difference.values)] for difference in group.differences]
         yield Section("Settings that differ", ["setting", *names], [rows])
@@ -326,7 +328,7 @@ def _sections(group: Group) -> Iterator[Section]:
 def _figures(group: Group, title: str, columns: Sequence[tuple[Any, str]], notes: list[str]) -> Section:
     def cells(points: Mapping[Any, Mapping[str, Any]]) -> list[str]:
         rows = [(points.get(value, {}), metric) for value, metric in columns]
-        return [percent(row.get(metric), row.get(f"{metric}_std")) for row, metric in rows]
+        return [metric_value(metric, row.get(metric), row.get(f"{metric}_std")) for row, metric in rows]
 
     published = [one for one in group.published if set(cells(one.points)) != {NONE}]
     own_rows = [
@@ -351,7 +353,7 @@ def _figures(group: Group, title: str, columns: Sequence[tuple[Any, str]], notes
 
 
 def _column_title(group: Group, value: Any, metric: str) -> str:
-    title = f"{metric_title(metric)} [%]"
+    title = metric_heading(metric)
     if value is None:
         return f"{title}, best" if any(len(entry.result.results) > 1 for entry in group.entries) else title
     said = varied_value(group.first.varies, value)
@@ -361,8 +363,8 @@ def _column_title(group: Group, value: Any, metric: str) -> str:
 def _notes(group: Group) -> Iterator[str]:
     first = group.first
     if len(group.values) > 1:
-        figures = metric_title(first.headline) if len(first.metrics) == 1 else "Figures"
-        yield f"{figures} in %, by {varied_title(first.varies)}."
+        figures = f"{metric_title(first.headline)} in %," if len(first.metrics) == 1 else "Figures"
+        yield f"{figures} by {varied_title(first.varies)}."
     if best := [entry for entry in group.entries if None in entry.points and len(entry.result.results) > 1]:
         said = (f"{entry.name} {setting_value(entry.points[None][first.varies])}" for entry in best)
         yield f"Best {varied_title(first.varies)}: {', '.join(said)}."

@@ -44,6 +44,7 @@ PROTOCOLS: Mapping[str, str] = {
     "overclustering": "cribo.evaluation.overclustering.protocol.Overclustering",
     "discovery": "cribo.evaluation.discovery.protocol.Discovery",
     "correspondence": "cribo.evaluation.correspondence.protocol.Correspondence",
+    "depth": "cribo.evaluation.depth.protocol.Depth",
 }
 """The class of each protocol, by its name on the command line."""
 

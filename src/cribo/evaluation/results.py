@@ -44,8 +44,17 @@ _METRICS = {
     "corloc": "CorLoc",
     "pck_image": "PCK per image",
     "pck_point": "PCK per point",
+    "delta1": "δ1",
+    "rmse": "RMSE",
+    "abs_rel": "AbsRel",
 }
-_SETS = {"coco": "COCO", "imagenet": "ImageNet-1k", "spair": "SPair-71k"}
+_METRES = {"rmse"}  # all other metrics are fractions
+_SETS = {
+    "coco": "COCO",
+    "imagenet": "ImageNet-1k",
+    "spair": "SPair-71k",
+    "nyu": "NYU-Depth v2",
+}
 _ALL_CLASSES = 40  # that are printed; of more, only the best and the worst
 _EXTREME_CLASSES = 10
 _LEAST_WIDTH = 14  # characters, to which a column of names may shrink in a narrow terminal
@@ -68,7 +77,7 @@ class EvaluationResult:
         backbone: `name` (for tables), `source`, `architecture`, and other facts that identify it.
         data: `name` of the set, its splits, their numbers of images, and whether it is a part of the set.
         classes: names of the classes, if there are classes.
-        metrics: names of the metrics in each row, the headline first; fractions in 0-1.
+        metrics: names of the metrics in each row, the headline first; fractions in 0-1, errors of depth in metres.
         varies: the setting in which the rows differ, such as `ratio`.
         results: rows, each with the value of that setting, its metrics, and further values: `<metric>_std`,
             `per_class` (IoU, AP or accuracy by class, None where a class does not occur), `confusion` (rows are
@@ -253,6 +262,26 @@ def metric_title(metric: str) -> str:
     return f"AP{metric[2:].replace('_', ' ')}" if metric.startswith("ap") else _METRICS.get(metric, metric)
 
 
+def metric_heading(metric: str) -> str:
+    """Return the title of a metric with its unit in tables.
+
+    Example:
+        >>> metric_heading("miou"), metric_heading("rmse")
+        ('mIoU [%]', 'RMSE [m]')
+    """
+    return f"{metric_title(metric)} [{'m' if metric in _METRES else '%'}]"
+
+
+def metric_value(metric: str, value: float | None, std: float | None = None) -> str:
+    """Return the value of a metric as text in the unit of its heading.
+
+    Example:
+        >>> metric_value("miou", 0.4412, 0.0031), metric_value("rmse", 0.4412)
+        ('44.1 ± 0.3', '0.441')
+    """
+    return percent(value, std) if metric not in _METRES else NONE if value is None else f"{value:.3f}"
+
+
 def varied_title(varies: str) -> str:
     """Return the title of the setting in which rows differ."""
     return "memory share" if varies == "ratio" else varies.replace("_", " ")
@@ -370,12 +399,12 @@ def result_tables(result: EvaluationResult) -> list[RenderableType]:
         for name, value in row.items()
         if isinstance(value, int | float) and name not in known
     )
-    metrics = [f"{metric_title(metric)} [%]" for metric in result.metrics]
+    metrics = [metric_heading(metric) for metric in result.metrics]
     header = [varied_title(result.varies), *metrics, *(name.replace("_", " ") for name in numbers)]
     rows = [
         [
             varied_value(result.varies, row[result.varies]),
-            *(percent(row[metric], row.get(f"{metric}_std")) for metric in result.metrics),
+            *(metric_value(metric, row[metric], row.get(f"{metric}_std")) for metric in result.metrics),
             *(_number(row.get(name)) for name in numbers),
         ]
         for row in result.results

@@ -50,6 +50,26 @@ def label_shares(counts: Num[Tensor, "n c"], patch_labels: PatchLabels) -> Label
     return LabelShares(patches.bincount(minlength=len(counts)), classes.to(torch.int16), shares)
 
 
+def vote_weights(similarity: Float[Tensor, "q k"], vote: Vote, temperature: float = 0.02) -> Float[Tensor, "q k"]:
+    """Return the weight of each neighbour, up to a factor for each query.
+
+    Args:
+        similarity: cosine similarity of the neighbours.
+        vote: `majority` (equal weights), `similarity` (the cosine similarity, at least 1e-6) or `attention` (softmax of
+            cosine similarity / temperature).
+        temperature: temperature of the attention.
+
+    Example:
+        >>> vote_weights(torch.tensor([[0.5, -0.5]]), "majority").tolist()
+        [[1.0, 1.0]]
+    """
+    if vote == "attention":
+        return (similarity / temperature).softmax(dim=1)
+    if vote == "similarity":
+        return similarity.clamp(min=_LEAST_SIMILARITY)
+    return torch.ones_like(similarity)  # sums of integers are exact, so that ties are detected
+
+
 class Voters:
     """The labels of all patches of a memory, which vote on the labels of queries.
 
@@ -77,8 +97,7 @@ class Voters:
 
         Args:
             neighbours: nearest neighbours of the queries.
-            vote: weight of a neighbour: `majority` (equal weights), `similarity` (its cosine similarity, at least
-                1e-6) or `attention` (softmax of cosine similarity / temperature).
+            vote: weight of a neighbour, see `vote_weights`.
             temperature: temperature of the attention.
         """
         blocks = zip(neighbours.similarity.split(_BLOCK), neighbours.rows.split(_BLOCK), strict=True)
@@ -89,12 +108,7 @@ class Voters:
     def _vote(
         self, similarity: Float[Tensor, "q k"], rows: Int[Tensor, "q k"], vote: Vote, temperature: float
     ) -> Float[Tensor, "q c"]:
-        if vote == "attention":
-            weights = (similarity / temperature).softmax(dim=1)
-        elif vote == "similarity":
-            weights = similarity.clamp(min=_LEAST_SIMILARITY)
-        else:
-            weights = torch.ones_like(similarity)  # sums of integers are exact, so that ties are detected
+        weights = vote_weights(similarity, vote, temperature)
         start, length = self._starts[rows], self._starts[rows + 1] - self._starts[rows]
         votes = weights.new_zeros(len(rows), self.columns)
         for step in range(int(length.max())):

@@ -24,6 +24,7 @@ evaluations:
   overclustering  unsupervised segmentation: cluster patches, and match the clusters with classes
   discovery       object discovery: find an object in each image by LOST and TokenCut
   correspondence  semantic correspondence: find the keypoints of an image in another one
+  depth           depth: by the most similar patches of other images, and by a linear probe
   compare         compare results, also with published ones if the settings are the same
 
 An evaluation may also be the import path of a protocol of your own (docs/extending.md).
@@ -32,7 +33,7 @@ An evaluation may also be the import path of a protocol of your own (docs/extend
 
 EVALUATIONS = (
     *("dense-nn", "linear", "segmenter", "detection", "image-nn"),
-    *("overclustering", "discovery", "correspondence", "compare"),
+    *("overclustering", "discovery", "correspondence", "depth", "compare"),
 )
 
 _RUN_OPTIONS = ("out", "overwrite", "resume", "pictures")

@@ -1,0 +1,220 @@
+"""Images with a depth map each: NYU-Depth v2 in the layouts of BTS and DINOv2, or folders of one's own."""
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cribo.data.images import EXTENSIONS, DataError, ImageFiles, MissingData, list_files, open_images, require
+from cribo.data.limits import MAX_PIXELS
+from cribo.data.reading import image_size, open_header
+from cribo.data.segmentation import UnlabelledFiles, by_stem
+
+NYU_SIZES = {"train": 24_231, "val": 654}
+"""Images of NYU-Depth v2 in the lists of BTS."""
+
+EIGEN_CROP = slice(45, 471), slice(41, 601)
+"""Rows and columns of NYU-Depth v2 that are scored (Eigen et al. 2014)."""
+
+_NYU_SIZE = 480, 640
+_NYU_LISTS = {
+    split: (
+        f"nyu_{name}.txt",
+        f"nyudepthv2_{name}_files_with_gt.txt",
+        f"train_test_inputs/nyudepthv2_{name}_files_with_gt.txt",
+    )
+    for split, name in (("train", "train"), ("val", "test"))
+}
+_NYU_FOLDERS = {"train": ("", "sync"), "val": ("", "official_splits/test", "test")}
+_SPLITS = ("train", "val")
+_SAMPLED = 8  # maps of a split that are read to check their unit
+_TOO_NEAR = 0.01  # of the greatest depth: half of the pixels below show another unit
+
+
+class DepthImages(UnlabelledFiles):
+    """Images with a depth map each, in 16-bit PNG files.
+
+    Args:
+        folder: of the images.
+        names: paths of the images below it.
+        depth_files: the depth map of each image, as paths below `folder` or absolute.
+        scale: values of a metre; 0 is no measurement.
+        max_depth: metres, above which values are no measurements either.
+        window: rows and columns that are scored; None for all.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        names: Iterable[str],
+        depth_files: Iterable[str],
+        *,
+        scale: float,
+        max_depth: float,
+        window: tuple[slice, slice] | None = None,
+        max_pixels: int = MAX_PIXELS,
+    ) -> None:
+        super().__init__(folder, names, max_pixels=max_pixels)
+        self._depth_files = ImageFiles(folder, depth_files)
+        self.scale, self.max_depth, self.window = scale, max_depth, window
+
+    def depth(self, index: int) -> Float[Tensor, "h w"]:
+        """The depth of each pixel in metres, 0 where there is no measurement.
+
+        Raises:
+            UnreadableImage: a broken file.
+            DataError: another format, or another size than the image.
+        """
+        depth = self._metres(index)
+        return torch.where(depth > self.max_depth, 0.0, depth)
+
+    def subset(self, indices: Sequence[int]) -> "DepthImages":
+        """Some of the images, in this order."""
+        names, files = ([each[index] for index in indices] for each in (self.names, self._depth_files.names))
+        return DepthImages(self.folder, names, files, scale=self.scale, max_depth=self.max_depth, window=self.window)
+
+    def check_unit(self) -> None:
+        """Check on a few depth maps that they hold measurements in the unit that is expected.
+
+        Raises:
+            DataError: there is no measurement in them, or half of the measured pixels are beyond `max_depth`, or
+                within a hundredth of it.
+        """
+        count = min(_SAMPLED, len(self))
+        maps = [self._metres(place * len(self) // count) for place in range(count)]
+        measured = torch.cat([depth[depth > 0] for depth in maps])
+        first = self._depth_files.path(0)
+        if not len(measured):
+            raise DataError(
+                f"all pixels of {count} depth maps are 0, which is no measurement, such as {first}: give maps with "
+                "depths above 0"
+            )
+        median = float(measured.median())
+        if not _TOO_NEAR * self.max_depth <= median <= self.max_depth:
+            raise DataError(
+                f"the median of {count} depth maps, such as {first}, is {median:.3g} m, but depth must be in another "
+                f"unit or range for that: {_TOO_NEAR * self.max_depth:g} to {self.max_depth:g} m are expected. Give "
+                f"the values of a metre with --data.scale, now {self.scale:g} (1000 for millimetres, 256 for KITTI), "
+                "or the greatest depth with --data.max_depth"
+            )
+
+    def _metres(self, index: int) -> Float[Tensor, "h w"]:
+        path = self._depth_files.path(index)
+        with open_header(path, max_pixels=self.max_pixels) as image:
+            mode, values = image.mode, np.array(image)
+        # Pillow opens 16-bit PNGs as I;16 or, in older versions, as I.
+        if not (mode.startswith("I;16") or mode == "I"):
+            raise DataError(
+                f"{path}: depth must be a grey PNG with 16 bits, got mode {mode}: a picture of depths with 8 bits or "
+                "in colours has no unit, take the file of the measurements"
+            )
+        size = image_size(self.path(index))
+        if values.shape != size:
+            raise DataError(
+                f"{path}: depth must have the size of its image {self.name(index)}, {size[1]} x {size[0]}, got "
+                f"{values.shape[1]} x {values.shape[0]}"
+            )
+        if self.window is not None and size != _NYU_SIZE:
+            raise DataError(
+                f"{path}: images of NYU-Depth v2 must have 640 x 480 pixels, of which the crop of Eigen et al. is "
+                f"scored, got {size[1]} x {size[0]}: give other images as images/train, depth/train, ..."
+            )
+        return torch.from_numpy(values.astype(np.float32) / self.scale)
+
+
+def is_nyu(root: str | os.PathLike[str]) -> bool:
+    """Whether a folder has the lists of NYU-Depth v2."""
+    root = Path(root).expanduser()
+    return any((root / name).is_file() for names in _NYU_LISTS.values() for name in names)
+
+
+def open_depth(
+    root: str | os.PathLike[str], *, scale: float = 1000.0, max_depth: float = 10.0, partial: bool = False
+) -> tuple[DepthImages, DepthImages]:
+    """Open the images for training and validation of a set with depth maps.
+
+    NYU-Depth v2 has `nyu_train.txt` and `nyu_test.txt`, or BTS's `nyudepthv2_train_files_with_gt.txt` and
+    `nyudepthv2_test_files_with_gt.txt`; a line is the path of an image, that of its depth map, and further values that
+    are ignored. Paths are below the root, or below `sync` for training and `official_splits/test` for validation.
+
+    A folder of one's own has `images/train`, `images/val`, `depth/train` and `depth/val`; the depth map of
+    `images/val/a/b.jpg` is `depth/val/a/b.png`.
+
+    Args:
+        root: the folder.
+        scale: values of a metre in the depth maps.
+        max_depth: in metres; depths above it are ignored.
+        partial: accept missing images and depth maps.
+
+    Returns:
+        The images for training and for validation.
+
+    Raises:
+        MissingData: a folder, list, image or depth map does not exist.
+        DataError: another layout, no images, or depth maps in another format or unit.
+    """
+    root = Path(root).expanduser()
+    require(root)
+    if is_nyu(root):
+        opened = [_open_nyu(root, split, scale=scale, max_depth=max_depth, partial=partial) for split in _SPLITS]
+    elif (root / "depth").is_dir():
+        opened = [_open_folder(root, split, scale=scale, max_depth=max_depth, partial=partial) for split in _SPLITS]
+    else:
+        raise DataError(
+            f"{root} must contain nyu_train.txt and nyu_test.txt (NYU-Depth v2), or images/train, images/val, "
+            "depth/train and depth/val with a 16-bit PNG for each image"
+        )
+    for images in opened:
+        images.check_unit()
+    return opened[0], opened[1]
+
+
+def _open_nyu(root: Path, split: str, *, scale: float, max_depth: float, partial: bool) -> DepthImages:
+    listed = next((root / name for name in _NYU_LISTS[split] if (root / name).is_file()), None)
+    if listed is None:
+        raise MissingData(f"{root} has no list of NYU-Depth v2 for {split}: {' or '.join(_NYU_LISTS[split])} is needed")
+    lines = [line.split() for line in listed.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    wrong = next((number for number, words in enumerate(lines, start=1) if len(words) < 2), None)
+    if wrong is not None or not lines:
+        raise DataError(
+            f"{listed} must have lines with the paths of an image and of its depth map, "
+            + ("got an empty file" if wrong is None else f"got {' '.join(lines[wrong - 1])!r} in line {wrong}")
+        )
+    pairs = [(words[0].lstrip("/"), words[1].lstrip("/")) for words in lines]
+    folders = [root / name for name in _NYU_FOLDERS[split]]
+    folder = next((each for each in folders if any((each / name).is_file() for name in pairs[0])), root)
+    if len(pairs) != NYU_SIZES[split] and not partial:
+        raise DataError(
+            f"{listed} must list the {NYU_SIZES[split]:,} images of NYU-Depth v2, got {len(pairs):,}: take BTS's list, "
+            "or accept it with --data.partial"
+        )
+    pairs = _complete(pairs, folder, str(listed), partial=partial)
+    return DepthImages(folder, *zip(*pairs, strict=True), scale=scale, max_depth=max_depth, window=EIGEN_CROP)
+
+
+def _open_folder(root: Path, split: str, *, scale: float, max_depth: float, partial: bool) -> DepthImages:
+    for part in (root / "images" / split, root / "depth" / split):
+        require(part)
+    images = by_stem(open_images(root / "images" / split).names, EXTENSIONS)
+    maps = by_stem(list_files(root / "depth" / split, [".png"]), [".png"])
+    pairs = [
+        (f"images/{split}/{name}", f"depth/{split}/{maps.get(stem, f'{stem}.png')}") for stem, name in images.items()
+    ]
+    pairs = _complete(pairs, root, str(root / "images" / split), partial=partial)
+    return DepthImages(root, *zip(*pairs, strict=True), scale=scale, max_depth=max_depth)
+
+
+def _complete(pairs: list[tuple[str, str]], folder: Path, source: str, *, partial: bool) -> list[tuple[str, str]]:
+    """Return the pairs whose files exist."""
+    missing = {pair: name for pair in pairs for name in reversed(pair) if not (folder / name).is_file()}
+    if missing and (not partial or len(missing) == len(pairs)):
+        raise MissingData(
+            f"{len(missing)} of the {len(pairs)} images of {source} or their depth maps are missing, the first is "
+            f"{folder / next(iter(missing.values()))}: complete the set"
+            + ("" if partial else ", or use what is there with --data.partial")
+        )
+    return [pair for pair in pairs if pair not in missing]

@@ -1,0 +1,1 @@
+"""Depth from frozen features: by nearest patches, and by a linear probe."""

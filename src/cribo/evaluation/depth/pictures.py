@@ -1,0 +1,104 @@
+"""Pictures of depth maps and their predictions."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from jaxtyping import Float, UInt8
+from matplotlib.axes import Axes
+from matplotlib.colors import Colormap, Normalize
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
+
+from cribo.data.depth import DepthImages
+from cribo.drawing import STRIPES, stripes, write_figure
+from cribo.evaluation.data import spread
+from cribo.evaluation.depth.prediction import Predictions
+from cribo.evaluation.depth.scoring import DepthScore, upsample
+from cribo.evaluation.features import EncodedView
+from cribo.evaluation.pictures import draw_rows, pages
+from cribo.evaluation.results import percent
+
+_ROWS_PER_PICTURE = 6
+_SHADES = 6  # in the legend
+
+
+def write_depths(
+    found: Mapping[str, Predictions],
+    scores: Mapping[str, Sequence[DepthScore | None]],
+    images: DepthImages,
+    folder: Path,
+    *,
+    number: int,
+) -> None:
+    """Draw some of the images: `depth.png`, `depth-2.png`, ... of six each.
+
+    Args:
+        found: the predicted depth of patches, by method.
+        scores: of all images, by method.
+        images: with depth maps.
+        folder: to write to.
+        number: of images to draw.
+    """
+    for name, part in pages("depth", spread(len(images), number), _ROWS_PER_PICTURE):
+        write_figure(folder / f"{name}.png", draw_depths(part, found, scores, images))
+
+
+def draw_depths(
+    indices: Sequence[int],
+    found: Mapping[str, Predictions],
+    scores: Mapping[str, Sequence[DepthScore | None]],
+    images: DepthImages,
+) -> Figure:
+    """Draw image, measured depth, and the predictions of each method in the same colours; stripes are no measurement.
+
+    Args:
+        indices: of the images, at least one.
+        found: the predicted depth of patches, by method.
+        scores: of all images, by method.
+        images: with depth maps.
+    """
+    depths = {index: images.depth(index) for index in indices}
+    farthest = max(float(depth.max()) for depth in depths.values())
+    shade = Normalize(0, farthest)
+    colours = mpl.colormaps["viridis_r"]
+
+    def draw(index: int, axes: Sequence[Axes]) -> str:
+        depth = depths[index]
+        whole = [upsample(part[EncodedView(index)], depth.shape, images.max_depth) for part in found.values()]
+        pictures = [
+            images.load(index).permute(1, 2, 0).numpy(),
+            *(_paint(part, shade, colours) for part in (depth, *whole)),
+        ]
+        for part, picture in zip(axes, pictures, strict=True):
+            part.imshow(picture, interpolation="antialiased")
+            part.set_axis_off()
+        return f"{images.name(index)}: {', '.join(_said(method, part[index]) for method, part in scores.items())}"
+
+    ticks = (value for value in MaxNLocator(_SHADES).tick_values(0, farthest) if value <= farthest)
+    face, edge = (str(grey / 255) for grey in STRIPES)
+    return draw_rows(
+        indices,
+        draw,
+        aspects=[depth.shape[0] / depth.shape[1] for depth in depths.values()],
+        cell=(3.0, 3.2),
+        headings=("image", "depth", *found),
+        handles=[
+            *(Patch(facecolor=colours(shade(value)), label=f"{value:g} m") for value in ticks),
+            Patch(facecolor=face, edgecolor=edge, hatch="////", label="no measurement"),
+        ],
+    )
+
+
+def _paint(depth: Float[Tensor, "h w"], shade: Normalize, colours: Colormap) -> UInt8[np.ndarray, "h w 3"]:
+    painted = colours(shade(depth.numpy()), bytes=True)[..., :3]
+    return np.where((depth > 0).numpy()[..., None], painted, stripes(depth.shape).numpy())
+
+
+def _said(method: str, score: DepthScore | None) -> str:
+    if score is None:
+        return f"{method} not scored"
+    return f"{method} δ1 {percent(score.delta1)} %, RMSE {score.rmse:.2f} m"

@@ -1,0 +1,211 @@
+"""Depth of patches, and its prediction by nearest patches and by ridge regression."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from cribo.console import Progress
+from cribo.data.depth import DepthImages
+from cribo.errors import InputError
+from cribo.evaluation.cache import Machine
+from cribo.evaluation.depth.protocol import Depth
+from cribo.evaluation.features import EncodedView, PatchFeatures, SelectedKeys
+from cribo.retrieval.patches import patch_of_pixel
+from cribo.retrieval.search import available_memory, nearest, plan_search
+from cribo.retrieval.voting import vote_weights
+
+PatchDepths = Mapping[EncodedView, Float[Tensor, " n"]]
+"""The depth of each patch of images in metres, NaN where there is no measurement."""
+
+Predictions = Mapping[EncodedView, Float[Tensor, "rows columns"]]
+"""The predicted depth of each patch of images in metres."""
+
+
+def patch_depths(depth: Float[Tensor, "h w"], grid: tuple[int, int]) -> Float[Tensor, " n"]:
+    """Return the mean of the measured depths of each patch, row by row, NaN for patches without a measurement.
+
+    Args:
+        depth: of the pixels, 0 where there is no measurement.
+        grid: patches down and across; each pixel belongs to the patch that its centre lies in.
+
+    Example:
+        >>> patch_depths(torch.tensor([[1.0, 3.0, 0.0, 4.0, 0.0, 0.0]]), (1, 3)).tolist()
+        [2.0, 4.0, nan]
+    """
+    rows, columns = (torch.from_numpy(patch_of_pixel(*sides)) for sides in zip(depth.shape, grid, strict=True))
+    patch = (rows[:, None] * grid[1] + columns).flatten()
+    flat = depth.flatten()
+    patch, measured = patch[flat > 0], flat[flat > 0].double()
+    sums = torch.zeros(grid[0] * grid[1], dtype=torch.float64).index_add_(0, patch, measured)
+    return (sums / patch.bincount(minlength=len(sums))).float()
+
+
+def predict(
+    known: PatchFeatures,
+    images: DepthImages,
+    asked: PatchFeatures,
+    settings: Depth,
+    *,
+    machine: Machine,
+    progress: Progress | None = None,
+) -> dict[str, Predictions]:
+    """Predict the depth of patches by each method.
+
+    Args:
+        known: features of the images with known depth.
+        images: with known depth.
+        asked: features of the patches whose depth is predicted.
+        settings: all decided.
+        machine: resources of the search.
+        progress: is called with the progress.
+
+    Raises:
+        InputError: too few patches with a measurement, or features that are not finite.
+        UnreadableImage, DataError: a depth map that cannot be used.
+    """
+    depths: dict[EncodedView, Tensor] = {}
+    for number, view in enumerate(known.counts, start=1):
+        depths[view] = patch_depths(images.depth(view.image), known.grid(view))
+        if progress is not None:
+            progress("depth of the patches", number, len(known.counts))
+    methods = {
+        "neighbours": lambda: predict_by_neighbours(known, depths, asked, settings, machine=machine, progress=progress),
+        "linear": lambda: fit_linear(known, depths, settings.ridge).predict(asked),
+    }
+    return {method: methods[method]() for method in settings.methods}
+
+
+class UnitKeys(SelectedKeys):
+    """Patches as keys of a search by cosine: their features, scaled to unit length."""
+
+    def _selected(self, view: EncodedView) -> Float[Tensor, "m d"]:
+        return _unit(super()._selected(view))
+
+
+def predict_by_neighbours(
+    known: PatchFeatures,
+    depths: PatchDepths,
+    asked: PatchFeatures,
+    settings: Depth,
+    *,
+    machine: Machine,
+    progress: Progress | None = None,
+) -> Predictions:
+    """Predict the depth of each patch as the weighted mean depth of the nearest patches with a measurement.
+
+    Args:
+        known: features of the patches that are searched.
+        depths: of these patches.
+        asked: features of the patches whose depth is predicted.
+        settings: of the search and the weights.
+        machine: its resources.
+        progress: is called with the progress.
+
+    Raises:
+        InputError: fewer patches with a measurement than neighbours.
+    """
+    keys = UnitKeys(known, {view: (~depth.isnan()).nonzero()[:, 0] for view, depth in depths.items()})
+    if len(keys) < settings.neighbours:
+        raise InputError(
+            f"neighbours must be at most the number of patches with a measurement, {len(keys)}, got "
+            f"{settings.neighbours}: ask for fewer, or give more or larger images"
+        )
+    values = torch.cat([depth[~depth.isnan()] for depth in depths.values()])
+    chunks = list(_chunks(asked, keys.dim, settings.neighbours))
+    predicted: dict[EncodedView, Tensor] = {}
+    for number, views in enumerate(chunks):
+        queries = _unit(torch.cat([asked.features(view) for view in views]))
+        plan = plan_search(
+            len(queries),
+            len(keys),
+            keys.dim,
+            settings.neighbours,
+            key_bytes=2 if settings.precision == "float16" else 4,
+            budget=machine.budget,
+            device=machine.devices[0],
+        )
+
+        def report(compared: int, number: int = number) -> None:
+            if progress is not None:
+                progress("search [%]", 100 * (number * len(keys) + compared) // (len(chunks) * len(keys)), 100)
+
+        found = nearest(queries, keys, settings.neighbours, devices=machine.devices, plan=plan, progress=report)
+        weights = vote_weights(found.similarity, settings.vote, settings.temperature)
+        means = (weights * values[found.rows]).sum(dim=1) / weights.sum(dim=1)
+        for view, part in zip(views, means.split([asked.counts[view].patches for view in views]), strict=True):
+            predicted[view] = part.view(asked.grid(view))
+    return predicted
+
+
+@dataclass(frozen=True)
+class LinearDepth:
+    """Depth as a linear function of a feature: feature @ weight + bias, in metres."""
+
+    weight: Float64[Tensor, " d"]
+    bias: float
+
+    def predict(self, asked: PatchFeatures) -> Predictions:
+        """Predict the depth of each patch."""
+        return {
+            view: (asked.features(view).double() @ self.weight + self.bias).float().view(asked.grid(view))
+            for view in asked.counts
+        }
+
+
+def fit_linear(known: PatchFeatures, depths: PatchDepths, ridge: float) -> LinearDepth:
+    """Fit the depth of patches by ridge regression on standardised features, in closed form and float64.
+
+    Minimises the mean of (depth - prediction)² over all patches with a measurement, plus `ridge` times the sum of the
+    squared weights of standardised channels.
+
+    Args:
+        known: features of the patches.
+        depths: of these patches.
+        ridge: > 0.
+
+    Raises:
+        InputError: no patch has a measurement, or features are not finite.
+    """
+    count = 0
+    total = torch.zeros(known.dim + 1, dtype=torch.float64)
+    products = torch.zeros(known.dim + 1, known.dim + 1, dtype=torch.float64)
+    for view, depth in depths.items():
+        measured = ~depth.isnan()
+        rows = torch.cat((known.features(view)[measured].double(), depth[measured, None].double()), dim=1)
+        count += len(rows)
+        total += rows.sum(dim=0)
+        products += rows.T @ rows
+    if not count:
+        raise InputError("no patch of the training images has a depth: every pixel is 0 or beyond data.max_depth")
+    if not products.isfinite().all():
+        raise InputError("the backbone gives features that are not finite, to which no depth can be fitted")
+    mean = total / count
+    covariance = products / count - mean[:, None] * mean
+    deviation = covariance.diagonal()[:-1].clamp_min(0).sqrt()
+    scale = torch.where(deviation > 1e-8, deviation, 1.0)  # constant channels stay 0
+    standardised = covariance[:-1, :-1] / (scale[:, None] * scale) + ridge * torch.eye(known.dim, dtype=torch.float64)
+    weight = torch.linalg.solve(standardised, covariance[:-1, -1] / scale) / scale
+    return LinearDepth(weight, float(mean[-1] - mean[:-1] @ weight))
+
+
+def _unit(features: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+    return F.normalize(features.float(), dim=1).to(features.dtype)
+
+
+def _chunks(asked: PatchFeatures, dim: int, neighbours: int) -> Iterator[list[EncodedView]]:
+    """Split images so that features and neighbours of each part take at most half of the free memory."""
+    limit = available_memory("cpu") // 2 // (2 * (4 * dim + 16 * neighbours))
+    part: list[EncodedView] = []
+    patches = 0
+    for view, counts in asked.counts.items():
+        if part and patches + counts.patches > limit:
+            yield part
+            part, patches = [], 0
+        part.append(view)
+        patches += counts.patches
+    if part:
+        yield part

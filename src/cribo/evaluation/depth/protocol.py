@@ -1,0 +1,148 @@
+"""Depth from frozen features as a protocol: data, settings, and what it returns."""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from cribo.errors import InputError
+from cribo.evaluation.data import Splits, about_splits, spread
+from cribo.evaluation.protocol import Outcome, Protocol, require_whole_patches, square
+from cribo.evaluation.runtime import require_least
+from cribo.retrieval.choices import FeaturePrecision, Interpolation, Vote
+
+if TYPE_CHECKING:
+    from cribo.evaluation.runner import Run
+
+METHODS = ("neighbours", "linear")
+
+
+@dataclass
+class DepthData:
+    """Images with a depth map each.
+
+    Attributes:
+        root: NYU-Depth v2 (nyu_train.txt and nyu_test.txt, or BTS's lists), or a folder of your own with images/train,
+            images/val, depth/train and depth/val (16-bit PNG, 0 for no measurement).
+        scale: values of a metre in the depth maps: 1000 for millimetres, 256 for KITTI.
+        max_depth: in metres; depths above it are ignored, and predictions are limited to it: 10 for NYU-Depth v2, 80
+            for KITTI.
+        partial: accept missing images and depth maps. The scores cannot be compared with published ones.
+        limit: use only this many images of each split, evenly spread, to try things out.
+    """
+
+    root: str
+    scale: float = 1000.0
+    max_depth: float = 10.0
+    partial: bool = False
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        require_least(self, {"limit": 1}, "data.")
+        for name in ("scale", "max_depth"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise InputError(f"data.{name} must be > 0, got {getattr(self, name)}")
+
+    def open(self) -> Splits:
+        """Open the images for training and validation.
+
+        Raises:
+            errors of `open_depth`.
+        """
+        from cribo.data.depth import is_nyu, open_depth
+
+        train, val = open_depth(self.root, scale=self.scale, max_depth=self.max_depth, partial=self.partial)
+        if self.limit is not None:
+            train, val = (images.subset(spread(len(images), self.limit)) for images in (train, val))
+        name = "nyu" if is_nyu(self.root) else Path(self.root).expanduser().absolute().name
+        return Splits(train, val, name, {"name": name, **about_splits(self, self.root, train, "train", val, "val")})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Depth(Protocol):
+    """Depth from frozen features, by nearest patches and by a linear probe.
+
+    Attributes:
+        methods: neighbours (the weighted mean depth of the nearest patches, as in Balazevic et al. 2023) or linear
+            (ridge regression on the features); a row of results each.
+        neighbours: k, the number of nearest patches.
+        vote: weight of a neighbour: majority (all equal), similarity (its cosine) or attention (softmax of
+            cosine / temperature).
+        temperature: of the attention.
+        ridge: of the linear probe: penalty on the squared weights of standardised channels.
+        size: height,width of all images, or one number for a square. [each image's own, rounded to the patch size, or
+            the only size that the network takes]
+        interpolation: of images.
+        precision: of the stored features: float16 takes half the space.
+
+    Raises:
+        InputError: a value out of range.
+    """
+
+    name: ClassVar[str] = "depth"
+    title: ClassVar[str] = "Depth"
+    metrics: ClassVar[tuple[str, ...]] = ("delta1", "rmse", "abs_rel")
+    varies: ClassVar[str] = "method"
+    data_type: ClassVar[type[Any]] = DepthData
+    description: ClassVar[str] = """\
+Depth from frozen features: the depth of each patch is predicted by its most similar patches of other images, and by a
+linear function of its feature, and is scored by pixels (share within a factor of 1.25, RMSE). No network is trained.
+
+  cribo evaluate depth --backbone vit_small_patch16_224.dino --data NYU
+  cribo evaluate depth --backbone runs/mine --data MINE --data.scale 1000 --data.max_depth 30
+
+Features are cached on disk. For a first try: --limit 50
+"""
+
+    methods: tuple[str, ...] = METHODS
+    neighbours: int = 30
+    vote: Vote = "attention"
+    temperature: float = 0.02
+    ridge: float = 1e-3
+    size: tuple[int, int] | None = None
+    interpolation: Interpolation = "bicubic"
+    precision: FeaturePrecision = "float32"
+
+    def __post_init__(self) -> None:
+        require_least(self, {"neighbours": 1})
+        if not self.methods or len(set(self.methods)) < len(self.methods) or not set(self.methods) <= {*METHODS}:
+            raise InputError(f"methods must be different ones of {','.join(METHODS)}, got {','.join(self.methods)}")
+        for name in ("temperature", "ridge"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise InputError(f"{name} must be > 0, got {getattr(self, name)}")
+
+    def prepare(self, run: "Run") -> Self:
+        """Decide the size."""
+        backbone = run.backbone
+        only = {} if backbone.takes_any_size else {"size": square(backbone.image_size, backbone.patch_size)}
+        settings = self.decided(only)
+        if settings.size is not None:
+            require_whole_patches(settings.size, backbone.patch_size)
+        return settings
+
+    def used(self, run: "Run") -> dict[str, Any]:
+        """Return the settings, with the layers that give features."""
+        return {**dataclasses.asdict(self), "layers": run.source.layers}
+
+    def measure(self, run: "Run") -> Outcome:
+        """Predict the depth of val by each method, and score it."""
+        from cribo.console import Phases
+        from cribo.evaluation.depth.pictures import write_depths
+        from cribo.evaluation.depth.prediction import predict
+        from cribo.evaluation.depth.scoring import row, score_images
+
+        train, val = run.data.train, run.data.val
+        encode = partial(
+            run.patches, size=self.size, interpolation=self.interpolation, precision=self.precision, unit=False
+        )
+        known, asked = encode(train), encode(val)
+        with Phases(run.console) as progress:
+            found = predict(known, train, asked, self, machine=run.machine(run.encoder), progress=progress)
+            scores = score_images(found, val, progress=progress)
+        return Outcome(
+            rows=[row(method, scores[method]) for method in self.methods],
+            classes=(),
+            data={"train_patches": known.patches, "val_patches": asked.patches},
+            write=lambda result, folder: write_depths(found, scores, val, folder, number=run.num_pictures),
+        )

@@ -1,0 +1,102 @@
+"""Errors of depth maps, as in the evaluations of BTS and DINOv2."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from cribo.console import Progress
+from cribo.data.depth import DepthImages
+from cribo.errors import InputError
+from cribo.evaluation.depth.prediction import Predictions
+from cribo.evaluation.features import EncodedView
+
+MIN_DEPTH = 1e-3
+"""Metres, the least predicted depth."""
+
+_DELTA = 1.25
+
+
+class DepthScore(NamedTuple):
+    """The errors of one image.
+
+    Attributes:
+        delta1: share of the pixels whose predicted and true depth differ by a factor below 1.25.
+        rmse: root of the mean squared error, in metres.
+        abs_rel: mean of the error as a share of the true depth.
+    """
+
+    delta1: float
+    rmse: float
+    abs_rel: float
+
+
+def upsample(prediction: Float[Tensor, "rows columns"], size: Sequence[int], max_depth: float) -> Float[Tensor, "h w"]:
+    """Return the depth of each pixel: that of the patches, upsampled bilinearly and clamped to 0.001 m to max_depth."""
+    whole = F.interpolate(prediction[None, None], size=tuple(size), mode="bilinear")[0, 0]
+    return whole.clamp(MIN_DEPTH, max_depth)
+
+
+def scored_pixels(depth: Float[Tensor, "h w"], window: tuple[slice, slice] | None) -> Bool[Tensor, "h w"]:
+    """Return which pixels are scored: those with a measurement inside of the window."""
+    inside = torch.zeros_like(depth, dtype=torch.bool)
+    inside[window or ...] = True
+    return inside & (depth > MIN_DEPTH)
+
+
+def score_depth(
+    prediction: Float[Tensor, "h w"], depth: Float[Tensor, "h w"], window: tuple[slice, slice] | None = None
+) -> DepthScore | None:
+    """Compare a predicted with a true depth map, both in metres; None if there is no pixel to score.
+
+    Args:
+        prediction: above 0.
+        depth: 0 where there is no measurement.
+        window: rows and columns that are scored; None for all.
+
+    Example:
+        >>> score_depth(torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 3.0]])).delta1
+        0.5
+    """
+    scored = scored_pixels(depth, window)
+    if not scored.any():
+        return None
+    found, true = prediction[scored].double(), depth[scored].double()
+    ratio = torch.maximum(found / true, true / found)
+    error = found - true
+    return DepthScore(
+        float((ratio < _DELTA).double().mean()),
+        float(error.square().mean().sqrt()),
+        float((error.abs() / true).mean()),
+    )
+
+
+def score_images(
+    found: Mapping[str, Predictions], images: DepthImages, *, progress: Progress | None = None
+) -> dict[str, list[DepthScore | None]]:
+    """Score the predictions of all images, by method."""
+    scores: dict[str, list[DepthScore | None]] = {method: [] for method in found}
+    for index in range(len(images)):
+        depth = images.depth(index)
+        for method, predictions in found.items():
+            prediction = upsample(predictions[EncodedView(index)], depth.shape, images.max_depth)
+            scores[method].append(score_depth(prediction, depth, images.window))
+        if progress is not None:
+            progress("scores", index + 1, len(images))
+    return scores
+
+
+def row(method: str, scores: Sequence[DepthScore | None]) -> dict[str, Any]:
+    """Return the row of a result: the mean over the images that have pixels to score.
+
+    Raises:
+        InputError: no image has any.
+    """
+    known = [score for score in scores if score is not None]
+    if not known:
+        raise InputError("there is nothing to score: no pixel of the validation images has a depth")
+    means = torch.tensor(known, dtype=torch.float64).mean(dim=0).tolist()
+    return {"method": method, **dict(zip(DepthScore._fields, means, strict=True)), "images": len(known)}
