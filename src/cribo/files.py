@@ -189,6 +189,6 @@ def check_archive(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError, zlib.error) as error:
-        raise Damaged(f"it was cut short or damaged, or is no file of PyTorch ({error})") from error
+        raise Damaged(f"it is truncated or damaged, or not a PyTorch file ({error})") from error
     if damaged is not None:
         raise Damaged(f"the content of {damaged} in it does not fit its checksum")

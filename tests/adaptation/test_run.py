@@ -168,7 +168,7 @@ def test_a_network_that_sees_no_better_is_not_kept(scenes: Path, source: Path, t
         ({"minutes": 0}, "minutes must be > 0"),
         ({"trained_share": 0}, "trained_share must be > 0 and at most 1, got 0"),
         ({"steps": 0}, "steps must be >= 1"),
-        ({"second": "x"}, "--second goes with --labelled"),
+        ({"second": "x"}, "--second requires --labelled"),
         ({"images": "/nowhere"}, "there is no 'nowhere'"),
         ({"dims": 400, "steps": None, "minutes": 1}, "dims must be 1 to"),
         ({"training": {"optim.lr": -1}}, "optim.lr"),

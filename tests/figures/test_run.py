@@ -113,7 +113,7 @@ def test_refusals_say_what_can_be_given(run: Path, tmp_path: Path) -> None:
             write_figures({"run": run}, out, Wanted(**choices))
     with pytest.raises(FileNotFoundError, match="no file is like --images"):
         write_figures({"run": run}, out, Wanted(images="/nowhere/*.jpg"))
-    with pytest.raises(FileNotFoundError, match=r"is no run: it holds no config.yaml"):
+    with pytest.raises(FileNotFoundError, match=r"is not a run: it has no config.yaml"):
         write_figures({"x": tmp_path}, out)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("")

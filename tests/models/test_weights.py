@@ -448,7 +448,7 @@ def test_an_interrupted_run_gives_its_teacher(tmp_path, tiny):
     backbone = load_backbone(run.folder)
     assert agree(backbone, expected, 32)
     assert backbone.loaded is not None
-    assert "step=99999999.ckpt cannot be used: it was cut short or damaged" in backbone.loaded.notes[1]
+    assert "step=99999999.ckpt cannot be used: it is truncated or damaged" in backbone.loaded.notes[1]
     checkpoint.unlink()
     with pytest.raises(FileNotFoundError, match=r"no backbone at .*step=99999999.ckpt cannot be used"):
         load_backbone(run.folder)

@@ -242,11 +242,11 @@ def flip(path: Path, position: int) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (lambda path: os.truncate(path, path.stat().st_size // 2), "it was cut short or damaged"),
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size // 2), "it is truncated or damaged"),
     "empty": (lambda path: path.write_bytes(b""), "it is empty"),
     "flipped in the middle": (lambda path: flip(path, 300_000), "does not fit its checksum"),
-    "flipped at the end": (lambda path: flip(path, path.stat().st_size - 20), "cut short or damaged"),
-    "zeros": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "cut short or damaged"),
+    "flipped at the end": (lambda path: flip(path, path.stat().st_size - 20), "truncated or damaged"),
+    "zeros": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "truncated or damaged"),
     "another format": (
         lambda path: torch.save(torch.load(path, weights_only=True) | {"cribo_format": CHECKPOINT_FORMAT + 1}, path),
         f"its format is {CHECKPOINT_FORMAT + 1}, and this version of cribo reads format {CHECKPOINT_FORMAT}",
@@ -313,7 +313,7 @@ def test_when_no_checkpoint_is_good_all_are_named(run: Path, resumed: Train) -> 
     for part in (
         str(run / "checkpoints"),
         "step=00000002.ckpt: it is empty",
-        "step=00000004.ckpt: it was cut short or damaged",
+        "step=00000004.ckpt: it is truncated or damaged",
         "step=00000006.ckpt: the content of archive/data.pkl in it does not fit its checksum",
         "Put a copy of one in its place",
     ):

@@ -79,7 +79,7 @@ class AdaptConfig:
         if self.backbone.layers != 1:
             raise ConfigError(f"--layers {self.backbone.layers} does not go with adapt: choose one block with --blocks")
         if self.second is not None and self.labelled is None:
-            raise ConfigError("--second goes with --labelled: it shows what is forgotten beside what is gained")
+            raise ConfigError("--second requires --labelled: what is forgotten is compared with what is gained")
 
     @property
     def trains(self) -> bool:

@@ -94,7 +94,7 @@ def write_figures(
         raise ConfigError("figures need one run at least, got none")
     for folder in runs.values():
         if not (folder / CONFIG).is_file():
-            raise FileNotFoundError(f"{folder} is no run: it holds no {CONFIG}")
+            raise FileNotFoundError(f"{folder} is not a run: it has no {CONFIG}")
     target = ResultFolder(out, "figures", overwrite=overwrite, inputs=[*runs.values(), wanted.root])
     drawer = _Drawer(runs, wanted, device)
     captions: dict[FigureName, str] = {}

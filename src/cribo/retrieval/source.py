@@ -1,33 +1,32 @@
-"""Whose features, as a configuration says it. Nothing here needs torch, so that a command line need not wait for it."""
+"""Options of a backbone. Does not import torch, so that a command line starts fast."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 MEAN_COLOUR = "mean-colour"
-"""The source that stands for the baseline without a network."""
+"""The source of the baseline without a network."""
 
 
 @dataclass
 class BackboneSource:
-    """Whose features are evaluated.
+    """The backbone whose features are used.
 
     Attributes:
-        source: a run folder or backbone.safetensors of ours; a timm name (vit_small_patch16_224.dino); a
+        source: a run folder of cribo or its backbone.safetensors; a timm name (vit_small_patch16_224.dino); a
             checkpoint of another project (CrOC, DINO, iBOT, MAE, MoCo v3, DINOv2, TimeT, SlotCon, ...); or
-            mean-colour, the baseline that knows the mean colour of a patch of 16 pixels.
-        pretrained: of a timm name, load its weights, from timm's cache or the network; false for random ones.
-        network: of a checkpoint that holds two, the teacher (momentum network) or the student.
-        architecture: timm's name of a checkpoint's network, where its weights do not show it (any but ViT,
+            mean-colour, the baseline whose feature is the mean colour of a patch of 16 pixels.
+        pretrained: for a timm name, load its weights from timm's cache or the network; false for random ones.
+        network: if a checkpoint contains both, the teacher (momentum network) or the student.
+        architecture: timm's name of a checkpoint's network, if it cannot be inferred from the weights (any but ViT,
             DINOv3 and ResNet).
-        heads: attention heads, where a checkpoint does not say and they do not have 64 channels each.
-        positions: how the position embedding is resized to images of another size than in training: `original` as the
-            project that wrote a checkpoint does it, `timm` as timm does; or, where a checkpoint does not show whose it
-            is, bicubic_offset (DINO, iBOT, DINOv2), bicubic (MAE, Hugging Face) or another (docs/checkpoints.md).
-        ignore: patterns (regular expressions) of tensors of a checkpoint to leave out, where nothing else explains
-            them.
-        trust: run the code that a checkpoint of Python objects holds. Only for files whose maker you trust.
-        layers: how many of the last blocks give features, concatenated.
+        heads: number of attention heads, if a checkpoint does not store it and heads do not have 64 channels each.
+        positions: how the position embedding is resized for image sizes other than that of the training: `original` as
+            in the project that wrote the checkpoint, `timm` as in timm; if the project cannot be recognised,
+            bicubic_offset (DINO, iBOT, DINOv2), bicubic (MAE, Hugging Face) or another (docs/checkpoints.md).
+        ignore: regular expressions for the names of unknown tensors of a checkpoint to ignore.
+        trust: run code stored in a checkpoint with Python objects. Only for files from sources that you trust.
+        layers: number of last blocks whose features are concatenated.
         seed: of random weights.
     """
 
@@ -46,7 +45,7 @@ class BackboneSource:
 
 
 def backbone_name(config: BackboneSource) -> str:
-    """A short name for tables and folders: the run's, the file's, or timm's, with `random` for random weights.
+    """Return a short name for tables and folders: of the run, file or timm model, with `random` for random weights.
 
     Example:
         >>> backbone_name(BackboneSource("runs/camvid/backbone.safetensors"))
