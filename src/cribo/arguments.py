@@ -133,18 +133,24 @@ class Parser(ArgumentParser):
         text = re.sub(r"\n  --\S+ CONFIG\s+Path to a configuration file\.", "", super().format_help(*args, **kwargs))
         text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
         for short, long in self._short.items():
+            removed = " " * (len(long) - len(short))  # keeps the column of the explanations
+            text = re.sub(rf"^(  {re.escape(long)} \S+)( +)(?=\S)", rf"\1\2{removed}", text, flags=re.MULTILINE)
             text = re.sub(rf"{re.escape(long)}(?![\w.])", short, text)
         return text
 
     def _group_often_used(self) -> None:
-        """Move the options that usage and description name, and required ones, to a first group of their own."""
+        """Move the options that usage and description name, and required ones, to a first group in this order."""
         texts = f"{self.usage or ''} {self.description or ''}"
-        named = {self._long(option) for option in re.findall(r"--\w[\w.]*\b", texts)}
+        named = [self._long(option) for option in re.findall(r"--\w[\w.]*\b", texts)]
         often = self.add_argument_group("often used")
+        used: dict[Any, int] = {}
         for group in self._action_groups:
-            used = [action for action in group._group_actions if action.required or named & {*action.option_strings}]
+            for action in group._group_actions:
+                places = [named.index(option) for option in action.option_strings if option in named]
+                if places or action.required:
+                    used[action] = min(places, default=0)
             group._group_actions[:] = [action for action in group._group_actions if action not in used]
-            often._group_actions += used
+        often._group_actions += sorted(used, key=used.__getitem__)
         self._action_groups = [often, *(group for group in self._action_groups if group is not often)]
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:

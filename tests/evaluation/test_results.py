@@ -170,9 +170,9 @@ def damaged(content: dict[str, Any], change: str) -> str:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("truncated", "is damaged, it is no JSON"),
-        ("list", "is no result of an evaluation"),
-        ("foreign", "is no result of an evaluation"),
+        ("truncated", "is damaged and not valid JSON"),
+        ("list", "is not a result of an evaluation"),
+        ("foreign", "is not a result of an evaluation"),
         ("newer", r"has format 2, this version of cribo reads up to 1: update cribo"),
         ("key", "is damaged: it has no 'classes'"),
         ("kind", "is damaged: 'results' must be a list, got 3"),
@@ -188,7 +188,7 @@ def test_damaged_files_are_explained(tmp_path: Path, change: str, message: str) 
 
 def test_binary_files_are_explained(tmp_path: Path) -> None:
     (tmp_path / RESULTS).write_bytes(b"\xff\xfe\x00PNG")
-    with pytest.raises(ResultError, match="is damaged, it is no JSON"):
+    with pytest.raises(ResultError, match="is damaged and not valid JSON"):
         read_result(tmp_path)
 
 

@@ -281,7 +281,7 @@ def test_a_folder_of_timm_on_the_hub(tmp_path: Path):
 def test_keys_that_only_a_wrapper_tells_apart_are_refused(tmp_path: Path):
     state = network(1).model.state_dict()
     torch.save({**state, "module.norm.weight": torch.zeros(128)}, tmp_path / "weights.pth")
-    with pytest.raises(ValueError, match=r"only wrappers tell apart: norm\.weight"):
+    with pytest.raises(ValueError, match=r"differ only in the prefixes of wrappers: norm\.weight"):
         load_backbone(tmp_path / "weights.pth")
 
 

@@ -185,7 +185,7 @@ def test_places_that_hold_no_database(tmp_path: Path, encoder: PatchEncoder) -> 
     (tmp_path / "photos" / "mine.png").touch()
     with pytest.raises(DatabaseError, match="holds no database of objects: make one with cribo index"):
         ObjectDatabase.open(tmp_path / "photos")
-    with pytest.raises(DatabaseError, match=r"holds 'mine.png', so it is nothing of ours"):
+    with pytest.raises(DatabaseError, match=r"contains 'mine.png' and was not created by cribo"):
         ObjectDatabase.create(tmp_path / "photos", info_of(encoder, tmp_path))
     assert [path.name for path in (tmp_path / "photos").iterdir()] == ["mine.png"]
 
@@ -195,18 +195,18 @@ def test_tables_of_others_are_left_alone(tmp_path: Path, encoder: PatchEncoder) 
 
     connection = lancedb.connect(tmp_path / "theirs")
     connection.create_table("objects", [{"name": "chair"}])
-    with pytest.raises(DatabaseError, match="'objects' that is nothing of ours"):
+    with pytest.raises(DatabaseError, match="'objects' that cribo did not create"):
         ObjectDatabase.create(tmp_path / "theirs", info_of(encoder, tmp_path))
     assert connection.open_table("objects").count_rows() == 1
     connection = lancedb.connect(tmp_path / "other")
     connection.create_table("about", [{"name": "chair"}])
-    with pytest.raises(DatabaseError, match="'about' that is nothing of ours"):
+    with pytest.raises(DatabaseError, match="'about' that cribo did not create"):
         ObjectDatabase.open(tmp_path / "other")
 
 
 def test_a_database_that_was_half_made_is_made_anew(tmp_path: Path, encoder: PatchEncoder) -> None:
     database = ObjectDatabase.create(tmp_path / "some.db", info_of(encoder, tmp_path))
-    with pytest.raises(DatabaseError, match="holds a database already"):
+    with pytest.raises(DatabaseError, match="already contains a database"):
         ObjectDatabase.create(tmp_path / "some.db", info_of(encoder, tmp_path))
     import lancedb
 

@@ -115,7 +115,7 @@ def test_images_that_are_not_there(index: Index, pictures: Path, tmp_path: Path)
     database, _ = index()
     with pytest.raises(MissingData, match=r"there is no 'non.png'"):
         make_query(database, str(tmp_path / "non.png"), QueryPlace(), refused)
-    with pytest.raises(DataError, match="is no file: give an image"):
+    with pytest.raises(DataError, match="is not a file: give an image"):
         make_query(database, str(tmp_path), QueryPlace(), refused)
     (pictures / "a" / "1.png").unlink()
     with pytest.raises(MissingData, match=r"there is no '1.png'"):

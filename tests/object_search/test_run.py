@@ -266,15 +266,15 @@ def test_images_that_were_moved(cribo: Run, indexed: Path, pictures: Path, tmp_p
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("index", "--db", "new.db"), "--images must be given"),
-        (("index", "--db", "new.db", "--images", "pictures"), "--backbone must be given"),
+        (("index", "--db", "new.db"), "--images is required to create the database new.db"),
+        (("index", "--db", "new.db", "--images", "pictures"), "--backbone is required to create a database"),
         (("index", "--db", "new.db", "--images", "nowhere", "--backbone", "mean-colour"), "there is no 'nowhere'"),
         (
             ("index", "--db", "new.db", "--images", "pictures", "--backbone", "mean-colour", "--num_objects", "0"),
             "num_objects must be >= 1, got 0",
         ),
         (("index", "--db", "pictures/a/1.png", "--images", "pictures", "--backbone", "mean-colour"), "is a file"),
-        (("index", "--db", "pictures", "--images", "pictures", "--backbone", "mean-colour"), "nothing of ours"),
+        (("index", "--db", "pictures", "--images", "pictures", "--backbone", "mean-colour"), "not created by cribo"),
         (("search", "--db", "pictures", "--image", "x.png"), "holds no database of objects"),
         (("search", "--db", "nowhere", "--image", "x.png"), "there is no 'nowhere'"),
         (("search", "--db", "nowhere", "--image", "x.png", "--k", "0"), "k must be >= 1, got 0"),

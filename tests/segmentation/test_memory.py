@@ -205,7 +205,7 @@ def test_damaged_memories_and_other_files_are_refused(tmp_path: Path) -> None:
     filled().save(path)
     whole = path.read_bytes()
     path.write_bytes(whole[:-5])
-    with pytest.raises(DataError, match="is no memory, or is damaged"):
+    with pytest.raises(DataError, match="is not a memory, or is damaged"):
         SegmentationMemory.load(path, PERFECT)
     path.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
     with pytest.raises(DataError, match="does not fit its checksum"):
@@ -214,7 +214,7 @@ def test_damaged_memories_and_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not fit its checksum"):
         SegmentationMemory.load(path, PERFECT)
     save_file({"weight": torch.zeros(2)}, path)
-    with pytest.raises(DataError, match="no memory of `cribo segment`, but holds weight"):
+    with pytest.raises(DataError, match=r"contains weight.*not a memory of `cribo segment`"):
         SegmentationMemory.load(path, PERFECT)
     about = {"format": 99, "sha256": ""}
     save_file({"features": torch.zeros(2)}, path, metadata={"cribo segmentation memory": json.dumps(about)})

@@ -311,7 +311,7 @@ def test_what_is_refused_leaves_nothing_behind(folder: Path) -> None:
         assert sorted(folder.rglob("*")) == before
     with pytest.raises(ConfigError, match=r"give --examples, .* or --memory"):
         config(folder, examples=None)
-    with pytest.raises(ConfigError, match="--labels goes with --examples"):
+    with pytest.raises(ConfigError, match="--labels requires --examples"):
         config(folder, examples=None, memory="m", labels="l")
 
 

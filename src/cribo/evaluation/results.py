@@ -172,9 +172,9 @@ def read_result(path: str | os.PathLike[str]) -> EvaluationResult:
     except OSError as error:
         raise ResultError(f"{file} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ResultError(f"{file} is damaged, it is no JSON ({error}): run the evaluation again") from error
+        raise ResultError(f"{file} is damaged and not valid JSON ({error}): run the evaluation again") from error
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
-        raise ResultError(f"{file} is no result of an evaluation: it does not say its format")
+        raise ResultError(f"{file} is not a result of an evaluation: it names no format")
     if content["format"] > RESULTS_FORMAT:
         raise ResultError(
             f"{file} has format {content['format']}, this version of cribo reads up to {RESULTS_FORMAT}: update cribo"

@@ -30,16 +30,15 @@ def require_least(settings: object, least: Mapping[str, int], prefix: str = "") 
 
 @dataclass
 class EvaluationRuntime:
-    """Where and how it is computed; results do not depend on it beyond rounding.
+    """Devices, memory and cache; results do not depend on them beyond rounding.
 
     Attributes:
-        devices: such as cuda:0,cuda:1 or cpu, which share the search. All GPUs, or the CPU where there is none, when
-            not given.
-        batch_size: images encoded at once, where they are of one size. Lower it if the device runs out of memory.
-        workers: processes that read images; when not given, half of the cores.
-        memory_gib: what the search may use on each device; half of what is free when not given. Less of it means
-            reading the keys more often, with the same result.
-        cache: folder that keeps features for the next evaluation of this backbone; none to hold them in memory.
+        devices: such as cuda:0,cuda:1 or cpu; they share the search. [all GPUs, or the CPU if there is none]
+        batch_size: images of equal size that are encoded at once. Lower it if the device runs out of memory.
+        workers: processes that read images. [half of the cores]
+        memory_gib: memory limit of the search on each device. With less memory the keys are read more often, with the
+            same result. [half of the free memory]
+        cache: folder of the features, for further evaluations of this backbone; none keeps them in memory.
     """
 
     devices: tuple[str, ...] | None = None
@@ -56,18 +55,18 @@ class EvaluationRuntime:
 
 @dataclass
 class TrainingRuntime:
-    """Where and how it is trained; results do not depend on it beyond rounding.
+    """Devices, precision and logging; results do not depend on devices beyond rounding.
 
     Attributes:
         accelerator: of the Lightning Trainer: auto, cpu, gpu, ...
-        devices: how many of each machine, or auto for all GPUs (one process on a CPU).
-        num_nodes: how many machines.
+        devices: number of devices of each machine, or auto for all GPUs (one process on a CPU).
+        num_nodes: number of machines.
         precision: 32-true, or on GPUs bf16-mixed (16-mixed on old ones): about twice as fast for half the memory.
-        workers: processes that read images, of each device; when not given, half of the cores.
-        threads: of a CPU; torch's choice when not given.
+        workers: processes that read images, for each device. [half of the cores]
+        threads: of torch on a CPU. [torch's default]
         log_every: steps between two points in TensorBoard.
         checkpoint_every: steps between two checkpoints; one is also written at the end.
-        evaluate_every: steps between two scores on the way; 0 for one at the end only.
+        evaluate_every: steps between two scores during training; 0 for the final score only.
     """
 
     accelerator: str = "auto"

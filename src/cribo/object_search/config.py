@@ -10,31 +10,30 @@ from cribo.retrieval.source import BackboneSource
 
 @dataclass
 class IndexConfig:
-    """A folder of images into a database of objects.
+    """Indexing of a folder of images.
 
-    What a database was built with need not be said again: backbone, images and settings that are not given are its
-    own.
+    If the database exists, the defaults of backbone, images and settings are those that it was built with.
 
     Attributes:
         db: the database: a folder, or a URL such as s3://bucket/name.
-        images: a folder of images of any depth, or a text file that lists them.
-        backbone: whose features.
+        images: a folder of images (read recursively), or a text file that lists images.
+        backbone: the network to use.
         blocks: numbers, from 1, of the blocks whose features are concatenated, such as 6,8,9,10; the linear layer of an
-            adapted backbone is left out. [the last block; for an adapted backbone, through its linear layer]
-        num_objects: K, the objects of an image at most. More find smaller things, and cut large ones. [16]
-        marginals: adaptive lets the number and sizes of objects follow the image; uniform makes K of about one size.
-            [adaptive]
-        position_weight: weight of nearness against likeness; 0 joins what looks alike wherever it is. [1.0]
-        size: shorter side at which an image is encoded, in pixels: larger finds smaller things and takes longer; 0
-            for each image's own. [480]
-        min_share: objects that cover less of the image are left out. [0.005]
+            adapted backbone is then not used. [the last block; for an adapted backbone, through its linear layer]
+        num_objects: K, the maximum number of objects per image. More find smaller objects, and split large ones. [16]
+        marginals: adaptive adapts number and sizes of the objects to the image; uniform gives K objects of about equal
+            size. [adaptive]
+        position_weight: weight of position relative to similarity; 0 joins similar patches wherever they are. [1.0]
+        size: shorter side in pixels at which an image is encoded; larger sizes find smaller objects and take longer. 0
+            for each image's own size. [480]
+        min_share: smaller objects, as a share of the image, are left out. [0.005]
         prune: remove images that are gone from the folder, and old versions of the database at once; false keeps
             these images. [up to 5 % of the images are removed; old versions are kept for a week]
         moved: the folder was moved since it was indexed; --images says where it is now.
-        max_pixels: larger images are unreadable.
-        device: such as cuda:0 or cpu; the first GPU, or the CPU where there is none, when not given.
-        batch_size: images of one size that are encoded at once. Lower it if the device runs out of memory.
-        threads: that read and decode; as many as there are cores, and 16 at most, when not given.
+        max_pixels: larger images count as unreadable.
+        device: such as cuda:0 or cpu. [the first GPU, or the CPU if there is none]
+        batch_size: images of equal size that are encoded at once. Lower it if the device runs out of memory.
+        threads: number of threads that read and decode. [one per core, 16 at most]
     """
 
     db: str
@@ -64,7 +63,7 @@ class IndexConfig:
             if self.backbone is not None and self.backbone.layers != 1:
                 raise ConfigError(f"--layers {self.backbone.layers} and --blocks exclude each other: leave one out")
         if self.moved and self.images is None:
-            raise ConfigError("--moved wants --images: where the folder is now")
+            raise ConfigError("--moved requires --images, the new place of the folder")
 
     def settings(self, default: ObjectSettings) -> ObjectSettings:
         """What counts as an object: what was given, and `default` where nothing was.
@@ -83,26 +82,26 @@ class IndexConfig:
 
 @dataclass
 class SearchConfig:
-    """A search for the objects most like one, or for images that are alike.
+    """A search for the most similar objects, or for pairs of similar images.
 
     Attributes:
         db: the database: a folder, or a URL.
-        image: the image that is searched with: a file, or the path of an indexed one below the indexed folder.
-        point: x,y of a pixel: searches for the object that it lies in.
-        box: x0,y0,x1,y1 in pixels: searches for what is inside.
-        object: number of an object, as tables and pictures say it.
-        duplicates: find pairs of images that are alike, in place of objects like those of an image.
-        k: how many are found for each object; with duplicates, how many nearest images of each are considered.
+        image: the query image: a file, or the path of an indexed one relative to the indexed folder.
+        point: x,y of a pixel; the query is the object that contains it.
+        box: x0,y0,x1,y1 in pixels; the query is its content.
+        object: number of an object, as shown in tables and pictures.
+        duplicates: find pairs of similar images instead of objects.
+        k: number of objects to find for each query; with duplicates, number of nearest images of each to compare.
         path: pattern of the paths of images to search in, such as 'night/*'; `*` also matches `/`.
         one_per_image: find only the most similar object of each image.
-        min_similarity: cosine, -1 to 1, below which nothing is found. [no limit; 0.95 for duplicates]
-        coco: write the objects that were found to coco.json, too, in COCO's format.
-        include_own: find objects of the same image, too.
-        exact: compare with every object although there is an index.
+        min_similarity: lowest cosine similarity, -1 to 1, of what is found. [no limit; 0.95 for duplicates]
+        coco: also write the found objects to coco.json, in COCO's format.
+        include_own: also find objects of the query image.
+        exact: compare with every object, without the index.
         images: where the indexed folder is now, if it was moved.
         backbone: where the backbone is now, if it was moved since the images were indexed. It must be the same one.
-        trust: run the code that a checkpoint of Python objects holds. Only for files whose maker you trust.
-        device: such as cuda:0 or cpu; the first GPU, or the CPU where there is none, when not given.
+        trust: run code stored in a checkpoint with Python objects. Only for files from sources that you trust.
+        device: such as cuda:0 or cpu. [the first GPU, or the CPU if there is none]
     """
 
     db: str

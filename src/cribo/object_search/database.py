@@ -183,13 +183,13 @@ class ObjectDatabase:
         place = as_uri(uri)
         connection = _connect(place)
         if _is_made(connection, _ABOUT):
-            raise DatabaseError(f"{place} holds a database already: open it, or use another --db")
+            raise DatabaseError(f"{place} already contains a database: open it, or use another --db")
         require_free(place)
         # What a making that was cut short has left is empty and made again.
         tables = ((_OBJECTS, _objects_schema(info.dim)), (_IMAGES, _images_schema()))
         for name, _ in tables:
             if _is_made(connection, name) and connection.open_table(name).count_rows():
-                raise DatabaseError(f"{place} holds a table {name!r} that is nothing of ours: use another --db")
+                raise DatabaseError(f"{place} contains a table {name!r} that cribo did not create: use another --db")
         for name in _tables(connection) & {_OBJECTS, _IMAGES, _ABOUT}:
             connection.drop_table(name)
         for name, schema in tables:
@@ -581,9 +581,7 @@ def require_free(uri: str | os.PathLike[str]) -> None:
     ours = {f"{name}.lance" for name in (_OBJECTS, _IMAGES, _ABOUT)}
     others = [path.name for path in Path(place).iterdir() if path.name not in ours and not path.name.startswith(".")]
     if others:
-        raise DatabaseError(
-            f"{place} holds {others[0]!r}, so it is nothing of ours and is left alone: use another --db"
-        )
+        raise DatabaseError(f"{place} contains {others[0]!r} and was not created by cribo index: use another --db")
 
 
 def is_remote(uri: str) -> bool:
@@ -651,7 +649,8 @@ def _read_info(place: str, connection: Any) -> DatabaseInfo:
         blocks = None if content.get("blocks") is None else tuple(content["blocks"])
         return DatabaseInfo(**{**values, "blocks": blocks, "settings": ObjectSettings(**content["settings"])})
     except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
-        raise DatabaseError(f"{place} holds a table {_ABOUT!r} that is nothing of ours: use another --db") from error
+        foreign = f"{place} contains a table {_ABOUT!r} that cribo did not create: use another --db"
+        raise DatabaseError(foreign) from error
 
 
 def _write_info(connection: Any, info: DatabaseInfo, *, mode: Literal["create", "overwrite"]) -> None:

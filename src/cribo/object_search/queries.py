@@ -135,7 +135,7 @@ def _locate(database: ObjectDatabase, image: str) -> tuple[Path, IndexedImage | 
     row = database.image(image)
     if row is None:
         require(path)
-        raise DataError(f"{path} is no file: give an image")
+        raise DataError(f"{path} is not a file: give an image")
     require(database.root / row.path)
     return database.root / row.path, row
 

@@ -113,14 +113,14 @@ def _open_files(config: IndexConfig, known: DatabaseInfo | None) -> tuple[ImageF
     """The images, and where they are said to be."""
     source = config.images or (None if known is None else known.images or known.root)
     if source is None:
-        raise ConfigError(f"--images must be given: {config.db} is a new database, and wants a folder of images")
+        raise ConfigError(f"--images is required to create the database {config.db}")
     files = open_images(source, max_pixels=config.max_pixels or MAX_PIXELS)
     return files, _absolute(Path(source).expanduser())
 
 
 def _known_backbone(known: DatabaseInfo | None) -> BackboneSource:
     if known is None:
-        raise ConfigError("--backbone must be given: a new database wants to know whose features it shall hold")
+        raise ConfigError("--backbone is required to create a database")
     return known.backbone_config
 
 

@@ -20,13 +20,13 @@ class BackboneConfig:
         pretrained: weights to start from: a file (.safetensors, .pth), a timm name with its tag, such as
             vit_small_patch16_224.dino, or `timm` for the default ones of the model's name.
         drop_path: rate of stochastic depth in the last block, in the student only.
-        train_blocks: train only so many of the last blocks and the final norm, or of the last stages of a convolutional
-            network; all by default. Student and teacher share the others in timm's VisionTransformer.
-        lora: rank of LoRA; all weights of the backbone stay as they are, and only a low-rank addition to the linear
+        train_blocks: number of last blocks (of a convolutional network, stages) to train, with the final norm; all by
+            default. Student and teacher share the others in timm's VisionTransformer.
+        lora: rank of LoRA; all weights of the backbone are frozen, and only a low-rank addition to the linear
             layers of its blocks (of the last `train_blocks` of them) is trained. Needs the extra `lora`. 8 is a good
             start; use a larger learning rate than for all weights.
-        cache_trunk: keep what the frozen blocks give for so many view pairs of each image in the run folder while it
-            trains: epochs cost the trained blocks alone, and views repeat. The size is said before; one device only.
+        cache_trunk: number of view pairs of each image for which the output of the frozen blocks is cached in the run
+            folder: epochs run only the trained blocks, and views repeat. The size is printed first; one device only.
         checkpointing: less memory for the same result, in vision transformers: the backward pass recomputes everything
             but products and attention (`selective`), or whole blocks (`blocks`). Try it before more micro-batches.
     """

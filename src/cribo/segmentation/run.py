@@ -139,7 +139,7 @@ def segment_images(
     if pictures < 0:
         raise InputError(f"pictures must be >= 0, got {pictures}")
     if resume and overwrite:
-        raise InputError("--resume goes on with results and --overwrite replaces them: choose one")
+        raise InputError("--resume and --overwrite exclude each other: choose one")
     target = ResultFolder(
         out,
         "segmentation",
@@ -329,7 +329,7 @@ def _segment_all(
     summed = [records[name] for name in names if name in records]
     writer.sum_up(summed, names, skipped, seconds, reused)
     if not summed:
-        raise NothingSegmented(f"none of the {len(names)} images could be read; {SUMMARY} in {writer.folder} says why")
+        raise NothingSegmented(f"none of the {len(names)} images could be read: see {SUMMARY} in {writer.folder}")
     if pictures:
         writer.draw(folder, [summed[place].name for place in spread(len(summed), pictures)], OVERVIEW)
     return Segmented(writer.folder, len(summed), reused, skipped, seconds, writer.shares(summed))

@@ -23,22 +23,22 @@ class SegmentationSettings:
 
     Args:
         size: pixels of the shorter side at which images are encoded, rounded to patches.
-        scale: by how much images are enlarged before they are encoded, in place of a size. A larger image has more
-            patches, and finer labels, at a cost that grows with its area. Without either, small images are enlarged to
+        scale: factor by which images are enlarged before encoding, in place of a size. A larger image has more
+            patches and finer labels, at a cost that grows with its area. Without either, small images are enlarged to
             a shorter side of 384 pixels, at most 2 times, and large ones are reduced to one of 1024 pixels.
-        window: encode images in square windows of so many pixels, after they were resized, and average the features
-            where windows overlap; None encodes each image as a whole. For images far larger than the backbone's own.
+        window: side in pixels of square windows in which resized images are encoded; features are averaged where
+            windows overlap. None encodes each image as a whole. For images far larger than those of the training.
         stride: pixels between windows; two thirds of the window by default.
-        precision: in which the features of the memory are kept; `float16` takes half the room.
+        precision: of the features in the memory; `float16` takes half the space.
         blocks: numbers, from 1, of the blocks whose features are used; None to choose by cross-validation.
         whiten: whether features are partially whitened; None to choose.
         head: `knn` (nearest neighbours), `ridge` (ridge regression) or `both` (their mean); None to choose.
-        neighbours: k, how many nearest patches vote.
+        neighbours: k, the number of nearest patches that vote.
         temperature: weights of neighbours are the softmax of cosine / temperature; lower values favour the nearest.
         min_confidence: pixels below it (0 to 1) get no label.
         refine: move the borders of the labels to the edges of the image with a joint `bilateral` filter, or `none`.
         reach: radius of that filter, in patches.
-        contrast: difference in colour (the sum of three channels, each 0 to 1) from which on an edge counts.
+        contrast: difference in colour (sum of three channels, each 0 to 1) that makes an edge.
 
     Raises:
         ValueError: a value out of range, or two that exclude each other.

@@ -147,10 +147,10 @@ def read_memory(path: str | os.PathLike[str]) -> Stored:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise DataError(f"{path} is no memory, or is damaged ({error}): make it again") from error
+        raise DataError(f"{path} is not a memory, or is damaged ({error}): create it again") from error
     if _KIND not in metadata:
         held = ", ".join(sorted(tensors)[:4]) or "nothing"
-        raise DataError(f"{path} is no memory of `cribo segment`, but holds {held}: make one with --examples")
+        raise DataError(f"{path} contains {held}, not a memory of `cribo segment`: create one with --examples")
     about = json.loads(metadata[_KIND])
     if about["format"] > MEMORY_FORMAT:
         raise DataError(

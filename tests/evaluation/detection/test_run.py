@@ -232,7 +232,7 @@ def test_checkpointing_changes_memory_alone(words: list[str]) -> None:
 def test_backbones_that_cannot_be(words: list[str], refused: Callable[..., str]) -> None:
     said = refused(*words, "--backbone", "resnet18", "--pretrained", "false")
     assert "YOLOS cannot be built on resnet18: it is no plain vision transformer; choose" in said
-    assert "mean-colour is no network that a detector could begin with: choose" in refused(
+    assert "mean-colour is not a network and cannot be finetuned as a detector: choose" in refused(
         *words, "--backbone", "mean-colour"
     )
 

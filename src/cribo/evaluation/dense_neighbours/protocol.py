@@ -34,10 +34,10 @@ class DenseNN(Protocol):
     """Dense nearest-neighbour retrieval (CrIBo, section 4.1; Balazevic et al. 2023).
 
     Attributes:
-        variant: whose rules: cribo (CrIBo, section 4.1), hummingbird (the public toolkit for Balazevic et al. 2023),
-            hummingbird-strict (the same, but pixels without class are never a class of the set, and the mean is over
-            the classes that occur), dip or franca (with the changes of these papers). It decides the following unless
-            given, see [brackets], in which hummingbird stands for all but cribo.
+        variant: the rules to follow: cribo (CrIBo, section 4.1), hummingbird (the public toolkit for Balazevic et al.
+            2023), hummingbird-strict (the same, but pixels without class are never a class of the set, and the mean is
+            over the classes that occur), dip or franca (with the changes of these papers). It sets the defaults of the
+            following, see [brackets], in which hummingbird stands for all but cribo.
         ratios: share of the memory's images, a row of results each: 1,8,64,128 for all, one in 8, ...
         draws: how often the images of a share are drawn; the score is the mean.
         lists: folder with the images of each share, in place of draws: 1_div_<ratio>/*.txt, one name per line, as in

@@ -149,7 +149,7 @@ Requires: pip install "cribo-ssl[detection]"
     def check_backbone(self, source: BackboneSource) -> None:
         """Check that a detector can be built on the backbone."""
         if source.source == MEAN_COLOUR:
-            raise ConfigError(f"{MEAN_COLOUR} is no network that a detector could begin with: {ADVICE}")
+            raise ConfigError(f"{MEAN_COLOUR} is not a network and cannot be finetuned as a detector: {ADVICE}")
         if source.layers != 1:
             raise ConfigError(
                 f"layers must be 1 for detection, got {source.layers}: detection tokens go through all blocks"

@@ -39,7 +39,7 @@ class SegmentationTraining(Protocol):
     """Common to the linear head and Segmenter.
 
     Attributes:
-        variant: whose rules; docs/evaluation.md lists them.
+        variant: the rules to follow; docs/evaluation.md lists them.
         schedule: paper (512-pixel crops, batches of 16, 80,000 iterations, 160,000 for COCO-Stuff and ADE20K) or
             short, for a small machine. It decides the next four unless given, see [brackets].
         iterations: optimiser steps. [80000 or 160000, short: 300]

@@ -104,7 +104,7 @@ def recognise(
     originals = {re.sub(_WRAPPERS, r"\1", key): key for key in tensors}
     if len(originals) < len(tensors):
         twice = set(tensors) - set(originals.values())
-        raise InputError(f"{source} holds keys that only wrappers tell apart: {first_keys(sorted(twice))}")
+        raise InputError(f"{source} has keys that differ only in the prefixes of wrappers: {first_keys(sorted(twice))}")
     for pattern, reason in REFUSED:
         if any(re.search(pattern, key) for key in originals):
             raise InputError(f"{source} {reason}")
