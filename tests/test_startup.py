@@ -23,6 +23,7 @@ REFUSED = {
     "evaluate discovery": ["--backbone", "x", "--data", "x", "--methods", "x"],
     "evaluate correspondence": ["--backbone", "x", "--data", "x", "--alphas", "0"],
     "evaluate depth": ["--backbone", "x", "--data", "x", "--methods", "x"],
+    "evaluate video": ["--backbone", "x", "--data", "x", "--radius", "0"],
     "evaluate compare": [],
     "segment": ["--backbone", "x", "--examples", "x", "--images", "x", "--out", "x", "--batch_size", "0"],
     "index": ["--db", "x", "--batch_size", "0"],

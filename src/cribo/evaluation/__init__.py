@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from cribo.evaluation.scores import iou
     from cribo.evaluation.segmentation.protocol import FinetunedSegmenter, Linear
     from cribo.evaluation.segmentation.trained import load_segmenter
+    from cribo.evaluation.video.protocol import VideoData, VideoPropagation
 
 __all__ = [
     "Correspondence",
@@ -49,6 +50,8 @@ __all__ = [
     "SegmentationData",
     "Splits",
     "TrainingRuntime",
+    "VideoData",
+    "VideoPropagation",
     "compare",
     "dense_nn",
     "evaluate",
@@ -80,5 +83,6 @@ __getattr__ = lazy_names(
         ".scores": ("iou",),
         ".segmentation.protocol": ("FinetunedSegmenter", "Linear"),
         ".segmentation.trained": ("load_segmenter",),
+        ".video.protocol": ("VideoData", "VideoPropagation"),
     },
 )

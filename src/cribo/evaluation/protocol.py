@@ -45,6 +45,7 @@ PROTOCOLS: Mapping[str, str] = {
     "discovery": "cribo.evaluation.discovery.protocol.Discovery",
     "correspondence": "cribo.evaluation.correspondence.protocol.Correspondence",
     "depth": "cribo.evaluation.depth.protocol.Depth",
+    "video": "cribo.evaluation.video.protocol.VideoPropagation",
 }
 """The class of each protocol, by its name on the command line."""
 

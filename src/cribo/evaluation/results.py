@@ -47,6 +47,11 @@ _METRICS = {
     "delta1": "δ1",
     "rmse": "RMSE",
     "abs_rel": "AbsRel",
+    "j_and_f": "J&F",
+    "j_mean": "J mean",
+    "j_recall": "J recall",
+    "f_mean": "F mean",
+    "f_recall": "F recall",
 }
 _METRES = {"rmse"}  # all other metrics are fractions
 _SETS = {
@@ -54,6 +59,7 @@ _SETS = {
     "imagenet": "ImageNet-1k",
     "spair": "SPair-71k",
     "nyu": "NYU-Depth v2",
+    "davis2017": "DAVIS 2017",
 }
 _ALL_CLASSES = 40  # that are printed; of more, only the best and the worst
 _EXTREME_CLASSES = 10

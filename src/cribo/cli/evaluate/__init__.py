@@ -25,6 +25,7 @@ evaluations:
   discovery       object discovery: find an object in each image by LOST and TokenCut
   correspondence  semantic correspondence: find the keypoints of an image in another one
   depth           depth: by the most similar patches of other images, and by a linear probe
+  video           video label propagation: follow the objects of the first frame through a video
   compare         compare results, also with published ones if the settings are the same
 
 An evaluation may also be the import path of a protocol of your own (docs/extending.md).
@@ -33,7 +34,7 @@ An evaluation may also be the import path of a protocol of your own (docs/extend
 
 EVALUATIONS = (
     *("dense-nn", "linear", "segmenter", "detection", "image-nn"),
-    *("overclustering", "discovery", "correspondence", "depth", "compare"),
+    *("overclustering", "discovery", "correspondence", "depth", "video", "compare"),
 )
 
 _RUN_OPTIONS = ("out", "overwrite", "resume", "pictures")

@@ -1,0 +1,93 @@
+"""Pictures of videos with the objects that were found, and their maps in files."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import UInt8
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from torch import Tensor
+
+from cribo.data.reading import image_size
+from cribo.data.video import VideoFrames, object_palette
+from cribo.drawing import write_figure
+from cribo.evaluation.data import spread
+from cribo.evaluation.pictures import draw_rows, pages, rgb
+from cribo.evaluation.results import percent
+from cribo.evaluation.video.scoring import boundary
+from cribo.evaluation.video.segmenting import Segmented
+from cribo.files import write_whole
+
+_ROWS_PER_PICTURE = 6
+_SHOWN_AT = (0, 0.25, 0.5, 0.75, 1)  # of the frames of a video, without the last, which is not scored
+_TINT = 0.55
+_OUTLINE = (255, 255, 255)
+
+
+def write_videos(found: Sequence[Segmented], images: VideoFrames, folder: Path, *, number: int) -> None:
+    """Write `segmentations/<video>/<frame>.png`, and pictures: `videos.png`, `videos-2.png`, ... of six videos each.
+
+    The maps are in the format of DAVIS, so that its own evaluation can read them.
+
+    Args:
+        found: the videos.
+        images: their frames.
+        folder: to write to.
+        number: of videos to draw.
+    """
+    for part in found:
+        place = folder / "segmentations" / part.video.name
+        place.mkdir(parents=True)
+        for frame, content in zip(part.video.frames, part.maps, strict=True):
+            name = f"{Path(images.name(frame)).stem}.png"
+            write_whole(place / name, lambda file, content=content: file.write_bytes(content))
+    for name, places in pages("videos", spread(len(found), number), _ROWS_PER_PICTURE):
+        write_figure(folder / f"{name}.png", draw_videos([found[place] for place in places], images))
+
+
+def draw_videos(found: Sequence[Segmented], images: VideoFrames) -> Figure:
+    """Draw frames of each video with the objects that were found, and the outlines of the annotated ones in white.
+
+    Args:
+        found: the videos, at least one.
+        images: their frames.
+    """
+
+    def draw(part: Segmented, axes: Sequence[Axes]) -> str:
+        last = len(part.video.frames) - 2
+        for share, cell in zip(_SHOWN_AT, axes, strict=True):
+            frame = round(share * last)
+            index = part.video.frames[frame]
+            cell.imshow(_paint(images.load(index), part.objects(frame), images.objects(index)))
+            cell.set_axis_off()
+        regions, boundaries = (float(each.mean()) for each in (part.score.regions, part.score.boundaries))
+        return f"{part.video.name}: J {percent(regions)} %, F {percent(boundaries)} %"
+
+    sizes = [image_size(images.path(part.video.frames[0])) for part in found]
+    objects = object_palette(max(part.video.objects for part in found))[1:]
+    return draw_rows(
+        found,
+        draw,
+        aspects=[height / width for height, width in sizes],
+        cell=(2.6, 2.6),
+        headings=("first frame, given", *(f"at {share:.0%}" for share in _SHOWN_AT[1:])),
+        handles=[
+            *(Patch(facecolor=rgb(colour), label=f"object {number}") for number, colour in enumerate(objects, start=1)),
+            Line2D([], [], color="white", markeredgecolor="0.4", marker="s", linestyle="none", label="annotated"),
+        ],
+    )
+
+
+def _paint(
+    image: UInt8[Tensor, "3 h w"], found: UInt8[Tensor, "h w"], true: UInt8[Tensor, "h w"]
+) -> UInt8[np.ndarray, "h w 3"]:
+    painted = image.permute(1, 2, 0).numpy().astype(float)
+    colours = np.array(object_palette(max(int(found.max()), int(true.max()))), dtype=float)
+    inside = (found > 0).numpy()
+    painted[inside] = (1 - _TINT) * painted[inside] + _TINT * colours[found.numpy()[inside]]
+    for number in range(1, len(colours)):
+        painted[boundary(true == number).numpy()] = _OUTLINE
+    return painted.round().astype(np.uint8)

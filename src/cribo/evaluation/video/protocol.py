@@ -1,0 +1,178 @@
+"""Video label propagation as a protocol: data, settings, and what it returns."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from cribo.errors import InputError
+from cribo.evaluation.data import Splits
+from cribo.evaluation.protocol import Outcome, Protocol, square
+from cribo.evaluation.runtime import require_least
+from cribo.retrieval.choices import FeaturePrecision, Interpolation
+
+if TYPE_CHECKING:
+    from cribo.evaluation.runner import Run
+
+_MULTIPLE = 64  # pixels, of the longer side in DINO
+
+
+@dataclass
+class VideoData:
+    """Videos whose frames have annotated objects: DAVIS 2017, or a folder of the same layout.
+
+    Attributes:
+        root: the folder with JPEGImages, Annotations and ImageSets of DAVIS 2017 (480p); a folder of your own may leave
+            out ImageSets for all videos.
+        split: name of a list in ImageSets/2017. [val]
+        partial: accept a list or folders with fewer videos than DAVIS. The scores cannot be compared with published
+            ones.
+        limit: use only this many videos, evenly spread, to try things out.
+    """
+
+    root: str
+    split: str = "val"
+    partial: bool = False
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        require_least(self, {"limit": 1}, "data.")
+
+    def open(self) -> Splits:
+        """Open the videos.
+
+        Raises:
+            errors of `open_videos`.
+        """
+        from cribo.data.video import open_videos
+
+        images = open_videos(self.root, self.split, partial=self.partial, limit=self.limit)
+        root = Path(self.root).expanduser().absolute()
+        name = "davis2017" if (root / "ImageSets" / "2017").is_dir() else root.name
+        about = {
+            **dataclasses.asdict(self),
+            "name": name,
+            "root": str(root),
+            "videos": len(images.videos),
+            "frames": len(images),
+            "objects": sum(video.objects for video in images.videos),
+        }
+        return Splits(images, images, name, about)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoPropagation(Protocol):
+    """Video label propagation on frozen features, as in DINO's `eval_video_segmentation.py`.
+
+    Attributes:
+        neighbours: k, the number of most similar patches that label a patch.
+        radius: patches down and across within which they are searched.
+        previous: number of previous frames that are searched, beside the first.
+        temperature: weights are exp(cosine / temperature).
+        side: pixels of the shorter side to which frames are resized; rounded down to a multiple of the patch size, the
+            longer side to a multiple of 64 pixels, or of the patch size if it does not divide 64. [480]
+        interpolation: of frames.
+        precision: of the stored features: float16 takes half the space.
+
+    Raises:
+        InputError: a value out of range.
+    """
+
+    name: ClassVar[str] = "video"
+    title: ClassVar[str] = "Video label propagation"
+    metrics: ClassVar[tuple[str, ...]] = ("j_and_f", "j_mean", "j_recall", "f_mean", "f_recall")
+    varies: ClassVar[str] = "neighbours"
+    class_metric: ClassVar[str] = "J&F"
+    data_type: ClassVar[type[Any]] = VideoData
+    pictures: ClassVar[str] = "videos for which the objects are drawn"
+    less_memory: ClassVar[str] = "lower --runtime.batch_size or --side"
+    description: ClassVar[str] = """\
+Video label propagation: the objects of the first frame are followed through the video by the most similar patches of
+the frames before, and are scored by region and boundary (J&F). Nothing is trained.
+
+  cribo evaluate video --backbone vit_small_patch16_224.dino --data DAVIS
+  cribo evaluate video --backbone runs/mine --data MINE
+
+Features are cached on disk. For a first try: --limit 2 --side 240
+"""
+
+    neighbours: int = 5
+    radius: int = 12
+    previous: int = 7
+    temperature: float = 0.1
+    side: int = 480
+    interpolation: Interpolation = "bilinear"
+    precision: FeaturePrecision = "float32"
+
+    def __post_init__(self) -> None:
+        require_least(self, {"neighbours": 1, "radius": 1, "previous": 0, "side": 1})
+        if not 0 < self.temperature < float("inf"):
+            raise InputError(f"temperature must be > 0, got {self.temperature}")
+
+    def prepare(self, run: "Run") -> Self:
+        """Use the only side that the network takes."""
+        backbone = run.backbone
+        return self if backbone.takes_any_size else dataclasses.replace(self, side=backbone.image_size)
+
+    def used(self, run: "Run") -> dict[str, Any]:
+        """Return the settings, with the layers that give features."""
+        return {**dataclasses.asdict(self), "layers": run.source.layers}
+
+    def measure(self, run: "Run") -> Outcome:
+        """Follow the objects of all videos, and score them."""
+        from cribo.console import Phases
+        from cribo.data.segmentation import LabelledSubset
+        from cribo.evaluation.video.pictures import write_videos
+        from cribo.evaluation.video.scoring import row
+        from cribo.evaluation.video.segmenting import segment_videos, videos_by_size
+
+        images, backbone = run.data.val, run.backbone
+        found = []
+        for size, videos in videos_by_size(images).items():
+            encoded = square(self.side, backbone.patch_size)
+            if backbone.takes_any_size:
+                encoded = encoded_size(size, self.side, backbone.patch_size)
+            features = run.patches(
+                LabelledSubset(images, (frame for video in videos for frame in video.frames)),
+                size=encoded,
+                interpolation=self.interpolation,
+                precision=self.precision,
+            )
+            with Phases(run.console) as progress:
+                found += segment_videos(
+                    features,
+                    images,
+                    videos,
+                    self,
+                    patch_size=backbone.patch_size,
+                    device=run.devices[0],
+                    progress=progress,
+                )
+        found.sort(key=lambda part: part.video.frames.start)
+        return Outcome(
+            rows=[row(self.neighbours, [part.score for part in found])],
+            classes=[part.video.name for part in found],
+            write=lambda result, folder: write_videos(found, images, folder, number=run.num_pictures),
+        )
+
+    def places(self, folder: Path) -> dict[str, Any]:
+        """Return the path of the objects that were found."""
+        return {"segmentations": folder / "segmentations"}
+
+
+def encoded_size(size: tuple[int, int], side: int, patch_size: int) -> tuple[int, int]:
+    """Return the height and width in pixels at which frames are encoded, as in DINO.
+
+    Args:
+        size: height and width of the frames.
+        side: pixels of the shorter side.
+        patch_size: of the backbone.
+
+    Example:
+        >>> encoded_size((480, 854), 480, 16), encoded_size((854, 480), 480, 14)
+        ((480, 832), (840, 476))
+    """
+    multiple = _MULTIPLE if _MULTIPLE % patch_size == 0 else patch_size
+    shorter = max(1, side // patch_size) * patch_size
+    longer = max(shorter, side * max(size) // min(size) // multiple * multiple)
+    return (shorter, longer) if size[0] <= size[1] else (longer, shorter)

@@ -1,0 +1,104 @@
+"""Objects followed through many videos, and their scores."""
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from PIL import Image
+from torch import Tensor
+
+from cribo.console import Progress
+from cribo.data.reading import image_size
+from cribo.data.video import Video, VideoFrames, object_palette
+from cribo.evaluation.features import EncodedView, PatchFeatures
+from cribo.evaluation.video.propagation import object_map, propagate
+from cribo.evaluation.video.protocol import VideoPropagation
+from cribo.evaluation.video.scoring import VideoScore, score_frame
+
+
+@dataclass(frozen=True)
+class Segmented:
+    """A video with the objects that were found in its frames.
+
+    Attributes:
+        video: whose frames.
+        maps: of each frame, a palette PNG with the number of the object at each pixel; the first is the given one.
+        score: of all frames but the first and the last.
+    """
+
+    video: Video
+    maps: Sequence[bytes]
+    score: VideoScore
+
+    def objects(self, frame: int) -> UInt8[Tensor, "h w"]:
+        """Return the number of the object at each pixel of a frame, counted from 0 in the video."""
+        with Image.open(io.BytesIO(self.maps[frame])) as image:
+            return torch.from_numpy(np.array(image))
+
+
+def videos_by_size(images: VideoFrames) -> dict[tuple[int, int], list[Video]]:
+    """Return the videos by height and width of their frames."""
+    found: dict[tuple[int, int], list[Video]] = {}
+    for video in images.videos:
+        found.setdefault(image_size(images.path(video.frames[0])), []).append(video)
+    return found
+
+
+@torch.no_grad()
+def segment_videos(
+    features: PatchFeatures,
+    images: VideoFrames,
+    videos: Sequence[Video],
+    settings: VideoPropagation,
+    *,
+    patch_size: int,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> Iterator[Segmented]:
+    """Propagate the objects of the first frame of each video, and score them.
+
+    Args:
+        features: of the patches of all frames of these videos, of unit length; views count the frames of these videos.
+        images: the frames of all videos.
+        videos: which ones.
+        settings: of the propagation.
+        patch_size: pixels.
+        device: on which labels are propagated.
+        progress: is called with the progress.
+
+    Raises:
+        UnreadableImage, DataError: an annotation that cannot be used.
+    """
+    start, done, frames = 0, 0, sum(len(video.frames) for video in videos)
+    for video in videos:
+        views = [EncodedView(start + number) for number in range(len(video.frames))]
+        start += len(views)
+        size = image_size(images.path(video.frames[0]))
+        first = images.objects(video.frames[0])
+        maps, scores = [_png(first, video.objects)], []
+        labelled = propagate((_patches(features, view, device) for view in views), first, video.objects, settings)
+        for number, labels in enumerate(labelled, start=1):
+            found = object_map(labels, patch_size, size).cpu()
+            maps.append(_png(found, video.objects))
+            if number < len(views) - 1:
+                scores.append(score_frame(found, images.objects(video.frames[number]), video.objects))
+            if progress is not None:
+                progress("objects of the frames", done + number + 1, frames)
+        done += len(views)
+        regions, boundaries = (torch.stack(parts, dim=1) for parts in zip(*scores, strict=True))
+        yield Segmented(video, maps, VideoScore(video.name, regions, boundaries))
+
+
+def _patches(features: PatchFeatures, view: EncodedView, device: torch.device | str) -> Float[Tensor, "rows columns d"]:
+    return features.features(view).to(device).float().unflatten(0, features.grid(view))
+
+
+def _png(objects: UInt8[Tensor, "h w"], count: int) -> bytes:
+    image = Image.fromarray(objects.numpy())
+    image.putpalette(bytes(np.array(object_palette(count), dtype=np.uint8)))
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    return file.getvalue()
