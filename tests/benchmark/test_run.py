@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import matplotlib as mpl
 import pytest
+from matplotlib.image import imread
 
 from cribo.benchmark import BenchmarkConfig, BenchmarkData, benchmark
 from cribo.cli import main
@@ -87,7 +87,7 @@ def test_a_card_of_all_that_does_not_train(sets: Path, make_backbone: Make) -> N
     assert "Differences of a few points mean nothing" in text
     for name in ("card.png", *pictures):
         assert f"]({name})" in text
-    assert mpl.image.imread(folder / "card.png").shape[0] > 400
+    assert imread(folder / "card.png").shape[0] > 400
 
     record = json.loads((folder / "results.json").read_text())
     assert (record["kind"], record["quick"], record["backbone"]["name"]) == ("card", True, "tiny")

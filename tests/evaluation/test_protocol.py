@@ -150,6 +150,17 @@ def test_the_protocols_of_the_table_are_there() -> None:
         assert find_protocol(name).name == name
 
 
+@pytest.mark.parametrize(("patch_size", "image_size"), [(14, None), (12, None), (32, 256)])
+def test_quick_settings_fit_the_backbone(patch_size: int, image_size: int | None) -> None:
+    for name in PROTOCOLS:
+        settings = vars(find_protocol(name).quick(patch_size, image_size))
+        size = settings.get("size")
+        if isinstance(size, tuple):
+            assert size[0] == size[1]
+            assert size[0] % patch_size == 0
+            assert image_size is None or size[0] == image_size
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

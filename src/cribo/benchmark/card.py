@@ -7,9 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import imread
+from matplotlib.patches import Patch
 
 from cribo.benchmark.plan import by_reason
 from cribo.console import duration
@@ -215,7 +216,7 @@ class Card:
         shown = self._shown_pictures()
         groups = [(row, value) for row in self.measured for value in row.charted]
         bars = sum(_BAR * (len(row.results) + 1.2) for row, _ in groups) + 1.2
-        images = {row.name: mpl.image.imread(path) for row, path in shown}
+        images = {row.name: imread(path) for row, path in shown}
         heights = [bars, *(_CHART_WIDTH * image.shape[0] / image.shape[1] + 0.35 for image in images.values())]
         with house_style():
             figure = Figure(figsize=(_CHART_WIDTH, sum(heights)), layout="constrained")
@@ -316,5 +317,5 @@ def _draw_bars(axes: Axes, groups: Sequence[tuple[CardRow, Any]]) -> None:
     axes.set_ylim(place - 1.2, -1)
     axes.set_xlim(0, 100)
     axes.set_xlabel("score [%]")
-    handles = [mpl.patches.Patch(color=colour, label=role) for role, colour in _ROLES.items()]
+    handles = [Patch(color=colour, label=role) for role, colour in _ROLES.items()]
     axes.legend(handles=handles, frameon=False, loc="lower right", fontsize=8)
