@@ -9,8 +9,8 @@ and labels from dense tables, and weights the labels by the softmax of the cosin
 `nearest` for all images and `Voters.vote`. Both start from the same features and labels in memory; the index is built
 beforehand.
 
-Both are interleaved in one process with the same number of threads. The ratios are medians of the ratios within rounds, of
-wall-clock time and of CPU time of the process, which is less sensitive to other load.
+Both are interleaved in one process with the same number of threads. The ratios are medians of the ratios within rounds,
+of wall-clock time and of CPU time of the process, which is less sensitive to other load.
 """
 
 import argparse
