@@ -11,9 +11,9 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 def keep_freed_memory() -> bool:
     """Make glibc allocate large arrays from its heap and keep freed memory.
 
-    A training step allocates the same large arrays repeatedly. By default, glibc maps each anew and the kernel clears
-    its pages. This takes a tenth of a training step for a small network, a third for a larger one, and up to half of
-    the time needed to find the objects or the labels of an image.
+    A training step allocates the same large arrays repeatedly. By default, glibc maps new memory for each, whose pages
+    the kernel clears. This takes a tenth of a training step for a small network, a third for a larger one, and up to
+    half of the time needed to find the objects or the labels of an image.
 
     Returns:
         whether all settings were applied; False with other C libraries.

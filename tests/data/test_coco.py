@@ -99,7 +99,7 @@ def test_images_in_the_default_or_another_folder(tmp_path: Path) -> None:
     [
         ([annotation([SQUARE], 8)], {}, r"annotation 1 refers to category 8, which is not listed; listed: 7, 90"),
         ([annotation([SQUARE]) | {"image_id": 6}], {}, "annotation 1 refers to image 6, which is not listed"),
-        ([annotation([]) | {"bbox": [0, 0, 2, 2]}], {}, "annotation 1 has no segmentation: boxes alone do not give"),
+        ([annotation([]) | {"bbox": [0, 0, 2, 2]}], {}, "annotation 1 has no segmentation: boxes do not give"),
         ([], {"images": []}, "lists no images"),
         ([], {"categories": [{"id": 1}]}, "entry 0 of its categories lacks name"),
         ([], {"categories": None}, "not in COCO's format: it must contain the lists images, annotations, categories"),

@@ -61,25 +61,25 @@ def test_a_patch_is_selected_by_click_and_moved_by_keys(watched: Watched, red: s
 def test_an_object_finds_similar_objects(watched: Watched, red: str) -> None:
     page = watched.page
     watched.open("Objects")
-    expect(page.locator("#objects-said")).to_contain_text("0-blue.png")
+    expect(page.locator("#objects-text")).to_contain_text("0-blue.png")
     page.locator("#collection button", has_text="2: 0-red").click()
-    expect(page.locator("#objects-said")).to_contain_text("Object 0 of 2 in 0-red.png")
+    expect(page.locator("#objects-text")).to_contain_text("Object 0 of 2 in 0-red.png")
     picture = page.get_by_role("img", name="The image with the outline of the selected object")
     click_inside(picture, 0.2, 0.2)
-    expect(page.locator("#objects-said")).to_contain_text("Object 1 of 2 in 0-red.png")
-    expect(page.locator("#objects-said")).to_contain_text("nearest object is in 1-red.png, cosine similarity 1.00")
+    expect(page.locator("#objects-text")).to_contain_text("Object 1 of 2 in 0-red.png")
+    expect(page.locator("#objects-text")).to_contain_text("nearest object is in 1-red.png, cosine similarity 1.00")
     expect(page.locator("#nearest")).to_contain_text("1. 1.00 1-red.png")
     page.get_by_text("Search with your own picture").click()
     page.locator("[role=tabpanel]:visible input[type=file]").first.set_input_files(red)
-    expect(page.locator("#objects-said")).to_contain_text("in your picture")
+    expect(page.locator("#objects-text")).to_contain_text("in your picture")
     click_inside(picture, 0.42, 0.42)
-    expect(page.locator("#objects-said")).to_contain_text("-red.png, cosine similarity 1.00")
+    expect(page.locator("#objects-text")).to_contain_text("-red.png, cosine similarity 1.00")
 
 
 def test_painted_classes_segment_another_picture(watched: Watched, red: str, tmp_path: Path) -> None:
     page = watched.page
     watched.open("Segment")
-    expect(page.locator("#examples-said")).to_contain_text("No examples yet")  # from here on, the visitor is known
+    expect(page.locator("#examples-text")).to_contain_text("No examples yet")  # from here on, the visitor is known
     page.locator("[role=tabpanel]:visible input[type=file]").last.set_input_files(red)
     expect(page.get_by_text("There are no examples yet")).to_be_visible()
     page.locator("[role=tabpanel]:visible input[type=file]").first.set_input_files(red)
@@ -94,20 +94,20 @@ def test_painted_classes_segment_another_picture(watched: Watched, red: str, tmp
     page.mouse.move(middle[0] + 5, middle[1] + 5, steps=4)
     page.mouse.up()
     page.get_by_role("button", name="Add as an example").click()
-    expect(page.locator("#examples-said")).to_contain_text("1 example")
-    expect(page.locator("#examples-said")).to_contain_text("red")
-    expect(page.locator("#segmented-said")).to_contain_text("red 100%")
+    expect(page.locator("#examples-text")).to_contain_text("1 example")
+    expect(page.locator("#examples-text")).to_contain_text("red")
+    expect(page.locator("#segmented-text")).to_contain_text("red 100%")
     expect(page.get_by_role("img", name="The picture, tinted by class")).to_be_visible()
     page.reload()
     watched.open("Segment")
-    expect(page.locator("#examples-said")).to_contain_text("1 example")
+    expect(page.locator("#examples-text")).to_contain_text("1 example")
     with page.expect_download() as download:
         page.get_by_role("button", name="Download the examples").click()
         page.get_by_role("link", name="examples.zip").or_(page.locator("a[download]:visible")).first.click()
     with zipfile.ZipFile(download.value.path()) as archive:
         assert sorted(archive.namelist())[1:] == ["examples/images/01.png", "examples/labels/01.png"]
     page.get_by_role("button", name="Start over").click()
-    expect(page.locator("#examples-said")).to_contain_text("No examples yet")
+    expect(page.locator("#examples-text")).to_contain_text("No examples yet")
 
 
 def test_large_and_invalid_pictures_are_refused_with_a_message(watched: Watched, tmp_path: Path) -> None:

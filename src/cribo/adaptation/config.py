@@ -67,7 +67,7 @@ class AdaptConfig:
         if not 0 < self.minutes < math.inf:
             raise ConfigError(f"minutes must be > 0, got {self.minutes}")
         if self.steps is not None and self.steps < 1:
-            raise ConfigError(f"steps must be >= 1, got {self.steps}: for the closed form alone, use --minutes 1")
+            raise ConfigError(f"steps must be >= 1, got {self.steps}: to fit only the closed form, use --minutes 1")
         if self.power is not None and not 0 <= self.power <= 1:
             raise ConfigError(f"power must be from 0 (rotate only) to 1 (whiten), got {self.power}")
         if not 0 < self.trained_share <= 1:

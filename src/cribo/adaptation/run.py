@@ -117,17 +117,17 @@ def adapt(
     recipe = load_config(config.recipe, config.training)
     original = open_backbone(config.backbone).to(device)
     _check_network(config, original)
-    with ExitStack() as held:
-        folder = claim(held, target)
+    with ExitStack() as stack:
+        folder = claim(stack, target)
         _record(folder, config)
         with Phases(console) as progress:
             start, choice = _closed_form(original, images, recipe, config, folder, progress)
         log.info(_described(choice))
         candidates = [Candidate("starting weights", original), Candidate("closed form", start)]
         if config.trains:
-            begun = folder / _TRAINING
-            if (begun / CONFIG).is_file():
-                planned = load_config(begun)
+            run_folder = folder / _TRAINING
+            if (run_folder / CONFIG).is_file():
+                planned = load_config(run_folder)
             else:
                 seconds = 60 * config.minutes - 2 * (time.perf_counter() - started)
                 planned = planned_training(config, recipe, start, images, folder, seconds)

@@ -156,7 +156,7 @@ class CocoLabels(ImageFiles):
         for annotation in (annotation for several in coco.annotations.values() for annotation in several):
             if not annotation.get("segmentation"):
                 raise DataError(
-                    f"{coco.path}: {annotation_name(annotation)} has no segmentation: boxes alone do not "
+                    f"{coco.path}: {annotation_name(annotation)} has no segmentation: boxes do not "
                     "give a class to each pixel; polygons or run lengths are needed"
                 )
         files = coco.image_files(images, max_pixels=max_pixels)

@@ -95,7 +95,7 @@ def open_pairs(
         annotations, images = root / "PairAnnotation" / split, root / "JPEGImages"
     elif (root / "pairs").is_dir():
         if split is not None:
-            raise DataError(f"{root} has no splits, got {split!r}: leave out data.split")
+            raise DataError(f"{root} has no splits, got {split!r}: omit data.split")
         annotations, images = root / "pairs", root / "images"
     else:
         raise DataError(

@@ -79,7 +79,7 @@ class PackedNames:
     """An immutable sequence of strings in two flat arrays: the bytes of all strings, and the end of each.
 
     A list of a million strings takes about 100 MB in the parent process and, since every access writes a reference
-    count, is copied page by page into each forked worker. These arrays hold no Python objects, so workers share them.
+    count, is copied page by page into each forked worker. Arrays contain no Python objects, so workers share them.
     """
 
     def __init__(self, names: Iterable[str]) -> None:

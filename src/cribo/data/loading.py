@@ -229,7 +229,7 @@ class _Crew:
         finally:
             timer.cancel()
         if fault is not None:
-            raise fault  # outside the except block, whose exception holds the iterator
+            raise fault  # outside the except block, whose exception references the iterator
         if isinstance(batch, Exception):
             raise batch
         self.due = due + 1

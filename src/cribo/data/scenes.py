@@ -38,7 +38,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Scenes:
-    """A data set of `count` square scenes, each composed from `(seed, first + index)` alone.
+    """A data set of `count` square scenes, each generated from `(seed, first + index)` only.
 
     Args:
         count: number of scenes.

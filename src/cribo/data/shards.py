@@ -157,7 +157,7 @@ def open_shards(
     """Open the tar shards in a folder or below a URL, or a single tar file.
 
     The list of images is read from `INDEX`, which `cribo shard` writes, or built by scanning the shards once.
-    Shards from a URL are downloaded whole to `cache_dir`, which keeps the most recently used ones.
+    Shards from a URL are downloaded completely to `cache_dir`, which keeps the most recently used ones.
 
     Args:
         root: a folder, a .tar file, or a URL that fsspec understands, such as s3://bucket/prefix.

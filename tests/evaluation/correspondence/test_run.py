@@ -117,7 +117,7 @@ def test_a_file_that_is_wrong_is_named(
     [
         (("--alphas", "0"), "alphas must be different numbers above 0 and up to 1"),
         (("--size", "60"), "size must be a multiple of the patch size 16, got 60x60"),
-        (("--data.split", "test"), "has no splits, got 'test': leave out data.split"),
+        (("--data.split", "test"), "has no splits, got 'test': omit data.split"),
         (("--data.limit", "0"), "data.limit must be >= 1"),
         (("--data", "."), "must contain PairAnnotation and JPEGImages (SPair-71k), or pairs/*.json and images"),
     ],

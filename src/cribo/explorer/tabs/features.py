@@ -67,7 +67,7 @@ def features_tab(encoder: SharedEncoder, uploads: Uploads, finder: ObjectFinder 
             )
     with gr.Row(equal_height=False):
         with gr.Column(min_width=280):
-            said = gr.Markdown(_ADVICE, elem_id="features-said")
+            text = gr.Markdown(_ADVICE, elem_id="features-text")
             with gr.Row():
                 row = gr.Number(0, label="Row of the patch", precision=0, minimum=0, min_width=110)
                 column = gr.Number(0, label="Column of the patch", precision=0, minimum=0, min_width=110)
@@ -75,13 +75,13 @@ def features_tab(encoder: SharedEncoder, uploads: Uploads, finder: ObjectFinder 
                 arrows = [gr.Button(name, min_width=60, size="sm") for name in ("← left", "↑ up", "↓ down", "right →")]
         with gr.Column(min_width=280):
             heat = shown_picture("Similarity of all patches to the selected one", "Heat map of the similarity")
-    asked: list[Any] = [picture, row, column]
-    place: list[Any] = [row, column, heat, said]
+    inputs: list[Any] = [picture, row, column]
+    place: list[Any] = [row, column, heat, text]
     if finder is not None:
         gr.Markdown("Nearest objects of the collection to this patch", elem_classes="caption")
         place.append(found_objects("nearest-to-patch"))
     picture.change(dropped, picture, [colours, *place], api_name="features", **REQUEST)
     picture.select(clicked, picture, place, **HIDDEN)
-    gr.on([row.submit, row.blur, column.submit, column.blur], alike, asked, place, api_name="likeness", **REQUEST)
+    gr.on([row.submit, row.blur, column.submit, column.blur], alike, inputs, place, api_name="likeness", **REQUEST)
     for arrow, (down, right) in zip(arrows, ((0, -1), (-1, 0), (1, 0), (0, 1)), strict=True):
-        arrow.click(stepped(down, right), asked, place, **HIDDEN)
+        arrow.click(stepped(down, right), inputs, place, **HIDDEN)

@@ -28,10 +28,10 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
     def query(sent: Any, number: Any) -> QueryImage:
         return finder.of_collection(whole_number(number)) if sent is None else finder.of_picture(uploads.read(sent))
 
-    def answer(asked: QueryImage, chosen: Any, count: Any) -> tuple[Any, ...]:
-        place = asked.object(whole_number(chosen)).number
-        drawn, found = finder.matches(asked, place, min(max(whole_number(count), 1), _MOST_MATCHES))
-        return place, query_picture(asked, place), query_sentence(asked, place, found), drawn
+    def answer(target: QueryImage, chosen: Any, count: Any) -> tuple[Any, ...]:
+        place = target.object(whole_number(chosen)).number
+        drawn, found = finder.matches(target, place, min(max(whole_number(count), 1), _MOST_MATCHES))
+        return place, query_picture(target, place), query_sentence(target, place, found), drawn
 
     @show_errors
     def ask(sent: Any, number: Any, chosen: Any, count: Any) -> tuple[Any, ...]:
@@ -43,8 +43,8 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
 
     @show_errors
     def clicked(sent: Any, number: Any, count: Any, event: gr.SelectData) -> tuple[Any, ...]:
-        asked = query(sent, number)
-        return answer(asked, asked.object_at(*clicked_point(event)), count)
+        target = query(sent, number)
+        return answer(target, target.object_at(*clicked_point(event)), count)
 
     def moved(by: int) -> Any:
         return show_errors(lambda sent, number, chosen, count: ask(sent, number, whole_number(chosen) + by, count))
@@ -66,7 +66,7 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
                 "The image: click on an object", "The image with the outline of the selected object"
             )
         with gr.Column(scale=1, min_width=280):
-            said = gr.Markdown("The search starts when this tab is opened.", elem_id="objects-said")
+            text = gr.Markdown("The search starts when this tab is opened.", elem_id="objects-text")
             with gr.Row():
                 number = gr.Number(0, label=f"Image (0 to {last})", precision=0, minimum=0, maximum=last, min_width=110)
                 chosen = gr.Number(0, label="Object (0 is the largest)", precision=0, minimum=0, min_width=110)
@@ -96,18 +96,18 @@ def objects_tab(tab: gr.Tab, finder: ObjectFinder, uploads: Uploads) -> None:
         before = gr.Button("← previous page", min_width=110)
         after = gr.Button("next page →", min_width=110)
 
-    asked, shown = [sent, number, chosen, count], [chosen, picture, said, nearest]
+    inputs, shown = [sent, number, chosen, count], [chosen, picture, text, nearest]
     first = [sent, number, count]
     opened = tab.select(turned, page, [page, thumbnails], **HIDDEN)
-    opened.then(ask, asked, shown, **HIDDEN)
+    opened.then(ask, inputs, shown, **HIDDEN)
     gr.on([page.submit, page.blur], turned, page, [page, thumbnails], api_name="page", **REQUEST)
     before.click(show_errors(lambda place: turned(whole_number(place) - 1)), page, [page, thumbnails], **HIDDEN)
     after.click(show_errors(lambda place: turned(whole_number(place) + 1)), page, [page, thumbnails], **HIDDEN)
     thumbnails.select(picked, page, [sent, number], **HIDDEN).success(anew, first, shown, **HIDDEN)
     number.submit(anew, first, shown, **HIDDEN)
-    number.blur(ask, asked, shown, **HIDDEN)
+    number.blur(ask, inputs, shown, **HIDDEN)
     gr.on([sent.upload, sent.clear], anew, first, shown, **HIDDEN)
-    gr.on([chosen.submit, chosen.blur, count.release], ask, asked, shown, api_name="nearest", **REQUEST)
+    gr.on([chosen.submit, chosen.blur, count.release], ask, inputs, shown, api_name="nearest", **REQUEST)
     picture.select(clicked, first, shown, **HIDDEN)
-    smaller.click(moved(-1), asked, shown, **HIDDEN)
-    larger.click(moved(1), asked, shown, **HIDDEN)
+    smaller.click(moved(-1), inputs, shown, **HIDDEN)
+    larger.click(moved(1), inputs, shown, **HIDDEN)

@@ -65,22 +65,22 @@ def segmenting_tab(page: gr.Blocks, identity: gr.BrowserState, encoder: SharedEn
         return memory_sentence(None), gr.File(visible=False)
 
     @show_errors
-    def label(visitor: Any, sent: Any, *said: Any) -> tuple[Any, ...]:
+    def label(visitor: Any, sent: Any, *given: Any) -> tuple[Any, ...]:
         if sent is None:
             return None, None, ""
-        found = segment(examples_of(visitor).memory, uploads.read(sent), called(said))
+        found = segment(examples_of(visitor).memory, uploads.read(sent), called(given))
         return found.overlay, found.confidence, found.sentence
 
     @show_errors
-    def download(visitor: Any, *said: Any) -> gr.File:
-        content = examples_of(visitor).zipped(called(said))
+    def download(visitor: Any, *given: Any) -> gr.File:
+        content = examples_of(visitor).zipped(called(given))
         folder = uploads.folder / sha256(visitor.encode()).hexdigest()[:32]  # one folder per visitor
         folder.mkdir(exist_ok=True)
         (folder / "examples.zip").write_bytes(content)
         return gr.File(str(folder / "examples.zip"), visible=True)
 
-    def called(said: Sequence[Any]) -> list[str]:
-        return [" ".join(str(name or "").split())[:_LONGEST_NAME] for name in said]
+    def called(given: Sequence[Any]) -> list[str]:
+        return [" ".join(str(name or "").split())[:_LONGEST_NAME] for name in given]
 
     gr.Markdown(_ADVICE)
     with gr.Row(equal_height=False):
@@ -92,7 +92,7 @@ def segmenting_tab(page: gr.Blocks, identity: gr.BrowserState, encoder: SharedEn
                     gr.Textbox(label=colour, placeholder=colour, max_length=_LONGEST_NAME, lines=1)
                     for colour in BRUSHES
                 ]
-            examples = gr.Markdown(elem_id="examples-said")  # filled when the page is loaded
+            examples = gr.Markdown(elem_id="examples-text")  # filled when the page is loaded
             added = gr.Button("Add as an example", variant="primary")
             packed = gr.Button("Download the examples")
             archive = gr.File(label="For cribo segment --examples", visible=False, interactive=False)
@@ -103,7 +103,7 @@ def segmenting_tab(page: gr.Blocks, identity: gr.BrowserState, encoder: SharedEn
             again = gr.Button("Segment")
         with gr.Column(min_width=280):
             overlay = shown_picture("Its segmentation", "The picture, tinted by class")
-            shares = gr.Markdown(elem_id="segmented-said")
+            shares = gr.Markdown(elem_id="segmented-text")
             confidence = shown_picture("Confidence: bright is high", "Confidence of the segmentation")
     page.load(enter, identity, [identity, examples], **HIDDEN)
     cleared.click(forget, identity, [examples, archive], api_name="begin_anew", **REQUEST)
@@ -111,9 +111,9 @@ def segmenting_tab(page: gr.Blocks, identity: gr.BrowserState, encoder: SharedEn
     shown = [overlay, confidence, shares]
     editor.upload(look, [editor, identity], None, **HIDDEN)
     adding = added.click(add, [editor, identity], examples, api_name="add_example", **REQUEST)
-    asked = [identity, picture, *names]
-    adding.success(label, asked, shown, **HIDDEN)
-    gr.on([picture.upload, picture.clear, again.click], label, asked, shown, api_name="segment", **REQUEST)
+    inputs = [identity, picture, *names]
+    adding.success(label, inputs, shown, **HIDDEN)
+    gr.on([picture.upload, picture.clear, again.click], label, inputs, shown, api_name="segment", **REQUEST)
 
 
 def _editor(uploads: Uploads) -> gr.ImageEditor:
