@@ -15,6 +15,7 @@ commands:
   profile     measure the cost of each part of a training step on this machine
   evaluate    evaluate a backbone on labelled images
   segment     label the pixels of many images by a few labelled examples, without training
+  embed       write the features of a folder of images to Parquet, NumPy or safetensors
   index       find the objects of a folder of images and store them in a database
   search      find the objects in such a database that are most similar to a given one
   explore     open a web page to inspect a run and a collection's objects
@@ -33,6 +34,7 @@ COMMANDS = (
     "profile",
     "evaluate",
     "segment",
+    "embed",
     "index",
     "search",
     "explore",
