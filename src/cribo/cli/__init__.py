@@ -17,6 +17,7 @@ commands:
   evaluate    evaluate a backbone on labelled images
   benchmark   evaluate a backbone by every protocol on every set of a folder, as one card
   segment     label the pixels of many images by a few labelled examples, without training
+  embed       write the features of a folder of images to Parquet, NumPy or safetensors
   index       find the objects of a folder of images and store them in a database
   search      find the objects in such a database that are most similar to a given one
   explore     open a web page to inspect a run and a collection's objects
@@ -42,6 +43,7 @@ COMMANDS = (
     "evaluate",
     "benchmark",
     "segment",
+    "embed",
     "index",
     "search",
     "explore",

@@ -1,0 +1,66 @@
+"""`cribo embed`: write the features of a folder of images to files."""
+
+import shlex
+from pathlib import Path
+
+from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_places
+from cribo.console import command_console, duration, loading, log_to
+
+HELP = """\
+Write the features of a folder of images to Parquet, NumPy or safetensors files.
+
+  cribo embed IMAGES --backbone SOURCE --out FOLDER                         a vector for each image
+  cribo embed IMAGES --backbone SOURCE --out FOLDER --features patches      one for each patch, with row and column
+  cribo embed IMAGES --backbone SOURCE --out FOLDER --features objects      one for each object, with box and area
+
+IMAGES is a folder, nested or not, or a text file that lists images. Features are written in parts as they are computed,
+so that memory is bounded. To continue after an interruption, repeat the command with --resume.
+"""
+
+LESS_MEMORY = "lower --batch_size, or --size"
+
+
+def main(words: list[str]) -> int:
+    """Run the command."""
+    return guarded("cribo embed", _embed, words, less_memory=LESS_MEMORY)
+
+
+def _embed(words: list[str]) -> None:
+    from cribo.arguments import Parser
+    from cribo.embedding.config import EmbedConfig
+
+    console = command_console()
+    log_to(console)
+    parser = Parser(
+        prog="cribo embed",
+        description=HELP,
+        usage="cribo embed IMAGES --backbone SOURCE --out FOLDER [options]",
+        short=BACKBONE_SHORT,
+        switches=BACKBONE_SWITCHES,
+    )
+    parser.add_argument("images", type=str, help="a folder of images, or a text file that lists images")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results; it must be new")
+    parser.add_argument("--resume", action="store_true", help="continue the interrupted command that wrote to --out")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing results in --out")
+    parser.add_argument("--config", action="config", help="a YAML file of options, overridden by the command line")
+    parser.add_class_arguments(EmbedConfig, skip={"images"})
+    parsed = parser.parse_args(words)
+    made = parser.instantiate(parsed)
+    config = EmbedConfig(**{name: made[name] for name in EmbedConfig.__dataclass_fields__})
+    with loading(console):
+        from cribo.embedding.run import ABOUT, PARTS, embed_images
+
+    embedded = embed_images(
+        config,
+        out=parsed.out,
+        resume=parsed.resume,
+        overwrite=parsed.overwrite,
+        command=shlex.join(["cribo", "embed", *words]),
+        console=console,
+    )
+    fresh = embedded.images - embedded.reused
+    before = f", {embedded.reused} were there already" if embedded.reused else ""
+    console.print(f"{fresh} images in {duration(embedded.seconds)}{before}")
+    if embedded.skipped:
+        console.print(f"{len(embedded.skipped)} could not be read: {', '.join(embedded.skipped)}")
+    print_places(console, {"features": embedded.folder / PARTS, "about": embedded.folder / ABOUT})

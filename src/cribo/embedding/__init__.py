@@ -1,0 +1,1 @@
+"""Features of a collection of images as files for other programs."""

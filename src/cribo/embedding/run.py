@@ -1,0 +1,337 @@
+"""`cribo embed` from beginning to end: images, their features, and the parts of files that these are written to."""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from rich.console import Console
+from torch import Tensor
+
+from cribo.ahead import BUDGET, map_ahead
+from cribo.allocator import keep_freed_memory
+from cribo.console import Phases
+from cribo.data.images import ImageFiles, open_images
+from cribo.data.reading import UnreadableImage
+from cribo.devices import resolve_devices, resolve_workers
+from cribo.embedding.config import EmbedConfig
+from cribo.embedding.writing import Rows, part_path, require_writer, write_part
+from cribo.errors import InputError, Stopped
+from cribo.evaluation.results import versions
+from cribo.files import FolderError, remove_parts, write_json
+from cribo.folders import ResultFolder
+from cribo.object_search.extraction import PreparedImage, extract_prepared, read_prepared
+from cribo.object_search.settings import ObjectSettings
+from cribo.retrieval.encoders import PatchEncoder, backbone_encoder, blocks_encoder, image_encoder, open_network
+
+log = logging.getLogger("cribo")
+
+ABOUT, SKIPPED, PARTS = "about.json", "skipped.jsonl", "features"
+
+_MOST_IMAGES = 512  # of a part: what is lost when a run is stopped
+_MOST_PATCHES = 4096  # of an image (`encoded_size`)
+_OBJECT_COLUMNS = ("object", "x0", "y0", "x1", "y1", "area")
+
+Encoded = list[tuple[Float[np.ndarray, "n d"], dict[str, Int[np.ndarray, " n"]]]]
+"""For each image, its rows and what these are of."""
+
+
+class NothingEmbedded(Stopped):
+    """None of the images could be read."""
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """What became of the images.
+
+    Attributes:
+        folder: of the results.
+        images: number of images in all parts, unreadable ones included.
+        reused: how many of them were there before.
+        skipped: what could not be read, and why.
+        seconds: that the others took.
+    """
+
+    folder: Path
+    images: int
+    reused: int
+    skipped: dict[str, str]
+    seconds: float
+
+
+class _Read(NamedTuple):
+    """An image that was read, or why it cannot be read."""
+
+    name: str
+    prepared: PreparedImage | None = None
+    reason: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.prepared is None else self.prepared.pixels.nbytes
+
+
+def embed_images(
+    config: EmbedConfig,
+    *,
+    out: Path,
+    resume: bool = False,
+    overwrite: bool = False,
+    command: str = "",
+    console: Console | None = None,
+) -> Embedded:
+    """Write the features of a collection of images to files, in parts, each whole or not at all.
+
+    Args:
+        config: what is asked for.
+        out: the folder.
+        resume: go on with the parts in `out`, if they are of the same images, backbone and settings.
+        overwrite: replace the results in `out`.
+        command: by which it can be repeated, for the record.
+        console: shows the progress.
+
+    Raises:
+        ValueError: backbone, images, settings or folder cannot be used; raised before anything is written.
+        FileNotFoundError: a file of the backbone or the images does not exist.
+        ImportError: the library of the format is not installed.
+        NothingEmbedded: none of the images can be read.
+        OSError: results cannot be written.
+    """
+    console = console or Console(quiet=True)
+    if resume and overwrite:
+        raise InputError("--resume goes on with results and --overwrite replaces them: choose one")
+    require_writer(config.format)
+    target = ResultFolder(
+        out,
+        "embedding",
+        overwrite=overwrite,
+        resume=resume,
+        inputs=(config.images, config.backbone.source),
+        advice="choose another --out, go on with it with --resume, or replace it with --overwrite",
+    )
+    files = open_images(config.images)
+    names = list(dict.fromkeys(files.names))  # a list may name an image twice
+    device = resolve_devices(None if config.device is None else (config.device,), "device")[0]
+    if device == "cpu":
+        keep_freed_memory()
+    backbone, about_backbone = open_network(config.backbone)
+    backbone.eval().to(device)
+    settings = config.settings(backbone.image_size)
+    encoder = (
+        backbone_encoder(backbone, layers=config.backbone.layers)
+        if config.blocks is None
+        else blocks_encoder(backbone, config.blocks)
+    )
+    dim = backbone.embed_dim if config.features == "global" else encoder.dim(device)
+    about: dict[str, Any] = {
+        "format": 1,
+        "command": command,
+        "finished": False,
+        "same": {
+            "encoder": encoder.identity,
+            "features": config.features,
+            "format": config.format,
+            "precision": config.precision,
+            "images": len(names),
+            "files": _fingerprint(files, names),
+            **json.loads(json.dumps(asdict(settings))),
+        },
+        "backbone": about_backbone,
+        "blocks": list(encoder.blocks),
+        "channels": dim,
+        "versions": versions(device),
+    }
+    if target.resumes:
+        _check_same(out / ABOUT, about["same"])
+    else:
+        target.create(lambda part: write_json(part / ABOUT, about))
+    (out / PARTS).mkdir(exist_ok=True)
+    if config.features == "global":
+        whole = image_encoder(backbone)
+        encode = _by_size(lambda pixels: whole.features(pixels, device)[:, None, None])
+    elif config.features == "patches":
+        encode = _by_size(lambda pixels: encoder.grids(pixels, device), "row", "column")
+    else:
+        encode = _objects(encoder, settings, dim, device)
+    with Phases(console) as progress:
+        embedded = _write_parts(config, files, names, encoder, settings, dim, encode, out, progress)
+    if len(embedded.skipped) == len(names):
+        raise NothingEmbedded(f"none of the {len(names)} images could be read; {SKIPPED} in {out} gives the reasons")
+    write_json(out / ABOUT, {**about, "finished": True, "skipped": len(embedded.skipped)})
+    remove_parts(out / PARTS)
+    return embedded
+
+
+def _fingerprint(files: ImageFiles, names: Sequence[str]) -> str:
+    """Hash of the names and sizes of files."""
+    digest = hashlib.sha256()
+    for name in names:
+        path = Path(files.folder) / name
+        digest.update(f"{name} {path.stat().st_size if path.exists() else -1}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def _check_same(path: Path, same: dict[str, Any]) -> None:
+    """Refuse to go on with results of other images, another backbone or other settings."""
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))["same"]
+        different = [f"{name} was {before[name]}, is {value}" for name, value in same.items() if before[name] != value]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FolderError(f"{path} is damaged: choose another --out, or --overwrite it") from error
+    if different:
+        raise FolderError(
+            f"{path.parent} was created with different settings and cannot be resumed: {'; '.join(different)}. Choose "
+            "another --out, or replace it with --overwrite"
+        )
+
+
+# -------------------------------------------------------------------------------------------------------- features
+
+
+def _by_size(
+    encode: Callable[[Tensor], Float[Tensor, "b rows columns d"]], *places: str
+) -> Callable[[Sequence[PreparedImage]], Encoded]:
+    """Encode images of one size together; the rows of an image are those of its grid, named by `places`."""
+
+    @torch.no_grad()
+    def encoded(images: Sequence[PreparedImage]) -> Encoded:
+        found: dict[int, tuple[np.ndarray, dict[str, np.ndarray]]] = {}
+        for size in dict.fromkeys(image.pixels.shape for image in images):
+            members = [number for number, image in enumerate(images) if image.pixels.shape == size]
+            grids = encode(torch.stack([images[number].pixels for number in members])).cpu().numpy()
+            down, across = (axis.reshape(-1).astype(np.int32) for axis in np.indices(grids.shape[1:3]))
+            columns = dict(zip(places, (down, across), strict=False))
+            found.update(
+                {n: (grid.reshape(-1, grid.shape[-1]), columns) for n, grid in zip(members, grids, strict=True)}
+            )
+        return [found[number] for number in range(len(images))]
+
+    return encoded
+
+
+def _objects(
+    encoder: PatchEncoder, settings: ObjectSettings, dim: int, device: str
+) -> Callable[[Sequence[PreparedImage]], Encoded]:
+    def encoded(images: Sequence[PreparedImage]) -> Encoded:
+        found = []
+        for image in extract_prepared(encoder, images, settings, device=device):
+            places = np.array([(each.number, *each.box, each.area) for each in image.objects], dtype=np.int32)
+            vectors = np.array([each.vector for each in image.objects], dtype=np.float32)
+            columns = dict(zip(_OBJECT_COLUMNS, places.reshape(-1, len(_OBJECT_COLUMNS)).T, strict=True))
+            found.append((vectors.reshape(-1, dim), columns))
+        return found
+
+    return encoded
+
+
+# ----------------------------------------------------------------------------------------------------------- parts
+
+
+def _write_parts(
+    config: EmbedConfig,
+    files: ImageFiles,
+    names: Sequence[str],
+    encoder: PatchEncoder,
+    settings: ObjectSettings,
+    dim: int,
+    encode: Callable[[Sequence[PreparedImage]], Encoded],
+    out: Path,
+    progress: Phases,
+) -> Embedded:
+    """Encode and write the parts that are not there yet; images are read ahead across parts."""
+    size = _images_in_part(config, settings, dim)
+    parts = [names[start : start + size] for start in range(0, len(names), size)]
+    missing = [number for number in range(len(parts)) if not part_path(out / PARTS, number, config.format).exists()]
+    reused = len(names) - sum(len(parts[number]) for number in missing)
+
+    def read(name: str) -> _Read:
+        try:
+            return _Read(name, read_prepared(Path(files.folder) / name, encoder, settings))
+        except UnreadableImage as error:
+            return _Read(name, reason=error.reason)
+
+    images = map_ahead(
+        read,
+        (name for number in missing for name in parts[number]),
+        threads=max(1, resolve_workers(config.workers)),
+        ahead=4 * config.batch_size,
+        nbytes=lambda _, read: None if read is None else read.nbytes,
+    )
+    started, done = time.perf_counter(), reused
+    progress("images", done, len(names))
+    try:
+        for number in missing:
+            rows: list[tuple[int, np.ndarray, dict[str, np.ndarray]]] = []
+            own = islice(images, len(parts[number]))
+            for first, batch in _batches(own, config.batch_size):
+                rows += _encode(batch, first, encode, out)
+                done += len(batch)
+                progress("images", done, len(names))
+            write_part(out / PARTS, number, config.format, _joined(parts[number], rows, config, dim))
+    finally:
+        images.close()
+    return Embedded(out, len(names), reused, _skipped(out), time.perf_counter() - started)
+
+
+def _images_in_part(config: EmbedConfig, settings: ObjectSettings, dim: int) -> int:
+    """So few images that a part fits into memory, whatever their sizes; the same each time a run is resumed."""
+    rows = {"global": 1, "patches": _MOST_PATCHES, "objects": settings.num_objects}[config.features]
+    return min(_MOST_IMAGES, max(1, BUDGET // (rows * dim * 4)))
+
+
+def _batches(images: Iterator[_Read], size: int) -> Iterator[tuple[int, list[_Read]]]:
+    """Batches of images, each with the place of its first one."""
+    first = 0
+    while batch := list(islice(images, size)):
+        yield first, batch
+        first += len(batch)
+
+
+def _encode(
+    batch: list[_Read], first: int, encode: Callable[[Sequence[PreparedImage]], Encoded], out: Path
+) -> list[tuple[int, np.ndarray, dict[str, np.ndarray]]]:
+    """Rows of a batch with the place of their image in the part; images that cannot be read are noted."""
+    readable = [(place, read.prepared) for place, read in enumerate(batch, start=first) if read.prepared is not None]
+    if len(readable) < len(batch):
+        with (out / SKIPPED).open("a", encoding="utf-8") as file:
+            for read in batch:
+                if read.prepared is None:
+                    log.warning("skipped %s: %s", read.name, read.reason)
+                    file.write(json.dumps({"image": read.name, "reason": read.reason}) + "\n")
+    found = encode([prepared for _, prepared in readable]) if readable else []
+    return [(place, *rows) for (place, _), rows in zip(readable, found, strict=True)]
+
+
+def _joined(
+    names: Sequence[str], rows: list[tuple[int, np.ndarray, dict[str, np.ndarray]]], config: EmbedConfig, dim: int
+) -> Rows:
+    places = {"global": (), "patches": ("row", "column"), "objects": _OBJECT_COLUMNS}[config.features]
+    none = np.empty(0, dtype=np.int32)
+    columns = {
+        "image": np.concatenate([none, *(np.full(len(part), place, dtype=np.int32) for place, part, _ in rows)]),
+        **{name: np.concatenate([none, *(own[name] for *_, own in rows)]) for name in places},
+    }
+    embedding = np.concatenate([np.empty((0, dim), dtype=np.float32), *(part for _, part, _ in rows)])
+    return Rows(list(names), columns, embedding.astype(config.precision))
+
+
+def _skipped(out: Path) -> dict[str, str]:
+    """Images that could not be read, in this run or before it was resumed, with the reasons."""
+    if not (out / SKIPPED).is_file():
+        return {}
+    skipped: dict[str, str] = {}
+    for line in (out / SKIPPED).read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:  # the last line of a process that was killed
+            continue
+        skipped[entry["image"]] = entry["reason"]
+    return skipped

@@ -1,0 +1,87 @@
+"""Files of features: rows with the image that each belongs to, as Parquet, NumPy or safetensors."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors.numpy
+from jaxtyping import Float, Int
+
+from cribo.embedding.config import Format
+from cribo.errors import MissingPackage
+from cribo.files import write_whole
+
+
+class Rows(NamedTuple):
+    """Features of some images.
+
+    Attributes:
+        names: of the images.
+        columns: what each row is of; `image` is a place in `names`.
+        embedding: a row for each image, patch or object.
+    """
+
+    names: list[str]
+    columns: Mapping[str, Int[np.ndarray, " n"]]
+    embedding: Float[np.ndarray, "n d"]
+
+
+def _write_parquet(path: Path, rows: Rows) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    flat = pa.array(np.ascontiguousarray(rows.embedding).reshape(-1))
+    table = {
+        "image": pa.array([rows.names[place] for place in rows.columns["image"]], pa.string()),
+        **{name: pa.array(values) for name, values in rows.columns.items() if name != "image"},
+        "embedding": pa.FixedSizeListArray.from_arrays(flat, rows.embedding.shape[1]),
+    }
+    pq.write_table(pa.table(table), path)
+
+
+def _write_numpy(path: Path, rows: Rows) -> None:
+    with path.open("wb") as file:  # given a name, NumPy would add its own suffix to it
+        np.savez(file, names=np.array(rows.names, dtype=np.str_), **rows.columns, embedding=rows.embedding)
+
+
+def _write_safetensors(path: Path, rows: Rows) -> None:
+    tensors = {**rows.columns, "embedding": rows.embedding}
+    safetensors.numpy.save_file(
+        {name: np.ascontiguousarray(values) for name, values in tensors.items()},
+        path,
+        metadata={"names": json.dumps(rows.names)},
+    )
+
+
+_WRITERS: Mapping[Format, tuple[str, Callable[[Path, Rows], Any]]] = {
+    "parquet": (".parquet", _write_parquet),
+    "numpy": (".npz", _write_numpy),
+    "safetensors": (".safetensors", _write_safetensors),
+}
+
+
+def require_writer(kind: Format) -> None:
+    """Raise MissingPackage if the library of a format is not installed."""
+    if kind == "parquet":
+        try:
+            import pyarrow.parquet  # noqa: F401
+        except ImportError as error:
+            raise MissingPackage(
+                '--format parquet needs pyarrow: pip install "cribo-ssl[search]", or use --format numpy'
+            ) from error
+
+
+def part_path(folder: Path, number: int, kind: Format) -> Path:
+    """Where a part is written."""
+    return folder / f"part-{number:05d}{_WRITERS[kind][0]}"
+
+
+def write_part(folder: Path, number: int, kind: Format, rows: Rows) -> None:
+    """Write a part, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_whole(part_path(folder, number, kind), lambda part: _WRITERS[kind][1](part, rows))
