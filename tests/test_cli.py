@@ -142,8 +142,8 @@ def test_values_that_do_not_fit_are_refused_before_anything_is_made(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--resume", "nothing"], "there is no run to resume"),
-        (["--resume", "--out", "nothing"], "there is no run in nothing to resume"),
+        (["--resume", "nothing"], "it is not a run that can be resumed"),
+        (["--resume", "--out", "nothing"], "no run to resume in nothing"),
         (["--resume", "a", "--name", "b"], "--name does not go with --resume"),
         (["--resume", "a", "--minutes", "3"], "--minutes does not go with --resume"),
         (["--resume", "run", "--optim.lr", "0.1"], "optim.lr cannot change when a run is resumed"),
