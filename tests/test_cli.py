@@ -159,8 +159,8 @@ def test_invalid_values_are_refused_before_any_file_is_written(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--resume", "nothing"], "there is no run to resume"),
-        (["--resume", "--out", "nothing"], "there is no run in nothing to resume"),
+        (["--resume", "nothing"], "it is not a run that can be resumed"),
+        (["--resume", "--out", "nothing"], "no run to resume in nothing"),
         (["--resume", "a", "--name", "b"], "--name does not go with --resume"),
         (["--resume", "a", "--minutes", "3"], "--minutes does not go with --resume"),
         (["--resume", "run", "--optim.lr", "0.1"], "optim.lr cannot change when a run is resumed"),

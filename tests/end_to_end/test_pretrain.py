@@ -1,4 +1,4 @@
-"""From real files to a trained backbone, as a user does it."""
+"""From image files to a trained backbone, with the user's commands."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def test_from_python(tmp_path: Path, images: Path, config: Path) -> None:
 
 
 @pytest.mark.skipif(not COMMAND.exists(), reason="needs the package to be installed")
-def test_the_command_answers_without_waiting_for_torch() -> None:
+def test_the_help_does_not_import_torch() -> None:
     program = "import sys; from cribo.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0

@@ -1,4 +1,4 @@
-"""Every command that takes a backbone takes one with a linear layer behind its features, and reads its channels."""
+"""Every command with a backbone supports a linear layer after its features, and reads its channels."""
 
 import json
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def save_with_readout(kind: str, folder: Path) -> Path:
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A labelled set of coloured blocks; its training images double as examples for `segment`."""
+    """A labelled set of coloured blocks; its training images are also examples for `segment`."""
     monkeypatch.chdir(tmp_path)
     generator = np.random.default_rng(0)
     for split, count in (("train", 6), ("val", 3)):
@@ -70,7 +70,7 @@ def test_commands_read_its_channels(command: str, kind: str, data: Path, capsys:
     if command == "dense-nn":
         about = json.loads(Path("out/results.json").read_text())["backbone"]
         assert about["embed_dim"] == WIDTH
-        assert f"they include a linear layer behind the features, of {WIDTH} channels" in about["notes"]
+        assert f"they include a linear layer after the features, of {WIDTH} channels" in about["notes"]
     if command == "index":
         assert ObjectDatabase.open("out").info.dim == WIDTH
         words = "search --db out --image set/images/val/1.png --point 10,10 --k 2 --out found"
@@ -86,7 +86,7 @@ def test_commands_read_its_channels(command: str, kind: str, data: Path, capsys:
         ("segment", "--blocks", "blocks must be at most 2, the depth of vit_tiny_patch16_224, got 3"),
     ],
 )
-def test_commands_refuse_more_blocks_than_it_reads(
+def test_commands_reject_more_blocks_than_the_layer_reads(
     command: str, option: str, message: str, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_with_readout("vit", data / "mine")
@@ -95,8 +95,8 @@ def test_commands_refuse_more_blocks_than_it_reads(
     assert not Path("out").exists()
 
 
-def test_training_goes_on_behind_it(tiny: Callable[..., PretrainConfig], tmp_path: Path) -> None:
-    """A run from such weights keeps the layer as it is, in its checkpoints too."""
+def test_training_keeps_the_layer(tiny: Callable[..., PretrainConfig], tmp_path: Path) -> None:
+    """A run from such weights does not change the layer, which is also in its checkpoints."""
     name, args = NETWORKS["vit"]
     source = save_with_readout("vit", tmp_path / "mine")
     config = tiny({

@@ -83,7 +83,7 @@ def test_folders_store_the_readout_as_classifier(target: str, kind: str, network
     assert config["num_classes"] == config["pretrained_cfg"]["num_classes"] == 5
     again = load_backbone(tmp_path / "out")
     assert again.loaded is not None
-    assert "they include a linear layer behind the features, of 5 channels" in again.loaded.notes
+    assert "they include a linear layer after the features, of 5 channels" in again.loaded.notes
     assert again.fingerprint() == backbone.fingerprint()
 
 
@@ -96,8 +96,8 @@ def test_graphs_include_the_readout(target: str, kind: str, network: Network, tm
     assert "the readout layer is part of the graph" in report.notes
 
 
-def test_more_blocks_than_the_readout_reads_are_refused(network: Network, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"layers must be 1, got 2: .* has a linear layer behind its features"):
+def test_more_blocks_than_it_reads_are_refused(network: Network, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"layers must be 1, got 2: .* has a linear layer after its features"):
         export_backbone(make("vit", network), "onnx", tmp_path / "out", layers=2)
     assert not list(tmp_path.iterdir())
 

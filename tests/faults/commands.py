@@ -1,4 +1,4 @@
-"""Commands that are started as a user starts them, watched from outside, and killed."""
+"""Start, watch and kill commands as a user would."""
 
 import contextlib
 import itertools
@@ -18,7 +18,7 @@ from typing import Any
 WITHOUT_PICTURES = "import cribo.pretraining.run as run; run.write_report = lambda *args, **kwargs: []"
 """A prelude for runs whose pictures nobody looks at: they take longer than the training."""
 
-# The command `cribo`, in a process that has imported already what takes seconds.
+# The command `cribo`, in a process with imported packages.
 _PROGRAM = """
 import multiprocessing, os, sys
 multiprocessing.set_start_method(None, force=True)  # a command's own, not that of the process it was forked from
@@ -34,8 +34,8 @@ sys.exit(cli.main(words))
 """
 
 
-def working_in(folder: Path) -> list[int]:
-    """The living processes whose working directory is a folder: a process hands its own on to all that it starts."""
+def processes_in(folder: Path) -> list[int]:
+    """Return the running processes with this working directory, which child processes inherit."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -45,13 +45,13 @@ def working_in(folder: Path) -> list[int]:
 
 
 @dataclass
-class Started:
-    """A command that was started, and everything that it starts itself.
+class RunningCommand:
+    """A running command and its child processes.
 
     Attributes:
-        pid: of the command.
-        folder: its working directory, and of nobody else.
-        wait: waits for so many seconds, and returns the status: minus the signal that ended it, None if nothing did.
+        pid: process id of the command.
+        folder: working directory, used by no other command.
+        wait: wait for some seconds, and return the exit status: negative for a signal, None if still running.
     """
 
     pid: int
@@ -59,25 +59,25 @@ class Started:
     wait: Callable[[float], int | None]
 
     @property
-    def said(self) -> str:
-        """All that the command and what it started have printed."""
+    def output(self) -> str:
+        """Output of the command and its child processes."""
         return (self.folder / "log").read_text(errors="replace")
 
-    def living(self) -> list[int]:
-        """Its processes."""
-        return working_in(self.folder)
+    def processes(self) -> list[int]:
+        """Return the running processes of the command."""
+        return processes_in(self.folder)
 
     def kill(self, *, all_of_it: bool) -> None:
-        """SIGKILL to the command, alone or with everything that it has started."""
-        for pid in {self.pid, *(self.living() if all_of_it else ())}:
+        """Send SIGKILL to the command, alone or with its child processes."""
+        for pid in {self.pid, *(self.processes() if all_of_it else ())}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def seconds_to_the_end(of: Sequence[Started], limit: float) -> float:
-    """How long it takes from now until no process of these is left; infinite if it is longer than `limit`."""
+def seconds_until_ended(of: Sequence[RunningCommand], limit: float) -> float:
+    """Return the seconds until no process is left; infinite if longer than `limit`."""
     began = time.monotonic()
-    while any(started.living() for started in of):
+    while any(started.processes() for started in of):
         if time.monotonic() - began > limit:
             return float("inf")
         time.sleep(0.05)
@@ -85,28 +85,28 @@ def seconds_to_the_end(of: Sequence[Started], limit: float) -> float:
 
 
 class Commands:
-    """Starts commands, each in a working directory of its own.
+    """Starts commands, each in its own working directory.
 
     Args:
-        folder: of these.
+        folder: parent of the working directories.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.started: list[Started] = []
+        self.started: list[RunningCommand] = []
         self._numbers = itertools.count()
         self._program = folder / "program.py"
         self._program.write_text(_PROGRAM)
         self._forks = multiprocessing.get_context("forkserver")
         self._forks.set_forkserver_preload(["cribo.pretraining.run", "torch._dynamo"])
 
-    def fork(self, *words: object, environment: Mapping[str, str] | None = None, prelude: str = "") -> Started:
-        """Start `cribo` with these words in a process that has imported already what takes seconds.
+    def fork(self, *words: object, environment: Mapping[str, str] | None = None, prelude: str = "") -> RunningCommand:
+        """Start `cribo` with these words in a process with imported packages.
 
         Args:
-            words: of the command line.
-            environment: of it, added to this one.
-            prelude: Python that it executes first.
+            words: arguments of the command line.
+            environment: variables added to the environment.
+            prelude: Python code to run first.
         """
         folder = self._new_folder()
         given: dict[str, Any] = {
@@ -123,10 +123,10 @@ class Commands:
             process.join(seconds)
             return process.exitcode
 
-        return self._add(Started(process.pid, folder, wait))
+        return self._add(RunningCommand(process.pid, folder, wait))
 
-    def run(self, *words: object, environment: Mapping[str, str] | None = None) -> Started:
-        """Start `python -m` with these words, as a user does."""
+    def run(self, *words: object, environment: Mapping[str, str] | None = None) -> RunningCommand:
+        """Start `python -m` with these words."""
         folder = self._new_folder()
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(
@@ -144,10 +144,10 @@ class Commands:
                 process.wait(seconds)
             return process.returncode
 
-        return self._add(Started(process.pid, folder, wait))
+        return self._add(RunningCommand(process.pid, folder, wait))
 
-    def fork_all(self, processes: int, *words: object, prelude: str = "") -> list[Started]:
-        """Start `cribo` in so many processes of one run, with what torchrun would tell each."""
+    def fork_all(self, processes: int, *words: object, prelude: str = "") -> list[RunningCommand]:
+        """Start `cribo` in several processes of one run, with the environment set by torchrun."""
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = str(found.getsockname()[1])
@@ -160,9 +160,9 @@ class Commands:
         ]
 
     def end(self) -> None:
-        """Leave none behind, whatever has become of a test."""
+        """Kill all processes that are left after a test."""
         for started in self.started:
-            for pid in started.living():
+            for pid in started.processes():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             started.wait(60)
@@ -172,6 +172,6 @@ class Commands:
         folder.mkdir()
         return folder
 
-    def _add(self, started: Started) -> Started:
+    def _add(self, started: RunningCommand) -> RunningCommand:
         self.started.append(started)
         return started

@@ -1,4 +1,4 @@
-"""What runs survive, in figures: small ones every time, and large ones by `pytest tests/faults --endurance -s`."""
+"""Measured fault tests: small ones by default, large ones with `pytest tests/faults --endurance -s`."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ _FIGURES = pytest.StashKey[list[str]]()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print what was measured, for it is what these tests are for."""
+    """Print the measurements."""
     found = config.stash.get(_FIGURES, [])
     if found:
         terminalreporter.section("reliability figures")
@@ -20,7 +20,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session")
 def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Notes a line for the summary at the end, and prints it at once."""
+    """Print a line now and in the summary at the end."""
 
     def note(line: str) -> None:
         sys.stdout.write(f"\n{line}\n")
@@ -31,14 +31,14 @@ def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 @pytest.fixture(scope="session")
 def endurance(request: pytest.FixtureRequest) -> bool:
-    """Whether the large sizes are asked for."""
+    """Whether --endurance is set."""
     return bool(request.config.getoption("--endurance"))
 
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     if not sys.platform.startswith("linux"):
-        pytest.skip("finds processes as Linux lists them")
+        pytest.skip("needs Linux's /proc")
     made = Commands(tmp_path_factory.mktemp("processes").resolve())
     yield made
     made.end()

@@ -1,4 +1,4 @@
-"""What runs have left, and whether it is the same."""
+"""Compare the results of runs."""
 
 import csv
 from pathlib import Path
@@ -17,14 +17,14 @@ def rows_of(run: Path) -> list[dict[str, str]]:
 
 
 def last_row(run: Path) -> int:
-    """The last step that metrics.csv tells of, 0 if it tells of none; the end of the file may be half a row."""
+    """Return the last step in metrics.csv, 0 if there is none; the last row may be incomplete."""
     path = run / "metrics.csv"
     rows = path.read_text().splitlines(keepends=True)[1:] if path.is_file() else []
     return max((int(row.partition(",")[0]) for row in rows if row.endswith("\n")), default=0)
 
 
 def files_of(run: Path) -> set[str]:
-    """What a run has left, but for its pictures, and its logs for TensorBoard, of which each start has its own."""
+    """Return the files of a run, except figures and TensorBoard logs, of which each start writes one."""
     return {
         str(path.relative_to(run))
         for path in run.rglob("*")
@@ -33,7 +33,7 @@ def files_of(run: Path) -> set[str]:
 
 
 def assert_identical(found: Any, expected: Any, where: str = "checkpoint") -> None:
-    """The same bit for bit, in whatever dictionaries and lists."""
+    """Assert bitwise equality, within dictionaries and lists."""
     assert type(found) is type(expected), where
     if isinstance(expected, torch.Tensor):
         assert found.dtype == expected.dtype, where
@@ -51,7 +51,7 @@ def assert_identical(found: Any, expected: Any, where: str = "checkpoint") -> No
 
 
 def assert_same_run(run: Path, whole: Path) -> None:
-    """Equal bit for bit: the exported backbone, metrics.csv without its clock, and all that the checkpoints hold."""
+    """Assert bitwise equality of exported backbone, metrics.csv without times, and checkpoints."""
     assert rows_of(run) == rows_of(whole)
     assert files_of(run) == files_of(whole)
     assert (run / "backbone.safetensors").read_bytes() == (whole / "backbone.safetensors").read_bytes()
@@ -62,5 +62,5 @@ def assert_same_run(run: Path, whole: Path) -> None:
 
 def _content(path: Path) -> dict[str, Any]:
     content = torch.load(path, weights_only=True)
-    del content["loops"]  # in which Lightning counts how often an epoch was begun
+    del content["loops"]  # Lightning counts how often an epoch was started
     return content

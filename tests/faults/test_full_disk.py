@@ -1,4 +1,4 @@
-"""A disk that is full for a while costs a run nothing but what it could not write meanwhile."""
+"""A temporarily full disk affects only what could not be written."""
 
 import shutil
 import subprocess
@@ -28,18 +28,18 @@ CHANGES: dict[str, Any] = {
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 16 MiB."""
+    """Mount a file system of 16 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
     if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("may not mount a file system")
+        pytest.skip("needs permission to mount a file system")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def fill(path: Path) -> None:
-    """Write a file until there is room for nothing more."""
+    """Write a file until the disk is full."""
     with path.open("wb", buffering=0) as file:
         for size in (2**20, 2**12, 1):
             try:
@@ -49,25 +49,25 @@ def fill(path: Path) -> None:
                 continue
 
 
-def test_a_disk_that_is_full_for_a_while(
+def test_a_temporarily_full_disk(
     tmp_path: Path, disk: Path, tiny: Callable[..., PretrainConfig], commands: Commands, figure: Callable[[str], None]
 ) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(dump_config(tiny(CHANGES)))
     words = ("pretrain", "--config", config, "--continue", "--name")
     whole = commands.fork(*words, "whole", "--out", tmp_path, prelude=WITHOUT_PICTURES)
-    assert whole.wait(600) == 0, whole.said[-5000:]
+    assert whole.wait(600) == 0, whole.output[-5000:]
 
     begun = commands.fork(*words, "run", "--out", disk, prelude=WITHOUT_PICTURES)
     while last_row(disk / "run") < 10:
-        assert begun.wait(0.002) is None, begun.said[-5000:]
+        assert begun.wait(0.002) is None, begun.output[-5000:]
     fill(disk / "filler")
-    while begun.said.count("could not save") < 4:
-        assert begun.wait(0.01) is None, begun.said[-5000:]
+    while begun.output.count("could not save") < 4:
+        assert begun.wait(0.01) is None, begun.output[-5000:]
     (disk / "filler").unlink()
-    assert begun.wait(600) == 0, begun.said[-5000:]
+    assert begun.wait(600) == 0, begun.output[-5000:]
     assert_same_run(disk / "run", tmp_path / "whole")
-    saves, rows = (begun.said.count(what) for what in ("could not save", "could not write to"))
+    saves, rows = (begun.output.count(what) for what in ("could not save", "could not write to"))
     assert rows
     figure(
         f"a disk that was full while {saves} saves and {rows} writes of numbers failed: the run went on; weights, "

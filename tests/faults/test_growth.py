@@ -1,4 +1,4 @@
-"""A run that goes on for long takes no more memory, files, threads or processes than a short one."""
+"""A long run uses no more memory, files, threads or processes than a short one."""
 
 import contextlib
 import time
@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy.stats import theilslopes
-from tests.faults.commands import Commands, Started
+from tests.faults.commands import Commands, RunningCommand
 
 from cribo.pretraining import PretrainConfig
 from cribo.pretraining.presets import dump_config
 
 pytestmark = pytest.mark.slow
 
-# Steps of a few milliseconds; everything on that a run does now and then.
+# Steps of a few milliseconds, with all periodic work on.
 SMALL: dict[str, Any] = {
     "data.scenes.count": 400,
     "data.scenes.size": 24,
@@ -40,10 +40,10 @@ STEPS_PER_EPOCH = 100
 
 @dataclass
 class Usage:
-    """What the processes of a run use together, at a step.
+    """Resources used by all processes of a run, at a step.
 
     Attributes:
-        kib: resident memory in KiB; pages that processes share count for each.
+        kib: resident memory in KiB; shared pages count for each process.
     """
 
     step: int
@@ -53,12 +53,12 @@ class Usage:
     processes: int
 
 
-def usage(started: Started, metrics: Path) -> Usage | None:
-    """What is used now; None if no step has been noted yet, or a process ended meanwhile."""
+def usage(started: RunningCommand, metrics: Path) -> Usage | None:
+    """Return the current usage; None if no step is recorded yet, or a process ended meanwhile."""
     with contextlib.suppress(OSError, LookupError, ValueError):
         step = int(metrics.read_text().splitlines()[-1].partition(",")[0])
         found = Usage(step, 0, 0, 0, 0)
-        for pid in started.living():
+        for pid in started.processes():
             fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
             found.kib += int(fields["VmRSS"].split()[0])
             found.threads += int(fields["Threads"])
@@ -68,14 +68,14 @@ def usage(started: Started, metrics: Path) -> Usage | None:
     return None
 
 
-def watch(started: Started, metrics: Path, pause: float) -> list[Usage]:
-    """Looks until the run ends."""
+def watch(started: RunningCommand, metrics: Path, pause: float) -> list[Usage]:
+    """Measure until the run ends."""
     seen: list[Usage] = []
     while started.wait(pause) is None:
         now = usage(started, metrics)
         if now is not None:
             seen.append(now)
-    assert started.wait(0) == 0, started.said[-5000:]
+    assert started.wait(0) == 0, started.output[-5000:]
     return seen
 
 
@@ -100,7 +100,7 @@ def test_nothing_grows(
     started = commands.fork("pretrain", "--config", tmp_path / "config.yaml", "--out", tmp_path, "--name", "run")
     seen = watch(started, tmp_path / "run" / "metrics.csv", steps / 30_000)
     seconds = time.monotonic() - began
-    # At its end a run draws pictures, which takes memory of its own.
+    # At the end, a run draws figures, which needs memory.
     seen = [each for each in seen if warm_up <= each.step < steps]
     assert len(seen) > 30
     of_step = np.array([each.step for each in seen])
@@ -118,6 +118,6 @@ def test_nothing_grows(
     )
     assert 1024 * slope < kib_a_step
     if workers and not endurance:
-        del counts["files"]  # batches that wait lie in files, and how many do changes in so short a time
+        del counts["files"]  # queued batches are in files, whose number varies in a short run
     for name, (first, last) in counts.items():
         assert last <= first, name

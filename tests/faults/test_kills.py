@@ -1,4 +1,4 @@
-"""A run that is killed again and again, and started again by the same command, ends as one that never was."""
+"""A run that is killed and restarted repeatedly has the results of an uninterrupted one."""
 
 import collections
 import os
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from tests.faults.commands import WITHOUT_PICTURES, Commands, Started, seconds_to_the_end
+from tests.faults.commands import WITHOUT_PICTURES, Commands, RunningCommand, seconds_until_ended
 from tests.faults.runs import assert_same_run, last_row
 
 from cribo.pretraining import PretrainConfig
@@ -40,12 +40,12 @@ WRITTEN_AT_THE_END = ("checkpoints", "backbone.safetensors", "report/losses.png"
 
 @dataclass
 class Kill:
-    """Where a SIGKILL fell.
+    """Record of a SIGKILL.
 
     Attributes:
         moment: starting, step, checkpoint or report.
-        alone: the command was killed, and its loader's workers were left.
-        step: the last one that metrics.csv told of.
+        alone: whether only the command was killed, not its loader's workers.
+        step: last step in metrics.csv.
         cleared: seconds until the last process was gone.
     """
 
@@ -55,17 +55,17 @@ class Kill:
     cleared: "Future[float]"
 
 
-class Victim:
-    """One run, started by the same words every time.
+class KilledRun:
+    """A run that is started by the same command every time.
 
     Args:
-        folder: of the run.
-        steps: that it has.
-        start: starts it.
-        draw: where the moments come from.
+        folder: folder of the run.
+        steps: number of steps.
+        start: function that starts the run.
+        draw: source of the random moments.
     """
 
-    def __init__(self, folder: Path, steps: int, start: Callable[[], Started], draw: random.Random) -> None:
+    def __init__(self, folder: Path, steps: int, start: Callable[[], RunningCommand], draw: random.Random) -> None:
         self.folder, self.steps, self.start, self.draw = folder, steps, start, draw
         self.kills: list[Kill] = []
         self._left: set[Path] = set()
@@ -83,15 +83,15 @@ class Victim:
         self._left = self._parts()
         started = self.start()
         for _ in self._moments[moment](started):
-            assert started.wait(0) is None, f"ended before it was to be killed: {started.said[-5000:]}"
+            assert started.wait(0) is None, f"ended before the kill: {started.output[-5000:]}"
         started.kill(all_of_it=not alone)
-        cleared = self._watchers.submit(seconds_to_the_end, [started], SECONDS_TO_CLEAR)
-        assert started.wait(60) == -signal.SIGKILL, started.said[-5000:]
+        cleared = self._watchers.submit(seconds_until_ended, [started], SECONDS_TO_CLEAR)
+        assert started.wait(60) == -signal.SIGKILL, started.output[-5000:]
         self.kills.append(Kill(self._fell(before), alone, last_row(self.folder), cleared))
 
     @property
     def half_written(self) -> bool:
-        """Whether there is a checkpoint that is not whole, beside those that kills before have left."""
+        """Whether there is a partial checkpoint, in addition to those left by earlier kills."""
         return bool(self._parts() - self._left)
 
     @property
@@ -109,28 +109,28 @@ class Victim:
             return "report"
         return "step" if last_row(self.folder) > before else "starting"
 
-    # Each of these waits for its moment and yields now and then, so that an early end is found.
+    # Each of these waits for its moment and yields regularly, so that an early end is detected.
 
-    def _starting(self, started: Started) -> Iterator[None]:
+    def _starting(self, started: RunningCommand) -> Iterator[None]:
         yield from _pause(self.draw.uniform(0, 1.5))
 
-    def _step(self, started: Started) -> Iterator[None]:
+    def _step(self, started: RunningCommand) -> Iterator[None]:
         last = last_row(self.folder) + 2 * self.draw.randint(1, 4)
         while last_row(self.folder) < last:
             yield from _pause(0.002)
         yield from _pause(self.draw.uniform(0, 0.1))
 
-    def _checkpoint(self, started: Started) -> Iterator[None]:
+    def _checkpoint(self, started: RunningCommand) -> Iterator[None]:
         while True:
             while not self.half_written:
                 yield from _pause(0.0005)
             yield from _pause(self.draw.uniform(0, 0.02))
-            os.kill(started.pid, signal.SIGSTOP)  # so that what is seen is so when the kill comes
+            os.kill(started.pid, signal.SIGSTOP)  # so that the state does not change before the kill
             if self.half_written:
                 return
             os.kill(started.pid, signal.SIGCONT)
 
-    def _report(self, started: Started) -> Iterator[None]:
+    def _report(self, started: RunningCommand) -> Iterator[None]:
         reached = self.folder / self.draw.choice(WRITTEN_AT_THE_END)
         while not (self.trained and reached.exists()):
             yield from _pause(0.002)
@@ -141,7 +141,7 @@ def _pause(seconds: float) -> Iterator[None]:
     yield
 
 
-def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(
+def test_a_run_killed_at_random_moments_has_identical_results(
     tmp_path: Path,
     tiny: Callable[..., PretrainConfig],
     commands: Commands,
@@ -161,13 +161,13 @@ def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(
     config.write_text(dump_config(tiny({**CHANGES, "optim.epochs": epochs})))
     words = ("pretrain", "--config", config, "--out", tmp_path, "--continue", "--name")
     whole = commands.fork(*words, "whole", prelude=WITHOUT_PICTURES)
-    assert whole.wait(600) == 0, whole.said[-5000:]
+    assert whole.wait(600) == 0, whole.output[-5000:]
 
-    victim = Victim(tmp_path / "run", epochs * STEPS_PER_EPOCH, lambda: commands.fork(*words, "run"), draw)
+    victim = KilledRun(tmp_path / "run", epochs * STEPS_PER_EPOCH, lambda: commands.fork(*words, "run"), draw)
     for turn, moment in enumerate(moments):
         victim.kill(moment, alone=turn % 2 == 0)
     last = victim.start()
-    assert last.wait(600) == 0, last.said[-5000:]
+    assert last.wait(600) == 0, last.output[-5000:]
 
     assert_same_run(victim.folder, tmp_path / "whole")
     assert all(Image.open(path).width > 100 for path in (victim.folder / "report").glob("*.png"))

@@ -1,4 +1,4 @@
-"""When one of several processes is killed, the others end soon, and the same command goes on with the run."""
+"""If one of several processes is killed, the others end soon, and the same command resumes the run."""
 
 import os
 import random
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.commands import WITHOUT_PICTURES, Commands, Started, seconds_to_the_end
+from tests.faults.commands import WITHOUT_PICTURES, Commands, RunningCommand, seconds_until_ended
 from tests.faults.runs import assert_same_run, last_row
 
 from cribo.pretraining import PretrainConfig
@@ -27,7 +27,7 @@ CHANGES: dict[str, Any] = {
 NOBODY, LIGHTNING, TORCHRUN = "nobody", "Lightning's launcher", "torchrun"
 
 
-def begin(launcher: str, commands: Commands, *words: object) -> list[Started]:
+def begin(launcher: str, commands: Commands, *words: object) -> list[RunningCommand]:
     """Start two processes of one run."""
     if launcher == NOBODY:
         return commands.fork_all(2, *words, prelude=WITHOUT_PICTURES)
@@ -36,12 +36,12 @@ def begin(launcher: str, commands: Commands, *words: object) -> list[Started]:
     return [commands.run(*launched, "cribo.cli", *words, "--runtime.devices", "2")]
 
 
-def process_of(rank: int, begun: Sequence[Started]) -> int:
-    """The process that trains on a device."""
+def process_of(rank: int, begun: Sequence[RunningCommand]) -> int:
+    """Return the process that trains on a device."""
     if len(begun) > 1:
         return begun[rank].pid
-    ranks = {pid: _environment(pid).get("LOCAL_RANK") for pid in begun[0].living()}
-    # A loader's worker has its parent's environment. The first process of those that Lightning starts is the command.
+    ranks = {pid: _environment(pid).get("LOCAL_RANK") for pid in begun[0].processes()}
+    # A loader's worker has its parent's environment. With Lightning's launcher, the command itself is rank 0.
     found = [pid for pid, own in ranks.items() if own == str(rank) and ranks.get(_parent(pid)) != own]
     (pid,) = found or [begun[0].pid]
     return pid
@@ -60,14 +60,14 @@ def _parent(pid: int) -> int:
 @pytest.mark.parametrize(
     ("launcher", "rank"),
     [
-        (NOBODY, 1),  # the others need Python to start several times
+        (NOBODY, 1),  # the others start Python several times
         *(
             pytest.param(*case, marks=pytest.mark.endurance)
             for case in ((LIGHTNING, 0), (LIGHTNING, 1), (TORCHRUN, 0), (TORCHRUN, 1), (NOBODY, 0))
         ),
     ],
 )
-def test_the_others_end_and_the_run_goes_on(
+def test_the_others_end_and_the_run_resumes(
     launcher: str,
     rank: int,
     tmp_path: Path,
@@ -83,27 +83,27 @@ def test_the_others_end_and_the_run_goes_on(
     begun = begin(launcher, commands, *words, "run")
     last = draw.randint(4, 15)
     while last_row(run) < last:
-        assert all(each.wait(0.002) is None for each in begun), "".join(each.said[-5000:] for each in begun)
+        assert all(each.wait(0.002) is None for each in begun), "".join(each.output[-5000:] for each in begun)
     time.sleep(draw.uniform(0, 0.1))
     os.kill(process_of(rank, begun), signal.SIGKILL)
     step = last_row(run)
-    seconds = seconds_to_the_end(begun, LIMIT)
+    seconds = seconds_until_ended(begun, LIMIT)
     figure(
         f"SIGKILL to process {rank} of 2, started by {launcher}, after step {step}: all are gone {seconds:.1f} s later"
     )
     assert seconds < LIMIT
     assert all(each.wait(10) not in (0, None) for each in begun)
-    said = "".join(each.said for each in begun)
+    said = "".join(each.output for each in begun)
     causes = {
         NOBODY: ("by peer",),
-        LIGHTNING: ("terminated with code -9", "by peer"),  # whichever notices first
+        LIGHTNING: ("terminated with code -9", "by peer"),  # depends on which is detected first
         TORCHRUN: ("Signal 9 (SIGKILL) received",),
     }
-    if (launcher, rank) != (LIGHTNING, 0):  # who would tell has been killed
+    if (launcher, rank) != (LIGHTNING, 0):  # the process that would log it was killed
         assert any(cause in said for cause in causes[launcher]), said[-5000:]
 
     again = begin(launcher if endurance else NOBODY, commands, *words, "run")
     whole = begin(NOBODY, commands, *words, "whole")
     for process in (*again, *whole):
-        assert process.wait(600) == 0, process.said[-5000:]
+        assert process.wait(600) == 0, process.output[-5000:]
     assert_same_run(run, tmp_path / "whole")

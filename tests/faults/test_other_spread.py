@@ -1,4 +1,4 @@
-"""A run that is stopped in the middle of an epoch goes on with another number of processes as if nothing had been."""
+"""A run that is stopped within an epoch resumes on another number of processes with equal results."""
 
 import shutil
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from cribo.training.checkpoints import checkpoint_files
 
 pytestmark = pytest.mark.slow
 
-TOLERANCE = 1e-9  # of losses, relatively; of weights, centres, the optimiser's state and the bank, absolutely
+TOLERANCE = 1e-9  # relative for losses; absolute for weights, centres, optimiser state and bank
 STEPS_PER_EPOCH, EPOCHS = 5, 3
 STEPS, STOP = STEPS_PER_EPOCH * EPOCHS, 8
 CHANGES: dict[str, Any] = {
@@ -33,10 +33,10 @@ CHANGES: dict[str, Any] = {
     "optim.freeze_last_layers_epochs": 0,
     "optim.clip": 0.3,
     "runtime.precision": "64-true",
-    "runtime.log_every": 100,  # what was not read stays in the checkpoints, with all its digits
+    "runtime.log_every": 100,  # unread sums stay in the checkpoints, at full precision
     "runtime.keep_checkpoints": STEPS,
 }
-# The last process is told to stop in the middle of the epoch.
+# The last process receives a signal within the epoch.
 STOPPED = f"""{WITHOUT_PICTURES}
 import signal
 from cribo.pretraining.module import PretrainingModule as Module
@@ -54,9 +54,9 @@ class Runs:
     """Runs of one configuration, on any number of processes.
 
     Args:
-        folder: of the runs.
-        config: of them.
-        commands: start them.
+        folder: parent folder of the runs.
+        config: their configuration.
+        commands: starts them.
     """
 
     def __init__(self, folder: Path, config: PretrainConfig, commands: Commands) -> None:
@@ -64,12 +64,12 @@ class Runs:
         (folder / "config.yaml").write_text(dump_config(config))
 
     def whole(self) -> Path:
-        """On one process, undisturbed."""
+        """An uninterrupted run on one process."""
         self._train("whole", 1, 1, expected=[0])
         return self.folder / "whole"
 
     def stopped(self) -> Path:
-        """On two processes, and stopped in the middle of an epoch."""
+        """A run on two processes, stopped within an epoch."""
         if not (self.folder / "stopped").exists():
             self._train("stopped", 2, 100, expected=[143, 0], prelude=STOPPED)
         assert [path.name for path in checkpoint_files(self.folder / "stopped")] == [f"step={STOP:08d}.ckpt"]
@@ -89,7 +89,7 @@ class Runs:
         often = ("--runtime.checkpoint_every", every)
         begun = self.commands.fork_all(processes, "pretrain", *words, *often, prelude=prelude)
         found = [each.wait(600) for each in begun]
-        assert found == expected, "".join(each.said[-5000:] for each in begun)
+        assert found == expected, "".join(each.output[-5000:] for each in begun)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def whole(runs: Runs) -> Path:
 
 
 @pytest.mark.parametrize("processes", [1, 4])
-def test_another_number_of_processes_goes_on(
+def test_a_run_resumes_on_another_number_of_processes(
     processes: int, runs: Runs, whole: Path, figure: Callable[[str], None]
 ) -> None:
     resumed = runs.resumed(runs.stopped(), processes)
@@ -112,7 +112,7 @@ def test_another_number_of_processes_goes_on(
     of_losses = of_state = 0.0
     for name in names:
         one, other = (torch.load(run / "checkpoints" / name, weights_only=True) for run in (whole, resumed))
-        if name != names[0]:  # at the end they have been read
+        if name != names[0]:  # at the end, the sums have been read
             a, b = (losses_of(content) for content in (one, other))
             assert len(a) == 4
             assert (a > 0).all()
@@ -130,13 +130,13 @@ def test_another_number_of_processes_goes_on(
 
 
 def losses_of(checkpoint: dict[str, Any]) -> Tensor:
-    """Means of the losses and of their weighted total over the steps so far."""
+    """Return the means of the losses and of their weighted total over the steps so far."""
     sums = checkpoint["cribo"]["sums"]
     return torch.stack([sums[name][0] / sums[name][1] for name in sorted(sums) if name.startswith("loss")])
 
 
 def tensors_of(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
-    """Weights and centres, the optimiser's state, and what is in the bank, by name."""
+    """Return weights and centres, the optimiser's state, and the bank, by name."""
     weights = dict(checkpoint["state_dict"])
     bank = weights.pop("_extra_state")["bank"]
     (optimiser,) = checkpoint["optimizer_states"]

@@ -1,4 +1,4 @@
-"""A signal that reaches every process of a run at once, as that of Ctrl-C, a scheduler or torchrun does."""
+"""A signal to all processes of a run at once, as by Ctrl-C, a scheduler or torchrun."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.faults.commands import Commands, seconds_to_the_end
+from tests.faults.commands import Commands, seconds_until_ended
 from tests.faults.runs import last_row
 
 from cribo.pretraining import PretrainConfig
@@ -17,19 +17,19 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_workers_too_ends_the_run_with_a_checkpoint(
+def test_a_signal_to_all_processes_ends_the_run_with_a_checkpoint(
     number: signal.Signals, tmp_path: Path, tiny: Callable[..., PretrainConfig], commands: Commands
 ) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(dump_config(tiny({"data.workers": 2, "optim.epochs": 10_000, "runtime.checkpoint_every": 10**6})))
     begun = commands.fork("pretrain", "--config", config, "--out", tmp_path, "--name", "run")
     while last_row(tmp_path / "run") < 5:
-        assert begun.wait(0.01) is None, begun.said[-5000:]
-    assert len(begun.living()) == 3
+        assert begun.wait(0.01) is None, begun.output[-5000:]
+    assert len(begun.processes()) == 3
     os.killpg(begun.pid, number)
-    assert begun.wait(60) == 128 + number, begun.said[-5000:]
+    assert begun.wait(60) == 128 + number, begun.output[-5000:]
     (checkpoint,) = checkpoint_files(tmp_path / "run")
     if number != signal.SIGINT:
-        assert f"stopped by {number.name} after step {int(checkpoint.stem.partition('=')[2])}" in begun.said
-    assert "Traceback" not in begun.said
-    assert seconds_to_the_end([begun], 60) < 60
+        assert f"stopped by {number.name} after step {int(checkpoint.stem.partition('=')[2])}" in begun.output
+    assert "Traceback" not in begun.output
+    assert seconds_until_ended([begun], 60) < 60

@@ -169,7 +169,7 @@ def test_memory_is_not_taken_for_what_a_pickle_does_not_hold(tmp_path: Path) -> 
     for name, content in forged.items():
         path = tmp_path / name
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"is damaged or is no file of weights"):
+        with pytest.raises(ValueError, match=r"is damaged or not a weight file"):
             read_weights(path)
     assert [opcode.name for opcode, _, _ in pickletools.genops(forged["memo"])] == [
         "PROTO",
@@ -186,5 +186,5 @@ def test_nesting_and_loops_end_in_a_clear_error(tmp_path: Path) -> None:
     loop["again"] = [loop]
     (tmp_path / "loop").write_bytes(pickle.dumps(loop))
     for name in ("deep", "loop"):
-        with pytest.raises(ValueError, match=r"holds itself, or is nested more than 100 levels deep"):
+        with pytest.raises(ValueError, match=r"contains itself or is nested more than 100 levels deep"):
             flatten(read_weights(tmp_path / name))

@@ -134,9 +134,9 @@ def test_a_mapping_that_holds_itself_or_is_nested_without_end(tmp_path: Path) ->
     for _ in range(900):
         nested = {"a": nested}
     assert_read_or_refused(tmp_path / "x", torch_file(itself))
-    with pytest.raises(ValueError, match="holds itself, or is nested more than 100 levels deep"):
+    with pytest.raises(ValueError, match="contains itself or is nested more than 100 levels deep"):
         flatten(itself)
-    with pytest.raises(ValueError, match="holds itself, or is nested more than 100 levels deep"):
+    with pytest.raises(ValueError, match="contains itself or is nested more than 100 levels deep"):
         flatten(nested)
 
 

@@ -13,7 +13,7 @@ DIM = 6
 
 
 class PlainBank:
-    """The truth: a deque of (image, objects (2, n, D)), the last `num_images` of them."""
+    """Reference: a deque of the last `num_images` (image, objects (2, n, D))."""
 
     def __init__(self, num_images: int) -> None:
         self.images: deque[tuple[int, Tensor]] = deque(maxlen=num_images)
@@ -25,13 +25,13 @@ class PlainBank:
             self.images.append((int(image[0]) if len(image) else -1, part))
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """All objects (2, M, D), oldest first, and the image (M,) of each."""
+        """Return all objects (2, M, D), oldest first, and the image (M,) of each."""
         objects = torch.cat([torch.zeros(2, 0, DIM), *[part for _, part in self.images]], dim=1)
         ids = [torch.full((part.shape[1],), image) for image, part in self.images]
         return objects, torch.cat([torch.zeros(0, dtype=torch.long), *ids])
 
     def neighbours(self, objects: Tensor, images: Tensor) -> list[list[Tensor | None]]:
-        """The objects (D,) nearest to each query in its view's bank, or None."""
+        """Return the nearest object (D,) to each query in its view's bank, or None."""
         bank, ids = self.rows()
         found: list[list[Tensor | None]] = [[], []]
         for view in (0, 1):
@@ -72,8 +72,8 @@ def assert_same(bank: MemoryBank, plain: PlainBank, generator: torch.Generator) 
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_sequence_of_pushes_is_that_of_a_deque(seed: int) -> None:
-    """Small rings wrap often: every push is compared with the deque, and the state goes round every so often."""
+def test_pushes_match_a_deque(seed: int) -> None:
+    """Small rings wrap often. Every push is compared with the deque; the state is sometimes saved and restored."""
     chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     num_images, num_objects = chance.choice([(1, 3), (4, 3), (7, 2), (10, 5)])
     bank = MemoryBank(num_images=num_images, num_objects=num_objects, dim=DIM)
@@ -118,7 +118,7 @@ def test_a_batch_as_large_as_the_bank_replaces_it() -> None:
 
 
 def wrapped_bank(dtype: torch.dtype = torch.float32, num_images: int = 5) -> MemoryBank:
-    """A bank whose live rows go over the end of the ring."""
+    """A bank whose live rows wrap around the end of the ring."""
     generator = torch.Generator().manual_seed(0)
     bank = MemoryBank(num_images=num_images, num_objects=4, dim=DIM, dtype=dtype)
     for number in range(7):
@@ -129,7 +129,7 @@ def wrapped_bank(dtype: torch.dtype = torch.float32, num_images: int = 5) -> Mem
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_state_goes_through_a_file_in_the_middle_of_a_wrap(dtype: torch.dtype) -> None:
+def test_the_state_of_a_wrapped_bank_is_restored_from_a_file(dtype: torch.dtype) -> None:
     bank = wrapped_bank(dtype)
     file = io.BytesIO()
     torch.save(bank.state_dict(), file)
@@ -156,7 +156,7 @@ def test_a_state_does_not_change_with_its_bank() -> None:
     assert torch.equal(state["rows"], rows)
 
 
-def test_a_state_of_an_unwrapped_bank_does_not_change_with_it_either() -> None:
+def test_a_state_of_an_unwrapped_bank_does_not_change_with_it() -> None:
     bank = MemoryBank(num_images=2, num_objects=1, dim=DIM)
     bank.push(torch.ones(2, 2, DIM), torch.tensor([0, 1]), [1, 1])
     state = bank.state_dict()
@@ -172,7 +172,7 @@ def test_an_empty_bank_can_be_saved() -> None:
     assert (restored.match(torch.randn(2, 3, DIM), torch.arange(3)).nearest == NO_MATCH).all()
 
 
-def test_a_larger_bank_takes_the_state_of_a_smaller_one() -> None:
+def test_a_larger_bank_restores_the_state_of_a_smaller_one() -> None:
     bank = wrapped_bank()
     larger = MemoryBank(num_images=9, num_objects=4, dim=DIM)
     larger.load_state_dict(bank.state_dict())
@@ -193,7 +193,7 @@ def test_half_precision_rows_are_searched_in_float32(dtype: torch.dtype) -> None
     queries = torch.randn(2, 30, DIM)
     matches = bank.match(queries, torch.full((30,), 99))
     nearest, consistent = match_objects(queries, rounded)
-    assert (matches.nearest == nearest).float().mean() > 0.95  # rows are rounded after they are normalised
+    assert (matches.nearest == nearest).float().mean() > 0.95  # rows are rounded after normalisation
     assert (matches.valid == consistent).float().mean() > 0.9
     assert bank.objects(0, matches.nearest[0]).dtype == torch.float32
 
@@ -218,7 +218,7 @@ def test_criterion_and_groups() -> None:
     parts = bank.match(queries, images, group_rows=[5, 0, 7])
     single = bank.match(queries, images, group_rows=[1] * 12)
     assert everything.valid.all()
-    assert single.valid.all()  # alone in its group, an object is its own nearest
+    assert single.valid.all()  # an object that is alone in its group is its own nearest
     assert torch.equal(whole.valid, match_objects(queries, rows)[1])
     for rows_of_group in (slice(0, 5), slice(5, 12)):
         alone = bank.match(queries[:, rows_of_group], images[rows_of_group])
@@ -237,7 +237,7 @@ def test_rows_are_one_fixed_allocation() -> None:
     assert bank._rows.shape == shape
 
 
-def test_pushed_tensors_stay_the_callers() -> None:
+def test_pushed_tensors_are_copied() -> None:
     bank = MemoryBank(num_images=5, num_objects=4, dim=DIM)
     rows = torch.randn(2, 2, DIM, requires_grad=True)
     bank.push(rows, torch.tensor([0, 1]), [1, 1])
@@ -275,7 +275,7 @@ def test_an_unknown_criterion() -> None:
         bank.match(torch.zeros(2, 2, DIM), torch.zeros(2).long(), criterion="oracle")  # pyright: ignore[reportArgumentType]
 
 
-def test_a_state_that_does_not_fit_leaves_the_bank_as_it_was() -> None:
+def test_a_state_that_does_not_fit_does_not_change_the_bank() -> None:
     state = wrapped_bank().state_dict()
     with pytest.raises(ValueError, match="the bank's objects have 8 channels, the state's 6"):
         MemoryBank(num_images=5, num_objects=4, dim=8).load_state_dict(state)
@@ -288,7 +288,7 @@ def test_a_state_that_does_not_fit_leaves_the_bank_as_it_was() -> None:
 
 
 def test_a_state_of_version_0_1_is_restored() -> None:
-    """It holds unnormalised rows and the inverse of their norms."""
+    """It contains unnormalised rows and the inverse of their norms."""
     bank, old = wrapped_bank(), wrapped_bank().state_dict()
     norms = old.pop("norms")
     old["rows"] = old["rows"] * norms[..., None]

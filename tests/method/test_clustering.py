@@ -19,7 +19,7 @@ def scene(seed: int, *, batch: int = 3, tokens: int = 60, dim: int = 12, objects
 
 
 def quarters(seed: int, *, batch: int = 4, side: int = 6, objects: int = 4):
-    """Two views of images in four clear quarters, with one initial token in each: no label is in doubt."""
+    """Two views of images with four distinct quarters and one initial token in each, so labels are unambiguous."""
     generator = torch.Generator().manual_seed(seed)
     place = (torch.arange(side) + 0.5) * (224 / side)
     grid = torch.stack(torch.meshgrid(place, place, indexing="xy"), dim=-1).flatten(0, 1)
@@ -33,7 +33,7 @@ def quarters(seed: int, *, batch: int = 4, side: int = 6, objects: int = 4):
 
 
 def literal_labels(tokens: Tensor, coordinates: Tensor, initial: Tensor, **options) -> Tensor:
-    """The labels (B, T) of the reference in float64, image by image."""
+    """Return the reference's labels (B, T) in float64, image by image."""
     images = zip(tokens.double(), coordinates.double(), initial, strict=True)
     return torch.stack([reference.cluster(*image, **options) for image in images])
 
@@ -42,9 +42,9 @@ def literal_labels(tokens: Tensor, coordinates: Tensor, initial: Tensor, **optio
 @pytest.mark.parametrize("marginals", ["adaptive", "uniform"])
 @pytest.mark.parametrize("position_weight", [0.0, 1.0, 4.0])
 @pytest.mark.parametrize("spacing", [None, 16])
-def test_labels_are_those_of_the_reference(seed: int, marginals, position_weight: float, spacing: int | None) -> None:
+def test_labels_match_the_reference(seed: int, marginals, position_weight: float, spacing: int | None) -> None:
     tokens, coordinates, initial = scene(seed)
-    if spacing is not None:  # several tokens in one place: distances of exactly 0, which do not count
+    if spacing is not None:  # tokens at equal positions: distances of exactly 0 are ignored
         coordinates = (coordinates / spacing).round() * spacing
     options = {"position_weight": position_weight, "marginals": marginals}
     labels = cluster_tokens(tokens, coordinates, num_objects=6, initial_tokens=initial, **options)
@@ -61,7 +61,7 @@ def test_labels_are_those_of_the_reference(seed: int, marginals, position_weight
         {"sinkhorn_iterations": 20, "sharpness": 50.0},
     ],
 )
-def test_every_option_does_what_the_reference_does(options: dict) -> None:
+def test_every_option_matches_the_reference(options: dict) -> None:
     tokens, coordinates, initial = scene(11)
     labels = cluster_tokens(tokens, coordinates, num_objects=6, position_weight=2.0, initial_tokens=initial, **options)
     assert (
@@ -70,7 +70,7 @@ def test_every_option_does_what_the_reference_does(options: dict) -> None:
 
 
 def test_coordinates_far_from_the_origin() -> None:
-    """Distances by a matrix product would leave a token slightly off itself, and it would count."""
+    """With a matrix product, a token's distance to itself would be slightly above 0 and not be ignored."""
     tokens, coordinates, initial = scene(3)
     coordinates = coordinates.round()
     far = coordinates + 2.0**20
@@ -89,8 +89,8 @@ def test_labels_do_not_depend_on_the_order_of_the_tokens(marginals) -> None:
     assert torch.equal(shuffled, labels[:, order])
 
 
-def test_order_of_random_tokens_changes_next_to_nothing() -> None:
-    """Sums in another order differ in their last digits, which a token in between two clusters may feel."""
+def test_order_of_random_tokens_changes_few_labels() -> None:
+    """Sums in another order round differently, which can change tokens between two clusters."""
     tokens, coordinates, initial = scene(2, batch=8)
     order = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(3))
     options = {"num_objects": 6, "position_weight": 1.0}
@@ -103,10 +103,10 @@ def test_order_of_random_tokens_changes_next_to_nothing() -> None:
 
 @pytest.mark.parametrize("cluster", [cluster_tokens, cluster_tokens_kmeans])
 def test_labels_do_not_depend_on_batch_mates(cluster) -> None:
-    """Matrix products of another batch size may round differently: with clear margins no label may move."""
+    """Matrix products of another batch size may round differently; with clear margins, no label may change."""
     weight = 1.0 if cluster is cluster_tokens else 0.0
     tokens, coordinates, initial, _ = quarters(2)
-    tokens[1] *= 1000  # mates that a scaling over the batch would feel
+    tokens[1] *= 1000  # would affect a scaling over the batch
     coordinates[2] *= 50
     together = cluster(tokens, coordinates, num_objects=4, position_weight=weight, initial_tokens=initial)
     for image in range(len(tokens)):
@@ -121,7 +121,7 @@ def test_labels_do_not_depend_on_batch_mates(cluster) -> None:
         assert torch.equal(alone[0], together[image])
 
 
-def test_random_images_do_not_feel_their_batch_mates_either() -> None:
+def test_labels_of_random_images_do_not_depend_on_batch_mates() -> None:
     tokens, coordinates, initial = scene(9, batch=8)
     options = {"num_objects": 6, "position_weight": 1.0}
     together = cluster_tokens(tokens, coordinates, initial_tokens=initial, **options)
@@ -137,8 +137,8 @@ def test_clear_parts_are_found() -> None:
         assert torch.equal(labels, quarter)
 
 
-def test_position_separates_what_looks_the_same() -> None:
-    """Two far groups with equal tokens: only the positional cue can tell them apart."""
+def test_position_separates_equal_tokens() -> None:
+    """Two distant groups of equal tokens, which only the positional cue can separate."""
     generator = torch.Generator().manual_seed(0)
     left, right = 20 * torch.rand(1, 30, 2, generator=generator), 20 * torch.rand(1, 30, 2, generator=generator)
     coordinates = torch.cat((left, right + 200), dim=1)
@@ -211,7 +211,7 @@ def test_kmeans_against_a_loop(seed: int) -> None:
 
 
 @pytest.mark.parametrize("cluster", [cluster_tokens, cluster_tokens_kmeans])
-def test_draws_come_from_the_generator_alone(cluster) -> None:
+def test_draws_depend_on_the_generator_only(cluster) -> None:
     tokens, coordinates, _ = scene(7)
     weight = 1.0 if cluster is cluster_tokens else 0.0
 
@@ -228,7 +228,7 @@ def test_draws_come_from_the_generator_alone(cluster) -> None:
     assert not torch.equal(labels(2), first)
 
 
-def test_given_initial_tokens_are_the_drawn_ones() -> None:
+def test_given_initial_tokens_match_drawn_ones() -> None:
     tokens, coordinates, _ = scene(7)
     generator = torch.Generator().manual_seed(1)
     initial = torch.stack([draw_initial_tokens(60, 6, generator=generator) for _ in range(3)])
@@ -267,7 +267,7 @@ def test_half_precision_tokens_are_clustered_in_float32() -> None:
     )
 
 
-def test_inputs_are_left_as_they_are() -> None:
+def test_inputs_are_not_modified() -> None:
     tokens, coordinates, initial = scene(8)
     copies = tokens.clone(), coordinates.clone(), initial.clone()
     cluster_tokens(tokens.requires_grad_(), coordinates, num_objects=6, position_weight=1.0, initial_tokens=initial)
@@ -307,13 +307,13 @@ def test_errors(change: dict, message: str) -> None:
         cluster_tokens(**arguments | change)
 
 
-def test_kmeans_refuses_a_positional_weight() -> None:
+def test_kmeans_rejects_a_positional_weight() -> None:
     tokens, coordinates, _ = scene(0)
     with pytest.raises(ValueError, match=r"position_weight must be 0, got 2\.0; use cluster_tokens"):
         cluster_tokens_kmeans(tokens, coordinates, num_objects=6, position_weight=2.0)
 
 
-def test_kmeans_refuses_more_clusters_than_tokens() -> None:
+def test_kmeans_rejects_more_clusters_than_tokens() -> None:
     tokens, coordinates, _ = scene(0)
     with pytest.raises(ValueError, match=r"\(60\), got 99"):
         cluster_tokens_kmeans(tokens, coordinates, num_objects=99)

@@ -1,4 +1,4 @@
-"""The values that the released recipe gives, kept in tests/golden, by the reference and by the fast code."""
+"""Reference and fast code against the released recipe's values in tests/golden."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +28,7 @@ CLUSTERINGS, MATCHINGS, LOSSES = (
 
 
 def load(name: str) -> dict[str, Any]:
-    """Arrays as tensors, numbers and strings as Python's own."""
+    """Load arrays as tensors, numbers and strings as Python objects."""
     with np.load(GOLDEN / f"{name}.npz") as file:
         return {key: torch.from_numpy(value) if value.ndim else value.item() for key, value in file.items()}
 
@@ -80,7 +80,7 @@ def test_labels(name: str, labels: Callable[..., Tensor]) -> None:
 @pytest.mark.parametrize("name", CLUSTERINGS)
 def test_objects(name: str, pool: Callable[..., tuple[Tensor, Tensor]]) -> None:
     case = load(name)
-    # From the golden labels, so that a label that may differ does not show in the means.
+    # From the golden labels, so that differing labels do not affect the means.
     objects, kept = pool(case["tokens"], case["labels"].long(), case["num_objects"])
     assert torch.equal(kept, case["valid"])
     assert_close(objects[:, kept], torch.stack((case["objects_view1"], case["objects_view2"])))
@@ -122,7 +122,7 @@ def test_matching(name: str, match: Callable[..., tuple[Tensor, Tensor]]) -> Non
 
 
 def logit_level(case: dict[str, Any], level: str) -> SelfDistillation:
-    """A level whose embeddings are the logits themselves: the prototypes are the identity."""
+    """A level with identity prototypes, so embeddings are logits."""
     centre = case[f"center_{level}"][0]
     identity = torch.eye(len(centre))
     return SelfDistillation(identity, identity, centre, case["student_temperature"], case["teacher_temperature"])

@@ -1,4 +1,4 @@
-"""Losses without heads, by their definitions."""
+"""Losses without heads, against their definitions."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def filled(generator: torch.Generator, images: list[int]) -> tuple[MemoryBank, T
 def expected(
     student: Tensor, teacher: Tensor, own: list[int], rows: Tensor, images: list[int], neighbours: int
 ) -> Tensor:
-    """The loss, row by row; the mean over each view, then over both."""
+    """Compute the loss row by row: the mean over each view, then over both."""
     means = []
     for view in (0, 1):
         terms = []
@@ -71,9 +71,9 @@ def test_rows_without_a_neighbour_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 2])
-def test_an_empty_bank_or_batch_gives_0_that_can_be_differentiated(rows: int) -> None:
+def test_an_empty_bank_or_batch_gives_a_differentiable_0(rows: int) -> None:
     bank = MemoryBank(num_images=8, num_objects=2, dim=DIM)
-    bank._rows.fill_(torch.nan)  # memory that no row was written to
+    bank._rows.fill_(torch.nan)  # unused memory
     student = torch.randn(2, rows, DIM, requires_grad=True)
     loss = soft_neighbour_loss(student, torch.randn(2, rows, DIM), torch.arange(rows), bank, neighbours=4)
     loss.backward()
@@ -82,7 +82,7 @@ def test_an_empty_bank_or_batch_gives_0_that_can_be_differentiated(rows: int) ->
     assert student.grad.isfinite().all()
 
 
-def test_the_neighbours_of_a_bank_that_has_wrapped_are_those_of_its_live_rows() -> None:
+def test_neighbours_in_a_wrapped_bank_are_live_rows() -> None:
     generator = torch.Generator().manual_seed(2)
     bank = MemoryBank(num_images=3, num_objects=2, dim=DIM)
     pushed = torch.randn(2, 10, DIM, generator=generator)
@@ -97,7 +97,7 @@ def test_the_neighbours_of_a_bank_that_has_wrapped_are_those_of_its_live_rows() 
         torch.testing.assert_close(found, similarities[view])
 
 
-def test_the_mean_over_groups_is_that_of_each_groups_valid_rows() -> None:
+def test_the_mean_over_groups_averages_valid_rows() -> None:
     values = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
     valid = torch.tensor([[True, False, True, True], [False, False, True, False]])
     assert mean_over_groups(values) == 4.5

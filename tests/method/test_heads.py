@@ -54,7 +54,7 @@ def test_embeddings_are_float32_under_autocast() -> None:
     torch.testing.assert_close(embeddings.norm(dim=-1), torch.ones(5))
 
 
-def test_prototypes_are_torch_s_weight_norm() -> None:
+def test_prototypes_match_torch_weight_norm() -> None:
     layer = PrototypeLayer(8, 30)
     reference = weight_norm(nn.Linear(8, 30, bias=False))
     gain, direction = dict(reference.named_parameters()).values()
@@ -78,7 +78,7 @@ def test_prototypes_stay_float32_under_autocast() -> None:
 
 
 def test_prototypes_keep_no_second_weight_for_backward() -> None:
-    """Of (L, E) numbers only the directions themselves, which are there anyway; else just a norm for each."""
+    """Of size (L, E), only the directions, which exist anyway, are saved; else one norm per prototype."""
     layer = PrototypeLayer(8, 30)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor), tensor)[1], lambda t: t):
@@ -104,7 +104,7 @@ def test_the_gain_is_trained_or_frozen(train_gain: bool) -> None:
     layer(torch.randn(5, 8)).sum().backward()
     assert (layer.gain.grad is not None) == train_gain
     assert layer.direction.grad is not None
-    assert set(layer.state_dict()) == {"gain", "direction"}  # the frozen gain is saved, too
+    assert set(layer.state_dict()) == {"gain", "direction"}  # a frozen gain is saved, too
 
 
 @pytest.mark.parametrize("name", ["dim", "hidden_dim", "bottleneck_dim", "num_layers"])
@@ -123,7 +123,7 @@ def test_a_head_without_biases_starts_at_its_own_scale() -> None:
     head = ProjectionHead(64, hidden_dim=128, bottleneck_dim=32, bias=False, init_std=0.1)
     assert all(parameter.ndim == 2 for parameter in head.parameters())
     spread = torch.cat([parameter.detach().flatten() for parameter in head.parameters()]).std()
-    # A normal cut at two units keeps its spread only if the cut lies at 2, not at 2 standard deviations.
+    # A normal distribution truncated at 2 keeps its spread; truncated at 2 standard deviations, it would not.
     assert abs(float(spread) - 0.1) < 0.005
     with pytest.raises(ValueError, match="init_std must be > 0, got 0"):
         ProjectionHead(4, init_std=0)

@@ -39,7 +39,7 @@ def level(student_prototypes: Tensor | None = None, *, centre: Tensor | None = N
 
 
 def literal(student: Tensor, teacher: Tensor, distillation: SelfDistillation) -> Tensor:
-    """H of each row by the reference in float64, with autograd's own gradient."""
+    """Return the reference's H of each row in float64, differentiated by autograd."""
     centre, temperatures = (
         distillation.centre.double(),
         (distillation.teacher_temperature, distillation.student_temperature),
@@ -58,20 +58,20 @@ def with_gradients(loss_function: Callable[..., Tensor], student: Tensor, teache
     leaf, prototypes = student.clone().requires_grad_(), unit(PROTOTYPES, DIM, seed=0).requires_grad_()
     weights = torch.rand(len(student), generator=torch.Generator().manual_seed(3))
     loss = loss_function(leaf, teacher, weights / weights.sum(), level(prototypes))
-    gradients = torch.autograd.grad(3 * loss, (leaf, prototypes))  # not 1, so that the incoming gradient is felt
+    gradients = torch.autograd.grad(3 * loss, (leaf, prototypes))  # not 1, so that the incoming gradient matters
     return loss.detach(), *gradients
 
 
 @pytest.fixture(params=[1, 2, 7, 22, 23, 1000])
 def block_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Rows whose logits are computed at once."""
+    """Number of rows whose logits are computed at once."""
     monkeypatch.setitem(blocks._NUMBERS, "cpu", request.param * PROTOTYPES)
     return request.param
 
 
 @pytest.mark.usefixtures("block_rows")
 @pytest.mark.parametrize("rows", [1, DIM - 1, DIM, ROWS])  # fewer than channels, and more
-def test_the_loss_and_its_gradients_are_those_of_the_reference(rows: int) -> None:
+def test_loss_and_gradients_match_the_reference(rows: int) -> None:
     student, teacher = unit(rows, DIM, seed=5), unit(rows, DIM, seed=6)
     actual = with_gradients(weighted_cross_entropy, student, teacher)
     expected = with_gradients(literal_sum, student, teacher)
@@ -96,7 +96,7 @@ def test_float64_stays_float64() -> None:
 
 
 def test_extreme_logits_stay_finite() -> None:
-    """Gains may grow: logits / temperature of thousands must not overflow."""
+    """Gains may grow: logits / temperature in the thousands must not overflow."""
     student, teacher = unit(ROWS, DIM, seed=5), unit(ROWS, DIM, seed=6)
     distillation = SelfDistillation(
         100 * unit(PROTOTYPES, DIM, seed=0), 100 * unit(PROTOTYPES, DIM, seed=1), torch.zeros(PROTOTYPES), 0.1, 0.04
@@ -200,7 +200,7 @@ def test_no_rows_give_zero_attached_to_the_graph() -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the most elements of any tensor that an operation gives."""
+    """Records the size of the largest tensor returned by an operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ def test_temperatures_out_of_range(name: str) -> None:
         SelfDistillation(prototypes, prototypes, torch.zeros(PROTOTYPES), **temperatures)
 
 
-def test_groups_that_do_not_add_up() -> None:
+def test_groups_that_do_not_sum_to_the_rows() -> None:
     rows = unit(2, 3, DIM, seed=1)
     with pytest.raises(ValueError, match=r"group_rows must sum to the 3 rows, got \[2, 2\]"):
         cross_view_loss(rows, rows, level(), [2, 2])
@@ -245,7 +245,7 @@ def test_groups_that_do_not_add_up() -> None:
 
 
 class Groups:
-    """Objects of two views in groups, some without objects, some without neighbours; each with a centre of its own."""
+    """Objects of two views in groups, some without objects or neighbours, each with its own centre."""
 
     def __init__(self, sizes: tuple[int, ...], share: float) -> None:
         self.sizes, rows = sizes, sum(sizes)
@@ -266,7 +266,7 @@ class Groups:
         )
 
     def literally(self, student: Tensor, prototypes: Tensor, centres: Tensor) -> Tensor:
-        """Group by group, direction by direction: means of means, 0 where there is nothing (docs/method.md)."""
+        """Compute means of means, group by group and direction by direction; 0 if empty (docs/method.md)."""
         neighbours = dict(zip(self.valid.nonzero().unbind(), self.neighbours, strict=True))
         neighbours = {tuple(place.tolist()): embedding for place, embedding in neighbours.items()}
         nothing = 0 * (student.sum() + prototypes.sum()).double()
@@ -330,7 +330,7 @@ def test_the_centre_is_the_moving_average_of_the_mean_logits() -> None:
         torch.testing.assert_close(centre.value, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_the_centre_stays_where_there_are_no_rows() -> None:
+def test_the_centre_does_not_change_without_rows() -> None:
     centre = Centre(PROTOTYPES)
     centre.value.uniform_()
     before = centre.value.clone()
@@ -353,7 +353,7 @@ def test_centre_momentum_out_of_range(momentum: float) -> None:
 
 
 def sinkhorn_probabilities(logits: Tensor, iterations: int) -> Tensor:
-    """Plain Sinkhorn-Knopp in the log domain on (R, L), columns first as its last rows are probabilities."""
+    """Sinkhorn-Knopp in the log domain on (R, L), columns first, so that rows are probabilities."""
     rows, columns = logits.shape
     plan = logits.double().log_softmax(dim=1)
     for _ in range(iterations):
@@ -364,7 +364,7 @@ def sinkhorn_probabilities(logits: Tensor, iterations: int) -> Tensor:
 
 @pytest.mark.parametrize("iterations", [1, 3, 8])
 @pytest.mark.usefixtures("block_rows")
-def test_sinkhorn_centre_gives_sinkhorn_s_probabilities(iterations: int) -> None:
+def test_sinkhorn_centre_matches_sinkhorn_probabilities(iterations: int) -> None:
     embeddings, prototypes = unit(ROWS, DIM, seed=1), unit(PROTOTYPES, DIM, seed=2)
     centre = sinkhorn_centre(embeddings, prototypes, temperature=0.1, iterations=iterations)
     logits = embeddings @ prototypes.T

@@ -15,7 +15,7 @@ def naive_nearest(query: Tensor, rows: Tensor) -> int:
 
 
 def naive_cycle(objects: Tensor, bank: Tensor, groups: list[int]) -> tuple[list[list[int]], list[list[bool]]]:
-    """Neighbours and cycle consistency, one object at a time."""
+    """Compute neighbours and cycle consistency, one object at a time."""
     nearest, consistent = [], []
     group_of = [number for number, rows in enumerate(groups) for _ in range(rows)]
     for view in (0, 1):
@@ -33,7 +33,7 @@ def naive_cycle(objects: Tensor, bank: Tensor, groups: list[int]) -> tuple[list[
 
 
 def random_case(seed: int, *, rows: int, bank_rows: int, dim: int = 6) -> tuple[Tensor, Tensor]:
-    """Views that resemble each other, so that some cycles close and some do not."""
+    """Similar views, so that some cycles close and some do not."""
     generator = torch.Generator().manual_seed(seed)
     objects = torch.randn(1, rows, dim, generator=generator) + 0.5 * torch.randn(2, rows, dim, generator=generator)
     source = torch.randint(rows, (bank_rows,), generator=generator)
@@ -51,7 +51,7 @@ def test_matches_against_a_loop(seed: int) -> None:
     assert consistent.tolist() == expected_consistent
 
 
-def test_the_cases_are_no_foregone_conclusion() -> None:
+def test_some_cycles_close_and_some_do_not() -> None:
     shares = [match_objects(*random_case(seed, rows=20, bank_rows=40))[1].float().mean() for seed in range(5)]
     assert 0.1 < float(torch.stack(shares).mean()) < 0.9
 
@@ -65,7 +65,7 @@ def test_the_cycle_stays_inside_the_group(seed: int, groups: list[int]) -> None:
     assert cycle_consistency(objects, jumped, groups).tolist() == naive_cycle(objects, bank, groups)[1]
 
 
-def test_views_match_in_their_own_bank_and_come_back_through_the_other() -> None:
+def test_views_match_in_their_own_bank_and_return_through_the_other() -> None:
     objects = torch.eye(3).expand(2, -1, -1)
     bank = torch.stack((torch.eye(3)[[2, 0, 1]], torch.eye(3)[[0, 2, 1]]))
     nearest, consistent = match_objects(objects, bank)
@@ -95,7 +95,7 @@ def test_no_objects_have_no_matches() -> None:
 
 @pytest.fixture(params=[1, 3, 7, 4096])
 def block_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Rows that a search of 4 queries compares at once."""
+    """Number of rows that a search of 4 queries compares at once."""
     monkeypatch.setitem(blocks._NUMBERS, "cpu", 4 * request.param)
     return request.param
 
@@ -117,7 +117,7 @@ def test_rows_outside_of_the_parts_are_not_found() -> None:
 
 
 @pytest.mark.usefixtures("block_rows")
-def test_of_equal_rows_the_first_wins() -> None:
+def test_ties_go_to_the_first_row() -> None:
     rows = torch.eye(4)[[3, 1, 0, 1, 0, 2, 2]]
     assert nearest_rows(torch.eye(4), rows).tolist() == [2, 1, 5, 0]
     assert nearest_rows(torch.eye(4), rows, parts=[slice(3, 7), slice(0, 3)]).tolist() == [4, 3, 5, 0]
@@ -133,7 +133,7 @@ def test_rows_of_the_own_image_never_match() -> None:
         assert int(row) == int(others[naive_nearest(query, bank[others])])
 
 
-def test_a_bank_with_nothing_but_the_own_image_matches_nothing() -> None:
+def test_a_bank_with_only_the_own_image_matches_nothing() -> None:
     bank = F.normalize(torch.randn(3, 6), dim=-1)
     queries, images = bank[[0, 0]], torch.tensor([7, 8])
     nearest = nearest_rows(queries, bank, query_images=images, row_images=torch.tensor([7, 7, 7]))

@@ -40,7 +40,7 @@ def test_against_a_loop(seed: int) -> None:
     assert kept.any()
 
 
-def test_the_gradient_is_that_of_the_mean() -> None:
+def test_the_gradient_matches_the_mean() -> None:
     tokens, labels = random_case(0)
     weights = torch.randn(3, 2, 7, 5)
     gradients = []
@@ -61,7 +61,7 @@ def test_the_backward_pass_keeps_no_tokens() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_tokens_are_summed_in_float32(dtype: torch.dtype) -> None:
-    tokens = torch.ones(1, 2, 3000, 4, dtype=dtype)  # a sum in half precision stops at 2048 or 256
+    tokens = torch.ones(1, 2, 3000, 4, dtype=dtype)  # a half-precision sum stops growing at 2048 or 256
     labels = torch.zeros(1, 2, 3000, dtype=torch.long)
     leaf = tokens.requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,4 +1,4 @@
-"""The reference against the paper's equations by hand: everything else is tested against it."""
+"""The reference, with which everything else is compared, against the paper's equations by hand."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from cribo.method import reference
 
 
 def test_positional_cost_by_hand() -> None:
-    # Tokens 0 and 1 are in one place, 2 is 3 to the right, 3 is 4 below. Clusters: {0, 1}, {2, 3}, and an empty one.
+    # Tokens 0 and 1 have the same position, 2 is 3 to the right, 3 is 4 below. Clusters: {0, 1}, {2, 3}, and {}.
     coordinates = torch.tensor([[0.0, 0], [0, 0], [3, 0], [0, 4]])
     members = F.one_hot(torch.tensor([0, 0, 1, 1]), 3).float()
     mean = (3 + 3 + 3 + 5 + 4 + 5) / 12  # entries without another member count as 0
@@ -27,7 +27,7 @@ def test_marginals_of_the_transport_plan(mass: list[float]) -> None:
 
 
 def test_the_plan_is_the_entropic_optimum() -> None:
-    """Eq. 13: log(plan) + sharpness * cost is a sum of a term for the token and a term for the cluster."""
+    """Eq. 13: log(plan) + sharpness * cost is the sum of a token term and a cluster term."""
     cost = torch.rand(30, 5, generator=torch.Generator().manual_seed(0)).double()
     plan = reference.transport_plan(cost, torch.full((5,), 0.2).double(), 2000, 20.0)
     residual = plan.log() + 20 * cost

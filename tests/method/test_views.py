@@ -23,13 +23,13 @@ def generator(seed: int) -> torch.Generator:
 
 
 def own_coordinates(height: int, width: int) -> Tensor:
-    """An image whose pixels hold their own (x, y) in red and green."""
+    """An image with each pixel's (x, y) in red and green."""
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     return torch.stack((x, y, torch.zeros_like(x))).to(torch.uint8)
 
 
 def seen_coordinates(view: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Mean (x, y) over each patch (N, 2) of a view of `own_coordinates`; a pixel's centre lies half a pixel on."""
+    """Mean (x, y) over each patch (N, 2) of a view of `own_coordinates`, plus 0.5 for pixel centres."""
     rows, columns = grid
     patches = view[:2].float().unflatten(2, (columns, -1)).unflatten(1, (rows, -1))
     return patches.mean(dim=(2, 4)).flatten(1).T + 0.5
@@ -44,7 +44,7 @@ def test_coordinates_against_brute_force(seed: int, grid: tuple[int, int]) -> No
     views = cut_views(image, crops, recipe.size)
     coordinates = patch_coordinates(crops.boxes, crops.flips, grid)
     for view in (0, 1):
-        # Where the bicubic kernel reaches over the crop's edge, the outer pixels lean inwards a little.
+        # At the crop's edge, the bicubic kernel is truncated, which shifts the outer pixels slightly inwards.
         torch.testing.assert_close(coordinates[view], seen_coordinates(views[view], grid), rtol=0, atol=0.75)
 
 
@@ -144,7 +144,7 @@ def test_crops_of_extreme_images(height: int, width: int) -> None:
         assert cut_views(image, crops, 16).shape == (2, 3, 16, 16)
 
 
-def test_no_shape_fits_a_strip_so_its_centre_is_taken() -> None:
+def test_a_strip_that_fits_no_shape_is_cropped_at_its_centre() -> None:
     crops = sample_crops(10, 1000, ViewRecipe(), generator=generator(0))
     assert crops.boxes.tolist() == [[0, 493, 10, 13]] * 2  # aspect 4 / 3
 
@@ -163,7 +163,7 @@ def test_views_are_drawn_independently_of_each_other() -> None:
     assert abs(float(torch.corrcoef(areas.T)[0, 1])) < 0.3
 
 
-def test_draws_come_from_the_generator_alone() -> None:
+def test_draws_depend_on_the_generator_only() -> None:
     before = torch.get_rng_state()
     first = sample_crops(480, 640, ViewRecipe(), generator=generator(1))
     light = sample_photometric(ViewRecipe(), generator=generator(1))
@@ -179,7 +179,7 @@ def test_draws_come_from_the_generator_alone() -> None:
 
 
 def drawn(count: int, recipe: ViewRecipe | None = None, *, seed: int = 0) -> Photometric:
-    """Parameters of 2 * count views, view 1 and view 2 in turn."""
+    """Parameters of 2 * count views, alternating view 1 and view 2."""
     stream = generator(seed)
     return Photometric.cat([sample_photometric(recipe or ViewRecipe(), generator=stream) for _ in range(count)])
 
@@ -218,7 +218,7 @@ def test_probabilities_and_ranges() -> None:
     assert orders[1].min() > 45  # of 83 expected
 
 
-def test_a_seed_draws_the_same_in_every_version() -> None:
+def test_a_seed_gives_the_same_draws_in_every_version() -> None:
     expected = {
         "brightness": [1.0, 1.336598, 1.046595, 1.070023],
         "contrast": [1.0, 1.232918, 1.145557, 1.196301],
@@ -236,7 +236,7 @@ def test_a_seed_draws_the_same_in_every_version() -> None:
 
 
 def photographs(count: int, height: int = 24, width: int = 32, *, seed: int = 0) -> Tensor:
-    """Smooth colours with some noise, greys and extremes among them."""
+    """Smooth colours with some noise, including greys and extremes."""
     small = torch.rand(count, 3, 5, 5, generator=generator(seed))
     smooth = torch.nn.functional.interpolate(small, (height, width), mode="bicubic", align_corners=True)
     noise = 0.1 * torch.randn(count, 3, height, width, generator=generator(seed + 1))
@@ -248,7 +248,7 @@ def photographs(count: int, height: int = 24, width: int = 32, *, seed: int = 0)
 
 
 def one_by_one(view: Tensor, parameters: Photometric, row: int) -> Tensor:
-    """One 8-bit view (3, H, W) through torchvision's classic transforms, one after the other."""
+    """Apply torchvision's transforms one after the other to an 8-bit view (3, H, W)."""
     x = view.float() / 255
     operations = (
         lambda x: classic.adjust_brightness(x, float(parameters.brightness[row])),
@@ -268,7 +268,7 @@ def one_by_one(view: Tensor, parameters: Photometric, row: int) -> Tensor:
     return x
 
 
-def test_photometric_against_the_classic_transforms_one_by_one() -> None:
+def test_photometric_against_torchvision_transforms() -> None:
     recipe = ViewRecipe(blur=(0.6, 0.6), solarise=(0.0, 0.0), hue=0.5, saturation=1.0, brightness=0.8)
     p = drawn(40, recipe)
     views = photographs(80)
@@ -277,24 +277,24 @@ def test_photometric_against_the_classic_transforms_one_by_one() -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3)
 
 
-def test_solarise_against_the_classic_transform() -> None:
+def test_solarise_against_the_torchvision_transform() -> None:
     p = drawn(40, ViewRecipe(solarise=(0.5, 0.5)))
     views = photographs(80)
     actual = apply_photometric(views, p)
     expected = torch.stack([one_by_one(view, p, row) for row, view in enumerate(views)])
     difference = (actual - expected).abs()
-    # A value on the threshold may fall to either side of it: it jumps from 128 to 127 / 255, so by next to nothing.
+    # Values at the threshold may round to either side, which changes them only from 128 to 127 / 255.
     assert difference.max() < 6e-3
     assert (difference > 1e-3).float().mean() < 5e-3
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_not_waited_for() -> None:
+def test_a_gpu_is_not_synchronised() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     p, views = drawn(40), photographs(80)
     expected, views = apply_photometric(views, p), views.cuda()
-    apply_photometric(views, p)  # libraries set themselves up at first use
+    apply_photometric(views, p)  # libraries initialise at first use
     torch.cuda.set_sync_debug_mode("error")
     try:
         found = apply_photometric(views, p)
@@ -327,7 +327,7 @@ def test_autocast_changes_nothing() -> None:
     assert torch.equal(actual, expected)
 
 
-def test_views_are_left_as_they_are() -> None:
+def test_views_are_not_modified() -> None:
     views = photographs(10)
     copy = views.clone()
     apply_photometric(views, drawn(5))
@@ -372,12 +372,12 @@ def test_parameters_can_be_joined_and_selected() -> None:
         ({"greyscale": math.nan}, "greyscale must be between 0 and 1, got nan"),
         ({"area": (0.0, 1.0)}, r"area must be between 0\.0001 and 1, got \(0\.0, 1\.0\)"),
         ({"area": (0.5, 1.2)}, "area must be between"),
-        ({"area": (0.8, 0.3)}, r"area must go from low to high, got \(0\.8, 0\.3\)"),
-        ({"aspect": (2.0, 0.5)}, "aspect must go from low to high"),
+        ({"area": (0.8, 0.3)}, r"area must be ordered \(low, high\), got \(0\.8, 0\.3\)"),
+        ({"aspect": (2.0, 0.5)}, r"aspect must be ordered \(low, high\)"),
         ({"aspect": (0.0, 0.5)}, "aspect must be between"),
         ({"blur": (1.0, -0.1)}, r"blur must be between 0 and 1, got \(1\.0, -0\.1\)"),
         ({"blur_sigma": (0.0, 2.0)}, r"blur_sigma must be between 0\.01 and 100"),
-        ({"blur_sigma": (3.0, 2.0)}, "blur_sigma must go from low to high"),
+        ({"blur_sigma": (3.0, 2.0)}, r"blur_sigma must be ordered \(low, high\)"),
         ({"solarise": (0.0, 1.2)}, "solarise must be between 0 and 1"),
         ({"solarise_threshold": 300.0}, "solarise_threshold must be between 0 and 255, got 300"),
     ],

@@ -17,7 +17,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_networks_with_a_name_are_called_by_it(name: str):
+def test_networks_with_a_timm_name_get_it(name: str):
     if not timm.is_model(name):
         pytest.skip(f"timm {timm.__version__} does not know {name} yet")
     options: dict[str, Any] = {} if "resnet" in name or "dinov3" in name else {"img_size": 16 * 14}
@@ -59,21 +59,21 @@ def test_other_networks_are_built_with_the_same_tensors(
 
 def test_other_kinds_of_networks_are_refused():
     state = timm.create_model("regnety_002", device="meta").state_dict()
-    with pytest.raises(ValueError, match=r"no vision transformer .*, Swin, ConvNeXt or ResNet: give the timm name"):
+    with pytest.raises(ValueError, match=r"not weights of a vision transformer .* or ResNet: give the timm name"):
         infer_architecture(state)
     clip = timm.create_model("vit_base_patch16_clip_224", depth=1, device="meta").state_dict()
-    with pytest.raises(ValueError, match=r"a norm before the first block, as CLIP has, .* give the timm name"):
+    with pytest.raises(ValueError, match=r"a norm before the first block, as in CLIP, .* give the timm name"):
         infer_architecture(clip)
 
 
-def test_what_weights_do_not_show_is_said():
+def test_assumptions_are_noted():
     model = timm.create_model("vit_small_patch16_224", embed_dim=512, num_heads=8, depth=1, device="meta")
     found = infer_architecture(model.state_dict())
     assert found.args["num_heads"] == 8
-    assert "took 8 of 64 channels each" in found.notes[0]
+    assert "assumed 8 of 64 channels each" in found.notes[0]
     assert infer_architecture(model.state_dict(), num_heads=4) == (found.name, {**found.args, "num_heads": 4}, 224, ())
     assert infer_architecture(model.state_dict(), heads={512: 16}).args["num_heads"] == 16
     assert infer_architecture(model.state_dict(), act_layer="gelu_tanh").args["act_layer"] == "gelu_tanh"
     state = {**model.state_dict(), "pos_embed": torch.empty(1, 199, 512)}
-    with pytest.raises(ValueError, match="199 positions, which with 1 prefix tokens is no square grid"):
+    with pytest.raises(ValueError, match="199 positions, which is not a square grid with 1 prefix tokens"):
         infer_architecture(state)

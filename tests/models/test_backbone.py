@@ -49,7 +49,7 @@ def test_vit_features_are_the_normed_tokens_without_prefix(name, args, patch_siz
 
 def test_a_non_square_image_has_its_tokens_row_by_row():
     backbone = build_backbone(VIT, args=TINY_VIT, image_size=64).eval()
-    # Without attention, MLP and position a token sees its own patch only.
+    # Without attention, MLP and position, a token depends on its own patch only.
     with torch.no_grad():
         backbone.model.pos_embed.zero_()
         for block in backbone.model.blocks:
@@ -128,13 +128,13 @@ def test_a_network_of_one_image_size_says_which():
     args = {"depth": 1, "embed_dim": 48, "num_heads": 2}
     backbone = build_backbone("samvit_base_patch16", args=args, image_size=64)
     assert backbone.encode(images(1, 3, 64, 64)).grid == (4, 4)
-    with pytest.raises(ValueError, match="built for 64x64 images and takes no other, got 80x64"):
+    with pytest.raises(ValueError, match="built for 64x64 images and accepts no other size, got 80x64"):
         backbone.encode(images(1, 3, 80, 64))
 
 
 def test_only_parameters_that_encode_uses_are_trained():
     backbone = build_backbone("mobilenetv3_small_050", image_size=64)
-    assert backbone.unused_parameters == {"conv_head.weight", "conv_head.bias"}  # behind timm's pooling
+    assert backbone.unused_parameters == {"conv_head.weight", "conv_head.bias"}  # after timm's pooling
     features = backbone.encode(images(2, 3, 64, 64))
     (features.tokens.sum() + features.global_token.sum()).backward()
     for parameter in backbone.parameters():
@@ -142,14 +142,14 @@ def test_only_parameters_that_encode_uses_are_trained():
     assert not build_backbone(VIT, args=TINY_VIT, image_size=64).unused_parameters
 
 
-def test_building_leaves_batch_norm_statistics_alone():
+def test_building_does_not_change_batch_norm_statistics():
     backbone = build_backbone("resnet50", args=TINY_RESNET, image_size=64)
     assert backbone.training
     assert backbone.model.bn1.num_batches_tracked == 0
     assert torch.equal(backbone.model.bn1.running_var, torch.ones(64))
 
 
-def test_weights_depend_on_the_seed_alone():
+def test_weights_depend_on_the_seed_only():
     torch.manual_seed(5)
     first = build_backbone(VIT, args=TINY_VIT, image_size=64, seed=3).state_dict()
     state = torch.get_rng_state()
@@ -173,7 +173,7 @@ def noise_of(backbone, rows: int) -> torch.Tensor:
 
 def test_drop_path_sites_and_rates_are_those_of_timm():
     backbone = build_backbone(VIT, args=TINY_VIT, image_size=64, drop_path=0.3)
-    # Two branches per block; timm leaves the first block, of rate 0, without.
+    # Two branches per block; timm's first block, of rate 0, has none.
     assert backbone.drop_path_rates == pytest.approx((0.15, 0.15, 0.3, 0.3))
     assert build_backbone(VIT, args=TINY_VIT, image_size=64).num_drop_path_sites == 0
 
@@ -203,7 +203,7 @@ def test_a_dropped_branch_is_skipped_and_a_kept_one_scaled():
         ("resnet50", {**TINY_RESNET, "zero_init_last": False}),
     ],
 )
-def test_drop_path_belongs_to_the_sample(name, args):
+def test_drop_path_depends_on_the_sample_only(name, args):
     backbone = build_backbone(name, args=args, image_size=64, drop_path=0.5).eval()
     batch, noise = images(4, 3, 64, 64), noise_of(backbone, 4)
     whole = backbone.encode(batch, drop_path_noise=noise).tokens
@@ -225,7 +225,7 @@ def test_without_noise_nothing_is_dropped_and_nothing_random_is_used():
     assert torch.equal(dropping.encode(batch).tokens, plain.encode(batch).tokens)
 
 
-def test_noise_does_not_outlive_a_call_that_fails():
+def test_noise_is_reset_after_a_failed_call():
     backbone = build_backbone(VIT, args=TINY_VIT, image_size=64, drop_path=0.9)
     batch = images(2, 3, 64, 64)
     expected = backbone.encode(batch).tokens
@@ -239,7 +239,7 @@ def test_noise_does_not_outlive_a_call_that_fails():
         backbone.encode(batch, drop_path_noise=torch.zeros(2, 4))
     failing.remove()
     assert torch.equal(backbone.encode(batch).tokens, expected)
-    assert torch.equal(backbone.encode(batch.double()).tokens, expected)  # whatever float type the images have
+    assert torch.equal(backbone.encode(batch.double()).tokens, expected)  # for any float type of the images
 
 
 def test_a_copy_has_its_own_noise():
@@ -285,7 +285,7 @@ def test_a_compiled_backbone_keeps_its_names_and_takes_any_size(name, args):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_replayed_graph_leaves_the_features_of_the_pass_before_alone():
+def test_a_replayed_graph_does_not_overwrite_earlier_features():
     backbone = build_backbone(VIT, args=TINY_VIT, image_size=64).cuda().eval()
     backbone.compile("reduce-overhead")
     batches = [images(2, 3, 64, 64).cuda() + shift for shift in range(5)]
@@ -306,7 +306,7 @@ def test_images_of_another_shape_are_refused(shape):
         build_backbone(VIT, args=TINY_VIT, image_size=64).encode(torch.zeros(shape))
 
 
-def test_sizes_that_do_not_fit_name_their_neighbours():
+def test_errors_for_indivisible_sizes_suggest_the_nearest():
     message = "image size 225 is not divisible by the patch size 16: use 224 or 240"
     with pytest.raises(ValueError, match=message):
         build_backbone(VIT, args=TINY_VIT, image_size=225)
@@ -351,7 +351,7 @@ def test_drop_path_has_a_range(drop_path):
 
 
 def test_a_network_without_dense_features_is_refused():
-    with pytest.raises(ValueError, match="supported are vision transformers"):
+    with pytest.raises(ValueError, match="use a vision transformer"):
         build_backbone("mixer_s32_224")
 
 
@@ -365,7 +365,7 @@ def test_names_of_every_size_exist_in_timm():
     assert names <= set(timm.list_models())
 
 
-def test_the_fingerprint_changes_with_what_changes_the_features_and_with_nothing_else():
+def test_the_fingerprint_changes_only_if_the_features_change():
     def build(**options):
         return build_backbone(VIT, args=TINY_VIT, image_size=32, **options)
 
@@ -387,7 +387,7 @@ def test_the_fingerprint_changes_with_what_changes_the_features_and_with_nothing
     assert len(changed | {other.fingerprint() for other in others}) == 9
 
 
-def test_the_fingerprint_leaves_out_what_encode_does_not_read():
+def test_the_fingerprint_ignores_tensors_that_encode_does_not_read():
     backbone = build_backbone("mobilenetv3_small_050", image_size=64)
     before = backbone.fingerprint()
     assert "conv_head.weight" in backbone.unused_parameters
@@ -398,7 +398,7 @@ def test_the_fingerprint_leaves_out_what_encode_does_not_read():
 @pytest.mark.parametrize(
     ("name", "args"), [(VIT, TINY_VIT), ("resnet18", {"channels": (8, 8, 8, 8)}), ("convnext_tiny", TINY_CONVNEXT)]
 )
-def test_a_layer_behind_the_features_is_where_plain_timm_finds_it(name, args, tmp_path):
+def test_a_layer_after_the_features_is_in_timms_place(name, args, tmp_path):
     backbone = build_backbone(name, args=args, image_size=64).eval()
     plain = backbone.encode(images(2, 3, 64, 96))
     weight, bias = torch.randn(5, backbone.embed_dim), torch.randn(5)
@@ -410,7 +410,7 @@ def test_a_layer_behind_the_features_is_where_plain_timm_finds_it(name, args, tm
     torch.testing.assert_close(features.global_token, backbone.model(images(2, 3, 64, 96)))
     assert backbone.readout is not None
     assert not backbone.readout.weight.requires_grad
-    with pytest.raises(ValueError, match=f"must take {plain.tokens.shape[2]} channels, got a weight of \\(3, 4\\)"):
+    with pytest.raises(ValueError, match=f"must have {plain.tokens.shape[2]} input channels, got .* shape \\(3, 4\\)"):
         backbone.set_readout(torch.zeros(3, 4), torch.zeros(3))
 
     save_backbone(backbone, tmp_path)
@@ -431,7 +431,7 @@ def test_a_layer_behind_the_features_is_where_plain_timm_finds_it(name, args, tm
         ("beitv2_base_patch16_224", {**TINY_VIT, "use_shared_rel_pos_bias": True, "use_rel_pos_bias": False}),
     ],
 )
-def test_the_first_blocks_are_a_network_of_their_own(name, args, tmp_path):
+def test_the_first_blocks_are_a_separate_network(name, args, tmp_path):
     backbone = build_backbone(name, args=args, image_size=64).eval()
     backbone.set_numerics(Numerics(norm_eps=1e-3))
     backbone.mean = (0.4, 0.5, 0.6)
@@ -488,7 +488,7 @@ READABLE = [
 
 
 @pytest.mark.parametrize(("name", "args"), READABLE)
-def test_the_features_come_back_when_the_layer_behind_them_is_removed(name, args):
+def test_removing_the_layer_after_the_features_restores_them(name, args):
     backbone = build_backbone(name, args=args, image_size=64).eval()
     plain, fingerprint, dim = backbone.encode(images(1, 3, 64, 64)).tokens, backbone.fingerprint(), backbone.embed_dim
     backbone.set_readout(torch.randn(5, dim), torch.randn(5))
@@ -499,7 +499,7 @@ def test_the_features_come_back_when_the_layer_behind_them_is_removed(name, args
     assert not any("head" in key or "fc." in key for key in backbone.unused_parameters)
 
 
-def test_the_fingerprint_changes_with_the_layer_behind_the_features():
+def test_the_fingerprint_changes_with_the_layer_after_the_features():
     def build(weight, bias, frozen=False):
         backbone = build_backbone(VIT, args=TINY_VIT, image_size=32).requires_grad_(not frozen)
         backbone.set_readout(weight, bias)
@@ -513,16 +513,16 @@ def test_the_fingerprint_changes_with_the_layer_behind_the_features():
 
 
 @pytest.mark.parametrize("name", ["mobilenetv3_small_050", "deit_tiny_distilled_patch16_224"])
-def test_networks_whose_classifier_reads_other_features_take_no_layer(name):
+def test_networks_whose_classifier_reads_other_features_reject_a_layer(name):
     backbone = build_backbone(name, image_size=64)
     before = backbone.fingerprint()
-    with pytest.raises(ValueError, match=f"{name} has no place for a layer .*: use another network"):
+    with pytest.raises(ValueError, match=f"{name} does not support a linear layer .*: use another network"):
         backbone.set_readout(torch.randn(5, backbone.embed_dim), torch.zeros(5))
     assert (backbone.readout, backbone.fingerprint()) == (None, before)
 
 
-def test_a_layer_behind_the_features_reads_the_last_block_alone():
+def test_a_layer_after_the_features_reads_the_last_block_only():
     backbone = build_backbone(VIT, args=TINY_VIT, image_size=64)
     backbone.set_readout(torch.randn(5, 64), torch.zeros(5))
-    with pytest.raises(ValueError, match=r"layers must be 1, got 2: vit_small_patch16_224 has a linear layer behind"):
+    with pytest.raises(ValueError, match=r"layers must be 1, got 2: vit_small_patch16_224 has a linear layer after"):
         backbone.encode(images(1, 3, 64, 64), layers=2)

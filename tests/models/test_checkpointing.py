@@ -34,7 +34,7 @@ def inputs(backbone: Backbone) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gradients(backbone: Backbone, call: Any = None) -> list[torch.Tensor]:
-    """The features and the gradient of every parameter, with drop path at work."""
+    """Return the features and the gradient of every parameter, with drop path on."""
     images, noise = inputs(backbone)
     backbone.zero_grad()
     features = (call or backbone)(images, drop_path_noise=noise)
@@ -60,14 +60,14 @@ class Operators(TorchDispatchMode):
 def test_features_and_gradients_do_not_change(name: str, args: dict[str, Any], mode: Checkpointing) -> None:
     backbone = build(name, args)
     expected = gradients(backbone)
-    assert not torch.equal(expected[0], backbone(inputs(backbone)[0]).tokens)  # drop path is at work
+    assert not torch.equal(expected[0], backbone(inputs(backbone)[0]).tokens)  # drop path is on
     backbone.set_checkpointing(mode)
     for found, value in zip(gradients(backbone), expected, strict=True):
         torch.testing.assert_close(found, value, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_in_16_bits_too(mode: Checkpointing) -> None:
+def test_features_and_gradients_do_not_change_in_16_bits(mode: Checkpointing) -> None:
     backbone = build(*VIT)
     results = []
     for own in ("none", mode):
@@ -79,7 +79,7 @@ def test_in_16_bits_too(mode: Checkpointing) -> None:
 
 
 @pytest.mark.parametrize("fewest", [1, 2**60], ids=["oneDNN", "PyTorch"])
-def test_what_is_computed_twice(fewest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputed_operators(fewest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cribo.models.linear._FEWEST", fewest)
     backbone = build(*VIT)
     counts = {}
@@ -97,11 +97,11 @@ def test_what_is_computed_twice(fewest: int, monkeypatch: pytest.MonkeyPatch) ->
     names = ("mm", "addmm", "_linear_pointwise")
     products = {mode: sum(seen.count.get(name, 0) for name in names) for mode, seen in counts.items()}
     assert products["selective"] == products["none"]
-    # QKV, projection and the first layer of the MLP; the output of the second one is no part of the gradients.
+    # QKV, projection and the first layer of the MLP; gradients do not need the second layer's output.
     assert products["blocks"] >= products["none"] + 3 * 3
 
 
-def test_blocks_keep_their_input_only() -> None:
+def test_blocks_save_only_their_input() -> None:
     backbone = build(*VIT)
     kept: dict[str, list[int]] = {"none": [], "blocks": []}
     for mode, sizes in kept.items():
@@ -117,7 +117,7 @@ def test_blocks_keep_their_input_only() -> None:
     assert sum(kept["blocks"]) < sum(kept["none"]) / 4
 
 
-def test_without_gradients_nothing_is_kept_or_computed_twice() -> None:
+def test_without_gradients_nothing_is_saved_or_recomputed() -> None:
     backbone = build(*VIT)
     backbone.set_checkpointing("blocks")
     images, _ = inputs(backbone)
@@ -141,7 +141,7 @@ def test_a_copy_computes_with_its_own_parameters() -> None:
         torch.testing.assert_close(found, value, rtol=0, atol=1e-6)
 
 
-def test_names_and_fingerprint_stay_and_none_takes_it_back() -> None:
+def test_names_and_fingerprint_do_not_change_and_none_restores_the_forward() -> None:
     backbone, plain = build(*VIT), build(*VIT)
     backbone.set_checkpointing("selective")
     assert list(backbone.state_dict()) == list(plain.state_dict())
@@ -165,7 +165,7 @@ def test_a_convolutional_network_is_refused() -> None:
 @pytest.mark.parametrize(
     "backend", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])], ids=["traced", "compiled"]
 )
-def test_compiled_into_one_graph_it_is_the_same(backend: str, mode: Checkpointing) -> None:
+def test_compiled_checkpointing_is_one_graph_with_the_same_results(backend: str, mode: Checkpointing) -> None:
     backbone = build(VIT[0], {**VIT[1], "depth": 2})
     expected = gradients(backbone)
     backbone.set_checkpointing(mode)

@@ -1,6 +1,6 @@
-"""What is taken from files of other projects, what is left out, and what is refused.
+"""Tensors that are used, ignored or rejected in files of other projects.
 
-That the features are the projects' own is tested in `formats/test_rows.py`.
+Features are compared with the projects' own in `formats/test_rows.py`.
 """
 
 import json
@@ -25,7 +25,7 @@ SIZE = 48
 
 
 def network(seed: int, name: str = VIT, args: dict[str, Any] | None = None, size: int = SIZE) -> Backbone:
-    """With every tensor random: with the zeros and ones of an initialisation, a wrong name can be right by chance."""
+    """Randomise every tensor: with initial zeros and ones, wrong names could give right features."""
     backbone = build_backbone(name, args=SMALL if args is None else args, image_size=size)
     randomise(backbone.model, seed)
     return backbone.eval()
@@ -63,7 +63,7 @@ CASES = {case.name: case for case in load_cases()}
 
 
 def written(name: str, folder: Path) -> tuple[Path, Case, Any]:
-    """The file of a case, and what its teacher computes."""
+    """Write the file of a case; return its path, the case and its teacher."""
     path, teacher, _ = CASES[name].write(folder)
     return path, CASES[name], teacher
 
@@ -94,7 +94,7 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize(("name", "groups"), LEFT_OUT.items(), ids=LEFT_OUT)
-def test_what_is_left_out_is_listed(tmp_path: Path, name: str, groups: set[str]):
+def test_ignored_keys_are_listed(tmp_path: Path, name: str, groups: set[str]):
     path, case, _ = written(name, tmp_path)
     loaded = load_backbone(path, **case.options).loaded
     assert loaded is not None
@@ -125,10 +125,10 @@ def test_unknown_tensors_of_the_network_are_refused_and_others_ignored(tmp_path:
     backbone = load_backbone(path, ignore=[r"surprise\."])
     assert deviation(backbone, teacher, case.sizes[0]) < 1e-5
     assert backbone.loaded is not None
-    assert backbone.loaded.dropped["ignored as asked"][0].endswith("surprise.weight")
+    assert backbone.loaded.dropped["ignored by request"][0].endswith("surprise.weight")
 
 
-def test_a_moving_average_beside_the_network_is_taken(tmp_path: Path):
+def test_a_moving_average_of_the_network_is_used(tmp_path: Path):
     student, teacher = network(2), network(1)
     content = {"model": student.model.state_dict(), "model_ema": teacher.model.state_dict()}
     torch.save(content, tmp_path / "weights.pth")
@@ -148,27 +148,27 @@ def test_a_network_with_other_heads_than_the_file_is_refused(tmp_path: Path):
     assert deviation(named, teacher, case.sizes[0]) < 1e-5
 
 
-def test_heads_that_are_assumed_from_positions_are_said(tmp_path: Path):
+def test_heads_assumed_from_positions_are_noted(tmp_path: Path):
     path, _, _ = written("timm ViT, MoCo v3's ViT-S by convert_to_deit", tmp_path)
-    assert "took the 12 attention heads of MoCo v3's ViT-S" in str(load_backbone(path).loaded)
+    assert "assumed the 12 attention heads of MoCo v3's ViT-S" in str(load_backbone(path).loaded)
 
 
 @pytest.mark.parametrize("name", ["DINO", "MAE", "timm ViT, MAE's encoder as released", "LOCA", "Segmenter"])
-def test_how_positions_are_resized_is_said(tmp_path: Path, name: str):
+def test_the_resizing_of_positions_is_noted(tmp_path: Path, name: str):
     path, case, _ = written(name, tmp_path)
     assert f"as the original does ({case.positions})" in str(load_backbone(path).loaded)
-    assert "as asked (bilinear_corners)" in str(load_backbone(path, positions="bilinear_corners").loaded)
-    assert "as asked (timm)" in str(load_backbone(path, positions="timm").loaded)
+    assert "as requested (bilinear_corners)" in str(load_backbone(path, positions="bilinear_corners").loaded)
+    assert "as requested (timm)" in str(load_backbone(path, positions="timm").loaded)
 
 
-def test_positions_of_a_backbone_that_nothing_says_whose_it_is(tmp_path: Path):
+def test_positions_of_weights_of_unknown_origin(tmp_path: Path):
     path, _, _ = written("timm ViT", tmp_path)
     assert "give --backbone.positions bicubic_offset" in str(load_backbone(path).loaded)
-    assert "as asked (timm)" in str(load_backbone(path, positions="timm").loaded)
+    assert "as requested (timm)" in str(load_backbone(path, positions="timm").loaded)
 
 
 @pytest.mark.parametrize("name", ["DINO", "DINOv3", "Segmenter", "JAX ViT", "SlotCon, resnet50_16s"])
-def test_what_is_saved_computes_the_same(tmp_path: Path, name: str):
+def test_a_saved_network_has_the_same_features(tmp_path: Path, name: str):
     path, case, teacher = written(name, tmp_path)
     save_backbone(load_backbone(path), tmp_path / "saved")
     saved = load_backbone(tmp_path / "saved")
@@ -176,12 +176,12 @@ def test_what_is_saved_computes_the_same(tmp_path: Path, name: str):
     assert saved.mean == case.mean
 
 
-def test_dinov3_weights_of_which_the_images_are_not_known_say_so(tmp_path: Path):
-    """As the ViT-7B: no bias in the attention, a norm of local crops."""
+def test_dinov3_weights_for_unknown_images_have_a_note(tmp_path: Path):
+    """As ViT-7B: without attention bias, with a norm of local crops."""
     path, _, _ = written("DINOv3, no bias, two registers, four heads, base 50", tmp_path)
     backbone = load_backbone(path)
     assert backbone.mean == (0.485, 0.456, 0.406)
-    assert "took ImageNet's normalisation" in str(backbone.loaded)
+    assert "assumed ImageNet's normalisation" in str(backbone.loaded)
     path, _, _ = written("DINOv3", tmp_path)
     plain = load_backbone(path).loaded
     assert plain is not None
@@ -192,12 +192,12 @@ def test_dinov3_weights_of_which_the_images_are_not_known_say_so(tmp_path: Path)
 def test_files_beside_weights_of_hugging_face(tmp_path: Path, name: str):
     pytest.importorskip("transformers")
     folder, case, network = written(name, tmp_path)
-    assert "no preprocessor_config.json lies beside it" in str(load_backbone(folder).loaded)
+    assert "no preprocessor_config.json beside it" in str(load_backbone(folder).loaded)
     images_config = {"image_mean": [0.4] * 3, "image_std": [0.2] * 3}
     (folder / "preprocessor_config.json").write_text(json.dumps(images_config))
     backbone = load_backbone(folder)
     assert (backbone.mean, backbone.std) == ((0.4, 0.4, 0.4), (0.2, 0.2, 0.2))
-    # Heads have to be given where the configuration is missing.
+    # Heads must be given if the configuration is missing.
     (folder / "alone").mkdir()
     (folder / "model.safetensors").rename(folder / "alone/weights.safetensors")
     alone = load_backbone(folder / "alone/weights.safetensors", args={"num_heads": 4})
@@ -211,7 +211,7 @@ def test_a_width_with_a_name_has_its_usual_heads(tmp_path: Path):
     assert_same_features(backbone, source)
     assert backbone.loaded is not None
     assert [note for note in backbone.loaded.notes if "heads" in note] == []
-    assert "the file has 3 blocks, where networks of this width have 12" in str(backbone.loaded)
+    assert "the file has 3 blocks, networks of this width usually 12" in str(backbone.loaded)
 
 
 def test_heads_that_weights_do_not_show_come_from_the_caller(tmp_path: Path):
@@ -241,7 +241,7 @@ def test_heads_that_weights_do_not_show_come_from_the_caller(tmp_path: Path):
     ],
     ids=str,
 )
-def test_variants_of_the_vit_are_read_off_its_weights(tmp_path: Path, args: dict[str, Any]):
+def test_variants_of_the_vit_are_inferred_from_weights(tmp_path: Path, args: dict[str, Any]):
     source = network(1, args={**SMALL, **args})
     torch.save(source.model.state_dict(), tmp_path / "weights.pth")
     backbone = load_backbone(tmp_path / "weights.pth", args={"act_layer": "gelu"})
@@ -270,28 +270,28 @@ def test_a_folder_of_timm_on_the_hub(tmp_path: Path):
     backbone = load_backbone(tmp_path)
     assert_same_features(backbone, source, 64)
     assert backbone.mean == (0.5, 0.5, 0.5)
-    (tmp_path / "config.json").write_text(json.dumps({"architecture": "my convnext"}))  # of another program
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": "my convnext"}))  # from another program
     assert_same_features(load_backbone(tmp_path), source, 64)
     assert_same_features(load_backbone(tmp_path, name="convnext_tiny", args=convnext), source, 64)
 
 
-# ------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------ errors
 
 
-def test_keys_that_only_a_wrapper_tells_apart_are_refused(tmp_path: Path):
+def test_keys_that_differ_only_in_wrapper_prefixes_are_rejected(tmp_path: Path):
     state = network(1).model.state_dict()
     torch.save({**state, "module.norm.weight": torch.zeros(128)}, tmp_path / "weights.pth")
-    with pytest.raises(ValueError, match=r"differ only in the prefixes of wrappers: norm\.weight"):
+    with pytest.raises(ValueError, match=r"differ only in wrapper prefixes: norm\.weight"):
         load_backbone(tmp_path / "weights.pth")
 
 
 def test_files_with_several_networks_of_which_none_is_the_teacher(tmp_path: Path):
     state = network(1).model.state_dict()
     torch.save({**under("first.", state), **under("second.", state)}, tmp_path / "weights.pth")
-    with pytest.raises(ValueError, match=r"holds several networks and does not say which .*'first\.', 'second\.'"):
+    with pytest.raises(ValueError, match=r"contains several networks, .*'first\.', 'second\.', none marked"):
         load_backbone(tmp_path / "weights.pth")
     torch.save(state, tmp_path / "weights.pth")
-    with pytest.raises(ValueError, match=r"holds one network, .* and no student"):
+    with pytest.raises(ValueError, match=r"contains one network, .* and no student"):
         load_backbone(tmp_path / "weights.pth", network="student")
 
 
@@ -302,11 +302,11 @@ def test_files_with_several_networks_of_which_none_is_the_teacher(tmp_path: Path
         (lambda state: {key: value for key, value in state.items() if "blocks.1.mlp" not in key}, "4 keys missing"),
         (lambda state: {**state, "norm.weight": torch.ones(5)}, r"norm\.weight \(5,\) instead of \(128,\)"),
         (lambda state: {**state, "norm.weight": torch.full((128,), math.nan)}, "1 keys that are not finite: norm"),
-        (lambda state: {**state, "pos_embed": torch.ones(1, 8, 128)}, "8 positions, .* is no square grid"),
+        (lambda state: {**state, "pos_embed": torch.ones(1, 8, 128)}, "8 positions, .* is not a square grid"),
         (lambda state: {**state, "patch_embed.proj.weight": torch.ones(128, 1, 16, 16)}, "for square patches of RGB"),
     ],
 )
-def test_networks_that_are_not_whole_are_refused(tmp_path: Path, change: Callable[[State], State], message: str):
+def test_incomplete_networks_are_rejected(tmp_path: Path, change: Callable[[State], State], message: str):
     torch.save(change(dict(network(1).model.state_dict())), tmp_path / "weights.pth")
     with pytest.raises(ValueError, match=message):
         load_backbone(tmp_path / "weights.pth")

@@ -9,7 +9,7 @@ _DINOV2 = next(dialect for dialect in NAMINGS if dialect.name == "Hugging Face D
 
 
 def own_tensors(dim: int = 4, registers: int = 2) -> State:
-    """One block under the keys of transformers, each number once."""
+    """One block under the keys of transformers, with distinct values."""
     layer = "encoder.layer.0"
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.cls_token": (1, 1, dim),
@@ -29,7 +29,7 @@ def own_tensors(dim: int = 4, registers: int = 2) -> State:
     return {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
 
 
-def test_what_was_read_is_written_back_under_the_dialects_keys() -> None:
+def test_weights_round_trip_under_their_own_keys() -> None:
     own = own_tensors()
     own["embeddings.position_embeddings"][:, 0] = 0
     state = _DINOV2.rename(own)
@@ -41,7 +41,7 @@ def test_what_was_read_is_written_back_under_the_dialects_keys() -> None:
         assert torch.equal(written[key], value), key
 
 
-def test_a_position_that_was_added_to_a_token_stays_with_it() -> None:
+def test_a_position_added_to_a_token_is_written_as_zero() -> None:
     own = own_tensors(registers=0)
     state = _DINOV2.rename(own)
     shapes = {key: value.shape for key, value in own.items()}
@@ -61,5 +61,5 @@ def test_weights_with_other_parts_are_refused() -> None:
         write_as(_DINOV2, {**state, "norm_pre.weight": torch.ones(4)}, shapes)
     with pytest.raises(ValueError, match=r"blocks.0.mlp.fc1.weight"):
         write_as(_DINOV2, {**state, "blocks.0.mlp.fc1.weight": torch.ones(4, 4)}, shapes)
-    with pytest.raises(ValueError, match="for rows of 5"):
+    with pytest.raises(ValueError, match="rows have 5 values"):
         write_as(_DINOV2, {**state, "blocks.0.mlp.fc1.weight": torch.ones(8, 5)}, shapes)

@@ -19,7 +19,7 @@ SMALL = {"embed_dim": 64, "depth": 2, "num_heads": 2, "patch_size": 8}
 
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of any size go to oneDNN, or small tests would test PyTorch."""
+    """Use oneDNN for products of any size; otherwise small tests would test PyTorch."""
     monkeypatch.setattr("cribo.models.linear._FEWEST", 1)
     monkeypatch.setattr("cribo.models.linear._FEWEST_ROWS", 0)
     monkeypatch.setattr("cribo.models.linear.has_amd_processor", lambda: True)
@@ -30,7 +30,7 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 class Operators(TorchDispatchMode):
-    """Notes the operators that run."""
+    """Records the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def uses_onednn(call: Callable[[], object]) -> bool:
 
 
 def inputs() -> dict[str, torch.Tensor]:
-    """Float32 inputs of 24 channels in every kind of memory."""
+    """Return float32 inputs of 24 channels in all memory layouts."""
     return {
         "two dimensions": numbers(10, 24),
         "three": numbers(2, 5, 24),
@@ -65,7 +65,7 @@ def inputs() -> dict[str, torch.Tensor]:
 @needs_onednn
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", inputs())
-def test_values_and_gradients_are_pytorchs(kind: str, bias: bool) -> None:
+def test_values_and_gradients_match_pytorch(kind: str, bias: bool) -> None:
     results = []
     for function in (linear, F.linear):
         x = inputs()[kind].requires_grad_()
@@ -82,7 +82,7 @@ def test_values_and_gradients_are_pytorchs(kind: str, bias: bool) -> None:
 
 @needs_onednn
 @pytest.mark.parametrize("needed", list(itertools.product([False, True], repeat=3)))
-def test_only_the_gradients_that_are_asked_for(needed: tuple[bool, bool, bool]) -> None:
+def test_only_requested_gradients_are_computed(needed: tuple[bool, bool, bool]) -> None:
     leaves = [
         numbers(*shape, seed=seed).requires_grad_(need)
         for seed, (shape, need) in enumerate(zip(((10, 24), (40, 24), (40,)), needed, strict=True))
@@ -90,13 +90,13 @@ def test_only_the_gradients_that_are_asked_for(needed: tuple[bool, bool, bool]) 
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         out = linear(*leaves)
-    # The input is kept for the weight's gradient only, and the weight for the input's.
+    # The input is saved only for the weight's gradient, and the weight only for the input's.
     expected_kept = {leaf.data_ptr() for leaf, need in ((leaves[0], needed[1]), (leaves[1], needed[0])) if need}
     assert {t.data_ptr() for t in kept} == expected_kept
     assert out.requires_grad == any(needed)
     if not out.requires_grad:
         return
-    out.sum().backward()  # whose gradient is one number, expanded
+    out.sum().backward()  # its gradient is an expanded scalar
     expected = (leaves[1].sum(0).expand(10, 24), leaves[0].sum(0).expand(40, 24), torch.full((40,), 10.0))
     for leaf, need, gradient in zip(leaves, needed, expected, strict=True):
         assert (leaf.grad is not None) == need
@@ -128,7 +128,7 @@ def test_gradients_of_gradients() -> None:
 
 
 @needs_onednn
-def test_without_gradients_nothing_is_kept() -> None:
+def test_without_gradients_nothing_is_saved() -> None:
     x, weight = numbers(10, 24), numbers(40, 24).requires_grad_()
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
@@ -138,7 +138,7 @@ def test_without_gradients_nothing_is_kept() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
-def test_other_types_and_autocast_are_pytorchs_own() -> None:
+def test_other_types_and_autocast_use_pytorch() -> None:
     x, weight, bias = numbers(10, 24), numbers(40, 24, seed=1), numbers(40, seed=2)
     exact = (x.double(), weight.double(), bias.double())
     assert torch.equal(linear(*exact), F.linear(*exact))
@@ -160,13 +160,13 @@ def test_shapes_that_do_not_fit_get_pytorchs_error() -> None:
         linear(numbers(10, 23), numbers(40, 24))
 
 
-def test_small_products_stay_with_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_products_use_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cribo.models.linear._FEWEST", 10 * 24 * 40 + 1)
     assert not uses_onednn(lambda: linear(numbers(10, 24), numbers(40, 24)))
 
 
 @needs_onednn
-def test_compiled_code_holds_pytorchs_operator() -> None:
+def test_compiled_code_contains_pytorchs_operator() -> None:
     layer = use_onednn(nn.Sequential(nn.Linear(24, 40)))
     operators: list[str] = []
 
@@ -185,14 +185,14 @@ def test_compiled_code_holds_pytorchs_operator() -> None:
 
 
 class Scaled(nn.Linear):
-    """A linear layer with a forward of its own."""
+    """A linear layer with its own forward."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         return 2 * super().forward(input)
 
 
 @needs_onednn
-def test_modules_stay_what_they_were_but_for_the_library() -> None:
+def test_modules_do_not_change_except_for_the_library() -> None:
     plain = nn.Sequential(nn.Linear(24, 40), nn.GELU(), Scaled(40, 24), nn.Linear(24, 8, bias=False))
     fast = use_onednn(copy.deepcopy(plain))
     x = numbers(10, 24)
@@ -217,7 +217,7 @@ def through_a_file(module: nn.Module) -> nn.Sequential:
 
 
 @needs_onednn
-def test_the_linear_layers_of_a_backbone_are_computed_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_linear_layers_of_a_backbone_use_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = build_backbone("vit_tiny_patch16_224", args=SMALL, image_size=32)
     x = numbers(2, 3, 32, 32)
     fingerprint = backbone.fingerprint()

@@ -1,4 +1,4 @@
-"""Adapters by their definition: a low-rank addition to linear layers, which a plain network can take in."""
+"""Adapters, against their definition: a low-rank addition to linear layers that can be merged."""
 
 import sys
 
@@ -25,7 +25,7 @@ def make(kind: str = "vit") -> Backbone:
     backbone = build_backbone(name, args=args, image_size=56 if kind == "gated" else 64).eval()
     with torch.no_grad():
         for key, parameter in backbone.model.named_parameters():
-            if "gamma" in key:  # scales of branches, which begin near 0
+            if "gamma" in key:  # layer scales, initially near 0
                 parameter.fill_(1)
     return backbone
 
@@ -35,7 +35,7 @@ def images(backbone: Backbone) -> torch.Tensor:
 
 
 def randomise(backbone: Backbone) -> None:
-    """Give the adapters an effect: they start as no-ops."""
+    """Randomise adapters, which are initially no-ops."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in backbone.named_parameters():
@@ -44,7 +44,7 @@ def randomise(backbone: Backbone) -> None:
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
-def test_adapters_begin_as_nothing_and_a_plain_network_takes_them_in(kind: str) -> None:
+def test_adapters_are_initially_no_ops_and_can_be_merged(kind: str) -> None:
     backbone = make(kind)
     plain = plain_copy(backbone)
     batch = images(backbone)
@@ -67,8 +67,8 @@ def test_adapters_begin_as_nothing_and_a_plain_network_takes_them_in(kind: str) 
     torch.testing.assert_close(merged_parameters(backbone), [*merged.parameters()])
 
 
-def test_layers_whose_weight_is_read_without_calling_them_get_none() -> None:
-    """BEiT adds the bias of its qkv in parts; an adapter there would never be computed."""
+def test_layers_that_are_not_called_get_no_adapters() -> None:
+    """BEiT adds the bias of qkv in parts, so an adapter there would have no effect."""
     backbone = make("beit")
     add_adapters(backbone, 2)
     adapted = {name.partition(".lora_A")[0] for name, _ in backbone.named_parameters() if ".lora_A." in name}
@@ -77,7 +77,7 @@ def test_layers_whose_weight_is_read_without_calling_them_get_none() -> None:
     }
 
 
-def test_the_first_blocks_get_none() -> None:
+def test_the_first_blocks_get_no_adapters() -> None:
     backbone = make()
     add_adapters(backbone, 2, first_block=2)
     adapted = [name for name, value in backbone.named_parameters() if value.requires_grad]
@@ -85,7 +85,7 @@ def test_the_first_blocks_get_none() -> None:
     assert all("blocks.2." in name for name in adapted)
 
 
-def test_adapters_are_keyed_by_the_seed() -> None:
+def test_adapters_depend_on_the_seed() -> None:
     def drawn(seed: int, noise: int) -> list[torch.Tensor]:
         torch.manual_seed(noise)
         backbone = make()
@@ -96,7 +96,7 @@ def test_adapters_are_keyed_by_the_seed() -> None:
     assert not all(map(torch.equal, drawn(0, noise=0), drawn(1, noise=0)))
 
 
-def test_a_layer_behind_the_features_gets_none() -> None:
+def test_a_layer_after_the_features_gets_no_adapter() -> None:
     backbone = make()
     backbone.set_readout(torch.randn(5, 64), torch.zeros(5))
     add_adapters(backbone, 2)
@@ -106,7 +106,7 @@ def test_a_layer_behind_the_features_gets_none() -> None:
 
 @pytest.mark.parametrize(("name", "args"), [("resnet18", {"channels": (8, 8, 8, 8)}), ("efficientnet_lite0", {})])
 def test_a_network_without_linear_layers_is_refused(name: str, args: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=f"{name} has no linear layers in its blocks"):
+    with pytest.raises(ValueError, match=f"LoRA requires linear layers, {name} has none in its blocks"):
         add_adapters(build_backbone(name, args=args), 4)
 
 
@@ -116,7 +116,7 @@ def test_the_rank_has_a_range(rank: int) -> None:
         add_adapters(make(), rank)
 
 
-def test_without_peft_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ImportError, match=r"LoRA needs peft .*pip install 'cribo-ssl\[lora\]'"):
+    with pytest.raises(ImportError, match=r"LoRA requires peft .*pip install 'cribo-ssl\[lora\]'"):
         add_adapters(make(), 4)

@@ -1,4 +1,4 @@
-"""Networks of the user's own, by import path."""
+"""Custom networks, by import path."""
 
 import sys
 from pathlib import Path
@@ -26,14 +26,14 @@ def no_network():
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a module that holds a network, and that nothing has imported."""
+    """The name of a module with a network that has not been imported."""
     (tmp_path / "nets_of_a_user.py").write_text(NETWORK)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "nets_of_a_user", raising=False)
     return "nets_of_a_user"
 
 
-def test_it_is_built_and_saved_and_loaded(module: str, tmp_path: Path) -> None:
+def test_a_custom_network_is_built_saved_and_loaded(module: str, tmp_path: Path) -> None:
     backbone = build_backbone(f"{module}.Net", args={"width": 16}, image_size=64)
     assert (backbone.embed_dim, backbone.patch_size) == (16, 8)
     images = torch.randn(2, 3, 64, 32)
@@ -44,10 +44,10 @@ def test_it_is_built_and_saved_and_loaded(module: str, tmp_path: Path) -> None:
     assert torch.equal(load_backbone(tmp_path / "saved").encode(images).tokens, features.tokens)
 
 
-def test_weights_import_no_code_by_themselves(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_do_not_import_code_without_trust(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_backbone(build_backbone(f"{module}.Net", image_size=64), tmp_path / "saved")
     monkeypatch.delitem(sys.modules, module)
-    with pytest.raises(ValueError, match=f"{module}.Net, which is code that nothing has imported yet"):
+    with pytest.raises(ValueError, match=f"{module}.Net, whose module has not been imported"):
         load_backbone(tmp_path / "saved")
     assert module not in sys.modules
     assert load_backbone(tmp_path / "saved", trust=True).embed_dim == 8
@@ -57,16 +57,16 @@ def test_weights_import_no_code_by_themselves(module: str, tmp_path: Path, monke
     ("name", "args", "message"),
     [
         ("{}.Nets", {}, "module {} has no 'Nets': did you mean {}.Net"),
-        ("{}.no_network", {}, "must give a module whose forward_features"),
+        ("{}.no_network", {}, "must return a module whose forward_features"),
         ("{}.Net", {"depth": 3}, "cannot be called with {'depth': 3}"),
         ("nowhere.Net", {}, "module 'nowhere' not found"),
     ],
 )
-def test_what_is_no_network_is_refused(module: str, name: str, args: dict[str, int], message: str) -> None:
+def test_invalid_networks_are_rejected(module: str, name: str, args: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("{}", module)):
         build_backbone(name.format(module), args=args, image_size=64)
 
 
-def test_drop_path_needs_a_network_that_has_it(module: str) -> None:
+def test_drop_path_requires_a_network_with_drop_path(module: str) -> None:
     with pytest.raises(ValueError, match="has no drop path: use drop_path=0"):
         build_backbone(f"{module}.Net", image_size=64, drop_path=0.1)

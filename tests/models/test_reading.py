@@ -32,7 +32,7 @@ def save_legacy(state: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def save_flax(state: dict[str, torch.Tensor], path: Path) -> None:
-    """As flax.serialization writes it: arrays as the extension 1, of shape, dtype and bytes."""
+    """As written by flax.serialization: arrays as extension 1, with shape, dtype and bytes."""
     msgpack = pytest.importorskip("msgpack")
 
     def pack(value: Any) -> Any:
@@ -52,7 +52,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
-def test_files_are_known_by_content_and_not_by_name(tmp_path: Path, writer: Callable[..., Any]):
+def test_files_are_recognised_by_content_and_not_by_name(tmp_path: Path, writer: Callable[..., Any]):
     path = tmp_path / "weights.jpg"
     writer(STATE, path)
     content = read_weights(path)
@@ -62,12 +62,12 @@ def test_files_are_known_by_content_and_not_by_name(tmp_path: Path, writer: Call
 
 @pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
 @pytest.mark.parametrize("keep", [0.97, 0.5])
-def test_a_file_that_is_cut_off_says_so(tmp_path: Path, writer: Callable[..., Any], keep: float):
+def test_truncated_files_are_reported(tmp_path: Path, writer: Callable[..., Any], keep: float):
     path = tmp_path / "weights"
     writer({"weight": torch.randn(1000)}, path)
     content = path.read_bytes()
     path.write_bytes(content[: int(keep * len(content))])
-    with pytest.raises(ValueError, match=r"is (damaged|cut off).*copy or download it again"):
+    with pytest.raises(ValueError, match=r"is (damaged|truncated).*copy or download it again"):
         read_weights(path)
 
 
@@ -77,26 +77,26 @@ def test_a_file_that_is_cut_off_says_so(tmp_path: Path, writer: Callable[..., An
         (b"", "is empty"),
         (b"\n<!DOCTYPE html><html><body>404</body></html>", "is a web page"),
         (b"<html>Sign in</html>", "is a web page"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "pointer of Git LFS"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "Git LFS pointer"),
         (b"no weights" * 99, "is a text file"),
         ("aucun réseau ici\n".encode() * 30 + b"x", "is a text file"),
         ("ñ".encode() * 400, "is a text file"),
-        (b"x" + "ñ".encode() * 400, "is a text file"),  # cut in the middle of a character
-        (bytes(range(255, 0, -1)), "is damaged or is no file of weights"),
+        (b"x" + "ñ".encode() * 400, "is a text file"),  # truncated within a character
+        (bytes(range(255, 0, -1)), "is damaged or not a weight file"),
     ],
 )
-def test_what_is_no_file_of_weights_says_what_it_is(tmp_path: Path, content: bytes, message: str):
+def test_errors_name_the_kind_of_other_files(tmp_path: Path, content: bytes, message: str):
     path = tmp_path / "weights.pth"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_weights(path)
 
 
-def test_a_missing_file_and_one_that_holds_a_list(tmp_path: Path):
+def test_a_missing_file_and_a_list(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=r"no weights at .*nowhere\.pth"):
         read_weights(tmp_path / "nowhere.pth")
     torch.save([torch.ones(1)], tmp_path / "list.pth")
-    with pytest.raises(ValueError, match="holds a list, expected a mapping"):
+    with pytest.raises(ValueError, match="contains a list, expected a mapping"):
         read_weights(tmp_path / "list.pth")
 
 
@@ -112,33 +112,33 @@ class Payload:
         return (print, ("code in a checkpoint",))
 
 
-def test_code_in_a_file_is_run_only_where_the_user_trusts_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_code_in_a_file_runs_only_with_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "weights.pth"
     torch.save({"model": STATE, "folder": datetime.date(2024, 1, 1), "extra": Payload()}, path)
-    with pytest.raises(ValueError, match=r"\(builtins\.print\) and is not read.*--trust"):
+    with pytest.raises(ValueError, match=r"\(builtins\.print\), and reading them could run code.*--trust"):
         read_weights(path)
     assert "code in a checkpoint" not in capsys.readouterr().out
     assert torch.equal(read_weights(path, trust=True)["model"]["norm.weight"], STATE["norm.weight"])
     assert "code in a checkpoint" in capsys.readouterr().out
 
 
-def test_code_in_an_older_file_is_named_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_code_in_an_older_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "weights.pth"
     torch.save({"model": STATE, "extra": Payload()}, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(ValueError, match=r"\(.*print\) and is not read"):
+    with pytest.raises(ValueError, match=r"\(.*print\), and reading them could run code"):
         read_weights(path)
     assert "code in a checkpoint" not in capsys.readouterr().out
 
 
-def test_objects_of_a_package_that_is_not_installed_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_missing_packages_of_objects_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     module: Any = types.ModuleType("history")
     module.Buffer = type("Buffer", (), {"__module__": "history"})
     monkeypatch.setitem(sys.modules, "history", module)
     torch.save({"model": STATE, "history": module.Buffer()}, tmp_path / "weights.pth")
-    with pytest.raises(ValueError, match=r"\(history\.Buffer\) and is not read"):
+    with pytest.raises(ValueError, match=r"\(history\.Buffer\), and reading them could run code"):
         read_weights(tmp_path / "weights.pth")
     monkeypatch.delitem(sys.modules, "history")
-    with pytest.raises(ValueError, match="holds objects of history, which is not installed"):
+    with pytest.raises(ValueError, match="contains objects of history, which is not installed"):
         read_weights(tmp_path / "weights.pth", trust=True)
 
 
@@ -155,7 +155,7 @@ def test_options_and_scores_of_training_scripts_are_read(tmp_path: Path):
 def test_objects_in_numpy_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with (tmp_path / "weights.npz").open("wb") as file:
         np.savez(file, weight=np.array([Payload()], dtype=object))
-    with pytest.raises(ValueError, match="is damaged or is no file of weights"):
+    with pytest.raises(ValueError, match="is damaged or not a weight file"):
         read_weights(tmp_path / "weights.npz")
     assert "code in a checkpoint" not in capsys.readouterr().out
 
@@ -182,7 +182,7 @@ def test_plain_data_of_every_pickle_protocol_is_read(tmp_path: Path, protocol: i
 
 
 @pytest.mark.parametrize("kind", ["gz", "bz2", "xz"])
-def test_archives_are_refused_with_the_way_to_unpack_them(tmp_path: Path, kind: str):
+def test_archives_are_rejected_with_a_command_to_unpack_them(tmp_path: Path, kind: str):
     torch.save(STATE, tmp_path / "weights.pth")
     with tarfile.open(tmp_path / "packed", f"w:{kind}") as archive:  # pyright: ignore[reportCallIssue, reportArgumentType]
         archive.add(tmp_path / "weights.pth", "weights.pth")
@@ -190,5 +190,5 @@ def test_archives_are_refused_with_the_way_to_unpack_them(tmp_path: Path, kind: 
         read_weights(tmp_path / "packed")
     with zipfile.ZipFile(tmp_path / "zipped", "w") as archive:
         archive.write(tmp_path / "weights.pth", "weights.pth")
-    with pytest.raises(ValueError, match=r"zipped is an archive that holds weights\.pth: unpack it"):
+    with pytest.raises(ValueError, match=r"zipped is an archive that contains weights\.pth: unpack it"):
         read_weights(tmp_path / "zipped")

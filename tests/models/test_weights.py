@@ -45,7 +45,7 @@ def unchanged_by(failing, backbone: Backbone) -> bool:
     return all(torch.equal(value, before[key]) for key, value in backbone.state_dict().items())
 
 
-# Saving, and what plain timm makes of it
+# Saving, and loading with plain timm
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def unchanged_by(failing, backbone: Backbone) -> bool:
         ("resnet50", TINY_RESNET),
     ],
 )
-def test_plain_timm_loads_what_is_saved(tmp_path, name, args):
+def test_plain_timm_loads_saved_backbones(tmp_path, name, args):
     size = 56 if "patch14" in name else 64
     backbone = build_backbone(name, args=args, image_size=size, drop_path=0.1).train()
-    backbone.encode(images(size))  # moves the statistics of batch norms
+    backbone.encode(images(size))  # updates the statistics of batch norms
     backbone.eval()
     assert save_backbone(backbone, tmp_path / "run") == tmp_path / "run" / "backbone.safetensors"
     about = json.loads((tmp_path / "run/backbone.json").read_text())
@@ -90,8 +90,8 @@ def test_the_snippet_in_the_description_runs(tmp_path, monkeypatch):
     assert torch.equal(scope["model"].eval()(images()), vit().encode(images()).global_token)
 
 
-def test_timm_finds_the_normalisation_of_what_is_saved(tmp_path):
-    """Timm's own for this name is a mean of 0.5."""
+def test_timm_gets_the_normalisation_of_saved_backbones(tmp_path):
+    """Timm's own mean for this name is 0.5."""
     save_backbone(vit(), tmp_path)
     about = json.loads((tmp_path / "backbone.json").read_text())
     model = timm.create_model(about["name"], **about["args"])
@@ -123,7 +123,7 @@ def test_arguments_that_json_cannot_hold_are_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_full_disk_leaves_the_older_files(tmp_path):
+def test_a_full_disk_does_not_change_older_files(tmp_path):
     save_backbone(vit(seed=1), tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -140,7 +140,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
     save_backbone(vit(seed=1), tmp_path / "a")
     save_backbone(vit(seed=2), tmp_path / "b")
     (tmp_path / "b/backbone.json").replace(tmp_path / "a/backbone.json")
-    with pytest.raises(ValueError, match=r"not the file that .* describes"):
+    with pytest.raises(ValueError, match=r"does not match .*sha256 differs"):
         load_backbone(tmp_path / "a")
     with pytest.raises(FileNotFoundError, match=r"no backbone\.json beside it"):
         load_backbone(tmp_path / "b")
@@ -154,10 +154,10 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
         load_backbone(tmp_path / "a")
 
 
-# Other people's files
+# Files of other projects
 
 
-def test_a_release_checkpoint_gives_its_teacher(tmp_path, caplog):
+def test_the_teacher_of_a_released_checkpoint_is_loaded(tmp_path, caplog):
     student, teacher = vit(seed=1), vit(seed=2)
     head = {
         "module.head.mlp.0.weight": torch.zeros(4, 64),
@@ -188,7 +188,7 @@ def test_a_release_checkpoint_gives_its_teacher(tmp_path, caplog):
     backbone = vit(seed=3)
     loaded = load_pretrained(backbone, tmp_path / "student.pth")
     assert (loaded.network, loaded.part) == ("student", "student/module.backbone.")
-    assert "no teacher, so its student was taken" in loaded.notes[0]
+    assert "no teacher: using its student" in loaded.notes[0]
     assert agree(backbone, student)
 
 
@@ -234,7 +234,7 @@ def test_a_position_embedding_of_another_size_is_resampled_as_timm_does(tmp_path
     torch.save(source.model.state_dict(), tmp_path / "weights.pth")
     backbone = vit(seed=3, image_size=96)
     assert load_pretrained(backbone, tmp_path / "weights.pth").resampled == ("pos_embed",)
-    # The network of 64 pixels resamples the same embedding itself when it sees 96.
+    # The network of 64 pixels resamples the same embedding for images of 96.
     expected, found = source.encode(images(96)), backbone.encode(images(96))
     torch.testing.assert_close(found.tokens, expected.tokens, rtol=0, atol=1e-5)
     torch.testing.assert_close(found.global_token, expected.global_token, rtol=0, atol=1e-5)
@@ -251,7 +251,7 @@ def test_a_convnext_without_its_head_loads(tmp_path):
 @pytest.mark.parametrize(
     "classifier", [{}, {"classifier.weight": torch.zeros(3, 1280), "classifier.bias": torch.zeros(3)}]
 )
-def test_a_file_named_after_its_timm_network_needs_no_other_name(
+def test_a_file_with_the_name_of_its_timm_network_needs_no_name(
     tmp_path: Path, classifier: dict[str, torch.Tensor]
 ) -> None:
     source = build_backbone("tf_efficientnet_lite0", image_size=64, seed=1)
@@ -282,11 +282,11 @@ def test_half_precision_weights_load_into_a_float_network(tmp_path):
     [
         ({"depth": 4}, r"24 keys missing: blocks\.2\.norm1\.weight,.*, \.\.\."),
         ({"depth": 1}, r"12 keys unexpected: blocks\.1\.norm1\.weight"),
-        ({"embed_dim": 32}, r"keys of another shape: cls_token \(1, 1, 64\) instead of \(1, 1, 32\)"),
+        ({"embed_dim": 32}, r"keys of a different shape: cls_token \(1, 1, 64\) instead of \(1, 1, 32\)"),
         ({"init_values": 1e-5}, r"keys missing: blocks\.0\.ls1\.gamma"),
     ],
 )
-def test_weights_of_another_network_are_refused_whole(tmp_path, args, message):
+def test_weights_of_another_network_are_rejected_entirely(tmp_path, args, message):
     torch.save(vit(seed=2).model.state_dict(), tmp_path / "weights.pth")
     backbone = vit(seed=3, **args)
 
@@ -310,13 +310,13 @@ def test_a_missing_file_and_an_unknown_name():
         load_pretrained(vit(), "nowhere.pth")
     with pytest.raises(ValueError, match=r"'vit_smal_patch16_224' is neither a file nor a timm name.*did you mean"):
         load_pretrained(vit(), "vit_smal_patch16_224")
-    with pytest.raises(ValueError, match="weights of resnet50, the backbone is vit_small_patch16_224"):
+    with pytest.raises(ValueError, match="weights of resnet50, but the backbone is vit_small_patch16_224"):
         load_pretrained(vit(), "resnet50.a1_in1k")
     with pytest.raises(ValueError, match=r"timm has no weights .*\.dinoo'.*vit_small_patch16_224\.dino"):
         load_pretrained(vit(), "vit_small_patch16_224.dinoo")
 
 
-def test_without_a_network_the_way_out_is_named(tmp_path, monkeypatch):
+def test_the_error_without_internet_suggests_a_solution(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     backbone = build_backbone(VIT, args={"depth": 1}, image_size=64)
@@ -359,7 +359,7 @@ def test_weights_of_timm_come_from_its_cache(tmp_path: Path, monkeypatch: pytest
         load_pretrained(vit(depth=3), tag)
 
 
-# load_backbone: names, folders, and what it keeps
+# load_backbone: names, folders, and saved values
 
 
 def test_a_timm_name_with_random_weights():
@@ -377,7 +377,7 @@ def test_a_file_without_its_weights(tmp_path):
     assert not agree(alone, trained)
 
 
-def test_names_and_options_that_do_not_go_together(tmp_path):
+def test_names_and_options_that_cannot_be_combined(tmp_path):
     torch.save(vit().model.state_dict(), tmp_path / "weights.pth")
     with pytest.raises(
         ValueError, match=r"'vit_smal_patch16_224' is neither a file nor a timm name: did you mean vit_"
@@ -388,18 +388,18 @@ def test_names_and_options_that_do_not_go_together(tmp_path):
     without = next(name for name in timm.list_models("vit_*") if not timm.list_pretrained(name))
     with pytest.raises(ValueError, match=f"timm has no pretrained weights of {without}: give a file, or use random"):
         load_backbone(without)
-    with pytest.raises(ValueError, match=r"name='resnet50' is for files, and 'vit_tiny_patch16_224' is a timm name"):
+    with pytest.raises(ValueError, match=r"name='resnet50' applies to files, .*'vit_tiny_patch16_224' is a timm name"):
         load_backbone("vit_tiny_patch16_224", name="resnet50")
     with pytest.raises(FileNotFoundError, match=r"no weights at .*nowhere: give a file"):
         load_backbone(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=r"give a folder that holds backbone\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"give a folder with backbone\.safetensors"):
         load_backbone(tmp_path)
     save_backbone(vit(), tmp_path / "run")
-    with pytest.raises(ValueError, match=r"args=.* does not go with .*which says what its network is"):
+    with pytest.raises(ValueError, match=r"args=.* cannot be combined with .*which specifies its network"):
         load_backbone(tmp_path / "run", args={"depth": 2})
 
 
-def test_load_backbone_without_a_network_names_the_way_out(tmp_path, monkeypatch):
+def test_the_error_of_load_backbone_without_internet_suggests_a_solution(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConnectionError, match=r"Without a network: download .*huggingface\.co/timm/vit_tiny"):
@@ -420,7 +420,7 @@ def test_another_image_size_is_resampled(tmp_path):
     assert load_backbone(tmp_path / "run", image_size=96).model.pos_embed.shape == (1, 37, 64)
 
 
-def test_a_saved_backbone_under_another_name_is_still_ours(tmp_path):
+def test_a_saved_backbone_is_recognised_under_another_name(tmp_path):
     source = vit(seed=2)
     source.mean = (0.5, 0.5, 0.5)
     save_backbone(source, tmp_path)
@@ -432,7 +432,7 @@ def test_a_saved_backbone_under_another_name_is_still_ours(tmp_path):
     assert backbone.loaded.format == "cribo backbone"
 
 
-def test_an_interrupted_run_gives_its_teacher(tmp_path, tiny):
+def test_the_teacher_of_an_interrupted_run_is_loaded(tmp_path, tiny):
     from cribo.pretraining import pretrain
 
     run = pretrain(tiny(), out=tmp_path, name="run")
@@ -460,7 +460,7 @@ def test_an_interrupted_run_gives_its_teacher(tmp_path, tiny):
         load_backbone(run.folder)
 
 
-def test_another_epsilon_is_kept_and_reaches_plain_timm(tmp_path, monkeypatch):
+def test_another_epsilon_is_saved_and_used_by_plain_timm(tmp_path, monkeypatch):
     source = vit(seed=2)
     source.set_numerics(Numerics(norm_eps=0.1))
     save_backbone(source, tmp_path)

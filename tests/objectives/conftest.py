@@ -11,7 +11,7 @@ from cribo.training.checkpoints import checkpoint_files
 
 @pytest.fixture
 def resumed_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[PretrainConfig], dict[str, Any]]:
-    """Train, resume from the checkpoint before the last, assert that both end equal, and return the final state."""
+    """Train, resume from the second-last checkpoint, assert that results are equal, and return the final state."""
     monkeypatch.setattr("cribo.pretraining.run.write_report", lambda *args, **kwargs: [])
 
     def call(config: PretrainConfig) -> dict[str, Any]:

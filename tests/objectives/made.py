@@ -1,4 +1,4 @@
-"""Objectives that tests name by import path."""
+"""Objectives that tests import by path."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from cribo.objectives import Columns, Objective, Output, Setting, Step
 
 
 class Flatten(Objective):
-    """Brings the tokens' mean to a value; two losses, a weight, a metric and a schedule of its own."""
+    """Fits the tokens' mean to a value, with two losses, a weight, a metric and a schedule."""
 
     columns = Columns(labels={"mean": "mean of the tokens"}, progress={"norm": "norm {:.2f}"})
 
@@ -46,7 +46,7 @@ class Flatten(Objective):
 
 
 class Uneven(Flatten):
-    """Its samples have the sizes of its draws."""
+    """Its samples have random sizes."""
 
     def sample(self, image: LazyImage, generator: torch.Generator) -> Sample:
         side = int(torch.randint(8, 64, (), generator=generator))
@@ -72,7 +72,7 @@ class TrainersName(Flatten):
 
 
 class NotANumber(Flatten):
-    """Its metric is not a number in the first two steps."""
+    """Its metric is NaN in the first two steps."""
 
     def forward(self, batch: Batch, step: Step) -> Output:
         output = super().forward(batch, step)
@@ -93,4 +93,4 @@ class WeightOfNothing(Flatten):
 
 
 def function() -> None:
-    """No class at all."""
+    """Not a class."""

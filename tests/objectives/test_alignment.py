@@ -1,4 +1,4 @@
-"""Alignment of views by its definition."""
+"""Alignment of views, against its definition."""
 
 import dataclasses
 from collections.abc import Callable
@@ -34,8 +34,8 @@ def batch_of(objective: Alignment, count: int = 4) -> Batch:
     return dataset.__getitems__([(0, image) for image in range(count)])
 
 
-def test_points_of_both_views_are_the_same_places_of_the_image() -> None:
-    """Features that are the coordinates of their patches are the same wherever both views show a place."""
+def test_points_of_both_views_are_the_same_points_of_the_image() -> None:
+    """If features are patch coordinates, they are equal at all points of the overlap."""
     boxes = torch.tensor([[[0, 0, 64, 64], [20, 8, 64, 48]], [[5, 7, 30, 90], [0, 30, 64, 64]]])
     flips = torch.tensor([[False, True], [True, False]])
     coordinates = patch_coordinates(boxes, flips, (4, 6))
@@ -69,7 +69,7 @@ ALL = {
 
 
 def with_banks(tiny: Tiny, **args: float) -> tuple[Alignment, Batch]:
-    """Make an objective with different student and teacher, fill its bank from four images, and draw other ones."""
+    """Create an objective with different student and teacher, fill its bank from four images, and draw others."""
     objective = make(tiny, {"losses.neighbours": 3}, **args)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -77,12 +77,12 @@ def with_banks(tiny: Tiny, **args: float) -> tuple[Alignment, Batch]:
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     dataset = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0)
     objective(dataset.__getitems__([(0, image) for image in range(4)]), STEP)
-    objective.after_step(Step(0, 1, 10**9))  # the teacher's momentum is that of the first step
+    objective.after_step(Step(0, 1, 10**9))  # with the first step's momentum
     return objective, dataset.__getitems__([(0, image) for image in range(4, 8)])
 
 
 def rows_of(objective: Alignment, batch: Batch) -> tuple[torch.Tensor, Objects, torch.Tensor]:
-    """The teacher's tokens, its objects, and the student's objects."""
+    """Return the teacher's tokens and objects, and the student's objects."""
     views = normalised_views(batch, objective.options.views, objective.exported())
     student = objective.student.get_submodule("backbone")
     teacher, own = (network(views).tokens.unflatten(0, (-1, 2)) for network in (objective.exported(), student))
@@ -194,16 +194,16 @@ def test_patches_in_the_bank_do_not_depend_on_micro_batches(tiny: Tiny) -> None:
         ({}, {"points": 0.0}, "all weights in objective.args are 0"),
         ({"objects.num_objects": 33}, {"cross_view": 1.0}, "objects.num_objects must be at most 32, .* got 33"),
         ({"objects.bank_images": 7}, {"cross_image": 1.0}, "at least one batch of 8 images, got 7"),
-        ({"losses.patch_neighbours": 0.5}, {}, "is for CrIBo, got 0.5: give alignment objective.args.patch_neighbours"),
+        ({"losses.patch_neighbours": 0.5}, {}, "is for CrIBo only, got 0.5: set objective.args.patch_neighbours"),
         ({"losses.patch_bank": 15}, {"patch_neighbours": 1.0}, "patch_bank must hold .* at least 16, got 15"),
     ],
 )
-def test_what_does_not_fit_is_refused(tiny: Tiny, changes: dict[str, Any], args: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_rejected(tiny: Tiny, changes: dict[str, Any], args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(tiny, changes, **args)
 
 
-def test_more_blocks_than_there_are_cannot_be_trained(tiny: Tiny) -> None:
+def test_train_blocks_must_not_exceed_the_depth(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match=r"backbone.train_blocks must be 1 to 2, .*, got 3"):
         make(tiny, {"backbone.train_blocks": 3})
 
@@ -257,7 +257,7 @@ def test_batch_norms_keep_the_statistics_of_the_pretrained_weights(tiny: Tiny, t
         ("convnext_atto", ("stem", "stages.0", "stages.1"), ("stages.2", "stages.3", "head")),
     ],
 )
-def test_the_last_stages_of_a_convolutional_network_can_be_trained_alone(
+def test_only_the_last_stages_of_a_convolutional_network_are_trained(
     tiny: Tiny, name: str, frozen: tuple[str, ...], trained: tuple[str, ...]
 ) -> None:
     config = convolutional(tiny, name, **{"backbone.train_blocks": 2})
@@ -272,9 +272,9 @@ def test_the_last_stages_of_a_convolutional_network_can_be_trained_alone(
     assert found[True] == set(trained)
 
 
-def test_only_networks_with_blocks_or_stages_are_trained_in_part(tiny: Tiny) -> None:
+def test_train_blocks_requires_blocks_or_stages(tiny: Tiny) -> None:
     network = {"backbone.name": "densenet121", "backbone.args": {"growth_rate": 4, "block_config": (1, 1, 1, 1)}}
-    with pytest.raises(ConfigError, match=r"backbone.train_blocks is for .*, not densenet121: leave it out"):
+    with pytest.raises(ConfigError, match=r"backbone.train_blocks supports .*, not densenet121: remove it"):
         make(tiny, {**network, "backbone.train_blocks": 1})
     with pytest.raises(ConfigError, match="must be 1 to 3, the blocks of resnet18, got 4"):
         Alignment(Setting(convolutional(tiny, "resnet18", **{"backbone.train_blocks": 4}), 36, 4))

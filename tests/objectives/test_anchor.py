@@ -26,7 +26,7 @@ def make(tiny: Tiny, name: str, kind: str = "gram", **changes: Any) -> Objective
 
 
 def anchor_loss(objective: Objective) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss, and the tokens of the student and of the start."""
+    """Return the loss, and the tokens of the student and of the starting weights."""
     batch = SampleDataset(Scenes(8, size=40), objective.samples(), seed=0).__getitems__(
         [(0, 0), (0, 1), (0, 2), (0, 3)]
     )
@@ -49,7 +49,7 @@ def moved(objective: Objective) -> Objective:
 
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("blocks", [None, 1])
-def test_the_distance_from_the_start_is_0_before_training_and_grows(tiny: Tiny, name: str, blocks: int | None) -> None:
+def test_the_distance_from_the_start_is_0_and_grows(tiny: Tiny, name: str, blocks: int | None) -> None:
     for kind in ("gram", "cosine"):
         objective = make(tiny, name, kind, **{"backbone.train_blocks": blocks})
         assert objective.weights["anchor"] == 0.5
@@ -62,7 +62,7 @@ def test_the_distance_from_the_start_is_0_before_training_and_grows(tiny: Tiny, 
         assert all(parameter.grad is None for parameter in objective.get_submodule("anchor").parameters())
 
 
-def test_features_may_be_rotated_and_scaled_where_only_their_similarities_count() -> None:
+def test_gram_distance_ignores_rotation_and_scale() -> None:
     tokens = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
     rotation = torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(1))).Q
 
@@ -76,7 +76,7 @@ def test_features_may_be_rotated_and_scaled_where_only_their_similarities_count(
     assert cosine > 0.1
 
 
-def test_a_start_with_batch_norms_keeps_its_statistics(tiny: Tiny) -> None:
+def test_batch_norm_statistics_of_the_starting_weights_do_not_change(tiny: Tiny) -> None:
     network = {"backbone.name": "resnet18", "backbone.args": {"layers": [1, 1, 0, 0], "channels": [8, 8, 8, 8]}}
     objective = make(tiny, "cribo", "cosine", **network).train()
     start = objective.get_submodule("anchor.start")
@@ -86,7 +86,7 @@ def test_a_start_with_batch_norms_keeps_its_statistics(tiny: Tiny) -> None:
     assert all(torch.equal(value, before[name]) for name, value in start.state_dict().items())
 
 
-def test_a_resumed_run_keeps_its_start(tiny: Tiny, resumed_state: Callable[..., dict[str, Any]]) -> None:
+def test_a_resumed_run_keeps_its_starting_weights(tiny: Tiny, resumed_state: Callable[..., dict[str, Any]]) -> None:
     changes = {"losses.anchor": 1.0, "losses.object_neighbours": 1.0, "losses.patch_neighbours": 1.0}
     state = resumed_state(tiny({**changes, "losses.neighbours": 4, "runtime.checkpoint_every": 5}))
     assert len(state["_extra_state"]["patch_bank"]["images"])

@@ -1,4 +1,4 @@
-"""An objective from outside of the package trains, and what is wrong with one is said before any work is lost."""
+"""Custom objectives train, and errors in them are raised before training."""
 
 import csv
 import os
@@ -49,7 +49,7 @@ def test_it_trains_from_the_command_line_with_its_own_names_everywhere(tmp_path:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert "mean 0." in done.stdout  # the losses, by their names
+    assert "mean 0." in done.stdout  # losses by name
     assert "norm " in done.stdout
     folder = tmp_path / "mine"
     trained = [row for row in rows_of(folder) if row["loss"]]
@@ -91,7 +91,7 @@ def test_a_resumed_run_is_the_same(tiny: Tiny, tmp_path: Path) -> None:
         ("torch.nn.Linear", "is not a subclass of cribo.objectives.Objective"),
     ],
 )
-def test_a_class_path_that_is_none_is_refused(tiny: Tiny, tmp_path: Path, name: str, message: str) -> None:
+def test_an_invalid_class_path_is_rejected(tiny: Tiny, tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         pretrain(tiny({"objective.name": name}), out=tmp_path)
     assert not list(tmp_path.iterdir())
@@ -100,7 +100,7 @@ def test_a_class_path_that_is_none_is_refused(tiny: Tiny, tmp_path: Path, name: 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"valu": 1.0}, "made.Flatten takes no valu; it takes value, spread_weight"),
+        ({"valu": 1.0}, "made.Flatten has no argument valu; its arguments: value, spread_weight"),
         ({"value": "much"}, "objective.args of made.Flatten: .*value"),
     ],
 )
@@ -112,15 +112,15 @@ def test_arguments_are_checked(tiny: Tiny, args: dict[str, Any], message: str) -
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
-        ("NoNumber", ConfigError, "the metric norm must be one number or a pair of them, got a tensor of shape"),
-        ("NameTwice", ConfigError, "loss_mean names a loss and a metric"),
-        ("TrainersName", ConfigError, "the metric lr has the name of one of the trainer's columns"),
+        ("NoNumber", ConfigError, "the metric norm must be a number or a pair of numbers, got a tensor of shape"),
+        ("NameTwice", ConfigError, "loss_mean is the column of both a loss and a metric"),
+        ("TrainersName", ConfigError, "the metric lr conflicts with one of the trainer's columns"),
         ("NoLoss", ConfigError, "returned no loss"),
-        ("WeightOfNothing", ConfigError, "weights for losses that forward does not return: elsewhere"),
+        ("WeightOfNothing", ConfigError, "weights contains losses that forward does not return: elsewhere"),
         ("Uneven", DataError, "samples of one batch must have the same names and shapes: 'image'"),
     ],
 )
-def test_what_cannot_be_trained_or_recorded_is_refused(
+def test_invalid_outputs_are_rejected(
     tiny: Tiny, tmp_path: Path, name: str, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

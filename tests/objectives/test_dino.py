@@ -1,4 +1,4 @@
-"""DINO by its definition."""
+"""DINO, against its definition."""
 
 import dataclasses
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def test_the_loss_is_the_mean_over_pairs_of_different_crops() -> None:
     torch.testing.assert_close(dino_loss(targets, logits), torch.stack(terms).mean())
 
 
-def test_forward_is_that_loss_of_teacher_and_student(tiny: Tiny) -> None:
+def test_forward_returns_this_loss_of_teacher_and_student(tiny: Tiny) -> None:
     objective = make(tiny, {"backbone.drop_path": 0.0})
     with torch.no_grad():
         objective.image_centre.value += torch.randn(32, generator=torch.Generator().manual_seed(1))
@@ -61,7 +61,7 @@ def test_forward_is_that_loss_of_teacher_and_student(tiny: Tiny) -> None:
     torch.testing.assert_close(output.losses["dino"], dino_loss(targets, students / 0.1))
 
 
-def test_after_the_step_centre_and_teacher_have_moved(tiny: Tiny) -> None:
+def test_a_step_updates_centre_and_teacher(tiny: Tiny) -> None:
     objective = make(tiny, {"losses.centre_momentum": 0.8})
     batch = batch_of(objective)
     for part in batch.split(2):
@@ -95,10 +95,10 @@ def test_local_crops_are_small_and_keyed(tiny: Tiny) -> None:
     [
         ({"local_size": 20}, "local_size must be a multiple of the patch size 8, got 20"),
         ({"local_crops": 0}, "local_crops must be >= 1, got 0"),
-        ({"local_area": (0.5, 0.2)}, "local_area must go from low to high"),
+        ({"local_area": (0.5, 0.2)}, r"local_area must be ordered \(low, high\) within 0 to 1"),
     ],
 )
-def test_what_does_not_fit_is_refused(tiny: Tiny, args: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_rejected(tiny: Tiny, args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(tiny, **args)
 

@@ -1,4 +1,4 @@
-"""MAE by its definition."""
+"""MAE, against its definition."""
 
 import dataclasses
 from collections.abc import Callable
@@ -38,14 +38,14 @@ def test_patches_are_cut_row_by_row() -> None:
         assert torch.equal(patches[:, number], expected)
 
 
-def test_the_error_is_of_the_masked_patches_alone() -> None:
+def test_the_error_is_over_masked_patches_only() -> None:
     predicted, targets = torch.zeros(2, 4, 3), torch.zeros(2, 4, 3)
     predicted[0, 1], predicted[0, 2], predicted[1, 0] = 1.0, 5.0, 2.0
     masked = torch.tensor([[1, 3], [0, 2]])
     assert masked_error(predicted, targets, masked) == pytest.approx((3 * 1 + 3 * 4) / 12)
 
 
-def test_the_encoder_is_blind_to_masked_patches(tiny: Tiny) -> None:
+def test_the_encoder_does_not_read_masked_patches(tiny: Tiny) -> None:
     objective = make(tiny).eval()
     batch = batch_of(objective)
     order, seen = batch["order"], objective.seen
@@ -73,7 +73,7 @@ def test_the_encoder_is_blind_to_masked_patches(tiny: Tiny) -> None:
     assert not torch.equal(encode(changed), before)
 
 
-def test_without_a_mask_the_backbone_is_what_it_was(tiny: Tiny) -> None:
+def test_without_a_mask_the_backbone_is_unchanged(tiny: Tiny) -> None:
     objective = make(tiny)
     options = objective.options
     plain = build_backbone(options.backbone.name, args=options.backbone.args, image_size=32)
@@ -82,8 +82,8 @@ def test_without_a_mask_the_backbone_is_what_it_was(tiny: Tiny) -> None:
     torch.testing.assert_close(objective.exported().eval().encode(images), plain.eval().encode(images))
 
 
-def test_the_decoder_puts_tokens_back_where_they_came_from(tiny: Tiny) -> None:
-    """With nothing but its embedding and prediction, a seen patch's output depends on its own token."""
+def test_the_decoder_restores_the_order_of_tokens(tiny: Tiny) -> None:
+    """With embedding and prediction only, the output of a visible patch depends on its own token."""
     objective = make(tiny)
     decoder = objective.decoder
     decoder.blocks = torch.nn.Sequential()
@@ -97,7 +97,7 @@ def test_the_decoder_puts_tokens_back_where_they_came_from(tiny: Tiny) -> None:
 
 
 def test_targets_are_normalised_by_patch(tiny: Tiny) -> None:
-    """A decoder that predicts nothing has an error of the targets' variance, which is 1 (up to Bessel's correction)."""
+    """The error of a zero prediction is the targets' variance, which is 1 up to Bessel's correction."""
     objective = make(tiny)
     torch.nn.init.zeros_(objective.decoder.predict.weight)
     torch.nn.init.zeros_(objective.decoder.predict.bias)
@@ -105,7 +105,7 @@ def test_targets_are_normalised_by_patch(tiny: Tiny) -> None:
     assert loss.item() == pytest.approx(191 / 192, rel=1e-2)
 
 
-def test_positions_tell_rows_and_columns_apart() -> None:
+def test_positions_encode_rows_and_columns() -> None:
     positions = sincos_positions((3, 4), 16)[0].view(3, 4, 16)
     assert torch.equal(positions[0, :, :8], positions[0, :1, :8].expand(4, 8))  # the row's half
     assert torch.equal(positions[:, 0, 8:], positions[:1, 0, 8:].expand(3, 8))  # the column's half
@@ -123,12 +123,16 @@ def test_prefix_tokens_are_always_kept() -> None:
 @pytest.mark.parametrize(
     ("changes", "args", "message"),
     [
-        ({"backbone.name": "resnet18", "backbone.args": {}, "views.size": 64}, {}, "needs a timm vision transformer"),
-        ({}, {"mask_ratio": 1.0}, "mask_ratio must leave 1 to 15 of the 16 patches, got 1.0"),
+        (
+            {"backbone.name": "resnet18", "backbone.args": {}, "views.size": 64},
+            {},
+            "requires a timm vision transformer",
+        ),
+        ({}, {"mask_ratio": 1.0}, "mask_ratio must leave 1 to 15 of 16 patches visible, got 1.0"),
         ({}, {"decoder_heads": 3}, "decoder_dim must be a multiple of 4 and of decoder_heads 3, got 16"),
     ],
 )
-def test_what_does_not_fit_is_refused(tiny: Tiny, changes: dict[str, Any], args: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_rejected(tiny: Tiny, changes: dict[str, Any], args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(tiny, changes, **args)
 

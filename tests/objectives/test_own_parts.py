@@ -1,4 +1,4 @@
-"""A clustering and a criterion of the user's own are used in training and wherever clusters are drawn."""
+"""Custom clusterings and criteria are used in training and in all figures."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +41,7 @@ def make(tiny: Tiny, **changes: Any) -> PretrainConfig:
     return tiny({"losses.cross_image_from_epoch": 0, **own})
 
 
-def test_clusters_are_the_users_in_training_record_and_pictures(tiny: Tiny, tmp_path: Path) -> None:
+def test_training_record_and_figures_use_the_custom_clustering(tiny: Tiny, tmp_path: Path) -> None:
     config = make(tiny, clustering="halves")
     run = pretrain(config, out=tmp_path, name="run")
     assert read_clusters(run.folder).labels.unique().tolist() == [0, 1]
@@ -50,7 +50,7 @@ def test_clusters_are_the_users_in_training_record_and_pictures(tiny: Tiny, tmp_
     assert max(sample.objects.counts) <= 2
 
 
-def test_the_criterion_says_which_matches_count(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_criterion_selects_matches(tiny: Tiny, tmp_path: Path) -> None:
     run = pretrain(make(tiny, criterion="nothing"), out=tmp_path, name="run")
     assert run.summary["bootstrapping_ratio"] == 0
     assert run.summary["losses"]["cross_image"] == 0
@@ -68,7 +68,7 @@ def test_the_criterion_says_which_matches_count(tiny: Tiny, tmp_path: Path) -> N
         ({"criterion": "torch"}, ConfigError, "objects.criterion parts_of_a_user.torch is not a function"),
     ],
 )
-def test_what_is_no_clustering_or_criterion_is_refused(
+def test_invalid_clusterings_and_criteria_are_rejected(
     tiny: Tiny, tmp_path: Path, part: dict[str, str], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

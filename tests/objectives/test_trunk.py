@@ -1,4 +1,4 @@
-"""The frozen first blocks of each objective."""
+"""Frozen first blocks in each objective."""
 
 import dataclasses
 from collections.abc import Callable
@@ -74,7 +74,7 @@ def test_frozen_blocks_run_once_for_student_and_teacher(tiny: Tiny, name: str, m
 
 
 @pytest.mark.parametrize("name", ARGS)
-def test_training_changes_the_last_blocks_alone(tiny: Tiny, tmp_path: Any, name: str) -> None:
+def test_training_changes_only_the_last_blocks(tiny: Tiny, tmp_path: Any, name: str) -> None:
     config = tiny({"backbone.train_blocks": 1, "backbone.drop_path": 0.0, "runtime.log_every": 12})
     config = dataclasses.replace(config, objective=dataclasses.replace(config.objective, name=name, args=ARGS[name]))
     before = make_objective(name, ARGS[name], Setting(config, 36, 4)).exported().state_dict()

@@ -1,4 +1,4 @@
-"""What the frozen blocks give, kept on disk: the same features, and no cache of anything else."""
+"""The disk cache of frozen blocks: same features, and no use of a different run's cache."""
 
 import shutil
 from collections import namedtuple
@@ -28,7 +28,7 @@ def make(tiny: Tiny, name: str = "alignment", changes: dict[str, Any] | None = N
 
 
 @pytest.mark.parametrize("name", ["alignment", "cribo"])
-def test_losses_are_those_of_the_same_views_up_to_half_precision(tiny: Tiny, tmp_path: Path, name: str) -> None:
+def test_losses_match_those_of_the_same_views_up_to_half_precision(tiny: Tiny, tmp_path: Path, name: str) -> None:
     objective, source = make(tiny, name), Scenes(8, size=40)
     samples = fill(objective, source, tmp_path)
     batch = SampleDataset(source, samples, seed=0).__getitems__([(0, image) for image in range(4)])
@@ -44,7 +44,7 @@ def test_losses_are_those_of_the_same_views_up_to_half_precision(tiny: Tiny, tmp
     torch.testing.assert_close(objective(batch, STEP).losses, objective(views, STEP).losses, rtol=2e-3, atol=2e-3)
 
 
-def test_filling_continues_where_it_stopped(tiny: Tiny, tmp_path: Path) -> None:
+def test_filling_resumes(tiny: Tiny, tmp_path: Path) -> None:
     objective, source = make(tiny), Scenes(20, size=40)
     fill(objective, source, tmp_path / "whole")
 
@@ -63,7 +63,7 @@ def test_filling_continues_where_it_stopped(tiny: Tiny, tmp_path: Path) -> None:
         assert first == second
 
 
-def test_a_run_on_cached_features_ends_with_weights_and_without_the_cache(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_cached_run_writes_weights_and_removes_the_cache(tiny: Tiny, tmp_path: Path) -> None:
     run = pretrain(tiny({**CACHED, "objective.name": "alignment"}), out=tmp_path)
     assert run.summary["steps"] == 12
     assert run.summary["unreadable_images"] == 0
@@ -73,16 +73,16 @@ def test_a_run_on_cached_features_ends_with_weights_and_without_the_cache(tiny: 
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("alignment", {"backbone.train_blocks": None}, "set backbone.train_blocks, too"),
-        ("alignment", {"backbone.train_blocks": 2}, "set backbone.train_blocks, too"),
-        ("alignment", {**RESNET, "backbone.train_blocks": 2}, "set backbone.train_blocks, too"),
-        ("dino", {}, "for objectives whose samples are view pairs"),
-        ("alignment", {"seed": 1}, r"a cache of other weights"),
-        ("alignment", {"views.flip": 0.0}, r"a cache of other views"),
-        ("alignment", {"backbone.cache_trunk": 3}, r"a cache of other pairs \(2, not 3\)"),
+        ("alignment", {"backbone.train_blocks": None}, "also set backbone.train_blocks"),
+        ("alignment", {"backbone.train_blocks": 2}, "also set backbone.train_blocks"),
+        ("alignment", {**RESNET, "backbone.train_blocks": 2}, "also set backbone.train_blocks"),
+        ("dino", {}, "requires an objective whose samples are view pairs"),
+        ("alignment", {"seed": 1}, r"a cache of different weights"),
+        ("alignment", {"views.flip": 0.0}, r"a cache of different views"),
+        ("alignment", {"backbone.cache_trunk": 3}, r"a cache of different pairs \(2 instead of 3\)"),
     ],
 )
-def test_what_cannot_be_cached_is_refused(
+def test_invalid_caches_are_rejected(
     tiny: Tiny, tmp_path: Path, name: str, changes: dict[str, Any], message: str
 ) -> None:
     source = Scenes(8, size=40)
@@ -91,11 +91,9 @@ def test_what_cannot_be_cached_is_refused(
         fill(make(tiny, name, changes), source, tmp_path)
 
 
-def test_a_disk_without_room_is_refused_before_work_begins(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_an_error_before_any_work(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")(10**9, 10**9, 10**4)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(ConfigError, match=r"cache_trunk 2 needs 0\.0 GB in .* 0\.0 GB are free"):
+    with pytest.raises(ConfigError, match=r"cache_trunk 2 needs 0\.0 GB in .* only 0\.0 GB are free"):
         fill(make(tiny), Scenes(8, size=40), tmp_path)
     assert not list(tmp_path.glob("*.npy"))

@@ -1,4 +1,4 @@
-"""Small real runs, and what they leave, for the tests of this folder."""
+"""Small real runs and their results, for the tests of this folder."""
 
 import csv
 from collections.abc import Callable, Sequence
@@ -16,13 +16,13 @@ from cribo.training.checkpoints import checkpoint_files
 
 @dataclass
 class Trained:
-    """A run that has ended."""
+    """A finished run."""
 
     run: Run
 
     @property
     def rows(self) -> list[dict[str, str]]:
-        """The rows of metrics.csv, without what depends on the clock."""
+        """The rows of metrics.csv, without times."""
         with (self.run.folder / "metrics.csv").open(newline="") as file:
             return [
                 {name: value for name, value in row.items() if name not in ("seconds", "images_per_second")}
@@ -42,19 +42,19 @@ class Trained:
 
     @property
     def bank(self) -> dict[str, Any]:
-        """What the bank holds."""
+        """The state of the bank."""
         return self.checkpoint["state_dict"]["_extra_state"]["bank"]
 
 
 @pytest.fixture
 def without_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the pictures out: they take longer than the training of these runs."""
+    """Skip figures: they take longer than the training of these runs."""
     monkeypatch.setattr("cribo.pretraining.run.write_report", lambda *args, **kwargs: [])
 
 
 @pytest.fixture
 def train(tmp_path: Path, without_report: None) -> Callable[..., Trained]:
-    """Trains; a second call with the same name replaces the run."""
+    """Train; a second call with the same name replaces the run."""
 
     def call(config: PretrainConfig, name: str = "run", callbacks: Sequence[Callback] = ()) -> Trained:
         return Trained(pretrain(config, out=tmp_path, name=name, overwrite=True, callbacks=callbacks))
@@ -64,7 +64,7 @@ def train(tmp_path: Path, without_report: None) -> Callable[..., Trained]:
 
 @pytest.fixture
 def resumed(tmp_path: Path, without_report: None) -> Callable[..., Trained]:
-    """Resumes the run of a name."""
+    """Resume the run of a name."""
 
     def call(name: str = "run", callbacks: Sequence[Callback] = (), **overrides: Any) -> Trained:
         return Trained(resume(tmp_path / name, callbacks=callbacks, overrides=overrides))
@@ -74,7 +74,7 @@ def resumed(tmp_path: Path, without_report: None) -> Callable[..., Trained]:
 
 @pytest.fixture
 def begun(tmp_path: Path, without_report: None) -> Callable[..., Trained]:
-    """Begins the run of a name, or goes on with it."""
+    """Start the run of a name, or continue it."""
 
     def call(config: PretrainConfig, name: str = "run", **options: Any) -> Trained:
         return Trained(pretrain(config, out=tmp_path, name=name, continue_run=True, **options))

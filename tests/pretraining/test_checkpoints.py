@@ -41,12 +41,12 @@ def failures(caplog: pytest.LogCaptureFixture) -> list[str]:
 # ------------------------------------------------------------------ what is kept
 
 
-def test_only_the_last_checkpoints_stay(tiny: Tiny, train: Train) -> None:
+def test_only_the_last_checkpoints_are_kept(tiny: Tiny, train: Train) -> None:
     trained = train(tiny({"runtime.checkpoint_every": 2, "runtime.keep_checkpoints": 3}))
     assert steps_of(trained.run.folder) == [8, 10, 12]
 
 
-def test_the_end_is_saved_whatever_the_interval(tiny: Tiny, train: Train) -> None:
+def test_the_last_step_is_saved_with_any_interval(tiny: Tiny, train: Train) -> None:
     trained = train(tiny({"runtime.checkpoint_every": 5, "runtime.keep_checkpoints": 5}))
     assert steps_of(trained.run.folder) == [5, 10, 12]
     assert trained.checkpoint["global_step"] == 12
@@ -67,7 +67,7 @@ def test_a_checkpoint_holds_the_weights_after_its_step(tiny: Tiny, train: Train)
     assert all(torch.equal(torch.as_tensor(value), torch.as_tensor(trained.bank[n])) for n, value in keep.bank.items())
 
 
-def test_a_checkpoint_needs_no_code_to_be_read(tiny: Tiny, train: Train) -> None:
+def test_a_checkpoint_is_read_without_running_code(tiny: Tiny, train: Train) -> None:
     (path,) = checkpoint_files(train(tiny()).run.folder)
     assert torch.load(path, weights_only=True)["cribo"]["num_images"] == 36
 
@@ -78,7 +78,7 @@ def test_a_folder_without_checkpoints_has_no_last_one(tmp_path: Path) -> None:
 
 
 def test_checkpoints_come_latest_first(tmp_path: Path) -> None:
-    """By number, not by letter: a run of a hundred million steps has a digit more."""
+    """Sorted by number, not by text: steps above 10^8 have one more digit."""
     folder = tmp_path / "checkpoints"
     names = ["step=00000002.ckpt", "step=99999999.ckpt", "step=100000000.ckpt"]
     others = ["step=00000008.ckpt.refused", "step=last.ckpt", ".step=00000009.ckpt.0123456789abcdef.part"]
@@ -89,7 +89,7 @@ def test_checkpoints_come_latest_first(tmp_path: Path) -> None:
     assert [path.name for path in checkpoint_files(tmp_path)] == names[::-1]
 
 
-def test_a_callback_that_could_not_be_loaded_again_is_refused_before_the_first_step(tiny: Tiny, train: Train) -> None:
+def test_a_callback_state_that_cannot_be_restored_is_an_error_before_the_first_step(tiny: Tiny, train: Train) -> None:
     class Stateful(L.Callback):
         def state_dict(self) -> dict[str, Any]:
             return {"where": Path("a")}
@@ -105,7 +105,7 @@ def test_a_callback_that_could_not_be_loaded_again_is_refused_before_the_first_s
 
 
 class ReplaceFolder(L.Callback):
-    """Puts a file where the checkpoints' folder is at one step, and the folder back at another."""
+    """Replaces the checkpoints' folder by a file at one step, and restores it at another."""
 
     def __init__(self, folder: Path, broken: int, mended: int) -> None:
         self.folder = folder
@@ -122,21 +122,21 @@ class ReplaceFolder(L.Callback):
             shutil.move(self.kept, self.folder)
 
 
-def test_training_goes_on_when_a_save_fails(
+def test_training_continues_when_a_save_fails(
     tiny: Tiny, train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is tried again one step later, and then two: by then the hindrance is gone."""
+    """Saving is retried one step later, and two steps after that, when it succeeds."""
     config = tiny({"runtime.checkpoint_every": 4, "runtime.keep_checkpoints": 3})
     whole = train(config, "whole")
     trained = train(config, callbacks=[ReplaceFolder(tmp_path / "run" / "checkpoints", 5, 11)])
     messages = failures(caplog)
-    assert [message.partition("saves again at step ")[2].partition(":")[0] for message in messages] == ["9", "11"]
+    assert [message.partition("retries at step ")[2].partition(":")[0] for message in messages] == ["9", "11"]
     assert all("The previous checkpoint is intact" in message for message in messages)
     assert steps_of(trained.run.folder) == [4, 11, 12]
     assert all(torch.equal(value, trained.weights[name]) for name, value in whole.weights.items())
 
 
-def test_a_run_ends_though_its_last_step_cannot_be_saved(
+def test_a_run_ends_even_if_its_last_step_cannot_be_saved(
     tiny: Tiny, train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = tiny({"runtime.checkpoint_every": 5, "runtime.keep_checkpoints": 2})
@@ -185,13 +185,13 @@ def run_program(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, tiny: Tiny) -> None:
+def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, tiny: Tiny) -> None:
     config = tiny({"runtime.checkpoint_every": 2, "runtime.keep_checkpoints": 2})
     (tmp_path / "config.yaml").write_text(dump_config(config))
     program = f"{FILL.replace('MENDED', '9')}\npretrain('config.yaml', out='.', name='run', callbacks=[Fill()])"
     done = run_program(tmp_path, program)
     assert done.returncode == 0, done.stderr
-    # Both files from before are there while it fails, and no half-written one beside them.
+    # While saving fails, both previous files exist, and no partial one.
     assert "at 7: ['step=00000002.ckpt', 'step=00000004.ckpt']" in done.stdout
     assert done.stderr.count("could not save") == 3  # at steps 6, 7 and 8
     assert "step=00000006.ckpt: File too large. The previous checkpoint is intact" in done.stderr
@@ -205,7 +205,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, tiny: Tiny) ->
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A run that ended after step 7 with checkpoints of steps 2, 4 and 6, and the weights it would have ended with."""
+    """A run stopped after step 7, with checkpoints of steps 2, 4 and 6, and the weights of the whole run."""
     folder = tmp_path_factory.mktemp("stopped")
     config = tiny({"runtime.checkpoint_every": 2, "runtime.keep_checkpoints": 3})
 
@@ -227,7 +227,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny) -> tuple[Path,
 
 @pytest.fixture
 def run(tmp_path: Path, stopped: tuple[Path, dict[str, torch.Tensor]]) -> Path:
-    """A copy of the run that ended after step 7."""
+    """A copy of the run stopped after step 7."""
     return shutil.copytree(stopped[0], tmp_path / "run")
 
 
@@ -249,15 +249,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "zeros": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "truncated, damaged, or not"),
     "another format": (
         lambda path: torch.save(torch.load(path, weights_only=True) | {"cribo_format": CHECKPOINT_FORMAT + 1}, path),
-        f"its format is {CHECKPOINT_FORMAT + 1}, and this version of cribo reads format {CHECKPOINT_FORMAT}",
+        f"it has format {CHECKPOINT_FORMAT + 1}, but this version of cribo reads format {CHECKPOINT_FORMAT}",
     ),
     "another content": (lambda path: torch.save({"state_dict": {}}, path), "it has no optimizer_states, loops"),
-    "a list": (lambda path: torch.save([1], path), "it contains a list, not the state of a run"),
+    "a list": (lambda path: torch.save([1], path), "it contains a list, not a run's state"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+def test_a_damaged_checkpoint_is_replaced_by_the_previous_one(
     run: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     change, reason = DAMAGE[damage]
@@ -272,7 +272,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     assert f"Resuming from {path_of(run, 4)}" in message
     assert path_of(run, 6).with_name("step=00000006.ckpt.refused").read_bytes() == damaged
     assert resume_point(run) == path_of(run, 4)
-    assert len(caplog.messages) == 1  # said once
+    assert len(caplog.messages) == 1  # logged once
 
 
 def test_two_damaged_checkpoints(run: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -296,13 +296,13 @@ def test_a_run_resumed_past_a_damaged_checkpoint_ends_the_same(
     trained = resumed(**{"runtime.checkpoint_every": 5, "runtime.keep_checkpoints": 2})
     assert all(torch.equal(value, trained.weights[name]) for name, value in stopped[1].items())
     left = {path.name for path in (run / "checkpoints").iterdir()}
-    # Of the leftovers only what is ours is gone, and the refused one counts for nothing.
+    # Only cribo's own partial files are removed, and the damaged checkpoint is not counted.
     assert left == {"step=00000010.ckpt", "step=00000012.ckpt", "step=00000006.ckpt.refused", ".mine.part"}
     assert not list(run.glob(".config*"))
     assert not list((run / "report").iterdir())
 
 
-def test_when_no_checkpoint_is_good_all_are_named(run: Path, resumed: Train) -> None:
+def test_if_no_checkpoint_is_valid_all_are_named(run: Path, resumed: Train) -> None:
     path_of(run, 2).write_bytes(b"")
     os.truncate(path_of(run, 4), 1000)
     flip(path_of(run, 6), 1000)
@@ -315,7 +315,7 @@ def test_when_no_checkpoint_is_good_all_are_named(run: Path, resumed: Train) -> 
         "step=00000002.ckpt: the file is empty",
         "step=00000004.ckpt: truncated, damaged, or not a PyTorch file",
         "step=00000006.ckpt: the checksum of archive/data.pkl in the archive does not match",
-        "Put a copy of one in its place",
+        "Restore one from a copy",
     ):
         assert part in message
     with pytest.raises(FolderError):
@@ -323,11 +323,11 @@ def test_when_no_checkpoint_is_good_all_are_named(run: Path, resumed: Train) -> 
     assert steps_of(run) == [2, 4, 6]
 
 
-# ------------------------------------------------------------------ when a checkpoint comes from a stranger
+# ------------------------------------------------------------------ untrusted checkpoints
 
 
 class Payload:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -341,17 +341,17 @@ def test_a_payload_is_refused_and_not_executed(run: Path, resumed: Train, tmp_pa
     content["callbacks"]["mine"] = Payload(tmp_path / "executed")
     for step in (2, 4, 6):
         torch.save(content, path_of(run, step))
-    reason = "contains .*mkdir, not only tensors, .*nothing in it was executed"
+    reason = "contains .*mkdir, not only tensors, .*none of its code was run"
     with pytest.raises(FolderError, match=reason):
         resumed()
     with pytest.raises(UnusableCheckpoint, match=reason):
         AtomicCheckpointIO().load_checkpoint(path_of(run, 6), weights_only=False)
     assert not (tmp_path / "executed").exists()
-    torch.load(path_of(run, 6), weights_only=False)  # that it would have worked
+    torch.load(path_of(run, 6), weights_only=False)  # the payload works
     assert (tmp_path / "executed").exists()
 
 
-# ------------------------------------------------------------------ any bytes whatever
+# ------------------------------------------------------------------ random bytes
 
 
 def assert_refused(path: Path, content: bytes) -> None:
@@ -365,7 +365,7 @@ LIMITED = settings(max_examples=60, deadline=None, suppress_health_check=[Health
 
 
 def assert_refused_or_the_same(path: Path, content: bytes, whole: dict[str, Any]) -> None:
-    """Bytes between the entries of the archive mean nothing: a change there is harmless."""
+    """Changed bytes between the entries of the archive have no effect."""
     path.write_bytes(content)
     try:
         found = AtomicCheckpointIO().load_checkpoint(path)
@@ -406,14 +406,14 @@ def test_random_bytes_are_no_checkpoint(tmp_path: Path, content: bytes) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_go_on_when_the_first_ones_disk_is_full(tmp_path: Path, tiny: Tiny) -> None:
+def test_two_processes_continue_when_the_disk_of_rank_0_is_full(tmp_path: Path, tiny: Tiny) -> None:
     changes = {"runtime.devices": 2, "runtime.checkpoint_every": 2, "runtime.keep_checkpoints": 2}
     (tmp_path / "config.yaml").write_text(dump_config(tiny(changes)))
     program = f"{FILL.replace('MENDED', '7')}\npretrain('config.yaml', out='.', name='run', callbacks=[Fill(), Tell()])"
     done = run_program(tmp_path, program)
     assert done.returncode == 0, done.stderr
     assert "at 7: ['step=00000002.ckpt', 'step=00000004.ckpt']" in done.stdout
-    assert done.stderr.count("could not save") == 1  # at step 6, by the first process alone
+    assert done.stderr.count("could not save") == 1  # at step 6, by rank 0 only
     assert {f"process {rank} from None saved 12" for rank in (0, 1)} <= set(done.stdout.splitlines())
     run = tmp_path / "run"
     assert steps_of(run) == [10, 12]
@@ -453,8 +453,8 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_processes_go_on_from_the_same_checkpoint_or_not_at_all(run: Path, tmp_path: Path) -> None:
-    """Each process has a folder of its own, as on hosts that share none."""
+def test_processes_resume_from_the_same_checkpoint_or_not_at_all(run: Path, tmp_path: Path) -> None:
+    """Each process has its own folder, as on hosts without a shared file system."""
 
     def hosts(name: str) -> Path:
         for rank in ("0", "1"):
@@ -464,13 +464,13 @@ def test_processes_go_on_from_the_same_checkpoint_or_not_at_all(run: Path, tmp_p
     same, behind, none, first_none, begin, damaged = map(
         hosts, ("same", "behind", "none", "first-none", "begin", "damaged")
     )
-    path_of(same / "0", 6).unlink()  # the first process's choice counts
+    path_of(same / "0", 6).unlink()  # rank 0 chooses
     path_of(behind / "1", 6).unlink()
     shutil.rmtree(none / "1" / "checkpoints")
     shutil.rmtree(first_none / "0" / "checkpoints")
     for rank in ("0", "1"):
         shutil.rmtree(begin / rank / "checkpoints")
-    flip(path_of(damaged / "1", 6), 200_000)  # what the second host reads is not what the first does
+    flip(path_of(damaged / "1", 6), 200_000)  # the second host's file differs from the first's
     (tmp_path / "program.py").write_text(AGREE)
     folders = [str(path) for path in (same, behind, none, first_none, begin, damaged)]
     running = [
@@ -496,6 +496,6 @@ def test_processes_go_on_from_the_same_checkpoint_or_not_at_all(run: Path, tmp_p
             lines[2:4], (none, first_none), ("the checkpoint step=00000006.ckpt", "no checkpoint"), strict=True
         ):
             assert line.startswith(f"FolderError rank 0 sees {what} in {folder / str(rank)}")
-            assert f"ranks on {host} do not: put the run folder on a file system that all hosts mount" in line
+            assert f"ranks on {host} do not: use a run folder on a shared file system" in line
         assert lines[4] == "the beginning"
         assert lines[5].startswith(f"UnusableCheckpoint {path_of(damaged / '1', 6)} on {host} cannot be used")

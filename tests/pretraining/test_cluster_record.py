@@ -1,4 +1,4 @@
-"""What a run records of its clusters, and that it only looks on."""
+"""The record of a run's clusters, which does not affect training."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +35,7 @@ def assert_same(one: ClusterHistory, other: ClusterHistory) -> None:
     assert torch.equal(one.labels, other.labels)
 
 
-def test_epochs_are_closer_together_at_the_beginning_and_hold_both_ends() -> None:
+def test_recorded_epochs_are_denser_at_the_beginning_and_include_both_ends() -> None:
     for total in (1, 2, 7, 8, 20, 300, 5000):
         epochs = recorded_epochs(total)
         assert epochs == tuple(sorted(set(epochs)))
@@ -45,7 +45,7 @@ def test_epochs_are_closer_together_at_the_beginning_and_hold_both_ends() -> Non
         assert (np.diff(steps) >= -1).all(), epochs
 
 
-def test_the_last_record_is_what_the_finished_teacher_says(tiny: Tiny, train: Train) -> None:
+def test_the_last_record_matches_the_finished_teacher(tiny: Tiny, train: Train) -> None:
     config = tiny()
     folder = train(config).run.folder
     history = read_clusters(folder)
@@ -59,7 +59,7 @@ def test_the_last_record_is_what_the_finished_teacher_says(tiny: Tiny, train: Tr
     assert not torch.equal(history.labels[0], history.labels[-1])
 
 
-def test_a_resumed_run_leaves_the_record_of_one_that_was_not_stopped(
+def test_a_resumed_run_has_the_record_of_an_uninterrupted_one(
     tiny: Tiny, train: Train, resumed: Callable[..., Any]
 ) -> None:
     config = tiny({"runtime.checkpoint_every": 5})
@@ -69,7 +69,7 @@ def test_a_resumed_run_leaves_the_record_of_one_that_was_not_stopped(
     assert_same(read_clusters(resumed("stopped").run.folder), whole)
 
 
-def test_a_damaged_record_ends_no_run_and_is_written_again(
+def test_a_damaged_record_does_not_stop_a_run_and_is_rewritten(
     tiny: Tiny, train: Train, resumed: Callable[..., Any], tmp_path: Path
 ) -> None:
     with pytest.raises(RuntimeError, match="stopped"):
@@ -82,11 +82,13 @@ def test_a_run_without_objects_records_nothing(tiny: Tiny, train: Train) -> None
     config = tiny({"losses.cross_view": False, "losses.cross_image": False})
     folder = train(config).run.folder
     assert not (folder / "clusters.npz").exists()
-    with pytest.raises(FileNotFoundError, match=r"has no clusters.npz: the run has no objects, or is older"):
+    with pytest.raises(
+        FileNotFoundError, match=r"has no clusters.npz: the run has no objects, or was made by an older"
+    ):
         read_clusters(folder)
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_a_written_record_can_be_read(tmp_path: Path) -> None:
     labels = torch.randint(0, 300, (2, 2, 2, 6))
     views = torch.randint(0, 256, (2, 2, 3, 4, 6), dtype=torch.uint8)
     history = ClusterHistory(views, (2, 3), (4, 7), labels)

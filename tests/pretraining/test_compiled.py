@@ -1,4 +1,4 @@
-"""The step compiled, which is the path for GPUs, on a CPU."""
+"""The compiled step, which is meant for GPUs, on a CPU."""
 
 import shutil
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Train = Callable[..., Any]
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("centring", ["mean", "sinkhorn"])
-def test_a_compiled_run_is_that_of_an_uncompiled_one(tiny: Tiny, train: Train, centring: str) -> None:
+def test_a_compiled_run_matches_an_uncompiled_one(tiny: Tiny, train: Train, centring: str) -> None:
     common = {
         "losses.centring": centring,
         "losses.cross_image_from_epoch": 0,
@@ -29,7 +29,7 @@ def test_a_compiled_run_is_that_of_an_uncompiled_one(tiny: Tiny, train: Train, c
     compiled = train(tiny({**common, "runtime.compile": "default"}), "compiled")
     torch.compiler.reset()
     for row, other in zip(plain.rows, compiled.rows, strict=True):
-        assert float(other["objects_per_image"]) == float(row["objects_per_image"])  # another one at every step
+        assert float(other["objects_per_image"]) == float(row["objects_per_image"])  # a different number in each step
         for name in ("loss_image", "loss_cross_view", "loss_cross_image"):
             assert float(other[name]) == pytest.approx(float(row[name]), rel=1e-6)
     for name, value in plain.weights.items():

@@ -13,7 +13,7 @@ from cribo.pretraining.presets import dump_config, preset_names
 
 
 def outside() -> list[Any]:
-    """Each number of the configuration with a value just beyond each end of its range."""
+    """Each number of the configuration, with values just outside both ends of its range."""
     cases = []
     for name, (low, high, low_allowed, high_allowed) in _RANGES.items():
         default: Any = PretrainConfig()
@@ -45,7 +45,7 @@ def test_a_value_out_of_range_is_named_with_its_limit(name: str, value: Any) -> 
 
 
 def test_every_number_has_a_range() -> None:
-    """A number that is added to the configuration and forgotten in the table of ranges fails here."""
+    """Fails for a number that was added to the configuration but not to the table of ranges."""
 
     def numbers(config: Any, prefix: str = "") -> set[str]:
         found = set()
@@ -62,12 +62,12 @@ def test_every_number_has_a_range() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_numbers_that_are_none_are_refused(value: float) -> None:
+def test_nan_and_infinity_are_rejected(value: float) -> None:
     with pytest.raises(ValueError, match=r"optim\.lr must be"):
         with_value(PretrainConfig(), "optim.lr", value)
 
 
-def test_combinations_that_make_no_sense() -> None:
+def test_invalid_combinations_are_rejected() -> None:
     config = PretrainConfig()
     for optim, runtime, message in (
         (
@@ -86,7 +86,7 @@ def test_combinations_that_make_no_sense() -> None:
     with_value(with_value(config, "runtime.compile", "default"), "optim.micro_batches", 2)
 
 
-def test_the_bank_holds_half_of_the_images_but_no_more_than_the_papers_and_no_less_than_a_batch() -> None:
+def test_the_default_bank_holds_half_of_the_images_between_a_batch_and_25000() -> None:
     config = PretrainConfig()
     assert resolve_bank_images(config, 1_281_167) == 25_000
     assert resolve_bank_images(config, 10_000) == 5_000
@@ -98,7 +98,7 @@ def test_the_bank_holds_half_of_the_images_but_no_more_than_the_papers_and_no_le
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_every_preset_loads_and_comes_back_the_same(name: str, tmp_path: Path) -> None:
+def test_every_preset_loads_and_round_trips(name: str, tmp_path: Path) -> None:
     config = load_config(name)
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "config.yaml") == config
@@ -162,13 +162,13 @@ def test_overrides_of_every_kind() -> None:
 @pytest.mark.parametrize(
     ("given", "expected"), [("true", "default"), ("false", "none"), ("none", "none"), ("max-autotune", "max-autotune")]
 )
-def test_compile_is_a_mode_and_was_yes_or_no(given: str, expected: str, tmp_path: Path) -> None:
+def test_compile_accepts_modes_and_booleans(given: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(f"runtime:\n  compile: {given}\n")
     assert load_config(tmp_path).runtime.compile == expected
     assert load_config("coco_vits16", {"runtime.compile": given}).runtime.compile == expected
 
 
-def test_losses_have_weights_and_were_on_or_off(tmp_path: Path) -> None:
+def test_losses_accept_weights_and_booleans(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("losses: {image: true, cross_view: false, cross_image: 0.25}\n")
     losses = load_config(tmp_path).losses
     assert (losses.image, losses.cross_view, losses.cross_image) == (1.0, 0.0, 0.25)
@@ -205,7 +205,7 @@ def test_an_objective_is_named_in_a_file(said: str, name: str, args: dict[str, A
         ["--objective.class_path", "mine.Objective", "--objective.init_args.rate=0.5"],
     ],
 )
-def test_an_objective_is_named_in_words(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_objective_is_named_by_option(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["pretrain", *words, "--print_config"])
     (tmp_path / "config.yaml").write_text(capsys.readouterr().out)
@@ -221,7 +221,7 @@ def test_an_objective_is_named_in_python() -> None:
 
 
 def test_options_that_were_removed_are_ignored_in_files_and_refused_elsewhere(tmp_path: Path) -> None:
-    """Runs of earlier versions have them in their config.yaml, and can be resumed."""
+    """The config.yaml of runs of earlier versions contains them; these runs can be resumed."""
     text = dump_config(load_config("camvid"))
     removed = "".join(
         f"  {line}\n" for line in ("tf32: null", "bank: sharded", "strategy: fsdp", "on_nonfinite: rollback")
@@ -234,11 +234,11 @@ def test_options_that_were_removed_are_ignored_in_files_and_refused_elsewhere(tm
 
 def test_aliases_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("optim: {warmup_epochs: &n 3}\nlosses: {teacher_temperature_epochs: *n}\n")
-    with pytest.raises(ConfigError, match=r"config\.yaml must not have YAML aliases \(\*name\): write the values"):
+    with pytest.raises(ConfigError, match=r"config\.yaml must not contain YAML aliases \(\*name\): write the values"):
         load_config(tmp_path)
 
 
-def test_what_is_refused() -> None:
+def test_invalid_configurations_are_rejected() -> None:
     for overrides, message in (
         ({"optim.epoch": 3}, "did you mean optim.epochs"),
         ({"optim.epochs": "many"}, "optim.epochs"),

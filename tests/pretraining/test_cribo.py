@@ -1,4 +1,4 @@
-"""CrIBo's losses of a batch, by their definition; what it refuses; clusterings and criteria of one's own."""
+"""CrIBo's losses of a batch, against their definition; errors; custom clusterings and criteria."""
 
 import copy
 import dataclasses
@@ -32,7 +32,7 @@ def make(config: PretrainConfig) -> CrIBo:
 
 
 class Bench:
-    """An objective outside of a run, with a student that is not its teacher, and a bank with some images in it."""
+    """An objective outside a run, with different student and teacher, and a bank with some images."""
 
     def __init__(self, config: PretrainConfig) -> None:
         self.config = config
@@ -53,21 +53,21 @@ class Bench:
         return dataset.__getitems__([(epoch, image) for image in images])
 
     def with_objects(self, **changes: Any) -> CrIBo:
-        """The objective with other options of its objects, and the same networks, centres and bank."""
+        """Return the objective with other object options, and the same networks, centres and bank."""
         objects = dataclasses.replace(self.config.objects, **changes)
         other = make(dataclasses.replace(self.config, objects=objects))
         other.load_state_dict(copy.deepcopy(self.objective.state_dict()))
         return other
 
     def with_optim(self, **changes: Any) -> CrIBo:
-        """The same with another optimisation."""
+        """Return the objective with other optimiser options."""
         optim = dataclasses.replace(self.config.optim, **changes)
         other = make(dataclasses.replace(self.config, optim=optim))
         other.load_state_dict(copy.deepcopy(self.objective.state_dict()))
         return other
 
     def __call__(self, images: list[int], *, objective: CrIBo | None = None, epoch: int = 1) -> Result:
-        """What an objective finds, with losses that can be differentiated; L_ci^o is on from epoch 1."""
+        """Return an objective's result, with differentiable losses; L_ci^o is on from epoch 1."""
         used = self.objective if objective is None else objective
         output = used(self.batch(images), Step(4 * epoch, 4, 12))
         used._results.clear()  # no step follows
@@ -83,7 +83,7 @@ def bench(tiny: Tiny) -> Bench:
 # ------------------------------------------------------------------ losses
 
 
-def test_the_losses_are_means_over_groups_of_their_own_means(bench: Bench) -> None:
+def test_losses_are_means_over_groups_of_group_means(bench: Bench) -> None:
     whole = bench(list(range(8)))
     parts = [bench(list(range(4))), bench(list(range(4, 8)))]
     for name, loss in whole.losses.items():
@@ -92,8 +92,8 @@ def test_the_losses_are_means_over_groups_of_their_own_means(bench: Bench) -> No
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_group_decides_what_a_cycle_may_end_on(bench: Bench) -> None:
-    """A larger group has more objects that an object's neighbour may return to: never more cycles close."""
+def test_cycles_close_inside_a_group(bench: Bench) -> None:
+    """In a larger group, a neighbour can return to more objects, so no more cycles close."""
     valid = []
     for size in (1, 2, 4, 8):
         matches = bench(list(range(8)), objective=bench.with_objects(group_size=size)).matches
@@ -125,7 +125,7 @@ def test_a_group_without_objects_adds_0_and_stays_in_the_graph(bench: Bench, mon
         torch.testing.assert_close(result.losses[name], with_objects.losses[name] / 2, rtol=1e-5, atol=1e-6)
 
 
-def test_without_any_object_the_object_losses_are_0_and_can_be_differentiated(
+def test_without_objects_the_object_losses_are_0_and_differentiable(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = module.find_objects
@@ -171,10 +171,10 @@ def test_a_forward_pass_changes_nothing_that_other_micro_batches_read(bench: Ben
     assert (images, int(moved["_extra_state"]["bank"]["counts"][-8:].sum())) == (8, objects)
 
 
-# ------------------------------------------------------------------ beyond the paper
+# ------------------------------------------------------------------ losses that are not in the paper
 
 
-def test_soft_neighbours_are_on_features_before_the_head(tiny: Tiny) -> None:
+def test_soft_neighbours_use_features_before_the_head(tiny: Tiny) -> None:
     options = {"losses.object_neighbours": 1.0, "losses.patch_neighbours": 0.5, "losses.neighbours": 3}
     bench = Bench(tiny({"backbone.drop_path": 0.0, "objects.bank_images": 16, **options}))
     objective, batch = bench.objective, bench.batch(list(range(8)))
@@ -201,11 +201,11 @@ def test_soft_neighbours_are_on_features_before_the_head(tiny: Tiny) -> None:
         wanted = soft_neighbour_loss(student, found.teacher, found.images, bank, found.group_rows(4), neighbours=3)
         torch.testing.assert_close(losses[name], wanted)
         assert wanted > 0
-    early = objective(batch, Step(0, 4, 12)).losses  # neighbours count from epoch 1 on
+    early = objective(batch, Step(0, 4, 12)).losses  # soft neighbours are used from epoch 1 on
     assert early["object_neighbours"] == early["patch_neighbours"] == 0
 
 
-def test_soft_neighbours_alone_need_no_head_for_objects(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_soft_neighbours_do_not_use_the_object_head(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     off = dict.fromkeys(("losses.image", "losses.cross_view", "losses.cross_image"), 0.0)
     bench = Bench(tiny({**off, "losses.object_neighbours": 1.0, "objects.bank_images": 16}))
     rows: list[int] = []
@@ -218,13 +218,13 @@ def test_soft_neighbours_alone_need_no_head_for_objects(tiny: Tiny, monkeypatch:
 
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("count", [0, 3, 6])
-def test_a_batch_is_a_whole_number_of_groups(bench: Bench, count: int) -> None:
+def test_a_batch_must_be_a_whole_number_of_groups(bench: Bench, count: int) -> None:
     batch = bench.batch(list(range(8))).narrow(0, count)
     with pytest.raises(ValueError, match=f"a whole number of groups of 4 images, got {count}"):
         bench.objective(batch, Step(0, 4, 12))
 
 
-def test_entropies_tell_collapse_from_uniformity() -> None:
+def test_entropies_distinguish_collapse_from_uniformity() -> None:
     prototypes = torch.eye(16)
 
     def entropies(embeddings: torch.Tensor, temperature: float) -> tuple[float, float]:
@@ -233,17 +233,17 @@ def test_entropies_tell_collapse_from_uniformity() -> None:
         return float(of_mean), float(mean_of)
 
     assert entropies(torch.eye(16)[:1].repeat(32, 1), 0.02) == pytest.approx((0, 0), abs=1e-3)  # all on one
-    assert entropies(torch.eye(16), 0.02) == pytest.approx((1, 0), abs=1e-3)  # each on its own: healthy
+    assert entropies(torch.eye(16), 0.02) == pytest.approx((1, 0), abs=1e-3)  # one each: healthy
     assert entropies(torch.zeros(32, 16), 0.02) == pytest.approx((1, 1), abs=1e-6)  # uniform
 
 
-# ------------------------------------------------------------------ options that do not go together
+# ------------------------------------------------------------------ options that cannot be combined
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"losses.image": 0, "losses.cross_view": 0, "losses.cross_image": 0}, "are 0: leave one on"),
+        ({"losses.image": 0, "losses.cross_view": 0, "losses.cross_image": 0}, "are 0: set at least one"),
         ({"objects.clustering": "kmeans"}, r"set objects.position_weight to 0, not 1\.0"),
         ({"objects.bank_images": 7}, "must hold at least one batch of 8 images, got 7"),
         ({"objects.num_objects": 33}, "num_objects must be at most 32, the patches of both views, got 33"),
@@ -253,24 +253,24 @@ def test_entropies_tell_collapse_from_uniformity() -> None:
         ({"objects.criterion": "no_such_module.f"}, "no_such_module.f: module 'no_such_module' not found"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(tiny: Tiny, changes: dict[str, Any], message: str) -> None:
+def test_options_that_cannot_be_combined_are_rejected(tiny: Tiny, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(tiny(changes))
 
 
-def test_what_no_loss_uses_may_be_anything(tiny: Tiny) -> None:
+def test_options_that_no_loss_uses_are_not_checked(tiny: Tiny) -> None:
     assert make(tiny({"losses.cross_image": 0, "objects.bank_images": 1})).weights["cross_image"] == 0
     without_objects = {"losses.cross_view": 0, "losses.cross_image": 0}
     assert make(tiny({**without_objects, "objects.num_objects": 99})).samples().num_objects == 0
 
 
 @pytest.mark.parametrize(("first", "said"), [(2, False), (3, True)])
-def test_a_cross_image_loss_that_is_never_reached_is_warned_of(
+def test_a_cross_image_loss_that_never_starts_is_a_warning(
     tiny: Tiny, caplog: pytest.LogCaptureFixture, first: int, said: bool
 ) -> None:
     with caplog.at_level(logging.WARNING):
         make(tiny({"losses.cross_image_from_epoch": first}))
-    assert ("losses.cross_image_from_epoch 3 is not reached in optim.epochs 3" in caplog.text) == said
+    assert ("losses.cross_image_from_epoch 3 is beyond optim.epochs 3" in caplog.text) == said
 
 
 # ------------------------------------------------------------------ clusterings and criteria
@@ -307,13 +307,13 @@ def shares(tokens, coordinates, *, num_objects, initial_tokens):
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a module with functions of one's own."""
+    """The name of a module with custom functions."""
     (tmp_path / "functions_of_mine.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     return "functions_of_mine"
 
 
-def test_a_clustering_and_a_criterion_of_ones_own(tiny: Tiny, mine: str) -> None:
+def test_a_custom_clustering_and_criterion(tiny: Tiny, mine: str) -> None:
     bench = Bench(tiny({"objects.clustering": f"{mine}.halves", "objects.criterion": f"{mine}.of_the_first_view"}))
     result = bench(list(range(8)))
     assert result.objects is not None
@@ -326,7 +326,7 @@ def test_a_clustering_and_a_criterion_of_ones_own(tiny: Tiny, mine: str) -> None
     assert not result.matches.valid[1].any()
 
 
-def test_a_run_with_a_clustering_of_ones_own(tiny: Tiny, train: Train, resumed: Train, mine: str) -> None:
+def test_a_run_with_a_custom_clustering(tiny: Tiny, train: Train, resumed: Train, mine: str) -> None:
     own = {"objects.clustering": f"{mine}.halves", "objects.criterion": f"{mine}.of_the_first_view"}
     trained = train(tiny({**own, "losses.cross_image_from_epoch": 0, "optim.epochs": 1}))
     assert all(1 <= float(row["objects_per_image"]) <= 2 for row in trained.rows)
@@ -336,9 +336,7 @@ def test_a_run_with_a_clustering_of_ones_own(tiny: Tiny, train: Train, resumed: 
 
 
 @pytest.mark.parametrize(("name", "got"), [("too_few", r"int64 of \(8, 3\)"), ("shares", r"float32 of \(8, 32\)")])
-def test_a_clustering_that_gives_something_else_than_labels_is_named(
-    tiny: Tiny, mine: str, name: str, got: str
-) -> None:
+def test_a_clustering_with_an_invalid_result_is_named(tiny: Tiny, mine: str, name: str, got: str) -> None:
     with pytest.raises(ValueError, match=rf"{mine}.{name} must return integer labels .* \(B, 2N\) = \(\d+, 32\), got "):
         Bench(tiny({"objects.clustering": f"{mine}.{name}"}))
     bench = Bench(tiny({"objects.bank_images": 16}))

@@ -1,4 +1,4 @@
-"""A run whose losses or weights are not finite stops, and goes on from a checkpoint from before that."""
+"""A run whose losses or weights are not finite stops, and can be resumed from an earlier checkpoint."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -26,7 +26,7 @@ def cribo(module: L.LightningModule) -> CrIBo:
 
 
 class Poison(L.Callback):
-    """Makes one weight infinite before a step is taken or after it was."""
+    """Makes one weight infinite before or after a step."""
 
     def __init__(self, step: int, *, after: bool = False) -> None:
         self.step = step
@@ -67,7 +67,7 @@ class Overflow(L.Callback):
 
 
 def assert_sound(path: Path) -> None:
-    """All that a checkpoint holds is finite."""
+    """Assert that all values in a checkpoint are finite."""
     content = torch.load(path, weights_only=True)
     held = content["state_dict"].pop("_extra_state")["bank"]
     moments = [value for state in content["optimizer_states"][0]["state"].values() for value in state.values()]
@@ -108,7 +108,7 @@ def test_a_run_that_diverges_in_its_last_step_leaves_no_backbone(
 def test_weights_that_are_not_finite_are_never_saved(
     tiny: Tiny, train: Train, tmp_path: Path, step: int, kept: str
 ) -> None:
-    """Though no loss has seen them."""
+    """Even if no loss was computed with them."""
     with pytest.raises(NonFiniteLoss, match=f"the weights were not finite, seen at step {step}"):
         train(tiny({"runtime.checkpoint_every": 2, "runtime.log_every": 100}), callbacks=[Poison(step, after=True)])
     path = checkpoint_files(tmp_path / "run")[0]
@@ -117,7 +117,7 @@ def test_weights_that_are_not_finite_are_never_saved(
     assert not (tmp_path / "run" / "backbone.safetensors").exists()
 
 
-def test_a_run_goes_on_from_before_it_diverged(tiny: Tiny, train: Train, resumed: Train) -> None:
+def test_a_diverged_run_resumes_from_an_earlier_checkpoint(tiny: Tiny, train: Train, resumed: Train) -> None:
     config = tiny({"runtime.checkpoint_every": 4, "losses.cross_image_from_epoch": 0})
     whole = train(config, "whole")
     with pytest.raises(NonFiniteLoss, match="seen at step 7"):
@@ -128,9 +128,7 @@ def test_a_run_goes_on_from_before_it_diverged(tiny: Tiny, train: Train, resumed
         assert torch.equal(value, again.weights[name]), name
 
 
-def test_a_run_in_which_nothing_is_finite_stops_when_it_is_first_looked_at(
-    tiny: Tiny, train: Train, tmp_path: Path
-) -> None:
+def test_a_run_in_which_nothing_is_finite_stops_at_the_first_check(tiny: Tiny, train: Train, tmp_path: Path) -> None:
     with pytest.raises(NonFiniteLoss, match="seen at step 2") as caught:
         train(tiny({"losses.student_temperature": 1e-44, "runtime.log_every": 2}))
     for option in ("optim.lr", "optim.warmup_epochs", "optim.clip"):
@@ -138,8 +136,8 @@ def test_a_run_in_which_nothing_is_finite_stops_when_it_is_first_looked_at(
     assert not checkpoint_files(tmp_path / "run")
 
 
-def test_a_learning_rate_beyond_reason_stops_the_run(tiny: Tiny, train: Train, tmp_path: Path) -> None:
-    """AdamW's steps are as large as the rate: after some, sums of squares no longer fit into a float32."""
+def test_an_extreme_learning_rate_stops_the_run(tiny: Tiny, train: Train, tmp_path: Path) -> None:
+    """AdamW's steps are as large as the learning rate, so sums of squares soon overflow in float32."""
     changes = {"optim.lr": 10, "optim.warmup_epochs": 0, "optim.weight_decay": (10, 10), "runtime.checkpoint_every": 1}
     try:
         train(tiny(changes))
@@ -149,11 +147,11 @@ def test_a_learning_rate_beyond_reason_stops_the_run(tiny: Tiny, train: Train, t
         assert_sound(path)
 
 
-# ------------------------------------------------------------------ losses that are scaled, as with 16-mixed
+# ------------------------------------------------------------------ scaled losses, as with 16-mixed
 
 
 class Scale(L.Callback):
-    """Has losses be scaled, beginning with so much. Lightning does it with 16-mixed alone, and that on GPUs alone."""
+    """Scales losses, with an initial scale. Lightning does so only with 16-mixed, on GPUs."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -179,7 +177,7 @@ class Weights(L.Callback):
 SCALED = {"runtime.precision": "bf16-mixed", "optim.warmup_epochs": 0, "losses.cross_image_from_epoch": 0}
 
 
-def test_the_search_for_the_scale_of_losses_is_no_trouble(tiny: Tiny, train: Train, tmp_path: Path) -> None:
+def test_skipped_steps_of_the_loss_scaler_are_no_error(tiny: Tiny, train: Train, tmp_path: Path) -> None:
     weights = Weights()
     config = tiny({**SCALED, "runtime.checkpoint_every": 1, "runtime.keep_checkpoints": 99})
     train(config, callbacks=[Scale(2.0**126), weights])
@@ -191,7 +189,7 @@ def test_the_search_for_the_scale_of_losses_is_no_trouble(tiny: Tiny, train: Tra
         assert_sound(path)
 
 
-def test_a_run_of_scaled_losses_goes_on_without_a_scale(tiny: Tiny, train: Train, resumed: Train) -> None:
+def test_a_run_with_scaled_losses_resumes_without_a_scaler(tiny: Tiny, train: Train, resumed: Train) -> None:
     config = tiny({**SCALED, "runtime.checkpoint_every": 4})
     with pytest.raises(NonFiniteLoss, match=r"--runtime\.precision bf16-mixed helps"):
         train(config, callbacks=[Scale(64.0), Overflow(5)])
@@ -201,7 +199,7 @@ def test_a_run_of_scaled_losses_goes_on_without_a_scale(tiny: Tiny, train: Train
 
 
 class Clipped(L.Callback):
-    """The gradients that the optimiser goes by, scaled as it scales them, in the first step that it takes."""
+    """Records the gradients of the optimiser's first step, with its scale."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.lengths: list[float] = []
@@ -215,7 +213,7 @@ class Clipped(L.Callback):
 
 
 @pytest.mark.parametrize("scale", [1.0, 256.0])
-def test_gradients_are_clipped_whatever_losses_are_scaled_by(tiny: Tiny, train: Train, scale: float) -> None:
+def test_gradients_are_clipped_with_any_loss_scale(tiny: Tiny, train: Train, scale: float) -> None:
     lengths = {}
     for limit in (None, 0.05):
         clipped = Clipped()

@@ -1,4 +1,4 @@
-"""Faults in loading do not end a run, and change nothing that they need not change."""
+"""Faults in loading do not end a run, and do not change its results unnecessarily."""
 
 import csv
 import json
@@ -65,12 +65,12 @@ def save_images(folder: Path, count: int) -> Path:
 
 
 def test_killed_workers_change_nothing(tiny: Tiny, train: Train, resumed: Train, tmp_path: Path) -> None:
-    """All of them, and one; and how often that was is known when a run is resumed."""
+    """Of all workers or one; the number of restarts is restored on resume."""
     root = str(save_images(tmp_path / "images", 240))
     changes = {"data.root": root, "optim.epochs": 1, "optim.warmup_epochs": 0, "runtime.log_every": 5}
     whole = train(tiny(changes), "whole")
     config = tiny({**changes, "data.workers": 2})
-    # The workers are up to ten batches ahead: so much later the next one is missed.
+    # Workers are up to ten batches ahead, so a missing worker is noticed that much later.
     with pytest.raises(KeyboardInterrupt):
         train(config, "killed", callbacks=[KillWorkers(3), _Interrupt(14)])
     killed = resumed("killed", callbacks=[KillWorkers(16, most=1)])
@@ -102,7 +102,7 @@ def test_workers_that_keep_failing_end_the_run(tiny: Tiny, train: Train, tmp_pat
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_file_that_is_deleted_is_skipped(tiny: Tiny, train: Train, tmp_path: Path, workers: int) -> None:
     images = save_images(tmp_path / "images", 16)
-    # The workers are up to ten batches ahead: so much later the file is missed.
+    # Workers are up to ten batches ahead, so a missing file is noticed that much later.
     config = tiny({"data.root": str(images), "data.workers": workers, "data.max_unreadable": 0.1, "optim.epochs": 12})
     trained = train(config, callbacks=[DeleteFile(3, images / "007.png")])
     with (trained.run.folder / "skipped.csv").open(newline="") as file:
@@ -124,7 +124,7 @@ def test_an_outage_of_the_file_system_changes_nothing(
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr("cribo.pretraining.session.open_source", lambda _: faulty)
         patch.setattr("cribo.pretraining.session._require_readable", lambda source: None)
-        # The record of clusters reads some of the images before the loader does, and takes their faults away.
+        # The record of clusters would read some images before the loader does, and use up their faults.
         patch.setattr("cribo.objectives.cribo.CrIBo.callbacks", lambda *_: ())
         failing = train(config, "failing")
     assert failing.run.summary["retried_reads"] == 18
@@ -134,7 +134,7 @@ def test_an_outage_of_the_file_system_changes_nothing(
     assert failing.rows == train(config, "whole").rows
 
 
-def test_a_score_whose_images_are_lost_is_left_out(
+def test_a_score_with_missing_images_is_skipped(
     tiny: Tiny, train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     scenes = Scenes(6, size=40, seed=1)
@@ -151,8 +151,8 @@ def test_a_score_whose_images_are_lost_is_left_out(
     trained = train(config, callbacks=[DeleteFile(6, lost)])
     assert trained.run.summary["steps"] == 12
     assert [point["step"] for point in trained.run.summary["dense_nn"]["curve"]] == [0, 4]
-    assert trained.run.summary["dense_nn"]["after"] is None  # that of step 4 is not that of the end
-    assert sum("no score, " in message and "5.png" in message for message in caplog.messages) >= 2
+    assert trained.run.summary["dense_nn"]["after"] is None  # the score of step 4 is not the final one
+    assert sum("could not compute the score" in message and "5.png" in message for message in caplog.messages) >= 2
     assert trained.run.summary["dense_nn"]["mean_color"] is None
     lost.write_text("no image")
     with pytest.raises(UnreadableImage, match=r"5\.png: not an image"):
@@ -163,7 +163,7 @@ def test_a_score_whose_images_are_lost_is_left_out(
 
 
 def started(config: PretrainConfig, folder: Path, steps: int = 3) -> "subprocess.Popen[str]":
-    """A run in a process group of its own, when it has taken some steps."""
+    """Start a run in its own process group, and wait for some steps."""
     (folder / "config.yaml").write_text(dump_config(config))
     command = [sys.executable, "-m", "cribo.cli", "pretrain", "--config", str(folder / "config.yaml")]
     command += ["--out", str(folder), "--name", "run"]
@@ -177,8 +177,8 @@ def started(config: PretrainConfig, folder: Path, steps: int = 3) -> "subprocess
 
 
 @pytest.mark.slow
-def test_ctrl_c_reaches_all_processes_and_leaves_a_checkpoint(tmp_path: Path, tiny: Tiny) -> None:
-    """A terminal sends it to the workers, too."""
+def test_ctrl_c_to_all_processes_saves_a_checkpoint(tmp_path: Path, tiny: Tiny) -> None:
+    """A terminal also sends it to the workers."""
     with started(tiny({"data.workers": 2, "optim.epochs": 10_000}), tmp_path) as process:
         os.killpg(process.pid, signal.SIGINT)
         said, _ = process.communicate(timeout=120)
@@ -192,7 +192,7 @@ def test_ctrl_c_reaches_all_processes_and_leaves_a_checkpoint(tmp_path: Path, ti
 
 
 @pytest.mark.slow
-def test_shards_that_vanish_end_the_run_with_one_clear_line(tmp_path: Path, tiny: Tiny) -> None:
+def test_missing_shards_end_the_run_with_a_one_line_error(tmp_path: Path, tiny: Tiny) -> None:
     images = save_images(tmp_path / "images", 300)
     write_shards(open_images(images), tmp_path / "shards", shard_bytes=8192)
     config = tiny({"data.workers": 2, "data.root": str(tmp_path / "shards"), "optim.epochs": 10_000})

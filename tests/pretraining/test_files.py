@@ -8,7 +8,7 @@ import pytest
 from cribo.files import remove_parts, write_beside, write_text, write_whole
 
 
-def test_a_failing_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_only_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_text(path, "old")
 
@@ -22,16 +22,14 @@ def test_a_failing_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_that_is_written_has_the_usual_permissions(tmp_path: Path) -> None:
+def test_a_written_file_has_default_permissions(tmp_path: Path) -> None:
     plain, whole = tmp_path / "plain", tmp_path / "whole"
     plain.write_text("")
     write_text(whole, "")
     assert whole.stat().st_mode == plain.stat().st_mode
 
 
-def test_a_file_stands_even_where_folders_cannot_be_synchronised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_written_even_if_folders_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def only_files(handle: int) -> None:
         if stat.S_ISDIR(os.fstat(handle).st_mode):
             raise OSError(errno.EINVAL, "Invalid argument")
@@ -41,7 +39,7 @@ def test_a_file_stands_even_where_folders_cannot_be_synchronised(
     assert (tmp_path / "file").read_text() == "text"
 
 
-def test_leftovers_are_known_by_their_whole_name(tmp_path: Path) -> None:
+def test_partial_files_are_recognised_by_their_full_name(tmp_path: Path) -> None:
     part = write_beside(tmp_path / "file", lambda path: path.write_text("half"))
     others = [tmp_path / name for name in (".file.part", "file.part", part.name.removeprefix("."))]
     for path in others:

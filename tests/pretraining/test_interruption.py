@@ -1,4 +1,4 @@
-"""A run that is told to stop leaves a checkpoint from which it goes on as if it had not been."""
+"""A run stopped by a signal saves a checkpoint, from which it resumes with identical results."""
 
 import os
 import signal
@@ -61,7 +61,7 @@ def test_a_signal_in_the_last_step_changes_nothing(tiny: Tiny, train: Train) -> 
     assert train(tiny(), callbacks=[Signal(signal.SIGTERM, 11)]).run.summary["steps"] == 12
 
 
-def test_a_job_of_slurm_is_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slurm_job_is_requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = tmp_path / "called"
     program = tmp_path / "scontrol"
     program.write_text(f'#!/bin/sh\necho "$@" >> {written}\n')
@@ -100,7 +100,7 @@ pretrain(sys.argv[1], out=sys.argv[2], name="run", callbacks=[Hang()])
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="hangs by a mutex of Linux")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs a futex to hang")
 def test_a_second_signal_ends_a_process_that_hangs(tmp_path: Path, tiny: Tiny) -> None:
     (tmp_path / "config.yaml").write_text(dump_config(tiny()))
     command = [sys.executable, "-c", _HANGS, str(tmp_path / "config.yaml"), str(tmp_path)]
@@ -114,7 +114,7 @@ def test_a_second_signal_ends_a_process_that_hangs(tmp_path: Path, tiny: Tiny) -
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_process_ends_all_after_the_same_step(tmp_path: Path, tiny: Tiny) -> None:
+def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path: Path, tiny: Tiny) -> None:
     config = tiny({"runtime.devices": 2, "optim.epochs": 10_000})
     (tmp_path / "config.yaml").write_text(dump_config(config))
     command = [sys.executable, "-m", "cribo.cli", "pretrain", "--config", str(tmp_path / "config.yaml")]

@@ -1,4 +1,4 @@
-"""Runs that train only adapters export a backbone without them."""
+"""Runs that train only adapters, and export a plain backbone."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ class Stop(L.Callback):
 
 
 @pytest.mark.parametrize("objective", ["cribo", "alignment"])
-def test_a_run_changes_what_adapters_change_and_leaves_a_plain_backbone(
+def test_a_run_changes_only_adapted_layers_and_exports_a_plain_backbone(
     objective: str, tiny: Tiny, train: Train, resumed: Train
 ) -> None:
     config = tiny({
@@ -49,7 +49,7 @@ def test_a_run_changes_what_adapters_change_and_leaves_a_plain_backbone(
     checkpoint = whole.run.folder / "checkpoints" / "step=00000012.ckpt"
     teacher = load_backbone(checkpoint)
     assert all(torch.equal(value, after[name]) for name, value in teacher.state_dict().items())
-    with pytest.raises(ValueError, match="the student has LoRA adapters: take the teacher"):
+    with pytest.raises(ValueError, match="the student has LoRA adapters: use the teacher"):
         load_backbone(checkpoint, network="student")
     if objective == "cribo":
         head = [name for name in whole.weights if name.startswith("student.head.") and name.endswith("weight")]
@@ -79,7 +79,7 @@ def test_the_teacher_follows_the_merged_weights(tiny: Tiny) -> None:
         torch.testing.assert_close(new, 0.75 * old + 0.25 * own)
 
 
-def test_adapters_decay_and_are_scaled_with_their_block(tiny: Tiny) -> None:
+def test_adapters_have_weight_decay_and_the_rate_of_their_block(tiny: Tiny) -> None:
     student = Alignment(Setting(tiny({"backbone.lora": 2}), 36, 4)).student
     names = {parameter: name for name, parameter in student.named_parameters()}
     groups: Any = parameter_groups(student, 0.5)
@@ -93,7 +93,7 @@ def test_adapters_decay_and_are_scaled_with_their_block(tiny: Tiny) -> None:
 def test_an_objective_without_a_teacher_is_refused(tiny: Tiny) -> None:
     setting = Setting(tiny({"backbone.lora": 2, "backbone.drop_path": 0.0}), 36, 4)
     args = {"decoder_dim": 16, "decoder_depth": 1, "decoder_heads": 2}
-    with pytest.raises(ConfigError, match=r"backbone.lora needs an objective that exports a teacher, and mae exports"):
+    with pytest.raises(ConfigError, match=r"backbone.lora requires an objective that exports a teacher; mae exports"):
         make_objective("mae", args, setting)
 
 
@@ -101,5 +101,5 @@ def test_errors_name_the_option(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match=r"backbone.lora: the rank must be 1 to 32, .*, got 33"):
         Setting(tiny({"backbone.lora": 33}), 36, 4).build_backbone()
     network = {"backbone.name": "resnet18", "backbone.args": {"channels": (8, 8, 8, 8)}, "backbone.drop_path": 0.0}
-    with pytest.raises(ConfigError, match=r"backbone.lora: resnet18 has no linear layers"):
+    with pytest.raises(ConfigError, match=r"backbone.lora: LoRA requires linear layers, resnet18 has none"):
         Setting(tiny({**network, "backbone.lora": 2}), 36, 4).build_backbone()

@@ -1,4 +1,4 @@
-"""What happens to student, teacher, bank and centres in a step."""
+"""Updates of student, teacher, bank and centres in a step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ def cribo(module: L.LightningModule) -> CrIBo:
 
 
 class Record(L.Callback):
-    """Student, teacher and optimiser state after 0, 1, 2, ... steps, and what the objective gave."""
+    """Records student, teacher and optimiser state after 0, 1, 2, ... steps, and the objective's results."""
 
     def __init__(self) -> None:
         self.student: list[State] = []
@@ -58,7 +58,7 @@ def recorded(train: Train, config: PretrainConfig) -> tuple[Record, Any]:
     return record, train(config, callbacks=[record])
 
 
-# ------------------------------------------------------------------ what moves
+# ------------------------------------------------------------------ updated parameters
 
 
 def test_frozen_last_layers_do_not_move_and_have_no_optimiser_state(tiny: Tiny, train: Train) -> None:
@@ -81,7 +81,7 @@ def test_the_gain_is_frozen_when_it_is_not_trained(tiny: Tiny, train: Train) -> 
     assert torch.equal(record.student[-1]["image_prototypes.gain"], torch.ones(32, 1))
 
 
-def test_a_frozen_backbone_stays_bit_for_bit_while_the_head_trains(tiny: Tiny, train: Train) -> None:
+def test_a_frozen_backbone_is_unchanged_while_the_head_trains(tiny: Tiny, train: Train) -> None:
     config = tiny({"optim.freeze_backbone_epochs": 2, "optim.warmup_epochs": 0, "optim.weight_decay": (0.4, 0.4)})
     record, _ = recorded(train, config)
     for networks in (record.student, record.teacher):
@@ -92,8 +92,8 @@ def test_a_frozen_backbone_stays_bit_for_bit_while_the_head_trains(tiny: Tiny, t
     assert {name for name in moved(record.student[8], record.student[9]) if name.startswith("backbone.")}
 
 
-def test_weight_decay_leaves_biases_alone(tiny: Tiny, train: Train) -> None:
-    """With gradients clipped to nearly nothing AdamW still normalises them, so compare two decays."""
+def test_weight_decay_does_not_apply_to_biases(tiny: Tiny, train: Train) -> None:
+    """AdamW normalises even strongly clipped gradients, so two decays are compared."""
     runs = []
     for decay in (0.0, 5.0):
         changes = {"optim.weight_decay": (decay, decay), "optim.warmup_epochs": 0, "optim.epochs": 1}
@@ -114,7 +114,7 @@ def test_the_teacher_is_the_moving_average_of_the_student(tiny: Tiny, train: Tra
 
 
 def test_a_tight_clip_changes_the_run(tiny: Tiny, train: Train) -> None:
-    """Clipping makes AdamW's step smaller only through its epsilon and its memory: the weights differ."""
+    """Clipping affects AdamW's step only through its epsilon and moments: the weights differ."""
     free, clipped = (recorded(train, tiny({"optim.clip": clip}))[0].student[-1] for clip in (None, 1e-3))
     assert moved(free, clipped)
 
@@ -126,7 +126,7 @@ def test_the_centre_is_the_moving_average_of_the_teachers_logits(tiny: Tiny, tra
     expected = torch.zeros(32)
     for step, result in enumerate(record.results):
         embeddings = result.teacher_images if level == "image" else result.teacher_objects
-        direction = record.teacher[step][f"{level}_prototypes.direction"]  # as it was in the step
+        direction = record.teacher[step][f"{level}_prototypes.direction"]  # as in the step
         weight = record.teacher[step][f"{level}_prototypes.gain"] * F.normalize(direction, dim=1)
         expected = 0.8 * expected + 0.2 * (embeddings.flatten(0, 1) @ weight.T).mean(dim=0)
     torch.testing.assert_close(trained.weights[f"{level}_centre.value"], expected, rtol=1e-4, atol=1e-6)
@@ -137,7 +137,7 @@ def test_drop_path_reaches_the_student_only(tiny: Tiny, train: Train, monkeypatc
     encode = Backbone.encode
 
     def spy(self: Backbone, images: Any, layers: int = 1, *, drop_path_noise: Any = None) -> Any:
-        if images.shape[0] > 1:  # one image is the probe of a network that is being built
+        if images.shape[0] > 1:  # a single image probes a network during construction
             calls.append((self, drop_path_noise))
         return encode(self, images, layers, drop_path_noise=drop_path_noise)
 
@@ -154,18 +154,18 @@ def test_drop_path_reaches_the_student_only(tiny: Tiny, train: Train, monkeypatc
     students = [noise for backbone, noise in calls if backbone is networks.student]
     teachers = [noise for backbone, noise in calls if backbone is networks.teacher]
     assert len(students) == 4
-    assert teachers == [None] * (4 + 2)  # the record of clusters looks at the beginning and at the end
+    assert teachers == [None] * (4 + 2)  # the record of clusters, at the start and at the end
     sites = networks.student.num_drop_path_sites
     assert sites > 0
     noise = torch.cat([noise for noise in students if noise is not None])
     assert noise.shape == (4 * 16, sites)
-    assert len(noise.flatten().unique()) == noise.numel()  # every view of every image has its own
+    assert len(noise.flatten().unique()) == noise.numel()  # different for every view of every image
 
 
 # ------------------------------------------------------------------ which losses
 
 
-def test_the_image_level_alone_finds_no_objects(tiny: Tiny, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_image_level_computes_no_objects(tiny: Tiny, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("no loss works on objects")
 
@@ -189,7 +189,7 @@ def test_without_the_cross_image_loss_there_is_no_bank(tiny: Tiny, train: Train)
     assert all(float(row["loss_cross_image"]) == 0 < float(row["loss_cross_view"]) for row in trained.rows)
 
 
-def test_the_object_losses_alone(tiny: Tiny, train: Train) -> None:
+def test_object_losses_without_the_image_level(tiny: Tiny, train: Train) -> None:
     record, trained = recorded(train, tiny({"losses.image": False, "optim.freeze_last_layers_epochs": 0}))
     assert all(float(row["loss_image"]) == 0 for row in trained.rows)
     assert all(float(row["loss_cross_view"]) > 0 for row in trained.rows)
@@ -212,7 +212,7 @@ def test_cycle_consistency_keeps_fewer_matches_than_no_criterion(tiny: Tiny, tra
     assert 0 < sum(ratios) / len(ratios) < 1
 
 
-def test_the_loss_is_the_sum_of_the_three_times_their_weights(tiny: Tiny, train: Train) -> None:
+def test_the_loss_is_the_weighted_sum_of_the_three(tiny: Tiny, train: Train) -> None:
     weights = {"image": 0.5, "cross_view": 2.0, "cross_image": 1.0}
     changes = {f"losses.{name}": weight for name, weight in weights.items()}
     _, trained = recorded(train, tiny({"losses.cross_image_from_epoch": 0, **changes}))
@@ -244,7 +244,7 @@ def test_a_weight_scales_the_gradients_of_its_loss(tiny: Tiny, train: Train) -> 
         torch.testing.assert_close(quarter[name], 0.25 * gradient, rtol=1e-4, atol=1e-9)
 
 
-def test_the_bank_remembers_the_last_images_only(tiny: Tiny, train: Train) -> None:
+def test_the_bank_contains_only_the_last_images(tiny: Tiny, train: Train) -> None:
     record, trained = recorded(train, tiny({"objects.bank_images": 10}))
     assert record.bank.images_held == 10
     assert trained.bank["rows"].shape[1] == int(trained.bank["counts"].sum()) == len(record.bank)

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cribo.objectives.collapse import signs_of_trouble
+from cribo.objectives.collapse import collapse_advice
 from cribo.pretraining import PretrainConfig
 from cribo.pretraining.monitoring import read_metrics
 from cribo.training.events import Events
@@ -30,10 +30,10 @@ HEALTHY = {
 
 
 def signs(row: dict[str, float], **changes: Any) -> dict[str, str]:
-    return signs_of_trouble(row, **{"cross_image": True, "needs_objects": True, "prototypes": 1024, **changes})
+    return collapse_advice(row, **{"cross_image": True, "needs_objects": True, "prototypes": 1024, **changes})
 
 
-def test_a_healthy_row_has_no_signs() -> None:
+def test_a_healthy_row_gives_no_advice() -> None:
     assert signs(HEALTHY) == {}
     assert signs({}) == {}
 
@@ -51,19 +51,19 @@ def test_a_healthy_row_has_no_signs() -> None:
         ("bootstrapping_ratio", 0.0, "no bootstrapping", "objects.bank_images"),
     ],
 )
-def test_each_sign_comes_alone_and_with_advice(column: str, value: float, sign: str, advice: str) -> None:
+def test_each_problem_is_reported_separately_with_advice(column: str, value: float, sign: str, advice: str) -> None:
     found = signs({**HEALTHY, column: value})
     assert found.keys() == {sign}
     assert advice in found[sign]
 
 
-def test_a_part_that_is_not_at_work_gives_no_sign() -> None:
+def test_parts_that_are_off_give_no_advice() -> None:
     assert signs({**HEALTHY, "bootstrapping_ratio": 0.0}, cross_image=False) == {}
     assert signs({**HEALTHY, "objects_per_image": 0.0}, needs_objects=False, cross_image=False) == {}
 
 
 @pytest.mark.parametrize("centring", ["mean", "sinkhorn"])
-def test_a_healthy_run_warns_of_nothing(tiny: Tiny, train: Train, centring: str) -> None:
+def test_a_healthy_run_logs_no_warnings(tiny: Tiny, train: Train, centring: str) -> None:
     changes = {
         "losses.centring": centring,
         "losses.teacher_temperature": (0.1, 0.1),
@@ -75,10 +75,10 @@ def test_a_healthy_run_warns_of_nothing(tiny: Tiny, train: Train, centring: str)
     assert trained.run.summary["warnings"] == []
 
 
-def test_a_lasting_sign_is_warned_of_once_and_reaches_the_summary(
+def test_a_persistent_problem_is_logged_once_and_added_to_the_summary(
     tiny: Tiny, train: Train, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A temperature this high makes every teacher distribution uniform."""
+    """This high temperature makes all teacher distributions uniform."""
     config = tiny({"losses.teacher_temperature": (10.0, 10.0), "losses.student_temperature": 1.0})
     trained = train(config)
     summary = json.loads((trained.run.folder / "summary.json").read_text())
@@ -88,7 +88,7 @@ def test_a_lasting_sign_is_warned_of_once_and_reaches_the_summary(
     assert any("image distributions are uniform" in message for message in caplog.messages)
 
 
-def test_metrics_csv_has_a_column_for_every_number_and_reads_back(tiny: Tiny, train: Train) -> None:
+def test_metrics_csv_has_a_column_for_every_number_and_can_be_read(tiny: Tiny, train: Train) -> None:
     trained = train(tiny({"runtime.log_every": 5, "score.root": "scenes", "score.images": (4, 2)}))
     path = trained.run.folder / "metrics.csv"
     columns = path.read_text().splitlines()[0].split(",")
@@ -101,7 +101,7 @@ def test_metrics_csv_has_a_column_for_every_number_and_reads_back(tiny: Tiny, tr
         *("feature_std", "distinct_neighbours"),
     }
     rows = read_metrics(path)
-    # 0 and 12: the score before and after; 12: the last row of numbers too, though 5 does not divide it.
+    # 0 and 12: the score before and after; 12 also has the last row of metrics, although 5 does not divide it.
     assert [row["step"] for row in rows] == [0, 5, 10, 12, 12]
     assert [row["epoch"] for row in rows] == [0, 1.25, 2.5, 3, 3]
     assert [("loss" in row, "dense_nn" in row) for row in rows] == [
@@ -129,8 +129,8 @@ def test_a_row_is_the_mean_over_its_steps(tiny: Tiny, train: Train) -> None:
         assert row["lr"] == steps[-1]["lr"]
 
 
-def test_columns_come_with_their_first_number(tiny: Tiny, train: Train) -> None:
-    """Nothing is matched before L_ci^o, and without the losses of objects there are none."""
+def test_columns_are_added_with_their_first_value(tiny: Tiny, train: Train) -> None:
+    """There are no matches before L_ci^o starts, and no objects without object losses."""
     path = train(tiny({"losses.cross_image_from_epoch": 2})).run.folder / "metrics.csv"
     assert {len(line.split(",")) for line in path.read_text().splitlines()} == {len(read_metrics(path)[-1])}
     assert ["bootstrapping_ratio" in row for row in read_metrics(path)] == [False] * 8 + [True] * 4
@@ -144,7 +144,7 @@ def test_columns_come_with_their_first_number(tiny: Tiny, train: Train) -> None:
 
 
 class TearTable(L.Callback):
-    """Puts half a row into metrics.csv at one step and a folder in its place, and takes the folder away at another."""
+    """Truncates metrics.csv within a row and replaces it by a folder at one step; removes the folder at another."""
 
     def __init__(self, path: Path, torn: int, mended: int) -> None:
         self.path, self.torn, self.mended = path, torn, mended
@@ -159,7 +159,7 @@ class TearTable(L.Callback):
             self.path.write_text(self.kept.read_text() + "9,0.")
 
 
-def test_rows_that_could_not_be_written_follow_when_they_can(
+def test_rows_of_failed_writes_are_written_later(
     tiny: Tiny, train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = train(tiny(), "whole")
@@ -168,15 +168,15 @@ def test_rows_that_could_not_be_written_follow_when_they_can(
     assert torn.rows == whole.rows
 
 
-def test_a_line_that_was_not_written_whole_is_left_out(tiny: Tiny, train: Train, tmp_path: Path) -> None:
-    """A machine that loses its power may leave half a line, or zeros in place of it."""
+def test_incomplete_lines_are_skipped(tiny: Tiny, train: Train, tmp_path: Path) -> None:
+    """A power failure can leave half a line, or zeros in place of it."""
     trained = train(tiny({"score.root": "scenes", "score.images": (4, 2), "optim.epochs": 1, "optim.warmup_epochs": 0}))
     content = (trained.run.folder / "metrics.csv").read_bytes()
     rows = read_metrics(trained.run.folder / "metrics.csv")
     starts = [position + 1 for position, byte in enumerate(content) if byte == ord("\n")]
     for number, (start, end) in enumerate(pairwise(starts)):
         for cut in range(start, end - 1):
-            # With zeros in place of its end, the next line is a part of this one.
+            # With zeros in place of its end, the line includes the next one.
             for rest in (b"", bytes(end - cut), bytes(end - cut) + content[end:]):
                 (tmp_path / "metrics.csv").write_bytes(content[:cut] + rest)
                 found = read_metrics(tmp_path / "metrics.csv")
@@ -184,8 +184,8 @@ def test_a_line_that_was_not_written_whole_is_left_out(tiny: Tiny, train: Train,
                 assert found[number:] in ([], rows[number + 2 :])
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own writer
-def test_tensorboard_goes_on_in_another_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # from TensorBoard's writer
+def test_tensorboard_continues_in_another_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logger = Events(tmp_path, name="", version="events")
     folder = Path(logger.log_dir)
 
@@ -195,11 +195,11 @@ def test_tensorboard_goes_on_in_another_file(tmp_path: Path, caplog: pytest.LogC
 
     logger.log_metrics({"loss": 1.0}, 1)
     put_something_in_the_way()
-    while not caplog.messages:  # it is another thread that writes
+    while not caplog.messages:  # another thread writes
         logger.log_metrics({"loss": 2.0}, 2)
         time.sleep(0.01)
     assert "Not a directory; training continues" in caplog.messages[0]
-    logger.log_metrics({"loss": 3.0}, 3)  # it does not try every time
+    logger.log_metrics({"loss": 3.0}, 3)  # it does not retry every time
     folder.unlink()
     logger._silent_until = 0.0
     logger.log_metrics({"loss": 4.0}, 4)
@@ -210,7 +210,7 @@ def test_tensorboard_goes_on_in_another_file(tmp_path: Path, caplog: pytest.LogC
 
     logger._experiment = None
     logger.log_metrics({"loss": 5.0}, 5)
-    logger.experiment.flush()  # otherwise its thread could fail with this one already
+    logger.experiment.flush()  # otherwise its thread could fail at this value already
     put_something_in_the_way()
     logger.experiment.add_scalar("loss", 6.0, 6)
     logger.finalize("success")

@@ -1,4 +1,4 @@
-"""What student and teacher keep for a backward pass, and how the teacher follows."""
+"""Memory of student and teacher for the backward pass, and the teacher's moving average."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ Train = Callable[..., Any]
 
 
 class Kept(L.Callback):
-    """Counts the numbers that parts of the student and of the teacher keep for the backward pass."""
+    """Counts the values that parts of student and teacher save for the backward pass."""
 
     def __init__(self) -> None:
         self.numbers = {"student": 0, "teacher": 0}
@@ -43,7 +43,7 @@ class Kept(L.Callback):
         part.register_forward_hook(lambda *_: hooks.__exit__(None, None, None), always_call=True)
 
 
-def test_the_teacher_keeps_nothing_and_a_checkpointed_student_little(tiny: Tiny, train: Train) -> None:
+def test_the_teacher_saves_nothing_and_a_checkpointed_student_little(tiny: Tiny, train: Train) -> None:
     kept, losses = {}, {}
     for mode in ("none", "blocks"):
         callback = Kept()
@@ -82,7 +82,7 @@ def test_each_level_has_a_last_layer_of_its_own() -> None:
     assert {"patch_prototypes.direction", "patch_prototypes.gain"} <= one.state_dict().keys()
 
 
-def test_random_weights_of_the_head_depend_on_the_seed_alone() -> None:
+def test_random_weights_of_the_head_depend_on_the_seed_only() -> None:
     torch.manual_seed(1)
     first = network("image", "object").head.state_dict()
     torch.manual_seed(2)

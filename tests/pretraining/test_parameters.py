@@ -18,7 +18,7 @@ def network(name: str = "vit_tiny_patch16_224", *, train_gain: bool = True) -> N
 
 
 def by_name(student: nn.Module, layer_decay: float = 1.0) -> dict[str, tuple[float, float]]:
-    """(learning-rate scale, decay) of every parameter that is trained."""
+    """Return (learning-rate scale, decay) of every trained parameter."""
     names = {parameter: name for name, parameter in student.named_parameters()}
     found: dict[str, tuple[float, float]] = {}
     for group in parameter_groups(student, layer_decay):
@@ -29,7 +29,7 @@ def by_name(student: nn.Module, layer_decay: float = 1.0) -> dict[str, tuple[flo
     return found
 
 
-def test_what_decays() -> None:
+def test_weight_decay_by_parameter() -> None:
     groups = by_name(network())
     for name in ("backbone.model.cls_token", "backbone.model.pos_embed", "image_prototypes.gain", "head.mlp.0.weight"):
         assert groups[name] == (1.0, 1.0), name
@@ -89,15 +89,15 @@ def test_layer_decay_falls_through_the_stages_of_a_convolutional_network(name: s
         ("convnext_atto", 64, ["model.stages.0.blocks.0", "model.stages.3.blocks.1"]),
     ],
 )
-def test_blocks_are_parts_of_the_network(name: str, size: int, blocks: list[str]) -> None:
+def test_blocks_exist_in_the_network(name: str, size: int, blocks: list[str]) -> None:
     backbone = build_backbone(name, image_size=size)
     found = block_names(name for name, _ in backbone.named_parameters())
     assert [found[0], found[-1]] == blocks
     assert set(found) <= {name for name, _ in backbone.named_modules()}
 
 
-def test_parts_beside_the_backbone_have_the_full_rate() -> None:
-    """Whatever they are called in an objective of one's own; and a backbone elsewhere counts as one of them."""
+def test_parts_other_than_the_backbone_have_the_full_rate() -> None:
+    """Whatever their names in a custom objective, including a backbone under another name."""
     own = nn.ModuleDict({"backbone": network().backbone, "decoder": nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))})
     scales = {name: scale for name, (scale, _) in by_name(own, 0.5).items()}
     assert scales["decoder.0.weight"] == scales["decoder.1.bias"] == scales["backbone.model.norm.weight"] == 1.0
@@ -114,7 +114,7 @@ def test_clipping_scales_each_tensor_by_its_own_norm() -> None:
     assert small.grad.tolist() == pytest.approx([0.1, 0.0, 0.2])
 
 
-def test_clipping_is_the_formula_for_every_tensor_of_a_network() -> None:
+def test_clipping_matches_the_formula_for_every_tensor_of_a_network() -> None:
     student = network()
     generator = torch.Generator().manual_seed(0)
     gradients = [0.1 * torch.randn(parameter.shape, generator=generator) for parameter in student.parameters()]
@@ -128,7 +128,7 @@ def test_nothing_to_clip() -> None:
     clip_each([], 0.3)
 
 
-def test_dropped_gradients_leave_nothing_for_the_optimiser() -> None:
+def test_dropped_gradients_create_no_optimiser_state() -> None:
     kept, dropped = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
     optimiser = torch.optim.AdamW([kept, dropped], lr=0.1, weight_decay=0.5)
     (kept.sum() + dropped.sum()).backward()

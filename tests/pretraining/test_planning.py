@@ -1,4 +1,4 @@
-"""A run that is planned by the minute."""
+"""Runs planned by --minutes."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Tiny = Callable[..., PretrainConfig]
 
 
 class Slower(L.Callback):
-    """Makes every step after the plan take so many seconds."""
+    """Delays every step after the timing."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -24,24 +24,24 @@ class Slower(L.Callback):
         time.sleep(self.seconds)
 
 
-def test_what_is_at_an_epoch_keeps_its_place_in_a_run_of_another_length() -> None:
+def test_epochs_of_schedules_are_scaled_with_the_length() -> None:
     config = load_config("quickstart")
     half = with_epochs(config, 24)
     assert (half.optim.epochs, half.optim.warmup_epochs) == (24, 1)
     assert (half.losses.cross_image_from_epoch, half.score.every_epochs) == (12, 4)
     assert with_epochs(config, 48) == config
     shortest = with_epochs(config, 1)
-    assert shortest.losses.cross_image_from_epoch == 0  # a loss that the longer run uses is used
-    assert shortest.optim.freeze_last_layers_epochs == 0  # as it was
+    assert shortest.losses.cross_image_from_epoch == 0  # losses that the longer run uses are on
+    assert shortest.optim.freeze_last_layers_epochs == 0  # unchanged
 
 
-def test_a_planned_run_takes_the_epochs_that_fit(tiny: Tiny, tmp_path: Path, without_report: None) -> None:
+def test_a_planned_run_has_the_epochs_that_fit(tiny: Tiny, tmp_path: Path, without_report: None) -> None:
     run = pretrain(tiny(), out=tmp_path, name="run", minutes=0.02)
     assert run.summary["steps"] == 4 * run.summary["epochs"]
     assert load_config(run.folder).optim.epochs == run.summary["epochs"]
 
 
-def test_it_ends_at_twice_the_time_when_the_machine_becomes_slower(
+def test_a_run_ends_after_twice_the_time_if_the_machine_becomes_slower(
     tiny: Tiny, tmp_path: Path, without_report: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = tiny({"optim.warmup_epochs": 0})
@@ -52,10 +52,10 @@ def test_it_ends_at_twice_the_time_when_the_machine_becomes_slower(
     assert (run.folder / "backbone.safetensors").is_file()
 
 
-def test_a_finished_run_is_not_taken_for_one_of_another_configuration(
+def test_a_finished_run_is_not_resumed_with_another_configuration(
     tiny: Tiny, tmp_path: Path, without_report: None
 ) -> None:
     pretrain(tiny(), out=tmp_path, name="run")
     assert pretrain(tiny(), out=tmp_path, name="run", continue_run=True).summary["steps"] == 12
-    with pytest.raises(ValueError, match=r"was begun with optim.lr 0.02, not 0.05"):
+    with pytest.raises(ValueError, match=r"has optim.lr 0.02, not 0.05"):
         pretrain(tiny({"optim.lr": 0.05}), out=tmp_path, name="run", continue_run=True)

@@ -33,7 +33,7 @@ def measured() -> Profile:
     return profile(config(), kept=[2, 5], bootstrapping_ratio=0.25, steps=2, warmup=2)
 
 
-def test_every_part_is_in_the_table_and_the_parts_make_up_the_step(measured: Profile) -> None:
+def test_the_table_contains_every_part_and_parts_sum_to_the_step(measured: Profile) -> None:
     for step in measured.steps:
         assert all(seconds > 0 for part, seconds in step.parts.items() if part not in ("frozen blocks", "patch losses"))
         assert sum(step.parts.values()) == pytest.approx(sum(step.rows.values()))
@@ -45,7 +45,7 @@ def test_every_part_is_in_the_table_and_the_parts_make_up_the_step(measured: Pro
     assert measured.loader_images_per_second > 0
 
 
-def test_a_step_reports_no_part_that_the_table_lacks() -> None:
+def test_all_parts_of_a_step_are_in_the_table() -> None:
     vit = {"patch_size": 16, "depth": 2, "embed_dim": 32, "num_heads": 2}
     frozen = {"backbone__name": "vit_tiny_patch16_224", "backbone__args": vit, "backbone__train_blocks": 1}
     session = Session(config(losses__cross_image_from_epoch=0, losses__patch_neighbours=1.0, **frozen))
@@ -59,14 +59,14 @@ def test_a_step_reports_no_part_that_the_table_lacks() -> None:
     assert set(parts) == {part for row in TABLE.values() for part in row}
 
 
-def test_objects_and_valid_matches_are_as_asked_for(measured: Profile) -> None:
+def test_objects_and_valid_matches_are_as_requested(measured: Profile) -> None:
     for step, objects in zip(measured.steps, (2, 5), strict=True):
         assert step.fixed_objects == objects
         assert step.objects_per_image == objects
         assert step.bootstrapping_ratio == pytest.approx(0.25, abs=0.02)
 
 
-def test_memory_between_steps_is_that_of_networks_optimiser_and_bank(measured: Profile) -> None:
+def test_memory_between_steps_is_of_networks_optimiser_and_bank(measured: Profile) -> None:
     module = Session(config()).make_module()
     objective = module.objective
     assert isinstance(objective, CrIBo)
@@ -82,8 +82,8 @@ def test_memory_between_steps_is_that_of_networks_optimiser_and_bank(measured: P
 
 
 @pytest.mark.parametrize("devices", ["auto", 0])
-def test_an_unknown_number_of_devices_is_asked_for(devices: str | int) -> None:
-    with pytest.raises(ValueError, match="does not say how many devices share the batch"):
+def test_an_unknown_number_of_devices_is_an_error(devices: str | int) -> None:
+    with pytest.raises(ValueError, match="does not set how many devices share the batch"):
         profile(config(runtime__devices=devices))
 
 
@@ -103,17 +103,17 @@ def test_a_total_batch_is_divided_by_the_devices() -> None:
         ({"trace": Path(__file__).parent}, "--trace must name a file, got the folder"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_any_work(arguments: dict[str, object], message: str) -> None:
+def test_invalid_arguments_are_errors_before_any_work(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         profile(config(), **arguments)  # pyright: ignore[reportArgumentType]
 
 
-def test_another_objective_has_other_parts() -> None:
-    with pytest.raises(ConfigError, match="measures the objective cribo, got dino"):
+def test_other_objectives_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="supports only the objective cribo, got dino"):
         profile(config(objective__name="dino", views__size=64))
 
 
-def test_the_bank_is_filled_to_the_last_image_with_rows_near_real_objects() -> None:
+def test_the_bank_is_filled_with_rows_near_real_objects() -> None:
     objects = torch.randn(2, 6, 16) * 0.1 + 3
     bank = MemoryBank(num_images=50, num_objects=4, dim=16)
     fill_bank(bank, objects, per_image=3)
@@ -126,7 +126,7 @@ def test_the_bank_is_filled_to_the_last_image_with_rows_near_real_objects() -> N
     assert (distance > 0).all()
 
 
-def test_the_command_prints_the_table_and_leaves_numbers_a_picture_and_a_trace(
+def test_the_command_prints_the_table_and_writes_json_figure_and_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
@@ -146,7 +146,7 @@ def test_the_command_prints_the_table_and_leaves_numbers_a_picture_and_a_trace(
     assert {"clustering", "retrieval", "backbone, backward"} <= marks
 
 
-def test_an_unknown_number_of_objects_is_one_line_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_number_of_objects_is_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"--{name}={value}" for name, value in TINY.items()]
     assert main(["profile", *words, "--kept", "400"]) == 2
     assert "must be between 1 and 16" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Training against `cribo.method.reference`: the same losses and weights, step by step."""
+"""Training against `cribo.method.reference`: equal losses and weights, step by step."""
 
 import copy
 from collections.abc import Callable
@@ -33,7 +33,7 @@ CHANGES: dict[str, Any] = {
 
 
 class Record(L.Callback):
-    """The networks at the start, every batch, and the losses of every step."""
+    """Records the initial networks, all batches, and the losses of every step."""
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
@@ -56,7 +56,7 @@ class Record(L.Callback):
 
 
 @pytest.mark.parametrize("marginals", ["adaptive", "uniform"])
-def test_training_is_that_of_the_reference(tiny: Tiny, train: Train, marginals: str) -> None:
+def test_training_matches_the_reference(tiny: Tiny, train: Train, marginals: str) -> None:
     config, record = tiny({**CHANGES, "objects.marginals": marginals}), Record()
     trained = train(config, callbacks=[record])
 

@@ -1,4 +1,4 @@
-"""A run depends on its seed and nothing else; a run that was stopped goes on as if it had not been."""
+"""A run depends only on its seed; a stopped run resumes with identical results."""
 
 import signal
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from cribo.pretraining import PretrainConfig, load_config, pretrain
 Tiny = Callable[..., PretrainConfig]
 Train = Callable[..., Any]
 
-# What is measured on the last micro-batch only.
+# Measured on the last micro-batch only.
 WATCHED = ("entropy", "feature_std", "distinct_neighbours")
 
 
@@ -31,7 +31,7 @@ def assert_same_run(a: Any, b: Any) -> None:
 
 
 class StopAfter(L.Callback):
-    """Raises after a step, as Ctrl-C or a broken machine would."""
+    """Raises an error after a step, like Ctrl-C or a machine failure."""
 
     def __init__(self, step: int, error: type[BaseException] = RuntimeError) -> None:
         self.step = step
@@ -71,7 +71,7 @@ def test_another_seed_gives_another_run(tiny: Tiny, train: Train) -> None:
 def test_drop_path_changes_the_run(tiny: Tiny, train: Train) -> None:
     with_drop, without = train(tiny({"backbone.drop_path": 0.4}), "a"), train(tiny({"backbone.drop_path": 0.0}), "b")
     assert with_drop.rows[0]["loss"] != without.rows[0]["loss"]
-    # The first step's teacher equals the first student: without drop path it sees the same tokens.
+    # Initially, teacher and student are equal, and so are their tokens without drop path.
     assert with_drop.rows[0]["feature_std"] == without.rows[0]["feature_std"]
 
 
@@ -79,8 +79,8 @@ def test_drop_path_changes_the_run(tiny: Tiny, train: Train) -> None:
 
 
 @pytest.mark.parametrize("centring", ["mean", "sinkhorn"])
-def test_micro_batches_change_nothing_but_rounding(tiny: Tiny, train: Train, centring: str) -> None:
-    """Matrix products of other batch sizes round differently; twelve steps of AdamW carry that to the weights."""
+def test_micro_batches_change_only_rounding(tiny: Tiny, train: Train, centring: str) -> None:
+    """Matrix products of other batch sizes round differently, which affects the weights over twelve AdamW steps."""
     common = {
         "losses.centring": centring,
         "backbone.drop_path": 0.4,
@@ -111,13 +111,13 @@ def test_micro_batches_change_nothing_but_rounding(tiny: Tiny, train: Train, cen
         (3, 3, 1, 0),  # in the middle of an epoch, at a checkpoint
         (7, 3, 4, 0),  # in the middle of an epoch, one step after a checkpoint, in the middle of a row
         (4, 2, 4, 0),  # at the end of an epoch
-        (9, 4, 1, 0),  # one step after the end of an epoch, whose end is the last checkpoint
+        (9, 4, 1, 0),  # one step after the end of an epoch, which is the last checkpoint
         (7, 3, 4, 1),
         (8, 4, 3, 1),
         (2, 5, 1, 0),  # before the first checkpoint
     ],
 )
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(
+def test_a_stopped_run_resumes_with_identical_results(
     tiny: Tiny, train: Train, resumed: Train, stop: int, every: int, log_every: int, workers: int
 ) -> None:
     config = tiny(
@@ -184,7 +184,7 @@ def test_ctrl_c_is_a_keyboard_interrupt_that_can_be_resumed(tiny: Tiny, train: T
     assert_same_run(whole, resumed("stopped"))
 
 
-def test_what_may_change_on_resume(tiny: Tiny, train: Train, resumed: Train, tmp_path: Path) -> None:
+def test_options_that_may_change_on_resume(tiny: Tiny, train: Train, resumed: Train, tmp_path: Path) -> None:
     config = tiny({"runtime.checkpoint_every": 2})
     whole = train(config, "whole")
     with pytest.raises(RuntimeError, match="stopped"):
@@ -200,7 +200,7 @@ def test_what_may_change_on_resume(tiny: Tiny, train: Train, resumed: Train, tmp
 # ------------------------------------------------------------------ the same command again
 
 
-def test_the_same_command_begins_goes_on_and_is_done(tiny: Tiny, train: Train, begun: Train) -> None:
+def test_the_same_command_starts_resumes_and_finishes(tiny: Tiny, train: Train, begun: Train) -> None:
     config = tiny({"runtime.checkpoint_every": 2})
     whole = train(config, "whole")
     for stop in (1, 3, 7):
@@ -213,11 +213,11 @@ def test_the_same_command_begins_goes_on_and_is_done(tiny: Tiny, train: Train, b
     assert {path: path.stat().st_mtime_ns for path in done.run.folder.rglob("*")} == before
 
 
-def test_another_configuration_is_not_the_same_run(tiny: Tiny, train: Train, begun: Train) -> None:
+def test_a_run_is_not_resumed_with_another_configuration(tiny: Tiny, train: Train, begun: Train) -> None:
     changes = {"runtime.checkpoint_every": 2}
     with pytest.raises(RuntimeError, match="stopped"):
         begun(tiny(changes), callbacks=[StopAfter(3)])
-    with pytest.raises(ConfigError, match=r"run was begun with optim.lr 0.02, not 0.1; only runtime.\* and data.root"):
+    with pytest.raises(ConfigError, match=r"run has optim.lr 0.02, not 0.1; only runtime.\* and data.root"):
         begun(tiny({**changes, "optim.lr": 0.1}))
     whole = train(tiny(changes), "whole")
     assert_same_run(whole, begun(tiny({**changes, "runtime.checkpoint_every": 5, "data.workers": 1})))
@@ -234,14 +234,14 @@ def test_a_start_that_was_killed_before_the_configuration_was_written(tiny: Tiny
         begun(tiny(), "mine")
 
 
-def test_going_on_needs_one_run(tiny: Tiny, begun: Train, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--continue needs the --name of the run"):
+def test_continue_requires_one_run(tiny: Tiny, begun: Train, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--continue requires the --name of the run"):
         pretrain(tiny(), out=tmp_path, continue_run=True)
-    with pytest.raises(ConfigError, match="--continue does not go with --overwrite"):
+    with pytest.raises(ConfigError, match="--continue cannot be combined with --overwrite"):
         begun(tiny(), overwrite=True)
 
 
-def test_a_run_by_the_clock_is_timed_once(tiny: Tiny, begun: Train, tmp_path: Path) -> None:
+def test_a_run_with_minutes_is_timed_once(tiny: Tiny, begun: Train, tmp_path: Path) -> None:
     config = tiny({"data.scenes.count": 16, "optim.epochs": 5000, "runtime.checkpoint_every": 1})
     with pytest.raises(RuntimeError, match="stopped"):
         begun(config, minutes=0.03, callbacks=[StopAfter(1)])

@@ -1,4 +1,4 @@
-"""What a run reads and what it leaves."""
+"""Inputs and outputs of a run."""
 
 import csv
 import json
@@ -29,7 +29,7 @@ def picture(seed: int, mode: str = "RGB", size: tuple[int, int] = (48, 40)) -> I
 
 
 def a_folder(root: Path, count: int = 16) -> Path:
-    """JPEGs in folders of different depth."""
+    """JPEGs in nested folders."""
     for number in range(count):
         path = root / ["", "a", "a/b", "c"][number % 4] / f"{number:03d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,12 +37,12 @@ def a_folder(root: Path, count: int = 16) -> Path:
     return root
 
 
-# ------------------------------------------------------------------ what it leaves
+# ------------------------------------------------------------------ outputs
 
 
 @pytest.fixture(scope="module")
 def whole_run(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[PretrainConfig, Any]:
-    """A run with everything on, pictures included."""
+    """A run with everything on, including figures."""
     config = tiny(
         {
             "score.root": "scenes",
@@ -55,7 +55,7 @@ def whole_run(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pre
     return config, pretrain(config, out=tmp_path_factory.mktemp("out"), name="run")
 
 
-def test_the_configuration_repeats_the_run(
+def test_the_configuration_reproduces_the_run(
     whole_run: tuple[PretrainConfig, Any], tmp_path: Path, without_report: None
 ) -> None:
     config, run = whole_run
@@ -82,7 +82,7 @@ def test_the_summary(whole_run: tuple[PretrainConfig, Any]) -> None:
     assert (summary["steps"], summary["epochs"], summary["images"], summary["unreadable_images"]) == (12, 3, 36, 0)
 
 
-def test_the_pictures_open_and_show_something(whole_run: tuple[PretrainConfig, Any]) -> None:
+def test_figures_are_images_with_content(whole_run: tuple[PretrainConfig, Any]) -> None:
     _, run = whole_run
     pictures = {path.stem: path for path in (run.folder / "report").iterdir()}
     assert set(pictures) == {"losses", "bootstrapping_ratio", "schedules", "dense_nn", "clusters", "matches"}
@@ -94,13 +94,13 @@ def test_the_pictures_open_and_show_something(whole_run: tuple[PretrainConfig, A
             assert np.asarray(image.convert("L")).std() > 5
 
 
-def test_a_ratio_that_never_appears_has_no_picture(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_missing_ratio_has_no_figure(tiny: Tiny, tmp_path: Path) -> None:
     run = pretrain(tiny({"optim.epochs": 1, "losses.cross_image_from_epoch": 1}), out=tmp_path)
     pictures = {path.stem for path in (run.folder / "report").iterdir()}
     assert pictures == {"losses", "schedules", "clusters", "matches"}
 
 
-def test_nothing_else_is_left(whole_run: tuple[PretrainConfig, Any]) -> None:
+def test_no_other_files_are_written(whole_run: tuple[PretrainConfig, Any]) -> None:
     _, run = whole_run
     files = {"cribo.json", "config.yaml", "metrics.csv", "summary.json", "clusters.npz"}
     files |= {"backbone.safetensors", "backbone.json"}
@@ -127,18 +127,18 @@ def test_the_backbone_is_the_teachers_and_loads_in_plain_timm(whole_run: tuple[P
     torch.testing.assert_close(features.tokens, expected[:, 1:])
 
 
-def test_the_image_level_alone_draws_no_objects(tiny: Tiny, tmp_path: Path) -> None:
+def test_without_object_losses_there_are_no_object_figures(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny({"losses.cross_view": False, "losses.cross_image": False, "optim.epochs": 1})
     run = pretrain(config, out=tmp_path)
     assert run.folder.name == "run"
     assert {path.stem for path in (run.folder / "report").iterdir()} == {"losses", "schedules"}
 
 
-# ------------------------------------------------------------------ what it reads
+# ------------------------------------------------------------------ inputs
 
 
 def test_folders_lists_and_sub_folders(tiny: Tiny, train: Train, tmp_path: Path) -> None:
-    """Nested folders; the same images listed in a file; one sub-folder of a root, as COCO has them."""
+    """Nested folders, the same images listed in a file, and one sub-folder of a root, as for COCO."""
     coco = tmp_path / "coco"
     images = a_folder(coco / "train2017")
     a_folder(coco / "val2017", 3)
@@ -157,7 +157,7 @@ def test_folders_lists_and_sub_folders(tiny: Tiny, train: Train, tmp_path: Path)
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
-    """Twelve good images of all kinds and three broken ones."""
+    """Twelve valid images of all kinds and three broken ones."""
     root = a_folder(tmp_path / "mixed", 7)
     for number, mode in enumerate(("L", "P", "RGBA", "CMYK")):
         picture(number, mode).save(root / f"mode-{mode}.{'jpg' if mode in ('L', 'CMYK') else 'png'}")
@@ -193,7 +193,7 @@ def test_too_many_broken_images_stop_the_run(
         train(config)
     assert (tmp_path / "run" / "skipped.csv").is_file()
     assert not (tmp_path / "run" / "summary.json").exists()
-    # Its advice can be followed.
+    # The advice works.
     assert resumed(**{"data.max_unreadable": 0.25}).run.summary["unreadable_images"] == 3
 
 
@@ -207,11 +207,11 @@ def test_a_decompression_bomb_is_skipped(tiny: Tiny, train: Train, tmp_path: Pat
     assert "120000" in skipped.replace(",", "").replace("_", "") or "400" in skipped
 
 
-# ------------------------------------------------------------------ how it runs
+# ------------------------------------------------------------------ training
 
 
 def test_minutes_set_the_number_of_epochs(tiny: Tiny, tmp_path: Path, without_report: None) -> None:
-    """The steps of the timing are no part of the run."""
+    """The timed steps are not part of the run."""
     run = pretrain(tiny({"data.scenes.count": 16, "optim.epochs": 5000}), out=tmp_path, minutes=0.02)
     config = load_config(run.folder)
     assert 1 <= config.optim.epochs < 5000
@@ -236,7 +236,7 @@ def test_bf16_autocast_runs_on_a_cpu(tiny: Tiny, train: Train) -> None:
 
 
 @pytest.mark.slow
-def test_compiling_changes_nothing_but_rounding(tiny: Tiny, train: Train) -> None:
+def test_compiling_changes_only_rounding(tiny: Tiny, train: Train) -> None:
     args = {"patch_size": 8, "depth": 1, "embed_dim": 32, "num_heads": 2}
     common = {"optim.epochs": 1, "backbone.drop_path": 0.0, "backbone.args": args}
     compiled, plain = train(tiny({**common, "runtime.compile": True}), "compiled"), train(tiny(common), "plain")
@@ -254,7 +254,7 @@ def test_other_backbones_train(tiny: Tiny, train: Train, name: str) -> None:
     assert trained.run.backbone().name == name
 
 
-def test_a_run_can_start_from_the_backbone_of_another(tiny: Tiny, train: Train) -> None:
+def test_a_run_can_start_from_the_backbone_of_another_run(tiny: Tiny, train: Train) -> None:
     first = train(tiny({"optim.epochs": 1}), "first")
     weights = str(first.run.folder / "backbone.safetensors")
     second = train(
@@ -264,11 +264,11 @@ def test_a_run_can_start_from_the_backbone_of_another(tiny: Tiny, train: Train) 
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
-# ------------------------------------------------------------------ words
+# ------------------------------------------------------------------ command line
 
 
-def test_a_configuration_object_takes_no_overrides(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="set the values of the PretrainConfig"):
+def test_a_configuration_object_does_not_accept_overrides(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="change the PretrainConfig itself"):
         pretrain(tiny(), data="scenes", out=tmp_path)
 
 
@@ -278,6 +278,6 @@ def test_a_run_is_named_after_its_configuration(tiny: Tiny, tmp_path: Path, with
     assert names == ["mine", "mine-2"]
 
 
-def test_values_among_words() -> None:
+def test_overrides_in_a_command_line() -> None:
     words = ["--resume", "a", "--optim.lr=0.1", "--seed", "4", "--out", "x", "--data.root", "b"]
     assert overrides_in(words) == {"optim.lr": 0.1, "seed": 4, "data.root": "b"}

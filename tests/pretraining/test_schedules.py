@@ -27,7 +27,7 @@ def schedules(**changes: object) -> Schedules:
 
 
 def of_cribo(steps_per_epoch: int = STEPS, **losses: object) -> Schedules:
-    """With those of an objective."""
+    """Return the schedules of a run with CrIBo."""
     options = ObjectiveOptions(
         backbone=BackboneConfig("vit_tiny_patch16_224", {"depth": 1, "embed_dim": 32, "num_heads": 2}),
         head=HeadConfig(hidden_dim=8, bottleneck_dim=8, prototypes=8),
@@ -96,7 +96,7 @@ def test_a_temperature_that_rises_over_few_epochs(epochs: int, expected: list[fl
     assert [of.at(3 * epoch)["teacher_temperature"] for epoch in range(3)] == expected
 
 
-def test_an_objective_without_schedules_leaves_those_of_the_optimiser() -> None:
+def test_an_objective_without_schedules_has_those_of_the_optimiser() -> None:
     assert set(schedules().at(0)) == {"lr", "weight_decay"}
     assert set(of_cribo().at(0)) == {"lr", "weight_decay", "momentum", "teacher_temperature"}
 

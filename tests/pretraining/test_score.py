@@ -1,4 +1,4 @@
-"""The score during training is the dense retrieval of `cribo evaluate`."""
+"""The score during training equals the dense retrieval of `cribo evaluate`."""
 
 import copy
 from pathlib import Path
@@ -46,24 +46,24 @@ def taken(score: RetrievalScore, backbone: Any, step: int) -> float:
 
 
 @pytest.mark.parametrize("ratio", [1, 4])
-def test_a_network_is_scored_as_by_the_command(tmp_path: Path, ratio: int) -> None:
+def test_the_score_matches_the_command(tmp_path: Path, ratio: int) -> None:
     backbone = build_backbone("test_resnet", seed=0)
     save_backbone(backbone, tmp_path / "run")
     assert taken(scorer(ratio), backbone.train(), step=7) == miou(str(tmp_path / "run"), ratio, tmp_path)
 
 
-def test_the_mean_colour_is_scored_as_by_the_command(tmp_path: Path) -> None:
+def test_the_score_of_the_mean_colour_matches_the_command(tmp_path: Path) -> None:
     module: Any = SimpleNamespace(device=torch.device("cpu"))
     assert scorer().mean_colour(module) == miou("mean-colour", 1, tmp_path)
 
 
-def test_a_size_that_the_mean_colour_does_not_take_costs_its_score_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_size_that_the_mean_colour_does_not_support_skips_its_score_only(caplog: pytest.LogCaptureFixture) -> None:
     module: Any = SimpleNamespace(device=torch.device("cpu"))
     assert scorer(size=(40, 40)).mean_colour(module) is None
     assert "size must be a multiple of the patch size 16, got 40x40" in caplog.text
 
 
-def test_an_untrained_network_is_scored_as_by_the_command(tmp_path: Path) -> None:
+def test_the_score_of_an_untrained_network_matches_the_command(tmp_path: Path) -> None:
     untrained = BackboneSource("test_resnet", pretrained=False)
     assert taken(scorer(), build_backbone("test_resnet", seed=0), step=0) == miou(untrained, 1, tmp_path)
 
@@ -79,7 +79,7 @@ def test_batch_norms_are_calibrated_on_images_of_any_size() -> None:
     assert all(mean > 0 for mean in means)
 
 
-def test_batch_norms_of_an_untrained_network_are_calibrated_for_the_score_alone() -> None:
+def test_batch_norms_of_an_untrained_network_are_calibrated_for_the_score_only() -> None:
     backbone = build_backbone("test_resnet", seed=0).train()
     before = copy.deepcopy(backbone.state_dict())
     calibrated, plain = taken(scorer(), backbone, step=0), taken(scorer(), backbone, step=7)

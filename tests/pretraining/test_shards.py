@@ -1,4 +1,4 @@
-"""Pretraining from tar shards: the same run wherever they lie, and however it is interrupted."""
+"""Pretraining from tar shards: the same run from any storage and with any interruption."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ Tiny = Callable[..., PretrainConfig]
 
 @pytest.fixture
 def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """36 scenes in about a dozen shards, of which eight are read from at a time."""
+    """36 scenes in about a dozen shards, eight of which are read at a time."""
     monkeypatch.setattr("cribo.data.shards.WINDOW_SHARDS", 1)
     scenes = Scenes(36, size=40, seed=0)
     folder = tmp_path / "files"
@@ -31,7 +31,7 @@ def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class DeleteAfter(L.Callback):
-    """Has the shards vanish after a step."""
+    """Deletes the shards after a step."""
 
     def __init__(self, step: int, folder: Path) -> None:
         self.step, self.folder = step, folder

@@ -1,4 +1,4 @@
-"""A run is the same however it is spread over processes."""
+"""A run does not depend on its distribution over processes."""
 
 import csv
 import dataclasses
@@ -26,7 +26,7 @@ Tiny = Callable[..., PretrainConfig]
 
 STEPS = 20
 KILLED_AT = 12
-# All three losses from the first step, with everything on that could depend on the spread.
+# All three losses from the first step, with everything on that could depend on the distribution.
 COMMON: dict[str, Any] = {
     "data.scenes.count": 80,
     "backbone.drop_path": 0.3,
@@ -40,18 +40,18 @@ COMMON: dict[str, Any] = {
     "optim.clip": 0.3,
     "runtime.checkpoint_every": 1,
     "runtime.keep_checkpoints": STEPS,
-    "runtime.log_every": 100,  # what was not read stays in the checkpoints, with all its digits
+    "runtime.log_every": 100,  # unread sums stay in the checkpoints, at full precision
 }
-# With layer norms: on CPUs, statistics of batch norms are each process's own.
+# With layer norms: on CPUs, batch norms use statistics of their own process.
 CONVOLUTIONS = {
     "backbone__name": "convnext_atto",
     "backbone__args": {"dims": [8, 8, 16, 16], "depths": [1, 1, 2, 1]},
     "views__size": 64,
 }
-# What runs may differ by: losses, relatively; weights, centres and what is in the bank, absolutely.
+# Tolerances: relative for losses; absolute for weights, centres and the bank.
 TOLERANCES = {"64-true": (1e-9, 1e-9), "32-true": (1e-5, 1e-4)}
 
-# One process of a run, with the environment that torchrun would give it.
+# One process of a run, with the environment set by torchrun.
 PROGRAM = """
 import os, sys
 os.environ |= environment
@@ -67,7 +67,7 @@ exec(prelude)
 run.pretrain(config, out=out, name=name, callbacks=callbacks)
 """
 
-# A target that is not finite, on the last process alone.
+# A target that is not finite, on the last process only.
 POISON = """
 import lightning as L
 class Poison(L.Callback):
@@ -78,7 +78,7 @@ callbacks = [Poison()]
 """
 
 
-# A signal, to the last process alone.
+# A signal to the last process only.
 STOP = """
 import os, signal
 import lightning as L
@@ -89,7 +89,7 @@ class Stop(L.Callback):
 callbacks = [Stop()]
 """
 
-# In place of the beginning of a run, its continuation.
+# Resume a run instead of starting it.
 RESUME = """
 run.resume(f"{out}/{name}", overrides={"runtime.devices": %d})
 sys.exit()
@@ -104,14 +104,14 @@ def free_port() -> str:
 
 @pytest.fixture(scope="module")
 def forks() -> ForkServerContext:
-    """Starts processes that have imported already what takes far longer than these runs."""
+    """Starts processes with imported packages, since imports take longer than these runs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["cribo.pretraining.run", "torch._dynamo"])
     return context
 
 
 class Runs:
-    """Trains the same on one process or on several, once each."""
+    """Trains the same configuration on one or several processes, once each."""
 
     def __init__(self, folder: Path, tiny: Tiny, forks: ForkServerContext) -> None:
         self.folder, self.tiny, self.forks = folder, tiny, forks
@@ -123,7 +123,7 @@ class Runs:
         return self.tiny({**COMMON, **own, "runtime.devices": processes})
 
     def __call__(self, processes: int, **changes: Any) -> Path:
-        """The run folder; changes of the configuration have two underscores for a dot."""
+        """Return the run folder; names of overrides have two underscores in place of a dot."""
         name = "-".join(str(value) for value in (processes, *changes.values()))
         if not (self.folder / name).exists():
             config = self.folder / f"{name}.yaml"
@@ -133,8 +133,8 @@ class Runs:
         return self.folder / name
 
     def resume(self, folder: Path, processes: int) -> Path:
-        """What becomes of a run that was ended in the midst of an epoch, and goes on like this."""
-        name = f"{folder.name}-goes-on-with-{processes}"
+        """Resume a copy of a run from within an epoch on a number of processes, and return its folder."""
+        name = f"{folder.name}-resumed-on-{processes}"
         half = self.folder / name
         (half / "checkpoints").mkdir(parents=True)
         shutil.copy(folder / "config.yaml", half)
@@ -144,7 +144,7 @@ class Runs:
         return half
 
     def train(self, processes: int, config: Path, prelude: str = "") -> list[tuple[int | None, str]]:
-        """How each process ended, and what it said."""
+        """Return the exit status and output of each process."""
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "none"}
         sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "GROUP_RANK": "0"}
         logs = [config.with_suffix(f".{rank}.log") for rank in range(processes)]
@@ -158,7 +158,7 @@ class Runs:
                 "name": config.stem,
                 "prelude": prelude,
             }
-            # A daemon, for a test that fails must not wait for it.
+            # A daemon, so that failing tests do not wait for it.
             process = self.forks.Process(target=runpy.run_path, args=(str(self.program), given), daemon=True)
             process.start()
             started.append(process)
@@ -174,7 +174,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny, forks: ForkServer
 
 @dataclasses.dataclass
 class State:
-    """What a checkpoint holds: sums of losses and metrics since the start, weights and centres, and the bank."""
+    """Content of a checkpoint: sums of losses and metrics since the start, weights and centres, and the bank."""
 
     sums: dict[str, Tensor]
     weights: dict[str, Tensor]
@@ -197,7 +197,7 @@ def states(folder: Path) -> list[State]:
 
 
 def losses(found: Sequence[State]) -> Tensor:
-    """(STEPS - 1, 3) the three losses of each step; the sums of the last one are read before it is saved."""
+    """(STEPS - 1, 3) the three losses of each step; the last step's sums are read before it is saved."""
     names = ("loss_image", "loss_cross_view", "loss_cross_image")
     sums = torch.stack([torch.stack([state.sums[name] for name in names]) for state in found[:-1]])
     numerators, denominators = sums.diff(dim=0, prepend=torch.zeros_like(sums[:1])).unbind(dim=-1)
@@ -242,7 +242,7 @@ def assert_same(one: Path, spread: Path, precision: str) -> None:
         pytest.param(4, "64-true", "sinkhorn", 2, marks=pytest.mark.endurance),
     ],
 )
-def test_a_run_does_not_depend_on_its_spread(
+def test_a_run_does_not_depend_on_its_distribution(
     runs: Runs, processes: int, precision: str, centring: str, micro_batches: int
 ) -> None:
     changes = {
@@ -254,7 +254,7 @@ def test_a_run_does_not_depend_on_its_spread(
 
 
 def assert_same_checkpoint(a: Any, b: Any, tolerance: float, name: str = "") -> None:
-    """The same entries, in the same order and of the same types, tensors up to a tolerance."""
+    """Assert equal entries, in the same order and of the same types, tensors up to a tolerance."""
     if isinstance(a, dict):
         assert list(a) == list(b), name
         for key, value in a.items():
@@ -271,7 +271,7 @@ def assert_same_checkpoint(a: Any, b: Any, tolerance: float, name: str = "") -> 
 
 
 def last(folder: Path) -> dict[str, Any]:
-    """The last checkpoint, without what a run is told of the devices."""
+    """Return the last checkpoint, without options of devices."""
     checkpoint = torch.load(checkpoint_path(folder, STEPS), weights_only=True)
     del checkpoint["cribo"]["config"], checkpoint["callbacks"]
     return checkpoint
@@ -290,7 +290,7 @@ PRECISE: dict[str, Any] = {"runtime__precision": "64-true", "losses__centring": 
         CONVOLUTIONS,
     ],
 )
-def test_checkpoints_are_the_same_whatever_is_trained(runs: Runs, changes: dict[str, Any]) -> None:
+def test_checkpoints_do_not_depend_on_the_distribution(runs: Runs, changes: dict[str, Any]) -> None:
     one, two = runs(1, **PRECISE | changes), runs(2, **PRECISE | changes)
     assert_same(one, two, "64-true")
     assert_same_checkpoint(last(one), last(two), 1e-9)
@@ -310,13 +310,13 @@ def test_a_last_layer_that_no_loss_uses(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize(("begun", "processes"), [(2, 1), (2, 2), (1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
-def test_a_run_goes_on_on_another_number_of_processes(runs: Runs, begun: int, processes: int) -> None:
+def test_a_run_resumes_on_another_number_of_processes(runs: Runs, begun: int, processes: int) -> None:
     first = runs(begun, **PRECISE)
     through, tolerance = (first, 0) if processes == begun else (runs(1, **PRECISE), 1e-9)
     assert_same_checkpoint(last(through), last(runs.resume(first, processes)), tolerance)
 
 
-def test_a_signal_to_another_process_than_the_first_ends_all(runs: Runs) -> None:
+def test_a_signal_to_another_rank_than_0_stops_all(runs: Runs) -> None:
     config = runs.folder / "stopped.yaml"
     config.write_text(dump_config(runs.config(2, **PRECISE, runtime__checkpoint_every=100)))
     for code, said in runs.train(2, config, STOP):
@@ -377,7 +377,7 @@ def start(*words: str | Path) -> "subprocess.Popen[str]":
 
 
 def assert_done(processes: Sequence["subprocess.Popen[str]"]) -> str:
-    """All of them end well, and none is left behind; what they said."""
+    """Assert that all processes exit with 0 and none is left; return their output."""
     said = ""
     try:
         for process in processes:
@@ -396,24 +396,24 @@ def assert_one_whole_run(out: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_the_command_starts_itself(runs: Runs, tmp_path: Path) -> None:
+def test_processes_started_by_the_command(runs: Runs, tmp_path: Path) -> None:
     one = runs(1, runtime__precision="64-true", losses__centring="mean", optim__micro_batches=2)
     out = tmp_path / "runs"
     pretrain = ("cribo.cli", "pretrain", "--config", one / "config.yaml", "--out", out, "--name", "run")
     said = assert_done([start(*pretrain, "--runtime.devices", "2")])
-    assert said.count("to repeat it") == 1  # the second process has nothing to add
+    assert said.count("to repeat it") == 1  # logged by rank 0 only
     assert_one_whole_run(out, "run")
     assert_same(one, out / "run", "64-true")
 
 
 @pytest.mark.slow
 def test_two_machines(runs: Runs, tmp_path: Path) -> None:
-    """Two launchers that find each other, each at an address of its own."""
+    """Two launchers that find each other, each with its own address."""
     one = runs(1, runtime__precision="64-true", losses__centring="mean", optim__micro_batches=2)
     out = tmp_path / "runs"
     torchrun = ("torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "cribo")
     meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
-    # Without a name, two processes that claim a folder each would both get one.
+    # Without a name, each of two processes would create its own folder.
     pretrain = ("-m", "cribo.cli", "pretrain", "--config", one / "config.yaml", "--out", out)
     spread = ("--runtime.devices", "1", "--runtime.num_nodes", "2")
     assert_done(

@@ -24,13 +24,13 @@ def test_means_are_over_the_steps_since_the_last_reading() -> None:
     assert sums.read() == {}
 
 
-def test_a_share_of_nothing_is_left_out() -> None:
+def test_a_ratio_with_denominator_0_is_omitted() -> None:
     sums = alone()
     sums.add(output(1.0, share=(0, 0)), {})
     assert "share" not in sums.read()
 
 
-def test_a_metric_that_comes_now_and_then_is_a_mean_over_the_times_it_came() -> None:
+def test_an_occasional_metric_is_averaged_over_its_occurrences() -> None:
     sums = alone()
     sums.add(output(1.0), {})
     sums.add(output(1.0, rare=6.0), {})
@@ -39,7 +39,7 @@ def test_a_metric_that_comes_now_and_then_is_a_mean_over_the_times_it_came() -> 
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_losses_have_to_be_finite_and_metrics_need_not(value: float) -> None:
+def test_losses_must_be_finite_but_metrics_need_not(value: float) -> None:
     sums = alone()
     sums.add(output(1.0, spread=value), {})
     assert sums.is_finite()
@@ -51,7 +51,7 @@ def test_losses_have_to_be_finite_and_metrics_need_not(value: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_sums_are_not_rounded_as_the_losses_are(dtype: torch.dtype) -> None:
+def test_sums_are_not_rounded_to_the_type_of_losses(dtype: torch.dtype) -> None:
     sums = alone()
     for _ in range(5000):
         sums.add(Output({"one": torch.ones((), dtype=dtype)}, {"share": (torch.tensor(1), 3)}), {})
@@ -59,9 +59,9 @@ def test_sums_are_not_rounded_as_the_losses_are(dtype: torch.dtype) -> None:
     assert sums.state_dict() == {}
 
 
-def test_sums_of_all_devices_are_saved_and_go_on_with_any_number_of_them() -> None:
-    """Each of two devices sees what both have."""
-    # Sums are means over the devices: a pair counts twice on each of two, a single number once.
+def test_sums_of_all_devices_are_saved_and_restored_on_any_number() -> None:
+    """Each of two devices gathers the values of both."""
+    # Sums are means over the devices: on each of two, a pair counts twice, a scalar once.
     other = torch.tensor([[3.0, 1.0], [10.0, 1.0], [13.0, 1.0], [6.0, 16.0]])
     one_of_two = RunningSums(lambda tensor: torch.stack((tensor, other)), lambda: 2)
     one_of_two.add(output(1.0, share=(1, 2)), {})
@@ -70,11 +70,11 @@ def test_sums_of_all_devices_are_saved_and_go_on_with_any_number_of_them() -> No
     on = RunningSums(lambda tensor: tensor[None])
     on.load_state_dict(saved, torch.device("cpu"))
     on.add(output(5.0, share=(2, 0)), {})
-    # Losses of two steps of the same weight; a share of all objects of both steps.
+    # Losses of two steps with equal weight; a ratio over all objects of both steps.
     assert on.read() == pytest.approx({"loss_one": 3.5, "loss_two": 10, "loss": 13.5, "share": 6 / 10})
 
 
-def test_a_share_in_a_row_does_not_depend_on_the_devices_of_each_step() -> None:
+def test_a_ratio_in_a_row_does_not_depend_on_the_devices_of_each_step() -> None:
     """Two steps of four objects each, the first on two devices, the second on one."""
     first = [torch.tensor([[1.0, 1.0], [10.0, 1.0], [11.0, 1.0], [2 * 1.0, 2 * 2.0]])]
     two = RunningSums(lambda tensor: torch.stack((tensor, *first)), lambda: 2)

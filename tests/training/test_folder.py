@@ -1,4 +1,4 @@
-"""A run claims and locks its folder; no two runs write to the same one."""
+"""Runs claim and lock their folder; two runs never write to the same one."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ with run_lock(Path(sys.argv[1])):
 
 @pytest.fixture
 def held(tmp_path: Path) -> "subprocess.Popen[str]":
-    """A process that holds the lock of the test's folder."""
+    """Start a process that holds the lock of the test's folder."""
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -50,20 +50,20 @@ def test_a_second_run_is_refused_until_the_first_one_ends(tmp_path: Path, held: 
     assert not refused(tmp_path)
 
 
-def test_a_killed_run_leaves_the_folder_to_the_next(tmp_path: Path, held: "subprocess.Popen[str]") -> None:
+def test_the_folder_of_a_killed_run_is_free(tmp_path: Path, held: "subprocess.Popen[str]") -> None:
     held.kill()
     held.wait()
     assert not refused(tmp_path)
 
 
-def test_a_run_of_the_same_process_is_refused_too(tmp_path: Path) -> None:
+def test_a_second_run_of_the_same_process_is_refused(tmp_path: Path) -> None:
     with run_lock(tmp_path):
         assert refused(tmp_path)
         assert refused(tmp_path)
     assert not refused(tmp_path)
 
 
-def test_an_error_inside_lets_go(tmp_path: Path) -> None:
+def test_an_error_releases_the_lock(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="inside"), run_lock(tmp_path):
         raise RuntimeError("inside")
     assert not refused(tmp_path)
@@ -76,8 +76,8 @@ def test_other_folders_are_free(tmp_path: Path) -> None:
         assert not refused(tmp_path / "b")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_fork_that_ends_by_an_exception_leaves_the_lock_to_its_parent(tmp_path: Path) -> None:
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_an_exception_in_a_fork_does_not_release_the_lock(tmp_path: Path) -> None:
     child = 1
     try:
         with run_lock(tmp_path):
@@ -125,7 +125,7 @@ def test_overwrite_does_not_touch_a_numbered_run(tmp_path: Path) -> None:
     assert precious.is_file()
 
 
-def test_a_run_is_never_overwritten_unasked(tmp_path: Path) -> None:
+def test_a_run_is_not_overwritten_without_overwrite(tmp_path: Path) -> None:
     run = a_run(tmp_path / "mine")
     with pytest.raises(FolderError, match="already exists: choose another --name"):
         claim_run(tmp_path, "mine", "run")
@@ -163,8 +163,8 @@ def test_a_name_that_is_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "mine").read_text() == "text"
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
-def test_out_that_may_not_be_written_to(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root can write anywhere")
+def test_out_without_write_permission(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     try:
         with pytest.raises(FolderError, match=r"cannot write to .* choose another --out"):

@@ -6,7 +6,7 @@ import torch
 from cribo.training.timing import StepTimer
 
 
-def test_times_of_a_part_are_summed_and_steps_kept_apart():
+def test_times_of_a_part_are_summed_within_each_step():
     timer = StepTimer()
     timer("before the start: not counted")
     timer.start(torch.device("cpu"))

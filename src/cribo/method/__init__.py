@@ -1,8 +1,8 @@
-"""Section 3 of the paper in pure PyTorch. Each part can be used alone, in any training loop.
+"""The method of the paper (section 3) in pure PyTorch. Each part can be used alone, in any training loop.
 
-`reference` states a whole training step literally: start reading there. The other modules are the fast version, in
-the order of a step: `views`, `clustering`, `objects`, `matching`, `bank`, `heads`, `losses`; `headfree` has losses
-beyond the paper.
+`reference` is a literal, unoptimised training step: start reading there. The other modules are the fast version, in
+the order of a step: `views`, `clustering`, `objects`, `matching`, `bank`, `heads`, `losses`. The losses of
+`headfree` are not in the paper.
 """
 
 from typing import TYPE_CHECKING

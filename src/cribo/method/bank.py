@@ -17,11 +17,11 @@ from cribo.method.recipe import Criterion
 
 @dataclass(frozen=True)
 class Matches:
-    """Matches of a batch's objects.
+    """Nearest neighbours of a batch's objects in the memory bank.
 
     Attributes:
         nearest: (2, R) slot of each object's nearest neighbour in its view's bank; `NO_MATCH` if there is none.
-        valid: (2, R) whether the pair is a positive pair.
+        valid: (2, R) whether object and neighbour form a positive pair.
     """
 
     nearest: Int[Tensor, "2 r"]
@@ -41,8 +41,8 @@ class MemoryBank:
         num_images: S, number of images in the bank.
         num_objects: K, maximum number of objects per image.
         dim: D, channels of an object representation.
-        dtype: of the stored rows; half precision halves the memory and, on GPUs, the time of a search.
-        device: where the rows are stored.
+        dtype: type of the stored rows; half precision halves the memory and, on GPUs, the time of a search.
+        device: device of the stored rows.
 
     Raises:
         ValueError: a size below 1.
@@ -70,7 +70,7 @@ class MemoryBank:
                 raise InputError(f"{name} must be >= 1, got {value}")
         self.num_images = num_images
         self.capacity = num_images * num_objects
-        # Uninitialised: only live slots are read, and a host commits memory only when they are written.
+        # Uninitialised: only live slots are read, and the host commits memory when they are first written.
         self._rows = torch.empty((2, self.capacity, dim), dtype=dtype, device=device)
         norm_type = torch.promote_types(dtype, torch.float32)
         self._norms = torch.empty((2, self.capacity), dtype=norm_type, device=device)
@@ -94,15 +94,15 @@ class MemoryBank:
         return len(self._counts)
 
     def objects(self, views: int | Int[Tensor, " r"], slots: Int[Tensor, " r"]) -> Float[Tensor, "r d"]:
-        """The unnormalised objects (R, D) at some slots, in float32 or better; `views` is one view, or one per slot."""
+        """Return the unnormalised objects (R, D) at `slots`, at least in float32; `views` is one or one per slot."""
         return at_least_float32(self._rows[views, slots]) * self._norms[views, slots][:, None]
 
     def directions(self, view: int, slots: Int[Tensor, "*r"]) -> Float[Tensor, "*r d"]:
-        """The objects of a view at some slots, of unit length, in float32 or better; zeros for `NO_MATCH`."""
+        """Return the unit-length objects of a view at `slots`, at least in float32; zeros for `NO_MATCH`."""
         return at_least_float32(self._rows[view, slots]).masked_fill_((slots == NO_MATCH)[..., None], 0)
 
     def image_ids(self, slots: Int[Tensor, " r"]) -> Int[Tensor, " r"]:
-        """The image of the object at each of some slots."""
+        """Return the image of the object at each slot."""
         return self._images[slots]
 
     @torch.no_grad()
@@ -115,12 +115,13 @@ class MemoryBank:
         group_rows: Sequence[int] | None = None,
         criterion: Criterion | Callable[..., Bool[Tensor, "2 r"]] = "cycle",
     ) -> Matches:
-        """Find each object's nearest neighbour in the bank of its view, and which pairs are positive pairs.
+        """Find each object's nearest neighbour in the bank of its view, and select the positive pairs.
 
         Args:
             objects: (2, R, D) the batch's teacher objects, any scale.
             images: (R,) image of each object; the bank's rows of the same image never match.
-            group_rows: objects of each group of images, in order; one group by default. Cycles close inside a group.
+            group_rows: number of objects of each group of images, in order; one group by default. Cycles stay inside
+                a group.
             criterion: `cycle` keeps cycle-consistent matches, `none` keeps every match (the paper's ablation); or a
                 function with the arguments and result of `cycle_consistency`.
 
@@ -141,7 +142,7 @@ class MemoryBank:
         matched = nearest != NO_MATCH
         if criterion == "none" or not self._length:
             return Matches(nearest, matched)
-        slots = nearest.where(matched, self._oldest)  # any live slot, where there is no neighbour
+        slots = nearest.where(matched, self._oldest)  # any live slot if there is no neighbour
         jumped = torch.stack([self._rows[1 - view, slots[view]] for view in (0, 1)])  # paper equation 3
         is_valid = criterion if callable(criterion) else cycle_consistency
         return Matches(nearest, matched & is_valid(objects, jumped, group_rows))
@@ -155,12 +156,12 @@ class MemoryBank:
 
         Args:
             objects: (2, R, D) any scale.
-            images: (R,) image of each object; the bank's rows of the same image are left out.
-            count: neighbours per object.
+            images: (R,) image of each object; the bank's rows of the same image are excluded.
+            count: number of neighbours per object.
 
         Returns:
-            (2, R, count) cosine similarities, descending, and the slots. Where the bank has fewer rows, the similarity
-            is -inf and the slot `NO_MATCH`.
+            (2, R, count) cosine similarities, descending, and the slots. If the bank has fewer rows, the remaining
+            similarities are -inf and their slots `NO_MATCH`.
         """
         live = ring_slices(self._oldest, self._length, self.capacity)
         found = [
@@ -177,7 +178,7 @@ class MemoryBank:
         Args:
             objects: (2, R, D) unnormalised, image after image. Objects that are not finite are stored as zeros.
             images: (R,) image of each object.
-            counts: objects of each of the batch's images, 0 included; they sum to R.
+            counts: number of objects of each of the batch's images, possibly 0; their sum is R.
 
         Raises:
             ValueError: counts do not sum to R, or the batch has more images or objects than the bank can hold.
@@ -219,7 +220,7 @@ class MemoryBank:
         self._length += unit.shape[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the live rows and their place, for a checkpoint."""
+        """Return copies of the live rows and their slots, for a checkpoint."""
         live = ring_slices(self._oldest, self._length, self.capacity)
         slots = torch.cat([torch.arange(part.start, part.stop) for part in live] or [torch.arange(0)])
         slots = slots.to(self._images.device)
@@ -233,10 +234,10 @@ class MemoryBank:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state at the same slots.
+        """Restore a state; rows keep their slots.
 
         Raises:
-            ValueError: the state comes from a bank of another width, or is larger than this bank.
+            ValueError: the state has another number of channels, or is larger than this bank.
         """
         rows: Tensor = state["rows"]
         counts: list[int] = state["counts"].tolist()
@@ -258,7 +259,7 @@ class MemoryBank:
 
 
 def ring_slices(start: int, length: int, capacity: int) -> list[slice]:
-    """Slices of `length` consecutive slots of a ring: one, two if they wrap around its end, or none.
+    """Return the slices of `length` consecutive slots of a ring: one, two if they wrap around, or none.
 
     Example:
         >>> ring_slices(7, 5, capacity=10)

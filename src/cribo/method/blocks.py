@@ -3,11 +3,11 @@
 import torch
 
 _NUMBERS = {"cpu": 2**22, "cuda": 2**26}
-"""Numbers in the largest tensor of a block: 16 MiB in float32, about the caches of a CPU; 256 MiB, to fill a GPU."""
+"""Elements of a block's largest tensor: 16 MiB in float32, to fit a CPU's caches; 256 MiB, to fill a GPU."""
 
 
 def rows_per_block(numbers_per_row: int, device: torch.device) -> int:
-    """Number of rows to compute at once if each needs `numbers_per_row` numbers; at least 1.
+    """Return the number of rows to compute at once if each has `numbers_per_row` elements; at least 1.
 
     Example:
         >>> rows_per_block(65_536, torch.device("cpu"))

@@ -1,7 +1,7 @@
-"""Joint-space clustering: the tokens of both views of an image, partitioned together into K clusters.
+"""Joint-space clustering: partition the tokens of both views of an image into K clusters.
 
-Paper section 3.2.1, "Joint-space clustering", and appendix "Clustering algorithm". Costs and plans are stored as
-(B, K, T), transposed from the paper's: one cluster's entries are contiguous.
+Paper section 3.2.1, "Joint-space clustering", and appendix "Clustering algorithm". Costs and plans have
+the shape (B, K, T), the transpose of the paper's, so that one cluster's entries are contiguous.
 """
 
 from typing import get_args
@@ -17,7 +17,7 @@ from cribo.method.precision import in_float32
 from cribo.method.recipe import Marginals
 
 EMPTY_CLUSTER_SIZE = 0.01
-"""Added to every cluster's size in the adaptive marginals, so that an empty cluster can win tokens back."""
+"""Added to every cluster's size in the adaptive marginals, so that an empty cluster can regain tokens."""
 
 
 @torch.no_grad()
@@ -49,8 +49,8 @@ def cluster_tokens(
         iterations: rounds of assignment and centroid update.
         sinkhorn_iterations: rounds of row and column scaling inside each.
         sharpness: inverse of the entropic regularisation: the plan starts from exp(-sharpness * cost).
-        initial_tokens: (B, K) indices into T of the tokens to start from; drawn by default.
-        generator: source of that draw; torch's default generator by default.
+        initial_tokens: (B, K) indices of the initial tokens, in [0, T); drawn by default.
+        generator: generator of that draw; PyTorch's default generator by default.
 
     Returns:
         (B, T) int64 labels in [0, K). Ties go to the first cluster.
@@ -75,7 +75,7 @@ def cluster_tokens(
     if sinkhorn_iterations < 1:
         raise InputError(f"sinkhorn_iterations must be >= 1, got {sinkhorn_iterations}")
     initial_tokens = _initial_tokens(tokens, coordinates, num_objects, iterations, initial_tokens, generator)
-    images = rows_per_block(2 * tokens.shape[1] ** 2, tokens.device)  # the distances, and the same for temporaries
+    images = rows_per_block(2 * tokens.shape[1] ** 2, tokens.device)  # the distances and temporaries of the same size
     parts = zip(tokens.split(images), coordinates.split(images), initial_tokens.split(images), strict=True)
     options = position_weight, marginals, iterations, sinkhorn_iterations, sharpness
     return torch.cat([_cluster_images(*part, *options) for part in parts])
@@ -121,7 +121,7 @@ def cluster_tokens_kmeans(
 def draw_initial_tokens(
     num_tokens: int, num_objects: int, *, generator: torch.Generator | None = None
 ) -> Int[Tensor, " k"]:
-    """Draw the tokens that start the clusters of one image: uniformly, without replacement.
+    """Draw the initial tokens of one image's clusters uniformly, without replacement.
 
     Drawing per image, from a generator keyed by the image, makes its clusters independent of the batch.
 
@@ -149,7 +149,7 @@ def _initial_tokens(
     initial_tokens: Tensor | None,
     generator: torch.Generator | None,
 ) -> Int[Tensor, "b k"]:
-    """Check the arguments that every clustering shares, and draw the initial tokens if none are given."""
+    """Check the arguments common to both clusterings, and draw the initial tokens if none are given."""
     if tokens.ndim != 3:
         raise InputError(f"tokens must have the shape (B, T, D), got {tuple(tokens.shape)}")
     batch, num_tokens, _ = tokens.shape
@@ -178,7 +178,7 @@ def _cluster_images(
     sinkhorn_iterations: int,
     sharpness: float,
 ) -> Int[Tensor, "b t"]:
-    """The rounds of `cluster_tokens`: cost, transport plan, hard labels, new centroids."""
+    """Run the rounds of `cluster_tokens`: cost, transport plan, hard labels, new centroids."""
     batch, num_objects = initial_tokens.shape
     tokens = F.normalize(tokens, dim=-1)
     distances = _distances(coordinates.to(tokens.dtype))
@@ -206,12 +206,12 @@ def _take_rows(matrix: Float[Tensor, "b t d"], rows: Int[Tensor, "b k"]) -> Floa
 
 
 def _largest(values: Float[Tensor, "b k t"]) -> Int[Tensor, "b t"]:
-    """The cluster with the largest value for each token, the first on ties (`argmax` is slower along this dim)."""
+    """Return each token's cluster of the largest value, the first on ties (`argmax` is slower along this dim)."""
     return values.max(dim=1).indices
 
 
 def _distances(coordinates: Float[Tensor, "b t 2"]) -> Float[Tensor, "b t t"]:
-    """Distances between tokens; zeros become infinite, so that they are ignored.
+    """Return the distances between tokens; zeros become infinite, so that they are ignored.
 
     Computed from differences: with a matrix product, a token's distance to itself would not be exactly 0.
     """
@@ -221,7 +221,7 @@ def _distances(coordinates: Float[Tensor, "b t 2"]) -> Float[Tensor, "b t t"]:
 
 
 def _nearest(distances: Float[Tensor, "b t t"], labels: Int[Tensor, "b t"], num_objects: int) -> Float[Tensor, "b k t"]:
-    """Distance from each token to the nearest other member of each cluster; infinite without one (equation 17).
+    """Return each token's distance to the nearest other member of each cluster; infinite if none (equation 17).
 
     The minimum over rows with the same label: no tensor of the size (B, T, T, K) is formed.
     """
@@ -234,14 +234,14 @@ def _nearest(distances: Float[Tensor, "b t t"], labels: Int[Tensor, "b t"], num_
 def _positional_cost(nearest: Float[Tensor, "b k t"]) -> Float[Tensor, "b k t"]:
     """Fill entries without a nearest member with the image's mean (counting them as 0); scale the maximum to 1."""
     cost = nearest.nan_to_num(posinf=0.0)
-    missing = torch.eq(cost, 0, out=torch.empty_like(cost))  # as numbers: selecting by a mask takes five times as long
+    missing = torch.eq(cost, 0, out=torch.empty_like(cost))  # as floats: a boolean mask takes five times as long
     cost.addcmul_(missing, cost.mean(dim=(1, 2), keepdim=True))
-    # If all coordinates are equal, the cost is 0: no division by zero.
+    # Avoids a division by zero if all coordinates are equal: the cost is then 0.
     return cost.div_(cost.amax(dim=(1, 2), keepdim=True).clamp_min_(torch.finfo(cost.dtype).tiny))
 
 
 def _rescale(cost: Float[Tensor, "b k t"]) -> Float[Tensor, "b k t"]:
-    """Each image's cost scaled affinely to [0, 1]."""
+    """Scale each image's cost affinely to [0, 1]."""
     lowest, highest = cost.amin(dim=(1, 2), keepdim=True), cost.amax(dim=(1, 2), keepdim=True)
     return (cost - lowest).div_((highest - lowest).clamp_min_(torch.finfo(cost.dtype).tiny))
 
@@ -252,7 +252,7 @@ def _transport_plan(
     """Sinkhorn-Knopp on exp(-sharpness * cost) (equations 13 and 14): tokens to 1/T, then clusters to their mass.
 
     The plan is token_scale * kernel * cluster_scale: two vectors are scaled instead of the matrix. The returned plan
-    omits the token scale, which does not affect a token's largest entry.
+    omits the token scale, which does not change a token's arg-max.
     """
     kernel = (-sharpness * cost).exp_()
     token_mass, cluster_scale = 1 / kernel.shape[2], torch.ones_like(cluster_mass)
@@ -263,7 +263,7 @@ def _transport_plan(
 
 
 def _centroids(tokens: Float[Tensor, "b t d"], labels: Int[Tensor, "b t"], num_objects: int) -> Float[Tensor, "b k d"]:
-    """Normalised sum of each cluster's tokens, zero for an empty cluster (equation 15)."""
+    """Return the normalised sum of each cluster's tokens, zero for an empty cluster (equation 15)."""
     batch, _, dim = tokens.shape
     sums = tokens.new_zeros((batch * num_objects, dim))
     sums = sums.index_add(0, _clusters_of_batch(labels, num_objects), tokens.flatten(0, 1))
@@ -271,6 +271,6 @@ def _centroids(tokens: Float[Tensor, "b t d"], labels: Int[Tensor, "b t"], num_o
 
 
 def _clusters_of_batch(labels: Int[Tensor, "b t"], num_objects: int) -> Int[Tensor, " b*t"]:
-    """Labels numbered across the batch: scattering whole rows along the first dimension is several times faster."""
+    """Offset labels by image, flattened: scattering whole rows along the first dimension is several times faster."""
     first = num_objects * torch.arange(len(labels), device=labels.device)
     return (labels + first[:, None]).flatten()

@@ -1,4 +1,4 @@
-"""Losses on features themselves, without projection head and prototypes. All of them are beyond the paper."""
+"""Losses on the features, without projection head and prototypes. None of them is in the paper."""
 
 from collections.abc import Sequence
 
@@ -23,13 +23,13 @@ def cosine_distance(student: Float[Tensor, "*r d"], target: Float[Tensor, "*r d"
 
 @in_float32
 def gram_loss(student: Float[Tensor, "b n d"], target: Float[Tensor, "b n d"]) -> Float[Tensor, ""]:
-    """Mean squared difference between the similarities of all pairs of patches of a view, in student and target.
+    """Mean squared difference between the Gram matrices of student and target: the patches' cosine similarities.
 
-    Features may change as long as the patches of a view stay as similar to each other as they were.
+    Features may change as long as the similarities between the patches of a view stay the same.
 
     Args:
         student: (B, N, D) patches of B views.
-        target: (B, N, D) likewise; D may differ.
+        target: (B, N, D) patches of the same views; D may differ.
 
     Source: Gram anchoring (DINOv3, Simeoni et al. 2025).
 
@@ -54,25 +54,25 @@ def soft_neighbour_loss(
     student_temperature: float = 0.1,
     teacher_temperature: float = 0.05,
 ) -> Float[Tensor, ""]:
-    """Student and teacher must be similar to the same rows of a bank: the cross-entropy of their similarities.
+    """Cross-entropy between the teacher's and the student's softmax over similarities to a bank's rows.
 
     For each row of one view, the teacher's distribution is the softmax of its cosine similarities to its m nearest
-    neighbours in the bank of that view. The student's is that of the same row in the other view, over the same
-    neighbours. Rows without a neighbour add 0. Neighbourhoods as targets resemble NeCo (Pariza et al. 2025), which
-    sorts them, and the retrieval by which Hummingbird (Balazevic et al. 2023) trains and evaluates. Beyond the paper.
+    neighbours in the bank of that view. The student's distribution is that of the same row in the other view, over the
+    same neighbours. Rows without a neighbour add 0. Not in the paper; related to NeCo (Pariza et al. 2025), which
+    sorts neighbours, and to the retrieval of Hummingbird (Balazevic et al. 2023).
 
     Args:
         student: (2, R, D) objects or patches of both views, row-aligned, any scale.
-        teacher: (2, R, D) likewise.
-        images: (R,) image of each row; the bank's rows of the same image are left out.
-        bank: of the teacher's earlier rows.
-        group_rows: rows of each group of images, in order; one group by default.
-        neighbours: m.
-        student_temperature: of the student's softmax.
-        teacher_temperature: of the teacher's; the lower one makes the target sharper.
+        teacher: (2, R, D) the teacher's rows of the same objects or patches.
+        images: (R,) image of each row; the bank's rows of the same image are excluded.
+        bank: memory bank of earlier teacher rows.
+        group_rows: number of rows of each group of images, in order; one group by default.
+        neighbours: m, the number of neighbours.
+        student_temperature: temperature of the student's softmax.
+        teacher_temperature: temperature of the teacher's softmax; lower values give sharper targets.
 
     Raises:
-        ValueError: the groups' rows do not sum to R.
+        ValueError: `group_rows` do not sum to R.
 
     Example:
         >>> bank = MemoryBank(num_images=10, num_objects=2, dim=8)
@@ -92,7 +92,7 @@ def soft_neighbour_loss(
     for view in (0, 1):
         rows = (student[1 - view], similarities[view], slots[view])
         blocks = zip(*(part.split(size) for part in rows), strict=True)
-        # The neighbours' rows are gathered again in the backward pass, so that those of one block are in memory.
+        # The backward pass gathers the neighbours again, so that only one block of them is in memory.
         entropies.append(torch.cat([checkpoint(of_block, view, *block, use_reentrant=False) for block in blocks]))
     return mean_over_groups(torch.stack(entropies), group_rows, (slots != NO_MATCH).any(dim=-1))
 
@@ -100,7 +100,7 @@ def soft_neighbour_loss(
 def _cross_entropy(
     student: Float[Tensor, "r m"], teacher: Float[Tensor, "r m"], found: Bool[Tensor, "r m"]
 ) -> Float[Tensor, " r"]:
-    """H(p_teacher, p_student) of each row's logits, over the neighbours that were found."""
+    """H(p_teacher, p_student) of each row's logits, over the neighbours found."""
     nothing = torch.finfo(student.dtype).min
     targets = teacher.masked_fill(~found, nothing).softmax(dim=-1) * found
     return -(targets * student.masked_fill(~found, nothing).log_softmax(dim=-1)).sum(dim=-1)

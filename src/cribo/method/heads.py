@@ -14,14 +14,14 @@ from cribo.method.precision import at_least_float32
 
 
 class ProjectionHead(nn.Module):
-    """The MLP shared by image level and object level, up to the L2-normalised bottleneck.
+    """MLP shared by image level and object level, with an L2-normalised output.
 
     Args:
         dim: D, channels of the representations.
         hidden_dim: width of the hidden layers.
         bottleneck_dim: E, channels of the embeddings.
         num_layers: total number of linear layers, at least 1.
-        bias: whether the linear layers have biases, which start at zero.
+        bias: whether the linear layers have biases, initialised to zero.
         init_std: standard deviation of the weights' truncated normal; about 1 / sqrt(hidden_dim) suits narrow heads.
 
     Raises:
@@ -68,7 +68,7 @@ class ProjectionHead(nn.Module):
         self.mlp = nn.Sequential(*layers[:-1])
 
     def forward(self, representations: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows e"]:
-        """Embeddings of unit length, in float32 or better for any precision of the MLP."""
+        """Return embeddings of unit length, at least in float32, whatever the precision of the MLP."""
         return F.normalize(at_least_float32(self.mlp(representations)), dim=-1)
 
 
@@ -76,8 +76,8 @@ class PrototypeLayer(nn.Module):
     """A weight-normalised linear layer without bias, the last layer of a head.
 
     Args:
-        bottleneck_dim: E.
-        num_prototypes: L.
+        bottleneck_dim: E, channels of the embeddings.
+        num_prototypes: L, number of prototypes.
         train_gain: whether the gain (initially 1) is trained; the released recipe freezes it for ViT-B.
 
     Raises:
@@ -104,7 +104,7 @@ class PrototypeLayer(nn.Module):
         return self.normalised()
 
     def normalised(self) -> Float[Tensor, "l e"]:
-        """`weight` as a method: FSDP only gathers parameters around methods.
+        """Return `weight`. A method, because FSDP gathers parameters only around methods.
 
         PyTorch's fused weight normalisation keeps no second (L, E) tensor for the backward pass.
         """
@@ -112,5 +112,5 @@ class PrototypeLayer(nn.Module):
             return torch.ops.aten._weight_norm(self.direction, self.gain, 0)
 
     def forward(self, embeddings: Float[Tensor, "*rows e"]) -> Float[Tensor, "*rows l"]:
-        """Logits of embeddings. The losses of `cribo.method` compute them in blocks instead."""
+        """Return the logits of embeddings. The losses of `cribo.method` compute them in blocks instead."""
         return cast(Tensor, F.linear(embeddings, self.weight))

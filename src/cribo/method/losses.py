@@ -18,11 +18,11 @@ class SelfDistillation:
     """Prototypes, centre and temperatures of one level (image or object) at one step.
 
     Attributes:
-        student_prototypes: (L, E) weight of the student's last layer, with its gradient.
+        student_prototypes: (L, E) weight of the student's last layer, attached to the graph.
         teacher_prototypes: (L, E) weight of the teacher's last layer.
-        centre: (L,) subtracted from the teacher's logits; (G, L) if each group of images has its own.
-        student_temperature: tau_s.
-        teacher_temperature: tau_t.
+        centre: (L,) offset subtracted from the teacher's logits; (G, L) if each group of images has its own.
+        student_temperature: tau_s, temperature of the student's softmax.
+        teacher_temperature: tau_t, temperature of the teacher's softmax.
 
     Raises:
         ValueError: a temperature that is not positive.
@@ -53,13 +53,13 @@ def cross_view_loss(
     *,
     formula: CrossEntropy | None = None,
 ) -> Float[Tensor, ""]:
-    """Each view's teacher against the other view's student: L_cv^g on images, L_cv^o on objects.
+    """Cross-entropy between each view's teacher and the other view's student: L_cv^g on images, L_cv^o on objects.
 
-    The mean of the two directions (the paper writes their sum), averaged over groups. A group without rows adds 0.
+    The mean of the two directions (the paper takes their sum), averaged over groups. A group without rows adds 0.
 
     Args:
-        student: (2, R, E) embeddings of both views, row-aligned.
-        teacher: (2, R, E) likewise.
+        student: (2, R, E) the student's embeddings of both views, row-aligned.
+        teacher: (2, R, E) the teacher's embeddings of the same rows.
         level: prototypes, centre and temperatures.
         group_rows: rows of each group of images, in order; one group by default.
         formula: `cross_entropy` by default; a compiled one, for example.
@@ -92,15 +92,15 @@ def cross_image_loss(
     *,
     formula: CrossEntropy | None = None,
 ) -> Float[Tensor, ""]:
-    """The teacher on the neighbour of view i against the student's object of the other view: L_ci^o.
+    """Cross-entropy between the teacher's neighbour of view i and the student's object of the other view: L_ci^o.
 
     The mean of the two directions, each divided by its own number of valid pairs, averaged over groups. A direction
     without pairs adds 0.
 
     Args:
         student: (2, R, E) embeddings of the objects of both views.
-        neighbours: (Z, E) the teacher's embeddings of the neighbours of the valid objects, those of view 1 first.
-        valid: (2, R) which objects have a valid neighbour, Z in all.
+        neighbours: (Z, E) the teacher's embeddings of the valid objects' neighbours, view 1 first.
+        valid: (2, R) whether an object has a valid neighbour; Z of them are true.
         level: prototypes, centre and temperatures of the object level.
         group_rows: objects of each group of images, in order; one group by default.
         formula: `cross_entropy` by default; a compiled one, for example.
@@ -124,7 +124,7 @@ def cross_image_loss(
 
 
 def _groups(rows: Float[Tensor, "2 r *e"], group_rows: Sequence[int] | None) -> tuple[Int[Tensor, " r"], int]:
-    """The group of each row, and the number of groups."""
+    """Return the group of each row, and the number of groups."""
     sizes = [rows.shape[1]] if group_rows is None else list(group_rows)
     if sum(sizes) != rows.shape[1]:
         raise InputError(f"group_rows must sum to the {rows.shape[1]} rows, got {sizes}")
@@ -132,7 +132,7 @@ def _groups(rows: Float[Tensor, "2 r *e"], group_rows: Sequence[int] | None) -> 
 
 
 def _mean_of_means(parts: Int[Tensor, " r"], num_parts: int) -> Float[Tensor, " r"]:
-    """Weights that turn a sum over rows into the mean over parts of each part's own mean; an empty part adds 0."""
+    """Return row weights whose weighted sum is the mean over parts of each part's mean; an empty part adds 0."""
     sizes = parts.new_zeros(num_parts).index_add_(0, parts, torch.ones_like(parts))
     return (num_parts * sizes[parts]).double().reciprocal()
 
@@ -140,12 +140,12 @@ def _mean_of_means(parts: Int[Tensor, " r"], num_parts: int) -> Float[Tensor, " 
 def mean_over_groups(
     values: Float[Tensor, "2 r"], group_rows: Sequence[int] | None = None, valid: Bool[Tensor, "2 r"] | None = None
 ) -> Float[Tensor, ""]:
-    """The mean of each view's valid rows in each group, averaged over views and groups; one without rows adds 0.
+    """Average the valid rows of each view and group, then over views and groups; an empty group adds 0.
 
     Args:
         values: (2, R) of both views, group after group.
         group_rows: rows of each group of images, in order; one group by default.
-        valid: (2, R) which rows count; all by default.
+        valid: (2, R) whether a row counts; all rows by default.
 
     Raises:
         ValueError: the groups' rows do not sum to R.
@@ -168,7 +168,7 @@ def cross_entropy(
     level: SelfDistillation,
     groups: Int[Tensor, " r"] | None = None,
 ) -> tuple[Float[Tensor, " r"], Float[Tensor, "r l"]]:
-    """H(p_t, p_s) of each row, and its gradient with respect to the student's logits over tau_s, which is p_s - p_t.
+    """H(p_t, p_s) of each row, and its gradient p_s - p_t with respect to the student's logits over tau_s.
 
     Source: paper equation 5 and the definition of H below equation 6.
     """
@@ -192,18 +192,18 @@ def weighted_cross_entropy(
     *,
     formula: CrossEntropy | None = None,
 ) -> Float[Tensor, ""]:
-    """Sum over rows of weight times H(p_t, p_s), with the logits of one block of rows in memory at a time.
+    """Weighted sum of H(p_t, p_s) over rows, computed in blocks so that only one block's logits are in memory.
 
     Args:
-        student: (R, E) embeddings that the gradient flows to.
-        teacher: (R, E) embeddings to predict.
-        weights: (R,) of each row in the sum.
+        student: (R, E) the student's embeddings, which receive the gradient.
+        teacher: (R, E) the teacher's embeddings.
+        weights: (R,) weight of each row.
         level: prototypes, centre and temperatures.
         groups: (R,) group of each row, if groups have different centres.
         formula: `cross_entropy` by default; a compiled one, for example.
 
     Returns:
-        a scalar; 0, still attached to the graph, when there are no rows.
+        A scalar; 0, still attached to the graph, if there are no rows.
 
     Source: paper equation 5 and the definition of H below equation 6.
 
@@ -219,10 +219,10 @@ def weighted_cross_entropy(
 
 
 class _InBlocks(torch.autograd.Function):
-    """Computes loss and gradients block by block in one pass, since both need the same probabilities.
+    """Compute loss and gradients block by block in one pass, since both need the same probabilities.
 
-    For the prototypes, the smaller of two tensors is kept until the backward pass: their gradient (L, E) or the
-    gradient with respect to the logits (R, L).
+    For the prototypes, the smaller of two tensors is saved for the backward pass: their gradient (L, E) or the gradient
+    with respect to the logits (R, L).
     """
 
     @staticmethod
@@ -273,8 +273,8 @@ class Centre(nn.Module):
     The mean of the logits is the prototypes times the mean embedding, so the logits are never formed.
 
     Args:
-        num_prototypes: L.
-        momentum: of the moving average.
+        num_prototypes: L, number of prototypes.
+        momentum: momentum of the moving average.
 
     Raises:
         ValueError: momentum outside [0, 1).
@@ -297,7 +297,7 @@ class Centre(nn.Module):
 
     @torch.no_grad()
     def update(self, total: Float[Tensor, " e"], count: Tensor, prototypes: Float[Tensor, "l e"]) -> None:
-        """Move towards the mean logits of a batch; no-op for a batch without rows.
+        """Update the moving average with the mean logits of a batch; no-op for an empty batch.
 
         Args:
             total: (E,) sum of the batch's teacher embeddings, over all micro-batches and ranks.
@@ -314,17 +314,17 @@ class Centre(nn.Module):
 def sinkhorn_centre(
     embeddings: Float[Tensor, "r e"], prototypes: Float[Tensor, "l e"], *, temperature: float, iterations: int = 3
 ) -> Float[Tensor, " l"]:
-    """The centre that spreads the rows' probabilities evenly over the prototypes.
+    """Return the centre that balances the rows' probabilities over the prototypes.
 
-    An alternative to the moving average for small batches and short runs, beyond the paper. The probabilities
+    An alternative to the moving average for small batches and short runs; not in the paper. The probabilities
     softmax((logits - centre) / temperature) equal those of `iterations` rounds of Sinkhorn-Knopp with uniform marginals
     (SwAV, Caron et al. 2020): scaling the columns of exp(logits / temperature) is the same as shifting the logits.
 
     Args:
         embeddings: (R, E) teacher embeddings of one group.
         prototypes: (L, E) weight of the teacher's last layer.
-        temperature: tau_t.
-        iterations: rounds.
+        temperature: tau_t, temperature of the teacher's softmax.
+        iterations: number of rounds.
 
     Returns:
         (L,) the centre; zeros if there are no rows.
@@ -342,7 +342,7 @@ def sinkhorn_centre(
     if iterations < 1:
         raise InputError(f"iterations must be >= 1, got {iterations}")
     num_prototypes = len(prototypes)
-    shift = prototypes.new_zeros(num_prototypes)  # logarithm of the columns' scaling
+    shift = prototypes.new_zeros(num_prototypes)  # log of the column scaling
     if not len(embeddings):
         return shift
     for _ in range(iterations):

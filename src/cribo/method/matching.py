@@ -12,7 +12,7 @@ from cribo.method.blocks import rows_per_block
 from cribo.method.precision import in_float32, inner_products
 
 NO_MATCH = -1
-"""Index of queries without a match in the bank."""
+"""Index that marks a query without a match in the bank."""
 
 
 @torch.no_grad()
@@ -57,11 +57,11 @@ def match_objects(
 def cycle_consistency(
     objects: Float[Tensor, "2 r d"], jumped: Float[Tensor, "2 r d"], group_rows: Sequence[int] | None = None
 ) -> Bool[Tensor, "2 r"]:
-    """Whether each object comes back to itself: neighbour, jump, neighbour in the batch's other view, jump.
+    """Return whether the cycle of each object closes: neighbour, jump, neighbour in the batch's other view, jump.
 
     Args:
         objects: (2, R, D) the batch's objects, group after group.
-        jumped: (2, R, D) for view i, the other view's row of the neighbour found for view i.
+        jumped: (2, R, D) for view i, the other view's row of the neighbour found in view i.
         group_rows: rows of each group of images; the last search stays inside the query's group. One group by default.
 
     Returns:
@@ -94,14 +94,13 @@ def nearest_rows(
 ) -> Int[Tensor, " r"]:
     """Find the row with the greatest cosine similarity to each query (paper equation 2).
 
-    A running maximum over blocks of rows: only the similarities of one block are in memory. The first of equally
-    similar rows wins.
+    A running maximum over blocks of rows: only the similarities of one block are in memory. Ties go to the first row.
 
     Args:
         queries: (R, D), any scale.
         rows: (M, D) of unit length.
         parts: slices of the rows to search, in this order; all rows by default.
-        query_images: (R,) image of each query; with `row_images`, rows of its own image never match.
+        query_images: (R,) image of each query; requires `row_images`. Rows of the query's image never match.
         row_images: (M,) image of each row.
 
     Returns:
@@ -129,8 +128,8 @@ def top_rows(
     """Find the `count` rows with the greatest cosine similarity to each query; arguments as for `nearest_rows`.
 
     Returns:
-        (R, count) similarities, descending, and (R, count) indices of rows. Where there are fewer rows, the similarity
-        is -inf and the index `NO_MATCH`.
+        (R, count) similarities, descending, and (R, count) indices of rows. If there are fewer rows, the remaining
+        similarities are -inf and their indices `NO_MATCH`.
     """
     queries = F.normalize(queries, dim=-1)
     best = queries.new_full((len(queries), count), -torch.inf)
@@ -149,7 +148,7 @@ def _similarities(
     query_images: Int[Tensor, " r"] | None,
     row_images: Int[Tensor, " m"] | None,
 ) -> Iterator[tuple[int, Float[Tensor, "r c"]]]:
-    """Cosine similarities with one block of rows at a time, after the index of its first row; -inf where masked."""
+    """Yield the index of a block's first row and the cosine similarities to its rows; -inf where masked."""
     size = rows_per_block(len(queries), queries.device)
     for part in [slice(0, len(rows))] if parts is None else parts:
         for start in range(part.start, part.stop, size):

@@ -14,7 +14,7 @@ def pool_objects(
 ) -> tuple[Float[Tensor, "b 2 k d"], Bool[Tensor, "b k"]]:
     """Average the tokens of every cluster, per view.
 
-    Teacher and student are pooled with the same labels: those of the teacher's tokens.
+    Teacher and student are pooled with the same labels, those of the teacher's tokens.
 
     Args:
         tokens: (B, 2, N, D) unnormalised tokens of both views.
@@ -22,7 +22,7 @@ def pool_objects(
         num_objects: K.
 
     Returns:
-        objects: (B, 2, K, D) float32 or better, differentiable in `tokens`; zero where a cluster has no token.
+        objects: (B, 2, K, D) at least float32, differentiable in `tokens`; zero if a cluster has no token.
         kept: (B, K), true for clusters with at least one token in both views. Only these are objects.
 
     Raises:

@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def at_least_float32(value: Any) -> Any:
-    """Convert half-precision tensors to float32; return everything else, float64 included, unchanged.
+    """Convert half-precision tensors to float32; return everything else, including float64, unchanged.
 
     Example:
         >>> [at_least_float32(torch.ones(2, dtype=t)).dtype for t in (torch.bfloat16, torch.float64, torch.long)]
@@ -24,7 +24,7 @@ def at_least_float32(value: Any) -> Any:
 
 
 def in_float32(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function to run outside autocast, with its half-precision arguments in float32.
+    """Decorator that runs a function outside autocast, with half-precision arguments converted to float32.
 
     Clusters, matches and losses must not depend on the precision of the networks.
     """
@@ -40,9 +40,9 @@ def in_float32(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def inner_products(queries: Float[Tensor, "r d"], rows: Float[Tensor, "m d"]) -> Float[Tensor, "r m"]:
-    """All inner products of queries with stored rows, in the queries' type.
+    """Compute all inner products of queries with stored rows, in the queries' type.
 
-    GPUs multiply rows stored in half precision directly, with sums in float32; on CPUs they are converted first.
+    GPUs multiply rows stored in half precision directly and accumulate in float32; on CPUs they are converted first.
     """
     if rows.is_cuda and rows.dtype != queries.dtype:
         return torch.mm(queries.to(rows.dtype), rows.T, out_dtype=queries.dtype)

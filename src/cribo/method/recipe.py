@@ -11,7 +11,7 @@ Criterion = Literal["cycle", "none"]
 
 @dataclass(frozen=True)
 class ViewRecipe:
-    """How views are drawn. Pairs of numbers are (view 1, view 2) or (low, high), as documented.
+    """Distribution of the views. Pairs of numbers are (view 1, view 2) or (low, high), as documented.
 
     Attributes:
         size: side of a view in pixels.
@@ -19,15 +19,15 @@ class ViewRecipe:
         aspect: (low, high) width / height of a crop.
         flip: probability of a horizontal flip.
         jitter: probability of colour jitter.
-        brightness: x, for a factor drawn from 1 - x to 1 + x.
-        contrast: likewise.
-        saturation: likewise.
-        hue: x, for a shift drawn from -x to x, in turns.
-        greyscale: probability of greyscale.
+        brightness: strength x: the factor is drawn from [1 - x, 1 + x].
+        contrast: strength x: the factor is drawn from [1 - x, 1 + x].
+        saturation: strength x: the factor is drawn from [1 - x, 1 + x].
+        hue: strength x: the shift is drawn from [-x, x], in turns.
+        greyscale: probability of conversion to greyscale.
         blur: (view 1, view 2) probability of Gaussian blur.
         blur_sigma: (low, high) standard deviation of the blur in pixels of the view.
         solarise: (view 1, view 2) probability of solarisation.
-        solarise_threshold: in grey levels, 0 to 255.
+        solarise_threshold: threshold of solarisation in grey levels, 0 to 255.
 
     Raises:
         ValueError: a value out of range.
@@ -66,4 +66,4 @@ class ViewRecipe:
         for name in ("area", "aspect", "blur_sigma"):
             low, high = getattr(self, name)
             if low > high:
-                raise InputError(f"{name} must go from low to high, got ({low}, {high})")
+                raise InputError(f"{name} must be ordered (low, high), got ({low}, {high})")

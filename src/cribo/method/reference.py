@@ -1,8 +1,8 @@
-"""One training step of CrIBo, stated literally: section 3 of the paper in the paper's order.
+"""One training step of CrIBo, unoptimised: section 3 of the paper in the paper's order.
 
 Start here to learn the method. The tests compare the fast code of `cribo.method` with this file, and the benchmarks
-use it as their baseline. Everything is computed in the type of the inputs. Equation numbers are the paper's; where the
-paper and its released recipe differ, docs/method.md says what is done and why.
+use it as their baseline. All computations use the type of the inputs. Equation numbers are the paper's; docs/method.md
+explains the choices where the paper and its released recipe differ.
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ def cluster(
     sinkhorn_iterations: int = 5,
     sharpness: float = 20.0,
 ) -> Int[Tensor, " t"]:
-    """Joint-space clustering of the T = 2N tokens of both views of one image into K clusters."""
+    """Cluster the T = 2N tokens of both views of one image jointly into K clusters."""
     num_objects = len(initial_tokens)
     z = F.normalize(tokens, dim=1)  # (T, D)
     members = F.one_hot(initial_tokens, len(z)).T.to(z)  # (T, K): each initial token is its cluster's only member
@@ -48,7 +48,7 @@ def cluster(
 
 
 def positional_cost(coordinates: Float[Tensor, "t 2"], members: Float[Tensor, "t k"]) -> Float[Tensor, "t k"]:
-    """Eq. 17: the distance from each token to the nearest other member of each cluster, in units of the largest."""
+    """Eq. 17: the distance from each token to the nearest other member of each cluster, divided by the maximum."""
     distances = (coordinates[:, None] - coordinates).square().sum(dim=-1).sqrt()  # (T, T)
     counted = (members > 0) & (distances > 0)[..., None]  # (T, T, K): token, member, cluster
     cost = distances[..., None].where(counted, torch.inf).amin(dim=1)  # (T, K)
@@ -72,7 +72,7 @@ def transport_plan(
 def pool(
     tokens: Float[Tensor, "2 n d"], labels: Int[Tensor, "2 n"], num_objects: int
 ) -> tuple[Float[Tensor, "2 k d"], Bool[Tensor, " k"]]:
-    """Eq. 1: the mean of each cluster's tokens in each view, and which clusters have tokens in both views."""
+    """Eq. 1: the mean of each cluster's tokens in each view, and whether a cluster has tokens in both views."""
     members = F.one_hot(labels, num_objects).to(tokens)  # (2, N, K)
     sizes = members.sum(dim=1)  # (2, K)
     return members.mT @ tokens / sizes.clamp_min(1)[..., None], (sizes > 0).all(dim=0)
@@ -95,7 +95,7 @@ def match(
     bank: Float[Tensor, "2 m d"],
     bank_images: Int[Tensor, " m"],
 ) -> tuple[Int[Tensor, "2 r"], Bool[Tensor, "2 r"]]:
-    """Each object's neighbour in its view's bank, never from its own image, and whether the cycle closes (eq. 4)."""
+    """Return each object's nearest row of another image in its view's bank, and whether its cycle closes (eq. 4)."""
     found = torch.zeros(objects.shape[:2], dtype=torch.long)
     consistent = torch.zeros(objects.shape[:2], dtype=torch.bool)
     allowed = images[:, None] != bank_images  # (R, M)
@@ -104,7 +104,7 @@ def match(
             found[i] = nearest(objects[i], bank[i], allowed)
             jumped = bank[j, found[i]]  # (R, D), eq. 3: the neighbour's row in the other view's bank
             back = nearest(jumped, objects[j])  # the nearest object of the batch in the other view ...
-            consistent[i] = allowed.any(dim=1) & (back == torch.arange(len(back)))  # ... is, by eq. 3, where we started
+            consistent[i] = allowed.any(dim=1) & (back == torch.arange(len(back)))  # ... is, by eq. 3, the start
     return found, consistent
 
 
@@ -118,7 +118,7 @@ def cross_entropy(
     teacher_temperature: float,
     student_temperature: float = 0.1,
 ) -> Float[Tensor, ""]:
-    """H(p_t, p_s), from logits (eq. 5), as a mean over rows; 0 without rows."""
+    """H(p_t, p_s) from logits (eq. 5), averaged over rows; 0 if there are no rows."""
     p_teacher = ((teacher.detach() - centre) / teacher_temperature).softmax(dim=1)
     terms = -(p_teacher * (student / student_temperature).log_softmax(dim=1)).sum(dim=1)
     return terms.sum() / max(len(terms), 1)
@@ -147,7 +147,7 @@ class Reference:
         teacher_temperature: float,
         cross_image: bool = True,
     ) -> dict[str, Float[Tensor, ""]]:
-        """The three losses of one group of images, which is then added to the banks and the centres."""
+        """Return the three losses of one group of images, then update the banks and centres with it."""
         with torch.no_grad():
             t_global, t_tokens, *_ = self.teacher.backbone(views.flatten(0, 1))  # (2B, D), (2B, N, D)
         s_global, s_tokens, *_ = self.student.backbone(views.flatten(0, 1))
@@ -187,7 +187,7 @@ class Reference:
         return losses
 
     def step(self, optimizer: torch.optim.Optimizer, momentum: float, **batch: Any) -> dict[str, Tensor]:
-        """One update of the student by the sum of the losses (eq. 11), and of the teacher as its moving average."""
+        """Update the student by the sum of the losses (eq. 11), and the teacher as its moving average."""
         losses = self.losses(**batch)
         optimizer.zero_grad()
         torch.stack(list(losses.values())).sum().backward()

@@ -23,10 +23,10 @@ _CROP_ATTEMPTS = 10
 
 @dataclass(frozen=True)
 class Crops:
-    """The crop boxes and flips of the views of one image, two of them for a pair.
+    """Crop boxes and flips of the V views of one image; V = 2 for a pair.
 
     Attributes:
-        boxes: (V, 4) top, left, height, width in whole pixels of the source image.
+        boxes: (V, 4) top, left, height, width in integer pixels of the source image.
         flips: (V,) whether the view is mirrored left to right.
     """
 
@@ -35,9 +35,9 @@ class Crops:
 
 
 def sample_crops(height: int, width: int, recipe: ViewRecipe, *, generator: torch.Generator) -> Crops:
-    """Draw the crops of both views of an image: random area and aspect, then position, then flip.
+    """Draw the crops of both views of an image: random area and aspect ratio, then position, then flip.
 
-    If none of ten random shapes fits, the crop is the largest centred one with an allowed aspect.
+    If none of ten random shapes fits, the crop is the largest centred one with an allowed aspect ratio.
 
     Example:
         >>> crops = sample_crops(480, 640, ViewRecipe(), generator=torch.Generator().manual_seed(0))
@@ -58,7 +58,7 @@ def sample_crops(height: int, width: int, recipe: ViewRecipe, *, generator: torc
 
 
 def cut_views(image: UInt8[Tensor, "3 h w"], crops: Crops, size: int) -> UInt8[Tensor, "v 3 s s"]:
-    """Cut the views out of an image: crop, bicubic resize (antialiased), flip; 8 bits per channel."""
+    """Cut the views from an image: crop, bicubic resize (antialiased), flip; 8 bits per channel."""
     # Importing torchvision takes as long as importing PyTorch, and only this function needs it.
     from torchvision.transforms.v2 import InterpolationMode
     from torchvision.transforms.v2 import functional as TF
@@ -78,10 +78,9 @@ REDUCTIONS = (8, 4, 2)
 
 
 def largest_reduction(crops: Crops, size: int) -> int:
-    """The largest factor by which an image may be reduced before its views are cut: 8, 4, 2, or 1.
+    """Return the largest factor by which an image may be reduced before its views are cut: 8, 4, 2, or 1.
 
-    Each crop keeps at least `size` pixels along both sides, so no view is enlarged from fewer pixels than the whole
-    image would give it.
+    Each crop keeps at least `size` pixels along both sides, so the reduction makes no view an upscaled one.
 
     Example:
         >>> crops = Crops(torch.tensor([[0, 0, 900, 1000], [0, 0, 1500, 2000]]), torch.tensor([False, True]))
@@ -95,10 +94,10 @@ def largest_reduction(crops: Crops, size: int) -> int:
 
 
 def reduced_crops(crops: Crops, reduction: int) -> Crops:
-    """The crops in pixels of the reduced image: the reduced pixels that lie entirely inside each crop.
+    """Return the crops in pixels of the reduced image: the reduced pixels that lie entirely inside each crop.
 
-    Each side moves inwards by less than one reduced pixel. The boxes times `reduction` are the area that is cut, in
-    pixels of the source image; patch coordinates are computed from them.
+    Each side moves inwards by less than one reduced pixel. The boxes times `reduction` are the cropped areas in pixels
+    of the source image, from which patch coordinates are computed.
 
     Example:
         >>> crops = Crops(torch.tensor([[3, 10, 902, 1000], [0, 0, 1500, 2000]]), torch.tensor([False, True]))
@@ -116,7 +115,7 @@ def reduced_crops(crops: Crops, reduction: int) -> Crops:
 def patch_coordinates(
     boxes: Int[Tensor, "*views 4"], flips: Bool[Tensor, "*views"], grid: tuple[int, int]
 ) -> Float[Tensor, "*views n 2"]:
-    """Centres (x, y) of a view's patches in pixels of the source image, row by row.
+    """Return the centres (x, y) of a view's patches in pixels of the source image, in row-major order.
 
     A closed-form function of crop box and flip. Pixel i covers [i, i + 1), so its centre lies at i + 0.5.
 
@@ -150,10 +149,10 @@ class Photometric(NamedTuple):
     They stay on the host: selecting the views of an operation does not synchronise with the device.
 
     Attributes:
-        brightness, contrast, saturation: factors, 1 where there is no jitter.
-        hue: shift in turns, 0 where there is no jitter.
+        brightness, contrast, saturation: factors, 1 without jitter.
+        hue: shift in turns, 0 without jitter.
         order: (n, 4) order of the jitter's operations: 0 brightness, 1 contrast, 2 saturation, 3 hue.
-        greyscale: whether the view loses its colours.
+        greyscale: whether the view is converted to greyscale.
         sigma: standard deviation of the Gaussian blur in pixels, 0 for no blur.
         solarise: whether values above the threshold are inverted.
     """
@@ -173,11 +172,11 @@ class Photometric(NamedTuple):
         return Photometric(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
     def select(self, rows: Int[Tensor, " m"] | slice) -> "Photometric":
-        """The parameters of some of the views."""
+        """Return the parameters of the views `rows`."""
         return Photometric(*(values[rows] for values in self))
 
     def flatten(self) -> "Photometric":
-        """Parameters (B, V) of the views of a batch as those of B * V views, image after image."""
+        """Flatten parameters (B, V) of a batch to those of B * V views, image after image."""
         return Photometric(*(values.flatten(0, 1) for values in self))
 
 
@@ -188,7 +187,7 @@ def sample_photometric(recipe: ViewRecipe, *, generator: torch.Generator) -> Pho
         >>> sample_photometric(ViewRecipe(), generator=torch.Generator().manual_seed(0)).sigma.shape
         torch.Size([2])
     """
-    # Python numbers: the same arithmetic on tensors of two elements takes several times as long.
+    # Python numbers: arithmetic on tensors of two elements is several times slower.
     u = torch.rand((10, 2), dtype=torch.float64, generator=generator).tolist()
     order = torch.stack([torch.randperm(4, generator=generator) for _ in range(2)])
     jitter = [draw < recipe.jitter for draw in u[0]]
@@ -221,8 +220,8 @@ def apply_photometric(
 
     Args:
         views: (n, 3, H, W) in 0-255.
-        photometric: of each view.
-        solarise_threshold: in grey levels, 0 to 255.
+        photometric: parameters of each view.
+        solarise_threshold: threshold of solarisation in grey levels, 0 to 255.
 
     Returns:
         (n, 3, H, W) float32 in 0-1, not normalised.
@@ -298,7 +297,7 @@ def _jitter(pixels: Float[Tensor, "n 3 p"], photometric: Photometric) -> Float[T
 
 
 def _jitter_matrices(photometric: Photometric) -> tuple[Float[Tensor, "n 5 3 3"], Float[Tensor, "n 4"]]:
-    """Matrices of each view's four operations in its order and of greyscale, and the offsets of contrast."""
+    """Return the matrices of each view's four operations, in its order, and of greyscale; and the contrast offsets."""
     n = len(photometric.order)
     identity = torch.eye(3).to(photometric.saturation).expand(n, 3, 3)
     to_grey = torch.tensor(_LUMA).to(identity).expand(3, 3)
@@ -322,7 +321,7 @@ def _shift_hue(pixels: Float[Tensor, "n 3 p"], turns: Float[Tensor, " n"]) -> Fl
     lowest = torch.minimum(red, green).minimum(blue)
     chroma = torch.maximum(red, green).maximum(blue) - lowest
     hue = (1 + (green + blue - red - lowest) / chroma.clamp_min(1e-8)).div_(6).copysign_(green - blue)
-    # A channel is high within a sixth of a turn of its own hue, low beyond a third, and falls linearly in between.
+    # A channel is at its maximum within 1/6 turn of its own hue, at its minimum beyond 1/3, and linear in between.
     own_hues = torch.arange(3, dtype=pixels.dtype, device=pixels.device)[:, None] / 3
     distance = hue[:, None] + turns[:, None, None] - own_hues
     distance.sub_(distance.round()).abs_()
@@ -331,13 +330,13 @@ def _shift_hue(pixels: Float[Tensor, "n 3 p"], turns: Float[Tensor, " n"]) -> Fl
 
 
 def _blur(x: Float[Tensor, "n 3 h w"], sigma: Float[Tensor, " n"]) -> Float[Tensor, "n 3 h w"]:
-    """Gaussian blur with mirrored borders, as a matrix product along each side; sigma is on the host."""
+    """Blur with a Gaussian and mirrored borders, as a matrix product along each side; sigma is on the host."""
     height, width = x.shape[2:]
     return _blur_matrix(height, sigma, x)[:, None] @ x @ _blur_matrix(width, sigma, x)[:, None].mT
 
 
 def _blur_matrix(length: int, sigma: Float[Tensor, " n"], like: Tensor) -> Float[Tensor, "n l l"]:
-    """Row i contains the weights of a line's pixels in blurred pixel i."""
+    """Return blur matrices; row i contains the weights of a line's pixels in blurred pixel i."""
     reach = (3 * sigma).ceil().clamp_max(length - 1)  # a line is mirrored only once
     shifts = torch.arange(-int(reach.max()), int(reach.max()) + 1)
     # In float64: the number of shifts, and so the rounding, depends on the other views, but is lost in float32.

@@ -1,4 +1,4 @@
-"""Backbones (timm) behind one dense interface, and their weights on disk."""
+"""Backbones (timm) with a common interface for dense features, and their weights on disk."""
 
 from typing import TYPE_CHECKING
 

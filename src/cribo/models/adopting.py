@@ -1,4 +1,4 @@
-"""Load recognised weights into a network, all or none of them, and set up the arithmetic that they expect."""
+"""Load recognised weights into a network, all or none of them, and set the numerics that they expect."""
 
 import logging
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 from cribo.errors import InputError
 from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, Backbone
 from cribo.models.building import build_backbone, is_import_path
-from cribo.models.formats.architecture import Architecture, whose_fixed_positions
+from cribo.models.formats.architecture import Architecture, project_of_fixed_positions
 from cribo.models.formats.recognising import NetworkName, Recognised, first_keys, required_keys
 from cribo.models.numerics import Numerics
 from cribo.models.positions import Resizing, resize_positions, resize_relative_positions
@@ -23,17 +23,17 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """Where the weights of a backbone came from, key by key.
+    """Origin of a backbone's weights, key by key.
 
     Attributes:
         source: the file or the timm name.
-        format: what it was recognised as, such as `MoCo v3`.
-        network: `teacher` or `student`; None where the source holds one network.
-        part: the prefix of the network's keys in the file, such as `teacher/module.backbone.`; empty for all of it.
-        used: the keys that were used.
-        dropped: the keys that were left out on purpose, by what they are (head, decoder, student, ...).
+        format: the recognised format, such as `MoCo v3`.
+        network: `teacher` or `student`; None if the source contains one network.
+        part: the prefix of the network's keys in the file, such as `teacher/module.backbone.`; may be empty.
+        used: keys that were loaded.
+        dropped: keys that were ignored, by group (head, decoder, student, ...).
         resampled: parameters that were resized to the backbone's patch or image size.
-        notes: what a user should know, such as a position embedding that the original resizes in another way.
+        notes: notes for the user, such as a position embedding that the original resizes in another way.
     """
 
     source: str
@@ -46,14 +46,14 @@ class LoadedWeights:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """One line for people."""
+        """Summary in one line."""
         network = f", its {self.network}" if self.network else ""
         part = f" ({self.part})" if self.part else ""
         left_out = ", ".join(f"{len(keys)} keys of {group}" for group, keys in self.dropped.items())
         resampled = f"; resized {', '.join(self.resampled)}" if self.resampled else ""
         notes = "".join(f"; {note}" for note in self.notes)
         return (
-            f"{self.source}: {self.format}{network}{part}, {len(self.used)} keys used; left out "
+            f"{self.source}: {self.format}{network}{part}, {len(self.used)} keys used; ignored "
             f"{left_out or 'nothing'}{resampled}{notes}"
         )
 
@@ -66,11 +66,11 @@ def build(
     seed: int | None = None,
     trust: bool = False,
 ) -> Backbone:
-    """Build a network without values for weights that are read next, or with random weights if a seed is given."""
+    """Build a network with uninitialised weights, or with random weights if a seed is given."""
     module = architecture.name.rpartition(".")[0]
     if is_import_path(architecture.name) and module not in sys.modules and not trust:
         raise InputError(
-            f"the weights say that their network is {architecture.name}, which is code that nothing has imported yet: "
+            f"the weights name their network {architecture.name}, whose module has not been imported: "
             f"import {module} first, or allow it with --trust (trust=True in Python)"
         )
     return build_backbone(
@@ -112,10 +112,10 @@ def adopt(
     resized: tuple[str, ...] = ()
     readout: tuple[str, ...] = ()
     if backbone.readout is not None:
-        readout = (f"they include a linear layer behind the features, of {backbone.embed_dim} channels",)
+        readout = (f"they include a linear layer after the features, of {backbone.embed_dim} channels",)
     if "pos_embed" in state and isinstance(backbone.model, VisionTransformer):
         if positions is not None:
-            resized = (f"positions are resized to other sizes as asked ({positions})",)
+            resized = (f"positions are resized to other sizes as requested ({positions})",)
         elif numerics.positions != "timm":
             resized = (f"positions are resized to other sizes as the original does ({numerics.positions})",)
         elif original is None:
@@ -135,13 +135,13 @@ def adopt(
 
 
 _UNKNOWN_RESIZING = (
-    "nothing in the file shows whose weights these are, so positions are resized to other sizes as timm does: for "
-    "those of DINO, iBOT and networks trained from them, give --backbone.positions bicubic_offset (positions=)"
+    "the file does not show which project wrote it, so positions are resized to other sizes as timm does: for "
+    "DINO, iBOT and networks trained from them, give --backbone.positions bicubic_offset (positions=)"
 )
 
 
 def _original_resizing(recognised: Recognised) -> Resizing | None:
-    """How the project that wrote the weights resizes positions; None if the project is unknown."""
+    """Return how the project that wrote the weights resizes positions; None if the project is unknown."""
     if recognised.numerics is not None:
         return recognised.numerics.positions
     if recognised.positions is not None:
@@ -150,9 +150,9 @@ def _original_resizing(recognised: Recognised) -> Resizing | None:
     if resizing is None and "pos_embed" in state:
         side = math.isqrt(state["pos_embed"].shape[1])
         # Keys of a plain ViT do not show who trained it; a fixed position embedding does.
-        project = whose_fixed_positions(state["pos_embed"][:, -side * side :])
+        project = project_of_fixed_positions(state["pos_embed"][:, -side * side :])
         return {"MAE": "bicubic", "MoCo v3": "timm", None: None}[project]
-    # Networks with registers descend from DINOv2's, which resize as timm does.
+    # Networks with registers derive from DINOv2's, which resize as timm does.
     return "timm" if "reg_token" in state and resizing in ("bicubic", "bicubic_offset") else resizing
 
 
@@ -169,7 +169,7 @@ def _fit(
     if checkpoint_filter is not None:
         try:
             fitted = checkpoint_filter(dict(state), backbone.model)
-        except Exception as error:  # each family's filter has its own ways to fail on another family's file
+        except Exception as error:  # filters fail in different ways on another family's file
             raise InputError(
                 f"{source} does not fit {backbone.name}: timm's filter failed ({type(error).__name__}: {error})"
             ) from error
@@ -215,7 +215,7 @@ def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source
         f"{len(keys)} keys {what}: {first_keys(keys)}"
         for what, keys in (
             ("missing", sorted(required_keys(backbone) - state.keys(), key=list(own).index)),
-            ("of another shape", reshaped),
+            ("of a different shape", reshaped),
             ("that are not finite", [key for key in own if key in state and not _is_finite(state[key])]),
             ("unexpected", unexpected),
         )
@@ -223,7 +223,7 @@ def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source
     ]
     if problems:
         arguments = f" with {backbone.args}" if backbone.args else ""
-        way_out = ": leave them out with --backbone.ignore PATTERN (ignore= in Python)" if unexpected else ""
+        way_out = ": skip them with --backbone.ignore PATTERN (ignore= in Python)" if unexpected else ""
         raise InputError(
             f"{source} does not fit {backbone.name}{arguments}; nothing was loaded; {'; '.join(problems)}{way_out}"
         )
@@ -232,7 +232,7 @@ def _load_all_or_nothing(backbone: Backbone, state: Mapping[str, Tensor], source
 
 
 def _is_finite(value: Tensor) -> bool:
-    """Whether all values are finite. The sum is tried first: it takes a tenth of the time, but may overflow."""
+    """Whether all values are finite. The sum is checked first: it takes a tenth of the time, but may overflow."""
     return bool(value.sum().isfinite()) or bool(value.isfinite().all())
 
 

@@ -1,4 +1,4 @@
-"""Every network of timm that has patch tokens or a feature map, behind one call: `encode`."""
+"""Dense features from timm's networks with patch tokens or a feature map, by one method, `encode`."""
 
 import hashlib
 import inspect
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
-# What build_backbone sets itself, with what to use in its place.
+# Arguments that build_backbone sets itself, with what to use instead.
 RESERVED_ARGS = {
     "img_size": "use image_size",
-    "dynamic_img_size": "it is on wherever the network has it",
+    "dynamic_img_size": "it is always on if the network has it",
     "num_classes": "a backbone has no classifier; set_readout adds a linear layer",
     "in_chans": "images are RGB",
     "drop_path_rate": "use drop_path",
@@ -40,17 +40,17 @@ RESERVED_ARGS = {
     "checkpoint_path": "use the argument `pretrained` of build_backbone",
     "pretrained_cfg": "use the argument `pretrained` of build_backbone",
     "pretrained_cfg_overlay": "use the argument `pretrained` of build_backbone",
-    "features_only": "encode gives the features",
+    "features_only": "encode returns the features",
 }
 
 
 class Features(NamedTuple):
-    """What a backbone says about a batch of images.
+    """Features of a batch of images.
 
     Attributes:
         global_token: (B, D), one vector per image.
-        tokens: (B, N, D * layers), row by row from the top left of the image, N = h * w.
-        grid: (h, w), the number of tokens down and across.
+        tokens: (B, N, D * layers), in row-major order from the top left of the image; N = h * w.
+        grid: (h, w), number of rows and columns of tokens.
     """
 
     global_token: Float[Tensor, "b d"]
@@ -59,12 +59,12 @@ class Features(NamedTuple):
 
 
 class Trunk(NamedTuple):
-    """What the first blocks of a vision transformer give (`Backbone.encode_trunk`).
+    """Output of the first blocks of a vision transformer (`Backbone.encode_trunk`).
 
     Attributes:
-        tokens: (B, T, D), those of the prefix first.
-        grid: (h, w), the number of patches down and across.
-        blocks: how many blocks they have passed.
+        tokens: (B, T, D), prefix tokens first.
+        grid: (h, w), number of rows and columns of patches.
+        blocks: number of blocks that were run.
     """
 
     tokens: Float[Tensor, "b t d"]
@@ -85,7 +85,7 @@ def normalise(
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode, and restore its mode on exit."""
+    """Set a module to evaluation mode, and restore its mode on exit."""
     training = module.training
     module.eval()
     try:
@@ -95,7 +95,7 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 
 class DropPathNoise:
-    """The numbers that the drop path sites of one network share during one call of `encode`."""
+    """Random numbers shared by the drop path sites of one network during one call of `encode`."""
 
     def __init__(self) -> None:
         self.value: Tensor | None = None
@@ -104,8 +104,8 @@ class DropPathNoise:
 class KeyedDropPath(nn.Module):
     """Stochastic depth whose random numbers come from the caller, one per sample and site.
 
-    It stands in for timm's `DropPath`, which draws from the global generator, so that a sample's dropped
-    branches do not depend on the batch, the device or the worker in which it is processed.
+    Replaces timm's `DropPath`, which draws from the global generator, so that a sample's dropped branches do not
+    depend on the batch, the device or the worker that processes it.
     """
 
     def __init__(self, rate: float, site: int, noise: DropPathNoise) -> None:
@@ -115,41 +115,41 @@ class KeyedDropPath(nn.Module):
         self.noise = noise
 
     def forward(self, branch: Float[Tensor, "b *rest"]) -> Float[Tensor, "b *rest"]:
-        """Drop the branch for the samples whose number lies below the rate, scale it up for the others."""
+        """Drop the branch of samples whose number is below the rate, and scale it up for the others."""
         if self.noise.value is None:
             return branch
         kept = (self.noise.value[:, self.site] >= self.rate).to(branch.dtype) / (1.0 - self.rate)
         return branch * kept.view(-1, *(1,) * (branch.ndim - 1))
 
     def extra_repr(self) -> str:
-        """Show rate and site in the printed network."""
+        """Return rate and site, for the printed network."""
         return f"rate={self.rate:.3f}, site={self.site}"
 
 
 class Backbone(nn.Module):
-    """A timm network as a dense feature extractor; `build_backbone` makes one by name.
+    """Timm network as a dense feature extractor; use `build_backbone` to create one by name.
 
-    Vision transformers give [CLS] and their patch tokens after the final norm. Without a [CLS] token, and for
+    Vision transformers return [CLS] and their patch tokens after the final norm. Without a [CLS] token, and for
     convolutional networks, the global token is the mean of the tokens; networks with attention pooling (SigLIP) or
-    with their last norm behind the pooling (MAE fine-tuned, ConvNeXt) give what their own pooling does. Parameters
-    that `encode` never reads have `requires_grad=False`.
+    with their last norm after the pooling (MAE fine-tuned, ConvNeXt) use their own pooling. Parameters that `encode`
+    never reads have `requires_grad=False`.
 
     Attributes:
         model: the timm network, with timm's own parameter names.
         name: timm's name of the architecture.
         arguments: the keyword arguments with which `timm.create_model(name, ...)` builds the same network.
-        image_size: the size (pixels) for which the position embedding is stored.
+        image_size: size in pixels for which the position embedding is stored.
         takes_any_size: whether images of other sizes can be encoded.
         embed_dim: D, channels of a token.
         patch_size: pixels per token along each side; the output stride of a convolutional network.
-        readout: a linear layer behind the features; None without one (`set_readout`).
-        depth: blocks whose tokens can be asked for (`layers` of `encode`); 1 for a feature map.
-        num_drop_path_sites: residual branches that can be dropped.
-        drop_path_rates: the drop probability of each of them.
-        mean, std: the RGB normalisation (of values in 0-1) that the weights expect.
-        numerics: epsilon and the like that the weights expect (`set_numerics`).
-        checkpointing: what blocks keep for the backward pass (`set_checkpointing`).
-        loaded: where the weights came from; None for random ones.
+        readout: linear layer after the features (`set_readout`), or None.
+        depth: number of blocks whose tokens can be requested (`layers` of `encode`); 1 for a feature map.
+        num_drop_path_sites: number of residual branches that can be dropped.
+        drop_path_rates: drop probability of each of these branches.
+        mean, std: RGB normalisation (of values in 0-1) that the weights expect.
+        numerics: numerics that the weights expect, such as epsilon (`set_numerics`).
+        checkpointing: activations that blocks save for the backward pass (`set_checkpointing`).
+        loaded: origin of the weights; None for random ones.
     """
 
     def __init__(self, model: nn.Module, name: str, arguments: Mapping[str, Any], image_size: int) -> None:
@@ -179,7 +179,7 @@ class Backbone(nn.Module):
             self.depth = 1
         else:
             self.patch_size = _map_stride(model, name, _PROBE_SIZE if self.takes_any_size else image_size)
-            # Convolutions over channels-last maps are half as fast again on CPUs, and faster on GPUs in 16 bits.
+            # Convolutions in channels-last layout are 1.5 times as fast on CPUs, and also faster on GPUs in 16 bits.
             model.to(memory_format=torch.channels_last)
             self.depth = 1
         _check_divisible((image_size,), self.patch_size)
@@ -195,16 +195,16 @@ class Backbone(nn.Module):
 
     @property
     def num_drop_path_sites(self) -> int:
-        """How many residual branches can be dropped: those whose rate is above 0."""
+        """Number of residual branches that can be dropped: those with a rate above 0."""
         return len(self.drop_path_rates)
 
     @property
     def args(self) -> dict[str, Any]:
-        """The `args` with which `build_backbone` builds the same network."""
+        """Value of `args` with which `build_backbone` builds the same network."""
         return {key: value for key, value in self.arguments.items() if key not in RESERVED_ARGS}
 
     def set_numerics(self, numerics: Numerics) -> None:
-        """Have the network compute as its weights expect.
+        """Set the numerics that the weights expect.
 
         Raises:
             ValueError: periods or coordinates for a network without DINOv3's rotary embedding, or of another length.
@@ -215,7 +215,7 @@ class Backbone(nn.Module):
         self.numerics = numerics
 
     def _set_relative_positions(self, how: RelativeResizing) -> None:
-        """BEiT takes images of any size where Hugging Face's does: its biases are resized in each call."""
+        """Set the resizing of BEiT's biases; Hugging Face's resizes them in each call, for images of any size."""
         is_any_size = how == "bilinear" and self.model.pos_embed is None
         self._positions = RelativePositions(self.model) if is_any_size else None
         self.takes_any_size = is_any_size
@@ -229,30 +229,30 @@ class Backbone(nn.Module):
                 vars(module)[name] = partial(self._positions.bias, module)
 
     def set_readout(self, weight: Float[Tensor, "e d"], bias: Float[Tensor, " e"]) -> None:
-        """Put a linear layer behind the features, in the place of timm's classifier: tokens become (B, N, E).
+        """Add a linear layer after the features, in place of timm's classifier: tokens become (B, N, E).
 
-        Plain timm gives the same: `model.get_classifier()(model.forward_features(images))`. The layer is not trained.
+        Equivalent in plain timm: `model.get_classifier()(model.forward_features(images))`. The layer is not trained.
 
         Args:
-            weight: (E, D); D is `embed_dim` of the network without the layer.
-            bias: (E,).
+            weight: (E, D) weight; D is `embed_dim` of the network without the layer.
+            bias: (E,) bias.
 
         Raises:
-            ValueError: a network that is not timm's or has another kind of classifier, or a layer for features of
-                another width.
+            ValueError: the network is not timm's or has another kind of classifier, or the layer expects another number
+                of channels.
         """
         width = self.readout.in_features if self.readout is not None else self.embed_dim
         if weight.shape != (len(bias), width):
-            raise InputError(f"the layer must take {width} channels, got a weight of {tuple(weight.shape)}")
+            raise InputError(f"the layer must have {width} input channels, got a weight of shape {tuple(weight.shape)}")
         like = next(self.parameters())
         if not hasattr(self.model, "reset_classifier"):
-            raise InputError(f"{self.name} has no place for a layer behind its features: use a network of timm")
+            raise InputError(f"{self.name} does not support a linear layer after its features: use a network of timm")
         self.model.reset_classifier(len(bias))
         layer = self.model.get_classifier()
         if not isinstance(layer, nn.Linear) or layer.in_features != width:
             self.model.reset_classifier(0)
             raise InputError(
-                f"{self.name} has no place for a layer behind its features, because its classifier has other layers or "
+                f"{self.name} does not support a linear layer after its features: its classifier has other layers or "
                 "several heads: use another network, such as a vision transformer, ResNet, ConvNeXt or EfficientNet"
             )
         layer.to(like).requires_grad_(False)
@@ -262,7 +262,7 @@ class Backbone(nn.Module):
         self.arguments["num_classes"] = self.embed_dim = len(bias)
 
     def remove_readout(self) -> None:
-        """Remove the layer behind the features, so that tokens are (B, N, D) again; a no-op without one."""
+        """Remove the layer after the features, so that tokens are (B, N, D) again; no-op without one."""
         if self.readout is not None:
             self.embed_dim = self.readout.in_features
             self.model.reset_classifier(0)
@@ -270,20 +270,20 @@ class Backbone(nn.Module):
 
     @property
     def readout(self) -> nn.Linear | None:
-        """The linear layer behind the features (`set_readout`); None without one."""
+        """Linear layer after the features (`set_readout`), or None."""
         return self.model.get_classifier() if self.arguments.get("num_classes") else None
 
     def set_checkpointing(self, mode: Checkpointing) -> None:
-        """Trade time for memory: what each block computes for the backward pass is computed again there.
+        """Set activation checkpointing: save memory by recomputing blocks in the backward pass.
 
-        Results and gradients stay the same, drop path included. Passes without gradients are not touched.
+        Results and gradients stay the same, including drop path. Passes without gradients are not affected.
 
         Args:
-            mode: `none`; `selective` keeps what matrix products and attention gave and computes the cheap rest
-                again; `blocks` keeps each block's input only and computes all of it again, a third more work.
+            mode: `none`; `selective` saves the outputs of matrix products and attention and recomputes the rest, which
+                is cheap; `blocks` saves only each block's input and recomputes the whole block, a third more work.
 
         Raises:
-            ValueError: a network without transformer blocks.
+            ValueError: the network has no transformer blocks.
         """
         if mode != "none" and not self._is_transformer:
             raise InputError(
@@ -295,10 +295,10 @@ class Backbone(nn.Module):
         self.checkpointing = mode
 
     def fingerprint(self) -> str:
-        """A name for the features: the same for the same network, weights and normalisation, on any device.
+        """Return a hash of the features: equal for equal network, weights and normalisation, on any device.
 
-        SHA-256, in hexadecimal, over timm's name and arguments, image size, normalisation, numerics and every tensor
-        that `encode` reads (name, dtype, shape, bytes). Drop path and where the weights came from have no part in it.
+        SHA-256, in hexadecimal, of timm's name and arguments, image size, normalisation, numerics and every tensor
+        that `encode` reads (name, dtype, shape, bytes). Drop path and the origin of the weights are ignored.
 
         Example:
             >>> from cribo.models import build_backbone
@@ -325,19 +325,19 @@ class Backbone(nn.Module):
         normalised_layers: NormalisedLayers = "all",
         drop_path_noise: Float[Tensor, "b sites"] | None = None,
     ) -> Features:
-        """Turn normalised images into one global token and a grid of tokens each.
+        """Encode normalised images as a global token and a grid of tokens each.
 
         Args:
             images: (B, 3, H, W) of any float type, normalised with `mean` and `std`; H and W multiples of `patch_size`.
-            layers: how many of the last blocks give tokens, concatenated along the channels, the last block last. The
+            layers: number of last blocks whose tokens are concatenated along the channels, the last block last. The
                 global token is always the last block's.
-            normalised_layers: which of these layers pass the final norm: `all`, or only the `last`.
-            drop_path_noise: (B, num_drop_path_sites) uniform numbers in [0, 1). Where a number is below its
-                site's rate, that residual branch is dropped for that sample; the others are divided by the
-                probability of being kept. None: nothing is dropped, in training mode too.
+            normalised_layers: apply the final norm to `all` of these layers, or only to the `last`.
+            drop_path_noise: (B, num_drop_path_sites) uniform numbers in [0, 1). A residual branch is dropped for a
+                sample if its number is below the site's rate; kept branches are divided by the probability of being
+                kept. If None, nothing is dropped, even in training mode.
 
         Raises:
-            ValueError: an image size that does not fit, or `layers` out of range.
+            ValueError: the image size is not supported, or `layers` is out of range.
 
         Example:
             >>> from cribo.models import build_backbone
@@ -361,7 +361,7 @@ class Backbone(nn.Module):
             self._noise.value = None
 
     def check_layers(self, layers: int) -> None:
-        """Check that `encode` can give the tokens of so many blocks.
+        """Check that `encode` can return the tokens of this many blocks.
 
         Raises:
             ValueError: it cannot.
@@ -369,18 +369,18 @@ class Backbone(nn.Module):
         if not 1 <= layers <= self.depth:
             if not self._is_transformer:
                 raise InputError(
-                    f"{self.name} gives one feature map, so layers must be 1, got {layers}: only the blocks "
+                    f"{self.name} returns one feature map, so layers must be 1, got {layers}: only the blocks "
                     "of a vision transformer share one grid"
                 )
             raise InputError(f"layers must be 1 to {self.depth}, the blocks of {self.name}, got {layers}")
         if layers > 1 and self.readout is not None:
             raise InputError(
-                f"layers must be 1, got {layers}: {self.name} has a linear layer behind its features, which reads the "
-                "last block alone"
+                f"layers must be 1, got {layers}: {self.name} has a linear layer after its features, which reads the "
+                "last block only"
             )
 
     def encode_blank(self) -> Features:
-        """The features of one small black image, with gradients, in evaluation mode."""
+        """Return the features of one small black image, with gradients, in evaluation mode."""
         size = self.image_size
         if self.takes_any_size:
             size = self.patch_size * (1 if self._is_transformer else 2)
@@ -395,26 +395,26 @@ class Backbone(nn.Module):
         *,
         drop_path_noise: Float[Tensor, "b sites"] | None = None,
     ) -> Features:
-        """The same as `encode`, for wrappers that call modules (DistributedDataParallel, compile)."""
+        """Same as `encode`, for wrappers that call modules (DistributedDataParallel, compile)."""
         return self.encode(images, layers, drop_path_noise=drop_path_noise)
 
     def compile(self, mode: CompileMode = "default", **kwargs: Any) -> None:
-        """Compile what calling the backbone does, in place; `encode` stays as it is, for images of any size.
+        """Compile calls of the backbone, in place; `encode` is not compiled, for images of any size.
 
-        Names in state dicts do not change, copies are not compiled. Images of a second size are compiled once more,
+        Names in state dicts do not change, and copies are not compiled. A second image size recompiles the backbone,
         then for any size.
 
         Args:
-            mode: of `torch.compile`. `reduce-overhead` and `max-autotune` replay CUDA graphs: the features of a
-                pass without gradients are copied out of a graph's memory, which its next replay overwrites; those
-                with gradients are read by their backward pass first.
+            mode: mode of `torch.compile`. `reduce-overhead` and `max-autotune` replay CUDA graphs: features computed
+                without gradients are copied from the graph's memory, which the next replay overwrites; those with
+                gradients are read by their backward pass before that.
             **kwargs: further arguments of `torch.compile`.
         """
         self._replays = mode in CUDA_GRAPH_MODES
         super().compile(mode=mode, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Features:
-        """`forward`, compiled if `compile` was called."""
+        """Call `forward`, compiled if `compile` was called."""
         features: Features = super().__call__(*args, **kwargs)
         if self._replays and not torch.is_grad_enabled():
             return Features(features.global_token.clone(), features.tokens.clone(), features.grid)
@@ -446,9 +446,9 @@ class Backbone(nn.Module):
         grid: tuple[int, int],
         normalised_layers: NormalisedLayers = "all",
     ) -> Features:
-        """Features of the patches and the prefix that blocks give, after the norm of the model."""
+        """Return features from the blocks' patch and prefix tokens, after the model's norm."""
         model = self.model
-        # Networks made for average pooling keep their final norm behind the pooling, in `fc_norm`.
+        # Networks with average pooling have their final norm after the pooling, in `fc_norm`.
         late_norm = model.fc_norm if isinstance(model.norm, nn.Identity) else nn.Identity()
         patches, prefix = blocks[-1]
         earlier_norm = late_norm if normalised_layers == "all" else nn.Identity()
@@ -462,19 +462,20 @@ class Backbone(nn.Module):
         return Features(global_token, tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=-1), grid)
 
     def encode_trunk(self, images: Float[Tensor, "b 3 h w"], blocks: int) -> "Trunk":
-        """What the first blocks of a vision transformer give, for `encode_rest` of any network that shares them.
+        """Run the first blocks of a vision transformer, for `encode_rest` of any network that shares them.
 
         Args:
             images: as for `encode`.
-            blocks: how many, from 0 to `depth`; no branch of theirs is dropped.
+            blocks: number of blocks, from 0 to `depth`; they drop no branches.
 
         Raises:
-            ValueError: a network that is not timm's VisionTransformer, more blocks than it has, or a wrong image size.
+            ValueError: the network is not timm's VisionTransformer, `blocks` is out of range, or the image size is not
+                supported.
         """
         model = self.model
         if not isinstance(model, VisionTransformer):
             raise InputError(
-                f"{self.name} cannot be run in two parts: use a vision transformer (timm's VisionTransformer)"
+                f"{self.name} cannot be split after a block: use a vision transformer (timm's VisionTransformer)"
             )
         if not 0 <= blocks <= self.depth:
             raise InputError(f"blocks must be 0 to {self.depth}, the blocks of {self.name}, got {blocks}")
@@ -485,7 +486,7 @@ class Backbone(nn.Module):
         return Trunk(model.blocks[:blocks](tokens), grid, blocks)
 
     def encode_rest(self, trunk: "Trunk", *, drop_path_noise: Float[Tensor, "b sites"] | None = None) -> Features:
-        """The features of `encode`, from what the first blocks gave."""
+        """Return the features of `encode` from the output of the first blocks."""
         model = self.model
         self._noise.value = drop_path_noise
         try:
@@ -502,7 +503,7 @@ class Backbone(nn.Module):
         return Features(self.readout(features.global_token), self.readout(features.tokens), features.grid)
 
     def _encode_sequence(self, images: Tensor) -> Features:
-        """XCiT: [CLS] joins the patches in the last blocks only, so that blocks before these give no features."""
+        """Encode with XCiT: [CLS] joins the patches only in the last blocks, so earlier blocks return no features."""
         tokens = self.model.forward_features(images)
         grid = (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
         return Features(tokens[:, 0], tokens[:, 1:], grid)
@@ -512,7 +513,7 @@ class Backbone(nn.Module):
         if getattr(self.model, "output_fmt", "NCHW") == "NHWC":
             feature_map = feature_map.permute(0, 3, 1, 2)
         global_token = feature_map.mean(dim=(2, 3))
-        # The last norm of ConvNeXt is in its head: each place gets what the mean gets.
+        # ConvNeXt applies its last norm in the head, to the mean; here it is also applied to each token.
         head: Any = getattr(self.model, "head", None)
         if isinstance(self.model, ConvNeXt) and hasattr(head, "norm"):
             norm = head.norm
@@ -527,7 +528,7 @@ class Backbone(nn.Module):
         _check_divisible((height, width), self.patch_size)
         if not self.takes_any_size and (height, width) != (self.image_size, self.image_size):
             raise InputError(
-                f"{self.name} was built for {self.image_size}x{self.image_size} images and takes no other, "
+                f"{self.name} was built for {self.image_size}x{self.image_size} images and accepts no other size, "
                 f"got {height}x{width}: build it with that image_size, or choose a vision transformer or a "
                 "convolutional network"
             )
@@ -538,13 +539,13 @@ class Backbone(nn.Module):
                 f"drop_path_noise must be (B, num_drop_path_sites) = {expected}, got {tuple(drop_path_noise.shape)}"
             )
         if drop_path_noise is not None and getattr(self.model, "grad_checkpointing", False):
-            # A block that is computed again in the backward pass would find the noise gone.
+            # When a block is recomputed in the backward pass, the noise is no longer available.
             raise InputError(
-                "drop path noise and timm's gradient checkpointing exclude each other: use set_checkpointing"
+                "drop path noise cannot be combined with timm's gradient checkpointing: use set_checkpointing"
             )
 
     def _probe(self) -> tuple[int, frozenset[str]]:
-        """Find D, and the parameters that the features do not depend on."""
+        """Return D, and the parameters that do not affect the features."""
         features = self.encode_blank()
         used = {id(leaf) for leaf in _leaves(features.global_token) | _leaves(features.tokens)}
         unused = (name for name, parameter in self.model.named_parameters() if id(parameter) not in used)
@@ -552,12 +553,12 @@ class Backbone(nn.Module):
 
 
 def _has_argument(model: nn.Module, argument: str) -> bool:
-    """Whether a network has an argument of its own; Swin, until timm 1.0.26 at least, takes any and ignores it."""
+    """Whether a network declares an argument; Swin, at least until timm 1.0.26, accepts and ignores any."""
     return any(argument in inspect.signature(kind.__init__).parameters for kind in type(model).__mro__)
 
 
 def replace_drop_path(model: nn.Module, noise: DropPathNoise) -> tuple[float, ...]:
-    """Put a `KeyedDropPath` in the place of each of timm's drop paths, and return their rates, by site."""
+    """Replace each of timm's drop paths by a `KeyedDropPath`, and return their rates by site."""
     rates: list[float] = []
     for parent in list(model.modules()):
         for child_name, child in list(parent.named_children()):
@@ -569,10 +570,10 @@ def replace_drop_path(model: nn.Module, noise: DropPathNoise) -> tuple[float, ..
 
 
 def drop_feed_forward_only(network: Any) -> None:
-    """Limit the drop path of transformer blocks to their feed-forward branch: attention branches get a rate of 0.
+    """Restrict the drop path of transformer blocks to their feed-forward branch: attention branches get a rate of 0.
 
     Args:
-        network: a `Backbone`, or another module with blocks of timm and `drop_path_rates`; changed in place.
+        network: a `Backbone`, or another module with timm's blocks and `drop_path_rates`; changed in place.
     """
     rates = list(network.drop_path_rates)
     for block in network.modules():
@@ -593,22 +594,22 @@ def _transformer_patch_size(model: Any, name: str) -> int:
 # A multiple of every network's output stride.
 _PROBE_SIZE = 128
 _SUPPORTED = (
-    ": supported are vision transformers (timm's VisionTransformer and Eva families) and networks whose "
-    "forward_features gives a feature map (ResNet, ConvNeXt, Swin, ...)"
+    ": use a vision transformer (timm's VisionTransformer and Eva families) or a network whose "
+    "forward_features returns a feature map (ResNet, ConvNeXt, Swin, ...)"
 )
 
 
 def _map_stride(model: Any, name: str, size: int) -> int:
-    """Pixels per place of the feature map, measured: timm's own figures forget stages that were left out."""
+    """Measure the pixels per position of the feature map: timm's own values ignore removed stages."""
     with evaluation_mode(model), torch.no_grad():
         output = model.forward_features(torch.zeros(1, 3, size, size))
     if not isinstance(output, Tensor) or output.ndim != 4:
         kind = f"a {output.ndim}-dimensional tensor" if isinstance(output, Tensor) else type(output).__name__
-        raise InputError(f"{name} gives {kind} and no feature map{_SUPPORTED}")
+        raise InputError(f"{name} returns {kind} instead of a feature map{_SUPPORTED}")
     is_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
     height, width = output.shape[1:3] if is_last else output.shape[2:4]
     if height != width or size % height:
-        raise InputError(f"{name} gives a {height}x{width} map of a {size}-pixel image, no regular grid{_SUPPORTED}")
+        raise InputError(f"{name} returns a {height}x{width} map of a {size}-pixel image, no regular grid{_SUPPORTED}")
     return size // height
 
 
@@ -621,7 +622,7 @@ def _check_divisible(sizes: Sequence[int], patch_size: int) -> None:
 
 
 def _leaves(output: Tensor) -> set[Tensor]:
-    """The parameters on which `output` depends, read off the graph without running it."""
+    """Return the parameters on which `output` depends, from the graph, without a backward pass."""
     leaves: set[Tensor] = set()
     pending: list[Any] = [output.grad_fn]
     seen: set[Any] = set()

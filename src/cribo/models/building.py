@@ -1,4 +1,4 @@
-"""Backbones by their name."""
+"""Build backbones by name."""
 
 import difflib
 import re
@@ -32,22 +32,20 @@ def build_backbone(
     """Build a backbone by its timm name.
 
     Args:
-        name: such as `vit_small_patch16_224`, `vit_base_patch14_reg4_dinov2`, `resnet50`, `convnext_tiny`; or the
-            import path of a function or class of your own, called with `args`, whose module's
-            `forward_features(images)` gives a feature map (B, D, h, w).
+        name: timm name, such as `vit_small_patch16_224`, `vit_base_patch14_reg4_dinov2`, `resnet50`, `convnext_tiny`;
+            or the import path of a custom function or class, called with `args`, that returns a module whose
+            `forward_features(images)` is a feature map (B, D, h, w).
         args: arguments of timm's constructor (`depth`, `embed_dim`, `num_heads`, `output_stride`, ...).
-        pretrained: weights to start from: a file, `"timm"`, or a timm name with its tag (`load_pretrained`).
-            None: random weights, [CLS] and position embedding from a truncated normal of 0.02, the rest as
-            in timm.
-        image_size: pixels; the size for which the position embedding is stored (for others, interpolated).
-        drop_path: rate of the last residual branch; rates rise linearly with depth, from 0.
-        seed: the random weights depend on nothing else.
-        initialise: False leaves all tensors without values, for callers that read weights next: most of the time that
-            a large network takes to build goes into random numbers.
+        pretrained: initial weights: a file, `"timm"`, or a timm name with its tag (`load_pretrained`). If None, weights
+            are random: [CLS] and position embedding from a truncated normal of 0.02, the rest as in timm.
+        image_size: size in pixels for which the position embedding is stored; it is interpolated for others.
+        drop_path: rate of the last residual branch; rates increase linearly with depth, from 0.
+        seed: seed of the random weights, which depend on nothing else.
+        initialise: if False, tensors are uninitialised, for callers that load weights next: building a large network
+            spends most of its time on random numbers.
 
     Raises:
-        ValueError: an unknown name or argument, a network without dense features, a size or rate that does
-            not fit.
+        ValueError: unknown name or argument, a network without dense features, or an unsupported size or rate.
 
     Example:
         >>> small = {"depth": 6, "embed_dim": 192, "num_heads": 3}
@@ -65,25 +63,25 @@ def build_backbone(
     if not initialise and (backbone := _build_empty(name, args, image_size, drop_path)) is not None:
         return backbone
     with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed, which would reseed the GPU's generators as well.
+        # Not torch.manual_seed, which would also reseed the GPU's generators.
         torch.default_generator.manual_seed(seed)
         model, arguments = _create(name, args, image_size, drop_path)
         _initialise_embeddings(model)
         backbone = Backbone(model, name, arguments, image_size)
     if pretrained is not None:
-        from cribo.models.weights import load_pretrained  # which builds backbones too
+        from cribo.models.weights import load_pretrained  # circular: it builds backbones, too
 
         load_pretrained(backbone, pretrained)
     return backbone
 
 
 def first_blocks(backbone: Backbone, count: int) -> Backbone:
-    """The same network without its last blocks: its final norm follows block `count`.
+    """Return the same network without its last blocks: the final norm follows block `count`.
 
-    It has neither drop path nor a layer behind its features, which would be for those of the last block.
+    It has no drop path, and no layer after its features, which would expect those of the last block.
 
     Raises:
-        ValueError: a network without transformer blocks or with fewer, or with parameters that all blocks share.
+        ValueError: the network has no or fewer transformer blocks, or parameters shared by all blocks.
     """
     if not isinstance(backbone.model, VisionTransformer | Eva | Beit):
         raise InputError(
@@ -103,12 +101,12 @@ def first_blocks(backbone: Backbone, count: int) -> Backbone:
 
 
 def with_stride(backbone: Backbone, stride: int) -> Backbone:
-    """The same convolutional network with another output stride: later stages are dilated in place of downsampled.
+    """Return the same convolutional network with another output stride: later stages are dilated, not downsampled.
 
-    It has neither drop path nor a layer behind its features.
+    It has no drop path, and no layer after its features.
 
     Raises:
-        ValueError: a network without this choice, or a stride that it cannot have.
+        ValueError: the network does not support this stride.
     """
     try:
         dilated = _build_again(backbone, {"output_stride": stride})
@@ -143,7 +141,7 @@ def untrained(backbone: Backbone, *, seed: int = 0, drop_path: float = 0.0) -> B
 
 
 def _build_again(backbone: Backbone, changes: Mapping[str, Any]) -> Backbone:
-    """The same network with some arguments changed, without weights."""
+    """Build the same network with some arguments changed, without weights."""
     again = build_backbone(
         backbone.name, args={**backbone.args, **changes}, image_size=backbone.image_size, initialise=False
     )
@@ -154,12 +152,12 @@ def _build_again(backbone: Backbone, changes: Mapping[str, Any]) -> Backbone:
 
 
 class _SkipInPlace(TorchFunctionMode):
-    """Skip in-place operations on meta tensors: they have no values to change, and would still take seconds."""
+    """Skip in-place operations on meta tensors, which would take seconds without any effect."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         changes_values = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-        target = args[0] if args else (kwargs or {}).get("tensor")  # torch.nn.init passes it by name
+        target = args[0] if args else (kwargs or {}).get("tensor")  # torch.nn.init passes it as a keyword
         if changes_values and isinstance(target, Tensor) and target.is_meta:
             return target
         return func(*args, **(kwargs or {}))
@@ -178,19 +176,18 @@ def _build_empty(name: str, args: Mapping[str, Any], image_size: int, drop_path:
     for module in computed:
         module.init_non_persistent_buffers()
     backbone = Backbone(model, name, arguments, image_size)
-    for key, value in model.state_dict().items():  # what weights may lack
+    for key, value in model.state_dict().items():  # buffers that weights may lack
         if key in backbone.unused_parameters or key.endswith("num_batches_tracked"):
             value.zero_()
     return backbone
 
 
 def _create(name: str, args: Mapping[str, Any], image_size: int, drop_path: float) -> tuple[nn.Module, dict[str, Any]]:
-    """Build the network; the second value is what builds it again, without drop path."""
+    """Build the network; also return the arguments that build it again, without drop path."""
     if is_import_path(name):
         return _create_own(name, args, drop_path), dict(args)
     rate: dict[str, Any] = {"drop_path_rate": drop_path} if drop_path > 0 else {}
-    # Which of the three a network takes is known only by trying; one that does not take an argument says so
-    # at once.
+    # Networks accept one of the three, which can only be found by trying; failure is immediate.
     for size_args in ({"img_size": image_size, "dynamic_img_size": True}, {"img_size": image_size}, {}):
         try:
             arguments: dict[str, Any] = {**args, **size_args, "num_classes": 0}
@@ -215,7 +212,7 @@ def _create_own(name: str, args: Mapping[str, Any], drop_path: float) -> nn.Modu
         raise InputError(f"{name} cannot be called with {dict(args)}: {error}") from error
     if not (isinstance(model, nn.Module) and hasattr(model, "forward_features")):
         raise InputError(
-            f"{name} must give a module whose forward_features(images) is a feature map (B, D, h, w), got "
+            f"{name} must return a module whose forward_features(images) is a feature map (B, D, h, w), got "
             f"{type(model).__name__}"
         )
     if drop_path > 0 and not any(isinstance(part, DropPath) for part in model.modules()):
@@ -231,7 +228,7 @@ def _initialise_embeddings(model: nn.Module) -> None:
 
 
 def is_import_path(name: str) -> bool:
-    """Whether a name is that of a network of the user's own, such as my_package.my_network.
+    """Whether a name is the import path of a custom network, such as my_package.my_network.
 
     Example:
         >>> is_import_path("my_package.my_network"), is_import_path("vit_small_patch16_224.dino")
@@ -241,7 +238,7 @@ def is_import_path(name: str) -> bool:
 
 
 def nearest_names(name: str) -> str:
-    """The timm names most like `name`, as the end of an error message."""
+    """Return the timm names most similar to `name`, as the end of an error message."""
     near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
     return f": did you mean {', '.join(near)}?" if near else ": timm.list_models() lists them"
 
@@ -263,5 +260,5 @@ def _check_args(name: str, args: Mapping[str, Any]) -> None:
         if key.endswith("drop_rate") and value:
             raise InputError(
                 f"the argument {key!r} of {name} must be 0, got {value}: dropout draws from the global "
-                "generator, so that a run could not be repeated; use drop_path"
+                "generator, so runs would not be reproducible; use drop_path"
             )

@@ -1,4 +1,4 @@
-"""Activation checkpointing of transformer blocks: some things are computed twice, and need no memory in between."""
+"""Activation checkpointing of transformer blocks: recompute activations in the backward pass to save memory."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import (
 
 from cribo.models.modes import Checkpointing
 
-# What `selective` keeps: products and attention, which take nearly all of a block's time. One list for all devices.
+# Operators whose outputs `selective` saves: products and attention, which take most of a block's time, on any device.
 _KEPT = {
     "aten": (
         "mm",
@@ -32,38 +32,38 @@ _KEPT = {
 
 
 class Noise(Protocol):
-    """Where the drop path sites of a network find their numbers."""
+    """Holder of the random numbers of a network's drop path sites."""
 
     value: Tensor | None
 
 
 class CheckpointedForward:
-    """The forward of one block, whose activations are computed again in the backward pass.
+    """Forward method of a block that recomputes its activations in the backward pass.
 
-    An attribute of the block in place of the method, so that neither names nor the block's type change, and copies
-    of the block compute with their own parameters.
+    Stored as an attribute of the block that shadows the method, so that neither names nor the block's type change, and
+    copies of the block use their own parameters.
 
     Args:
-        block: whose forward this is.
-        mode: `blocks` keeps the block's input only; `selective` what its products and its attention gave, too.
-        noise: of drop path. It is gone when the backward pass comes, so that the block takes it along.
+        block: the block.
+        mode: `blocks` saves only the block's input; `selective` also the outputs of its products and attention.
+        noise: drop path noise. It is reset before the backward pass, so each call saves it.
     """
 
     def __init__(self, block: nn.Module, mode: Checkpointing, noise: Noise) -> None:
         self.block = block
         self.noise = noise
-        # torch.compile does not take PyTorch's own default for it.
+        # torch.compile does not accept PyTorch's default of context_fn.
         self.contexts: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The block's output. Without gradients there is nothing to keep, and nothing to do."""
+        """Return the block's output. Without gradients, this is the plain forward pass."""
         forward: Callable[..., Tensor] = type(self.block).forward
         if not torch.is_grad_enabled():
             return forward(self.block, x, *args, **kwargs)
         noise = self.noise.value
 
         def run(x: Tensor) -> Tensor:
-            # A compiled graph holds the noise anyway, and may change nothing outside itself.
+            # A compiled graph captures the noise, and must not have side effects.
             if torch.compiler.is_compiling():
                 return forward(self.block, x, *args, **kwargs)
             before, self.noise.value = self.noise.value, noise
@@ -76,7 +76,7 @@ class CheckpointedForward:
             run,
             x,
             use_reentrant=False,
-            preserve_rng_state=False,  # blocks draw no random numbers: build_backbone refuses dropout
+            preserve_rng_state=False,  # blocks draw no random numbers: build_backbone rejects dropout
             **self.contexts,
         )
         assert isinstance(out, Tensor)
@@ -84,7 +84,7 @@ class CheckpointedForward:
 
 
 def set_checkpointing(blocks: nn.Module, mode: Checkpointing, noise: Noise) -> None:
-    """Give each of some blocks a `CheckpointedForward`, or its own forward back (`none`)."""
+    """Set a `CheckpointedForward` on each block, or restore its own forward (`none`)."""
     for block in blocks.children():
         block.__dict__.pop("forward", None)
         if mode != "none":

@@ -1,4 +1,4 @@
-"""Weights under the keys of another project: the inverse of how it is read, so that names are known once."""
+"""Write weights under the keys of another project by inverting the renaming used to read them."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -14,22 +14,22 @@ from cribo.models.formats.table import Naming
 def write_as(
     naming: Naming, state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], *, zero: Collection[str] = ()
 ) -> State:
-    """The tensors of a naming's own keys that are read as `state`.
+    """Return the tensors under a naming's own keys that are read as `state`.
 
-    What renaming does to rows (which key they come under, which are joined, in which order) is seen by renaming
-    tensors of numbers: each row of the result is the number of the row that it came from.
+    The effect of `rename` on rows (their key, concatenation and order) is found by renaming tensors of row numbers:
+    each row of the result contains the number of its source row.
 
     Args:
-        naming: whose `rename` is inverted.
-        state: tensors under timm's keys, as `rename` gives them.
-        shapes: of all tensors under its own keys.
-        zero: those whose first position `rename` adds to a token, which already holds the sum: it becomes zero.
+        naming: naming whose `rename` is inverted.
+        state: tensors under timm's keys, as returned by `rename`.
+        shapes: shapes of all tensors under the naming's own keys.
+        zero: keys whose first position `rename` adds to a token that already contains the sum; set to zero.
 
     Returns:
-        a tensor for each key of `shapes`, of zeros where `rename` does not look.
+        A tensor for each key of `shapes`; zeros where `rename` does not read.
 
     Raises:
-        ValueError: the two do not have the same tensors, so that a network of these shapes cannot hold the state.
+        ValueError: a network of these shapes does not have the tensors of the state.
     """
     numbered: State = {}
     starts: list[int] = []
@@ -62,13 +62,13 @@ def write_as(
             target = own[keys[owner]]
             if target.numel() != rows.shape[1] * math.prod(_rows(target.shape)):
                 raise InputError(
-                    f"no network of {naming.name} has these weights: {keys[owner]} is {tuple(target.shape)}, for "
-                    f"rows of {rows.shape[1]}"
+                    f"no network of {naming.name} has these weights: {keys[owner]} is {tuple(target.shape)}, but "
+                    f"rows have {rows.shape[1]} values"
                 )
             target.view(-1, rows.shape[1])[flat[mine] - starts[owner]] = rows[mine]
     return own
 
 
 def _rows(shape: torch.Size) -> tuple[int, ...]:
-    """Numbers are for whole rows: renaming never takes one apart."""
+    """Return the shape of row numbers: renaming never splits a row."""
     return (*shape[:-1], 1) if len(shape) > 1 else tuple(shape)

@@ -1,7 +1,7 @@
-"""Linear layers that multiply float32 by oneDNN on AMD processors, with the same parameters and results.
+"""Linear layers that use oneDNN for float32 products on AMD processors, with the same parameters and results.
 
-PyTorch multiplies float32 by MKL. With it a ViT-S takes 1.7 to 1.9 times as long as with oneDNN on an AMD EPYC, and 0.8
-times as long on an Intel Xeon (benchmarks/RESULTS.md, "Processors").
+PyTorch uses MKL for float32 products. With MKL, a ViT-S takes 1.7 to 1.9 times as long as with oneDNN on an AMD EPYC,
+and 0.8 times as long on an Intel Xeon (benchmarks/RESULTS.md, "Processors").
 """
 
 import platform
@@ -17,27 +17,27 @@ from torch.autograd.function import FunctionCtx
 
 Module = TypeVar("Module", bound=nn.Module)
 
-# The operator that PyTorch's compiler calls for a linear layer on x86.
+# The operator that PyTorch's compiler emits for a linear layer on x86.
 _ONEDNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
-# Multiplications, and rows, below which the call through Python costs more than the library saves.
+# Below this number of multiplications or rows, the call from Python costs more than oneDNN saves.
 _FEWEST, _FEWEST_ROWS = 2**21, 8
 
 
 @cache
 def has_amd_processor() -> bool:
-    """Whether the processor is made by AMD."""
+    """Whether the processor is from AMD."""
     cpuinfo = Path("/proc/cpuinfo")
     return "AuthenticAMD" in (cpuinfo.read_text() if cpuinfo.is_file() else platform.processor())
 
 
 def use_onednn(module: Module) -> Module:
-    """Make every `nn.Linear` inside a module a `Linear`, in place, on AMD processors; elsewhere a no-op.
+    """Replace every `nn.Linear` inside a module by `Linear`, in place, on AMD processors; otherwise a no-op.
 
-    Parameters, their names, state dicts and copies do not change, nor do results beyond rounding. Subclasses of
-    `nn.Linear` are left alone.
+    Parameters, their names, state dicts and copies do not change, and results only by rounding. Subclasses of
+    `nn.Linear` are not replaced.
 
     Returns:
-        the module itself.
+        The module itself.
 
     Example:
         >>> mlp = use_onednn(nn.Sequential(nn.Linear(64, 256), nn.GELU()))
@@ -52,7 +52,7 @@ def use_onednn(module: Module) -> Module:
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, computed by `linear`; `use_onednn` makes them."""
+    """`nn.Linear` computed by `linear`; created by `use_onednn`."""
 
     def forward(self, input: Float[Tensor, "*rows k"]) -> Float[Tensor, "*rows n"]:  # noqa: A002 (PyTorch's name)
         """Multiply by the weight and add the bias."""
@@ -62,7 +62,7 @@ class Linear(nn.Linear):
 def linear(
     x: Float[Tensor, "*rows k"], weight: Float[Tensor, "n k"], bias: Float[Tensor, " n"] | None = None
 ) -> Float[Tensor, "*rows n"]:
-    """`F.linear`, by oneDNN forward and backward for large float32 products on AMD processors.
+    """`F.linear`, with oneDNN in forward and backward pass for large float32 products on AMD processors.
 
     Other processors, types and devices, autocast, torch.compile and small products use PyTorch's own function.
     Differentiable any number of times.
@@ -115,7 +115,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
         needed = ctx.needs_input_grad  # pyright: ignore[reportAttributeAccessIssue]
-        out = gradients[0].contiguous()  # the gradient of a sum is one number, expanded
+        out = gradients[0].contiguous()  # the gradient of a sum is an expanded scalar
         return (
             _multiply(out, weight.t()) if needed[0] else None,
             _multiply(out.t(), x.t()) if needed[1] else None,

@@ -1,7 +1,7 @@
-"""LoRA (Hu et al. 2021): trains a low-rank addition to the weights of a backbone's linear layers, by peft.
+"""LoRA (Hu et al. 2021): train low-rank additions to the weights of a backbone's linear layers, with peft.
 
-The student alone has adapters. Its teacher is a plain copy that follows the student's merged weights, so that a run
-scores and exports a plain network.
+Only the student has adapters. The teacher is a plain copy that follows the student's merged weights, so a run scores
+and exports a plain network.
 """
 
 import copy
@@ -23,22 +23,22 @@ _BLOCK_LINEAR = re.compile(r"(?:.*\.)?blocks\.(\d+)\.(?:attn|mlp)\..+")
 def add_adapters(backbone: Backbone, rank: int, *, first_block: int = 0, seed: int = 0) -> None:
     """Add adapters to the linear layers of a backbone's attention and MLPs, in place, and freeze everything else.
 
-    A layer W becomes W + B A; B starts at 0, so that features stay the same.
+    A layer W becomes W + B A; B is initially 0, so features do not change.
 
     Args:
-        backbone: of any family whose blocks have linear layers.
-        rank: rows of A; 1 to the width of the narrowest layer.
+        backbone: network of any family whose blocks have linear layers.
+        rank: number of rows of A; 1 to the width of the narrowest layer.
         first_block: blocks before this one get no adapters; only for networks with one sequence of blocks.
-        seed: of A, which is random.
+        seed: seed of A, which is random.
 
     Raises:
-        ValueError: a network without such layers, or a rank out of range.
+        ValueError: the network has no such layers, or the rank is out of range.
         ImportError: peft is not installed.
     """
     layers = _linear_layers(backbone, first_block)
     if not layers:
         raise InputError(
-            f"{backbone.name} has no linear layers in its blocks, which LoRA needs: train all of its weights, or use a "
+            f"LoRA requires linear layers, {backbone.name} has none in its blocks: train all of its weights, or use a "
             "vision transformer"
         )
     width = min(min(layer.in_features, layer.out_features) for layer in layers.values())
@@ -47,7 +47,7 @@ def add_adapters(backbone: Backbone, rank: int, *, first_block: int = 0, seed: i
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise MissingPackage(f"LoRA needs peft ({error}): pip install 'cribo-ssl[lora]'") from error
+        raise MissingPackage(f"LoRA requires peft ({error}): pip install 'cribo-ssl[lora]'") from error
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         config = LoraConfig(r=rank, lora_alpha=rank, target_modules="|".join(map(re.escape, layers)))
@@ -55,7 +55,7 @@ def add_adapters(backbone: Backbone, rank: int, *, first_block: int = 0, seed: i
 
 
 def plain_copy(module: Module) -> Module:
-    """A copy of a module whose adapters are merged into the weights of their layers."""
+    """Return a copy of a module with its adapters merged into the weights."""
     plain = copy.deepcopy(module)
     for name, layer in list(_adapted_layers(plain)):
         layer.merge()
@@ -64,7 +64,7 @@ def plain_copy(module: Module) -> Module:
 
 
 def merged_parameters(module: nn.Module) -> list[Tensor]:
-    """The parameters of `plain_copy(module)`, in the same order."""
+    """Return the parameters of `plain_copy(module)`, in the same order."""
     merged: dict[int, Tensor] = {}
     for _, layer in _adapted_layers(module):
         weight = layer.get_base_layer().weight
@@ -82,9 +82,9 @@ def _adapted_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _linear_layers(backbone: Backbone, first_block: int) -> dict[str, nn.Linear]:
-    """The linear layers of attention and MLPs from a block on, by name.
+    """Return the linear layers of attention and MLPs from a block on, by name.
 
-    Layers whose weight is read without calling them (the qkv of BEiT, which adds its bias in parts) are left out: an
+    Layers whose weight is read without calling them (the qkv of BEiT, which adds its bias in parts) are excluded: an
     adapter would have no effect.
     """
     called: set[str] = set()

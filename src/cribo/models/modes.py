@@ -1,12 +1,12 @@
-"""What a backbone can be told about how it computes, named apart so that a configuration need not wait for timm."""
+"""Types of a backbone's options; does not import timm, so that a configuration loads fast."""
 
 from typing import Literal
 
 Checkpointing = Literal["none", "selective", "blocks"]
 
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-# The modes of torch.compile that record CUDA graphs.
+# Modes of torch.compile that record CUDA graphs.
 CUDA_GRAPH_MODES: tuple[CompileMode, ...] = ("reduce-overhead", "max-autotune")
 
 NormalisedLayers = Literal["all", "last"]
-"""Which of several concatenated layers pass the final norm of a backbone."""
+"""Concatenated layers to which the final norm of a backbone is applied."""

@@ -1,4 +1,4 @@
-"""Networks of other projects that timm does not have; `load_backbone` builds them where a file holds their weights."""
+"""Networks of other projects that timm does not have; `load_backbone` builds them for files of their weights."""
 
 from itertools import pairwise
 from typing import Any
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 
 def resnet_with_stem(name: str, stem_channels: int, **args: Any) -> nn.Module:
-    """A ResNet of timm with another number of channels in its stem, as the wide ResNets of SwAV (RN50w2) have.
+    """Build a timm ResNet with another number of channels in its stem, such as the wide ResNets of SwAV (RN50w2).
 
     Args:
         name: timm's name of the ResNet without the stem.
-        stem_channels: of the first convolution; 64 in timm.
-        **args: of timm's constructor.
+        stem_channels: channels of the first convolution; 64 in timm.
+        **args: arguments of timm's constructor.
 
     Source: github.com/facebookresearch/swav, `src/resnet50.py`.
     """
@@ -54,12 +54,12 @@ class ConvolutionalStem(nn.Module):
 
 
 def vit_with_convolutional_stem(name: str, size: int, **args: Any) -> nn.Module:
-    """A vision transformer of timm behind MoCo v3's convolutional stem (`vit_conv_small`, `vit_conv_base`).
+    """Build a timm vision transformer with MoCo v3's convolutional stem (`vit_conv_small`, `vit_conv_base`).
 
     Args:
-        name: timm's name of a vision transformer of patches of 16 pixels.
-        size: pixels; the size of its position embedding.
-        **args: of timm's constructor.
+        name: timm's name of a vision transformer with patches of 16 pixels.
+        size: size of the position embedding in pixels.
+        **args: arguments of timm's constructor.
     """
     options = {"img_size": size, "dynamic_img_size": True, "num_classes": 0, "embed_layer": ConvolutionalStem}
     return timm.create_model(name, **{**args, **options})
@@ -68,14 +68,14 @@ def vit_with_convolutional_stem(name: str, size: int, **args: Any) -> nn.Module:
 class Capi(nn.Module):
     """CAPI's encoder: registers, a learned rotary embedding of all tokens, no biases, and a last norm without weights.
 
-    Its predictor is left out, so that the global token is the mean of the patch tokens.
+    The predictor is not included; the global token is the mean of the patch tokens.
 
     Args:
-        dim: D.
-        depth: blocks.
-        heads: attention heads.
-        patch_size: pixels.
-        registers: a multiple of 4; they lie along the edges of the image.
+        dim: D, channels of a token.
+        depth: number of blocks.
+        heads: number of attention heads.
+        patch_size: side of a patch in pixels.
+        registers: number of registers, a multiple of 4; they are positioned along the edges of the image.
 
     Source: github.com/facebookresearch/capi, `model.py`.
     """
@@ -88,13 +88,13 @@ class Capi(nn.Module):
         self.encoder = nn.ModuleDict({"blocks": nn.ModuleList(_CapiBlock(dim, heads) for _ in range(depth))})
 
     def forward_features(self, images: Float[Tensor, "b 3 y x"]) -> Float[Tensor, "b d h w"]:
-        """The patch tokens as a map."""
+        """Return the patch tokens as a map."""
         patches = self.patch_embed(images)
         grid = patches.shape[2:]
         tokens = torch.cat([self.registers.expand(len(images), -1, -1), patches.flatten(2).mT], dim=1)
         down, across = (torch.linspace(0, 1, size, device=images.device, dtype=images.dtype) for size in grid)
         places = torch.cartesian_prod(down, across)
-        # A linspace of one place is 0: registers are scaled to the places that there are.
+        # A linspace of one position is 0, so registers are scaled to the range of the positions.
         edge = self._edge(places) * (places.amax(dim=0) - places.amin(dim=0)) + places.amin(dim=0)
         places = torch.cat([edge, places])
         for block in self.encoder["blocks"]:  # pyright: ignore[reportGeneralTypeIssues]
@@ -103,7 +103,7 @@ class Capi(nn.Module):
         return tokens[:, self.registers.shape[1] :].mT.unflatten(2, grid)
 
     def _edge(self, like: Tensor) -> Float[Tensor, "r 2"]:
-        """Places along the four edges of the unit square, one after the other."""
+        """Return positions along the four edges of the unit square, one edge after the other."""
         side = self.registers.shape[1] // 4
         along = torch.arange(side, device=like.device, dtype=like.dtype) / side
         zeros, ones = torch.zeros_like(along), torch.ones_like(along)
@@ -112,7 +112,7 @@ class Capi(nn.Module):
 
 
 class _CapiBlock(nn.Module):
-    """Attention and MLP, each behind a norm and added to what came before; named as in CAPI."""
+    """Residual block of attention and MLP, each after a norm; named as in CAPI."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Arithmetic in which networks of the same architecture differ from project to project."""
+"""Numerical details in which projects differ for the same architecture."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -17,22 +17,23 @@ from cribo.models.positions import RESIZINGS, RelativeResizing, Resizing, Window
 
 @dataclass(frozen=True)
 class Numerics:
-    """Arithmetic that weights expect and timm's constructor has no argument for (or none that JSON holds).
+    """Numerics that weights expect and that timm's constructor has no (JSON-serialisable) argument for.
 
     Attributes:
-        norm_eps: epsilon of every layer norm; None: the one that timm gives the network.
-        final_norm_eps: epsilon of the last layer norm, where it differs.
-        positions: how the position embedding is resized to images of another size.
-        rope_periods: of DINOv3's rotary embedding; None: computed. Released files hold them rounded to bfloat16.
-        rope_coordinates: how DINOv3's rotary embedding scales the places of patches: each side to [-1, 1]
-            (`separate`), or both by the longer (`max`) or the shorter (`min`) one.
-        dilate_entries: whether the first block of a ResNet's dilated stage is dilated as its others are (SlotCon,
-            PixPro); timm and torchvision dilate it as the stage before.
-        windows: how Swin pads and shifts its windows.
-        relative_positions: how the position biases of BEiT are resized.
+        norm_eps: epsilon of every layer norm; timm's by default.
+        final_norm_eps: epsilon of the last layer norm, if different.
+        positions: method of resizing the position embedding to other image sizes.
+        rope_periods: periods of DINOv3's rotary embedding; computed by default. Released files contain them rounded to
+            bfloat16.
+        rope_coordinates: scaling of patch coordinates in DINOv3's rotary embedding: each side to [-1, 1] (`separate`),
+            or both by the longer (`max`) or the shorter (`min`) one.
+        dilate_entries: whether the first block of a dilated ResNet stage has the dilation of the stage's other blocks
+            (SlotCon, PixPro) rather than that of the previous stage (timm, torchvision).
+        windows: padding and shifting of Swin's windows.
+        relative_positions: method of resizing BEiT's position biases.
 
     Raises:
-        ValueError: an unknown way to resize or to scale.
+        ValueError: unknown method of resizing or scaling.
     """
 
     norm_eps: float | None = None
@@ -55,18 +56,18 @@ _FINAL_NORMS = ("norm", "fc_norm", "head.norm")
 
 
 def norm_epsilons(model: nn.Module) -> dict[str, float]:
-    """Epsilon of each layer norm of a network, by its name."""
+    """Return the epsilon of each layer norm of a network, by name."""
     return {name: norm.eps for name, norm in model.named_modules() if isinstance(norm, nn.LayerNorm)}
 
 
 def apply_numerics(model: Any, numerics: Numerics, *, before: Numerics, own_epsilons: dict[str, float]) -> None:
-    """Have a network compute as its weights expect; position biases of BEiT aside.
+    """Set the numerics of a network, except for BEiT's position biases.
 
     Args:
         model: a network of timm, changed in place.
-        numerics: what its weights expect.
-        before: how it has computed so far.
-        own_epsilons: `norm_epsilons` of the network as timm built it.
+        numerics: the numerics to set.
+        before: the current numerics.
+        own_epsilons: `norm_epsilons` of the network as built by timm.
 
     Raises:
         ValueError: periods or coordinates for a network without DINOv3's rotary embedding, or of another length.
@@ -114,7 +115,7 @@ def _set_rope(model: Any, numerics: Numerics) -> None:
 
 
 def _set_entry_dilations(model: Any, *, as_others: bool) -> None:
-    """Dilate the first block of each stage as the stage's other blocks, or as the stage before."""
+    """Dilate the first block of each stage like the stage's other blocks, or like the previous stage."""
     dilation = 1
     for stage in (model.layer2, model.layer3, model.layer4):
         convolution = next(part for part in stage[0].modules() if getattr(part, "kernel_size", None) == (3, 3))

@@ -1,7 +1,7 @@
-"""Resizing of position embeddings, as each project implements it, to reproduce its features.
+"""Resizing of position embeddings as implemented by each project, to reproduce its features.
 
-At the size of training all of them leave the embedding as it is. At others they differ: resized from 14 x 14 to 32 x 32
-patches, MAE's embedding differs by 0.9 to 1.5 % between them, and from 14 x 14 to 7 x 7 by up to 3.8 %.
+At the training size, all methods return the embedding unchanged. At other sizes they differ: MAE's embedding differs by
+0.9 to 1.5 % between methods when resized from 14 x 14 to 32 x 32 patches, and by up to 3.8 % from 14 x 14 to 7 x 7.
 """
 
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ from cribo.errors import InputError, MissingPackage
 
 Resizing = Literal["timm", "bicubic", "bicubic_offset", "bilinear", "bilinear_antialiased", "bilinear_corners"]
 """`timm`: bicubic, antialiased (also DINOv2 with registers, open_clip). `bicubic`: without antialiasing (Hugging Face,
-MMSegmentation, MAE). `bicubic_offset`: the same by a scale factor of (h + 0.1) / H (DINO, iBOT, DINOv2).
-`bilinear`: Segmenter. `bilinear_antialiased`: JAX's `image.resize` (LOCA). `bilinear_corners`: corners stay corners, as
+MMSegmentation, MAE). `bicubic_offset`: the same with a scale factor of (h + 0.1) / H (DINO, iBOT, DINOv2).
+`bilinear`: Segmenter. `bilinear_antialiased`: JAX's `image.resize` (LOCA). `bilinear_corners`: with aligned corners, as
 SciPy's `zoom` of order 1 (the original ViT in JAX)."""
 
 Windows = Literal["timm", "original"]
-"""How Swin pads and shifts the windows of maps whose size is not the one it was built for: see `attend_in_windows`."""
+"""Padding and shifting of Swin's windows for maps of other sizes than it was built for: see `attend_in_windows`."""
 
 RelativeResizing = Literal["timm", "geometric_spline", "bilinear"]
-"""How a table of relative position biases is resized. `timm`: as timm's filter does, when weights are loaded.
-`geometric_spline`: also then, by a cubic spline over distances that grow geometrically (BEiT, SimMIM). `bilinear`: to
-the size of each image (Hugging Face)."""
+"""Method of resizing a table of relative position biases. `timm`: by timm's filter, when weights are loaded.
+`geometric_spline`: when weights are loaded, by a cubic spline over geometrically growing distances (BEiT, SimMIM).
+`bilinear`: to the size of each image (Hugging Face)."""
 
 RESIZINGS: tuple[Resizing, ...] = get_args(Resizing)
 
@@ -46,11 +46,11 @@ def resize_positions(
     As in the originals, a square image with the number of patches of the embedding is not resized.
 
     Args:
-        positions: (1, prefix_tokens + h * w, D), row by row.
-        old_grid: (h, w).
-        new_grid: (h', w').
+        positions: (1, prefix_tokens + h * w, D) position embedding, in row-major order.
+        old_grid: (h, w) of the embedding.
+        new_grid: (h', w') of the result.
         how: see `Resizing`.
-        prefix_tokens: positions of [CLS] and registers, which come first.
+        prefix_tokens: number of positions of [CLS] and registers, which come first.
     """
     (old_h, old_w), (new_h, new_w) = old_grid, new_grid
     if new_h * new_w == old_h * old_w and new_h == new_w:
@@ -82,13 +82,13 @@ def resize_relative_positions(
     """Resize BEiT's table of relative position biases, whose last three rows are those of [CLS].
 
     Args:
-        table: ((2h - 1) * (2w - 1) + 3, heads).
-        old_grid: (h, w).
-        new_grid: (h', w').
+        table: ((2h - 1) * (2w - 1) + 3, heads) biases.
+        old_grid: (h, w) of the table.
+        new_grid: (h', w') of the result.
         how: see `RelativeResizing`.
 
     Raises:
-        ImportError: the spline, and scipy is not installed.
+        ImportError: `how` is the spline and scipy is not installed.
     """
     if tuple(old_grid) == tuple(new_grid):
         return table
@@ -106,8 +106,8 @@ def _resize_by_spline(grid: Float[Tensor, "heads h w"], new_h: int, new_w: int) 
         from scipy.interpolate import RectBivariateSpline
     except ImportError as error:
         raise MissingPackage(
-            "BEiT's position biases are resized by a spline of scipy, which is not installed: pip install scipy, or "
-            "leave out image_size"
+            "resizing BEiT's position biases requires scipy, which is not installed: pip install scipy, or "
+            "remove image_size"
         ) from error
     old_h, old_w = grid.shape[1:]
     down, across = _geometric_distances(old_h, new_h), _geometric_distances(old_w, new_w)
@@ -117,7 +117,7 @@ def _resize_by_spline(grid: Float[Tensor, "heads h w"], new_h: int, new_w: int) 
 
 
 def _geometric_distances(old: int, new: int) -> list[float]:
-    """Distances of 0, 1, 1 + q, 1 + q + q**2 to both sides, with q such that the last one is that of the new table."""
+    """Return distances 0, 1, 1 + q, 1 + q + q**2, ... to both sides, with q such that the last is the new table's."""
     low, high, ratio = 1.01, 1.5, 0.0
     while high - low > 1e-6:
         ratio = (low + high) / 2
@@ -128,7 +128,7 @@ def _geometric_distances(old: int, new: int) -> list[float]:
 
 
 class RelativePositions:
-    """The position biases of a Beit network for images of any size, as Hugging Face computes them.
+    """Position biases of a Beit network for images of any size, computed as by Hugging Face.
 
     Args:
         model: timm's network, with relative positions and without absolute ones.
@@ -139,30 +139,30 @@ class RelativePositions:
         self.grid = self.built
 
     def bias(self, holder: Any) -> Float[Tensor, "heads n n"]:
-        """The bias of a timm module for the current grid."""
+        """Return the bias of a timm module for the current grid."""
         table = resize_relative_positions(holder.relative_position_bias_table, self.built, self.grid, "bilinear")
         index = gen_relative_position_index(self.grid, device=table.device)
         return table[index.flatten()].unflatten(0, index.shape).permute(2, 0, 1).contiguous()
 
 
 def attend_in_windows(block: Any, x: Float[Tensor, "b h w d"]) -> Float[Tensor, "b h w d"]:
-    """Window attention of Swin for a map of any size: `SwinTransformerBlock._attn` as its originals compute it.
+    """Apply Swin's window attention to a map of any size: `SwinTransformerBlock._attn` as in the originals.
 
-    The originals pad a map before they shift it, timm pads it afterwards; and they shift it unless the map itself is
-    one window high or wide, where timm looks at the size for which the network was built.
+    The originals pad a map before shifting it, timm afterwards. They shift it unless the map itself is one window high
+    or wide; timm checks the size for which the network was built instead.
 
     Args:
         block: timm's block.
-        x: the map.
+        x: (B, h, w, D) map.
 
     Raises:
-        ValueError: a map that is smaller than a window.
+        ValueError: the map is smaller than a window.
     """
     height, width = x.shape[1:3]
     window = block.window_size
     if min(height, width) < max(window):
         raise InputError(
-            f"images of this size give a map of {height}x{width} places, fewer than the {max(window)} of a window: use "
+            f"images of this size have a {height}x{width} map, smaller than a window of {max(window)}: use "
             "larger images"
         )
     block.shift_size = block.target_shift_size if min(height, width) > max(window) else (0, 0)
@@ -175,11 +175,11 @@ def attend_in_windows(block: Any, x: Float[Tensor, "b h w d"]) -> Float[Tensor, 
 
 
 def embed_positions(model: Any, patches: Float[Tensor, "b h w d"]) -> Float[Tensor, "b n d"]:
-    """Add positions, [CLS] and registers to patches: `VisionTransformer._pos_embed` with another way of resizing.
+    """Add positions, [CLS] and registers to patches: `VisionTransformer._pos_embed` with another resizing method.
 
     Args:
         model: timm's network, with the attribute `position_resizing`.
-        patches: of the patch embedding.
+        patches: (B, h, w, D) output of the patch embedding.
     """
     prefix = [token.expand(len(patches), -1, -1) for token in (model.cls_token, model.reg_token) if token is not None]
     positions = resize_positions(

@@ -1,4 +1,4 @@
-"""`backbone.safetensors` and `backbone.json`: a backbone on disk, for this package and for plain timm."""
+"""Save and load backbones as `backbone.safetensors` and `backbone.json`, which plain timm can read, too."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ from cribo.models.positions import Resizing
 WEIGHTS_FILE = "backbone.safetensors"
 DESCRIPTION_FILE = "backbone.json"
 TIMM_TAG = "cribo"
-"""The tag in a timm `config.json` that this package writes."""
+"""Tag of timm `config.json` files written by this package."""
 _HOW_TO_LOAD = (
     "import json, timm, safetensors.torch; about = json.load(open('backbone.json')); "
     "model = timm.create_model(about['name'], **about['args']).eval(); "
@@ -49,29 +49,29 @@ _HOW_TO_DILATE = (
 def save_backbone(backbone: Backbone, folder: str | Path) -> Path:
     """Write `backbone.safetensors` and `backbone.json`, which plain timm can load without this package.
 
-    Both files are written under other names and moved into place when they are complete, so that a full disk
-    or a kill while writing leaves an older pair as it was.
+    Both files are written under temporary names and renamed when complete, so a full disk or a kill does not damage an
+    older pair.
 
     Args:
-        backbone: any device or precision.
-        folder: created where missing.
+        backbone: network on any device, in any precision.
+        folder: output folder; created if missing.
 
     Returns:
         The path of `backbone.safetensors`.
 
     Raises:
-        ValueError: the backbone was built with arguments that JSON cannot hold.
+        ValueError: the backbone was built with arguments that cannot be written as JSON.
         OSError: the folder cannot be written.
     """
     folder = Path(folder)
-    # Clones, because safetensors refuses tensors that share memory.
+    # Clones, because safetensors rejects tensors that share memory.
     state = {key: value.detach().cpu().contiguous().clone() for key, value in backbone.model.state_dict().items()}
     try:
         json.dumps(backbone.arguments)
     except TypeError as error:
         raise InputError(
             f"the arguments of {backbone.name} cannot be written as JSON ({error}): give names where timm "
-            f'takes them (norm_layer="layernorm"), got {backbone.args}'
+            f'accepts them (norm_layer="layernorm"), got {backbone.args}'
         ) from error
     folder.mkdir(parents=True, exist_ok=True)
     weights, description = folder / WEIGHTS_FILE, folder / DESCRIPTION_FILE
@@ -106,10 +106,10 @@ def save_backbone(backbone: Backbone, folder: str | Path) -> Path:
 
 
 def describe(backbone: Backbone) -> dict[str, Any]:
-    """All but the weights of a backbone: what builds it again and what feeds it, as JSON holds it."""
+    """Return the JSON description of a backbone: everything needed to rebuild it and its inputs, except weights."""
     arguments = dict(backbone.arguments)
     if timm.is_model(backbone.name):
-        # timm's functions for images (`resolve_data_config`) take mean and deviation from the network's configuration.
+        # timm's image functions (`resolve_data_config`) read mean and std from the network's configuration.
         arguments["pretrained_cfg_overlay"] = {"mean": list(backbone.mean), "std": list(backbone.std)}
     return {
         "name": backbone.name,
@@ -124,7 +124,7 @@ def describe(backbone: Backbone) -> dict[str, Any]:
 
 
 def how_to_read_out(backbone: Backbone, features: str) -> str:
-    """Python code that applies the layer behind the features to what `forward_features` of timm's network gives."""
+    """Return Python code that applies the layer after the features to the output of timm's `forward_features`."""
     model = backbone.model
     if norm := late_norm(model):
         features = f"model.{norm}({features})"
@@ -135,7 +135,7 @@ def how_to_read_out(backbone: Backbone, features: str) -> str:
 
 
 def late_norm(network: nn.Module) -> str | None:
-    """Name of a network's last norm if it comes after the pooling, where `forward_features` of timm has ended."""
+    """Return the name of a network's last norm if it is after the pooling, outside timm's `forward_features`."""
     model: Any = network
     if isinstance(network, ConvNeXt):
         return "head.norm"
@@ -152,7 +152,7 @@ def _save_tensors(state: Mapping[str, Tensor], path: Path, stands_for: Path) -> 
 
 
 def is_saved(path: Path) -> bool:
-    """Whether a file is of `save_backbone`, under whatever name."""
+    """Whether a file was written by `save_backbone`, under any name."""
     description = path.with_name(DESCRIPTION_FILE)
     if path.is_dir():
         return False
@@ -164,7 +164,7 @@ def is_saved(path: Path) -> bool:
 def load_saved(
     path: Path, *, image_size: int | None, positions: Resizing | None, drop_path: float, trust: bool
 ) -> Backbone:
-    """What `save_backbone` wrote."""
+    """Load a file written by `save_backbone`."""
     description = path.with_name(DESCRIPTION_FILE)
     if not description.is_file():
         raise FileNotFoundError(
@@ -173,33 +173,31 @@ def load_saved(
         )
     about = read_description(description)
     if _sha256(path) != about["sha256"]:
-        raise InputError(
-            f"{path} is not the file that {description} describes (sha256 differs): copy both again from one run"
-        )
+        raise InputError(f"{path} does not match {description} (sha256 differs): copy both again from one run")
     args = {key: value for key, value in about["args"].items() if key not in RESERVED_ARGS}
     backbone = build(Architecture(about["name"], args, about["image_size"]), image_size, drop_path, trust=trust)
     reserve_readout(backbone, about["args"].get("num_classes", 0))
     recognised = recognise(flatten(read_weights(path)), str(path), backbone=backbone)
-    described = replace(as_described(recognised, about), format="cribo backbone")
+    described = replace(apply_description(recognised, about), format="cribo backbone")
     adopt(backbone, described, str(path), positions=positions)
     return backbone
 
 
 def reserve_readout(backbone: Backbone, width: int) -> None:
-    """Give a backbone a layer behind its features for weights that are read next; 0 removes it."""
+    """Add an uninitialised layer after the features, for weights that are loaded next; 0 removes it."""
     backbone.remove_readout()
     if width:
         backbone.set_readout(torch.zeros(width, backbone.embed_dim), torch.zeros(width))
 
 
-def as_described(recognised: Recognised, about: Mapping[str, Any]) -> Recognised:
-    """With what a description says that the weights expect."""
+def apply_description(recognised: Recognised, about: Mapping[str, Any]) -> Recognised:
+    """Apply the expected numerics and images of a description."""
     expected = Expected(mean=tuple(about["mean"]), std=tuple(about["std"]))
     return replace(recognised, expected=expected, numerics=numerics_of(about), notes=())
 
 
 def numerics_of(about: Mapping[str, Any]) -> Numerics:
-    """Of what `describe` wrote; older descriptions have only an epsilon, or not even that."""
+    """Return the numerics in a description; older ones contain at most an epsilon."""
     known = {field.name: about[field.name] for field in fields(Numerics) if field.name in about}
     if known.get("rope_periods") is not None:
         known["rope_periods"] = tuple(known["rope_periods"])
@@ -207,15 +205,15 @@ def numerics_of(about: Mapping[str, Any]) -> Numerics:
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """The content of a `backbone.json`.
+    """Read a `backbone.json`.
 
     Raises:
-        ValueError: it lacks what describes a backbone.
+        ValueError: required entries are missing.
     """
     content = read_json(path)
     missing = {"name", "args", "image_size", "mean", "std", "sha256"} - set(content)
     if missing:
-        raise InputError(f"{path} lacks {', '.join(sorted(missing))}: it is not a description of a backbone")
+        raise InputError(f"{path} lacks {', '.join(sorted(missing))}: it does not describe a backbone")
     return content
 
 

@@ -1,4 +1,4 @@
-"""Load backbones from runs of this project, checkpoints of other projects, timm, and Hugging Face folders."""
+"""Load backbones from this project's runs, checkpoints of other projects, timm, and Hugging Face folders."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,25 +17,25 @@ from cribo.models.adopting import LoadedWeights, adopt, build
 from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD, RESERVED_ARGS, Backbone
 from cribo.models.building import nearest_names, untrained
 from cribo.models.formats.architecture import Architecture, infer_architecture
-from cribo.models.formats.beside import (
-    as_of_detectron2,
-    as_of_mmsegmentation,
-    as_trained_by_dino,
-    expecting,
-    named_stride,
-    whole_network_near,
-)
 from cribo.models.formats.distributed import METADATA
 from cribo.models.formats.hub import HUB_CONFIG, activation_of, hub_config, read_beside
 from cribo.models.formats.reading import ORBAX_FILES, flatten, read_weights
 from cribo.models.formats.recognising import NetworkName, Recognised, first_keys, recognise
 from cribo.models.formats.table import SHARD, Expected
+from cribo.models.formats.training_configs import (
+    apply_detectron2_config,
+    apply_dino_config,
+    apply_mmsegmentation_config,
+    find_whole_network,
+    named_stride,
+    with_expected,
+)
 from cribo.models.positions import Resizing
 from cribo.models.saving import (
     DESCRIPTION_FILE,
     TIMM_TAG,
     WEIGHTS_FILE,
-    as_described,
+    apply_description,
     is_saved,
     load_saved,
     read_description,
@@ -64,31 +64,31 @@ def load_backbone(
     drop_path: float = 0.0,
     seed: int = 0,
 ) -> Backbone:
-    """Load a backbone from any supported weights; `backbone.loaded` records which of them were used.
+    """Load a backbone from any supported weights; `backbone.loaded` records which keys were used.
 
     Args:
         source: a run folder or its `backbone.safetensors`; a timm name, with or without a tag, for its pretrained
             weights; a checkpoint of one of the projects in `cribo.models.formats`; or a folder as on the Hugging
             Face hub (`config.json` beside `model.safetensors`). Files are recognised by their content.
-        name: timm's name of a file's architecture, where its weights do not show it (any but ViT, DINOv3, ResNet).
+        name: timm's name of a file's architecture, if its weights do not show it (any but ViT, DINOv3, ResNet).
         args: arguments of timm's constructor that a file's weights do not show, such as `num_heads`.
-        pretrained: False builds the network of a timm name or file with random weights.
-        image_size: pixels; the size to which the position embedding is resized. None: the size it has.
-        network: of a teacher and a student in one file, the one to take.
-        positions: how the position embedding is resized to images of another size than in training; None: as the
-            project that wrote the weights does it, or as timm does where the file does not show whose they are.
-        ignore: patterns of keys of a file to leave out, where nothing else explains them.
-        trust: run the code that a checkpoint may hold beside its tensors, and import the network of your own that it
-            names. Only where you trust its maker.
-        drop_path: as in `build_backbone`; weights do not keep it.
-        seed: of random weights.
+        pretrained: if False, build the network of a timm name or file with random weights.
+        image_size: size in pixels to which the position embedding is resized; by default, it is not resized.
+        network: network to load from a file with a teacher and a student.
+        positions: method of resizing the position embedding for other image sizes than in training. By default, the
+            method of the project that wrote the weights, or timm's if the file does not show the project.
+        ignore: patterns of keys of a file to ignore if they match no other rule.
+        trust: allow code in a checkpoint to run, and import the custom network that it names. Use only with files from
+            a trusted source.
+        drop_path: as in `build_backbone`; not stored with weights.
+        seed: seed of random weights.
 
     Raises:
-        FileNotFoundError: no such file, or half of a pair.
-        ValueError: a file that is damaged, of no known format or of another architecture; keys that nothing explains;
-            an unknown timm name or one without weights; arguments that do not go together.
-        ConnectionError: timm's weights are not in its cache and cannot be fetched.
-        ImportError: a checkpoint of JAX in Flax's format, and msgpack is not installed.
+        FileNotFoundError: the file, or one file of a pair, does not exist.
+        ValueError: the file is damaged, of unknown format or of another architecture; it has unexpected keys; the timm
+            name is unknown or has no weights; or arguments cannot be combined.
+        ConnectionError: timm's weights are not cached and cannot be downloaded.
+        ImportError: the file is a Flax checkpoint and msgpack is not installed.
 
     Example:
         >>> backbone = load_backbone("vit_tiny_patch16_224", pretrained=False, image_size=64)
@@ -98,7 +98,7 @@ def load_backbone(
     path = _as_path(source)
     if path is None:
         if name is not None:
-            raise InputError(f"name={name!r} is for files, and {str(source)!r} is a timm name itself: leave it out")
+            raise InputError(f"name={name!r} applies to files, but {str(source)!r} is a timm name: remove it")
         return _build_from_timm(
             str(source), args, pretrained=pretrained, image_size=image_size, drop_path=drop_path, seed=seed
         )
@@ -119,7 +119,7 @@ def load_backbone(
     if is_saved(path):
         for option, value in (("name", name), ("args", args)):
             if value:
-                raise InputError(f"{option}={value!r} does not go with {path}, which says what its network is")
+                raise InputError(f"{option}={value!r} cannot be combined with {path}, which specifies its network")
         return load_saved(path, image_size=image_size, positions=positions, drop_path=drop_path, trust=trust)
     with _naming(path):
         return _load_foreign(
@@ -157,9 +157,9 @@ def _load_foreign(
         reserve_readout(backbone, _readout_width(content, path))
     recognised = _recognise(content, path, network=network, backbone=backbone, ignore=ignore)
     if architecture is not None and architecture.name == path.stem and recognised.expected.mean is None:
-        images = timm.get_pretrained_cfg(path.stem)  # the file is named after timm's own weights
+        images = timm.get_pretrained_cfg(path.stem)  # the file has the name of timm's own weights
         if images is not None:
-            recognised = expecting(recognised, mean=images.mean, std=images.std)
+            recognised = with_expected(recognised, mean=images.mean, std=images.std)
     if backbone is None:
         try:
             architecture = infer_architecture(recognised.state, **_hidden_arguments(recognised, path, args))
@@ -180,7 +180,7 @@ def _load_foreign(
 
 
 def _nearer_name(content: Mapping[str, Any], path: Path, backbone: Backbone, network: NetworkName) -> str:
-    """The end of an error message that names the network in the file; empty if it is the requested one or unknown."""
+    """Return an error suffix that names the network in the file; empty if it is the requested one or unknown."""
     try:
         recognised = _recognise(content, path, network=network, backbone=None, ignore=())
         found = infer_architecture(recognised.state, **_hidden_arguments(recognised, path, None))
@@ -189,18 +189,18 @@ def _nearer_name(content: Mapping[str, Any], path: Path, backbone: Backbone, net
     if (found.name, found.args) == (backbone.name, backbone.args):
         return ""
     arguments = f" with {found.args}" if found.args else ""
-    return f"; the file holds a {found.name}{arguments}: give that name, or none"
+    return f"; the file contains a {found.name}{arguments}: give that name, or none"
 
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Add the path to errors, and to errors about shards the path of the whole network, if there is one nearby."""
+    """Add the path to errors, and to errors about shards the path of a whole network, if found nearby."""
     try:
         yield
     except ValueError as error:
         message = str(error) if str(path) in str(error) else f"{path}: {error}"
-        if SHARD in message and (whole := whole_network_near(path)):
-            message += f"; {whole} may be it"
+        if SHARD in message and (whole := find_whole_network(path)):
+            message += f"; {whole} may be the whole network"
         if message == str(error):
             raise
         raise InputError(message) from error
@@ -215,25 +215,25 @@ def load_pretrained(
     ignore: Sequence[str] = (),
     trust: bool = False,
 ) -> LoadedWeights:
-    """Load weights into a backbone: all of them, or none and an error.
+    """Load weights into a backbone; on error, nothing is loaded.
 
     Args:
-        backbone: its architecture must be the one of the weights; image size and patch size may differ
-            (position embedding and patch projection are resampled).
+        backbone: network of the weights' architecture; image size and patch size may differ (position embedding and
+            patch projection are resampled).
         source: a file or folder as in `load_backbone`, `"timm"` for timm's default weights of the architecture, or a
             timm name with its tag, such as `vit_small_patch16_224.dino`.
         network: as in `load_backbone`.
         positions: as in `load_backbone`.
         ignore: as in `load_backbone`.
-        trust: run the code that a checkpoint may hold beside its tensors. Only where you trust its maker.
+        trust: allow code in a checkpoint to run. Use only with files from a trusted source.
 
     Returns:
-        What was used and what was left out; also logged, and kept as `backbone.loaded`.
+        Keys that were used and ignored; also logged, and stored as `backbone.loaded`.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: a file that is damaged, of no known format or of another architecture, an unknown timm name.
-        ConnectionError: timm's weights are not in its cache and cannot be fetched.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged, of unknown format or of another architecture, or the timm name is unknown.
+        ConnectionError: timm's weights are not cached and cannot be downloaded.
     """
     path = None if str(source) == "timm" else _as_path(source)
     if path is None:
@@ -249,13 +249,13 @@ def load_pretrained(
             recognised = _recognise(content, path, network=network, backbone=backbone, ignore=ignore)
         _check_hidden_arguments(backbone, recognised, path)
         if about is not None:
-            recognised = as_described(recognised, about)
+            recognised = apply_description(recognised, about)
         return adopt(backbone, recognised, str(path), notes, positions=positions)
 
 
 @contextlib.contextmanager
 def _readout_of_weights(backbone: Backbone, width: int) -> Iterator[None]:
-    """Reserve a layer behind the features for weights; restore the previous layer if they cannot be loaded."""
+    """Add a layer after the features for weights; restore the previous layer if they cannot be loaded."""
     before = backbone.readout
     reserve_readout(backbone, width)
     try:
@@ -271,14 +271,14 @@ def _readout_of_weights(backbone: Backbone, width: int) -> Iterator[None]:
 
 
 def _as_path(source: str | Path) -> Path | None:
-    """`source` as a path; None if it can only be a timm name."""
+    """Return `source` as a path; None if it can only be a timm name."""
     path = Path(source)
     is_path = isinstance(source, Path) or path.exists() or path.suffix in _FILE_SUFFIXES or len(path.parts) > 1
     return path if is_path else None
 
 
 def _file_of(path: Path) -> tuple[Path, tuple[str, ...]]:
-    """Find the weights in a file or folder; also returns notes on the choice for the user."""
+    """Find the weights in a file or folder; also return notes on the choice for the user."""
     if not path.is_dir():
         if not path.exists():
             raise FileNotFoundError(f"no weights at {path}: give a file, a run folder, or a timm name without slashes")
@@ -293,7 +293,7 @@ def _file_of(path: Path) -> tuple[Path, tuple[str, ...]]:
     distributed = [folder for folder in path.glob("ckpt/*") if _is_read_whole(folder) and folder.name.isdecimal()]
     if distributed:
         last = max(distributed, key=lambda folder: int(folder.name))
-        return last, (f"took the last checkpoint of the training, {last.relative_to(path)}",)
+        return last, (f"using the last checkpoint of the training, {last.relative_to(path)}",)
     damaged: list[str] = []
     for checkpoint in sorted(path.glob(_CHECKPOINTS), reverse=True):
         try:
@@ -301,9 +301,9 @@ def _file_of(path: Path) -> tuple[Path, tuple[str, ...]]:
         except (Damaged, OSError) as error:
             damaged.append(f"{checkpoint.name} cannot be used: {error}")
         else:
-            return checkpoint, (f"the run has not finished; this is its last checkpoint, {checkpoint.stem}", *damaged)
+            return checkpoint, (f"the run has not finished; using its last checkpoint, {checkpoint.stem}", *damaged)
     raise FileNotFoundError(
-        f"no backbone at {path}{''.join(f' ({reason})' for reason in damaged)}: give a folder that holds "
+        f"no backbone at {path}{''.join(f' ({reason})' for reason in damaged)}: give a folder with "
         f"{WEIGHTS_FILE} (a run), or config.json and "
         f"{_HUB_WEIGHTS[0]} (the Hugging Face hub), or .metadata (torch.distributed.checkpoint), or give a file"
     )
@@ -328,7 +328,7 @@ def _declared_architecture(
         backbone = config["backbone"]
         return Architecture(backbone["name"], {**(backbone["args"] or {}), **(args or {})}, config["views"]["size"])
     config = read_beside(path, HUB_CONFIG)
-    # Other programs write a config.json with an `architecture` as well.
+    # Other programs also write a config.json with an `architecture`.
     if isinstance(timm_name := config.get("architecture"), str) and timm.is_model(timm_name):
         declared = {key: value for key, value in config.get("model_args", {}).items() if key not in RESERVED_ARGS}
         size = config.get("pretrained_cfg", {}).get("input_size", (3, 224, 224))
@@ -340,9 +340,9 @@ def _declared_architecture(
 
 
 def _is_named_after_its_network(content: Mapping[str, Any], path: Path) -> bool:
-    """Whether a file has the name of a timm network, and exactly that network's keys (with or without its classifier).
+    """Whether a file has the name and exactly the keys of a timm network (with or without its classifier).
 
-    Convolutional networks but ResNets do not show their architecture otherwise.
+    Other than ResNets, convolutional networks do not show their architecture otherwise.
     """
     if not timm.is_model(path.stem) or path.stem.startswith(("vit_", "deit", "resnet")):
         return False
@@ -353,9 +353,9 @@ def _is_named_after_its_network(content: Mapping[str, Any], path: Path) -> bool:
 
 
 def _readout_width(content: Mapping[str, Any], path: Path) -> int:
-    """Channels of the layer behind the features in a checkpoint or timm folder of this package; 0 without one.
+    """Return the channels of the layer after the features in this package's checkpoints or timm folders; 0 if none.
 
-    Classifiers in the weights of others are no part of a backbone.
+    Classifiers in other projects' weights are not part of a backbone.
     """
     if isinstance(run := content.get("cribo"), Mapping):
         return run.get("backbone", {}).get("args", {}).get("num_classes", 0)
@@ -372,36 +372,36 @@ def _recognise(
     backbone: Backbone | None,
     ignore: Sequence[str],
 ) -> Recognised:
-    """Recognise the network in a file, using configuration files beside it for what keys do not show."""
+    """Recognise the network in a file by its keys and by configuration files beside it."""
     tensors = flatten(content)
     if not tensors:
-        raise InputError(f"{path} holds no tensors, only {first_keys(content) or 'nothing'}: give a file of weights")
+        raise InputError(f"{path} contains no tensors, only {first_keys(content) or 'nothing'}: give a weight file")
     if network == "student" and any(".lora_A." in key for key in tensors):
-        raise InputError(f"{path}: the student has LoRA adapters: take the teacher, which follows its merged weights")
+        raise InputError(f"{path}: the student has LoRA adapters: use the teacher, which follows its merged weights")
     recognised = recognise(tensors, str(path), network=network, backbone=backbone, ignore=ignore)
     recognised = replace(recognised, output_stride=named_stride(content))
     if recognised.format == "cribo run":
         return _as_in_run(recognised, content.get("cribo", {}))
     if recognised.format == "Segmenter":
         variant = (read_beside(path, "variant.yml").get("net_kwargs") or {}).get("normalization")
-        return expecting(recognised, mean=IMAGENET_MEAN, std=IMAGENET_STD) if variant == "deit" else recognised
+        return with_expected(recognised, mean=IMAGENET_MEAN, std=IMAGENET_STD) if variant == "deit" else recognised
     if recognised.format == "detectron2":
-        return as_of_detectron2(recognised, path)
+        return apply_detectron2_config(recognised, path)
     if _is_resnet_of_mmsegmentation(recognised):
-        recognised = as_of_mmsegmentation(recognised, content, path)
+        recognised = apply_mmsegmentation_config(recognised, content, path)
     if recognised.format in ("DINOv2 or DINOv3 training", "DINOv2", "DINOv3"):
-        return as_trained_by_dino(recognised, path)
+        return apply_dino_config(recognised, path)
     config, images = hub_config(path), read_beside(path, _HUB_IMAGES)
     images = {**config.get("pretrained_cfg", {}), **images}
     mean, std = images.get("image_mean", images.get("mean")), images.get("image_std", images.get("std"))
     notes = recognised.notes
     if mean is None and "Hugging Face" in recognised.format:
         notes = (
-            f"no {_HUB_IMAGES} lies beside it: took a mean of {recognised.expected.mean or IMAGENET_MEAN} for images",
+            f"no {_HUB_IMAGES} beside it: assumed a mean of {recognised.expected.mean or IMAGENET_MEAN} for images",
             *notes,
         )
     eps = "norm_eps" if recognised.expected.final_norm_eps is None else "final_norm_eps"
-    return expecting(
+    return with_expected(
         replace(recognised, notes=notes),
         **{eps: config.get("layer_norm_eps")},
         mean=mean and tuple(mean),
@@ -412,15 +412,15 @@ def _recognise(
 
 def _as_in_run(recognised: Recognised, run: Mapping[str, Any]) -> Recognised:
     if "backbone" in run:
-        return as_described(recognised, run["backbone"])
+        return apply_description(recognised, run["backbone"])
     if not run.get("config", {}).get("backbone", {}).get("pretrained"):
         return recognised
-    note = "the checkpoint does not say which normalisation its weights expect: took ImageNet's"
+    note = "the checkpoint does not specify the normalisation that its weights expect: assumed ImageNet's"
     return replace(recognised, notes=(*recognised.notes, note))
 
 
 def _hidden_arguments(recognised: Recognised, path: Path, args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Arguments of `infer_architecture` that weights do not show, from the format, the configuration or the caller."""
+    """Return arguments of `infer_architecture` that weights do not show, from format, configuration or caller."""
     config, args = hub_config(path), args or {}
     for option in ("downsample_in_bottleneck", "downsample_in_first_stage"):
         if config.get(option):
@@ -444,17 +444,17 @@ def _stride_notes(recognised: Recognised, architecture: Architecture) -> tuple[s
     can_dilate = "layer1.0.conv3.weight" in recognised.state and "avg_down" not in architecture.args
     way_out = ": args={'output_stride': 8}" if can_dilate else ""
     return (
-        "the file does not say which strides and dilations its ResNet has: took an output stride of 32; most of "
+        "the file does not specify the strides and dilations of its ResNet: assumed an output stride of 32; most of "
         f"MMSegmentation's have 8{way_out}",
     )
 
 
 def _check_hidden_arguments(backbone: Backbone, recognised: Recognised, path: Path) -> None:
-    """Weights also fit a network with other heads, activation or strides, but its features would be meaningless."""
+    """Check heads, activation and strides: weights load with others, but the features would be meaningless."""
     stride = recognised.output_stride
     if stride not in (None, 32, backbone.patch_size):  # a network of stride 32 may be dilated on purpose
         raise InputError(
-            f"{path} is of a ResNet with an output stride of {stride}, the backbone has {backbone.patch_size}: build "
+            f"{path} is a ResNet with an output stride of {stride}, the backbone has {backbone.patch_size}: build "
             f"it with args={{'output_stride': {stride}}}"
         )
     num_heads = recognised.num_heads or recognised.expected.heads.get(backbone.embed_dim)
@@ -469,7 +469,7 @@ def _check_hidden_arguments(backbone: Backbone, recognised: Recognised, path: Pa
     for argument, value in expected.items():
         if value is not None and has[argument] not in (None, value):
             raise InputError(
-                f"{path} is of {recognised.format}, whose networks of this width have {argument} {value}, the backbone "
+                f"{path} is from {recognised.format}, which has {argument} {value} at this width, but the backbone "
                 f"has {has[argument]}: build it with args={{{argument!r}: {value!r}}}"
             )
 
@@ -513,28 +513,28 @@ def _load_from_timm(backbone: Backbone, name: str) -> LoadedWeights:
     if not timm.is_model(architecture):
         raise InputError(f"pretrained={name!r} is neither a file nor a timm name{nearest_names(architecture)}")
     if architecture != backbone.name:
-        raise InputError(f"{name!r} holds weights of {architecture}, the backbone is {backbone.name}")
+        raise InputError(f"{name!r} has weights of {architecture}, but the backbone is {backbone.name}")
     _check_tag(name)
     config = timm.get_pretrained_cfg(name)
-    # `custom_load` speaks of the file behind the URL, unless it is "hf".
+    # `custom_load` refers to the file at the URL, unless it is "hf".
     hub = config.hf_hub_id if config and str(config.custom_load) != "hf" else None
     url = config.url if config and not config.custom_load and isinstance(config.url, str) else None
     if config is None or not (hub or url):
-        raise InputError(f"the weights {name!r} are in no format of PyTorch: give a file")
+        raise InputError(f"the weights {name!r} are not in a PyTorch format: give a file")
     try:
         if hub:
             content = load_state_dict_from_hf(hub, config.hf_hub_filename or _HUB_FILE)
         else:
             content = torch.hub.load_state_dict_from_url(str(url), map_location="cpu", weights_only=True)
-    except Exception as error:  # the errors of the hub's client have no common base
+    except Exception as error:  # the hub client's errors have no common base class
         place = f"https://huggingface.co/{hub}" if hub else url
         raise ConnectionError(
-            f"cannot fetch the weights {name!r} ({type(error).__name__}: {error}). Without a network: "
+            f"cannot download the weights {name!r} ({type(error).__name__}: {error}). Without a network: "
             f"download their file (model.safetensors) from {place} on another machine, and pass its path"
         ) from error
     source = f"{architecture}.{config.tag}" if config.tag else architecture
     recognised = recognise(flatten(content), source, backbone=backbone)
-    # timm's own network is what its weights expect, epsilon and activation included.
+    # Weights from timm expect timm's own network, including epsilon and activation.
     expected = Expected(mean=tuple(config.mean), std=tuple(config.std))
     recognised = replace(recognised, format="timm", expected=expected, notes=())
     return adopt(backbone, recognised, source)

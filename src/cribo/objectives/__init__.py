@@ -1,4 +1,4 @@
-"""What a training step optimises: one class each, all of them subclasses of `Objective`."""
+"""Training objectives: subclasses of `Objective`."""
 
 from typing import TYPE_CHECKING
 

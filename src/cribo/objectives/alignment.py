@@ -1,7 +1,8 @@
-"""View alignment: the student's features of one view match the teacher's of the other, without projection heads.
+"""View alignment: match the student's features of one view with the teacher's of the other, without heads.
 
-The simplest way to adapt a pretrained backbone. By default, features match at the same places of the image; the other
-losses are CrIBo's on features, and soft neighbours. It is not in the paper; docs/adapting.md compares it with CrIBo.
+The simplest way to adapt a pretrained backbone. By default, features are matched at the same points of the image; the
+other losses are CrIBo's, computed on features, and soft neighbours. It is not in the paper; docs/adapting.md compares
+it with CrIBo.
 """
 
 from typing import Any
@@ -34,19 +35,20 @@ from cribo.objectives.views import ViewPairs, drop_path_noise
 
 
 class Alignment(Objective):
-    """Losses on features, each with a weight; those with weight 0 are not computed.
+    """Weighted losses on features; those with weight 0 are not computed.
 
     Reads `views`, `backbone`, `objects`, `optim`, and from `losses` the options of soft neighbours and of the anchor.
-    Batch norms use the statistics of the pretrained weights and keep them.
+    Batch norms use the statistics of the pretrained weights and do not update them.
 
     Args:
-        setting: the run it is created for.
+        setting: the run.
         grid: P; features are compared at P x P points of the overlap of both views, interpolated between patches.
-        points: weight of 1 - cosine of student and teacher at these points.
-        cross_view: weight of 1 - cosine of an object in the student's view and the teacher's other view.
-        cross_image: weight of 1 - cosine of an object and its match in the bank (`objects.criterion`).
-        object_neighbours: weight of soft neighbours of objects.
-        patch_neighbours: weight of soft neighbours of features at the points.
+        points: weight of the cosine distance between student and teacher at these points.
+        cross_view: weight of the cosine distance between an object in the student's view and in the teacher's other
+            view.
+        cross_image: weight of the cosine distance between an object and its match in the bank (`objects.criterion`).
+        object_neighbours: weight of the soft-neighbour loss of objects.
+        patch_neighbours: weight of the soft-neighbour loss of features at the points.
 
     Raises:
         ConfigError: a value out of range, or options that cannot be combined.
@@ -105,12 +107,12 @@ class Alignment(Objective):
         if options.losses.anchor:
             self.weights["anchor"] = options.losses.anchor
             self.anchor = Anchor(self.exported(), options.losses.anchor_kind)
-        self._images: list[Tensor] = []  # of the step's micro-batches so far, likewise the next two
+        self._images: list[Tensor] = []  # this and the next two: one entry per micro-batch of the step so far
         self._points: list[Points] = []
         self._objects: list[Objects] = []
 
     def samples(self) -> ViewPairs:
-        """View pairs."""
+        """Return the transform to view pairs."""
         return ViewPairs(
             self.options.views,
             grid=self.grid,
@@ -119,11 +121,11 @@ class Alignment(Objective):
         )
 
     def trainable(self) -> nn.Module:
-        """The student."""
+        """Return the student."""
         return self.student
 
     def exported(self) -> Backbone:
-        """The teacher."""
+        """Return the teacher."""
         return self._backbone(self.teacher)
 
     def _backbone(self, network: nn.Module) -> Backbone:
@@ -132,11 +134,11 @@ class Alignment(Objective):
         return backbone
 
     def forward(self, batch: Batch, step: Step) -> Output:
-        """The losses, each the mean over both directions."""
+        """Compute the losses, each the mean over both directions."""
         student, teacher = self._backbone(self.student), self._backbone(self.teacher)
         for module in self.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.eval()  # here, because scoring puts the teacher back into training mode as a whole
+                module.eval()  # in every step, because scoring sets the whole teacher back to training mode
         inputs = inputs_of(batch, teacher, self.options, step)
         with torch.no_grad():
             targets = encode(teacher, inputs).tokens.unflatten(0, (-1, 2))
@@ -193,11 +195,11 @@ class Alignment(Objective):
             output.losses["object_neighbours"] = loss
 
     def schedules(self, step: Step) -> dict[str, float]:
-        """The teacher's momentum."""
+        """Return the teacher's momentum."""
         return {"momentum": step.cosine(*self.options.optim.momentum)}
 
     def after_step(self, step: Step) -> None:
-        """Move the teacher, and push the step's objects and patches to their banks."""
+        """Update the teacher, and push the step's objects and patches to their banks."""
         move_towards(self.teacher, self.student, self.schedules(step)["momentum"])
         step.lap("moving average")
         images = torch.cat(self._images)
@@ -207,17 +209,17 @@ class Alignment(Objective):
         step.lap("bank update")
 
     def compile_parts(self, mode: CompileMode) -> None:
-        """Compile both backbones, and the clustering."""
+        """Compile both backbones and the clustering."""
         self._backbone(self.student).compile(mode)
         self._backbone(self.teacher).compile(mode)
         self.cluster = torch.compile(self.cluster)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The banks, which are not buffers: distributed wrappers must not broadcast them."""
+        """Return the banks' states. Banks are not buffers because distributed wrappers must not broadcast them."""
         return {"bank": self.object_bank.state_dict(), "patch_bank": self.patch_bank.state_dict()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Keep the banks' states until the banks are allocated."""
+        """Store the banks' states, to be restored when the banks are allocated."""
         self.object_bank.load_state_dict(state["bank"])
         self.patch_bank.load_state_dict(state["patch_bank"])
 
@@ -232,4 +234,4 @@ def _check(weights: dict[str, float], grid: int, options: ObjectiveOptions) -> N
         raise ConfigError(f"all weights in objective.args are 0: set one of {', '.join(weights)}, such as points 1")
     for name in ("object_neighbours", "patch_neighbours"):
         if value := getattr(options.losses, name):
-            raise ConfigError(f"losses.{name} is for CrIBo, got {value}: give alignment objective.args.{name}")
+            raise ConfigError(f"losses.{name} is for CrIBo only, got {value}: set objective.args.{name} instead")

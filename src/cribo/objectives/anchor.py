@@ -1,4 +1,4 @@
-"""Anchoring: keeps the student's patch features near those of the starting weights. Beyond the paper."""
+"""Anchoring: keep the student's patch features close to those of the starting weights. Not in the paper."""
 
 import copy
 
@@ -13,11 +13,11 @@ from cribo.objectives.trunk import Inputs, encode
 
 
 class Anchor(nn.Module):
-    """The distance of patch features from those of a frozen copy of a backbone.
+    """Distance of patch features from those of a frozen copy of a backbone.
 
     Args:
         start: the backbone with its starting weights.
-        kind: `gram` compares the similarities between the patches of a view, `cosine` the patches themselves.
+        kind: `gram` compares the similarities between the patches of a view, `cosine` compares the patches.
     """
 
     def __init__(self, start: Backbone, kind: AnchorKind) -> None:
@@ -27,11 +27,11 @@ class Anchor(nn.Module):
         self.train()
 
     def train(self, mode: bool = True) -> "Anchor":
-        """Stays in evaluation mode: batch norms use the statistics of the starting weights."""
+        """Stay in evaluation mode: batch norms use the statistics of the starting weights."""
         return super().train(False)
 
     def forward(self, tokens: Float[Tensor, "b n d"], inputs: Inputs) -> Float[Tensor, ""]:
-        """The mean distance of the student's tokens for some views, or for the output of the frozen blocks."""
+        """Return the mean distance of the student's tokens for views, or for the output of the frozen blocks."""
         with torch.no_grad():
             start = encode(self.start, inputs).tokens
         return gram_loss(tokens, start) if self.kind == "gram" else cosine_distance(tokens, start).mean()

@@ -21,11 +21,11 @@ _PATCHES = 2  # purpose of the keyed draw
 
 
 class RunBank:
-    """A memory bank that is allocated with a run's first batch.
+    """Memory bank that is allocated at a run's first batch.
 
     Args:
-        num_images: of the bank.
-        num_objects: most rows per image.
+        num_images: number of images in the bank.
+        num_objects: maximum number of rows per image.
     """
 
     def __init__(self, *, num_images: int, num_objects: int) -> None:
@@ -35,7 +35,7 @@ class RunBank:
         self._restored: dict[str, Any] | None = None
 
     def allocate(self, rows: Float[Tensor, "2 r d"]) -> MemoryBank:
-        """Return the bank; the first call allocates it for rows of this width, dtype and device, or restores it."""
+        """Return the bank; the first call allocates it with the rows' width, dtype and device, or restores it."""
         if self.bank is None:
             self.bank = MemoryBank(
                 num_images=self.num_images,
@@ -50,46 +50,46 @@ class RunBank:
         return self.bank
 
     def push(self, parts: Sequence[RowPairs], images: Int[Tensor, " b"], step: Step) -> None:
-        """Add the rows of a step's micro-batches, of all ranks; no-op while no loss has read the bank.
+        """Add the rows of a step's micro-batches on all ranks; no-op until a loss has read the bank.
 
         Args:
-            parts: one for each micro-batch.
-            images: index of each image of these in the collection.
+            parts: rows of each micro-batch.
+            images: (B,) index of each image of the micro-batches in the collection.
             step: the completed step.
         """
         if self.bank is not None:
             self.bank.push(*_gather(parts, images, step))
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The bank's state, or that to restore; None for a bank that was never allocated."""
+        """Return the bank's state, or the one to be restored; None if it was never allocated."""
         return self.bank.state_dict() if self.bank is not None else self._restored
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Keep a state until the bank is allocated."""
+        """Store a state, to be restored when the bank is allocated."""
         self.bank, self._restored = None, state
 
 
 def object_bank(options: ObjectiveOptions, num_images: int) -> RunBank:
-    """The bank of objects."""
+    """Create the bank of objects."""
     return RunBank(num_images=resolve_bank_images(options, num_images), num_objects=options.objects.num_objects)
 
 
 class PatchBank(RunBank):
-    """The bank of patches, with a few of each image, drawn anew in each step.
+    """Bank of patches: a few of each image, drawn anew in each step.
 
     Args:
-        options: of the run.
-        on: whether a loss reads it.
+        options: options of the run.
+        on: whether a loss reads the bank.
 
     Raises:
-        ConfigError: it does not hold a patch of each view of a batch.
+        ConfigError: the bank is too small for one patch of each view of a batch.
     """
 
     def __init__(self, options: ObjectiveOptions, *, on: bool) -> None:
         rows, batch_size = options.losses.patch_bank // 2, options.optim.batch_size
         if on and rows < batch_size:
             raise ConfigError(
-                f"losses.patch_bank must hold a patch of each view of a batch, at least {2 * batch_size}, got "
+                f"losses.patch_bank must hold one patch of each view of a batch, at least {2 * batch_size}, got "
                 f"{options.losses.patch_bank}: use a larger bank or a smaller optim.batch_size"
             )
         per_image = max(1, min(_PATCHES_PER_IMAGE, rows // batch_size))
@@ -104,7 +104,7 @@ class PatchBank(RunBank):
 
 
 def resolve_bank_images(options: ObjectiveOptions, num_images: int) -> int:
-    """S: as configured, else min(25000, half the data set), and never less than one batch."""
+    """Return S: as configured, else min(25000, half the data set), but at least one batch."""
     configured = options.objects.bank_images
     if configured is None:
         return max(min(25_000, num_images // 2), options.optim.batch_size)
@@ -114,7 +114,7 @@ def resolve_bank_images(options: ObjectiveOptions, num_images: int) -> int:
 def neighbour_loss(
     student: Float[Tensor, "2 r d"], pairs: RowPairs, bank: RunBank, group_size: int, losses: LossConfig
 ) -> Float[Tensor, ""]:
-    """Soft neighbours of the student's rows with the teacher's as targets."""
+    """Soft-neighbour loss of the student's rows, with the teacher's as targets."""
     student_temperature, teacher_temperature = losses.neighbour_temperature
     return soft_neighbour_loss(
         student,
@@ -131,10 +131,10 @@ def neighbour_loss(
 def _gather(
     parts: Sequence[RowPairs], images: Int[Tensor, " b"], step: Step
 ) -> tuple[Float[Tensor, "2 r d"], Int[Tensor, " r"], list[int]]:
-    """Gather the rows of all ranks in the order of the whole batch, so that all banks stay the same.
+    """Gather the rows of all ranks in the order of the whole batch, so that all ranks' banks are equal.
 
     Returns:
-        the rows, the image of each, and the number of rows of each image of the whole batch.
+        The rows, the image of each, and the number of rows of each image of the whole batch.
     """
     rows = torch.cat([part.teacher for part in parts], dim=1)
     counts = torch.tensor([count for part in parts for count in part.counts], device=images.device)

@@ -33,17 +33,17 @@ BUILT_IN = {
     "mae": "cribo.objectives.mae.MAE",
     "alignment": "cribo.objectives.alignment.Alignment",
 }
-"""Objectives of the package, by name."""
+"""Built-in objectives, by name."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The run that an objective is created for.
+    """Run for which an objective is created.
 
     Attributes:
         options: the sections of the configuration that objectives read.
         num_images: number of images in the collection.
-        steps_per_epoch: optimiser steps of one pass over them.
+        steps_per_epoch: number of optimiser steps per epoch.
     """
 
     options: ObjectiveOptions
@@ -51,7 +51,7 @@ class Setting:
     steps_per_epoch: int
 
     def build_backbone(self) -> Backbone:
-        """Build the network that `backbone` configures; random weights are keyed by the seed."""
+        """Build the network of the section `backbone`; random weights depend only on the seed."""
         options = self.options
         backbone = build_backbone(
             options.backbone.name,
@@ -78,12 +78,12 @@ class Setting:
 
 
 def _freeze(backbone: Backbone, train_blocks: int) -> None:
-    """Leave only the last blocks, or stages of a convolutional network, and what follows them trainable."""
+    """Freeze all but the last `train_blocks` blocks (stages of a convolutional network) and the layers after them."""
     blocks = _blocks(backbone.model)
     if not blocks:
         raise ConfigError(
-            f"backbone.train_blocks is for vision transformers, ResNet, ConvNeXt and EfficientNet of timm, not "
-            f"{backbone.name}: leave it out"
+            f"backbone.train_blocks supports timm's vision transformers, ResNet, ConvNeXt and EfficientNet, not "
+            f"{backbone.name}: remove it"
         )
     if not 1 <= train_blocks <= len(blocks):
         raise ConfigError(
@@ -97,7 +97,7 @@ def _freeze(backbone: Backbone, train_blocks: int) -> None:
 
 
 def _blocks(model: Any) -> list[nn.Module]:
-    """The blocks of a vision transformer or the stages of a convolutional network; none for other networks."""
+    """Return the blocks of a vision transformer or the stages of a convolutional network; [] for other networks."""
     blocks: list[Any]
     if isinstance(model, VisionTransformer | Eva | Beit | EfficientNet):
         blocks = [*model.blocks]
@@ -110,7 +110,7 @@ def _blocks(model: Any) -> list[nn.Module]:
     return [block for block in blocks if any(True for _ in block.parameters())]
 
 
-def _alone(tensor: Tensor) -> Tensor:
+def _gather_single_rank(tensor: Tensor) -> Tensor:
     return tensor[None]
 
 
@@ -119,17 +119,17 @@ class Step:
     """One optimiser step.
 
     Attributes:
-        number: from 0.
-        steps_per_epoch: of the run.
-        total_steps: of the run.
-        gather: a tensor of the same shape on every rank -> (ranks, ...); must be called on all ranks.
+        number: number of the step, from 0.
+        steps_per_epoch: number of steps per epoch.
+        total_steps: number of steps of the run.
+        gather: gathers a tensor of the same shape on every rank, as (ranks, ...); must be called on all ranks.
         lap: assigns the time since its last call to a part of the step, for `cribo profile`.
     """
 
     number: int
     steps_per_epoch: int
     total_steps: int
-    gather: Callable[[Tensor], Tensor] = _alone
+    gather: Callable[[Tensor], Tensor] = _gather_single_rank
     lap: StepTimer = field(default_factory=StepTimer)
 
     @property
@@ -138,11 +138,14 @@ class Step:
         return self.number // self.steps_per_epoch
 
     def cosine(self, start: float, end: float) -> float:
-        """From `start` to `end` along a cosine over the whole run."""
+        """Return the value of a cosine schedule from `start` to `end` over the whole run."""
         return end + (start - end) * (1 + math.cos(math.pi * self.number / max(self.total_steps, 1))) / 2
 
     def linear(self, start: float, end: float, epochs: int) -> float:
-        """From `start` in epoch 0 to `end` in epoch `epochs` - 1 and later; `start` in epoch 0 if `epochs` is 1."""
+        """Return the value of a linear schedule, constant within an epoch.
+
+        It is `start` in epoch 0, and `end` from epoch `epochs` - 1 on; `start` in epoch 0 if `epochs` is 1.
+        """
         return end if self.epoch >= epochs else start + (end - start) * self.epoch / max(epochs - 1, 1)
 
 
@@ -151,10 +154,9 @@ class Output:
     """Losses and metrics of a batch.
 
     Attributes:
-        losses: scalars by name, means over the batch. The total is their sum, each times its weight
-            (`Objective.weights`).
-        metrics: other numbers to record, by name: a scalar, whose mean is taken over steps and ranks, or a pair
-            (numerator, denominator), whose sums are divided.
+        losses: scalars by name, means over the batch. The total is their sum weighted by `Objective.weights`.
+        metrics: other numbers to record, by name: a scalar, which is averaged over steps and ranks, or a pair
+            (numerator, denominator); the ratio of their sums is recorded.
     """
 
     losses: dict[str, Float[Tensor, ""]]
@@ -163,11 +165,12 @@ class Output:
 
 @dataclass(frozen=True)
 class Columns:
-    """How the losses and metrics of an objective are shown.
+    """Display of an objective's losses and metrics.
 
     Attributes:
-        labels: of losses and metrics in plots, by name; the name itself by default.
-        progress: formats of the metrics that the progress line shows after the losses, such as {"ratio": "{:.0%}"}.
+        labels: labels of losses and metrics in plots, by name; the name by default.
+        progress: format strings of the metrics shown in the progress line after the losses, such as
+            {"ratio": "{:.0%}"}.
     """
 
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -175,19 +178,20 @@ class Columns:
 
 
 class Objective(nn.Module):
-    """What a training step optimises.
+    """Base class of training objectives.
 
-    A subclass takes a `Setting` and its own arguments, and defines `samples`, `forward` and `exported`; the rest has
-    defaults. State to be saved belongs in parameters, buffers, or `get_extra_state`.
+    A subclass takes a `Setting` and its own arguments, and defines `samples`, `forward` and `exported`; the other
+    methods have defaults. State to be saved belongs in parameters, buffers, or `get_extra_state`.
 
-    In a step the trainer calls `forward` for each micro-batch, computes the gradients of the weighted losses with
-    respect to the parameters of `trainable`, updates these, and calls `after_step`.
+    In each step the trainer calls `forward` for each micro-batch, computes the gradients of the weighted losses with
+    respect to the parameters of `trainable`, updates them, and calls `after_step`.
 
     Attributes:
-        columns: how losses and metrics are shown.
-        weights: factor of each loss by name; 1 if not given.
-        images_per_group: the number of images in a micro-batch is a multiple of it.
-        uses_all_parameters: whether every parameter gets a gradient in each step; DDP then does not search for others.
+        columns: display of losses and metrics.
+        weights: weight of each loss by name; 1 by default.
+        images_per_group: micro-batches contain a multiple of this number of images.
+        uses_all_parameters: whether every parameter gets a gradient in each step; DDP then does not search for unused
+            ones.
     """
 
     columns = Columns()
@@ -200,7 +204,7 @@ class Objective(nn.Module):
         self.setting = setting
 
     def samples(self) -> SampleTransform:
-        """The transform of an image into a sample, which runs in the workers."""
+        """Return the transform of an image into a sample, which runs in the workers."""
         raise NotImplementedError
 
     def forward(self, batch: Batch, step: Step) -> Output:
@@ -208,54 +212,54 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def exported(self) -> Backbone:
-        """The backbone that the run exports, and that is scored during training."""
+        """Return the backbone that is scored during training and exported."""
         raise NotImplementedError
 
     def trainable(self) -> nn.Module:
-        """The module to optimise. Names that begin with `backbone.` are subject to `optim.layer_decay`."""
+        """Return the module to optimise. `optim.layer_decay` applies to parameter names that begin with `backbone.`."""
         return self
 
     def frozen(self, step: Step) -> Iterable[nn.Parameter]:
-        """Parameters that this step does not change."""
+        """Return the parameters that this step does not update."""
         return ()
 
     def after_step(self, step: Step) -> None:
         """Update state without gradients (a teacher, centres, a memory bank); called once per step."""
 
     def schedules(self, step: Step) -> dict[str, float]:
-        """Values of the objective's own schedules at a step, which are logged and plotted."""
+        """Return the values of the objective's own schedules at a step, for logs and plots."""
         return {}
 
     def watch(self, step: Step) -> dict[str, float]:
-        """Compute metrics on all ranks, only in steps that are logged; may synchronise with the device."""
+        """Compute further metrics, on all ranks and only in logged steps; may synchronise with the device."""
         return {}
 
     def advice(self, row: Mapping[str, float]) -> dict[str, str]:
-        """Signs of trouble in a row of metrics, by name, with advice; a lasting sign is logged as a warning."""
+        """Return advice for each problem in a row of metrics, by name; persistent problems are logged as warnings."""
         return {}
 
     def compile_parts(self, mode: CompileMode) -> None:
         """Compile the parts that benefit from it."""
 
     def figures(self, rows: Sequence[dict[str, float]], dataset: SampleDataset) -> dict[str, "Figure"]:
-        """Pictures for the report of a finished run, by name."""
+        """Return figures for the report of a finished run, by name."""
         return {}
 
     def callbacks(self, folder: Path, dataset: SampleDataset) -> Iterable[Callback]:
-        """Additional callbacks of the run, which may write to its folder."""
+        """Return additional callbacks of the run, which may write to its folder."""
         return ()
 
     @cached_property
     def options(self) -> ObjectiveOptions:
-        """Short for `setting.options`."""
+        """Shorthand for `setting.options`."""
         return self.setting.options
 
 
 def make_objective(name: str, args: Mapping[str, Any], setting: Setting) -> Objective:
-    """Create an objective, given its name or import path.
+    """Create an objective from its name or import path.
 
     Raises:
-        ConfigError: there is no such class, it is not an Objective, or it does not take the arguments.
+        ConfigError: the class does not exist, is not an Objective, or does not accept the arguments.
     """
     kind = import_by_path(BUILT_IN.get(name, name), "objective.name", known=BUILT_IN)
     if not (inspect.isclass(kind) and issubclass(kind, Objective)):
@@ -268,7 +272,7 @@ def make_objective(name: str, args: Mapping[str, Any], setting: Setting) -> Obje
         unknown = sorted(set(args) - set(added))
         if unknown:
             takes = ", ".join(added) or "none"
-            raise ConfigError(f"objective.args: {name} takes no {', '.join(unknown)}; it takes {takes}")
+            raise ConfigError(f"objective.args: {name} has no argument {', '.join(unknown)}; its arguments: {takes}")
         arguments = parser.parse_object(dict(args))
     except ConfigError:
         raise
@@ -277,8 +281,8 @@ def make_objective(name: str, args: Mapping[str, Any], setting: Setting) -> Obje
     objective = kind(setting, **vars(parser.instantiate(arguments)))
     if has_adapters(objective.exported()):
         raise ConfigError(
-            f"backbone.lora needs an objective that exports a teacher, and {name} exports the network that it trains: "
-            "leave backbone.lora out, or export cribo.models.lora.plain_copy of the network"
+            f"backbone.lora requires an objective that exports a teacher; {name} exports the trained network: "
+            "remove backbone.lora, or export cribo.models.lora.plain_copy of the network"
         )
     return objective
 
@@ -287,27 +291,27 @@ def check_output(output: Output, weights: Mapping[str, float]) -> None:
     """Check that an output can be recorded.
 
     Raises:
-        ConfigError: there is no loss, a name is used twice, or a loss or metric is not a number.
+        ConfigError: there is no loss, a name is used twice, or a loss or metric is not a scalar.
     """
     if not output.losses:
-        raise ConfigError("the objective's forward returned no loss: put at least one into Output.losses")
+        raise ConfigError("the objective's forward returned no loss: add at least one to Output.losses")
     for name in output.losses:
         if f"loss_{name}" in output.metrics or name == "":
-            raise ConfigError(f"loss_{name} names a loss and a metric: rename one of them")
+            raise ConfigError(f"loss_{name} is the column of both a loss and a metric: rename one of them")
     reserved = {"step", "epoch", "seconds", "images_per_second", "loss", "lr", "weight_decay", "dense_nn"}
     for name in output.metrics:
         if name in reserved:
-            raise ConfigError(f"the metric {name} has the name of one of the trainer's columns: rename it")
+            raise ConfigError(f"the metric {name} conflicts with one of the trainer's columns: rename it")
     for name, loss in output.losses.items():
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            raise ConfigError(f"the loss {name} must be a tensor of one number, got {_described(loss)}")
+            raise ConfigError(f"the loss {name} must be a scalar tensor, got {_described(loss)}")
     for name, value in output.metrics.items():
         parts = value if isinstance(value, tuple) and len(value) == 2 else (value,)
         if not all(isinstance(part, int | float) or (isinstance(part, Tensor) and part.numel() == 1) for part in parts):
-            raise ConfigError(f"the metric {name} must be one number or a pair of them, got {_described(value)}")
+            raise ConfigError(f"the metric {name} must be a number or a pair of numbers, got {_described(value)}")
     unknown = sorted(set(weights) - set(output.losses))
     if unknown:
-        raise ConfigError(f"there are weights for losses that forward does not return: {', '.join(unknown)}")
+        raise ConfigError(f"weights contains losses that forward does not return: {', '.join(unknown)}")
 
 
 def _described(value: object) -> str:
@@ -323,7 +327,7 @@ def detached(value: Tensor | float, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def move_towards(average: nn.Module, module: nn.Module, momentum: float) -> None:
-    """Exponential moving average: weights <- momentum * weights + (1 - momentum) * the other module's, merged."""
+    """Update an exponential moving average: average <- momentum * average + (1 - momentum) * module, LoRA merged."""
     from torch.optim.swa_utils import get_ema_multi_avg_fn
 
     get_ema_multi_avg_fn(momentum)(list(average.parameters()), merged_parameters(module), 0)

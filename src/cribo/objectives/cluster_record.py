@@ -1,4 +1,4 @@
-"""Records how the clusters of a few fixed view pairs change over a run."""
+"""Record of the clusters of a few fixed view pairs over a run."""
 
 import logging
 import zipfile
@@ -25,20 +25,20 @@ from cribo.objectives.sampling import cluster_pairs, sample_pairs
 log = logging.getLogger("cribo")
 
 CLUSTERS = "clusters.npz"
-"""The file in the run folder."""
+"""Name of the file in the run folder."""
 
 _PAIRS = 6
-_LATER = 7  # records after the first
+_LATER = 7  # number of records after the first
 
 
 @dataclass(frozen=True)
 class ClusterHistory:
-    """The clusters of the same view pairs at several times of a run.
+    """Clusters of the same view pairs at several epochs of a run.
 
     Attributes:
-        views: (P, 2, 3, H, W) 8-bit, without photometric changes.
+        views: (P, 2, 3, H, W) 8-bit views, without photometric augmentation.
         grid: (h, w) tokens of a view.
-        epochs: E numbers of completed epochs; 0 is the untrained teacher.
+        epochs: E numbers of completed epochs; 0 is the teacher before training.
         labels: (E, P, 2, N) the teacher's cluster of each token.
     """
 
@@ -59,15 +59,15 @@ class ClusterHistory:
 
 
 def read_clusters(folder: Path) -> ClusterHistory:
-    """The clusters that a run has recorded.
+    """Read the clusters recorded by a run.
 
     Raises:
-        FileNotFoundError: there is no record.
+        FileNotFoundError: the folder has no record.
         ValueError: the file is damaged.
     """
     path = folder / CLUSTERS
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no {CLUSTERS}: the run has no objects, or is older than this record")
+        raise FileNotFoundError(f"{folder} has no {CLUSTERS}: the run has no objects, or was made by an older version")
     try:
         with np.load(path, allow_pickle=False) as content:
             return ClusterHistory(
@@ -81,7 +81,7 @@ def read_clusters(folder: Path) -> ClusterHistory:
 
 
 def recorded_epochs(epochs: int) -> tuple[int, ...]:
-    """Numbers of completed epochs at which clusters are recorded, denser at the beginning.
+    """Return the numbers of completed epochs at which clusters are recorded, denser at the beginning.
 
     Example:
         >>> recorded_epochs(300)
@@ -95,15 +95,15 @@ def recorded_epochs(epochs: int) -> tuple[int, ...]:
 
 
 class ClusterRecord(L.Callback):
-    """Records the teacher's clusters of a few view pairs at the beginning, at some epochs, and at the end of a run.
+    """Record the teacher's clusters of a few view pairs at the start, at some epochs, and at the end of a run.
 
-    Training is not affected: no weight changes, no random number is drawn, and clusters that cannot be computed or
-    written are left out with an error in the log.
+    Training is not affected: weights and random states do not change, and errors while computing or writing clusters
+    are only logged.
 
     Args:
         folder: the run folder.
         source: the training images.
-        options: of the run.
+        options: options of the run.
     """
 
     def __init__(self, folder: Path, source: ImageSource, options: ObjectiveOptions) -> None:
@@ -116,7 +116,7 @@ class ClusterRecord(L.Callback):
         self._failed = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The labels of each recorded epoch."""
+        """Return the labels of each recorded epoch."""
         return {"labels": dict(self._labels)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -124,11 +124,11 @@ class ClusterRecord(L.Callback):
         self._labels = state_dict["labels"]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Record the untrained teacher, or an epoch after which the resumed run was stopped before its record."""
+        """Record the initial teacher, or, in a resumed run, the last epoch if its record is missing."""
         self.on_train_epoch_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Record the epoch, if it is due."""
+        """Record the epoch if it is one of `recorded_epochs`."""
         module: Any = pl_module
         epoch, rest = divmod(trainer.global_step, module.schedules.steps_per_epoch)
         if rest or epoch not in self._due or self._failed or not trainer.is_global_zero:

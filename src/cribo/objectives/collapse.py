@@ -1,4 +1,4 @@
-"""Signs of collapse in self-distillation: measurements of the teacher, with advice."""
+"""Detection of collapse in self-distillation: metrics of the teacher, and advice."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cribo.method import NO_MATCH, Matches, SelfDistillation
 
-# Rows to measure: enough for a mean, few compared with the batch.
+# Number of rows to measure: enough for a mean, few compared with the batch.
 _ROWS = 256
 
 
@@ -19,19 +19,19 @@ def measure_collapse(
     matches: Matches | None,
     levels: Mapping[str, tuple[Float[Tensor, "2 r e"], SelfDistillation]],
 ) -> dict[str, float]:
-    """Measure collapse: values by the names of their columns; those that are not finite are left out.
+    """Return metrics of collapse by column name; values that are not finite are omitted.
 
     Args:
-        tokens: of the teacher.
-        matches: of the batch's objects.
-        levels: the teacher's embeddings of each level, and the self-distillation that maps them to probabilities.
+        tokens: the teacher's tokens.
+        matches: matches of the batch's objects.
+        levels: the teacher's embeddings of each level, and the `SelfDistillation` that maps them to probabilities.
     """
     found: dict[str, float] = {}
     for name, (embeddings, level) in levels.items():
         of_mean, mean_of = prototype_entropy(embeddings.flatten(0, 1)[:_ROWS], level)
         found |= {f"{name}_entropy_of_mean": float(of_mean), f"{name}_mean_entropy": float(mean_of)}
     directions = F.normalize(tokens.flatten(0, 2).float(), dim=-1)
-    # 1 if directions are spread evenly, 0 if all tokens are the same.
+    # 1 if directions are uniformly distributed, 0 if all tokens are equal.
     found["feature_std"] = float(directions.std(dim=0).mean() * directions.shape[1] ** 0.5)
     if matches is not None:
         matched = matches.nearest[matches.nearest != NO_MATCH]
@@ -43,10 +43,10 @@ def measure_collapse(
 def prototype_entropy(
     embeddings: Float[Tensor, "r e"], level: SelfDistillation
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Entropy of the mean teacher distribution, and mean entropy of the distributions, as shares of ln L.
+    """Return the entropy of the mean teacher distribution, and the mean entropy, as fractions of ln L.
 
-    If the first is near 0, all rows share one prototype; if the second is near 1, every row is uniform. Both are
-    collapse.
+    Near 0, the first indicates that all rows share one prototype; near 1, the second indicates that every row is
+    uniform. Both are collapse.
     """
     logits = F.linear(embeddings, level.teacher_prototypes) - level.centre
     p = (logits / level.teacher_temperature).softmax(dim=-1)
@@ -57,48 +57,48 @@ def prototype_entropy(
     return of_mean, mean_of
 
 
-def signs_of_trouble(
+def collapse_advice(
     row: Mapping[str, float], *, cross_image: bool, needs_objects: bool, prototypes: int
 ) -> dict[str, str]:
-    """Name and advice of each sign of trouble in a row of metrics.
+    """Return advice for each problem found in a row of metrics, by name.
 
     Args:
         row: one row of metrics.
-        cross_image: whether L_ci^o should be active by now.
-        needs_objects: whether any loss works on objects.
-        prototypes: L.
+        cross_image: whether L_ci^o should be active at this step.
+        needs_objects: whether any loss uses objects.
+        prototypes: L, number of prototypes.
     """
-    troubles = {}
-    few = 1.5 / math.log(prototypes)  # entropy of about four prototypes, as a share of ln L
+    advice = {}
+    few = 1.5 / math.log(prototypes)  # entropy of about four prototypes, as a fraction of ln L
     for level in ("image", "object"):
         if row.get(f"{level}_entropy_of_mean", 1.0) < few:
-            troubles[f"{level} prototypes"] = (
-                f"collapse: the teacher puts nearly all {level}s on a handful of prototypes. Raise optim.momentum, "
+            advice[f"{level} prototypes"] = (
+                f"collapse: the teacher assigns nearly all {level}s to a few prototypes. Raise optim.momentum, "
                 "lower optim.lr, or try losses.centring sinkhorn"
             )
         elif row.get(f"{level}_mean_entropy", 0.0) > 0.99:
-            troubles[f"{level} uniform"] = (
-                f"the teacher's {level} distributions are uniform, so the loss teaches nothing. Lower "
+            advice[f"{level} uniform"] = (
+                f"the teacher's {level} distributions are uniform, so the loss has no signal. Lower "
                 "losses.teacher_temperature, raise optim.lr, or try losses.centring sinkhorn"
             )
     if row.get("feature_std", 1.0) < 0.05:
-        troubles["features"] = (
+        advice["features"] = (
             f"collapse: all patches have nearly the same feature (spread {row['feature_std']:.3f} of 1). Lower "
-            "optim.lr or lengthen optim.warmup_epochs; a frozen last layer (optim.freeze_last_layers_epochs) helps too"
+            "optim.lr, or raise optim.warmup_epochs or optim.freeze_last_layers_epochs"
         )
     if row.get("distinct_neighbours", 1.0) < 0.02:
-        troubles["neighbours"] = (
+        advice["neighbours"] = (
             f"collapse: all objects have the same few neighbours ({row['distinct_neighbours']:.1%} distinct). "
             "Use a larger objects.bank_images, or start losses.cross_image_from_epoch later"
         )
     if needs_objects and row.get("objects_per_image", 1.0) == 0:
-        troubles["no objects"] = (
-            "no cluster has tokens in both views, so there is no object to learn from. Raise the lower end of "
+        advice["no objects"] = (
+            "no cluster has tokens in both views, so there are no objects. Raise the lower end of "
             "views.area, lower objects.num_objects, or lower objects.position_weight"
         )
     elif cross_image and row.get("bootstrapping_ratio", 1.0) == 0:
-        troubles["no bootstrapping"] = (
+        advice["no bootstrapping"] = (
             "no match is cycle-consistent: the bootstrapping ratio stays at 0. Lower objects.num_objects or "
-            "objects.group_size, enlarge objects.bank_images, or train longer before judging"
+            "objects.group_size, raise objects.bank_images, or wait: untrained features rarely match"
         )
-    return troubles
+    return advice

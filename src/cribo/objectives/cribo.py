@@ -1,4 +1,4 @@
-"""CrIBo: L_cv^g, L_cv^o and L_ci^o from view pairs, in the order of the paper's section 3 (docs/method.md)."""
+"""CrIBo: L_cv^g, L_cv^o and L_ci^o of view pairs, in the order of the paper's section 3 (docs/method.md)."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ from cribo.models.modes import CompileMode
 from cribo.objectives.anchor import Anchor
 from cribo.objectives.banks import PatchBank, neighbour_loss, object_bank
 from cribo.objectives.base import Columns, Output, Setting, Step
-from cribo.objectives.collapse import measure_collapse, signs_of_trouble
+from cribo.objectives.collapse import collapse_advice, measure_collapse
 from cribo.objectives.distillation import Distillation
 from cribo.objectives.objects import (
     Objects,
@@ -54,18 +54,18 @@ _BEYOND_THE_PAPER = ("object_neighbours", "patch_neighbours", "anchor")
 
 @dataclass
 class Result:
-    """The teacher's outputs for a batch, and the student's losses.
+    """Teacher outputs for a batch, and the student's losses.
 
     Attributes:
         batch_images: (B,) index of each image in the collection.
         tokens: (B, 2, N, D) the teacher's tokens.
-        teacher_images: (2, B, E) its image-level embeddings.
-        teacher_objects: (2, R, E) its object-level embeddings; R is 0 if no loss works on objects.
-        objects: the objects; None if no loss works on them.
-        matches: their matches; None while L_ci^o is off.
+        teacher_images: (2, B, E) the teacher's image-level embeddings.
+        teacher_objects: (2, R, E) the teacher's object-level embeddings; R is 0 if no loss uses objects.
+        objects: the objects; None if no loss uses them.
+        matches: matches of the objects; None while L_ci^o is off.
         points: points of the views' overlap; None without soft neighbours of patches.
-        losses: image, cross_view, cross_image: means over the batch's groups; 0 where off. Those beyond the paper only
-            where on. Detached.
+        losses: detached means over the batch's groups. `image`, `cross_view` and `cross_image` are 0 if off; losses
+            that are not in the paper are present only if on.
     """
 
     batch_images: Int[Tensor, " b"]
@@ -81,8 +81,8 @@ class Result:
 class CrIBo(Distillation):
     """Cross-image object-level bootstrapping.
 
-    Contains student and teacher, the memory bank and the centres. `forward` changes none of them, so that all
-    micro-batches of a step use the same state; `after_step` updates them once.
+    Contains student, teacher, memory bank and centres. `forward` does not modify them, so all micro-batches of a step
+    use the same state; `after_step` updates them once.
 
     Raises:
         ConfigError: options that cannot be combined.
@@ -113,7 +113,7 @@ class CrIBo(Distillation):
         self.weights = {"image": losses.image, "cross_view": losses.cross_view, "cross_image": losses.cross_image}
         self.weights |= {name: weight for name in _BEYOND_THE_PAPER if (weight := getattr(losses, name))}
         self.images_per_group = options.objects.group_size
-        # Without its loss, a last layer has no gradient.
+        # A last layer without its loss gets no gradient.
         self.uses_all_parameters = self.uses_all_parameters and bool(losses.image and losses.cross_view)
         self.grid = (side, side)
         self.object_bank = object_bank(options, setting.num_images)
@@ -123,16 +123,16 @@ class CrIBo(Distillation):
         self.cluster = find_clustering(options.objects)
         self.criterion = find_criterion(options.objects)
         self._cross_entropy = cross_entropy
-        self._results: list[Result] = []  # of the step's micro-batches so far
+        self._results: list[Result] = []  # one per micro-batch of the step so far
         self.last_result: Result | None = None
 
     @property
     def bank(self) -> MemoryBank | None:
-        """The bank of objects; None before the first batch and where no loss reads it."""
+        """The bank of objects; None before the first batch, or if no loss reads it."""
         return self.object_bank.bank
 
     def samples(self) -> ViewPairs:
-        """View pairs."""
+        """Return the transform to view pairs."""
         return ViewPairs(
             self.options.views,
             grid=self.grid,
@@ -141,14 +141,14 @@ class CrIBo(Distillation):
         )
 
     def forward(self, batch: Batch, step: Step) -> Output:
-        """The paper's three losses, whose weighted sum is equation 11, and those beyond it that are on.
+        """Compute the paper's three losses, whose weighted sum is equation 11, and the additional losses that are on.
 
         Args:
             batch: B view pairs, a whole number of groups.
-            step: decides the temperature, whether the bank is read, and whether gradients reach the backbone.
+            step: sets the temperature, whether the bank is read, and whether gradients reach the backbone.
 
         Raises:
-            ValueError: a batch that is not a whole number of groups.
+            ValueError: the batch is not a whole number of groups.
         """
         if len(batch) % self.images_per_group or not len(batch):
             raise InputError(
@@ -163,7 +163,7 @@ class CrIBo(Distillation):
         images = self.student.head(_by_view(global_tokens))
         step.lap("image projections")
         step.lap.at_gradient(global_tokens, "image projections, backward")
-        # A loss that is off, or has no objects, is 0 but attached to the graph.
+        # Losses that are off or have no objects are 0, but attached to the graph.
         zero: Tensor = 0 * images.sum()
         losses = dict.fromkeys(self.weights, zero)
         if self.weights["image"]:
@@ -187,7 +187,7 @@ class CrIBo(Distillation):
 
     @torch.no_grad()
     def _teach(self, inputs: Inputs, batch: Batch, step: Step) -> Result:
-        """The teacher's pass: objects, their matches, and the embeddings that the student must predict."""
+        """Run the teacher: objects, their matches, and the embeddings that the student must predict."""
         options = self.options
         global_tokens, tokens, _ = encode(self.teacher.backbone, inputs)
         tokens = tokens.unflatten(0, (-1, 2))
@@ -215,11 +215,11 @@ class CrIBo(Distillation):
         return Result(batch.images, tokens, images, embeddings, objects, matches, points)
 
     def label_tokens(self, tokens: Float[Tensor, "b 2 n d"], batch: Batch) -> Int[Tensor, "b 2 n"]:
-        """The cluster of each of the teacher's tokens."""
+        """Return the cluster of each of the teacher's tokens."""
         return label_tokens(tokens, batch, self.options.objects, self.cluster)
 
     def match(self, objects: Float[Tensor, "2 r d"], images: Int[Tensor, " r"], group_rows: Sequence[int]) -> Matches:
-        """The nearest neighbours of objects in the bank, and which of them are positive pairs."""
+        """Return the nearest neighbours of objects in the bank, and whether they are positive pairs."""
         assert self.bank is not None
         return self.bank.match(objects, images, group_rows=group_rows, criterion=self.criterion)
 
@@ -288,7 +288,7 @@ class CrIBo(Distillation):
 
     @torch.no_grad()
     def _embed_neighbours(self, matches: Matches) -> Float[Tensor, "z e"]:
-        """The teacher's embeddings of the valid neighbours: no others go through the head."""
+        """Return the teacher's embeddings of the valid neighbours; the head computes no others."""
         assert self.bank is not None
         views, rows = matches.valid.nonzero(as_tuple=True)
         return self.teacher.head(self.bank.objects(views, matches.nearest[views, rows]))
@@ -296,7 +296,7 @@ class CrIBo(Distillation):
     def _level(
         self, name: str, embeddings: Float[Tensor, "2 r e"], group_rows: list[int], step: Step
     ) -> SelfDistillation:
-        """Prototypes, centre and temperatures of the image or object level; each group has its own Sinkhorn centre."""
+        """Return prototypes, centre and temperatures of a level; each group has its own Sinkhorn centre."""
         losses, temperature = self.options.losses, self.schedules(step)["teacher_temperature"]
         student, teacher = (network.prototypes(name).weight for network in (self.student, self.teacher))
         centre = self.centre(name).value
@@ -309,7 +309,7 @@ class CrIBo(Distillation):
 
     @torch.no_grad()
     def after_step(self, step: Step) -> None:
-        """Move centres and teacher, and push the step's objects and patches to their banks."""
+        """Update centres and teacher, and push the step's objects and patches to their banks."""
         results, self._results = self._results, []
         images, objects = zip(*((result.teacher_images, result.teacher_objects) for result in results), strict=True)
         self.move_teacher(step, {"image": images, "object": objects})
@@ -321,18 +321,18 @@ class CrIBo(Distillation):
         step.lap("bank update")
 
     def compile_parts(self, mode: CompileMode) -> None:
-        """Compile both backbones, the clustering, and the formula of the losses."""
+        """Compile both backbones, the clustering, and the cross-entropy."""
         super().compile_parts(mode)
         self.cluster = torch.compile(self.cluster)
-        # The number of objects differs from step to step.
+        # The number of objects changes from step to step.
         self._cross_entropy = torch.compile(cross_entropy, dynamic=True)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The banks, which are not buffers: distributed wrappers must not broadcast them."""
+        """Return the banks' states. Banks are not buffers because distributed wrappers must not broadcast them."""
         return {"bank": self.object_bank.state_dict(), "patch_bank": self.patch_bank.state_dict()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Keep the banks' states until the banks are allocated."""
+        """Store the banks' states, to be restored when the banks are allocated."""
         self.object_bank.load_state_dict(state["bank"])
         self.patch_bank.load_state_dict(state.get("patch_bank"))  # older checkpoints have none
 
@@ -355,9 +355,9 @@ class CrIBo(Distillation):
         return measure_collapse(result.tokens, result.matches, levels)
 
     def advice(self, row: Mapping[str, float]) -> dict[str, str]:
-        """Signs of collapse, and of losses that teach nothing."""
+        """Return advice on collapse, and on losses without signal."""
         losses = self.options.losses
-        return signs_of_trouble(
+        return collapse_advice(
             row,
             cross_image=bool(losses.cross_image) and row["epoch"] > losses.cross_image_from_epoch,
             needs_objects=self.options.needs_objects,
@@ -365,13 +365,13 @@ class CrIBo(Distillation):
         )
 
     def figures(self, rows: Sequence[dict[str, float]], dataset: SampleDataset) -> dict[str, "Figure"]:
-        """The bootstrapping ratio, clusters on view pairs, and matches across images."""
+        """Draw the bootstrapping ratio, clusters on view pairs, and matches across images."""
         from cribo.objectives.pictures import object_figures
 
         return object_figures(self, rows, dataset)
 
     def callbacks(self, folder: Path, dataset: SampleDataset) -> Iterable[Callback]:
-        """The record of how clusters change."""
+        """Return the callback that records clusters."""
         if not self.options.needs_objects:
             return ()
         from cribo.objectives.cluster_record import ClusterRecord
@@ -386,12 +386,12 @@ def _by_view(tokens: Float[Tensor, "two_b d"]) -> Float[Tensor, "2 b d"]:
 def _check(options: ObjectiveOptions, *, tokens: int) -> None:
     losses, optim = options.losses, options.optim
     if not (losses.image or options.needs_objects or losses.patch_neighbours):
-        raise ConfigError("all of losses.image, losses.cross_view and losses.cross_image are 0: leave one on")
+        raise ConfigError("all of losses.image, losses.cross_view and losses.cross_image are 0: set at least one")
     if options.needs_objects:
         check_objects(options, tokens=tokens, with_bank=options.needs_bank)
     if losses.cross_image and losses.cross_image_from_epoch >= optim.epochs:
         log.warning(
-            "losses.cross_image_from_epoch %d is not reached in optim.epochs %d: the run does not use L_ci^o",
+            "losses.cross_image_from_epoch %d is beyond optim.epochs %d: the run does not use L_ci^o",
             losses.cross_image_from_epoch,
             optim.epochs,
         )

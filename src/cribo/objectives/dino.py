@@ -1,6 +1,6 @@
-"""DINO with multi-crop (Caron et al. 2021): the image-level self-distillation that CrIBo builds on, and its baseline.
+"""DINO with multi-crop (Caron et al. 2021): image-level self-distillation, the basis of CrIBo and its baseline.
 
-The teacher sees two global crops, the student these and several local ones; from each crop the student predicts the
+The teacher encodes two global crops, the student also several local ones; from each crop the student predicts the
 teacher's output for every other global crop.
 """
 
@@ -35,17 +35,17 @@ _BLUR_OF_LOCAL_CROPS = 0.5
 
 
 class MultiCrop:
-    """Two global crops of an image, and several local ones of a smaller size and area.
+    """Transform of an image into two global crops and several local ones of a smaller size and area.
 
-    A batch holds `global` (B, 2, 3, S, S) and `local` (B, V, 3, s, s) in 8 bits, `photometric` with parameters
+    A batch contains `global` (B, 2, 3, S, S) and `local` (B, V, 3, s, s) in 8 bits, `photometric` with parameters
     (B, 2 + V), global crops first, and `drop_path_noise` (B, 2 + V, sites).
 
     Args:
-        recipe: how global crops are drawn.
-        local_crops: V, local crops per image.
+        recipe: distribution of the global crops.
+        local_crops: V, number of local crops per image.
         local_size: s, side of a local crop in pixels.
         local_area: (low, high) share of the image that a local crop covers.
-        drop_path_sites: uniform numbers to draw per crop.
+        drop_path_sites: number of uniform random numbers to draw per crop.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class MultiCrop:
         self.drop_path_sites = drop_path_sites
 
     def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
-        """Decode the image, cut the crops, and draw the rest."""
+        """Decode the image, cut the crops, and draw the other random numbers."""
 
         def draw(height: int, width: int) -> list[tuple[Crops, int]]:
             views = sample_crops(height, width, self.recipe, generator=generator)
@@ -94,7 +94,7 @@ class DINO(Distillation):
     Reads `views` (the global crops), `backbone`, `head`, `losses` (temperatures, centring) and `optim`.
 
     Args:
-        setting: the run it is created for.
+        setting: the run.
         local_crops: number of local crops per image.
         local_size: side of a local crop in pixels.
         local_area: (low, high) share of the image that a local crop covers.
@@ -120,7 +120,7 @@ class DINO(Distillation):
         if local_crops < 1:
             raise ConfigError(f"objective.args.local_crops must be >= 1, got {local_crops}")
         if not 0 < local_area[0] <= local_area[1] <= 1:
-            raise ConfigError(f"objective.args.local_area must go from low to high within 0 to 1, got {local_area}")
+            raise ConfigError(f"objective.args.local_area must be ordered (low, high) within 0 to 1, got {local_area}")
         if local_size < 1 or local_size % backbone.patch_size:
             raise ConfigError(
                 f"objective.args.local_size must be a multiple of the patch size {backbone.patch_size}, got "
@@ -136,7 +136,7 @@ class DINO(Distillation):
         self._embeddings: list[Float[Tensor, "r e"]] = []
 
     def samples(self) -> MultiCrop:
-        """Global and local crops."""
+        """Return the transform to global and local crops."""
         return self.crops
 
     def forward(self, batch: Batch, step: Step) -> Output:
@@ -171,12 +171,12 @@ class DINO(Distillation):
 
     @torch.no_grad()
     def after_step(self, step: Step) -> None:
-        """Move the centre and the teacher."""
+        """Update the centre and the teacher."""
         embeddings, self._embeddings = self._embeddings, []
         self.move_teacher(step, {"image": embeddings})
 
     def _augmented(self, batch: Batch) -> Iterator[Float[Tensor, "v b 3 h w"]]:
-        """Global and then local crops, augmented and normalised for the networks."""
+        """Yield the global and then the local crops, augmented and normalised for the networks."""
         backbone, first = self.student.backbone, 0
         for name in ("global", "local"):
             views, threshold = batch[name], self.crops.recipe.solarise_threshold

@@ -1,4 +1,4 @@
-"""Student and teacher: the parts that CrIBo and DINO share."""
+"""Student and teacher networks, shared by CrIBo and DINO."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -16,10 +16,10 @@ from cribo.objectives.options import HeadConfig
 
 
 class Network(nn.Module):
-    """A backbone f, a shared projection head h, and a last layer for each level, such as `image_prototypes`.
+    """Backbone f, shared projection head h, and a last layer for each level, such as `image_prototypes`.
 
     Args:
-        backbone: f.
+        backbone: f, the backbone.
         config: sizes of the head.
         levels: names of the last layers.
         seed: the only source of the head's random weights.
@@ -45,31 +45,31 @@ class Network(nn.Module):
 
     @property
     def last_layers(self) -> list[nn.Parameter]:
-        """Parameters of the last layers."""
+        """Return the parameters of the last layers."""
         return [parameter for level in self.levels for parameter in self.prototypes(level).parameters()]
 
     def prototypes(self, level: str) -> PrototypeLayer:
-        """The last layer of a level."""
+        """Return the last layer of a level."""
         layer = getattr(self, f"{level}_prototypes")
         assert isinstance(layer, PrototypeLayer)
         return layer
 
     def make_teacher(self) -> "Network":
-        """A copy without gradients.
+        """Return a copy without gradients.
 
-        It stays in training mode: batch norms use the statistics of their batch, and stochastic depth stays off
-        because the teacher is given no noise.
+        It stays in training mode: batch norms use the statistics of their batch, and stochastic depth is off because
+        the teacher gets no noise.
         """
         return plain_copy(self).requires_grad_(False)
 
 
 class Distillation(Objective):
-    """A student, its moving average as the teacher, and a centre of the teacher's logits for each level.
+    """Base of objectives with a student, its moving average as teacher, and a centre of the teacher logits per level.
 
     Reads `backbone`, `head`, `losses` (temperatures, centring) and `optim`.
 
     Args:
-        setting: the run it is created for.
+        setting: the run.
         levels: names of the last layers.
     """
 
@@ -83,21 +83,21 @@ class Distillation(Objective):
         self.uses_all_parameters = not options.optim.freeze_backbone_epochs
 
     def centre(self, level: str) -> Centre:
-        """The centre of a level."""
+        """Return the centre of a level."""
         centre = getattr(self, f"{level}_centre")
         assert isinstance(centre, Centre)
         return centre
 
     def trainable(self) -> Network:
-        """The student."""
+        """Return the student."""
         return self.student
 
     def exported(self) -> Backbone:
-        """The teacher's backbone."""
+        """Return the teacher's backbone."""
         return self.teacher.backbone
 
     def frozen(self, step: Step) -> Iterable[nn.Parameter]:
-        """The last layers, and the backbone, in the first epochs."""
+        """Return the last layers and the backbone in the epochs in which they are frozen."""
         optim = self.options.optim
         if step.epoch < optim.freeze_last_layers_epochs:
             yield from self.student.last_layers
@@ -105,7 +105,7 @@ class Distillation(Objective):
             yield from self.student.backbone.parameters()
 
     def schedules(self, step: Step) -> dict[str, float]:
-        """The teacher's momentum and temperature."""
+        """Return the teacher's momentum and temperature."""
         losses = self.options.losses
         return {
             "momentum": step.cosine(*self.options.optim.momentum),
@@ -119,7 +119,7 @@ class Distillation(Objective):
 
     @torch.no_grad()
     def move_teacher(self, step: Step, embeddings: Mapping[str, Sequence[Float[Tensor, "..."]]]) -> None:
-        """Move the centres towards the mean logits of the whole batch, and the teacher towards the student.
+        """Update the centres with the mean logits of the whole batch, and the teacher with the student.
 
         Args:
             step: the completed step.

@@ -1,4 +1,4 @@
-"""MAE (He et al. 2022): a vision transformer encodes a quarter of the patches, a small decoder predicts the others."""
+"""MAE (He et al. 2022): a vision transformer encodes the visible patches, a small decoder predicts the others."""
 
 import torch
 from jaxtyping import Float, Int
@@ -16,13 +16,13 @@ from cribo.objectives.views import load_for_crops
 
 
 class MaskedView:
-    """One view of an image, cropped and flipped, and a random order of its patches: the first are visible.
+    """Transform of an image into one cropped and flipped view, and a random order of its patches, visible ones first.
 
-    A batch holds `view` (B, 3, S, S) in 8 bits and `order` (B, N).
+    A batch contains `view` (B, 3, S, S) in 8 bits and `order` (B, N).
 
     Args:
-        recipe: how the view is cropped.
-        patches: N.
+        recipe: distribution of the view; photometric values are ignored.
+        patches: N, number of patches.
     """
 
     def __init__(self, recipe: ViewRecipe, *, patches: int) -> None:
@@ -44,7 +44,7 @@ class MaskedView:
 
 
 class KeepTokens(nn.Module):
-    """Replaces timm's `patch_drop`: keeps prefix tokens such as [CLS] and the patches `kept` (B, n); None keeps all."""
+    """Replacement for timm's `patch_drop`: keep prefix tokens, e.g. [CLS], and patches `kept` (B, n); all if None."""
 
     def __init__(self, prefix_tokens: int) -> None:
         super().__init__()
@@ -60,13 +60,13 @@ class KeepTokens(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Inserts a mask token for each masked patch, and predicts the pixels of all patches.
+    """Transformer that inserts a mask token for each masked patch and predicts the pixels of all patches.
 
     Args:
-        embed_dim: D, of the encoder's tokens.
-        grid: (h, w) patches.
+        embed_dim: D, channels of the encoder's tokens.
+        grid: (h, w) patches of a view.
         pixels: P, values per patch.
-        dim, depth, heads: of the decoder's transformer.
+        dim, depth, heads: width, number of blocks and attention heads.
     """
 
     def __init__(self, embed_dim: int, grid: tuple[int, int], pixels: int, *, dim: int, depth: int, heads: int) -> None:
@@ -80,7 +80,7 @@ class Decoder(nn.Module):
         self.predict = nn.Linear(dim, pixels)
 
     def forward(self, seen: Float[Tensor, "b s d"], order: Int[Tensor, "b n"]) -> Float[Tensor, "b n p"]:
-        """Pixels of all patches, in the order of the grid, from the tokens of the first s patches of `order`."""
+        """Predict the pixels of all patches, in grid order, from the tokens of the first s patches of `order`."""
         tokens = self.embed(seen)
         masks = self.mask_token.to(tokens.dtype).expand(len(tokens), order.shape[1] - tokens.shape[1], -1)
         tokens = _gather(torch.cat((tokens, masks), dim=1), order.argsort(dim=1))
@@ -92,12 +92,12 @@ class MAE(Objective):
     """Masked autoencoding of pixels. Reads `views` (area, aspect, flip, size), `backbone` and `optim`.
 
     Args:
-        setting: the run it is created for.
+        setting: the run.
         mask_ratio: share of the patches that are masked.
         decoder_dim: width of the decoder.
-        decoder_depth: blocks of the decoder.
+        decoder_depth: number of blocks of the decoder.
         decoder_heads: attention heads of the decoder.
-        normalise_patches: normalise the target pixels of each patch by their mean and variance.
+        normalise_patches: whether to normalise each patch's target pixels by their mean and variance.
 
     Raises:
         ConfigError: the backbone cannot drop patches, or a value out of range.
@@ -120,7 +120,7 @@ class MAE(Objective):
         self.backbone = setting.build_backbone()
         if not hasattr(self.backbone.model, "patch_drop"):
             raise ConfigError(
-                f"MAE needs a timm vision transformer that can drop patches, not {options.backbone.name}: use "
+                f"MAE requires a timm vision transformer that can drop patches, not {options.backbone.name}: use "
                 "vit_small_patch16_224, for example"
             )
         side = options.views.size // self.backbone.patch_size
@@ -128,7 +128,7 @@ class MAE(Objective):
         self.seen = round(self.patches * (1 - mask_ratio))
         if not 0 < self.seen < self.patches:
             raise ConfigError(
-                f"objective.args.mask_ratio must leave 1 to {self.patches - 1} of the {self.patches} patches, got "
+                f"objective.args.mask_ratio must leave 1 to {self.patches - 1} of {self.patches} patches visible, got "
                 f"{mask_ratio}"
             )
         if decoder_dim % 4 or decoder_dim % decoder_heads:
@@ -150,19 +150,19 @@ class MAE(Objective):
             )
 
     def samples(self) -> MaskedView:
-        """One view and an order of its patches."""
+        """Return the transform to one view and an order of its patches."""
         return MaskedView(self.options.views, patches=self.patches)
 
     def exported(self) -> Backbone:
-        """The encoder."""
+        """Return the encoder."""
         return self.backbone
 
     def compile_parts(self, mode: CompileMode) -> None:
-        """Compile the decoder; the encoder's visible tokens change with every batch."""
+        """Compile the decoder only: the encoder's visible patches change with every batch."""
         self.decoder.compile(mode=mode)
 
     def forward(self, batch: Batch, step: Step) -> Output:
-        """Mean squared error over the masked patches."""
+        """Compute the mean squared error over the masked patches."""
         order: Int[Tensor, "b n"] = batch["order"]
         pixels = batch["view"].float() / 255
         images = normalise(pixels, mean=self.backbone.mean, std=self.backbone.std)
@@ -182,12 +182,12 @@ class MAE(Objective):
 def masked_error(
     predicted: Float[Tensor, "b n p"], targets: Float[Tensor, "b n p"], masked: Int[Tensor, "b m"]
 ) -> Float[Tensor, ""]:
-    """Mean squared error over the pixels of the masked patches alone."""
+    """Mean squared error over the pixels of the masked patches."""
     return (_gather(predicted, masked) - _gather(targets, masked)).float().square().mean()
 
 
 def patchify(images: Float[Tensor, "b 3 h w"], size: int) -> Float[Tensor, "b n p"]:
-    """The pixels of each patch, row by row: (B, N, 3 * size * size), channels last."""
+    """Return the pixels of each patch in row-major order: (B, N, 3 * size * size), channels last."""
     patches = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # (B, 3, h, size, w, size)
     return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 

@@ -20,10 +20,10 @@ Clustering = Callable[..., Int[Tensor, "b t"]]
 
 
 def find_clustering(config: ObjectsConfig) -> Clustering:
-    """The configured clustering, with its options.
+    """Return the configured clustering, with its options.
 
     Raises:
-        ConfigError: it is not a function.
+        ConfigError: the import path does not name a function.
     """
     if config.clustering == "sinkhorn":
         return partial(
@@ -40,10 +40,10 @@ def find_clustering(config: ObjectsConfig) -> Clustering:
 
 
 def find_criterion(config: ObjectsConfig) -> Any:
-    """The configured criterion for positive pairs, as `MemoryBank.match` accepts it.
+    """Return the configured criterion for positive pairs, as accepted by `MemoryBank.match`.
 
     Raises:
-        ConfigError: it is not a function.
+        ConfigError: the import path does not name a function.
     """
     if config.criterion in ("cycle", "none"):
         return config.criterion
@@ -63,10 +63,10 @@ def label_tokens(
     """Cluster the teacher's tokens of both views of each image (paper section 3.2.1).
 
     Args:
-        tokens: (B, 2, N, D).
-        batch: of view pairs.
-        config: of the clustering.
-        cluster: the clustering, if `find_clustering` has been called already.
+        tokens: (B, 2, N, D) the teacher's tokens.
+        batch: view pairs.
+        config: options of the clustering.
+        cluster: result of `find_clustering`, which is called by default.
 
     Raises:
         ValueError: the clustering does not return one integer label per token.
@@ -89,12 +89,12 @@ def label_tokens(
 
 @dataclass
 class RowPairs:
-    """The teacher's features of the same objects or places in both views: R rows, image after image.
+    """Teacher features of the same objects or points in both views: R rows, image after image.
 
     Attributes:
         teacher: (2, R, D) features of each view.
-        images: (R,) index of their image in the collection.
-        counts: rows of each image of the batch.
+        images: (R,) index of the row's image in the collection.
+        counts: number of rows of each image of the batch.
     """
 
     teacher: Float[Tensor, "2 r d"]
@@ -102,18 +102,18 @@ class RowPairs:
     counts: list[int]
 
     def group_rows(self, group_size: int) -> list[int]:
-        """Rows of each group of `group_size` images."""
+        """Return the number of rows of each group of `group_size` images."""
         return [sum(self.counts[start : start + group_size]) for start in range(0, len(self.counts), group_size)]
 
 
 @dataclass
 class Objects(RowPairs):
-    """The objects of a batch.
+    """Objects of a batch.
 
     Attributes:
         labels: (B, 2, N) cluster of each token.
-        rows: (R,) image within the batch of each object.
-        clusters: (R,) its cluster.
+        rows: (R,) index of each object's image within the batch.
+        clusters: (R,) cluster of each object.
     """
 
     labels: Int[Tensor, "b 2 n"]
@@ -121,7 +121,7 @@ class Objects(RowPairs):
     clusters: Int[Tensor, " r"]
 
     def pool(self, tokens: Float[Tensor, "b 2 n d"], num_objects: int) -> Float[Tensor, "2 r d"]:
-        """The same objects of another network's tokens."""
+        """Pool another network's tokens to the same objects."""
         pooled, _ = pool_objects(tokens, self.labels, num_objects)
         return pooled[self.rows, :, self.clusters].transpose(0, 1)
 
@@ -131,7 +131,7 @@ def find_objects(
 ) -> Objects:
     """Select from the result of `pool_objects` the clusters with tokens in both views.
 
-    Reads the counts from the device; from here on, shapes depend on the data.
+    Synchronises with the device to read the counts: the shapes of the result depend on the data.
     """
     counts: list[int] = kept.sum(dim=1).tolist()
     rows, clusters = torch.nonzero_static(kept, size=sum(counts)).unbind(dim=1)
@@ -139,11 +139,11 @@ def find_objects(
 
 
 def check_objects(options: ObjectiveOptions, *, tokens: int, with_bank: bool) -> None:
-    """Check that views can be clustered and that a batch fits the bank.
+    """Check that views can be clustered and that a batch fits into the bank.
 
     Args:
-        options: of the run.
-        tokens: of both views.
+        options: options of the run.
+        tokens: number of tokens of both views.
         with_bank: whether a loss reads the bank of objects.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Configuration sections shared by all objectives; those of a single one are in `objective.args`."""
+"""Configuration sections shared by all objectives; options of a single objective are in `objective.args`."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,23 +12,25 @@ AnchorKind = Literal["gram", "cosine"]
 
 @dataclass
 class BackboneConfig:
-    """The network that is trained.
+    """Network to train.
 
     Attributes:
-        name: a timm model: a vision transformer, or a network whose last features are a map.
+        name: timm model: a vision transformer, or a network whose last features are a map.
         args: further arguments of timm's model, such as {depth: 6}.
-        pretrained: weights to start from: a file (.safetensors, .pth), a timm name with its tag, such as
-            vit_small_patch16_224.dino, or `timm` for the default ones of the model's name.
+        pretrained: initial weights: a file (.safetensors, .pth), a timm name with its tag, such as
+            vit_small_patch16_224.dino, or `timm` for the default weights of the model.
         drop_path: rate of stochastic depth in the last block, in the student only.
-        train_blocks: number of last blocks (of a convolutional network, stages) to train, with the final norm; all by
-            default. Student and teacher share the others in timm's VisionTransformer.
-        lora: rank of LoRA; all weights of the backbone are frozen, and only a low-rank addition to the linear
-            layers of its blocks (of the last `train_blocks` of them) is trained. Needs the extra `lora`. 8 is a good
-            start; use a larger learning rate than for all weights.
-        cache_trunk: number of view pairs of each image for which the output of the frozen blocks is cached in the run
-            folder: epochs run only the trained blocks, and views repeat. The size is printed first; one device only.
-        checkpointing: less memory for the same result, in vision transformers: the backward pass recomputes everything
-            but products and attention (`selective`), or whole blocks (`blocks`). Try it before more micro-batches.
+        train_blocks: number of last blocks to train, with the final norm, or of last stages of a convolutional network;
+            all by default. In timm's VisionTransformer, student and teacher share the frozen blocks.
+        lora: rank of LoRA: the weights of the backbone are frozen, and only low-rank additions to the linear layers of
+            its blocks (the last `train_blocks` of them) are trained. Requires the extra `lora`. 8 is a good start; use
+            a larger learning rate than for full training.
+        cache_trunk: number of view pairs per image whose output of the frozen blocks is cached in the run folder during
+            training. Epochs then run only the trained blocks, but view pairs repeat. The disk space needed is logged
+            first; single device only.
+        checkpointing: recompute activations in the backward pass to save memory, in vision transformers: everything
+            but matrix products and attention (`selective`), or whole blocks (`blocks`). The result is the same. Try it
+            before increasing micro_batches.
     """
 
     name: str = "vit_small_patch16_224"
@@ -41,7 +43,7 @@ class BackboneConfig:
     lora: int | None = None
 
     def frozen_blocks(self, depth: int) -> int:
-        """How many of the first blocks of a network are not trained."""
+        """Return the number of first blocks of a network that are not trained."""
         return 0 if self.train_blocks is None else depth - self.train_blocks
 
 
@@ -50,19 +52,21 @@ class ObjectsConfig:
     """Clustering and matching (paper sections 3.2.1 and 3.2.2).
 
     Attributes:
-        num_objects: K, clusters per image. Many small ones find better matches than few large ones.
-        position_weight: lambda_pos: larger values give more compact clusters; 1 to 2 is best in the paper.
-        clustering: `sinkhorn` is the paper's; `kmeans` its baseline (needs position_weight 0); or the import path of
-            a function of your own (docs/extending.md).
-        marginals: of the transport plan: `adaptive` as in the published checkpoints, `uniform` as in the text.
+        num_objects: K, number of clusters per image. Many small clusters match better than few large ones.
+        position_weight: lambda_pos, weight of the positional cost: larger values give more compact clusters; 1 to 2 is
+            best in the paper.
+        clustering: `sinkhorn`, the paper's; `kmeans`, its baseline (requires position_weight 0); or the import path of
+            a custom function (docs/extending.md).
+        marginals: cluster masses of the transport plan: `adaptive` as in the published checkpoints, `uniform` as in the
+            paper's text.
         iterations: rounds of assignment and centroid update.
-        sinkhorn_iterations: rounds of scaling inside each.
-        sharpness: inverse entropic regularisation.
-        bank_images: S, images in the memory bank; min(25000, half the data set) when not given.
-        criterion: which matches are used: `cycle` for cycle-consistent ones, `none` for all, or the import path of a
-            function of your own (docs/extending.md).
-        group_size: images per group: the cycle is checked inside a group, and losses are averaged over it. A device
-            holds a whole number of groups; results do not depend on their distribution over devices.
+        sinkhorn_iterations: rounds of row and column scaling inside each.
+        sharpness: inverse of the entropic regularisation.
+        bank_images: S, number of images in the memory bank; min(25000, half the data set) by default.
+        criterion: matches to use: `cycle` for cycle-consistent ones, `none` for all, or the import path of a custom
+            function (docs/extending.md).
+        group_size: images per group: cycles are checked inside a group, and losses are averaged over it. Each device
+            processes a whole number of groups; results do not depend on how groups are distributed over devices.
     """
 
     num_objects: int = 32
@@ -85,10 +89,10 @@ class HeadConfig:
         hidden_dim: width of the MLP.
         bottleneck_dim: channels of the embeddings.
         layers: number of layers of the MLP.
-        bias: whether these layers have biases.
+        bias: whether the MLP's layers have biases.
         init_std: standard deviation of the initial weights; narrow heads learn faster with about 1 / sqrt(hidden_dim).
-        prototypes: L, the same for images and objects. Use fewer for small data sets.
-        train_gain: train the weight-norm gain of the last layers; freeze it for ViT-B and larger.
+        prototypes: L, number of prototypes at image level and at object level. Use fewer for small data sets.
+        train_gain: whether to train the weight-norm gain of the last layers; freeze it for ViT-B and larger.
     """
 
     hidden_dim: int = 2048
@@ -102,30 +106,31 @@ class HeadConfig:
 
 @dataclass
 class LossConfig:
-    """Losses; the total is their sum, with these weights. The first three are the paper's (section 3.2.3).
+    """Losses; the total is their weighted sum. The first three are the paper's (section 3.2.3).
 
     Attributes:
-        image: weight of L_cv^g, image level across views; 0 or false leaves it out.
+        image: weight of L_cv^g, image level across views; 0 or false disables it.
         cross_view: weight of L_cv^o, object level across views.
         cross_image: weight of L_ci^o, object level across images.
-        cross_image_from_epoch: first epoch (from 0) that uses L_ci^o and soft neighbours: neighbours in an untrained
-            network are random.
-        student_temperature: tau_s.
+        cross_image_from_epoch: first epoch (from 0) that uses L_ci^o and soft neighbours: neighbours are random in an
+            untrained network.
+        student_temperature: tau_s, temperature of the student's softmax.
         teacher_temperature: (start, end) of tau_t. Lower the end if the losses stay at their initial value.
-        teacher_temperature_epochs: epochs over which it rises, one step per epoch.
-        centring: `mean` is the paper's moving average; `sinkhorn` spreads every group evenly over the
-            prototypes, which learns sooner with small batches and in short runs.
-        centre_momentum: of the moving average.
-        object_neighbours: weight in CrIBo of soft neighbours of objects, without heads: student and teacher must be
-            similar to the same objects of the bank. Beyond the paper.
-        patch_neighbours: likewise for patches, sampled at points of the views' overlap. Beyond the paper.
-        neighbours: m, the nearest rows of the bank that make up the target of soft neighbours.
-        neighbour_temperature: (student, teacher) of soft neighbours.
-        patch_bank: patches in the bank of `patch_neighbours`, of both views together.
-        anchor: weight in CrIBo and alignment of the distance of patch features from those of the starting weights.
-            Beyond the paper.
-        anchor_kind: `gram` keeps the similarities between the patches of a view, as DINOv3 does; `cosine` keeps the
-            features themselves.
+        teacher_temperature_epochs: epochs over which tau_t changes, one step per epoch.
+        centring: `mean` is the paper's moving average; `sinkhorn` balances the prototypes within each group, which
+            learns faster with small batches and in short runs.
+        centre_momentum: momentum of the moving average.
+        object_neighbours: weight in CrIBo of the soft-neighbour loss of objects, without heads: student and teacher
+            must be similar to the same objects of the bank. Not in the paper.
+        patch_neighbours: weight in CrIBo of the soft-neighbour loss of patches, sampled at points of the views'
+            overlap. Not in the paper.
+        neighbours: m, number of nearest rows of the bank in the target of soft neighbours.
+        neighbour_temperature: (student, teacher) temperatures of soft neighbours.
+        patch_bank: number of patches in the bank of `patch_neighbours`, both views together.
+        anchor: weight in CrIBo and alignment of the distance of patch features from those of the starting weights. Not
+            in the paper.
+        anchor_kind: `gram` preserves the similarities between the patches of a view, as DINOv3 does; `cosine` preserves
+            the features.
     """
 
     image: float | bool = 1.0
@@ -146,7 +151,7 @@ class LossConfig:
     anchor_kind: AnchorKind = "gram"
 
     def __post_init__(self) -> None:
-        # Older configurations contain true or false instead of weights.
+        # Older configurations have true or false in place of weights.
         self.image, self.cross_view, self.cross_image = map(float, (self.image, self.cross_view, self.cross_image))
 
 
@@ -155,18 +160,18 @@ class OptimConfig:
     """Optimiser and schedules (docs/method.md, "Recipe").
 
     Attributes:
-        epochs: passes over the data.
-        batch_size: images of one optimiser step, over all devices.
-        micro_batches: parts into which a device splits its batch to save memory; the result changes only if the network
-            has batch norms, whose statistics are computed per part.
+        epochs: number of passes over the data.
+        batch_size: images per optimiser step, over all devices.
+        micro_batches: number of parts into which each device splits its batch to save memory; the result changes only
+            if the network has batch norms, whose statistics are computed per part.
         lr: peak learning rate for 256 images; scaled linearly with batch_size.
         final_lr: learning rate of the last step, not scaled.
         warmup_epochs: epochs of linear learning-rate warm-up; may be a fraction.
         weight_decay: (start, end) of a cosine schedule; not applied to biases and other 1-D parameters.
         momentum: (start, end) of a cosine schedule of the teacher's moving average. Start lower for short runs.
-        clip: largest gradient norm of each parameter tensor; no clipping when not given.
+        clip: maximum gradient norm of each parameter tensor; no clipping by default.
         freeze_last_layers_epochs: epochs in which the last layers are not trained.
-        freeze_backbone_epochs: epochs in which only the head is trained, to spare pretrained weights.
+        freeze_backbone_epochs: epochs in which only the head is trained, to protect pretrained weights.
         layer_decay: learning-rate factor from each block to the one below; below 1 for pretrained weights.
     """
 
@@ -186,12 +191,12 @@ class OptimConfig:
 
 @dataclass
 class ObjectiveOptions:
-    """The part of a configuration that objectives read.
+    """Part of a configuration that objectives read.
 
     Attributes:
-        seed: key of all random draws: the same seed gives the same run.
-        views: how views are drawn.
-        backbone: the network that is trained.
+        seed: seed of all random draws: the same seed gives the same run.
+        views: distribution of the views.
+        backbone: network to train.
         objects: clustering and matching.
         head: projection head and last layers.
         losses: weights and temperatures.
@@ -208,7 +213,7 @@ class ObjectiveOptions:
 
     @property
     def needs_objects(self) -> bool:
-        """Whether a loss of CrIBo works on objects; if not, clustering and matching are skipped."""
+        """Whether a loss of CrIBo uses objects; if not, clustering and matching are skipped."""
         return self.losses.cross_view > 0 or self.needs_bank
 
     @property

@@ -18,7 +18,7 @@ _QUERIES, _NEIGHBOURS, _GALLERY = 4, 6, 256
 
 
 def object_figures(objective: "CrIBo", rows: Sequence[dict[str, float]], dataset: SampleDataset) -> dict[str, Figure]:
-    """Pictures of the run's objects, by name; computed on the teacher's device."""
+    """Draw figures of the run's objects, by name; computed on the teacher's device."""
     figures: dict[str, Figure] = {}
     if any("bootstrapping_ratio" in row for row in rows):
         figures["bootstrapping_ratio"] = draw_bootstrapping({"": rows})
@@ -30,12 +30,12 @@ def object_figures(objective: "CrIBo", rows: Sequence[dict[str, float]], dataset
 
 
 def draw_bootstrapping(runs: Mapping[str, Sequence[dict[str, float]]]) -> Figure:
-    """Mean bootstrapping ratio of each epoch, a curve for each run: the share of objects with a valid match.
+    """Draw the mean bootstrapping ratio of each epoch, one curve per run.
 
-    The paper's figure.
+    The ratio is the share of objects with a valid match. A figure of the paper.
 
     Args:
-        runs: rows of each run's `metrics.csv`, by its label; the label of a single run is not shown.
+        runs: rows of each run's `metrics.csv`, by label; the label of a single run is not shown.
     """
     figure, axes = curves_figure()
     for name, rows in runs.items():
@@ -55,27 +55,27 @@ def draw_bootstrapping(runs: Mapping[str, Sequence[dict[str, float]]]) -> Figure
 
 
 def draw_clusters(sample: ObjectSample) -> Figure:
-    """View pairs and their clusters; each colour is one cluster of a pair, grey clusters are in one view only."""
+    """Draw view pairs and their clusters: one colour per cluster of a pair, grey for clusters in one view only."""
     pairs = min(_CLUSTER_PAIRS, len(sample.pairs))
     figure = Figure(figsize=(1.9 * pairs, 7.4), layout="constrained")
-    figure.suptitle("Joint-space clusters of view pairs; one colour is one object, grey is seen in one view only")
+    figure.suptitle("Joint-space clusters of view pairs (one colour per object; grey: in one view only)")
     panels = figure.subplots(4, pairs, squeeze=False)
     for image in range(pairs):
         colours = sample.object_colours(image)
         for view in (0, 1):
             panels[2 * view, image].imshow(sample.view(image, view))
             panels[2 * view + 1, image].imshow(sample.painted(image, view, colours))
-    for row, label in enumerate(("view 1", "its clusters", "view 2", "its clusters")):
+    for row, label in enumerate(("view 1", "clusters", "view 2", "clusters")):
         panels[row, 0].set_ylabel(label)
     hide_ticks(panels)
     return figure
 
 
 def draw_matches(sample: ObjectSample) -> Figure:
-    """Objects of some views and the nearest objects of other images (the paper's matching figures)."""
+    """Draw objects of some views and the nearest objects of other images (the paper's matching figures)."""
     queries = min(_QUERIES, len(sample.pairs) // 2)
     figure = Figure(figsize=(1.9 * (_NEIGHBOURS + 2), 2.1 * max(queries, 1)), layout="constrained")
-    figure.suptitle("Objects of a view and, in the same colour, their nearest objects in other images")
+    figure.suptitle("Objects of a view and their nearest objects in other images, in the same colour")
     if queries == 0:
         return figure
     panels = figure.subplots(queries, _NEIGHBOURS + 2, squeeze=False)
@@ -88,7 +88,7 @@ def draw_matches(sample: ObjectSample) -> Figure:
                 axes.set_xlabel("cycle-consistent", color="black", fontsize=8)
             frame(axes, neighbour.colour)
     panels[0, 0].set_title("query")
-    panels[0, 1].set_title("its largest objects")
-    panels[0, 2].set_title("their neighbours", loc="left")
+    panels[0, 1].set_title("largest objects")
+    panels[0, 2].set_title("nearest objects", loc="left")
     hide_ticks(panels)
     return figure

@@ -1,4 +1,4 @@
-"""Points of the overlap of two views: the same places of the image in both."""
+"""Points in the overlap of two views: the same points of the image in both."""
 
 from dataclasses import dataclass
 
@@ -12,16 +12,16 @@ from cribo.method.precision import at_least_float32
 from cribo.objectives.objects import RowPairs
 
 GRID = 8
-"""Points along each side of the overlap, by default."""
+"""Default number of points along each side of the overlap."""
 
 
 @dataclass
 class Points(RowPairs):
-    """Points of the images whose views overlap: P * P rows each.
+    """Points of the images with overlapping views: P * P rows each.
 
     Attributes:
-        rows: (I,) these images within the batch.
-        places: (I, 2, P * P, 2) their points in each view (`overlap_points`).
+        rows: (I,) indices of these images within the batch.
+        places: (I, 2, P * P, 2) points of each image in each view (`overlap_points`).
         grid: (h, w) patches of a view.
     """
 
@@ -30,7 +30,7 @@ class Points(RowPairs):
     grid: tuple[int, int]
 
     def sample(self, tokens: Float[Tensor, "b 2 n d"]) -> Float[Tensor, "2 r d"]:
-        """The features of another network's tokens at the points."""
+        """Return the features of another network's tokens at the points."""
         return _rows(tokens, self.rows, self.places, self.grid)
 
     def draw(self, count: int, generator: torch.Generator) -> RowPairs:
@@ -43,9 +43,9 @@ class Points(RowPairs):
 
 
 def find_points(tokens: Float[Tensor, "b 2 n d"], batch: Batch, *, grid: tuple[int, int], side: int) -> Points:
-    """The teacher's features at `side` x `side` points of the overlap of each image's views.
+    """Sample the teacher's features at `side` x `side` points of the overlap of each image's views.
 
-    Reads from the device which views overlap; from here on, shapes depend on the data.
+    Synchronises with the device to find overlapping views: the shapes of the result depend on the data.
     """
     places, overlapping = overlap_points(batch["coordinates"], side)
     counts = [side * side * overlaps for overlaps in overlapping.tolist()]
@@ -64,15 +64,15 @@ def _rows(
 def overlap_points(
     coordinates: Float[Tensor, "b 2 n 2"], points: int
 ) -> tuple[Float[Tensor, "b 2 p 2"], Bool[Tensor, " b"]]:
-    """Points on a regular grid over what two views both show.
+    """Return the points of a regular grid over the overlap of two views.
 
     Args:
-        coordinates: centres (x, y) of the patches of both views in the source image, row by row.
-        points: along each side.
+        coordinates: (B, 2, N, 2) centres (x, y) of the patches of both views in the source image, in row-major order.
+        points: P, number of points along each side.
 
     Returns:
-        The points in each view, from -1 to 1 between the centres of its outermost patches, as `grid_sample` counts with
-        `align_corners`; and which images have an overlap.
+        (B, 2, P * P, 2) points in each view, from -1 to 1 between the centres of its outermost patches, as for
+        `grid_sample` with `align_corners`; and (B,) whether the views of an image overlap.
 
     Example:
         >>> from cribo.method import patch_coordinates
@@ -82,7 +82,7 @@ def overlap_points(
         (tensor([[0.3333, 0.0000],
                 [0.3333, 0.0000]]), tensor([True]))
     """
-    first, last = coordinates[:, :, 0], coordinates[:, :, -1]  # (B, 2, 2); a mirrored view runs backwards in x
+    first, last = coordinates[:, :, 0], coordinates[:, :, -1]  # (B, 2, 2); x decreases in a mirrored view
     low = torch.minimum(first, last).amax(dim=1)
     high = torch.maximum(first, last).amin(dim=1)
     steps = (torch.arange(points, device=low.device, dtype=low.dtype) + 0.5) / points
@@ -95,7 +95,7 @@ def overlap_points(
 def sample_tokens(
     tokens: Float[Tensor, "b 2 n d"], grid: tuple[int, int], places: Float[Tensor, "b 2 p 2"]
 ) -> Float[Tensor, "b 2 p d"]:
-    """Features at points of each view, interpolated bilinearly between patches."""
+    """Return the features at points of each view, interpolated bilinearly between patches."""
     maps = tokens.flatten(0, 1).mT.unflatten(2, grid)
     sampled = F.grid_sample(maps, places.flatten(0, 1)[:, None].to(maps), align_corners=True, padding_mode="border")
     return sampled.squeeze(2).mT.unflatten(0, (-1, 2))

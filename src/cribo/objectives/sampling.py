@@ -1,4 +1,4 @@
-"""View pairs of some images of a run, with a trained backbone's clusters, objects and matches."""
+"""Sample view pairs of a run's images, with a backbone's clusters, objects and matches."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ _ENCODED_AT_ONCE = 32
 
 
 def sample_pairs(source: ImageSource, backbone: Backbone, options: ObjectiveOptions, *, count: int) -> Batch:
-    """The view pairs of up to `count` images drawn from a collection; the same at every call.
+    """Return the view pairs of up to `count` images drawn from a collection; the same in every call.
 
     Raises:
         DataError: images cannot be read.
@@ -34,22 +34,22 @@ def sample_pairs(source: ImageSource, backbone: Backbone, options: ObjectiveOpti
         options.views,
         grid=(side, side),
         num_objects=options.objects.num_objects,
-        drop_path_sites=0,  # nothing is trained
+        drop_path_sites=0,  # no student
     )
     order = torch.randperm(len(source), generator=keyed_generator(options.seed)).tolist()[:count]
-    # From an epoch after the last one: no step has trained on these views.
+    # Of an epoch after the last one: views that were not used in training.
     dataset = SampleDataset(source, transform, seed=options.seed)
     return dataset.__getitems__([(options.optim.epochs, image) for image in order])
 
 
 @torch.no_grad()
 def cluster_pairs(backbone: Backbone, pairs: Batch, options: ObjectiveOptions) -> Objects:
-    """The clusters and objects of view pairs, on the host; the backbone is left as it was.
+    """Return the clusters and objects of view pairs, on the host; the backbone is not changed.
 
     Args:
-        backbone: on the device to use.
-        pairs: on the host.
-        options: how to cluster.
+        backbone: network, on the device to use.
+        pairs: view pairs, on the host.
+        options: options of the clustering.
     """
     device = next(backbone.parameters()).device
     found: list[tuple[Tensor, ...]] = []
@@ -67,30 +67,30 @@ def cluster_pairs(backbone: Backbone, pairs: Batch, options: ObjectiveOptions) -
 
 @dataclass
 class ObjectSample:
-    """View pairs of some images and a backbone's objects in them, as in a training step."""
+    """View pairs of some images and their objects, as in a training step."""
 
     pairs: Batch
     objects: Objects
     grid: tuple[int, int]
 
     def view(self, image: int, view: int) -> np.ndarray:
-        """One view, (H, W, 3) in 0-1, without photometric changes."""
+        """Return one view, (H, W, 3) in 0-1, without photometric augmentation."""
         return self.pairs["views"][image, view].permute(1, 2, 0).numpy() / 255
 
     def painted(self, image: int, view: int, colours: dict[int, Colour], *, tint: float = 0.5) -> np.ndarray:
-        """One view, (H, W, 3) in 0-1, with the given clusters coloured and the others grey."""
+        """Return one view, (H, W, 3) in 0-1, with the given clusters coloured and the others grey."""
         picture = self.view(image, view)
         labels = enlarge_labels(self.objects.labels[image, view], self.grid, picture.shape[:2])
         return paint_regions(picture, labels, colours, tint=tint)
 
     def object_colours(self, image: int) -> dict[int, Colour]:
-        """A colour for each cluster of an image that is an object."""
+        """Return a colour for each cluster of an image that is an object."""
         clusters = self.objects.clusters[self.objects.rows == image].tolist()
         return {cluster: region_colour(number, len(clusters)) for number, cluster in enumerate(clusters)}
 
 
 def enlarge_labels(labels: Int[Tensor, " n"], grid: tuple[int, int], size: tuple[int, ...]) -> Int[Tensor, "h w"]:
-    """The cluster of every pixel of one view of `size`, whose tokens have `labels`."""
+    """Upsample the labels of one view's tokens to its pixels, (H, W) = `size`."""
     return F.interpolate(labels.view(1, 1, *grid).float(), size=size, mode="nearest")[0, 0].long()
 
 
@@ -103,11 +103,11 @@ def sample_objects(backbone: Backbone, source: ImageSource, options: ObjectiveOp
 
 @dataclass(frozen=True)
 class Neighbour:
-    """The nearest object of another image.
+    """Nearest object of another image.
 
     Attributes:
-        picture: its view, (H, W, 3) in 0-1, with the object in the query object's colour.
-        colour: of both objects, in 0-1.
+        picture: (H, W, 3) the object's view in 0-1, with the object in the query object's colour.
+        colour: colour of both objects, in 0-1.
         consistent: whether the match is cycle-consistent.
     """
 
@@ -120,13 +120,13 @@ def match_sample(sample: ObjectSample, queries: int, *, objects: int) -> list[tu
     """Match the largest objects of some images with the objects of the others, in their first views.
 
     Args:
-        sample: its first `queries` images are matched with the others.
-        queries: number of these images.
+        sample: objects of the images; the first `queries` images are matched with the others.
+        queries: number of query images.
         objects: maximum number of objects per query, the largest first.
 
     Returns:
-        for each query, its view (H, W, 3) with the objects in their colours, and their neighbours; objects without a
-        match are left out.
+        For each query image, its view (H, W, 3) with coloured objects, and their neighbours. Objects without a match
+        are omitted.
     """
     found = sample.objects
     in_gallery = found.rows >= queries
@@ -134,9 +134,9 @@ def match_sample(sample: ObjectSample, queries: int, *, objects: int) -> list[tu
     bank = MemoryBank(
         num_images=max(1, len(sample.pairs)), num_objects=max(found.counts, default=1) or 1, dim=found.teacher.shape[2]
     )
-    # The ring does not wrap, so slots are rows of the gallery.
+    # The ring does not wrap around, so slots are rows of the gallery.
     bank.push(found.teacher[:, in_gallery], found.images[in_gallery], found.counts[queries:])
-    # The rows of the queries come first.
+    # The queries' rows come first.
     matches = bank.match(found.teacher[:, ~in_gallery], found.images[~in_gallery])
     result = []
     for image in range(queries):

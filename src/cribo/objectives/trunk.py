@@ -1,4 +1,4 @@
-"""The frozen first blocks of a backbone, which student and teacher share (`backbone.train_blocks`)."""
+"""Frozen first blocks of a backbone, shared by student and teacher (`backbone.train_blocks`)."""
 
 import torch
 from jaxtyping import Float
@@ -17,13 +17,13 @@ Inputs = Float[Tensor, "b 3 h w"] | Trunk
 
 
 def shared_blocks(backbone: Backbone, config: BackboneConfig) -> int:
-    """Number of frozen blocks that student and teacher share; 0 if the network cannot be run in two parts."""
+    """Return the number of frozen blocks shared by student and teacher; 0 if the network cannot be split."""
     return config.frozen_blocks(backbone.depth) if isinstance(backbone.model, VisionTransformer) else 0
 
 
 @torch.no_grad()
 def encode_frozen(backbone: Backbone, views: Float[Tensor, "b 3 h w"], config: BackboneConfig, step: Step) -> Inputs:
-    """Run the frozen blocks that student and teacher share; return the views unchanged if there are none."""
+    """Run the frozen blocks shared by student and teacher; return the views unchanged if there are none."""
     blocks = shared_blocks(backbone, config)
     if not blocks:
         return views

@@ -1,6 +1,6 @@
-"""A cache on disk of the tokens after the frozen blocks, for a few fixed view pairs per image (`backbone.cache_trunk`).
+"""Disk cache of the tokens after the frozen blocks, for a few fixed view pairs per image (`backbone.cache_trunk`).
 
-Epochs that use the cache run only the trained blocks; they neither decode images nor draw views.
+Epochs that use the cache run only the trained blocks, and neither decode images nor draw views.
 """
 
 import json
@@ -31,19 +31,19 @@ log = logging.getLogger("cribo")
 
 _IMAGES_AT_ONCE = 8
 _ABOUT = "about.json"
-_FREE_SHARE = 0.9  # of the disk's free space that may be used
+_FREE_SHARE = 0.9  # share of the free disk space that may be used
 
 
 class CachedViewPairs:
-    """View pairs whose frozen part is read from disk: the samples of a run with `backbone.cache_trunk`.
+    """Transform that reads the tokens of an image's view pairs from the cache.
 
     A batch contains `trunk` (B, 2, T, D) in half precision in place of `views` and `photometric`; the rest is as in
-    `ViewPairs`. Which of an image's pairs is taken is drawn in each epoch.
+    `ViewPairs`. One of an image's pairs is drawn in each epoch.
 
     Args:
-        views: how the pairs were made.
-        folder: what `fill` wrote.
-        pairs: m, pairs per image.
+        views: transform that created the pairs.
+        folder: folder written by `fill`.
+        pairs: m, number of pairs per image.
     """
 
     def __init__(self, views: ViewPairs, folder: Path, pairs: int) -> None:
@@ -53,7 +53,7 @@ class CachedViewPairs:
         self._arrays: dict[str, np.ndarray] = {}
 
     def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
-        """Read one of the image's pairs, and draw the rest.
+        """Read one of the image's pairs, and draw the other random numbers.
 
         Raises:
             UnreadableImage: the image could not be read when the cache was filled.
@@ -68,7 +68,7 @@ class CachedViewPairs:
         }
 
     def _array(self, name: str) -> np.ndarray:
-        if name not in self._arrays:  # opened in the worker that reads it
+        if name not in self._arrays:  # opened in the worker process
             self._arrays[name] = np.load(self.folder / f"{name}.npy", mmap_mode="r")
         return self._arrays[name]
 
@@ -84,30 +84,30 @@ def fill(
     workers: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> CachedViewPairs:
-    """Run the frozen blocks on m view pairs of each image, and keep what they give; continues where it stopped.
+    """Run the frozen blocks on m view pairs of each image and cache the tokens; resumes a partly filled cache.
 
     Args:
-        objective: whose samples are view pairs, before training.
+        objective: objective before training; its samples must be view pairs.
         source: the images.
-        folder: of the cache; created where missing.
-        workers: processes that read images.
-        progress: is told how many images of how many are done.
+        folder: folder of the cache; created if missing.
+        workers: number of worker processes that read images.
+        progress: called with the number of images done and their total.
 
     Raises:
-        ConfigError: nothing is frozen, samples are not view pairs, the disk has no room, or the folder holds a cache
-            of other weights, images or views.
+        ConfigError: no block is frozen, samples are not view pairs, the disk is too full, or the folder contains a
+            cache of other weights, images or views.
     """
     options = objective.options
     pairs = options.backbone.cache_trunk
     backbone, views = objective.exported(), objective.samples()
     assert pairs is not None
     if not isinstance(views, ViewPairs):
-        raise ConfigError("backbone.cache_trunk is for objectives whose samples are view pairs: cribo and alignment")
+        raise ConfigError("backbone.cache_trunk requires an objective whose samples are view pairs: cribo or alignment")
     blocks = shared_blocks(backbone, options.backbone)
     if not blocks:
         raise ConfigError(
-            "backbone.cache_trunk keeps the tokens after the frozen blocks of a vision transformer: set "
-            "backbone.train_blocks, too, below the network's depth"
+            "backbone.cache_trunk caches the tokens after the frozen blocks of a vision transformer: also set "
+            "backbone.train_blocks, to less than the network's depth"
         )
     rows, patches = len(source) * pairs, views.grid[0] * views.grid[1]
     shapes = {
@@ -129,7 +129,7 @@ def fill(
     arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r+") for name in shapes}
     starts = range(done, len(source), _IMAGES_AT_ONCE)
     chunks = [range(start, min(start + _IMAGES_AT_ONCE, len(source))) for start in starts]
-    # Negative epochs: the pairs are none of those that a run without a cache draws.
+    # Negative epochs: pairs that a run without a cache never draws.
     keys = [[(-1 - pair, image) for image in chunk for pair in range(pairs)] for chunk in chunks]
     dataset = SampleDataset(source, views, seed=options.seed)
     loader = DataLoader(dataset, batch_sampler=keys, collate_fn=unchanged, num_workers=workers)
@@ -138,7 +138,7 @@ def fill(
         arrays["tokens"][place] = _frozen_tokens(objective, batch)
         arrays["coordinates"][place] = batch["coordinates"].numpy()
         wanted = torch.tensor([image for image in chunk for _ in range(pairs)])
-        arrays["filled"][place] = (batch.images == wanted).numpy()  # others stand in for unreadable images
+        arrays["filled"][place] = (batch.images == wanted).numpy()  # unreadable images are replaced by others
         for array in arrays.values():
             array.flush()
         write_json(folder / _ABOUT, {**about, "done": chunk.stop})
@@ -156,13 +156,13 @@ def _frozen_tokens(objective: Objective, batch: Batch) -> Float16[np.ndarray, "b
 
 
 def _open(folder: Path, about: Mapping[str, Any], shapes: Mapping[str, tuple[tuple[int, ...], type]]) -> int:
-    """Make the files of a cache, or check those that are there; returns how many images are done."""
+    """Create the files of a cache, or check existing ones; return the number of images done."""
     if (folder / _ABOUT).is_file():
         found = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
         changed = [name for name in about if found.get(name) != about[name]]
         if changed:
             raise ConfigError(
-                f"{folder} is a cache of other {changed[0].replace('_', ' ')} ({found.get(changed[0])}, not "
+                f"{folder} is a cache of different {changed[0].replace('_', ' ')} ({found.get(changed[0])} instead of "
                 f"{about[changed[0]]}): start a new run, or delete the cache"
             )
         return int(found["done"])
@@ -172,8 +172,8 @@ def _open(folder: Path, about: Mapping[str, Any], shapes: Mapping[str, tuple[tup
     log.info("backbone.cache_trunk needs %.1f GB in %s (%.1f GB are free)", needed / 1e9, folder, free / 1e9)
     if needed > _FREE_SHARE * free:
         raise ConfigError(
-            f"backbone.cache_trunk {about['pairs']} needs {needed / 1e9:.1f} GB in {folder}, where "
-            f"{free / 1e9:.1f} GB are free: use fewer pairs or images, or leave it out"
+            f"backbone.cache_trunk {about['pairs']} needs {needed / 1e9:.1f} GB in {folder}, but only "
+            f"{free / 1e9:.1f} GB are free: use fewer pairs or images, or remove the option"
         )
     for name, (shape, kind) in shapes.items():
         np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=kind, shape=shape).flush()

@@ -1,4 +1,4 @@
-"""View pairs: the sample of an image, and the photometric operations on the device."""
+"""View pairs: the transform of an image into a sample, and the photometric operations on the device."""
 
 from collections.abc import Callable, Sequence
 
@@ -27,12 +27,12 @@ def load_for_crops(
     """Decode an image, reduced as far as the crops drawn for it allow.
 
     Args:
-        image: to decode.
-        draw: given height and width of the whole image, returns crops and the size in pixels of their views; called
-            once.
+        image: image to decode.
+        draw: function of the whole image's height and width that returns crops and the size in pixels of their views;
+            called once.
 
     Returns:
-        the pixels, the crops in pixels of the reduced image, and the factor of the reduction: 8, 4, 2 or 1.
+        The pixels, the crops in pixels of the reduced image, and the factor of the reduction: 8, 4, 2 or 1.
     """
     drawn: list[tuple[Crops, int]] = []
 
@@ -45,17 +45,17 @@ def load_for_crops(
 
 
 class ViewPairs:
-    """Two views of an image and the random numbers drawn for it: the sample of CrIBo.
+    """Transform of an image into two views and random numbers: the sample of CrIBo.
 
     A batch contains `views` (B, 2, 3, H, W) in 8 bits, `coordinates` (B, 2, N, 2), the patch centres (x, y) in pixels
     of the source image, `initial_tokens` (B, K), those of the 2N tokens that initialise the clusters,
     `drop_path_noise` (B, 2, sites), and `photometric` with parameters (B, 2).
 
     Args:
-        recipe: how views are drawn.
+        recipe: distribution of the views.
         grid: (h, w) patches of a view.
-        num_objects: K, initial tokens to draw; 0 for none.
-        drop_path_sites: uniform numbers to draw per view, for the student's stochastic depth.
+        num_objects: K, number of initial tokens to draw; 0 for none.
+        drop_path_sites: number of uniform random numbers to draw per view, for the student's stochastic depth.
     """
 
     def __init__(self, recipe: ViewRecipe, *, grid: tuple[int, int], num_objects: int, drop_path_sites: int) -> None:
@@ -65,7 +65,7 @@ class ViewPairs:
         self.drop_path_sites = drop_path_sites
 
     def __call__(self, image: LazyImage, generator: torch.Generator) -> Sample:
-        """Decode the image, reduced as far as its two crops allow, cut the views, and draw the rest."""
+        """Decode the image, reduced as far as its two crops allow, cut the views, and draw the other random numbers."""
 
         def draw(height: int, width: int) -> list[tuple[Crops, int]]:
             return [(sample_crops(height, width, self.recipe, generator=generator), self.recipe.size)]
@@ -80,7 +80,7 @@ class ViewPairs:
         }
 
     def draw(self, generator: torch.Generator) -> Sample:
-        """What is drawn for a pair whatever its pixels are: `initial_tokens` and `drop_path_noise`."""
+        """Draw the random numbers that do not depend on the pixels: `initial_tokens` and `drop_path_noise`."""
         tokens = 2 * self.grid[0] * self.grid[1]
         initial = torch.zeros(0, dtype=torch.long)
         if self.num_objects:
@@ -92,13 +92,13 @@ class ViewPairs:
 
 
 def drop_path_noise(batch: Batch) -> Float[Tensor, "two_b sites"] | None:
-    """Random numbers for the student's stochastic depth, one row per view; None if it has none."""
+    """Return the random numbers of the student's stochastic depth, one row per view; None if it is off."""
     noise = batch["drop_path_noise"].flatten(0, 1)
     return noise if noise.shape[1] else None
 
 
 def normalised_views(batch: Batch, recipe: ViewRecipe, backbone: Backbone) -> Float[Tensor, "2b 3 h w"]:
-    """The views of a batch after the photometric operations, normalised for a backbone; image after image."""
+    """Apply the photometric operations to a batch's views and normalise them for a backbone; image after image."""
     views = apply_photometric(
         batch["views"].flatten(0, 1), batch["photometric"].flatten(), solarise_threshold=recipe.solarise_threshold
     )

@@ -1,4 +1,4 @@
-"""Pretraining: configuration, the training step under Lightning, and run folders."""
+"""Pretraining: configuration, training step for Lightning, and run folders."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The configuration of a pretraining run, typed and checked before work begins."""
+"""Configuration of a pretraining run, typed and checked before it starts."""
 
 import math
 import re
@@ -21,7 +21,7 @@ class ScenesConfig:
     Attributes:
         count: number of different scenes to train on.
         size: side of a scene in pixels.
-        seed: of the collection; another seed gives other scenes.
+        seed: seed of the scenes.
     """
 
     count: int = 4000
@@ -31,25 +31,25 @@ class ScenesConfig:
 
 @dataclass
 class DataConfig:
-    """Where the images come from.
+    """Training images and their loading.
 
     Attributes:
-        root: a folder of images (nested or not), a text file that lists images, a folder of tar shards or the URL
-            of one, such as s3://bucket/prefix, or `scenes`.
-        images: sub-folder of root to read, such as train2017; the root itself when empty.
-        workers: processes that decode and crop; depends on the number of cores when not given. Increase it while
-            images/s grows.
-        max_unreadable: share of the images that may be unreadable before training stops; each is skipped,
+        root: a folder of images (may be nested), a text file that lists images, a folder of tar shards or its URL,
+            such as s3://bucket/prefix, or `scenes`.
+        images: sub-folder of root to read, such as train2017; root itself if empty.
+        workers: number of processes that decode and crop; by default, depends on the number of cores. Increase it as
+            long as images/s grows.
+        max_unreadable: share of images that may be unreadable before training stops; unreadable images are skipped,
             counted and listed in the run folder.
-        timeout: seconds without a batch after which the workers count as hung and are restarted. Raise it if loading
+        timeout: seconds without a batch after which workers are considered hung and are restarted. Raise it if loading
             a batch, or its shards, may take longer.
-        max_restarts: of the workers for one batch, after they were killed or hung; training stops after that.
-        max_pixels: larger images are not read: they are probably decompression bombs.
-        inside: refuse lists and links that lead to image files outside root's folder.
-        cache_dir: where shards from a URL are cached on this machine.
-        cache_gib: size of the cache; the least recently used shards are removed first. If not all shards fit, every
-            machine downloads each of them once per epoch.
-        scenes: the synthetic scenes.
+        max_restarts: maximum number of worker restarts for one batch, after they were killed or hung.
+        max_pixels: larger images are not read, because they are probably decompression bombs.
+        inside: reject lists and links that lead to image files outside root's folder.
+        cache_dir: folder on this machine in which shards from a URL are cached.
+        cache_gib: size of the cache in GiB; the least recently used shards are removed first. If not all shards fit,
+            every machine downloads each of them once per epoch.
+        scenes: options of synthetic scenes.
     """
 
     root: str = "scenes"
@@ -67,12 +67,12 @@ class DataConfig:
 
 @dataclass
 class ObjectiveConfig:
-    """What a training step optimises.
+    """Training objective.
 
     Attributes:
-        name: `cribo`, `dino`, `mae`, or the import path of your own Objective, such as my_package.MyObjective
-            (docs/extending.md). `--objective NAME` for short; `--objective.class_path` is the same option.
-        args: its own arguments, such as {crops: 6}; `--objective.init_args` is the same option.
+        name: `cribo`, `alignment`, `dino`, `mae`, or the import path of a custom Objective, such as
+            my_package.MyObjective (docs/extending.md). `--objective NAME` and `--objective.class_path` are aliases.
+        args: arguments of the objective, such as {local_crops: 6}; `--objective.init_args` is an alias.
     """
 
     name: str = "cribo"
@@ -85,11 +85,11 @@ class ScoreConfig:
 
     Attributes:
         root: folder with images/{train,val}, labels/{train,val} and classes.txt; `scenes` for held-out scenes;
-            `data` for data.root itself; no score when not given.
-        every_epochs: epochs between scores; the first and last are computed before and after training.
-        size: (height, width) that images are resized to; the closest multiple of the patch size when not given.
-        neighbours: k of the k-NN.
-        memory_ratio: one of this many memory images is used.
+            `data` for data.root itself; no score by default.
+        every_epochs: epochs between scores; scores are also computed before and after training.
+        size: (height, width) to which images are resized; the closest multiple of the patch size by default.
+        neighbours: k, number of nearest neighbours.
+        memory_ratio: n, to use one in n of the memory images.
         images: (memory, query) numbers of held-out scenes, for `scenes`.
     """
 
@@ -103,22 +103,22 @@ class ScoreConfig:
 
 @dataclass
 class RuntimeConfig:
-    """How and where it runs.
+    """Devices, precision, logging and checkpoints.
 
     Attributes:
-        accelerator: of the Lightning Trainer: auto, cpu, gpu, ...
+        accelerator: accelerator of the Lightning Trainer: auto, cpu, gpu, ...
         devices: number of devices, or auto.
         num_nodes: number of machines.
-        precision: bf16-mixed on GPUs; 16-mixed on old ones. On CPUs 32-true, or bf16-mixed for vision transformers if
-            the processor supports bfloat16 products (AVX512-BF16, AMX); otherwise it is slower. 64-true, on CPUs
-            only, is for comparing runs.
-        compile: torch.compile the backbones: a minute or two at the start, then faster steps on GPUs. `default`;
-            `reduce-overhead` replays CUDA graphs, for small networks and batches, whose kernels are shorter than
-            their launch; `max-autotune` also tries several kernels for each product; `max-autotune-no-cudagraphs`
-            only does the latter. `none` compiles nothing; true and false stand for default and none.
-        threads: of torch on CPUs; torch's default when not given.
-        log_every: steps between two logged rows.
-        checkpoint_every: steps between two checkpoints; another is written at the end of the run.
+        precision: use bf16-mixed on GPUs, or 16-mixed on old ones. On CPUs use 32-true, or bf16-mixed for vision
+            transformers if the processor supports bfloat16 products (AVX512-BF16, AMX); otherwise it is slower.
+            64-true, on CPUs only, is for comparing runs.
+        compile: mode of torch.compile for the backbones: a minute or two at the start, then faster steps on GPUs.
+            `default`; `reduce-overhead` replays CUDA graphs, for small networks and batches, whose kernels are shorter
+            than their launch; `max-autotune` also tunes the kernels of products; `max-autotune-no-cudagraphs` does so
+            without CUDA graphs. `none` disables compilation; true and false mean default and none.
+        threads: number of PyTorch's CPU threads; PyTorch's default if not given.
+        log_every: steps between logged rows.
+        checkpoint_every: steps between checkpoints; another is written at the end of the run.
         keep_checkpoints: number of the latest checkpoints to keep.
     """
 
@@ -138,26 +138,26 @@ class RuntimeConfig:
 
     @property
     def compile_mode(self) -> CompileMode | None:
-        """The mode of torch.compile; None where nothing is compiled."""
+        """The mode of torch.compile; None if compilation is disabled."""
         return None if isinstance(self.compile, bool) or self.compile == "none" else self.compile
 
 
 @dataclass
 class PretrainConfig(ObjectiveOptions):
-    """The configuration of a pretraining run.
+    """Configuration of a pretraining run.
 
     Attributes:
-        seed: key of all random draws: the same seed gives the same run.
-        views: how the two views of an image are drawn.
-        backbone: the network that is trained.
+        seed: seed of all random draws: the same seed gives the same run.
+        views: distribution of the two views of an image.
+        backbone: network to train.
         objects: clustering and matching.
         head: projection head and last layers.
         losses: weights and temperatures of the losses.
         optim: optimiser and schedules.
-        objective: what a step optimises.
-        data: where the images come from.
-        score: dense retrieval while training.
-        runtime: devices, precision, logging.
+        objective: training objective.
+        data: training images and their loading.
+        score: dense retrieval during training.
+        runtime: devices, precision, logging and checkpoints.
     """
 
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -170,7 +170,7 @@ class PretrainConfig(ObjectiveOptions):
         _check_combinations(self)
 
 
-# (low, high, whether low is allowed, whether high is allowed) of every number, and of both numbers of a pair.
+# (low, high, whether low is allowed, whether high is allowed) of each number, and of both numbers of a pair.
 _RANGES: dict[str, tuple[float, float, bool, bool]] = {
     "seed": (0, 2**63 - 1, True, True),
     "data.workers": (0, 1024, True, True),
@@ -260,7 +260,7 @@ def _check_combinations(config: PretrainConfig) -> None:
             f"runtime.devices must be a number >= 1, auto, or a list such as 0,2, got {config.runtime.devices!r}"
         )
     if config.runtime.compile in CUDA_GRAPH_MODES and optim.micro_batches > 1:
-        # The replay of the next micro-batch would overwrite the previous one's gradients.
+        # Replaying the graph for the next micro-batch would overwrite the gradients.
         raise InputError(
             f"runtime.compile {config.runtime.compile} replays CUDA graphs, whose gradients cannot be accumulated over "
             f"optim.micro_batches, got {optim.micro_batches}: use runtime.compile default, or 1 micro-batch with "

@@ -1,4 +1,4 @@
-"""The training step under Lightning: losses, backward, optimiser step, update of the objective."""
+"""Training step for Lightning: losses, backward pass, optimiser step, update of the objective."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -23,12 +23,12 @@ from cribo.training.timing import StepTimer
 
 
 class PretrainingModule(ResumableModule):
-    """Trains an objective; each `training_step` is one optimiser step, however many micro-batches it has.
+    """Lightning module that trains an objective; each `training_step` is one optimiser step of all its micro-batches.
 
     Args:
-        config: of the run.
-        num_images: of the collection.
-        steps_per_epoch: optimiser steps of one epoch.
+        config: configuration of the run.
+        num_images: number of images in the collection.
+        steps_per_epoch: number of optimiser steps per epoch.
 
     Raises:
         ConfigError: the objective cannot be created.
@@ -54,12 +54,12 @@ class PretrainingModule(ResumableModule):
     # ------------------------------------------------------------------------------------------------- set-up
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW over the parameter groups; schedules set its learning rates at every step."""
+        """Return AdamW over the parameter groups; schedules set its learning rates at every step."""
         groups = parameter_groups(self.objective.trainable(), self.config.optim.layer_decay)
         return torch.optim.AdamW(groups, lr=0.0, fused=True)
 
     def on_fit_start(self) -> None:
-        """Compile, and move restored sums to the device."""
+        """Compile the objective, and move restored sums to the device."""
         if self._restored_sums is not None:
             self.sums.load_state_dict(self._restored_sums, self.device)
             self._restored_sums = None
@@ -71,7 +71,7 @@ class PretrainingModule(ResumableModule):
 
     @property
     def step(self) -> int:
-        """Optimiser steps done."""
+        """Number of completed optimiser steps."""
         return self.global_step
 
     @property
@@ -80,11 +80,11 @@ class PretrainingModule(ResumableModule):
         return self.step // self.schedules.steps_per_epoch
 
     def at(self, number: int) -> Step:
-        """A step of this run."""
+        """Return a step of this run."""
         return replace(self.schedules.step(number), gather=self._gather, lap=self.timer)
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
-        """One optimiser step."""
+        """Run one optimiser step."""
         objective, parts = self.objective, self.config.optim.micro_batches
         self.timer("waiting for data")
         step, values = self.at(self.step), self.schedules.at(self.step)
@@ -107,11 +107,11 @@ class PretrainingModule(ResumableModule):
         objective.after_step(step)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clip, then freeze."""
+        """Clip gradients, then remove those of frozen parameters."""
         trained = self.objective.trainable()
         if self.config.optim.clip is not None:
             scaler: Any = getattr(self.trainer.precision_plugin, "scaler", None)
-            if scaler is not None:  # of 16-mixed; Lightning does not unscale gradients of fused optimisers
+            if scaler is not None:  # 16-mixed: Lightning does not unscale gradients of fused optimisers
                 scaler.unscale_(optimizer)
             clip_each([p.grad for p in trained.parameters() if p.grad is not None], self.config.optim.clip)
         drop_gradients(self.objective.frozen(self.at(self.step)))
@@ -119,12 +119,12 @@ class PretrainingModule(ResumableModule):
     # ------------------------------------------------------------------------------------------- several devices
 
     def _gradients_kept_here(self) -> AbstractContextManager[None]:
-        """Accumulate gradients over micro-batches before they are reduced over devices, once."""
+        """Accumulate gradients over micro-batches without reducing them over devices."""
         strategy = self.trainer.strategy
         return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
 
     def _gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all ranks, stacked in their order: (devices, ...)."""
+        """Return the tensors of all ranks, stacked in order: (devices, ...)."""
         if self.trainer.world_size == 1:
             return tensor[None]
         gathered = self.all_gather(tensor)
@@ -134,7 +134,7 @@ class PretrainingModule(ResumableModule):
     # ------------------------------------------------------------------------------------------------ metrics
 
     def read_metrics(self) -> dict[str, float]:
-        """Means over the steps since the last reading, values of the schedules, and `Objective.watch`.
+        """Return means over the steps since the last reading, values of schedules, and metrics of `Objective.watch`.
 
         Synchronises with the device; call it on all ranks.
 
@@ -160,7 +160,7 @@ class PretrainingModule(ResumableModule):
     # -------------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The objective's, without a prefix."""
+        """Return the objective's state, without a prefix."""
         return self.objective.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -172,7 +172,7 @@ class PretrainingModule(ResumableModule):
         checkpoint["cribo"] = {
             "sums": self.sums.state_dict(),
             "config": asdict(self.config),
-            "backbone": describe(self.objective.exported()),  # to evaluate an unfinished run
+            "backbone": describe(self.objective.exported()),  # to evaluate unfinished runs
             "num_images": self.num_images,
         }
 
@@ -181,7 +181,7 @@ class PretrainingModule(ResumableModule):
         state = checkpoint["cribo"]
         if state["num_images"] != self.num_images:
             raise InputError(
-                f"the run was trained on {state['num_images']} images, data.root now has {self.num_images}: its "
-                "schedules would change; restore the images, or start a new run"
+                f"the run was trained on {state['num_images']} images, but data.root now has {self.num_images}, which "
+                "would change its schedules: restore the images, or start a new run"
             )
         self._restored_sums = state["sums"]

@@ -23,24 +23,24 @@ from cribo.training.events import log_write_errors
 log = logging.getLogger("cribo")
 
 Row = dict[str, float]
-"""Numbers of one step, by the names of their columns."""
+"""Numbers of one step, by column name."""
 
 _FIRST = ("step", "epoch", "seconds", "images_per_second", "loss")
-"""Columns of every run; those of the objective follow in the order in which they appear."""
+"""Columns of every run; the objective's columns follow in order of appearance."""
 
 _SECONDS_BETWEEN_WARNINGS = 60.0  # about retried reads
-_ROWS_BEFORE_WARNING = 5  # a sign of trouble must last: a single row may be a fluke
+_ROWS_BEFORE_WARNING = 5  # a problem must persist: a single row may be an outlier
 
 
 class Metrics(L.Callback):
-    """Reads the module's metrics every `every_steps`, passes them to the loggers, and writes `metrics.csv`.
+    """Callback that reads the module's metrics every `every_steps`, logs them, and writes `metrics.csv`.
 
     A resumed run keeps the rows up to the step it resumes from. Images/s exclude the time between epochs, such as
     scoring.
 
     Args:
         folder: the run folder.
-        every_steps: steps between two rows.
+        every_steps: steps between rows.
         batch_size: images per step, over all devices.
 
     Attributes:
@@ -54,7 +54,7 @@ class Metrics(L.Callback):
         self.latest: Row = {}
         self._columns = list(_FIRST)
         self._written = 0  # rows in the file
-        self._unwritten: list[Row] = []  # more than one after a failed write
+        self._unwritten: list[Row] = []  # several after a failed write
         self._resumed_at = -1  # step
         self._seconds_before = 0.0
         self._started = self._marked = self._paused = time.perf_counter()
@@ -62,12 +62,12 @@ class Metrics(L.Callback):
 
     @property
     def rows(self) -> list[Row]:
-        """All rows so far, read from the file."""
+        """Rows so far, read from the file."""
         return [*self._rows_in_file(), *self._unwritten]
 
     @property
     def seconds(self) -> float:
-        """Seconds of training so far, including those before a resume."""
+        """Seconds of training so far, including before a resume."""
         return self._seconds_before + time.perf_counter() - self._started
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -95,7 +95,7 @@ class Metrics(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write a row when one is due.
+        """Write a row every `every_steps`.
 
         Raises:
             NonFiniteLoss: a loss since the last row was infinite or not a number.
@@ -125,7 +125,7 @@ class Metrics(L.Callback):
 
     def _write(self) -> None:
         if len(self._unwritten) > 1 or not self._unwritten[0].keys() <= set(self._columns):
-            # The last write failed, perhaps in the middle of a row, or there is a new column.
+            # The last write failed, possibly within a row, or there is a new column.
             self._write_all([*self._rows_in_file()[: self._written], *self._unwritten])
         else:
             with self.path.open("a", newline="", encoding="utf-8") as file:
@@ -149,12 +149,12 @@ class Metrics(L.Callback):
         return read_metrics(self.path) if self.path.is_file() else []
 
     def rows_until(self, step: int) -> list[Row]:
-        """The rows up to a step; a run resumed there repeats the later ones."""
+        """Return the rows up to a step; a run resumed there repeats the later ones."""
         return [row for row in self.rows if row["step"] <= step]
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """The rows of a `metrics.csv`, without empty cells and incomplete lines."""
+    """Read the rows of a `metrics.csv`, without empty cells and incomplete lines."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     rows = []
     for row in csv.DictReader(line for line in lines if line.endswith("\n")):
@@ -175,22 +175,22 @@ class TooManyUnreadable(Stopped):
 
 
 class LoadingFaults(L.Callback):
-    """Lists skipped images in `skipped.csv`, and counts restarts of workers and retried reads.
+    """Callback that lists skipped images in `skipped.csv`, and counts worker restarts and retried reads.
 
-    Stops the run if too many images are unreadable. Ranks exchange their findings every `every_steps`, so that they
-    stop together.
+    Stops the run if too many images are unreadable. Ranks exchange their counts every `every_steps`, so that they stop
+    together.
 
     Args:
         folder: the run folder.
-        num_images: of the collection.
-        max_share: share of them that may be unreadable.
-        every_steps: steps between two exchanges.
+        num_images: number of images in the collection.
+        max_share: share of images that may be unreadable.
+        every_steps: steps between exchanges.
 
     Attributes:
-        loader: of this rank; must be set before training.
-        reasons: why each image was skipped, by name.
-        restarts: of workers, on all ranks, including those before a resume.
-        retried: retried reads, likewise.
+        loader: loader of this rank; must be set before training.
+        reasons: reason for skipping each image, by name.
+        restarts: number of worker restarts on all ranks, including before a resume.
+        retried: number of retried reads on all ranks, including before a resume.
     """
 
     loader: BatchLoader
@@ -202,13 +202,13 @@ class LoadingFaults(L.Callback):
         self.every_steps = every_steps
         self.reasons: dict[str, str] = {}
         self.restarts = self.retried = 0
-        self._before = (0, 0)  # restarts and retried reads when the run was resumed
+        self._before = (0, 0)  # restarts and retried reads before the resume
         self._own_retried = 0
         self._own_reasons: dict[str, str] = {}  # since the last exchange
         self._warned_at = -math.inf
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts."""
+        """Return the counts."""
         return {"restarts": self.restarts, "retried": self.retried}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -266,10 +266,10 @@ class LoadingFaults(L.Callback):
 
 
 class Watch(L.Callback):
-    """Logs the objective's advice when a sign of trouble lasts, once until the sign disappears.
+    """Callback that logs the objective's advice on persistent problems, once until the problem disappears.
 
     Args:
-        metrics: provides the row to check.
+        metrics: callback with the row to check.
 
     Attributes:
         warnings: (step, text) of all warnings.
@@ -278,10 +278,10 @@ class Watch(L.Callback):
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
         self.warnings: list[tuple[int, str]] = []
-        self._seen: dict[str, int] = {}  # consecutive rows that show each sign
+        self._seen: dict[str, int] = {}  # consecutive rows with each problem
 
     def state_dict(self) -> dict[str, Any]:
-        """The warnings so far, which a resumed run does not repeat."""
+        """Return the warnings so far, which a resumed run does not repeat."""
         return {"warnings": list(self.warnings), "seen": self._seen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -292,7 +292,7 @@ class Watch(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Check a new row."""
+        """Check the new row."""
         if trainer.global_step % self.metrics.every_steps:
             return
         assert isinstance(pl_module, PretrainingModule)

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 
 def parameter_groups(trained: nn.Module, layer_decay: float = 1.0) -> list[dict[str, object]]:
-    """Groups for AdamW, each with the factors `lr_scale` and `decay` for the schedules.
+    """Return parameter groups for AdamW, with the factors `lr_scale` and `decay` for the schedules.
 
     Weight decay is not applied to biases and other 1-D parameters; it is applied to [CLS], the position embedding
     and the weight-norm gain, which have more dimensions. With `layer_decay` below 1, the learning rate decreases from
-    each block of the backbone to the one below; the head has the full rate.
+    each block of the backbone to the previous one; the head has the full rate.
     """
     layers = _layers([name for name, _ in trained.named_parameters() if name.startswith("backbone.")])
     depth = max(layers.values(), default=0)
@@ -29,7 +29,7 @@ def parameter_groups(trained: nn.Module, layer_decay: float = 1.0) -> list[dict[
 
 
 def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Remove gradients, so that the optimiser skips these parameters and keeps no state for them."""
+    """Remove gradients, so that the optimiser skips these parameters and creates no state for them."""
     for parameter in parameters:
         parameter.grad = None
 
@@ -50,7 +50,7 @@ _BLOCK = re.compile(
 
 
 def block_names(names: Iterable[str]) -> list[str]:
-    """Names of the blocks of a network, from the names of its parameters.
+    """Return the names of a network's blocks, from the names of its parameters.
 
     Example:
         >>> block_names(["cls_token", "blocks.0.norm.weight", "blocks.0.norm.bias", "blocks.1.norm.weight"])
@@ -60,7 +60,7 @@ def block_names(names: Iterable[str]) -> list[str]:
 
 
 def _layers(names: Sequence[str]) -> dict[str, int]:
-    """Index of each parameter's layer: 0 before the blocks, 1, 2, ... inside, the next number after them.
+    """Return the layer index of each parameter: 0 before the blocks, 1, 2, ... inside, and the next number after them.
 
     Names must be in the order of the network's layers.
     """

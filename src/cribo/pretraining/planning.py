@@ -1,4 +1,4 @@
-"""The number of epochs that fit into a given time on this machine."""
+"""Choose the number of epochs for a given training time on this machine."""
 
 import dataclasses
 import logging
@@ -23,7 +23,7 @@ def plan(session: Session, minutes: float) -> "TimeLimit":
     """Time some steps of a discarded copy, and set the session's epochs to the number that fits.
 
     Returns:
-        a callback that ends the run after twice the time.
+        A callback that ends the run after twice the time.
 
     Raises:
         ConfigError: `minutes` is not positive, or there are several devices.
@@ -47,13 +47,13 @@ def plan(session: Session, minutes: float) -> "TimeLimit":
 
 
 def seconds_per_step(session: Session) -> float:
-    """Time some steps; the session's module is trained by them, and has to be made anew.
+    """Time some steps. They train the session's module, which must be created anew.
 
     Raises:
         ConfigError: there are several devices.
     """
     if session.config.runtime.devices not in (1, "1") or session.config.runtime.num_nodes > 1:
-        raise ConfigError("--minutes times one device only: set optim.epochs instead")
+        raise ConfigError("--minutes supports a single device only: set optim.epochs instead")
     times: list[float] = []
     timer = LambdaCallback(on_train_batch_end=lambda *_: times.append(time.perf_counter()))
     with quiet_lightning():
@@ -64,7 +64,7 @@ def seconds_per_step(session: Session) -> float:
 
 
 class TimeLimit(Callback):
-    """Ends a planned run early if the machine has become far slower than when it was timed."""
+    """Callback that ends a planned run after twice the planned time."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -88,7 +88,7 @@ class TimeLimit(Callback):
 
 
 def with_epochs(config: PretrainConfig, epochs: int) -> PretrainConfig:
-    """A run of another length; epochs at which schedules begin or end are scaled with it.
+    """Return the configuration of a run of another length, with the epochs of its schedules scaled.
 
     Example:
         >>> from cribo.pretraining import load_config

@@ -1,4 +1,4 @@
-"""Configurations from presets, files and overrides: one parser for the command line and Python."""
+"""Load configurations from presets, files and overrides, with one parser for the command line and Python."""
 
 import difflib
 import json
@@ -21,11 +21,11 @@ from cribo.pretraining.config import PretrainConfig
 log = logging.getLogger("cribo")
 
 DEFAULT_PRESET = "quickstart"
-# `cribo pretrain --print_config` prints these with the configuration; such a file can be loaded too.
+# `cribo pretrain --print_config` prints these with the configuration; such files can also be loaded.
 _COMMAND_OPTIONS = ("out", "name", "minutes", "resume", "overwrite", "continue")
 
 
-# Options of earlier versions. They are ignored in configuration files, so that old runs can be resumed.
+# Options of earlier versions, which are ignored in configuration files so that old runs can be resumed.
 _REMOVED = {"runtime": ("bank", "tf32", "strategy", "on_nonfinite")}
 
 
@@ -34,11 +34,11 @@ SHORT = {
     "--objective.class_path": "--objective.name",
     "--objective.init_args": "--objective.args",
 }
-"""Other names of options."""
+"""Aliases of options."""
 
 
 class ConfigParser(Parser):
-    """A parser whose --config also accepts the name of a preset; all other options override it."""
+    """Parser whose --config also accepts the name of a preset; all other options override it."""
 
     def parse_path(self, path: Any, **kwargs: Any) -> Namespace:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parse a configuration file."""
@@ -61,16 +61,16 @@ class ConfigParser(Parser):
 
 
 def preset_names() -> list[str]:
-    """Names of the presets of the package."""
+    """Return the names of the presets."""
     folder = resources.files("cribo") / "presets"
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
 def find_config(name: str | Path) -> Path:
-    """The configuration file of a preset, a file or a run folder.
+    """Return the configuration file of a preset, a file or a run folder.
 
     Raises:
-        ConfigError: there is neither a preset nor a file of this name; the message suggests the nearest preset.
+        ConfigError: no preset or file has this name; the message suggests the most similar preset.
     """
     path = Path(name)
     names = preset_names()
@@ -82,17 +82,17 @@ def find_config(name: str | Path) -> Path:
         if path.is_dir() and (path / "config.yaml").is_file():
             return path / "config.yaml"
     except OSError as error:  # for example, the name is too long
-        raise ConfigError(f"no preset and no file is called {str(name)[:80]}: {error.strerror}") from error
+        raise ConfigError(f"no preset or file named {str(name)[:80]}: {error.strerror}") from error
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     advice = f"did you mean {near[0]}? " if near else ""
-    raise ConfigError(f"no preset and no file is called {name}: {advice}the presets are {', '.join(names)}")
+    raise ConfigError(f"no preset or file named {name}: {advice}the presets are {', '.join(names)}")
 
 
 def _read(path: Path) -> str:
-    """Read a configuration file, dropping removed options and renaming those of `ObjectiveConfig`.
+    """Read a configuration file, drop removed options, and rename those of `ObjectiveConfig`.
 
     Raises:
-        ConfigError: it is not a YAML mapping.
+        ConfigError: the file is not a YAML mapping.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -107,12 +107,12 @@ def _read(path: Path) -> str:
     except RecursionError as error:
         raise ConfigError(f"{path} is nested too deeply") from error
     if values is None:
-        raise ConfigError(f"{path} is an empty configuration: add a value, such as optim: {{epochs: 100}}")
+        raise ConfigError(f"{path} is empty: add a value, such as optim: {{epochs: 100}}")
     if not isinstance(values, dict):
         kind = "a list" if isinstance(values, list) else "one value"
         raise ConfigError(f"{path} must be a mapping of names to values in YAML, got {kind}")
-    if has_aliases:  # a short file with nested aliases may expand to more than fits into memory
-        raise ConfigError(f"{path} must not have YAML aliases (*name): write the values themselves")
+    if has_aliases:  # a short file with nested aliases may expand to exceed the memory
+        raise ConfigError(f"{path} must not contain YAML aliases (*name): write the values instead")
     groups = {name: group for name, group in values.items() if isinstance(group, dict)}
     removed = [(group, name) for group, names in _REMOVED.items() for name in names if name in groups.get(group, ())]
     for group, name in removed:
@@ -134,33 +134,33 @@ def _objective(value: Any) -> Any:
 
 
 def with_preset(words: Sequence[str]) -> list[str]:
-    """Add the default preset to the words of a command line that name no configuration."""
+    """Add the default preset to the words of a command line without --config."""
     named = {word.partition("=")[0] for word in words} & {"--config", "--resume"}
     return list(words) if named else ["--config", DEFAULT_PRESET, *words]
 
 
 def config_name(config: object) -> str:
-    """The default name of a run: that of its preset, file, or original run."""
+    """Return the default name of a run: that of its preset, file, or original run."""
     path = Path(str(config))
     return path.resolve().parent.name if path.name == "config.yaml" else path.stem
 
 
 def add_config_arguments(parser: ArgumentParser) -> None:
-    """Add --config and every value of a pretraining configuration to a parser."""
+    """Add --config and all options of a pretraining configuration to a parser."""
     parser.add_argument(
         "--config",
         action="config",
-        help=f"a preset ({', '.join(preset_names())}) or a YAML file; the other options override it "
+        help=f"a preset ({', '.join(preset_names())}) or a YAML file; other options override it "
         f"(default: {DEFAULT_PRESET})",
     )
     parser.add_class_arguments(PretrainConfig)
 
 
 def config_from(arguments: Namespace) -> PretrainConfig:
-    """The configuration from parsed arguments.
+    """Return the configuration from parsed arguments.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
     """
     names = PretrainConfig.__dataclass_fields__
     only = Namespace(**{name: arguments[name] for name in names})
@@ -172,13 +172,13 @@ def config_from(arguments: Namespace) -> PretrainConfig:
         got = "" if wrong is None else f", got {arguments[wrong]!r} for {wrong}"
         raise ConfigError(f"each group of values must be a mapping of names to values{got}") from error
     except ValueError as error:
-        # ViewRecipe belongs to the method and names its fields without the section.
+        # ViewRecipe's own errors name its fields without the section.
         in_views = str(error).partition(" ")[0] in ViewRecipe.__dataclass_fields__
         raise ConfigError(f"views.{error}" if in_views else str(error)) from error
 
 
 def load_config(config: str | Path = DEFAULT_PRESET, overrides: Mapping[str, Any] | None = None) -> PretrainConfig:
-    """Read a preset or file and override some values.
+    """Load a preset or file and override some values.
 
     Args:
         config: a preset's name, a YAML file, or a run folder.
@@ -197,21 +197,21 @@ def load_config(config: str | Path = DEFAULT_PRESET, overrides: Mapping[str, Any
     words: list[str] = ["--config", str(config)]
     for name, value in (overrides or {}).items():
         if name in _COMMAND_OPTIONS:
-            raise ConfigError(f"{name} is not a value of the configuration")
+            raise ConfigError(f"{name} is not an option of the configuration")
         if name == "objective":
             value = _objective(value)
-        # Strings are not quoted: for options that also allow None, the quotes would become part of the value.
+        # Strings are not quoted: the quotes would become part of the value in options that also allow None.
         words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
     return config_from(parser.parse_args(words))
 
 
 def dump_config(config: PretrainConfig) -> str:
-    """The configuration as YAML that `load_config` reads back to the same values."""
+    """Return the configuration as YAML, from which `load_config` restores the same values."""
     return yaml.safe_dump(asdict(config), sort_keys=False)
 
 
 def differing(one: PretrainConfig, other: PretrainConfig) -> list[tuple[str, Any, Any]]:
-    """Dotted name and both values of each value that differs.
+    """Return the dotted name and both values of each option that differs.
 
     Example:
         >>> differing(load_config("adapt"), load_config("adapt", {"optim.epochs": 7}))

@@ -1,4 +1,4 @@
-"""A profile as a table, a figure, and a file of numbers."""
+"""Write a profile as a table, a figure, and a JSON file."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +21,7 @@ def write_profile(profile: Profile, folder: Path, *, command: str) -> list[Path]
 
 
 def profile_table(profile: Profile) -> Table:
-    """The paper's table with the parts of each row, speed and memory; one column per number of objects."""
+    """Return the paper's table with the parts of each row, speed and memory; one column per number of objects."""
     steps = profile.steps
     table = Table("", *(_heading(step) for step in steps), title=_title(profile))
     for column in table.columns[1:]:
@@ -36,11 +36,11 @@ def profile_table(profile: Profile) -> Table:
     table.add_section()
     table.add_row("step (fastest to slowest)", *(_range(step) for step in steps), style="bold")
     objects = (_share(sum(step.rows[row] for row in OF_OBJECTS), step) for step in steps)
-    table.add_row("for the objects alone", *objects, style="bold cyan")
+    table.add_row("objects only", *objects, style="bold cyan")
     table.add_row("images/s", *(f"{step.images_per_second:.4g}" for step in steps))
-    loader = f"  the loader alone, {profile.machine['workers']} workers"
+    loader = f"  loader only, {profile.machine['workers']} workers"
     table.add_row(loader, *(f"{profile.loader_images_per_second:.4g}" for _ in steps))
-    table.add_row("bootstrapping ratio, as given", *(f"{step.bootstrapping_ratio:.0%}" for step in steps))
+    table.add_row("bootstrapping ratio (fixed)", *(f"{step.bootstrapping_ratio:.0%}" for step in steps))
     whole = "the process" if profile.machine["device"] == "CPU" else "the device's tensors"
     table.add_row(f"peak memory of {whole}", *(f"{step.peak / 2**20:,.0f} MiB" for step in steps))
     table.add_row("  weights, gradients, optimiser, bank", *(f"{step.held / 2**20:,.0f} MiB" for step in steps))
@@ -48,7 +48,7 @@ def profile_table(profile: Profile) -> Table:
 
 
 def profile_figure(profile: Profile) -> Figure:
-    """Bars of the rows of the paper's table, one bar for each number of objects."""
+    """Draw the rows of the paper's table as bars, one bar per number of objects."""
     steps = profile.steps
     with house_style():
         figure = Figure(figsize=(7.5, 1.1 + 0.55 * len(steps)), layout="constrained")
@@ -61,7 +61,7 @@ def profile_figure(profile: Profile) -> Figure:
             left = [begin + width for begin, width in zip(left, widths, strict=True)]
         axes.set_yticks(places, [_heading(step) for step in steps])
         axes.invert_yaxis()
-        axes.set_xlabel("ms per step; strong colours: for the objects alone")
+        axes.set_xlabel("ms per step (strong colours: objects only)")
         figure.suptitle(_title(profile), fontsize=9)
         figure.legend(loc="outside right center", frameon=False, fontsize=8)
     return figure
@@ -90,6 +90,6 @@ def _range(step: StepProfile) -> str:
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds with three digits, without an exponent."""
+    """Format milliseconds with three digits, without an exponent."""
     milliseconds = 1000 * seconds
     return f"{milliseconds:,.{2 if milliseconds < 10 else 1 if milliseconds < 100 else 0}f}"

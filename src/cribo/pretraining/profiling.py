@@ -1,6 +1,6 @@
-"""Cost of a configuration's training step on this machine, part by part (paper table "High-level profiling").
+"""Profile the parts of a configuration's training step on this machine (paper table "High-level profiling").
 
-Takes a few real steps, with a full bank and all losses, including those that start later in a run.
+Runs a few real steps, with a full bank and all losses, including those that start later in a run.
 """
 
 import dataclasses
@@ -54,14 +54,14 @@ TABLE = {
         "moving average",
     ),
 }
-"""Rows of the paper's table, and the parts of a step (`Step.lap`) in each."""
+"""Rows of the paper's table, and the parts of a step (`Step.lap`) in each row."""
 
 OF_OBJECTS = ("Clustering", "NN retrieval", "Object projections", "Object losses")
-"""Rows that only objects need."""
+"""Rows that are computed only for objects."""
 
 _LOADER_SECONDS = 5.0
 _TRACE_STEPS = 2  # the first one includes the profiler's start-up
-_BANK_NOISE = 0.5  # of synthetic objects, as a share of the real objects' spread
+_BANK_NOISE = 0.5  # standard deviation of synthetic objects, relative to the real objects' spread
 _BANK_CHUNK = 16_384
 
 
@@ -77,10 +77,10 @@ class StepProfile:
         step_range: seconds of the fastest and of the slowest step.
         rows: median seconds of each row of `TABLE`.
         parts: median seconds of each part.
-        object_share: share of the rows that only objects need.
-        images_per_second: in the median step.
+        object_share: share of the rows `OF_OBJECTS`.
+        images_per_second: images per second in the median step.
         peak: peak bytes, of the tensors on a GPU, or of the process on a CPU.
-        held: bytes held between steps: weights, gradients, the optimiser's state and the bank.
+        held: bytes allocated between steps: weights, gradients, the optimiser's state and the bank.
     """
 
     fixed_objects: int | None
@@ -101,11 +101,11 @@ class Profile:
     """Cost of a configuration's steps.
 
     Attributes:
-        config: of one device.
-        bank_images: S, 0 without a bank.
+        config: configuration of one device.
+        bank_images: S, number of images in the bank; 0 without a bank.
         machine: device, threads, workers and version of PyTorch.
-        loader_images_per_second: of the loader alone.
-        steps: one entry for each number of objects.
+        loader_images_per_second: images per second of the loader only.
+        steps: one profile per number of objects.
     """
 
     config: PretrainConfig
@@ -125,17 +125,18 @@ def profile(
     trace: Path | None = None,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Profile:
-    """Measure the training step of a configuration on this machine, as on one of its devices.
+    """Profile the training step of a configuration on this machine, as on one of the run's devices.
 
     Args:
-        config: of a run; its total batch is divided by its devices. All losses are on, and all layers are trained.
-        kept: numbers of objects per image to measure one after the other; if empty, those that an untrained network
-            finds.
+        config: configuration of a run; its total batch is divided by its devices. All losses are on, and all layers are
+            trained.
+        kept: numbers of objects per image to profile, one after the other; if empty, the objects found by an untrained
+            network.
         bootstrapping_ratio: share of objects with a valid match; each adds a pair to the losses.
-        steps: to time.
-        warmup: steps before them.
+        steps: number of steps to time.
+        warmup: number of steps before them.
         trace: file for a torch.profiler trace of further steps, with the last number of objects.
-        progress: called with the phase, steps done and total steps.
+        progress: called with the phase, the number of steps done and their total.
 
     Raises:
         ValueError: the configuration, the data or the backbone cannot be used, or a number is out of range.
@@ -143,32 +144,32 @@ def profile(
     Source: paper appendix "High-level profiling".
     """
     if steps < 1 or warmup < 2:
-        raise ConfigError(f"a profile needs --steps >= 1 and --warmup >= 2, got {steps} and {warmup}")
+        raise ConfigError(f"a profile requires --steps >= 1 and --warmup >= 2, got {steps} and {warmup}")
     if not 0 <= bootstrapping_ratio <= 1:
         raise ConfigError(f"--bootstrapping_ratio must be between 0 and 1, got {bootstrapping_ratio}")
     session = Session(_on_one_device(config))
     config, objective = session.config, session.module.objective
     if not isinstance(objective, CrIBo):
-        raise ConfigError(f"cribo profile measures the objective cribo, got {config.objective.name}")
+        raise ConfigError(f"cribo profile supports only the objective cribo, got {config.objective.name}")
     _check_kept(kept, config, patches=objective.grid[0] * objective.grid[1])
     if trace is not None:
         if trace.is_dir():
             raise ConfigError(f"--trace must name a file, got the folder {trace}: use {trace / 'trace.json'}")
         trace.parent.mkdir(parents=True, exist_ok=True)
-    # Measured steps have their own modules: this one must not count towards their memory.
+    # Profiled steps have their own modules; this one must not count towards their memory.
     session.module = session.module.to("meta")
     with quiet_lightning():
         trainer = session.trainer(None, [], 1)
     device = trainer.strategy.root_device
-    progress("loader alone", 0, 1)
+    progress("loader only", 0, 1)
     loader_rate = _loader_rate(session, trainer)
-    progress("loader alone", 1, 1)
+    progress("loader only", 1, 1)
     measured = []
     for number, objects in enumerate(kept or (None,), start=1):
         told = partial(progress, "steps" if objects is None else f"{objects} objects an image")
         measurement = _Measurement(warmup, warmup + steps, trace if number >= len(kept) else None, told)
         measured.append(measurement.take(session, objects, bootstrapping_ratio))
-        # Trainer and module reference each other; the bank must be freed before the next one is created.
+        # Trainer and module are a reference cycle; the bank must be freed before the next one is created.
         del measurement
         gc.collect()
         give_freed_memory_back()
@@ -183,11 +184,11 @@ def profile(
 
 
 def _on_one_device(config: PretrainConfig) -> PretrainConfig:
-    """The configuration of one device's share, in the middle of a run."""
+    """Return the configuration of one device's share, in the middle of a run."""
     runtime, optim = config.runtime, config.optim
     if not str(runtime.devices).isdecimal() or int(runtime.devices) < 1:
         raise ConfigError(
-            f"runtime.devices {runtime.devices} does not say how many devices share the batch: give their number, such "
+            f"runtime.devices {runtime.devices} does not set how many devices share the batch: give their number, such "
             "as --runtime.devices 8, to profile one device's part, or --runtime.devices 1"
         )
     devices = runtime.num_nodes * int(runtime.devices)
@@ -218,7 +219,7 @@ def _check_kept(kept: Sequence[int], config: PretrainConfig, *, patches: int) ->
 
 
 def _loader_rate(session: Session, trainer: L.Trainer) -> float:
-    """Images per second of the loader alone, once its workers have started."""
+    """Return the images per second of the loader only, after its workers have started."""
     with closing(session.loader(trainer)) as loader:
         batches = iter(Forever(loader))
         next(batches)
@@ -229,7 +230,7 @@ def _loader_rate(session: Session, trainer: L.Trainer) -> float:
 
 
 class _Measurement(Callback):
-    """Trains for `last` steps, and measures those after the first `warmup`."""
+    """Callback that measures the steps after the first `warmup`, up to step `last`."""
 
     def __init__(self, warmup: int, last: int, trace: Path | None, progress: Callable[[int, int], None]) -> None:
         self.warmup, self.last = warmup, last
@@ -237,7 +238,7 @@ class _Measurement(Callback):
         self.profiler = torch.profiler.profile()
 
     def take(self, session: Session, objects: int | None, ratio: float) -> StepProfile:
-        """Train with a number of objects per image (None: as found) and a share of valid matches."""
+        """Train with a number of objects per image (None: as clustered) and a share of valid matches."""
         module = session.make_module()
         objective = _cribo(module)
         if objects is not None:
@@ -291,14 +292,14 @@ class _Measurement(Callback):
 def _fixed_objects(
     label_tokens: Callable[..., Int[Tensor, "b 2 n"]], objects: int, tokens: Float[Tensor, "b 2 n d"], batch: Batch
 ) -> Int[Tensor, "b 2 n"]:
-    """Cluster for its cost only, then give every image the same number of objects: stripes of patches."""
+    """Run the clustering for its cost, then assign the same number of objects to every image: stripes of patches."""
     labels = label_tokens(tokens, batch)
     stripes = torch.arange(labels.shape[2], device=labels.device) * objects // labels.shape[2]
     return stripes.expand_as(labels).contiguous()
 
 
 def _fixed_ratio(match: Callable[..., Matches], ratio: float, *args: Any, **kwargs: Any) -> Matches:
-    """Match for its cost only, then mark a fixed share of the matches as valid."""
+    """Run the matching for its cost, then mark a fixed share of the matches as valid."""
     nearest = match(*args, **kwargs).nearest
     places = torch.arange(nearest.shape[1], device=nearest.device)
     chosen = ((places + 1) * ratio).floor() > (places * ratio).floor()

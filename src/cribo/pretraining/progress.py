@@ -11,7 +11,7 @@ from cribo.training.progress import StepProgress
 
 
 def run_progress(metrics: Metrics, console: Console) -> StepProgress:
-    """The progress of a run: the epoch, and the latest row of `metrics`."""
+    """Return the progress display of a run: the epoch, and the latest row of `metrics`."""
 
     def numbers(trainer: L.Trainer) -> str:
         module: Any = trainer.lightning_module
@@ -24,7 +24,7 @@ def run_progress(metrics: Metrics, console: Console) -> StepProgress:
 
 
 def progress_text(row: Mapping[str, float], formats: Mapping[str, str]) -> str:
-    """Format a row of metrics for the progress line; losses that are 0, because they are off, are left out.
+    """Format a row of metrics for the progress line; losses that are 0 (off) are omitted.
 
     Example:
         >>> progress_text({"images_per_second": 240.0, "loss_cross_view": 2.7, "ratio": 0.1}, {"ratio": "{:.0%} used"})

@@ -1,4 +1,4 @@
-"""Figures of a run: losses, schedules, score, and those of its objective."""
+"""Figures of a run: losses, schedules, score, and the objective's own figures."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,15 +22,15 @@ def write_report(
     *,
     baselines: dict[str, float],
 ) -> list[Path]:
-    """Write the report of a run as PNG files into `report/`, and return them.
+    """Write the report of a run as PNG files into `report/`, and return their paths.
 
     Args:
         folder: the run folder.
-        rows: of `metrics.csv`.
-        schedules: of the run.
-        objective: trained, on the device to use.
+        rows: rows of `metrics.csv`.
+        schedules: schedules of the run.
+        objective: the trained objective, on the device to use.
         dataset: the training samples.
-        baselines: mIoU by name.
+        baselines: mIoU of baselines, by name.
     """
     (folder / REPORT).mkdir(exist_ok=True)
     pictures: dict[str, tuple[str | None, Callable[[], Figure]]] = {
@@ -52,7 +52,7 @@ def write_report(
 
 
 def draw_losses(rows: Sequence[dict[str, float]], columns: Columns | None = None) -> Figure:
-    """Losses over epochs, without those that are off."""
+    """Draw the losses over the epochs, without those that are off."""
     columns = columns or Columns()
     figure, axes = curves_figure()
     names = dict.fromkeys(name for row in rows for name in row if name.startswith("loss_"))
@@ -73,7 +73,7 @@ def draw_losses(rows: Sequence[dict[str, float]], columns: Columns | None = None
 
 
 def draw_score(rows: Sequence[dict[str, float]], baselines: dict[str, float]) -> Figure:
-    """Dense retrieval over the epochs, with the baselines."""
+    """Draw dense retrieval over the epochs, with the baselines."""
     figure, axes = curves_figure()
     points = [(row["epoch"], 100 * row["dense_nn"]) for row in rows if "dense_nn" in row]
     axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label="trained")
@@ -86,7 +86,7 @@ def draw_score(rows: Sequence[dict[str, float]], baselines: dict[str, float]) ->
 
 
 def draw_schedules(schedules: Schedules) -> Figure:
-    """Learning rate, weight decay and the objective's own schedules over the epochs."""
+    """Draw learning rate, weight decay and the objective's own schedules over the epochs."""
     steps = np.unique(np.linspace(0, schedules.total_steps - 1, 400).astype(int))
     values = [schedules.at(int(step)) for step in steps]
     epochs = steps / schedules.steps_per_epoch
@@ -94,7 +94,7 @@ def draw_schedules(schedules: Schedules) -> Figure:
 
 
 def draw_curves(curves: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
-    """A panel for each curve of (epoch, value)."""
+    """Draw one panel per curve of (epoch, value)."""
     rows = -(-len(curves) // 2)
     figure = Figure(figsize=(8, 2.5 * rows), layout="constrained")
     panels = figure.subplots(rows, 2, sharex=True, squeeze=False)

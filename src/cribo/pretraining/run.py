@@ -1,4 +1,4 @@
-"""A pretraining run, from its configuration to its folder of results."""
+"""Pretraining runs, from the configuration to the run folder."""
 
 import json
 import logging
@@ -48,7 +48,7 @@ _OF_READING = (
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run.
+    """Finished run.
 
     Attributes:
         folder: the run folder.
@@ -59,7 +59,7 @@ class Run:
     summary: dict[str, Any] = field(repr=False)
 
     def backbone(self) -> Backbone:
-        """The trained backbone."""
+        """Load the trained backbone."""
         return load_backbone(self.folder)
 
 
@@ -82,10 +82,11 @@ def pretrain(
 
     Args:
         config: a preset's name, a YAML file, or a configuration.
-        data: short for the override data.root.
-        out: folder of run folders.
-        name: of this run; it must be new unless `overwrite` or `continue_run` is set.
-        default_name: used with a number if `name` is not given; the configuration's name by default.
+        data: shorthand for the override data.root.
+        out: parent folder of run folders.
+        name: name of the run; must be new unless `overwrite` or `continue_run` is set.
+        default_name: base of the name if `name` is not given, to which a number is added; the configuration's name by
+            default.
         minutes: approximate training time on this machine: a short timing sets the number of epochs, and the run ends
             after twice the time if the machine becomes slower.
         overwrite: replace a run of the same name.
@@ -94,14 +95,14 @@ def pretrain(
         overrides: dotted names and values on top of the configuration.
         callbacks: additional Lightning callbacks.
         advice: how to resume, for messages; `--resume FOLDER` by default.
-        console: where progress is shown; silent when not given.
+        console: console for the progress display; silent by default.
 
     Returns:
-        the run.
+        The finished run.
 
     Raises:
         ValueError: the configuration, the data, the backbone or the run folder cannot be used.
-        NonFiniteLoss: training diverged; the last checkpoint is still good.
+        NonFiniteLoss: training diverged; the last checkpoint is valid.
         Interrupted: SIGTERM or SIGUSR1 was received; a checkpoint was written. (Ctrl-C is a KeyboardInterrupt.)
         TooManyUnreadable: too many images cannot be read.
         WorkersFailed: worker processes died or hung too often.
@@ -116,12 +117,12 @@ def pretrain(
         overrides["data.root"] = str(data)
     if isinstance(config, PretrainConfig):
         if overrides:
-            raise ConfigError("overrides need a preset or a file: set the values of the PretrainConfig")
+            raise ConfigError("overrides require a preset or a file: change the PretrainConfig itself")
     else:
         default_name = default_name or config_name(config)
         config = load_config(config, overrides)
     if continue_run and (name is None or overwrite):
-        what = "does not go with --overwrite" if name is not None else "needs the --name of the run"
+        what = "cannot be combined with --overwrite" if name is not None else "requires the --name of the run"
         raise ConfigError(f"--continue {what}: it resumes the run of that name, or starts it")
     return _run(
         config,
@@ -148,17 +149,17 @@ def resume(
 
     Args:
         folder: the run folder.
-        overrides: values that do not affect the results: `runtime.*`, and where and how images are read.
+        overrides: options that do not affect the results: `runtime.*`, and options of reading images.
         callbacks: additional Lightning callbacks.
-        console: where progress is shown; silent when not given.
+        console: console for the progress display; silent by default.
 
     Raises:
-        FolderError: the folder contains no run.
+        FolderError: the folder does not contain a run.
         ConfigError: an override would change the results.
     """
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
-        raise FolderError(f"{folder} has no {CONFIG}, so there is no run to resume")
+        raise FolderError(f"{folder} has no {CONFIG}: it is not a run that can be resumed")
     for name in overrides or {}:
         if not _may_change(name):
             raise ConfigError(
@@ -170,7 +171,7 @@ def resume(
 
 
 def overrides_in(words: Sequence[str]) -> dict[str, Any]:
-    """Values of the configuration in the words of a command line, by name."""
+    """Return the configuration options in the words of a command line, by name."""
     found: dict[str, Any] = {}
     for position, word in enumerate(words):
         name, given, value = word.removeprefix("--").partition("=")
@@ -180,14 +181,14 @@ def overrides_in(words: Sequence[str]) -> dict[str, Any]:
 
 
 def latest_run(out: str | Path) -> Path:
-    """The most recently written run folder.
+    """Return the most recently written run folder.
 
     Raises:
-        FolderError: there is no run.
+        FolderError: `out` contains no run.
     """
     found = [path.parent for path in Path(out).glob(f"*/{CONFIG}")]
     if not found:
-        raise FolderError(f"there is no run in {out} to resume: give its folder after --resume")
+        raise FolderError(f"no run to resume in {out}: give its folder after --resume")
     return max(found, key=lambda folder: next(iter(checkpoint_files(folder)), folder / CONFIG).stat().st_mtime)
 
 
@@ -208,7 +209,7 @@ def _run(
     end_with_launcher()
     if resume and name is not None:
         folder = out / name
-        if minutes is not None and (folder / CONFIG).is_file():  # the run was planned when it started
+        if minutes is not None and (folder / CONFIG).is_file():  # epochs were set when the run started
             config, minutes = with_epochs(config, load_config(folder / CONFIG).optim.epochs), None
         if (folder / SUMMARY).is_file():
             _require_same(folder, config)
@@ -272,7 +273,7 @@ def _train(session: Session, folder: Path, callbacks: Sequence[Callback], advice
         folder, every_steps=runtime.checkpoint_every, keep=runtime.keep_checkpoints, resume_from=checkpoint
     )
     interruption = Interruption(lambda trainer: checkpoints.on_train_end(trainer, module), advice=advice)
-    # Metrics come before callbacks that read its latest row, checkpoints after callbacks whose state they save.
+    # Metrics precede callbacks that read its latest row; checkpoints follow callbacks whose state they save.
     trainer = session.trainer(
         folder,
         [
@@ -288,7 +289,7 @@ def _train(session: Session, folder: Path, callbacks: Sequence[Callback], advice
         faults.loader = loader
         trainer.fit(module, loader, ckpt_path=checkpoint)
     seconds = metrics.seconds
-    module.to(trainer.strategy.root_device)  # Lightning has moved it to the CPU
+    module.to(trainer.strategy.root_device)  # Lightning moved it to the CPU
     if score is not None:
         score.on_train_end(trainer, module)  # not yet computed if the run was stopped after its last step
     rows = metrics.rows
@@ -337,11 +338,11 @@ def _may_change(name: str) -> bool:
 
 
 def _require_same(folder: Path, config: PretrainConfig) -> None:
-    """Refuse to resume a run with a configuration that would change its results."""
+    """Raise an error if a run is resumed with a configuration that would change its results."""
     for name, before, now in differing(load_config(folder / CONFIG), config):
         if not _may_change(name):
             raise ConfigError(
-                f"{folder} was begun with {name} {before}, not {now}; only runtime.* and {', '.join(_OF_READING)} can "
+                f"{folder} has {name} {before}, not {now}; only runtime.* and {', '.join(_OF_READING)} can "
                 "change: keep the old value, or choose another --name"
             )
 

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay at each step, and the objective's own schedules (docs/method.md, "Recipe")."""
+"""Schedules of learning rate and weight decay, and the objective's own (docs/method.md, "Recipe")."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ def _none(step: Step) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Schedules:
-    """The schedules of a run.
+    """Schedules of a run.
 
     Attributes:
-        optim: of the run's configuration.
-        steps_per_epoch: optimiser steps of one pass over the data.
-        own: the objective's (`Objective.schedules`).
+        optim: optimiser section of the configuration.
+        steps_per_epoch: number of optimiser steps per epoch.
+        own: the objective's own schedules (`Objective.schedules`).
     """
 
     optim: OptimConfig
@@ -27,15 +27,15 @@ class Schedules:
 
     @property
     def total_steps(self) -> int:
-        """Optimiser steps of the run."""
+        """Number of optimiser steps of the run."""
         return self.optim.epochs * self.steps_per_epoch
 
     def step(self, number: int) -> Step:
-        """Step `number`, counted from 0."""
+        """Return step `number`, counted from 0."""
         return Step(number, self.steps_per_epoch, self.total_steps)
 
     def at(self, number: int) -> dict[str, float]:
-        """The values of a step by name: `lr`, `weight_decay`, and those of the objective."""
+        """Return the values at a step by name: `lr`, `weight_decay`, and the objective's."""
         optim, step = self.optim, self.step(number)
         warmup = min(round(optim.warmup_epochs * self.steps_per_epoch), self.total_steps)
         peak = optim.lr * optim.batch_size / 256

@@ -1,4 +1,4 @@
-"""Dense retrieval on labelled images before, during and after training."""
+"""Dense retrieval score on labelled images before, during and after training."""
 
 import logging
 import math
@@ -21,7 +21,7 @@ log = logging.getLogger("cribo")
 
 
 def open_score_data(config: PretrainConfig) -> Splits | None:
-    """Open the labelled images of the configuration: train is searched, val is scored; None without a score.
+    """Open the labelled images of the configuration: the memory is train, the queries are val; None without a score.
 
     Held-out scenes are numbered after the training scenes.
     """
@@ -41,14 +41,14 @@ def open_score_data(config: PretrainConfig) -> Splits | None:
 
 
 class RetrievalScore(L.Callback):
-    """Scores the exported backbone, and adds the score to the metrics.
+    """Callback that scores the exported backbone, and adds the score to the metrics.
 
-    If labelled images cannot be read, the first score raises an error, and later scores are skipped.
+    If labelled images cannot be read, the first score raises an error; later scores are skipped.
 
     Args:
         data: labelled images.
-        config: of the run.
-        metrics: where the score is recorded.
+        config: configuration of the run.
+        metrics: callback that records the score.
 
     Attributes:
         curve: (step, mIoU in 0-1) of every score, including those before a resume.
@@ -66,7 +66,7 @@ class RetrievalScore(L.Callback):
         self.curve = [(int(row["step"]), row["dense_nn"]) for row in rows if "dense_nn" in row]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Score the untrained network, or an epoch that the resumed run completed without scoring."""
+        """Score the initial network, or, in a resumed run, the last epoch if its score is missing."""
         assert isinstance(pl_module, PretrainingModule)
         epochs, rest = divmod(trainer.global_step, pl_module.schedules.steps_per_epoch)
         is_due = rest == 0 and epochs % self.config.score.every_epochs == 0 and trainer.global_step < trainer.max_steps
@@ -83,15 +83,15 @@ class RetrievalScore(L.Callback):
         self._take(trainer, pl_module)
 
     def mean_colour(self, module: PretrainingModule) -> float | None:
-        """Mean IoU of the baseline `mean-colour`; None if it does not take images of this size, or none can be read."""
+        """Return the mean IoU of the baseline `mean-colour`; None for unsupported image sizes or unreadable images."""
         try:
             return self._score(mean_colour_backbone(), module.device)
         except (UnreadableImage, ValueError) as error:
-            log.error("no score of the mean colour, %s", error)
+            log.error("could not compute the score of the mean colour: %s", error)
             return None
 
     def _take(self, trainer: L.Trainer, module: PretrainingModule) -> None:
-        """Score the network, unless it has been scored at this step."""
+        """Score the network, unless this step has a score."""
         step = trainer.global_step
         if self.curve and self.curve[-1][0] == step:
             return
@@ -107,18 +107,18 @@ class RetrievalScore(L.Callback):
             failed = error
         finally:
             backbone.load_state_dict(before, strict=False)
-        # All ranks or none, so that all have the same curve.
+        # On all ranks or none, so that all have the same curve.
         if trainer.strategy.reduce_boolean_decision(failed is None):
             self.curve.append((step, miou))
             self.metrics.add(trainer, module, {"dense_nn": miou})
             log.info("step %d: dense retrieval %.1f %% mIoU", step, 100 * miou)
         elif not self.curve:  # no training is lost yet
-            raise failed or DataError("another rank could not read the images of the score")
+            raise failed or DataError("another rank could not read the labelled images")
         elif failed is not None:
-            log.error("step %d: no score, %s; training continues", step, failed)
+            log.error("step %d: could not compute the score: %s; training continues", step, failed)
 
     def _score(self, backbone: Backbone, device: torch.device) -> float:
         score = self.config.score
-        # The same seed for every seed of the run, so that their scores can be compared.
+        # A seed independent of the run's, so that scores of runs can be compared.
         protocol = DenseNN(ratios=(score.memory_ratio,), neighbours=score.neighbours, size=score.size, seed=0)
         return measure(protocol, backbone, self.data, device=device).rows[0]["miou"]

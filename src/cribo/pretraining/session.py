@@ -1,4 +1,4 @@
-"""Set-up of a run or a profile: images, network, trainer and loader."""
+"""Set up a run or a profile: images, network, trainer and loader."""
 
 import logging
 import math
@@ -27,26 +27,26 @@ from cribo.pretraining.module import PretrainingModule
 from cribo.pretraining.score import open_score_data
 from cribo.training.lightning import make_trainer, require_launched
 
-# Composing a scene takes longer than its crops; each worker caches this much.
+# Rendering a scene takes longer than cropping it; each worker caches this many bytes.
 _SCENE_CACHE_BYTES = 256 * 2**20
-# Training starts if one of the first images, up to this many, is readable.
+# Training starts if one of this many first images is readable.
 _IMAGES_TRIED = 100
 
 log = logging.getLogger("cribo")
 
 
 class Session:
-    """Images, network and trainer of a configuration; invalid configurations are detected here, before training.
+    """Images, network and trainer of a configuration; checks the configuration before training.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
 
     Attributes:
-        config: of the run.
+        config: configuration of the run.
         source: the images.
-        score_data: the labelled images of the score; None without one.
+        score_data: the labelled images of the score; None without a score.
         dataset: the samples.
-        module: the training step.
+        module: the Lightning module.
         workers: number of worker processes.
         probe: a trainer with the run's devices.
 
@@ -62,7 +62,7 @@ class Session:
         self.score_data = open_score_data(config)
         self.source = open_source(config)
         self.workers = _workers(config)
-        # Check that a batch is not larger than the collection; loaders create their own sampler.
+        # Raises an error if a batch is larger than the collection; loaders create their own sampler.
         StepBatchSampler(len(self.source), config.optim.batch_size, config.seed, position=lambda: 0)
         _require_readable(self.source)
         try:
@@ -78,7 +78,7 @@ class Session:
         if devices > 1 and on_cpu and any(isinstance(m, _BatchNorm) for m in backbone.modules()):
             log.warning(
                 "batch norms are synchronised on GPUs only: each of %d CPU processes uses the statistics of its own "
-                "share of the batch, and the run differs from that of one process",
+                "share of the batch, so the run differs from one with a single process",
                 devices,
             )
         if self.score_data is not None and any(length % backbone.patch_size for length in config.score.size or ()):
@@ -86,16 +86,16 @@ class Session:
                 f"score.size must be multiples of the patch size {backbone.patch_size}, got {config.score.size}"
             )
         if config.backbone.cache_trunk is not None and devices > 1:
-            raise ConfigError(f"backbone.cache_trunk is for one device, got {devices}: leave it out")
+            raise ConfigError(f"backbone.cache_trunk supports a single device only, got {devices}: remove it")
         self.dataset = SampleDataset(self.source, self.module.objective.samples(), seed=config.seed)
         self._trained_on = self.dataset
 
     def cache_trunk(self, folder: Path, progress: Callable[[int, int], None]) -> None:
-        """Run the frozen blocks for `backbone.cache_trunk` pairs of views, and train on what they gave.
+        """Cache the output of the frozen blocks for `backbone.cache_trunk` view pairs per image, and train on it.
 
         Args:
-            folder: of the cache.
-            progress: is told how many images of how many are done.
+            folder: folder of the cache.
+            progress: called with the number of images done and their total.
 
         Raises:
             ConfigError: see `trunk_cache.fill`.
@@ -104,17 +104,17 @@ class Session:
         self._trained_on = SampleDataset(self.source, samples, seed=self.config.seed)
 
     def make_module(self) -> PretrainingModule:
-        """A new training step for the current configuration."""
+        """Create a new module for the current configuration."""
         module = PretrainingModule(
             self.config,
             num_images=len(self.source),
             steps_per_epoch=len(self.source) // self.config.optim.batch_size,
         )
-        # Lightning would convert the weights after restoring a checkpoint, which would round them.
+        # Lightning would convert the weights only after restoring a checkpoint, which would round them.
         return module.double() if self.config.runtime.precision == "64-true" else module
 
     def trainer(self, folder: Path | None, callbacks: Sequence[Callback], max_steps: int) -> L.Trainer:
-        """A trainer that stops after `max_steps`; it logs to `folder`, if given."""
+        """Create a trainer that stops after `max_steps`; it logs to `folder`, if given."""
         runtime = self.config.runtime
         double = runtime.precision == "64-true"
         return make_trainer(
@@ -133,7 +133,7 @@ class Session:
         )
 
     def loader(self, trainer: L.Trainer) -> BatchLoader:
-        """Batches for a trainer's rank, from its current step on; close the loader to end its workers."""
+        """Create a loader for the trainer's rank, from its current step on; close it to end its workers."""
         sampler = StepBatchSampler(
             self.source,
             self.config.optim.batch_size,
@@ -168,7 +168,7 @@ def open_source(config: PretrainConfig) -> ImageSource:
     """Open the images of a configuration.
 
     Raises:
-        DataError: they are missing or invalid.
+        DataError: images are missing or invalid.
     """
     data = config.data
     if data.root == "scenes":
@@ -191,8 +191,8 @@ def _require_precision(precision: str, *, on_cpu: bool) -> None:
         )
     if precision == "bf16-mixed" and on_cpu and not multiplies_bfloat16():
         log.warning(
-            "runtime.precision bf16-mixed: this processor has no bfloat16 products (AVX512-BF16 or AMX), so this is "
-            "slower than float32: use --runtime.precision 32-true"
+            "runtime.precision bf16-mixed: this processor does not support bfloat16 products (AVX512-BF16 or AMX), so "
+            "this is slower than float32: use --runtime.precision 32-true"
         )
 
 
@@ -230,7 +230,7 @@ def _workers(config: PretrainConfig) -> int:
 
 
 def local_processes(devices: int | str) -> int:
-    """Number of processes of the run on this machine."""
+    """Return the number of processes of the run on this machine."""
     if "LOCAL_WORLD_SIZE" in os.environ:
         return max(1, int(os.environ["LOCAL_WORLD_SIZE"]))
     if str(devices).isdecimal():
@@ -239,7 +239,7 @@ def local_processes(devices: int | str) -> int:
 
 
 class Forever:
-    """Repeats a loader endlessly, for timing longer than an epoch."""
+    """Endless iteration over a loader, for timing more than an epoch."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -250,7 +250,7 @@ class Forever:
 
 
 class _Double(DoublePrecision):
-    """float64 weights; the network converts batches itself."""
+    """Precision plugin for float64 weights; the network converts batches itself."""
 
     def convert_input(self, data: Any) -> Any:
         return data

@@ -1,4 +1,4 @@
-"""Losses and metrics of the steps since the last reading, summed on the device."""
+"""Running sums of losses and metrics, accumulated on the device."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from cribo.objectives.base import Output, detached
 
 
 class RunningSums:
-    """Numerators and denominators of losses and metrics over the steps since the last reading.
+    """Numerators and denominators of losses and metrics, summed over the steps since the last reading.
 
     Losses and scalar metrics are averaged over devices; numerators and denominators of the other metrics are summed
     before dividing. Results do not depend on the number of devices, even if it changes between the steps of a row.
@@ -19,8 +19,8 @@ class RunningSums:
     Only `read`, `is_finite` and `state_dict` synchronise with the device; call them on all ranks.
 
     Args:
-        gather: (...) on every rank -> (devices, ...), in their order.
-        devices: returns the number of devices.
+        gather: function that stacks the tensors (...) of all ranks in order: (devices, ...).
+        devices: function that returns the number of devices.
     """
 
     def __init__(self, gather: Callable[[Tensor], Tensor], devices: Callable[[], int] = lambda: 1) -> None:
@@ -29,9 +29,9 @@ class RunningSums:
         self._sums: dict[str, Tensor] = {}  # (2,): numerator, denominator
 
     def add(self, output: Output, weights: Mapping[str, float]) -> None:
-        """Add a micro-batch: each loss as `loss_` and its name, the weighted total as `loss`, the metrics by name."""
+        """Add a micro-batch: each loss as `loss_<name>`, the weighted total as `loss`, the metrics by name."""
         first = next(iter(output.losses.values())).detach()
-        like = first.to(torch.promote_types(first.dtype, torch.float32))  # 16-bit sums stop at 256 or 2048
+        like = first.to(torch.promote_types(first.dtype, torch.float32))  # 16-bit sums stop growing at 256 or 2048
         total = sum(weights.get(name, 1.0) * loss.detach() for name, loss in output.losses.items())
         values = {f"loss_{name}": loss for name, loss in output.losses.items()} | {"loss": total} | output.metrics
         for name, value in values.items():
@@ -41,7 +41,7 @@ class RunningSums:
             self._sums[name] = self._sums[name] + added if name in self._sums else added
 
     def read(self) -> dict[str, float]:
-        """Quotients over all devices since the last reading, without those whose denominator is 0."""
+        """Return the quotients over all devices since the last reading, without those of denominator 0."""
         found = {name: pair.tolist() for name, pair in self._over_devices().items()}
         self._sums = {}
         return {name: numerator / denominator for name, (numerator, denominator) in found.items() if denominator}
@@ -52,11 +52,11 @@ class RunningSums:
         return all(math.isfinite(number) for pair in losses for number in pair)
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums, as means over the devices, for a checkpoint."""
+        """Return the sums, as means over the devices, for a checkpoint."""
         return {name: pair.cpu() for name, pair in self._over_devices().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor], device: torch.device) -> None:
-        """Restore a state, on each rank."""
+        """Restore a state on each rank."""
         self._sums = {name: pair.to(device) for name, pair in state.items()}
 
     def _over_devices(self) -> dict[str, Tensor]:

@@ -1,1 +1,1 @@
-"""Set-up shared by all training under Lightning: trainer, checkpoints, signals, locks and progress."""
+"""Parts shared by all training with Lightning: trainer, checkpoints, signals, locks and progress."""

@@ -1,4 +1,4 @@
-"""Checkpoints: written atomically, the last few kept, verified before use, the same on all ranks."""
+"""Save, verify and restore checkpoints, atomically and consistently on all ranks."""
 
 import errno
 import io
@@ -22,9 +22,9 @@ from cribo.training.module import ResumableModule
 log = logging.getLogger("cribo")
 
 CHECKPOINTS = "checkpoints"
-"""Sub-folder of a run folder."""
+"""Name of the sub-folder of a run folder."""
 
-# Version of a checkpoint's content; incremented when older versions of cribo cannot resume from it.
+# Version of the content of checkpoints; incremented when older versions of cribo cannot resume from them.
 CHECKPOINT_FORMAT = 3
 _FORMAT = "cribo_format"
 _REQUIRED = ("state_dict", "optimizer_states", "loops", "callbacks", "global_step", "cribo")
@@ -34,26 +34,26 @@ _T = TypeVar("_T")
 
 
 class UnusableCheckpoint(InputError):
-    """A checkpoint that no run can resume from; nothing was loaded from it."""
+    """The checkpoint cannot be resumed from; nothing was loaded."""
 
 
 # ------------------------------------------------------------------------------------------------ reading
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The checkpoints of a run folder, the latest step first; they may be damaged."""
+    """Return the checkpoints of a run folder, latest step first; they may be damaged."""
     found = [path for path in (folder / CHECKPOINTS).glob("step=*.ckpt") if _NAME.fullmatch(path.name)]
     return sorted((path for path in found if path.is_file()), key=_step, reverse=True)
 
 
 def resume_point(folder: Path) -> Path | None:
-    """The latest checkpoint that can be used; None if the run has written none yet.
+    """Return the latest valid checkpoint; None if the run has not written any.
 
-    Removes partial files of killed runs, and renames later checkpoints that cannot be used, with a warning. Call it
-    on rank 0 only, which holds the run's lock; the latest of `checkpoint_files` is then the same on all ranks.
+    Removes partial files of killed runs, and renames later, invalid checkpoints with a warning. Call it on rank 0 only,
+    which holds the run's lock; the latest of `checkpoint_files` is then the same on all ranks.
 
     Raises:
-        FolderError: there are checkpoints, and none can be used; nothing was renamed.
+        FolderError: there are checkpoints, but none is valid; nothing was renamed.
     """
     for written_to in (folder, folder / CHECKPOINTS):
         remove_parts(written_to)
@@ -66,13 +66,13 @@ def resume_point(folder: Path) -> Path | None:
             continue
         for damaged, reason in refused.items():
             aside = damaged.replace(damaged.with_name(f"{damaged.name}.refused"))
-            log.warning("%s cannot be used: %s. Resuming from %s; the file is kept as %s", damaged, reason, path, aside)
+            log.warning("%s cannot be used: %s. Resuming from %s; renamed the file to %s", damaged, reason, path, aside)
         return path
     if refused:
         tried = "; ".join(f"{path.name}: {reason}" for path, reason in refused.items())
         raise FolderError(
-            f"no checkpoint in {folder / CHECKPOINTS} can be used ({tried}). Put a copy of one in its place, or move "
-            "them away: then --resume starts this run from its beginning"
+            f"no checkpoint in {folder / CHECKPOINTS} can be used ({tried}). Restore one from a copy, or move "
+            "all of them to another folder, so that --resume starts the run from the beginning"
         )
     return None
 
@@ -81,8 +81,8 @@ def check_checkpoint(path: Path) -> None:
     """Read and verify a whole checkpoint without holding its tensors in memory.
 
     Raises:
-        UnusableCheckpoint: it cannot be read, is damaged, has another format, or contains other types than tensors,
-            numbers, text, lists and dictionaries. The message does not name the file.
+        UnusableCheckpoint: the file cannot be read, is damaged, has another format, or contains other types than
+            tensors, numbers, strings, lists and dictionaries. The message does not name the file.
     """
     try:
         check_archive(path)
@@ -100,19 +100,19 @@ def _load(path: Path, *, mmap: bool) -> dict[str, Any]:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = named[1] if named else "other objects"
         raise UnusableCheckpoint(
-            f"it contains {what}, not only tensors, numbers, text, lists and dictionaries, so it was not written by "
-            "cribo; nothing in it was executed"
+            f"it contains {what}, not only tensors, numbers, strings, lists and dictionaries, so it was not written by "
+            "cribo; none of its code was run"
         ) from error
-    except Exception as error:  # torch does not document what it raises for other files
+    except Exception as error:  # torch.load's errors on other files are not documented
         raise UnusableCheckpoint(f"PyTorch cannot read it: {_first_line(error)}") from error
     if not isinstance(content, dict):
-        raise UnusableCheckpoint(f"it contains a {type(content).__name__}, not the state of a run")
+        raise UnusableCheckpoint(f"it contains a {type(content).__name__}, not a run's state")
     missing = [name for name in _REQUIRED if name not in content]
     if missing:
-        raise UnusableCheckpoint(f"it has no {', '.join(missing)}, so it is not the state of a run")
+        raise UnusableCheckpoint(f"it has no {', '.join(missing)}, so it is not a run's state")
     if (found := content.get(_FORMAT, 2)) != CHECKPOINT_FORMAT:
         raise UnusableCheckpoint(
-            f"its format is {found}, and this version of cribo reads format {CHECKPOINT_FORMAT}: resume it with the "
+            f"it has format {found}, but this version of cribo reads format {CHECKPOINT_FORMAT}: resume with the "
             "version that wrote it"
         )
     return content
@@ -130,12 +130,12 @@ def _first_line(error: BaseException) -> str:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoint files, read back from the disk before they are moved into place.
+    """Lightning's checkpoint plugin with atomic writes that are verified on disk.
 
     Attributes:
-        path: the checkpoint that all ranks have agreed on, loaded instead of the one that Lightning passes.
-        failure: why the last checkpoint could not be saved; None if it was. It is not raised, because only rank 0
-            writes while the other ranks wait for it.
+        path: checkpoint agreed on by all ranks, loaded instead of the one passed by Lightning.
+        failure: error of the last save; None if it succeeded. It is not raised, because only rank 0 writes while the
+            other ranks wait.
     """
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint on all ranks or on none; only weights and plain values.
+        """Load a checkpoint of weights and plain values, on all ranks or none.
 
         Raises:
             UnusableCheckpoint: a rank cannot use it.
@@ -173,11 +173,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def _write(checkpoint: dict[str, Any], part: Path) -> None:
-    with part.open("wb") as file:  # given a path, torch replaces the system's error by its own
+    with part.open("wb") as file:  # with a path, torch would replace the system's error by its own
         torch.save(checkpoint | {_FORMAT: CHECKPOINT_FORMAT}, file)
         file.flush()
         os.fsync(file.fileno())
-        if hasattr(os, "posix_fadvise"):  # so that it is read back from disk, not from the page cache
+        if hasattr(os, "posix_fadvise"):  # so that it is verified on disk, not in the page cache
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     try:
         check_archive(part)
@@ -190,16 +190,16 @@ def _write(checkpoint: dict[str, Any], part: Path) -> None:
 
 
 class Checkpoints(L.Callback):
-    """Saves every `every_steps` steps and at the end; reports and retries failed saves.
+    """Callback that saves every `every_steps` steps and at the end, and retries failed saves.
 
-    Lightning's `ModelCheckpoint`, under manual optimisation, saves weights from before the step, and removes the
-    older file even if the newer one could not be written.
+    Unlike Lightning's `ModelCheckpoint`, which under manual optimisation saves weights from before the step, and
+    removes the older file even if the newer one could not be written.
 
     Args:
         folder: the run folder.
-        every_steps: steps between two checkpoints.
+        every_steps: steps between checkpoints.
         keep: number of the latest checkpoints to keep.
-        resume_from: the checkpoint that this rank found to resume from; None to start from the beginning.
+        resume_from: checkpoint found by this rank; None to start from the beginning.
     """
 
     def __init__(self, folder: Path, *, every_steps: int, keep: int, resume_from: Path | None = None) -> None:
@@ -212,10 +212,10 @@ class Checkpoints(L.Callback):
         self._retry_after = 1
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Have all ranks resume from the checkpoint of rank 0.
+        """Resume all ranks from the checkpoint of rank 0.
 
         Raises:
-            FolderError: only some ranks find a checkpoint.
+            FolderError: some ranks do not find this checkpoint.
         """
         seen = _all_ranks((socket.gethostname(), self.resume_from and self.resume_from.name))
         name = seen[0][1]
@@ -223,18 +223,18 @@ class Checkpoints(L.Callback):
         if unlike:
             raise FolderError(
                 f"rank 0 sees {f'the checkpoint {name}' if name else 'no checkpoint'} in {self.folder}, ranks on "
-                f"{', '.join(unlike)} do not: put the run folder on a file system that all hosts mount there, or "
-                "copy it to each"
+                f"{', '.join(unlike)} do not: use a run folder on a shared file system, or "
+                "copy it to each host"
             )
         path = None if name is None else self.folder / CHECKPOINTS / name
         _io(trainer).path = path
         self.saved_step = None if path is None else _step(path)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Check that the state of each callback can be loaded again.
+        """Check that the state of each callback can be restored.
 
         Raises:
-            ValueError: a callback's state contains other types than tensors, numbers, text, lists and dictionaries.
+            ValueError: a callback's state contains other types than tensors, numbers, strings, lists and dictionaries.
         """
         self._due = self._next_regular(trainer.global_step)
         callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
@@ -247,24 +247,24 @@ class Checkpoints(L.Callback):
             except (pickle.PickleError, AttributeError, TypeError) as error:  # pickle raises each of them
                 raise InputError(
                     f"the state_dict of the callback {type(callback).__name__} contains other types than tensors, "
-                    "numbers, text, lists and dictionaries, so its checkpoints could not be loaded: use only these"
+                    "numbers, strings, lists and dictionaries, so checkpoints could not be loaded: use only these"
                 ) from error
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save when a checkpoint is due; after a failure, again after 1, 2, 4, ... steps."""
+        """Save every `every_steps`; after a failure, retry after 1, 2, 4, ... steps."""
         step, regular = trainer.global_step, self._next_regular(trainer.global_step)
         if step < self._due:
             return
         failure = self._save(trainer)
         if failure is None:
             self._due, self._retry_after = regular, 1
-        elif step < trainer.max_steps:  # otherwise `on_train_end` retries at once
+        elif step < trainer.max_steps:  # otherwise `on_train_end` retries immediately
             self._due = min(step + self._retry_after, regular, trainer.max_steps)
             self._retry_after *= 2
             self._report(
-                trainer, failure, f"training continues and saves again at step {self._due}: free space or fix the cause"
+                trainer, failure, f"training continues and retries at step {self._due}: free space or fix the cause"
             )
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -276,7 +276,7 @@ class Checkpoints(L.Callback):
         return (step // self.every_steps + 1) * self.every_steps
 
     def _save(self, trainer: L.Trainer) -> str | None:
-        """Save on all ranks; returns the reason if that failed but may succeed later."""
+        """Save on all ranks; return the reason of a failure that may be temporary."""
         module, path, checkpoint_io = trainer.lightning_module, self._path(trainer), _io(trainer)
         assert isinstance(module, ResumableModule)
         module.check_weights()
@@ -303,7 +303,7 @@ class Checkpoints(L.Callback):
 
     def _remove_old(self) -> None:
         assert self.saved_step is not None
-        # Files of later steps belong to an earlier attempt, from before this run was resumed.
+        # Files of later steps are from before this run was resumed from an earlier one.
         for old in [path for path in checkpoint_files(self.folder) if _step(path) <= self.saved_step][self.keep :]:
             try:
                 old.unlink(missing_ok=True)
@@ -312,7 +312,7 @@ class Checkpoints(L.Callback):
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """The system's error that caused another one; torch raises its own while handling it."""
+    """Return the system error that caused an error, such as torch's own."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
@@ -325,7 +325,7 @@ def _io(trainer: L.Trainer) -> AtomicCheckpointIO:
 
 
 def _all_ranks(value: _T) -> list[_T]:
-    """The values of all ranks, in their order."""
+    """Return the values of all ranks, in order."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     values: list[Any] = [None] * dist.get_world_size()

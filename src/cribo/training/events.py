@@ -1,4 +1,4 @@
-"""Logs whose write errors do not stop training."""
+"""Logging without stopping training at write errors."""
 
 import logging
 import time
@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 log = logging.getLogger("cribo")
 
-_RETRY_SECONDS = 60.0  # each failed attempt leaves an empty file
+_RETRY_SECONDS = 60.0  # each failed attempt creates an empty file
 
 
 @contextmanager
@@ -22,9 +22,9 @@ def log_write_errors(what: object) -> Iterator[None]:
 
 
 class Events(TensorBoardLogger):
-    """TensorBoard's log, continued in a new file a minute after a write error.
+    """TensorBoard logger that continues in a new file a minute after a write error.
 
-    TensorBoard's writer stops at its first error, and raises it again at each call.
+    TensorBoard's writer stops at the first error, and raises it again at each call.
     """
 
     _silent_until = 0.0
@@ -37,7 +37,7 @@ class Events(TensorBoardLogger):
             try:
                 super().log_metrics(metrics, step)
             except (OSError, ValueError) as error:
-                # Lightning turns errors of the writer into ValueErrors.
+                # Lightning converts the writer's errors to ValueErrors.
                 cause = error if isinstance(error, OSError) else error.__cause__
                 if not isinstance(cause, OSError):
                     raise

@@ -1,4 +1,4 @@
-"""The output folder of a training: claimed, locked, and the same on all ranks."""
+"""Create and lock the output folder of a training, the same on all ranks."""
 
 import contextlib
 import logging
@@ -18,7 +18,7 @@ log = logging.getLogger("cribo")
 
 RUN_LOCK = "run.lock"
 
-# Names the folder for processes that Lightning starts for further devices.
+# Environment variable with the folder, for processes that Lightning starts for further devices.
 _OPENED = "CRIBO_FOLDER"
 
 
@@ -27,14 +27,14 @@ def open_on_all_ranks(trainer: L.Trainer, open_folder: Callable[[ExitStack], Pat
     """Open a folder on rank 0, for all ranks.
 
     Args:
-        trainer: with the strategy of the training.
+        trainer: trainer with the strategy of the training.
         open_folder: called on rank 0 only; contexts that it enters, such as a lock, are closed at the end.
 
     Raises:
-        errors of `open_folder`, on all ranks started by a launcher (torchrun, SLURM).
+        Exception: errors of `open_folder`, on all ranks started by a launcher (torchrun, SLURM).
     """
     if _OPENED in os.environ and os.environ.get(LAUNCHER) != str(os.getpid()):
-        # Lightning started this process after rank 0 had opened the folder.
+        # Lightning started this process after rank 0 opened the folder.
         yield Path(os.environ.pop(_OPENED))
         return
     with ExitStack() as held:
@@ -65,17 +65,17 @@ def _agree(trainer: L.Trainer, make: Callable[[], Path]) -> Path:
 
 
 def claim(held: ExitStack, folder: ResultFolder) -> Path:
-    """Create the folder of a training, or keep the one that is resumed, and lock it.
+    """Create the folder of a training, or keep that of a resumed one, and lock it.
 
     Args:
-        held: holds the lock.
-        folder: of the training.
+        held: context that holds the lock.
+        folder: folder of the training.
 
     Raises:
         FolderError: the folder is in use, or cannot be written to.
     """
     if folder.replaces:
-        with run_lock(folder.path):  # refuses to replace a folder in use
+        with run_lock(folder.path):  # fails if the folder to replace is in use
             pass
     path = folder.path if folder.resumes else folder.create()
     held.enter_context(run_lock(path))
@@ -84,7 +84,7 @@ def claim(held: ExitStack, folder: ResultFolder) -> Path:
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Lock a folder until this process ends, even if it is killed. Warns if the file system has no locks.
+    """Lock a folder until this process ends, even if it is killed. Warn if the file system does not support locks.
 
     Raises:
         FolderError: another run holds the lock, or the folder cannot be written to.
@@ -93,7 +93,7 @@ def run_lock(folder: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except NotImplementedError:
-        log.warning("%s cannot be locked: make sure that no other run uses this folder", folder)
+        log.warning("cannot lock %s: make sure that no other run uses this folder", folder)
     except (Timeout, RuntimeError) as error:  # RuntimeError: held by this process
         raise FolderError(
             f"{folder} is in use by another run: wait until it ends, stop it, or use another --name or --out"
@@ -103,7 +103,7 @@ def run_lock(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if os.getpid() == owner:  # not in a fork that raised an exception
+        if os.getpid() == owner:  # not in a forked process that raised an exception
             with contextlib.suppress(OSError):
                 (folder / RUN_LOCK).unlink()
             lock.release()

@@ -1,4 +1,4 @@
-"""Signals: an interrupted run saves a checkpoint and ends after the same step on all ranks."""
+"""Signal handling: an interrupted run saves a checkpoint and ends after the same step on all ranks."""
 
 import logging
 import os
@@ -19,12 +19,12 @@ from cribo.errors import Stopped
 
 log = logging.getLogger("cribo")
 
-# SLURM sends SIGUSR1 before the time limit (`--signal=USR1@90`). Windows does not have it.
+# SLURM sends SIGUSR1 before the time limit (`--signal=USR1@90`). It does not exist on Windows.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
 class Interrupted(Stopped):
-    """SIGTERM or SIGUSR1 ended the training, which can be resumed.
+    """Training was ended by SIGTERM or SIGUSR1, and can be resumed.
 
     Attributes:
         signal: the signal.
@@ -40,16 +40,16 @@ class Interrupted(Stopped):
 
 
 class Interruption(L.Callback):
-    """Ends training after the step in which any rank received a signal.
+    """Callback that ends training after the step in which any rank received a signal.
 
     The first SIGINT, SIGTERM or SIGUSR1 saves a checkpoint at the end of the step; after SIGUSR1, a SLURM job is also
-    requeued. A second SIGINT or SIGTERM ends the process at once. Lightning's own handlers would save in the middle of
-    a step; it restores all previous handlers when its trainer ends.
+    requeued. A second SIGINT or SIGTERM ends the process immediately. Lightning's own handlers would save in the middle
+    of a step; Lightning restores all previous handlers at the end.
 
-    A validation after the training ends after its current batch, on each rank separately: there is nothing to save.
+    A validation after the training ends after its current batch, on each rank separately, without saving.
 
     Args:
-        save: writes the checkpoint.
+        save: function that writes the checkpoint.
         advice: how to resume, for the message.
     """
 
@@ -63,7 +63,7 @@ class Interruption(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Install the handlers."""
         if trainer.world_size > 1:
-            # A separate group on the host: no rank waits for a GPU to learn whether to continue.
+            # A separate group on the host, so that no rank waits for a GPU to know whether to continue.
             self._group = dist.new_group(backend="gloo")
         self._listen()
 
@@ -95,7 +95,7 @@ class Interruption(L.Callback):
             received, work = self._agreement
             work.wait()
             number = int(received)
-        if number and trainer.global_step >= trainer.max_steps:  # training ends anyway, but not a validation after it
+        if number and trainer.global_step >= trainer.max_steps:  # training ends anyway, a validation after it does not
             self._received = number
         elif number:
             self.save(trainer)
@@ -122,13 +122,13 @@ class Interruption(L.Callback):
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received = self._received or number
         if number in (signal.SIGINT, signal.SIGTERM):
-            # The default handlers end the process at the second signal, even while no Python code runs.
+            # The default handlers end the process at the second signal, even outside Python code.
             for each in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(each, signal.SIG_DFL)
         if number == signal.SIGINT:
-            # The signal may have interrupted print or logging in this thread. Progress bars hide the cursor: show it.
+            # Not print or logging, which the signal may have interrupted. Progress bars hide the cursor: show it.
             cursor = b"\x1b[?25h" if os.isatty(2) else b""
-            os.write(2, cursor + b"\nstopping after this step; press Ctrl-C again to stop at once\n")
+            os.write(2, cursor + b"\nstopping after this step; press Ctrl-C again to stop immediately\n")
 
     def _end(self, trainer: L.Trainer, number: int) -> None:
         received = signal.Signals(number)
@@ -140,14 +140,14 @@ class Interruption(L.Callback):
 
 
 def requeue() -> None:
-    """Have SLURM requeue this job; a no-op outside SLURM."""
+    """Requeue this SLURM job; no-op outside SLURM."""
     job = os.environ.get("SLURM_JOB_ID")
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"
     if job is None:
         return
     if not re.fullmatch(r"\d+(_\d+)?", job):
-        log.error("the job is not requeued: SLURM's job id must be a number, got %r", job)
+        log.error("could not requeue the job: SLURM's job id must be a number, got %r", job)
         return
     try:
         subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=True)
@@ -155,4 +155,4 @@ def requeue() -> None:
         reason = getattr(error, "stderr", None) or error
         log.error("could not requeue job %s: %s", job, str(reason).strip())
     else:
-        log.info("job %s is requeued", job)
+        log.info("requeued job %s", job)

@@ -1,4 +1,4 @@
-"""Lightning's trainer, configured for all training in this package."""
+"""Configure Lightning's trainer for all training in this package."""
 
 import logging
 import os
@@ -34,14 +34,14 @@ def make_trainer(
     plugins: Sequence[Any] = (),
     **options: Any,
 ) -> L.Trainer:
-    """A trainer that stops after `steps`, with atomic checkpoints and without Lightning's own displays.
+    """Create a trainer that stops after `steps`, with atomic checkpoints and without Lightning's displays.
 
     Args:
-        folder: for TensorBoard's log; None disables the log.
-        callbacks: of the trainer.
-        steps: optimiser steps.
+        folder: folder of TensorBoard's log; None disables the log.
+        callbacks: callbacks of the trainer.
+        steps: number of optimiser steps.
         accelerator: auto, cpu, gpu, ...
-        threads: of torch on CPUs; None for torch's default.
+        threads: number of PyTorch's CPU threads; None for PyTorch's default.
         plugins: additional plugins.
         options: passed to `lightning.Trainer`.
 
@@ -71,39 +71,39 @@ def make_trainer(
             )
     except (MisconfigurationException, ValueError) as error:
         raise ConfigError(f"runtime.accelerator {accelerator}: {error}") from error
-    # Lightning would broadcast SIGTERM on the device at every step; `Interruption` handles it.
+    # Lightning would broadcast SIGTERM on the device in every step; `Interruption` handles it instead.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
     return trainer
 
 
 def require_launched(devices: int | str, num_nodes: int) -> None:
-    """Check the number of started processes; with a wrong one, each process would start its own run.
+    """Check the number of launched processes; with a wrong number, each process would start its own run.
 
     Args:
-        devices: number per node, `runtime.devices`.
-        num_nodes: `runtime.num_nodes`.
+        devices: number of devices per node, `runtime.devices`.
+        num_nodes: number of nodes, `runtime.num_nodes`.
 
     Raises:
-        ConfigError: torchrun has started another number, or there are several nodes but no launcher.
+        ConfigError: torchrun started another number, or there are several nodes but no launcher.
     """
     started = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
     if started is not None and str(devices).isdecimal() and int(devices) * num_nodes != started:
         here = int(os.environ["LOCAL_WORLD_SIZE"])
         raise ConfigError(
-            f"torchrun has started {started} processes, but runtime.devices x runtime.num_nodes is {devices} x "
+            f"torchrun started {started} processes, but runtime.devices x runtime.num_nodes is {devices} x "
             f"{num_nodes}: give --runtime.devices {here} --runtime.num_nodes {started // here}"
         )
     launched = started is not None or "SLURM_NTASKS" in os.environ or "LOCAL_RANK" in os.environ
     if num_nodes > 1 and not launched:
         raise ConfigError(
-            f"runtime.num_nodes {num_nodes} needs a launcher that starts the processes of all nodes: run this "
+            f"runtime.num_nodes {num_nodes} requires a launcher that starts the processes of all nodes: run this "
             "command with torchrun or srun (docs/reliability.md)"
         )
 
 
 @contextmanager
 def interruptible(trainer: L.Trainer, *, advice: str = "") -> Iterator[None]:
-    """Raise KeyboardInterrupt for Ctrl-C, where Lightning would exit the program."""
+    """Raise KeyboardInterrupt on Ctrl-C; Lightning would exit the program."""
     try:
         yield
     except SystemExit as error:
@@ -116,7 +116,7 @@ def interruptible(trainer: L.Trainer, *, advice: str = "") -> Iterator[None]:
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Suppress Lightning's messages about deliberate choices."""
+    """Suppress Lightning's warnings about intended settings."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -130,10 +130,10 @@ def quiet_lightning() -> Iterator[None]:
                 ".*in eval mode at the start of training.*",  # frozen parts
                 ".*You defined a `validation_step` but have no `val_dataloader`.*",  # validation runs after training
                 ".*your dataloader is not resumable.*",  # the order of the data depends only on the step
-                ".*sync_dist=True.*",  # logged values are averaged already, or of one rank on purpose
+                ".*sync_dist=True.*",  # logged values are already averaged, or intentionally of one rank
                 ".*torch.distributed.nn.functional.all_gather is deprecated.*",
                 ".*LeafSpec.*is deprecated.*",
-                ".*`broadcast_buffers` is deprecated.*",  # its replacement is not in all versions of torch
+                ".*`broadcast_buffers` is deprecated.*",  # the replacement is not in all supported versions of torch
             ):
                 warnings.filterwarnings("ignore", text)
             yield
@@ -142,7 +142,7 @@ def quiet_lightning() -> Iterator[None]:
 
 
 class _SyncBatchNorm(LayerSync):
-    """Synchronises batch norms over GPUs; timm's conversion keeps the activations inside its own norm layers."""
+    """Synchronise batch norms over GPUs; timm's conversion keeps the activations inside its norm layers."""
 
     def apply(self, model: Module) -> Module:
         return convert_sync_batchnorm(model)

@@ -1,4 +1,4 @@
-"""A module whose training can be stopped at any step and resumed."""
+"""Base class of Lightning modules whose training can be stopped at any step and resumed."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from cribo.errors import Stopped
 
 
 class NonFiniteLoss(Stopped):
-    """A loss or the weights became infinite or not a number.
+    """A loss or the weights became infinite or NaN.
 
     Attributes:
         what: the value that was not finite.
@@ -27,10 +27,10 @@ class NonFiniteLoss(Stopped):
 
 
 class ResumableModule(L.LightningModule):
-    """A module whose checkpoints contain finite weights only.
+    """Module whose checkpoints contain only finite weights.
 
     Attributes:
-        advice: what to do after a `NonFiniteLoss`.
+        advice: advice in the message of a `NonFiniteLoss`.
     """
 
     advice = "start again with a lower learning rate, or with --runtime.precision bf16-mixed if it is 16-mixed"

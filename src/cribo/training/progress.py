@@ -13,18 +13,18 @@ _FIRST_LINE_SECONDS = 5.0
 
 
 def logged_numbers(trainer: L.Trainer) -> str:
-    """The values that the module logs with `prog_bar=True`; synchronises with the device."""
+    """Format the values that the module logs with `prog_bar=True`; synchronises with the device."""
     return " · ".join(f"{name} {float(value):.4g}" for name, value in trainer.progress_bar_metrics.items())
 
 
 class StepProgress(L.Callback):
-    """The progress of a training, or of a validation outside of one.
+    """Progress display of a training, or of a validation outside one.
 
     Args:
-        console: where progress is shown.
+        console: console of the display.
         label: name of the training.
-        numbers: returns the text shown after the steps.
-        every_steps: steps between two calls of `numbers`.
+        numbers: function that returns the text after the steps.
+        every_steps: steps between calls of `numbers`.
     """
 
     def __init__(

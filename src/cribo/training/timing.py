@@ -1,4 +1,4 @@
-"""Times of the parts of a training step, measured on the device."""
+"""Timing of the parts of a training step, on the device."""
 
 import time
 from collections import defaultdict
@@ -11,10 +11,10 @@ from torch.profiler import record_function
 
 
 class StepTimer:
-    """Times the parts of training steps; a no-op until it is started.
+    """Timer of the parts of training steps; no-op until started.
 
-    A step calls the timer at the end of each part. On a GPU this records an event in the stream; nothing is
-    synchronised until the times are read.
+    A step calls the timer at the end of each part. On a GPU this records an event in the stream, without synchronising
+    until the times are read.
 
     Example:
         >>> timer = StepTimer()
@@ -28,7 +28,7 @@ class StepTimer:
 
     def __init__(self) -> None:
         self._device: torch.device | None = None
-        self._steps: list[list[tuple[str, Any]]] = []  # of each step: its parts and their end times
+        self._steps: list[list[tuple[str, Any]]] = []  # parts and their end times, by step
 
     def start(self, device: torch.device) -> None:
         """Start timing the steps on a device."""
@@ -36,7 +36,7 @@ class StepTimer:
         self._steps = [[("", self._now())]]
 
     def __call__(self, part: str) -> None:
-        """Assign the time since the last call to `part`; torch.profiler traces show a mark of this name."""
+        """Assign the time since the last call to `part`; marked by this name in torch.profiler traces."""
         if self._device is not None:
             self._steps[-1].append((part, self._now()))
             with record_function(part):
@@ -53,7 +53,7 @@ class StepTimer:
             self._steps.append(self._steps[-1][-1:])
 
     def read(self) -> list[dict[str, float]]:
-        """Return the seconds of each part in each finished step. Synchronises the device."""
+        """Return the seconds of each part in each finished step; synchronises with the device."""
         if self._device is not None and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         steps = []
@@ -65,7 +65,7 @@ class StepTimer:
         return steps
 
     def _now(self) -> Any:
-        """The host's clock, or an event on the GPU."""
+        """Return the host's clock, or an event on the GPU."""
         assert self._device is not None
         if self._device.type != "cuda":
             return time.perf_counter()

@@ -253,7 +253,10 @@ def test_two_processes_are_as_one(folder: Path, whole: Path, tmp_path: Path) -> 
             {"backbone": BackboneSource("resnet18", pretrained=False), "checkpointing": "blocks"},
             "resnet18 has no transformer blocks to checkpoint, got 'blocks': use 'none'",
         ),
-        ({"backbone": BackboneSource("mixer_s32_224", pretrained=False)}, "mixer_s32_224 gives a 3-dimensional tensor"),
+        (
+            {"backbone": BackboneSource("mixer_s32_224", pretrained=False)},
+            "returns a 3-dimensional tensor",
+        ),
         ({"crop": 24}, "crop must be a multiple of the patch size"),
     ],
 )

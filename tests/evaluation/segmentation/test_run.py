@@ -212,7 +212,7 @@ def test_labels_that_are_all_ignored(folder: Path, tmp_path: Path) -> None:
 
 def test_a_feature_map_has_one_layer(folder: Path, tmp_path: Path) -> None:
     backbone = BackboneSource("resnet18", pretrained=False, layers=4)
-    with pytest.raises(ConfigError, match="resnet18 gives one feature map, so layers must be 1, got 4"):
+    with pytest.raises(ConfigError, match="resnet18 returns one feature map, so layers must be 1, got 4"):
         evaluate(*config(folder, backbone=backbone), out=tmp_path / "out")
 
 

@@ -1,7 +1,7 @@
-"""What the code of other projects computes, in plain torch from the tensors of their files under their own names.
+"""Networks of other projects in plain PyTorch, from the tensors of their files under their own names.
 
-Each function is a statement of one project's network, written from its public code (named above it) and apart from
-what reads files. Images are normalised; the result is (global token, patch tokens).
+Each function implements one project's network, written from its public code (given in its docstring), independently of
+the readers of files. Images are normalised; the result is (global token, patch tokens).
 """
 
 import math
@@ -29,7 +29,7 @@ def _interpolate(grid: Tensor, **options: object) -> Tensor:
 
 
 def scaled_bicubic(grid: Tensor, h: int, w: int) -> Tensor:
-    """facebookresearch/dino, vision_transformer.py: a tenth of a patch is added against rounding errors."""
+    """facebookresearch/dino, vision_transformer.py: adds a tenth of a patch to avoid rounding errors."""
     scale = ((h + 0.1) / len(grid), (w + 0.1) / len(grid))
     return _interpolate(grid, scale_factor=scale, mode="bicubic")
 
@@ -50,7 +50,7 @@ def bilinear(grid: Tensor, h: int, w: int) -> Tensor:
 
 
 def jax_image_resize(grid: Tensor, h: int, w: int) -> Tensor:
-    """google-research/scenic, projects/loca/vit.py: `jax.image.resize`, a triangle as wide as a new patch at least."""
+    """google-research/scenic, projects/loca/vit.py: `jax.image.resize`, a triangle at least as wide as a new patch."""
     for axis, new in ((0, h), (1, w)):
         old = grid.shape[axis]
         centres = (torch.arange(new) + 0.5) * old / new - 0.5
@@ -68,7 +68,7 @@ def scipy_zoom(grid: Tensor, h: int, w: int) -> Tensor:
 
 
 def _add_positions(tokens: Tensor, positions: Tensor, h: int, w: int, resize: Resize) -> Tensor:
-    """Positions of prefix tokens come first; a square image of the training's size is not resized."""
+    """Add positions, prefix tokens first; not resized for square images of the training size."""
     side = math.isqrt(positions.shape[1])
     prefix = positions.shape[1] - side * side
     grid = positions[0, prefix:].unflatten(0, (side, side))
@@ -88,7 +88,7 @@ def _norm(x: Tensor, weights: State, name: str, eps: float) -> Tensor:
 
 
 def batch_norm(x: Tensor, weights: State, name: str) -> Tensor:
-    """Of a map, by the running mean and variance."""
+    """Normalise a map by the running mean and variance."""
     mean, variance, scale, bias = (
         weights[f"{name}.{part}"] for part in ("running_mean", "running_var", "weight", "bias")
     )
@@ -96,7 +96,7 @@ def batch_norm(x: Tensor, weights: State, name: str) -> Tensor:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | float = 0.0) -> Tensor:
-    """Softmax attention of (B, heads, N, D / heads); gives (B, N, D)."""
+    """Softmax attention of (B, heads, N, D / heads); returns (B, N, D)."""
     similarity = query @ key.mT / math.sqrt(query.shape[-1]) + bias
     return (similarity.softmax(-1) @ value).transpose(1, 2).flatten(2)
 
@@ -106,7 +106,7 @@ def _by_head(x: Tensor, heads: int) -> Tensor:
 
 
 def _multihead_attention(x: Tensor, weights: State, name: str, heads: int) -> Tensor:
-    """`nn.MultiheadAttention` of one input."""
+    """`nn.MultiheadAttention` with one input."""
     qkv = F.linear(x, weights[f"{name}.in_proj_weight"], weights[f"{name}.in_proj_bias"])
     return _linear(_attend(*(_by_head(part, heads) for part in qkv.chunk(3, dim=-1))), weights, f"{name}.out_proj")
 
@@ -136,7 +136,7 @@ def _dinov3_swiglu(x: Tensor, weights: State, block: str) -> Tensor:
 
 @torch.no_grad()
 def vit(weights: State, images: Tensor, *, heads: int, resize: Resize, eps: float = 1e-6) -> Outputs:
-    """The vision transformer of timm and of all that copied it.
+    """The vision transformer of timm and of projects that copied it.
 
     facebookresearch/dino, vision_transformer.py; bytedance/ibot (`gamma_1`, `gamma_2`); facebookresearch/dinov2 (`ls1`,
     `ls2`, registers, which come after [CLS] got its position); facebookresearch/mae, models_vit.py (`fc_norm` of the
@@ -233,7 +233,7 @@ def open_clip(
 
 
 def _biases_of_beit(table: Tensor) -> Tensor:
-    """(heads, 1 + N, 1 + N), entry by entry from the places of two patches; the last three rows are [CLS]'s."""
+    """Biases (heads, 1 + N, 1 + N), entry by entry from the positions of two patches; three rows are [CLS]'s."""
     width = math.isqrt(len(table) - 3)
     side = (width + 1) // 2
     places = [None, *((row, column) for row in range(side) for column in range(side))]
@@ -252,7 +252,7 @@ def _biases_of_beit(table: Tensor) -> Tensor:
 def beit(weights: State, images: Tensor, *, eps: float = 1e-6) -> Outputs:
     """microsoft/unilm, beit/modeling_finetune.py; microsoft/SimMIM, models/vision_transformer.py. For one size.
 
-    Position biases are those of each block, or the same for all (`rel_pos_bias`). With `fc_norm` the original gives the
+    Position biases are per block, or shared by all (`rel_pos_bias`). With `fc_norm` the original returns the
     norm of the mean; each token gets the same norm.
     """
     patches = F.conv2d(images, weights["patch_embed.proj.weight"], weights["patch_embed.proj.bias"], stride=16)
@@ -309,7 +309,7 @@ def mmsegmentation_vit(
     """open-mmlab/mmsegmentation, mmseg/models/backbones/vit.py.
 
     Without `final_norm` the last block's tokens are the output; without `with_cls_token` (SETR-MLA) [CLS] gets its
-    position and is taken away before the first block.
+    position and is removed before the first block.
     """
     kernel = weights["patch_embed.projection.weight"]
     grid = F.conv2d(images, kernel, weights.get("patch_embed.projection.bias"), stride=kernel.shape[-1])
@@ -425,7 +425,7 @@ def resnet(
 
 
 class Draw:
-    """Random tensors for a file: sizes at which every bias, scale, position and epsilon shows in the features."""
+    """Random tensors for a file, of a scale at which every bias, scale, position and epsilon affects the features."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -449,7 +449,7 @@ class Draw:
         return {**state, f"{name}.bias": self(outputs)} if bias else state
 
     def patches(self, name: str, dim: int, size: int, *, bias: bool = True) -> State:
-        """Small, so that the epsilon of the first norms shows."""
+        """Draw small values, so that the epsilon of the first norms has an effect."""
         state = {f"{name}.weight": self(dim, 3, size, size, std=0.02 / size)}
         return {**state, f"{name}.bias": self(dim, std=0.01)} if bias else state
 
@@ -466,7 +466,7 @@ def vit_state(
     swiglu: bool = False,
     last_norm: str = "norm",
 ) -> State:
-    """Of `vit`: `scale` names the layer scale of block and branch (`gamma_{}`, `ls{}.gamma`)."""
+    """Tensors of `vit`; `scale` names the layer scale of block and branch (`gamma_{}`, `ls{}.gamma`)."""
     draw = Draw(seed)
     state = {
         "cls_token": draw(1, 1, dim, std=0.02),
@@ -499,7 +499,7 @@ def dinov3_state(
     bias: str | None = "masked",
     base: float = 100.0,
 ) -> State:
-    """Of `dinov3`: `bias` of queries and values (`masked`, as released), of keys as well (`plain`), or none."""
+    """Tensors of `dinov3`; `bias` of queries and values (`masked`, as released), also of keys (`plain`), or none."""
     draw = Draw(seed)
     state = {
         "cls_token": draw(1, 1, dim, std=0.02),
@@ -526,7 +526,7 @@ def dinov3_state(
 
 
 def open_clip_state(seed: int, *, dim: int = 128, scale: bool = False) -> State:
-    """Of `open_clip`, with its projection; `scale`: with layer scale."""
+    """Tensors of `open_clip`, with its projection; `scale`: with layer scale."""
     draw = Draw(seed)
     state = {
         "class_embedding": draw(dim, std=0.02),
@@ -550,7 +550,7 @@ def open_clip_state(seed: int, *, dim: int = 128, scale: bool = False) -> State:
 def beit_state(
     seed: int, *, shared: bool, mean_pooling: bool, absolute: bool = False, side: int = 4, dim: int = 64, heads: int = 4
 ) -> State:
-    """Of `beit`: position biases shared by all blocks, the norm of the mean instead of [CLS]'s, absolute positions."""
+    """Tensors of `beit`: shared position biases, the norm of the mean instead of [CLS]'s, absolute positions."""
     draw = Draw(seed)
     entries = (2 * side - 1) ** 2 + 3
 
@@ -575,7 +575,7 @@ def beit_state(
 
 
 def mmsegmentation_state(seed: int, *, dim: int = 128, final_norm: bool = True, patch_bias: bool = True) -> State:
-    """Of `mmsegmentation_vit`."""
+    """Tensors of `mmsegmentation_vit`."""
     draw = Draw(seed)
     state = {"cls_token": draw(1, 1, dim, std=0.02), "pos_embed": draw(1, 10, dim, std=0.02)}
     state |= draw.patches("patch_embed.projection", dim, 16, bias=patch_bias)
@@ -592,7 +592,7 @@ def mmsegmentation_state(seed: int, *, dim: int = 128, final_norm: bool = True, 
 def flax_arrays(
     seed: int, *, is_loca: bool, dim: int = 128, heads: int = 4, has_cls: bool = True
 ) -> dict[str, np.ndarray]:
-    """Of `flax_vit`."""
+    """Tensors of `flax_vit`."""
     draw = Draw(seed)
     stem, root = ("ToTokenSequence_0/", "") if is_loca else ("", "Transformer/")
     names = (
@@ -635,7 +635,7 @@ def resnet_state(
     has_deep_stem: bool = False,
     averages: bool = False,
 ) -> State:
-    """Of `resnet`, with bottleneck blocks: `has_deep_stem` as ResNetV1c, `averages` in the shortcuts as ResNetV1d."""
+    """Tensors of `resnet` with bottlenecks; `has_deep_stem` as ResNetV1c, `averages` in shortcuts as ResNetV1d."""
     draw = Draw(seed)
     if has_deep_stem:
         state = {**draw.convolution("stem.0", 3, 32, 3), **draw.batch_norm("stem.1", 32)}

@@ -1,7 +1,7 @@
-"""Cases for each row of `cribo.models.formats.table`: a small file as its project writes it, and its features.
+"""Cases for each row of `cribo.models.formats.table`: a small file in the project's format, and its features.
 
-A row can have several cases. Files `cases_*.py` in this folder add theirs with the same decorator.
-`benchmarks.checkpoints` writes what they show into docs/checkpoints.md.
+A row can have several cases. Files `cases_*.py` in this folder add more with the same decorator.
+`benchmarks.checkpoints` writes their results into docs/checkpoints.md.
 """
 
 import argparse
@@ -55,19 +55,19 @@ RESNET_SIZES = ((64, 64), (96, 96), (128, 64))
 
 @dataclass(frozen=True)
 class Case:
-    """What is loaded, and what it has to be.
+    """A file to load, and the expected result.
 
     Attributes:
         row: name of the row of the table.
-        about: what sets it apart from the row's other cases; empty for the first.
-        write: writes a file into a folder, and returns its path, its teacher (or only network), and its student.
+        about: difference from the row's other cases; empty for the first.
+        write: function that writes a file into a folder, and returns its path, teacher (or only network), and student.
         sizes: of images: that of training first, then another square, then one that is not square; fewer for networks
             that take fewer.
-        mean: that the images have to be normalised with.
-        norm_eps: of the layer norms; None for networks without.
-        final_norm_eps: of the last layer norm, where it differs.
-        positions: how positions have to be resized; None for networks without.
-        options: of `load_backbone`, for what weights do not show; with `image_size`, positions are resized at loading.
+        mean: expected normalisation of images.
+        norm_eps: epsilon of the layer norms; None for networks without.
+        final_norm_eps: epsilon of the last layer norm, if different.
+        positions: expected resizing of positions; None for networks without.
+        options: arguments of `load_backbone` that weights do not show; `image_size` resizes positions at loading.
     """
 
     row: str
@@ -82,7 +82,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Of the test."""
+        """Name of the test."""
         return f"{self.row}, {self.about}" if self.about else self.row
 
 
@@ -101,7 +101,7 @@ def case(row: str, about: str = "", **expected: Any) -> Callable[[Any], Any]:
 
 @torch.no_grad()
 def deviation(backbone: Backbone, network: Network, size: tuple[int, int]) -> float:
-    """The largest difference of any feature, relative to the largest feature."""
+    """Return the largest difference of any feature, relative to the largest feature."""
     images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
     found = backbone.eval().encode(images)
     largest = 0.0
@@ -114,7 +114,7 @@ def deviation(backbone: Backbone, network: Network, size: tuple[int, int]) -> fl
 
 
 def measure(case: Case, folder: Path) -> tuple[Backbone, float]:
-    """Load a case's file, and compare its networks with the project's own at every size."""
+    """Load a case's file, and compare its networks with the project's at every size."""
     path, teacher, student = case.write(folder)
     backbone = load_backbone(path, **case.options)
     largest = max(deviation(backbone, teacher, size) for size in case.sizes)
@@ -125,7 +125,7 @@ def measure(case: Case, folder: Path) -> tuple[Backbone, float]:
 
 
 def load_cases() -> list[Case]:
-    """All cases: those of this file and of each `cases_*.py` beside it."""
+    """Return all cases, of this file and of all `cases_*.py`."""
     for path in sorted(Path(__file__).parent.glob("cases_*.py")):
         importlib.import_module(f"{__package__}.{path.stem}")
     return CASES
@@ -139,7 +139,7 @@ def under(prefix: str, state: Mapping[str, Tensor]) -> State:
 
 
 def junk(*keys: str) -> State:
-    """What a project stores beside its networks."""
+    """Other tensors that a project stores with its networks."""
     return {key: torch.ones(2, 2) for key in keys}
 
 
@@ -158,7 +158,7 @@ CROC_HEAD = {**DINO_HEAD, **junk("head.last_layer_c.weight_g", "head.last_layer_
 
 
 def multi_crop(teacher: State, student: State, head: State, **rest: object) -> dict[str, Any]:
-    """`MultiCropWrapper(backbone, head)` of DINO and its descendants; the student under DistributedDataParallel."""
+    """`MultiCropWrapper(backbone, head)` of DINO and projects based on it; the student in DistributedDataParallel."""
     return {
         "student": {**under("module.backbone.", student), **under("module.", head)},
         "teacher": {**under("backbone.", teacher), **head},
@@ -170,7 +170,7 @@ def multi_crop(teacher: State, student: State, head: State, **rest: object) -> d
     }
 
 
-# --------------------------------------------------------------------------------------------- DINO and after it
+# --------------------------------------------------------------------------------------------- DINO and later
 
 
 @case("cribo run", positions="timm")
@@ -372,7 +372,7 @@ def dinov3_satellite(folder: Path):
 
 
 def timm_network(model: Any) -> Network:
-    """Timm's own features: [CLS] and patches."""
+    """Timm's features: [CLS] and patches."""
 
     @torch.no_grad()
     def encode(images: Tensor) -> Outputs:
@@ -393,7 +393,7 @@ def randomise(module: nn.Module, seed: int, std: float = 0.05) -> None:
 
 
 def shrink_embeddings(module: nn.Module) -> None:
-    """Make the inputs of the first norms small, so that their epsilon shows in the features."""
+    """Make the inputs of the first norms small, so that their epsilon affects the features."""
     with torch.no_grad():
         for key, value in module.state_dict().items():
             if re.search(r"embed|cls_token|stem\.0", key) and value.is_floating_point():
@@ -450,7 +450,7 @@ def fixed(state: State, *, rows_first: bool) -> State:
 
 @case("MoCo v3", positions="timm")
 def moco_v3(folder: Path):
-    """Its own code takes images of its training's size only; others are compared with timm's way."""
+    """Its own code supports only the training size; other sizes are compared with timm's resizing."""
     teacher, student = (fixed(vit_state(seed, dim=384), rows_first=True) for seed in (1, 2))
     state = {
         **under("module.base_encoder.", {**student, **MOCO_HEAD}),
@@ -515,7 +515,7 @@ def mae_encoder(folder: Path):
 
 @case("timm ViT", "MAE fine-tuned", options={"positions": "bicubic"}, positions="bicubic")
 def mae_fine_tuned(folder: Path):
-    """Its global token is the norm of the mean of the patches; it has no patch features: here, each one's norm."""
+    """The global token is the norm of the mean of the patches; patch features are defined as each patch's norm."""
     state = vit_state(1, last_norm="fc_norm")
     content = {"model": {**state, **junk("head.weight", "head.bias")}, "args": argparse.Namespace(global_pool=True)}
     return save(folder, content), vit(state, bicubic), None
@@ -592,7 +592,7 @@ def mmsegmentation_setr(folder: Path):
 
 @case("MMSegmentation SETR-MLA", positions="bilinear")
 def mmsegmentation_setr_mla(folder: Path):
-    """With `with_cls_token=False`: the blocks never see [CLS]."""
+    """With `with_cls_token=False`: the blocks never read [CLS]."""
     state = mmsegmentation_state(1, final_norm=False)
     content = mmsegmentation(state, "neck.mla.channel_proj.0.conv.weight", "auxiliary_head.0.conv_seg.weight")
     network = partial(mmsegmentation_vit, state, heads=2, resize=bilinear, has_cls=False)
@@ -601,7 +601,7 @@ def mmsegmentation_setr_mla(folder: Path):
 
 @case("MMSegmentation DPT", norm_eps=1e-5, positions="bicubic")
 def mmsegmentation_dpt(folder: Path):
-    """Without `norm_cfg`, so that its norms have mmcv's usual epsilon."""
+    """Without `norm_cfg`, so norms have mmcv's default epsilon."""
     state = mmsegmentation_state(1, final_norm=False)
     content = mmsegmentation(state, "decode_head.reassemble_blocks.projects.0.conv.weight")
     return save(folder, content), partial(mmsegmentation_vit, state, heads=2, eps=1e-5), None
@@ -636,7 +636,7 @@ def loca(folder: Path):
 
 @case("LOCA", "Flax's msgpack, as released", positions="bilinear_antialiased")
 def loca_msgpack(folder: Path):
-    """Arrays are nested, each as (shape, dtype, bytes)."""
+    """Nested arrays, each as (shape, dtype, bytes)."""
     import msgpack
 
     def nested(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -816,7 +816,7 @@ case("Hugging Face DINOv3", "gated", norm_eps=1e-5)(
 
 
 def epsilon(backbone: Backbone) -> float | None:
-    """Of the layer norms of a network; without the last one's, where it differs."""
+    """Return the epsilon of a network's layer norms, except the last one if it differs."""
     found = {module.eps for module in backbone.modules() if isinstance(module, nn.LayerNorm)}
     if (final := backbone.numerics.final_norm_eps) is not None:
         found.remove(final)

@@ -1,4 +1,4 @@
-"""Cases of BEiT, and of the ViT of SimMIM, which has the same form."""
+"""Cases of BEiT, and of SimMIM's ViT, which has the same architecture."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ RESIZED: Any = {"sizes": ((16 * LARGER, 16 * LARGER),), "options": {"image_size"
 
 
 def randomise(module: nn.Module) -> None:
-    """With position biases as large as those that are learned."""
+    """Randomise a network, with position biases as large as learned ones."""
     cases.randomise(module, 1)
     shrink_embeddings(module)
     with torch.no_grad():
@@ -96,7 +96,7 @@ def hugging_face(kind: str = "BeitModel", *, bare: bool = False, **options: Any)
         def encode(images: Tensor) -> Outputs:
             output = encoder(images)
             tokens = output.last_hidden_state
-            if encoder is not source:  # the last norm is beside the network
+            if encoder is not source:  # the last norm is outside the encoder
                 tokens = source.layernorm(tokens)
                 return tokens[:, 0], tokens[:, 1:]
             # With `use_mean_pooling` the norm is of the mean; each token gets the same norm.
@@ -115,7 +115,7 @@ EACH: Any = {"use_relative_position_bias": True}
 SHARED: Any = {"use_shared_relative_position_bias": True}
 WITH_CLS: Any = {**EACH, "use_absolute_position_embeddings": True, "use_mean_pooling": False}
 MASKED: Any = {**SHARED, "use_mask_token": True}
-# Biases are resized to each image; at the last size only its height differs from the training's.
+# Biases are resized to each image; the last size differs from training only in height.
 _hugging_face = partial(case, mean=HALF, norm_eps=1e-12, sizes=(*VIT_SIZES, (96, 48)))
 
 _hugging_face("Hugging Face BEiT")(hugging_face(**EACH))

@@ -20,7 +20,7 @@ DIMS, DEPTHS = (8, 16, 24, 32), (1, 2, 1, 1)
 
 
 def convnext_state(seed: int, *, version: int) -> State:
-    """Of `convnext`."""
+    """Tensors of `convnext`."""
     draw = Draw(seed)
     state = draw.norm("norm", DIMS[-1])
     for stage, (inputs, dim, depth) in enumerate(zip((3, *DIMS), DIMS, DEPTHS, strict=False)):
@@ -43,11 +43,11 @@ def convnext_state(seed: int, *, version: int) -> State:
 def convnext(state: State, images: Tensor) -> Outputs:
     """facebookresearch/ConvNeXt, models/convnext.py; facebookresearch/ConvNeXt-V2, models/convnextv2.py and utils.py.
 
-    The global token is the norm of the mean of the last map. Its code has no features of places: here, each one's norm.
+    The global token is the norm of the mean of the last map. Features of positions are defined as each position's norm.
     """
 
     def convolve(x: Tensor, name: str, **options: int) -> Tensor:
-        """Of maps with their channels last."""
+        """Convolution of channels-last maps."""
         convolved = F.conv2d(x.permute(0, 3, 1, 2), state[f"{name}.weight"], state[f"{name}.bias"], **options)
         return convolved.permute(0, 2, 3, 1)
 
@@ -81,7 +81,7 @@ for about, version in (("", 1), ("V2", 2)):
 def huggingface_convnext(folder: Path, version: str, is_classifier: bool) -> tuple[Path, Network, None]:
     """A folder as `save_pretrained` writes it, or one file without its configuration.
 
-    The pooled features are normalised; the last map is not: here, each of its places is.
+    The original normalises the pooled features; here, each position of the last map is also normalised.
     """
     import transformers
 
@@ -109,7 +109,7 @@ for version in ("", "V2"):
 
 
 def timm_convnext(folder: Path, name: str, is_tower: bool = False) -> tuple[Path, Network, None]:
-    """Timm's own features: each place after the last norm, where this comes after pooling."""
+    """Timm's features: each position after the last norm, even if it follows pooling."""
     model: Any = timm.create_model(name, depths=(1, 1, 1, 1), dims=DIMS, num_classes=5).eval()
     randomise(model, 1)
 
@@ -141,14 +141,14 @@ case("open_clip, tower of timm", "ConvNeXt", sizes=RESNET_SIZES, mean=(0.4814546
 # ----------------------------------------------------------------------------------------------------------- Swin
 
 WINDOW, HEADS = 4, (1, 2, 4)
-# Windows of 4 x 4 divide each of their maps: the original takes no others.
+# Windows of 4 x 4 divide each of the maps: the original supports no other sizes.
 SWIN_SIZES = ((64, 64), (128, 128), (64, 128), (128, 192))
-# Of others, each project pads maps in its own way.
+# For other sizes, each project pads maps differently.
 PADDED_SIZES = ((64, 64), (96, 96), (64, 128), (80, 128))
 
 
 def swin_state(seed: int, *, dim: int = 16) -> State:
-    """Of `swin`, with the buffers of its files."""
+    """Tensors of `swin`, with the buffers in its files."""
     draw = Draw(seed)
     state = {**draw.convolution("patch_embed.proj", 3, dim, 4, bias=True), **draw.norm("patch_embed.norm", dim)}
     places = torch.cartesian_prod(torch.arange(WINDOW), torch.arange(WINDOW))
@@ -171,16 +171,16 @@ def swin_state(seed: int, *, dim: int = 16) -> State:
 
 
 def windows_of(values: Tensor) -> Tensor:
-    """(B, h, w, C) to (B, windows, places, C)."""
+    """Reshape (B, h, w, C) to (B, windows, positions, C)."""
     parts = values.unflatten(1, (-1, WINDOW)).unflatten(3, (-1, WINDOW)).transpose(2, 3)
     return parts.flatten(3, 4).flatten(1, 2)
 
 
 def attend_in_windows(state: State, block: str, x: Tensor, heads: int, shift: int) -> Tensor:
-    """Each place attends to the places of its window that are its neighbours in the image, too."""
+    """Attend within windows, to positions that are also neighbours in the image."""
     _, height, width, dim = x.shape
     region = torch.zeros(height, width)
-    if shift:  # places from the other side of the image are regions of their own
+    if shift:  # positions from the other side of the image are separate regions
         for axis, length in ((0, height), (1, width)):
             far = (torch.arange(length) >= length - shift).float() * (axis + 1)
             region = region + (far[:, None] if axis == 0 else far[None])
@@ -189,7 +189,7 @@ def attend_in_windows(state: State, block: str, x: Tensor, heads: int, shift: in
     query, key, value = (
         _by_head(part.flatten(0, 1), heads).unflatten(0, parts.shape[:2])
         for part in _linear(parts, state, f"{block}.qkv").chunk(3, dim=-1)
-    )  # each (B, windows, heads, places, D / heads)
+    )  # each (B, windows, heads, positions, D / heads)
     table, index = (state[f"{block}.relative_position_{name}"] for name in ("bias_table", "index"))
     scores = query @ key.mT / (dim // heads) ** 0.5 + table[index].permute(2, 0, 1)
     scores = scores - 100.0 * (regions[:, None, :, None] != regions[:, None, None, :])
@@ -202,7 +202,7 @@ def attend_in_windows(state: State, block: str, x: Tensor, heads: int, shift: in
 def swin(state: State, images: Tensor) -> Outputs:
     """microsoft/Swin-Transformer, models/swin_transformer.py: stages merge patches at their end.
 
-    The original is built for one size of images, and shifts the windows of maps that are larger than a window.
+    The original is built for one image size, and shifts the windows of maps that are larger than a window.
     """
     x = F.conv2d(images, state["patch_embed.proj.weight"], state["patch_embed.proj.bias"], stride=4)
     x = _norm(x.permute(0, 2, 3, 1), state, "patch_embed.norm", 1e-5)
@@ -263,7 +263,7 @@ def huggingface_swin(form: str) -> Callable[[Path], tuple[Path, Network, None]]:
 
         @torch.no_grad()
         def encode(images: Tensor) -> Outputs:
-            # Its modules keep the shift of the last image.
+            # The modules store the shift of the last image.
             output = copy.deepcopy(model)(images)
             return output.last_hidden_state.mean(1), output.last_hidden_state
 

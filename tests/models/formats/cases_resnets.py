@@ -18,14 +18,14 @@ from .cases import RESNET_SIZES, Network, case, junk, mmsegmentation, randomise,
 
 @case("MMSegmentation ResNetV1c", sizes=RESNET_SIZES, norm_eps=None)
 def resnet_v1c(folder: Path):
-    """The network from which MMSegmentation begins its trainings (open-mmlab://resnet50_v1c)."""
+    """The initial network of MMSegmentation's trainings (open-mmlab://resnet50_v1c)."""
     state = resnet_state(1, has_deep_stem=True)
     content = {"meta": {}, "state_dict": {**state, **junk("fc.weight", "fc.bias")}}
     return save(folder, content), partial(resnet, state), None
 
 
 def config_of_mmcv(strides: str, dilations: str, rest: str) -> dict[str, str]:
-    """As MMCV keeps it: in the order in which it was written."""
+    """Configuration as saved by MMCV, in its original order."""
     text = (
         "norm_cfg = dict(type='SyncBN', requires_grad=True)\nmodel = dict(\n    type='EncoderDecoder',\n"
         "    pretrained=None,\n    backbone=dict(\n        type='ResNetV1c',\n        depth=50,\n"
@@ -36,7 +36,7 @@ def config_of_mmcv(strides: str, dilations: str, rest: str) -> dict[str, str]:
 
 
 def config_of_mmengine(strides: str, dilations: str, rest: str) -> dict[str, str]:
-    """As MMEngine keeps it: sorted, each number on a line of its own."""
+    """Configuration as saved by MMEngine: sorted, one number per line."""
     strides, dilations = (re.sub(r"(\d),?", r"\n            \1,", numbers) for numbers in (strides, dilations))
     first = f"        {rest.removeprefix(', ')},\n" if rest else ""
     text = (
@@ -60,7 +60,7 @@ CONTRACTS = ", contract_dilation=True"
 def trained_by_mmsegmentation(
     folder: Path, meta: dict[str, str], dilations: str, *, is_beside: bool = False, **form: bool
 ) -> tuple[Path, Network, None]:
-    """The configuration lies in the file, or beside it."""
+    """With the configuration in the file, or beside it."""
     state = resnet_state(1, has_deep_stem=form.get("has_deep_stem", True), averages=form.get("averages", False))
     content = mmsegmentation(state, "auxiliary_head.conv_seg.weight")
     (config,) = meta.values()
@@ -111,7 +111,7 @@ def resnet_v1c_of_the_caller(folder: Path):
 
 
 def with_names_of_detectron2(state: State) -> State:
-    """Its names for torchvision's modules (`tools/convert-torchvision-to-d2.py`); norms lie in their convolutions."""
+    """Rename torchvision's modules (`tools/convert-torchvision-to-d2.py`); norms are inside convolutions."""
     renamed = {}
     for key, value in state.items():
         if key.endswith("num_batches_tracked"):
@@ -177,7 +177,7 @@ for about, prefix, colours in (
 
 
 def wide_resnet_of_swav(folder: Path, stem: int) -> tuple[Path, Network, None]:
-    """RN50w2 and RN50w4 multiply the channels of the stem, too, which are 64 in any other ResNet."""
+    """RN50w2 and RN50w4 also multiply the channels of the stem, which has 64 in other ResNets."""
     state = resnet_state(1, stem=stem)
     content = under("module.", {**state, **junk("projection_head.0.weight", "prototypes.weight")})
     return save(folder, content, "swav_RN50w2_400ep_pretrain.pth.tar"), partial(resnet, state), None

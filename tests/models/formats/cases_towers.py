@@ -49,7 +49,7 @@ def hugging_face_tower(kind: str, *, bare: bool = False, **options: Any) -> Writ
         def encode(images: Tensor) -> Outputs:
             output = tower(images, interpolate_pos_encoding=True)
             tokens = output.last_hidden_state
-            if family == "CLIP":  # its norm is of [CLS] only; here it is of each token
+            if family == "CLIP":  # its norm is applied to [CLS] only; here, to each token
                 return output.pooler_output, tower.post_layernorm(tokens[:, 1:])
             return tokens.mean(1) if output.pooler_output is None else output.pooler_output, tokens
 
@@ -80,7 +80,7 @@ _hugging_face_siglip("bare tensors")(hugging_face_tower("SiglipModel", bare=True
 
 # ------------------------------------------------------------------------------------------- open_clip and OpenAI
 
-# Of the class `CLIP`, which has the text encoder's tensors without a prefix, and of `CustomTextCLIP`.
+# The classes `CLIP`, with the text encoder's tensors without a prefix, and `CustomTextCLIP`.
 TEXT = {
     "logit_scale": torch.tensor(1.0),
     **junk("positional_embedding", "text_projection", "token_embedding.weight", "ln_final.weight"),
@@ -130,7 +130,7 @@ def open_clip_configured(folder: Path):
 
 @case("OpenAI CLIP", mean=CLIP_MEAN, norm_eps=1e-5, positions="timm")
 def openai_clip(folder: Path):
-    """Its own code takes images of its training's size only; others are compared with open_clip's way."""
+    """Its own code supports only the training size; other sizes are compared with open_clip's resizing."""
     tower = open_clip_state(1)
     numbers = {"input_resolution": torch.tensor(48), "context_length": torch.tensor(77), "vocab_size": torch.tensor(5)}
     network = partial(open_clip, tower, heads=2, activation=quick_gelu)
@@ -141,7 +141,7 @@ def openai_clip(folder: Path):
 
 
 def timm_tower(name: str, prefix: str = "", beside: State | None = None, **options: Any) -> Writer:
-    """A network of timm, alone or under open_clip's prefix and beside the rest of its file."""
+    """A network of timm, alone or under open_clip's prefix with the other tensors of its file."""
 
     def write(folder: Path) -> tuple[Path, Network, None]:
         model: Any = timm.create_model(name, num_classes=0, **options).eval()
@@ -153,7 +153,7 @@ def timm_tower(name: str, prefix: str = "", beside: State | None = None, **optio
         def encode(images: Tensor) -> Outputs:
             features = model.forward_features(images)
             pooled = model.forward_head(features, pre_logits=True)
-            if features.ndim == 4:  # the last norm, which follows the pooling, is here of each place as well
+            if features.ndim == 4:  # the last norm, after pooling, is also applied to each position
                 return pooled, model.head.norm(features).flatten(2).mT
             return pooled, features[:, model.num_prefix_tokens :]
 

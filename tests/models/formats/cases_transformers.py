@@ -29,7 +29,7 @@ from .cases import DINO_HEAD, MOCO_HEAD, OPTIMISER, RESNET_SIZES, case, fixed, j
 
 
 def conv_stem_state(seed: int, dim: int = 384) -> State:
-    """With MoCo v3's positions; the last convolution of its stem is 1 x 1."""
+    """Tensors with MoCo v3's positions; the last convolution of the stem is 1 x 1."""
     state = fixed(vit_state(seed, dim=dim, patch=1), rows_first=True)
     for part in ("weight", "bias"):
         state[f"patch_embed.proj.12.{part}"] = state.pop(f"patch_embed.proj.{part}")
@@ -43,9 +43,9 @@ def conv_stem_state(seed: int, dim: int = 384) -> State:
 
 
 def conv_stem_vit(state: State, images: Tensor) -> Outputs:
-    """facebookresearch/moco-v3, vits.py: behind four convolutions of stride 2, each place is a patch.
+    """facebookresearch/moco-v3, vits.py: after four convolutions of stride 2, each position is a patch.
 
-    Its code takes images of its training's size only; others are compared with timm's way.
+    The original supports only the training size; other sizes are compared with timm's resizing.
     """
     for number in range(4):
         images = F.conv2d(images, state[f"patch_embed.proj.{3 * number}.weight"], stride=2, padding=1)
@@ -56,7 +56,7 @@ def conv_stem_vit(state: State, images: Tensor) -> Outputs:
 
 @case("ViT with a convolutional stem", positions="timm")
 def conv_stem(folder: Path):
-    """As MoCo v3's convert_to_deit.py writes it."""
+    """As written by MoCo v3's convert_to_deit.py."""
     state = conv_stem_state(1)
     return save(folder, {"model": state}), partial(conv_stem_vit, state), None
 
@@ -77,7 +77,7 @@ def moco_v3_conv_stem(folder: Path):
 
 
 def xcit_state(seed: int, *, dim: int = 128, depth: int = 2, heads: int = 4, patch: int = 16) -> State:
-    """Of `xcit`."""
+    """Tensors of `xcit`."""
     draw = Draw(seed)
     state = {"cls_token": draw(1, 1, dim), **draw.norm("norm", dim)}
     state |= draw.convolution("pos_embeder.token_projection", 64, dim, 1, bias=True)
@@ -101,7 +101,7 @@ def xcit_state(seed: int, *, dim: int = 128, depth: int = 2, heads: int = 4, pat
 
 
 def xcit_positions(h: int, w: int) -> Tensor:
-    """(1, 64, h, w): sines and cosines of places that are counted from one, by row and then by column."""
+    """Return (1, 64, h, w): sines and cosines of positions counted from one, first by row, then by column."""
     rates = 10_000.0 ** (2 * (torch.arange(32) // 2) / 32)
 
     def waves(size: int) -> Tensor:
@@ -113,7 +113,7 @@ def xcit_positions(h: int, w: int) -> Tensor:
 
 
 def cross_covariance(state: State, block: str, x: Tensor, heads: int) -> Tensor:
-    """Channels attend to channels of their head, over all tokens."""
+    """Attention between the channels of a head, over all tokens."""
     qkv = _linear(_norm(x, state, f"{block}.norm1", 1e-6), state, f"{block}.attn.qkv").chunk(3, dim=-1)
     query, key, value = (_by_head(part, heads).mT for part in qkv)  # (B, heads, D / heads, N)
     weights = F.normalize(query, dim=-1) @ F.normalize(key, dim=-1).mT * state[f"{block}.attn.temperature"]
@@ -121,7 +121,7 @@ def cross_covariance(state: State, block: str, x: Tensor, heads: int) -> Tensor:
 
 
 def local_interaction(state: State, block: str, x: Tensor, h: int, w: int) -> Tensor:
-    """Two convolutions of each channel by itself."""
+    """Two depth-wise convolutions."""
     local = _norm(x, state, f"{block}.norm3", 1e-6).mT.unflatten(2, (h, w))
     for name in ("conv1", "conv2"):
         weight, bias = (state[f"{block}.local_mp.{name}.{part}"] for part in ("weight", "bias"))
@@ -135,7 +135,7 @@ def local_interaction(state: State, block: str, x: Tensor, h: int, w: int) -> Te
 def xcit(state: State, images: Tensor, *, heads: int, norms_all: bool = True) -> Outputs:
     """facebookresearch/xcit, xcit.py.
 
-    Its last two blocks change [CLS] alone and pass on patches, with a norm unless `norms_all` is off (`tokens_norm`,
+    The last two blocks change [CLS] only and return the patches, with a norm unless `norms_all` is off (`tokens_norm`,
     which only the smallest network has off).
     """
     x = images
@@ -167,7 +167,7 @@ XCIT_SIZES_8 = ((48, 48), (64, 64), (32, 64))
 
 @case("XCiT", sizes=RESNET_SIZES)
 def xcit_of_unusual_size(folder: Path):
-    """Weights do not show `tokens_norm`; all networks but the smallest have it."""
+    """Weights do not show `tokens_norm`; all networks except the smallest have it."""
     state = xcit_state(1)
     content = {"model": {**state, **junk("head.weight", "head.bias")}}
     return save(folder, content), partial(xcit, state, heads=4), None
@@ -196,7 +196,7 @@ def dino_xcit(folder: Path):
 
 
 def capi_state(seed: int, *, dim: int = 64, depth: int = 2, heads: int = 4, patch: int = 14) -> State:
-    """Of `capi`, with its predictor (`decoder`)."""
+    """Tensors of `capi`, with its predictor (`decoder`)."""
     draw = Draw(seed)
     state = {"registers": draw(1, 8, dim), "mask_token": draw(1, dim), **draw.patches("patch_embed", dim, patch)}
     for block in (f"{part}.blocks.{number}" for part in ("encoder", "decoder") for number in range(depth)):
@@ -214,7 +214,7 @@ EDGE = ((0, 0), (0.5, 0), (1, 0), (1, 0.5), (1, 1), (0.5, 1), (0, 1), (0, 0.5))
 
 
 def capi_places(h: int, w: int) -> Iterator[tuple[float, float]]:
-    """Eight registers along the edges of the unit square, then patches from its one side to the other."""
+    """Positions of eight registers along the edges of the unit square, then of patches across it."""
     yield from EDGE
     yield from ((row / (h - 1), column / (w - 1)) for row in range(h) for column in range(w))
 
@@ -223,7 +223,7 @@ def capi_places(h: int, w: int) -> Iterator[tuple[float, float]]:
 def capi(state: State, images: Tensor, *, heads: int) -> Outputs:
     """facebookresearch/capi, model.py: its encoder.
 
-    CAPI's own global token is of its predictor, which is left out: here, it is the mean of the patches.
+    CAPI's own global token comes from its predictor, which is not included: here, it is the mean of the patches.
     """
 
     def rms(x: Tensor) -> Tensor:
@@ -255,7 +255,7 @@ def capi(state: State, images: Tensor, *, heads: int) -> Outputs:
 
 @case("CAPI", sizes=((70, 70), (98, 98), (70, 126)), norm_eps=None)
 def capi_of_a_training(folder: Path):
-    """Its norms are RMS norms. The file of a training holds the average of its student's weights."""
+    """With RMS norms. The file of a training contains the average of the student's weights."""
     state = capi_state(1)
     content = {**under("backbone.", state), **junk("head.last_layer.weight_g", "head.last_layer.weight_v")}
     return save(folder, content, "student_ema_checkpoint.pth"), partial(capi, state, heads=4), None

@@ -1,4 +1,4 @@
-"""BEiT and SimMIM's ViT: what they refuse and note. `cases_beit` compares their features."""
+"""Errors and notes of BEiT and SimMIM's ViT; `cases_beit` compares their features."""
 
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,14 @@ ABSOLUTE = beits.hugging_face(**beits.WITH_CLS)
 def test_images_of_another_size_are_refused(tmp_path: Path, write: Any, size: int, others: list[tuple[int, int]]):
     backbone = load_backbone(write(tmp_path)[0])
     for other in others:
-        with pytest.raises(ValueError, match=f"was built for {size}x{size} images and takes no other"):
+        with pytest.raises(ValueError, match=f"was built for {size}x{size} images and accepts no other size"):
             backbone.encode(torch.zeros(2, 3, *other))
 
 
 def test_the_normalisation_of_beit_is_assumed_and_noted(tmp_path: Path):
-    note = "took a mean of 0.5 for images, as BEiT has; BEiT v2 and the fine-tuned networks of SimMIM have ImageNet's"
+    note = "assumed an image mean of 0.5, as in BEiT; BEiT v2 and the fine-tuned networks of SimMIM have ImageNet's"
     assert note in str(load_backbone(beits.finetuned(tmp_path)[0]).loaded)
-    assert "took a mean" not in str(load_backbone(beits.simmim(tmp_path)[0]).loaded)
+    assert "assumed an image mean" not in str(load_backbone(beits.simmim(tmp_path)[0]).loaded)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_the_normalisation_of_beit_is_assumed_and_noted(tmp_path: Path):
     ],
     ids=["SimMIM", "Hugging Face"],
 )
-def test_what_is_left_out_is_named(tmp_path: Path, write: Any, groups: set[str]):
+def test_ignored_keys_are_named(tmp_path: Path, write: Any, groups: set[str]):
     loaded = load_backbone(write(tmp_path)[0]).loaded
     assert loaded is not None
     assert set(loaded.dropped) == groups

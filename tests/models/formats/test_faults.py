@@ -1,4 +1,4 @@
-"""Files that once gave wrong features in silence, were refused, or had a message that misled."""
+"""Regression tests: files with formerly wrong features, unnecessary errors or misleading messages."""
 
 import argparse
 import io
@@ -30,7 +30,7 @@ def images(height: int, width: int) -> Tensor:
 
 
 def vit_state(seed: int = 0, *, rotary: bool = False, scaled: bool = False, registers: int = 0) -> State:
-    """A vision transformer's tensors under the names of DINO, DINOv2 (`scaled`) and DINOv3 (`rotary`)."""
+    """Tensors of a vision transformer under the names of DINO, DINOv2 (`scaled`) and DINOv3 (`rotary`)."""
     shapes: dict[str, tuple[int, ...]] = {"cls_token": (1, 1, WIDTH), "norm.weight": (WIDTH,), "norm.bias": (WIDTH,)}
     shapes |= {"patch_embed.proj.weight": (WIDTH, 3, PATCH, PATCH), "patch_embed.proj.bias": (WIDTH,)}
     if rotary:
@@ -128,7 +128,7 @@ HEADS_OF_DINO = {f"{head}.mlp.0.weight": torch.ones(2, 2) for head in ("dino_hea
 
 
 def segmenter(folder: Path, normalization: str) -> Path:
-    """As its training writes them: `variant.yml` with the tuples of Python."""
+    """Files as written by its training: `variant.yml` with Python tuples."""
     state = {**under("encoder.", vit_state()), "encoder.head.weight": torch.ones(2, WIDTH)}
     state |= {"decoder.cls_emb": torch.ones(1, 2, WIDTH), "decoder.proj_dec.weight": torch.ones(WIDTH, WIDTH)}
     torch.save({"model": state, "optimizer": {}, "n_iter": 3}, folder / "checkpoint.pth")
@@ -152,7 +152,7 @@ def test_the_folder_of_segmenter(tmp_path: Path):
     assert load_backbone(path).mean == (0.5, 0.5, 0.5)
 
 
-def test_another_encoder_with_a_decoder_is_not_segmenters(tmp_path: Path):
+def test_another_encoder_with_a_decoder_is_not_recognised_as_segmenter(tmp_path: Path):
     state = {**under("encoder.", vit_state()), "decoder.conv.weight": torch.ones(2, 2)}
     torch.save({"model": state}, tmp_path / "weights.pth")
     backbone = load_backbone(tmp_path / "weights.pth")
@@ -163,7 +163,7 @@ def test_another_encoder_with_a_decoder_is_not_segmenters(tmp_path: Path):
 # -------------------------------------------------------------------------------------------------- MMSegmentation
 
 
-def test_a_vit_of_mmsegmentation_without_a_bias_of_patches(tmp_path: Path):
+def test_a_vit_of_mmsegmentation_without_patch_bias(tmp_path: Path):
     names = {
         "norm.": "ln1.",
         "blocks.": "layers.",
@@ -221,7 +221,7 @@ def dinov3_config(folder: Path, **student: Any) -> None:
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_dinov3_computes_with_its_stored_periods_and_its_bias_of_keys(tmp_path: Path, masked: bool):
+def test_dinov3_uses_stored_periods_and_key_bias(tmp_path: Path, masked: bool):
     state = dinov3_state(masked=masked)
     torch.save(state, tmp_path / "dinov3.pth")
     backbone = load_backbone(tmp_path / "dinov3.pth")
@@ -231,14 +231,14 @@ def test_dinov3_computes_with_its_stored_periods_and_its_bias_of_keys(tmp_path: 
 
 
 @pytest.mark.parametrize("how", ["separate", "max", "min"])
-def test_the_training_of_dinov3_says_how_it_scales_coordinates(tmp_path: Path, how: str):
+def test_coordinates_are_scaled_as_configured_in_dinov3(tmp_path: Path, how: str):
     state = dinov3_state(masked=False, base=30.0)
     folder = tmp_path / "eval/training_99"
     folder.mkdir(parents=True)
     teacher = {**under("backbone.", state), **HEADS_OF_DINO}
     torch.save({"teacher": teacher}, folder / "teacher_checkpoint.pth")
     backbone = load_backbone(folder / "teacher_checkpoint.pth")
-    assert "no config.yaml of its training lies beside or above it" in str(backbone.loaded)
+    assert "no config.yaml of its training beside or above it" in str(backbone.loaded)
     dinov3_config(tmp_path, pos_embed_rope_normalize_coords=how, norm_layer="layernorm")
     backbone = load_backbone(folder / "teacher_checkpoint.pth")
     assert_same(backbone, lambda batch: dinov3_tokens(state, batch, eps=1e-6, how=how))
@@ -267,7 +267,7 @@ def test_the_training_of_dinov3_says_how_it_scales_coordinates(tmp_path: Path, h
     ids=["offset", "plain", "antialiased"],
 )
 @pytest.mark.parametrize("registers", [0, 4])
-def test_the_training_of_dinov2_says_how_it_resizes(
+def test_positions_are_resized_as_configured_in_dinov2(
     tmp_path: Path, student: dict[str, Any], options: dict[str, Any], registers: int
 ):
     state = vit_state(scaled=True, registers=registers)
@@ -279,7 +279,7 @@ def test_the_training_of_dinov2_says_how_it_resizes(
 
 
 def test_franca(tmp_path: Path):
-    """As released: a teacher without prefixes, its blocks in chunks; RASA's head is in a file of its own."""
+    """As released: a teacher without prefixes, with chunked blocks; RASA's head is in a separate file."""
     source = vit_state(scaled=True)
     state = {key.replace("blocks.", f"blocks.{int('blocks.1' in key)}."): value for key, value in source.items()}
     for content in (state, under("backbone.", {**state, "rasa_head.pos_pred.weight": torch.ones(2, 2)})):
@@ -292,7 +292,7 @@ def test_franca(tmp_path: Path):
 
 
 def test_a_folder_of_torch_distributed_checkpoint(tmp_path: Path):
-    """As DINOv3's training writes it: `ckpt/<iteration>`, with optimiser and iteration."""
+    """As written by DINOv3's training: `ckpt/<iteration>`, with optimiser and iteration."""
     state = dinov3_state(masked=True)
     model = {
         **under("teacher.backbone.", state),
@@ -311,7 +311,7 @@ def test_a_folder_of_torch_distributed_checkpoint(tmp_path: Path):
         assert_same(backbone, lambda batch: dinov3_tokens(state, batch))
         assert backbone.loaded is not None
         assert (backbone.loaded.format, backbone.loaded.network) == ("DINOv2 or DINOv3 training", "teacher")
-    assert "took the last checkpoint of the training, ckpt/99" in str(backbone.loaded)
+    assert "using the last checkpoint of the training, ckpt/99" in str(backbone.loaded)
     assert load_pretrained(backbone, tmp_path / "ckpt/9").network == "teacher"
     piece = next((tmp_path / "ckpt/99").glob("*.distcp"))
     piece.write_bytes(piece.read_bytes()[:500])
@@ -322,26 +322,26 @@ def test_a_folder_of_torch_distributed_checkpoint(tmp_path: Path):
         load_backbone(tmp_path / "ckpt/99")
 
 
-def test_one_ranks_part_of_a_network_is_refused_and_the_whole_named(tmp_path: Path):
+def test_one_ranks_part_of_a_network_is_rejected_and_the_whole_named(tmp_path: Path):
     whole = tmp_path / "eval/training_9/teacher_checkpoint.pth"
     part = tmp_path / "model_0000009.rank_1.pth"
     flat = {"teacher.backbone._fsdp_wrapped_module._flat_param": torch.ones(5), "teacher.dino_head.a": torch.ones(2)}
     torch.save({"model": flat, "iteration": 9}, part)
-    with pytest.raises(ValueError, match=r"rank_1\.pth holds one rank's part .*teacher_checkpoint\.pth"):
+    with pytest.raises(ValueError, match=r"rank_1\.pth contains one rank's part .*teacher_checkpoint\.pth"):
         load_backbone(part)
     whole.parent.mkdir(parents=True)
     torch.save({"teacher": {}}, whole)
-    with pytest.raises(ValueError, match=rf"{whole} may be it"):
+    with pytest.raises(ValueError, match=rf"{whole} may be the whole network"):
         load_backbone(part)
-    # CAPI's rank files hold the parts of each parameter.
+    # CAPI's rank files contain parts of each parameter.
     local = {"student.backbone.module.patch_embed.parametrizations.weight.original": torch.ones(2, 2)}
     torch.save({"model": local, "iteration": 9}, part)
-    with pytest.raises(ValueError, match=r"holds one rank's part"):
+    with pytest.raises(ValueError, match=r"contains one rank's part"):
         load_backbone(part)
 
 
-def test_sharded_tensors_are_refused_as_such(tmp_path: Path):
-    """DINOv2 pickles the objects of PyTorch's sharded tensors, which only a process group can read."""
+def test_sharded_tensors_are_rejected(tmp_path: Path):
+    """DINOv2 pickles PyTorch's sharded tensors, which require a process group."""
     content = io.BytesIO()
     torch.save({"model": {"a": torch.ones(2)}}, content)
     with zipfile.ZipFile(content) as archive, zipfile.ZipFile(tmp_path / "model.rank_0.pth", "w") as forged:
@@ -350,26 +350,29 @@ def test_sharded_tensors_are_refused_as_such(tmp_path: Path):
             if name.endswith("data.pkl"):
                 data = b"\x80\x02ctorch.distributed._shard.sharded_tensor.api\nShardedTensor\n)\x81."
             forged.writestr(name, data)
-    with pytest.raises(ValueError, match=r"rank_0\.pth holds one rank's part of a network"):
+    with pytest.raises(ValueError, match=r"rank_0\.pth contains one rank's part of a network"):
         load_backbone(tmp_path / "model.rank_0.pth")
 
 
-def test_orbax_is_refused_with_the_way_to_convert_it(tmp_path: Path):
+def test_orbax_is_rejected_with_a_conversion_command(tmp_path: Path):
     (tmp_path / "step_9").mkdir()
     (tmp_path / "step_9/_METADATA").write_text("{}")
-    with pytest.raises(ValueError, match=r"step_9 is a checkpoint of Orbax.*numpy\.savez"):
+    with pytest.raises(ValueError, match=r"step_9 is an Orbax checkpoint.*numpy\.savez"):
         load_backbone(tmp_path / "step_9")
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["radio_model.model.patch_generator.embedder.weight"], r"is of RADIO.*timm's copy"),
-        (["visual_model.head.ln_final.weight", "text_model.backbone.token_embedding.weight"], r"is of dino\.txt"),
-        (["model/res2_0_branch2a_w", "conv1_w"], r"is a network of Caffe2"),
+        (["radio_model.model.patch_generator.embedder.weight"], r"is a RADIO checkpoint.*timm's copy"),
+        (
+            ["visual_model.head.ln_final.weight", "text_model.backbone.token_embedding.weight"],
+            r"is a dino\.txt check",
+        ),
+        (["model/res2_0_branch2a_w", "conv1_w"], r"is a Caffe2 network"),
     ],
 )
-def test_files_that_are_known_and_cannot_be_loaded_say_why(tmp_path: Path, keys: list[str], message: str):
+def test_known_unsupported_files_give_the_reason(tmp_path: Path, keys: list[str], message: str):
     content: dict[str, Any] = {}
     for key in keys:
         container, _, name = key.rpartition("/")
@@ -388,7 +391,7 @@ def resnet_state(layers: tuple[int, ...] = (1, 1, 1, 1), seed: int = 0) -> State
 
 
 @pytest.mark.parametrize("arch", ["resnet50_8s", "resnet50_16s", "resnet50"])
-def test_the_stride_of_a_resnet_is_that_of_the_files_own_options(tmp_path: Path, arch: str):
+def test_the_stride_of_a_resnet_comes_from_the_options_in_the_file(tmp_path: Path, arch: str):
     for content in (
         {"args": argparse.Namespace(arch=arch), "model": resnet_state()},
         {"arch": arch, "state_dict": resnet_state()},
@@ -401,24 +404,24 @@ def test_the_stride_of_a_resnet_is_that_of_the_files_own_options(tmp_path: Path,
         other = build_backbone("resnet50", args={**backbone.args, "output_stride": 32}, image_size=64)
         with pytest.raises(ValueError, match=rf"stride of {backbone.patch_size}, the backbone has 32: build it with"):
             load_pretrained(other, tmp_path / "weights.pth")
-    else:  # a file that says nothing of strides allows any
+    else:  # a file without strides allows any
         other = build_backbone("resnet50", args={**backbone.args, "output_stride": 8}, image_size=64)
         load_pretrained(other, tmp_path / "weights.pth")
 
 
-def test_files_that_are_cut_off_between_blocks_say_so(tmp_path: Path):
+def test_files_truncated_between_blocks_have_a_note(tmp_path: Path):
     state = build_backbone("vit_small_patch16_224", args={"depth": 11}, image_size=32).model.state_dict()
     torch.save(state, tmp_path / "weights.pth")
-    assert "has 11 blocks, where networks of this width have 12" in str(load_backbone(tmp_path / "weights.pth").loaded)
+    assert "has 11 blocks, networks of this width usually 12" in str(load_backbone(tmp_path / "weights.pth").loaded)
     torch.save(resnet_state((3, 4, 6, 2)), tmp_path / "weights.pth")
-    assert "stages have 3, 4, 6, 2 blocks, as no usual" in str(load_backbone(tmp_path / "weights.pth").loaded)
+    assert "stages have 3, 4, 6, 2 blocks, which no usual" in str(load_backbone(tmp_path / "weights.pth").loaded)
 
 
-def test_another_name_than_the_files_is_answered_with_the_files(tmp_path: Path):
+def test_the_error_for_a_wrong_name_contains_the_right_one(tmp_path: Path):
     torch.save({"state_dict": resnet_state()}, tmp_path / "weights.pth")
     for name in ("resnet50c", "vit_small_patch16_224"):
         with pytest.raises(
-            ValueError, match=rf"does not fit {name}.*the file holds a resnet50 with .*: give that name"
+            ValueError, match=rf"does not fit {name}.*the file contains a resnet50 with .*: give that name"
         ):
             load_backbone(tmp_path / "weights.pth", name=name)
 
@@ -452,7 +455,7 @@ def test_student_and_teacher_of_densecl_and_orl(tmp_path: Path, networks: tuple[
     ],
     ids=str,
 )
-def test_tensors_about_the_training_are_left_out(tmp_path: Path, extra: dict[str, Any], group: str):
+def test_training_statistics_are_ignored(tmp_path: Path, extra: dict[str, Any], group: str):
     for content in ({"model": vit_state(), **extra}, {**vit_state(), **extra}):
         torch.save(content, tmp_path / "weights.pth")
         loaded = load_backbone(tmp_path / "weights.pth").loaded
@@ -477,7 +480,7 @@ def test_every_error_names_the_file(tmp_path: Path, content: dict[str, Any]):
         load_backbone(tmp_path / "of_someone.pth")
 
 
-def test_our_description_gives_plain_timm_the_normalisation_that_weights_expect(tmp_path: Path):
+def test_plain_timm_gets_the_expected_normalisation_from_our_description(tmp_path: Path):
     torch.save({"teacher": under("backbone.", vit_state())}, tmp_path / "weights.pth")
     save_backbone(load_backbone(tmp_path / "weights.pth"), tmp_path)
     about = json.loads((tmp_path / "backbone.json").read_text())

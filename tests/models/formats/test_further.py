@@ -1,4 +1,4 @@
-"""Refusals and notes of ResNets, CAPI and Swin; what these networks compute is tested by their cases."""
+"""Errors and notes of ResNets, CAPI and Swin; their features are tested by cases."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def test_strides_and_dilations_that_timm_does_not_have_are_refused(tmp_path: Pat
 
 def test_a_dilated_resnet_d_is_refused(tmp_path: Path):
     path = pspnet(tmp_path, resnet_state(1, has_deep_stem=True, averages=True), BY_8)
-    with pytest.raises(ValueError, match=r"pspnet\.pth.*timm averages in the shortcuts of a dilated ResNet-D"):
+    with pytest.raises(ValueError, match=r"pspnet\.pth.*timm's dilated ResNet-D has average pooling in its shortcuts"):
         load_backbone(path)
 
 
@@ -59,7 +59,7 @@ def test_a_resnet_without_its_whole_configuration_has_a_note(tmp_path: Path, tex
         (tmp_path / "config.py").write_text(text)
     backbone = load_backbone(save(tmp_path, mmsegmentation(resnet_state(1, has_deep_stem=True))))
     assert backbone.patch_size == 32
-    assert "does not say which strides and dilations its ResNet has" in str(backbone.loaded)
+    assert "does not specify the strides and dilations of its ResNet" in str(backbone.loaded)
 
 
 # ----------------------------------------------------------------------------------------------------- detectron2
@@ -72,7 +72,7 @@ def test_a_network_trained_by_detectron2_needs_its_configuration(tmp_path: Path,
     with pytest.raises(ValueError, match=r"model_final\.pth .*config\.yaml .*colour"):
         load_backbone(path)
     config = CONFIG.format("BGR", [103.53, 116.28, 123.675], [1.0, 2.0, 4.0])
-    # As networks of Caffe are: strides in another convolution.
+    # As in Caffe: strides in another convolution.
     (tmp_path / "config.yaml").write_text(config.replace("STRIDE_IN_1X1: false", "STRIDE_IN_1X1: true"))
     with pytest.raises(ValueError, match=r"STRIDE_IN_1X1.*no network of timm"):
         load_backbone(path)
@@ -85,7 +85,7 @@ def test_a_network_trained_by_detectron2_needs_its_configuration(tmp_path: Path,
 
 def test_a_network_converted_for_detectron2_has_a_note(tmp_path: Path):
     path = save(tmp_path, with_names_of_detectron2(resnet_state(1)))
-    assert "took RGB images with ImageNet's normalisation" in str(load_backbone(path).loaded)
+    assert "assumed RGB images with ImageNet's normalisation" in str(load_backbone(path).loaded)
 
 
 # ---------------------------------------------------------------------------------------------------------- others
@@ -107,7 +107,7 @@ def test_a_resnet_that_timm_does_not_have_is_refused(tmp_path: Path):
 def test_swin_refuses_maps_smaller_than_a_window(tmp_path: Path):
     backbone = load_backbone(save(tmp_path, swin_state(1)))
     assert backbone.image_size == 64
-    with pytest.raises(ValueError, match=r"a map of 3x4 places, fewer than the 4 of a window"):
+    with pytest.raises(ValueError, match=r"a 3x4 map, smaller than a window of 4"):
         backbone.encode(torch.zeros(1, 3, 48, 64))
 
 

@@ -1,4 +1,4 @@
-"""Every row of the table of formats, against the features that the project's own code gives."""
+"""Every row of the table of formats, against the features of the project's own code."""
 
 import importlib.util
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_a_file_of_each_project_gives_its_features(tmp_path: Path, case: Case):
     if case.positions is not None:
         assert backbone.numerics.positions == case.positions
     assert largest < TOLERANCE
-    # Nothing in the file is unexplained, and a network that exists already gets the same weights.
+    # All keys are accounted for, and an existing network gets the same weights.
     loaded = backbone.loaded
     assert "not of the network" not in loaded.dropped
     tensors = flatten(read_weights(Path(loaded.source)))
@@ -39,14 +39,14 @@ def test_a_file_of_each_project_gives_its_features(tmp_path: Path, case: Case):
     other = build_backbone(backbone.name, args=backbone.args, image_size=backbone.image_size, seed=5)
     load_pretrained(other, loaded.source, positions=case.options.get("positions"))
     assert other.fingerprint() == backbone.fingerprint()
-    # What is saved is loaded as it was, networks that timm does not have included.
+    # A saved network is restored, even if timm does not have it.
     save_backbone(backbone, tmp_path / "saved")
     assert load_backbone(tmp_path / "saved").fingerprint() == backbone.fingerprint()
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.positions], ids=lambda case: case.name)
-def test_the_sizes_show_how_positions_are_resized(tmp_path: Path, case: Case):
-    """Otherwise the agreement above would say nothing about it."""
+def test_the_sizes_distinguish_resizing_methods(tmp_path: Path, case: Case):
+    """Otherwise the comparison above would not test resizing."""
     needed(case)
     path, teacher, _ = case.write(tmp_path)
     other = "bilinear_corners" if case.positions == "bilinear" else "bilinear"

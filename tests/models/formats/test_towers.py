@@ -1,4 +1,4 @@
-"""Image towers of CLIP and SigLIP: what their files leave open. `cases_towers` compares their features."""
+"""Image towers of CLIP and SigLIP: details that files do not show; `cases_towers` compares their features."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from cribo.models import build_backbone, load_backbone, load_pretrained
 SIZE = (80, 80)
 
 
-def test_a_configuration_may_leave_out_the_defaults(tmp_path: Path):
+def test_a_configuration_may_omit_defaults(tmp_path: Path):
     path, network, _ = towers.hugging_face_tower("CLIPModel")(tmp_path)
     config = json.loads((path / "config.json").read_text())
     for key in ("hidden_act", "layer_norm_eps"):
@@ -23,13 +23,13 @@ def test_a_configuration_may_leave_out_the_defaults(tmp_path: Path):
     assert deviation(load_backbone(path), network, SIZE) < TOLERANCE
     del config["vision_config"]["num_attention_heads"]
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="12"):  # heads of 128 channels, as transformers would build
+    with pytest.raises(ValueError, match="12"):  # heads of 128 channels, as in transformers
         load_backbone(path)
 
 
-def test_a_bare_file_of_clip_has_quick_gelu_and_says_so(tmp_path: Path):
+def test_a_bare_file_of_clip_has_quick_gelu_and_a_note(tmp_path: Path):
     path, network, _ = towers.hugging_face_tower("CLIPVisionModel", bare=True, num_attention_heads=2)(tmp_path)
-    assert "do not show the activation of their MLPs: took quick_gelu" in str(load_backbone(path).loaded)
+    assert "do not show the activation of their MLPs: assumed quick_gelu" in str(load_backbone(path).loaded)
     other = load_backbone(path, args={"act_layer": "gelu"})
     assert "took quick_gelu" not in str(other.loaded)
     assert deviation(other, network, SIZE) > 1e-3
@@ -58,7 +58,7 @@ def test_what_is_assumed_is_noted(tmp_path: Path, write: Any, expected: str, une
 @pytest.mark.parametrize(
     "write", [towers.hugging_face_tower("CLIPModel"), towers.open_clip_training], ids=["Hugging Face", "open_clip"]
 )
-def test_the_text_encoder_and_the_projection_are_left_out(tmp_path: Path, write: Any):
+def test_the_text_encoder_and_the_projection_are_ignored(tmp_path: Path, write: Any):
     loaded = load_backbone(write(tmp_path)[0]).loaded
     assert loaded is not None
     assert {"text encoder", "projection"} == set(loaded.dropped) - {"training state"}
@@ -69,7 +69,7 @@ def test_a_configuration_of_open_clip_gives_the_normalisation(tmp_path: Path):
     assert (backbone.mean, backbone.std) == ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
 
 
-def test_weights_of_openai_do_not_go_into_a_network_with_gelu(tmp_path: Path):
+def test_weights_of_openai_do_not_load_into_a_network_with_gelu(tmp_path: Path):
     path = towers.openai_clip(tmp_path)[0]
     args = {"embed_dim": 128, "depth": 2, "num_heads": 2}
     plain = build_backbone("vit_base_patch16_clip_224", args=args, image_size=48)

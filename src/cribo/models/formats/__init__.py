@@ -1,1 +1,1 @@
-"""Checkpoints of other projects: a table of formats, and what reads, recognises and renames them."""
+"""Checkpoints of other projects: a table of formats, and functions that read, recognise and rename them."""

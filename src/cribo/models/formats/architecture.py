@@ -1,4 +1,4 @@
-"""Which network of timm a set of weights belongs to, read off the names and shapes of its tensors."""
+"""Infer the timm architecture of weights from the names and shapes of their tensors."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from torch import Tensor
 from cribo.errors import InputError
 from cribo.models import networks
 
-# Widths and depths with a name, and the attention heads of each width. Most have 64 channels a head, but not all:
+# Names of widths and depths, and the attention heads of each width. Most have 64 channels per head, but not all:
 # ViT-H of MAE and LOCA has 80, DINOv3's largest has 128.
 _VIT_NAMES = {(192, 12): "tiny", (384, 12): "small", (768, 12): "base", (1024, 24): "large", (1280, 32): "huge"}
 _VIT_HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1152: 16, 1280: 16, 1408: 16, 1536: 24, 1664: 16}
@@ -37,13 +37,13 @@ _USUAL_SIZE = 224
 
 
 class Architecture(NamedTuple):
-    """What builds the network of some weights.
+    """Arguments that build the network of some weights.
 
     Attributes:
         name: timm's name.
         args: `args` of `build_backbone`.
-        image_size: the size (pixels) of its position embedding.
-        notes: what was assumed, for the user to know.
+        image_size: size of the position embedding in pixels.
+        notes: assumptions, for the user.
     """
 
     name: str
@@ -61,20 +61,20 @@ def infer_architecture(
     assumed_act_layer: str | None = None,
     output_stride: int | None = None,
 ) -> Architecture:
-    """The network that has these weights.
+    """Infer the network that has these weights.
 
     Args:
         state: tensors under timm's keys: a vision transformer (with a learned or fixed position embedding), a DINOv3
             vision transformer, a ResNet, a ConvNeXt or a Swin transformer; or XCiT, CAPI, and MoCo v3's convolutional
             stem under their own.
-        heads: attention heads by width, before the usual ones; weights do not show them.
-        num_heads: attention heads, where they are known.
-        act_layer: activation of the MLPs, where it is known.
-        assumed_act_layer: the one to take where it is not known.
-        output_stride: of a ResNet, where it is known: 8, 16 or 32; weights do not show it.
+        heads: number of attention heads by width, preferred to the usual ones; weights do not show it.
+        num_heads: number of attention heads, if known.
+        act_layer: activation of the MLPs, if known.
+        assumed_act_layer: activation to assume if `act_layer` is not known.
+        output_stride: output stride of a ResNet, if known: 8, 16 or 32; weights do not show it.
 
     Raises:
-        ValueError: the weights are of another kind of network, or what they do not show is not known.
+        ValueError: the weights are of another kind of network, or an argument that they do not show is unknown.
 
     Example:
         >>> import timm
@@ -106,13 +106,13 @@ def infer_architecture(
         found = _vit(state, heads or {}, given)
         return found._replace(notes=(*notes, *found.notes))
     raise InputError(
-        "the weights are of no vision transformer with a position embedding, DINOv3, Swin, ConvNeXt or ResNet: give "
-        "the timm name of their architecture"
+        "these are not weights of a vision transformer with a position embedding, DINOv3, Swin, ConvNeXt or ResNet: "
+        "give the timm name of their architecture"
     )
 
 
 _ACTIVATION_NOTE = (
-    "weights do not show the activation of their MLPs: took {}; if it is another, give args={{'act_layer': ...}} "
+    "weights do not show the activation of their MLPs: assumed {}; if it is another, give args={{'act_layer': ...}} "
     "(gelu, quick_gelu, gelu_tanh)"
 )
 
@@ -120,8 +120,8 @@ _ACTIVATION_NOTE = (
 def _vit(state: Mapping[str, Tensor], known_heads: Mapping[int, int], given: Mapping[str, Any]) -> Architecture:
     if "norm_pre.weight" in state and "act_layer" not in given:
         raise InputError(
-            "the weights have a norm before the first block, as CLIP has, and do not show which activation goes with "
-            "it: give the timm name of their architecture, such as vit_base_patch16_clip_quickgelu_224, or "
+            "the weights have a norm before the first block, as in CLIP, and do not show the activation of their "
+            "MLPs: give the timm name of their architecture, such as vit_base_patch16_clip_quickgelu_224, or "
             "args={'act_layer': 'gelu'} or 'quick_gelu'"
         )
     dim, patch_size, depth = _transformer_shape(state)
@@ -145,7 +145,7 @@ def _vit(state: Mapping[str, Tensor], known_heads: Mapping[int, int], given: Map
     if "attn_pool.latent" in state:
         found["global_pool"] = "map"
     elif not found["class_token"] or "fc_norm.weight" in state:
-        # Networks made for average pooling may keep their last norm behind it.
+        # Networks with average pooling may have their last norm after it.
         found |= {"global_pool": "avg", "fc_norm": "fc_norm.weight" in state}
     if "norm.weight" not in state and "fc_norm.weight" not in state:
         found["final_norm"] = False
@@ -156,20 +156,20 @@ def _vit(state: Mapping[str, Tensor], known_heads: Mapping[int, int], given: Map
         num_heads = known_heads.get(dim) or _VIT_HEADS.get(dim)
         if num_heads is None:
             num_heads, notes = _guess_heads(dim)
-        elif dim == _MOCO_WIDTH and whose_fixed_positions(state["pos_embed"][:, -grid * grid :]) == "MoCo v3":
+        elif dim == _MOCO_WIDTH and project_of_fixed_positions(state["pos_embed"][:, -grid * grid :]) == "MoCo v3":
             num_heads, notes = 12, () if known_heads else (_MOCO_NOTE,)
         given = {**given, "num_heads": num_heads}
     args |= {key: value for key, value in given.items() if usual.get(key, _VIT_DEFAULTS.get(key)) != value}
     return Architecture(name, args, grid * patch_size, (*notes, *_depth_notes(dim, depth)))
 
 
-# MoCo v3's converter to DeiT's names leaves nothing of MoCo v3 but its fixed positions.
+# After MoCo v3's converter to DeiT's names, only the fixed positions identify MoCo v3.
 _MOCO_WIDTH = 384
-_MOCO_NOTE = "took the 12 attention heads of MoCo v3's ViT-S, because the positions are its fixed sines and cosines"
+_MOCO_NOTE = "assumed the 12 attention heads of MoCo v3's ViT-S, because the positions are its fixed sines and cosines"
 
 
-def whose_fixed_positions(positions: Float[Tensor, "1 n d"]) -> Literal["MoCo v3", "MAE"] | None:
-    """The project whose sines and cosines a position embedding is; None for a learned one.
+def project_of_fixed_positions(positions: Float[Tensor, "1 n d"]) -> Literal["MoCo v3", "MAE"] | None:
+    """Return the project whose fixed sine-cosine positions these are; None for a learned embedding.
 
     MoCo v3 (vits.py) fills the first half of the channels by row, MAE (util/pos_embed.py) by column.
 
@@ -191,7 +191,7 @@ def _depth_notes(dim: int, depth: int) -> tuple[str, ...]:
     usual = sorted({named for width, named in _VIT_NAMES if width == dim})
     if not usual or depth in usual:
         return ()
-    return (f"the file has {depth} blocks, where networks of this width have {usual[0]}: check that it is complete",)
+    return (f"the file has {depth} blocks, networks of this width usually {usual[0]}: check that it is complete",)
 
 
 _VIT_DEFAULTS = {
@@ -204,13 +204,13 @@ _VIT_DEFAULTS = {
     "pre_norm": False,
     "act_layer": "gelu",
 }
-# ViT-S/16, on which everything without a name of its own is built.
+# ViT-S/16, the base of all networks without a timm name of their own.
 _SMALL = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6, "mlp_ratio": 4.0}
 _VIT_PATCHES = {"tiny": (16,), "small": (8, 16, 32), "base": (8, 16, 32), "large": (14, 16, 32), "huge": (14,)}
 
 
 def _vit_name(found: Mapping[str, Any], hidden: int, is_gated: bool) -> tuple[str, dict[str, Any]]:
-    """The timm name nearest to what was found, and what that name stands for."""
+    """Return the timm name closest to the values found, and that name's own values."""
     dim, depth, patch_size = found["embed_dim"], found["depth"], found["patch_size"]
     registers = {"reg_tokens": 4, "no_embed_class": True} if found["reg_tokens"] else {}
     middle = "patch14_reg4_dinov2" if registers else "patch14_dinov2"
@@ -265,13 +265,13 @@ def _dinov3(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architectu
 def _conv_stem_vit(
     state: Mapping[str, Tensor], known_heads: Mapping[int, int], given: Mapping[str, Any]
 ) -> Architecture:
-    """MoCo v3's: its four convolutions of stride 2 give patches of 16 pixels."""
+    """MoCo v3's stem: four convolutions of stride 2, for patches of 16 pixels."""
     plain = {key: value for key, value in state.items() if not key.startswith("patch_embed.proj.")}
     dim = len(state["patch_embed.proj.12.weight"])
     plain["patch_embed.proj.weight"] = torch.empty(dim, 3, 16, 16, device="meta")
     found = _vit(plain, known_heads, given)
     args = {"name": found.name, "size": found.image_size, **found.args}
-    # It has one block less than networks without the stem.
+    # It has one block fewer than networks without the stem.
     notes = tuple(note for note in found.notes if "check that it is complete" not in note)
     return Architecture(f"{networks.__name__}.vit_with_convolutional_stem", args, found.image_size, notes)
 
@@ -284,7 +284,7 @@ def _capi(state: Mapping[str, Tensor]) -> Architecture:
     channels = state["encoder.blocks.0.residual1.fn.rope.freqs"].shape[1]
     args = {"dim": dim, "depth": depth, "heads": dim // channels, "patch_size": patch_size}
     args["registers"] = state["registers"].shape[1]
-    note = "the global token is the mean of the patch tokens; CAPI's own is the mean of what its predictor gives"
+    note = "the global token is the mean of the patch tokens; CAPI's own is the mean of its predictor's output"
     notes = (note, *_depth_notes(dim, depth))
     return Architecture(f"{networks.__name__}.Capi", args, _USUAL_SIZE // patch_size * patch_size, notes)
 
@@ -311,7 +311,7 @@ def _xcit(state: Mapping[str, Tensor]) -> Architecture:
         return Architecture(f"xcit_{size}_p{patch_size}_224", args, _USUAL_SIZE)
     args = {"embed_dim": dim, "depth": depth, "num_heads": num_heads}
     note = (
-        "weights do not show whether XCiT's last blocks normalise all tokens: took that they do, as all but its "
+        "weights do not show whether XCiT's last blocks normalise all tokens: assumed that they do, as in all but its "
         "smallest network; if not, give args={'tokens_norm': False}"
     )
     return Architecture(f"xcit_small_12_p{patch_size}_224", args, _USUAL_SIZE, (note,))
@@ -333,7 +333,7 @@ def _resnet(state: Mapping[str, Tensor], output_stride: int | None, given: Mappi
     if name is None:
         name, args = ("resnet50" if is_bottleneck else "resnet18"), {"layers": layers}
         counts = ", ".join(map(str, layers))
-        notes = (f"the file's stages have {counts} blocks, as no usual ResNet has: check that it is complete",)
+        notes = (f"the file's stages have {counts} blocks, which no usual ResNet has: check that it is complete",)
     if channels != _RESNET_CHANNELS[: len(channels)]:
         args["channels"] = channels
     if is_bottleneck:
@@ -344,11 +344,11 @@ def _resnet(state: Mapping[str, Tensor], output_stride: int | None, given: Mappi
         args |= {"base_width": base_width} if base_width != 64 else {}
     if output_stride not in (None, 32):
         args["output_stride"] = output_stride
-    # ResNet-D averages before the convolution of a shortcut.
+    # ResNet-D has average pooling before the convolution of a shortcut.
     if getattr(state.get(f"layer{stages[-1]}.0.downsample.1.weight"), "ndim", 1) == 4:
         args["avg_down"] = True
         if "output_stride" in args:
-            raise InputError("timm averages in the shortcuts of a dilated ResNet-D, where MMSegmentation does not")
+            raise InputError("timm's dilated ResNet-D has average pooling in its shortcuts, MMSegmentation's does not")
     if "conv1.0.weight" in state:  # ResNet-C and -D: three convolutions
         first, second = len(state["conv1.0.weight"]), len(state["conv1.3.weight"])
         args |= {"stem_type": "deep" if first == second else "deep_tiered", "stem_width": second}
@@ -392,7 +392,7 @@ def _beit(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture
     args = {key: value for key, value in found.items() if usual[key] != value}
     side = (math.isqrt(len(table) - 3) + 1) // 2
     if (2 * side - 1) ** 2 + 3 != len(table):
-        raise InputError(f"a table of {len(table)} position biases is that of no square image")
+        raise InputError(f"a table of {len(table)} position biases does not fit a square image")
     return Architecture(name, args, side * patch_size, (*_beit_notes(state), *_depth_notes(dim, depth)))
 
 
@@ -486,7 +486,7 @@ def _swin(state: Mapping[str, Tensor], given: Mapping[str, Any]) -> Architecture
     args = {key: value for key, value in found.items() if key not in usual or usual[key] != value}
     if given.get("act_layer", "gelu") != "gelu":
         raise InputError(f"timm has no Swin transformer with the activation {given['act_layer']}")
-    # The original trains with maps that are as large as the window after the last stage.
+    # In the original's training, the map of the last stage is as large as a window.
     return Architecture(name, args, patch_size * 2 ** (len(depths) - 1) * window)
 
 
@@ -512,15 +512,15 @@ def _count(state: Mapping[str, Tensor], name: str) -> int:
 
 
 def _grid(positions: int, prefix_tokens: int) -> tuple[int, bool]:
-    """The patches along a side of the position embedding, and whether it leaves out the prefix tokens."""
-    # Networks with registers give them no position.
+    """Return the patches along a side of the position embedding, and whether it excludes the prefix tokens."""
+    # Registers have no position.
     for tokens in dict.fromkeys((0, prefix_tokens) if prefix_tokens > 1 else (prefix_tokens, 0)):
         side = math.isqrt(max(positions - tokens, 0))
         if side and side * side == positions - tokens:
             return side, tokens != prefix_tokens
     raise InputError(
-        f"pos_embed has {positions} positions, which with {prefix_tokens} prefix tokens is no square grid: networks "
-        "trained on images that are not square cannot be built"
+        f"pos_embed has {positions} positions, which is not a square grid with {prefix_tokens} prefix tokens: networks "
+        "trained on non-square images are not supported"
     )
 
 
@@ -533,9 +533,9 @@ def _guess_heads(dim: int) -> tuple[int, tuple[str, ...]]:
     if dim % 64:
         raise InputError(
             f"weights do not show their attention heads, and a width of {dim} is no multiple of the usual 64 channels "
-            "of a head: give args={'num_heads': ...}"
+            "per head: give args={'num_heads': ...}"
         )
     return dim // 64, (
-        f"weights do not show their attention heads: took {dim // 64} of 64 channels each; if they are others, give "
+        f"weights do not show their attention heads: assumed {dim // 64} of 64 channels each; if this is wrong, give "
         "args={'num_heads': ...}",
     )

@@ -1,4 +1,4 @@
-"""Folders of `torch.distributed.checkpoint`, which DINOv2, DINOv3 and CAPI write while they train."""
+"""Folders of `torch.distributed.checkpoint`, written by DINOv2, DINOv3 and CAPI during training."""
 
 import io
 from pathlib import Path
@@ -17,8 +17,8 @@ def read_distributed(folder: Path) -> dict[str, Tensor]:
     """Read all tensors of a checkpoint, unsharded, under their paths in the saved state.
 
     Raises:
-        ValueError: the metadata does not fit the files, or the files are compressed.
-        UnpicklingError: the metadata names what is not data.
+        ValueError: metadata and files do not match, or the files are compressed.
+        UnpicklingError: the metadata contains something other than data.
         OSError: a file is missing.
     """
     with (folder / METADATA).open("rb") as file:
@@ -47,9 +47,9 @@ def read_distributed(folder: Path) -> dict[str, Tensor]:
 
 def _read_piece(folder: Path, info: Any) -> Tensor:
     if getattr(info, "transform_descriptors", None):
-        raise InputError("its files are compressed: save it without transforms")
+        raise InputError("the files are compressed: save the checkpoint without transforms")
     if Path(info.relative_path).name != info.relative_path:
-        raise InputError(f"it names a file outside of its folder: {info.relative_path}")
+        raise InputError(f"the metadata refers to a file outside its folder: {info.relative_path}")
     with (folder / info.relative_path).open("rb") as file:
         file.seek(info.offset)
         content = file.read(info.length)

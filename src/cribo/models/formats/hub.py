@@ -1,18 +1,18 @@
-"""Configurations as on the Hugging Face hub: of transformers, timm and open_clip."""
+"""Configurations in the formats of the Hugging Face hub: transformers, timm and open_clip."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cribo.errors import InputError
-from cribo.models.formats.beside import read_yaml
 from cribo.models.formats.reading import read_json
+from cribo.models.formats.training_configs import read_yaml
 
 HUB_CONFIG = "config.json"
 
 _OPEN_CLIP_CONFIG = "open_clip_config.json"
 
-# What transformers leaves out of the nested configuration of an image tower.
+# Defaults that transformers omits from the nested configuration of an image tower.
 _TOWER_DEFAULTS: dict[str, dict[str, Any]] = {
     "clip": {"hidden_act": "quick_gelu", "num_attention_heads": 12, "layer_norm_eps": 1e-5},
     "siglip": {"hidden_act": "gelu_pytorch_tanh", "num_attention_heads": 12, "layer_norm_eps": 1e-6},
@@ -20,7 +20,7 @@ _TOWER_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def hub_config(path: Path) -> dict[str, Any]:
-    """Read the configuration beside a file, with transformers' names; of a two-tower model, that of the image tower."""
+    """Read the configuration beside a file, with transformers' names; for two-tower models, the image tower's."""
     if path.name.startswith("open_clip") and (config := read_beside(path, _OPEN_CLIP_CONFIG)):
         return _from_open_clip_config(config)
     config = read_beside(path, HUB_CONFIG)
@@ -31,7 +31,7 @@ def hub_config(path: Path) -> dict[str, Any]:
 
 
 def _from_open_clip_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate a configuration of open_clip; for towers of timm, it gives the normalisation only."""
+    """Translate a configuration of open_clip; for timm's towers, only the normalisation."""
     about, images = config.get("model_cfg", {}), config.get("preprocess_cfg", {})
     tower = about.get("vision_cfg", {})
     found: dict[str, Any] = {"pretrained_cfg": {key: images[key] for key in ("mean", "std") if key in images}}
@@ -55,10 +55,10 @@ _ACTIVATIONS = {
 
 
 def activation_of(config: Mapping[str, Any], path: Path) -> str | None:
-    """Timm's name of the activation that a configuration of transformers names; gated MLPs keep their own.
+    """Return timm's name of the activation in a configuration of transformers; None for gated MLPs.
 
     Raises:
-        ValueError: an activation that timm has under no name.
+        ValueError: timm does not have the activation.
     """
     if "hidden_act" not in config or config.get("use_swiglu_ffn") or config.get("use_gated_mlp"):
         return None

@@ -1,4 +1,4 @@
-"""How projects name a network's tensors: functions that give them timm's names. Facts are from their repositories."""
+"""Functions that rename a network's tensors from a project's names to timm's; facts are from the repositories."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -23,13 +23,13 @@ def substitute(state: State, *rules: tuple[str, str | Callable[[re.Match[str]], 
         for pattern, replacement in rules:
             key = re.sub(pattern, replacement, key)
         if key in renamed:
-            raise InputError(f"two keys of the file stand for {key}: it holds parts of two formats")
+            raise InputError(f"two keys of the file map to {key}: it contains parts of two formats")
         renamed[key] = value
     return renamed
 
 
 def fold_positions(state: State, token: str, positions: int) -> State:
-    """Make `token` timm's registers, and add the first `positions` position embeddings to [CLS] and registers."""
+    """Rename `token` to timm's registers, and add the first `positions` position embeddings to [CLS] and registers."""
     state = dict(state)
     position = state.pop("pos_embed")
     tokens = torch.cat([state["cls_token"], state.pop(token)], dim=1)
@@ -40,16 +40,16 @@ def fold_positions(state: State, token: str, positions: int) -> State:
 
 
 def from_vit(state: State) -> State:
-    """Layer scale as iBOT and BEiT name it, DeiT's distillation token as a register."""
+    """Rename the layer scale of iBOT and BEiT, and DeiT's distillation token to a register."""
     state = substitute(state, (r"^(blocks\.\d+)\.gamma_([12])$", r"\1.ls\2.gamma"))
     return fold_positions(state, "dist_token", 2) if "dist_token" in state else state
 
 
 def from_dinov2(state: State) -> State:
-    """Also of its training."""
+    """Rename tensors of DINOv2, including training checkpoints."""
     state = substitute(
         state,
-        (r"^blocks\.\d+\.(\d+)\.", r"blocks.\1."),  # trained in chunks, whose blocks keep their number
+        (r"^blocks\.\d+\.(\d+)\.", r"blocks.\1."),  # chunked training, blocks keep their number
         (r"\.mlp\.w12\.", ".mlp.fc1."),
         (r"\.mlp\.w3\.", ".mlp.fc2."),
     )
@@ -57,7 +57,7 @@ def from_dinov2(state: State) -> State:
 
 
 def from_dinov3(state: State) -> State:
-    """Also of its training. A bias of the keys stays where it was trained (`mask_k_bias: false`)."""
+    """Rename tensors of DINOv3, including training checkpoints; keep a trained key bias (`mask_k_bias: false`)."""
     state = dict(state)
     masks = {key: state.pop(key) for key in list(state) if key.endswith("qkv.bias_mask")}
     biases = {key: value.chunk(3) for key, value in state.items() if key.endswith("qkv.bias")}
@@ -77,13 +77,13 @@ def from_dinov3(state: State) -> State:
 
 
 def count_heads_of_dinov3(state: State) -> int | None:
-    """The rotary embedding has a period for every four channels of a head."""
+    """Return the number of heads: the rotary embedding has one period per four channels of a head."""
     periods = state.get("rope_embed.periods")
     return None if periods is None else len(state["norm.weight"]) // (4 * len(periods))
 
 
 _HF_RULES: Replacements = (
-    # The names in files, and those in memory since transformers 5.
+    # Names in files, and in memory since transformers 5.
     (r"^(?:model\.|encoder\.)?layers?\.(\d+)\.", r"blocks.\1."),
     (r"^embeddings\.(cls_token|register_tokens)$", r"\1"),
     (r"^embeddings\.position_embeddings$", "pos_embed"),
@@ -100,7 +100,7 @@ _HF_RULES: Replacements = (
 
 
 def from_huggingface(state: State) -> State:
-    """ViT, DINOv2, and DINOv2 with registers."""
+    """Rename tensors of ViT, DINOv2, and DINOv2 with registers."""
     state = substitute(state, *_HF_RULES)
     for kind in ("weight", "bias"):
         state = _join(state, f".attn.{{}}.{kind}", "qkv", f".attn.qkv.{kind}")
@@ -109,13 +109,13 @@ def from_huggingface(state: State) -> State:
 
 
 def count_heads_of_beit(state: State) -> int | None:
-    """A table of position biases has a column for each head."""
+    """Return the number of heads: a table of position biases has one column per head."""
     tables = (value for key, value in state.items() if key.endswith("relative_position_bias_table"))
     return next((table.shape[1] for table in tables), None)
 
 
 def from_huggingface_beit(state: State) -> State:
-    """The pooler has the norm of the mean; a network with a head for masked patches has its norm beside it."""
+    """Rename tensors of BEiT. The mean's norm is in the pooler; with a head for masked patches, at the top level."""
     state = substitute(
         state,
         (r"^beit\.", ""),
@@ -130,7 +130,7 @@ def from_huggingface_beit(state: State) -> State:
 
 
 def from_huggingface_dinov3(state: State) -> State:
-    """Its queries, keys and values have weights of their own, and only some have a bias."""
+    """Rename tensors of DINOv3, with separate queries, keys and values, of which only some have a bias."""
     state = substitute(
         state,
         *_HF_RULES,
@@ -147,7 +147,7 @@ def from_huggingface_dinov3(state: State) -> State:
 
 
 def _join(state: State, pattern: str, parts: Sequence[str], name: str) -> State:
-    """Put the parts of each block that a project keeps apart under one name, where it has all of them."""
+    """Concatenate the parts of each block that a project stores separately, if all of them exist."""
     state = dict(state)
     first, *others = (pattern.format(part) for part in parts)
     for key in [key for key in state if key.endswith(first)]:
@@ -158,7 +158,7 @@ def _join(state: State, pattern: str, parts: Sequence[str], name: str) -> State:
 
 
 def from_open_clip(state: State) -> State:
-    """The image tower, also of OpenAI."""
+    """Rename tensors of the image tower, including OpenAI's."""
     state = substitute(
         state,
         (r"^class_embedding$", "cls_token"),
@@ -197,7 +197,7 @@ def from_huggingface_clip(state: State) -> State:
 
 
 def from_huggingface_siglip(state: State) -> State:
-    """The image tower, with its attention pooling where it has one."""
+    """Rename tensors of the image tower, including attention pooling."""
     state = substitute(
         from_huggingface_clip(state),
         (r"^head\.probe$", "attn_pool.latent"),
@@ -214,13 +214,13 @@ def from_huggingface_siglip(state: State) -> State:
 
 
 def _with_batch_dimension(state: State) -> State:
-    """[CLS] and positions without their first dimension, as (D,) and (N, D)."""
+    """Add the batch dimension to [CLS] (D,) and positions (N, D)."""
     shapes = {"cls_token": (1, 1, -1), "pos_embed": (1, *state["pos_embed"].shape[-2:])}
     return {key: value.reshape(shapes[key]) if key in shapes else value for key, value in state.items()}
 
 
 def from_convnext(state: State) -> State:
-    """Both versions; the parameters of the second one's response norm have four dimensions there."""
+    """Rename tensors of both versions; the second's response norm has parameters with four dimensions."""
     state = substitute(
         state,
         (r"^downsample_layers\.0\.", "stem."),
@@ -236,7 +236,7 @@ def from_convnext(state: State) -> State:
 
 
 def from_huggingface_convnext(state: State) -> State:
-    """Both versions."""
+    """Rename tensors of both versions."""
     state = substitute(
         state,
         (r"^embeddings\.patch_embeddings\.", "downsample_layers.0.0."),
@@ -253,7 +253,7 @@ def from_huggingface_convnext(state: State) -> State:
 
 
 def from_huggingface_resnet(state: State) -> State:
-    """A convolution and its norm are one layer there."""
+    """Rename tensors of ResNet, where a convolution and its norm are one layer."""
 
     def numbered(match: re.Match[str]) -> str:
         kind = "conv" if match[2] == "convolution" else "bn"
@@ -271,12 +271,12 @@ def from_huggingface_resnet(state: State) -> State:
 
 
 def from_swin(state: State) -> State:
-    """A stage merges patches at its end there, and at its start in timm."""
+    """Rename tensors of Swin, where a stage merges patches at its end, and in timm at its start."""
     return substitute(state, (r"^layers\.(\d+)\.downsample\.", lambda m: f"layers.{int(m[1]) + 1}.downsample."))
 
 
 def from_huggingface_swin(state: State) -> State:
-    """With the names in files, and those in memory since transformers 5."""
+    """Rename tensors of Swin, with names in files, or in memory since transformers 5."""
     state = substitute(
         state,
         (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
@@ -297,7 +297,7 @@ def from_huggingface_swin(state: State) -> State:
 
 
 def from_mmsegmentation(state: State) -> State:
-    """Its default leaves out the bias of the patch projection (`patch_bias=False`), which is one of zeros in timm."""
+    """Rename tensors of ViT; add a zero bias to the patch projection if it has none (`patch_bias=False`, default)."""
     projection = state["patch_embed.projection.weight"]
     state = {"patch_embed.projection.bias": projection.new_zeros(len(projection)), **state}
     return substitute(
@@ -314,19 +314,19 @@ def from_mmsegmentation(state: State) -> State:
 
 
 def without_cls_token(state: State) -> State:
-    """A network whose blocks never see its [CLS]."""
+    """Remove [CLS], for networks whose blocks never read it."""
     state = dict(state)
     del state["cls_token"]
     return {**state, "pos_embed": state["pos_embed"][:, 1:]}
 
 
 def from_resnet_v1c(state: State) -> State:
-    """MMSegmentation's ResNet with a stem of three convolutions."""
+    """Rename tensors of MMSegmentation's ResNet with a stem of three convolutions."""
     return substitute(state, (r"^stem\.7\.", "bn1."), (r"^stem\.(\d)\.", r"conv1.\1."))
 
 
 def from_detectron2(state: State) -> State:
-    """Its stages are numbered from 2, and norms lie in their convolutions."""
+    """Rename tensors of ResNet, where stages are numbered from 2 and norms are inside convolutions."""
     return substitute(
         state,
         (r"^stem\.conv1\.", "conv1."),
@@ -338,7 +338,7 @@ def from_detectron2(state: State) -> State:
 
 
 def from_flax(state: State) -> State:
-    """JAX keeps kernels as (in, out), attention by head, and numbers the modules of a block in two ways."""
+    """Rename tensors of Flax: kernels are (in, out), attention is per head, and modules are numbered in two ways."""
     state = substitute(
         state,
         (r"^(?:Transformer/)?encoderblock_(\d+)/", r"blocks.\1."),
@@ -362,7 +362,7 @@ def from_flax(state: State) -> State:
 
 
 def count_heads_of_flax(state: State) -> int | None:
-    """Kernels of queries are (D, heads, D / heads)."""
+    """Return the number of heads: query kernels are (D, heads, D / heads)."""
     kernels = (value for key, value in state.items() if key.endswith("/query/kernel"))
     return next((kernel.shape[1] for kernel in kernels), None)
 
@@ -378,5 +378,5 @@ def _from_kernel(key: str, value: Tensor) -> Tensor:
 
 
 def unchanged(state: State) -> State:
-    """For networks that already have timm's names."""
+    """Return the tensors unchanged, for networks with timm's names."""
     return state

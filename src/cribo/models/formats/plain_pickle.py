@@ -1,7 +1,7 @@
-"""Pickles of plain data, read with a list of the only names that they may hold, so that no code of theirs runs.
+"""Read pickles of plain data with an allow-list of names, so that no code in them runs.
 
-PyTorch's own reader (`weights_only=True`) knows the opcodes of protocol 2 and its own objects. This one reads the rest:
-options, paths, dates and scores that training scripts keep beside the weights, checkpoints of a later protocol,
+PyTorch's reader (`weights_only=True`) supports the opcodes of protocol 2 and its own objects. This one reads the rest:
+options, paths, dates and scores that training scripts store with the weights, checkpoints of later protocols,
 detectron2's `.pkl` of NumPy arrays, and the metadata of `torch.distributed.checkpoint`.
 """
 
@@ -21,14 +21,14 @@ import numpy as np
 import torch
 from torch._utils import _rebuild_parameter, _rebuild_tensor_v2
 
-# The functions that rebuild arrays and tensors, by the names that pickles give them.
+# The functions that rebuild arrays and tensors.
 _NUMPY_ARRAY: Any = np.empty(0).__reduce__()[0]
 _NUMPY_SCALAR: Any = np.float64(0).__reduce__()[0]
 _NUMPY_BUFFER: Any = np.zeros(1).__reduce_ex__(5)[0]
 
 
 class Record:
-    """A placeholder for an object whose class does not matter; keeps its attributes or constructor arguments."""
+    """Placeholder for an object of any class; keeps its attributes or constructor arguments."""
 
     def __init__(self, *content: Any) -> None:
         self.content = content
@@ -67,11 +67,11 @@ _DTYPES = (
     *("uint8", "int8", "int16", "int32", "int64", "bool", "half", "float", "double", "int", "long"),
 )
 _DCP = "torch.distributed.checkpoint"
-# The types that a `defaultdict` calls for missing keys; here it is a plain dictionary.
+# Types that a `defaultdict` calls for missing keys; it is read as a plain dictionary.
 _FACTORIES = ("bool", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "object", "str", "tuple")
-# Options and records of other libraries that training scripts keep beside the weights. `getattr` is how MMEngine's
-# history names its methods; here it gives nothing.
-_OF_NO_INTEREST = (
+# Options and records of other libraries that training scripts store with the weights. MMEngine's history refers to its
+# methods by `getattr`, which is read as a placeholder.
+_PLACEHOLDERS = (
     *("torch.serialization._get_layout", "torch.Tensor", "torch.nn.parameter.Parameter"),
     *("builtins.getattr", "types.SimpleNamespace", "typing.Any", "collections.Counter"),
     "mmengine.logging.history_buffer.HistoryBuffer",
@@ -125,17 +125,17 @@ _ALLOWED: dict[str, Callable[[], Any]] = {
             *("metadata._MEM_FORMAT_ENCODING", "filesystem._StorageInfo"),
         )
     },
-    **{name: _python_class(Record) for name in _OF_NO_INTEREST},
+    **{name: _python_class(Record) for name in _PLACEHOLDERS},
     **{name: _python_class(dict) for name in _MAPPINGS},
 }
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Reads plain data, NumPy arrays and tensors, and refuses every other name.
+    """Unpickler of plain data, NumPy arrays and tensors that rejects every other name.
 
     Raises:
-        ForbiddenName: another name, given as `module.name`.
-        UnpicklingError: a place in its memo that no pickle of its length needs, for which Python would take memory.
+        ForbiddenName: the pickle contains another name, `module.name`.
+        UnpicklingError: a memo index is larger than the length of the pickle allows; Python would allocate memory.
     """
 
     def __init__(self, file: IO[bytes], **options: Any) -> None:
@@ -147,7 +147,7 @@ class PlainUnpickler(pickle.Unpickler):
         start = self._file.tell()
         for count, (opcode, argument, _) in enumerate(pickletools.genops(self._file)):
             if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > max(count, 255):
-                raise pickle.UnpicklingError(f"place {argument} of the memo after {count} steps")
+                raise pickle.UnpicklingError(f"memo index {argument} after {count} steps")
         self._file.seek(start)
         return super().load()
 
@@ -165,7 +165,7 @@ class ForbiddenName(pickle.UnpicklingError):
 
 
 def as_pickle_module(unpickler: type[pickle.Unpickler] = PlainUnpickler) -> ModuleType:
-    """A module to pass to `torch.load` as `pickle_module`."""
+    """Return a module to pass to `torch.load` as `pickle_module`."""
     module = ModuleType("plain_pickle")
     module.__dict__.update(
         Unpickler=unpickler,
@@ -176,10 +176,10 @@ def as_pickle_module(unpickler: type[pickle.Unpickler] = PlainUnpickler) -> Modu
 
 
 def forbidden_names(read: Callable[[ModuleType], Any]) -> list[str]:
-    """Names in a file that are not allowed, as far as the file can be read without them.
+    """Return the forbidden names in a file, as far as it can be read without them.
 
     Args:
-        read: reads the file with a `pickle_module`; nothing that it gives is kept.
+        read: function that reads the file with a `pickle_module`; its result is discarded.
     """
     names: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Files of weights, read without running code in them and recognised by their first bytes, never by their name."""
+"""Read weight files without running code in them; formats are recognised by their first bytes, not by name."""
 
 import codecs
 import contextlib
@@ -31,28 +31,28 @@ _LISTED = 5
 
 
 def read_weights(path: Path, *, trust: bool = False) -> dict[str, Any]:
-    """Read a file of weights: safetensors, torch (zip or legacy), NumPy, Flax, or a pickle of plain data.
+    """Read a weight file: safetensors, torch (zip or legacy), NumPy, Flax, or a pickle of plain data.
 
     Args:
-        path: the file, whose suffix does not matter; or a folder of `torch.distributed.checkpoint`.
-        trust: run the code that a torch file may hold beside its tensors. Only for files whose maker you trust.
+        path: file with any suffix, or folder of `torch.distributed.checkpoint`.
+        trust: allow code in a torch file to run. Use only with files from a trusted source.
 
     Returns:
-        The mapping in the file, as it was saved: nested, arrays of NumPy and Flax as tensors.
+        The mapping in the file, nested as saved; NumPy and Flax arrays are converted to tensors.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: it is empty, damaged, a text or web page, or no mapping; or it holds Python objects (which are
-            named) and `trust` is not set.
-        ImportError: a Flax file, and msgpack is not installed.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is empty, damaged, a text or web page, or contains no mapping; or it contains Python
+            objects (listed in the message) and `trust` is not set.
+        ImportError: the file is Flax's and msgpack is not installed.
     """
     if (path / METADATA).is_file():
         return _read_or_explain(path, read_distributed)
     if path.is_dir() and any((path / name).exists() for name in ORBAX_FILES):
         raise InputError(
-            f"{path} is a checkpoint of Orbax (JAX): where orbax and flax are installed, save its arrays with "
+            f"{path} is an Orbax checkpoint (JAX): with orbax and flax installed, save its arrays with "
             'numpy.savez("weights.npz", **flax.traverse_util.flatten_dict('
-            f'orbax.checkpoint.PyTreeCheckpointer().restore("{path.absolute()}"), sep="/")), and give that file'
+            f'orbax.checkpoint.PyTreeCheckpointer().restore("{path.absolute()}"), sep="/")), and use that file'
         )
     if not path.is_file():
         raise FileNotFoundError(f"no weights at {path}")
@@ -65,7 +65,7 @@ def read_weights(path: Path, *, trust: bool = False) -> dict[str, Any]:
     reader = _reader(path, start)
     content = _read_or_explain(path, partial(_read_torch, trust=trust) if reader is _read_torch else reader)
     if not isinstance(content, Mapping):
-        raise InputError(f"{path} holds a {type(content).__name__}, expected a mapping of names to tensors")
+        raise InputError(f"{path} contains a {type(content).__name__}, expected a mapping of names to tensors")
     return {str(key): value for key, value in content.items()}
 
 
@@ -74,10 +74,10 @@ def _read_or_explain(path: Path, read: Callable[[Path], Any]) -> Any:
         return read(path)
     except (ImportError, UntrustedFile):
         raise
-    except Exception as error:  # a damaged file can fail anywhere in its reader
+    except Exception as error:  # readers raise any kind of error on damaged files
         first_line = str(error).partition("\n")[0][:200]
         raise InputError(
-            f"{path} is damaged or is no file of weights ({type(error).__name__}: {first_line}): {_AGAIN}"
+            f"{path} is damaged or not a weight file ({type(error).__name__}: {first_line}): {_AGAIN}"
         ) from error
 
 
@@ -85,7 +85,7 @@ def flatten(content: Mapping[Any, Any]) -> dict[str, Tensor]:
     """Flatten a nested mapping of tensors; join its keys by slashes.
 
     Raises:
-        ValueError: the mapping holds itself, or is nested very deep.
+        ValueError: the mapping contains itself, or is nested too deeply.
 
     Example:
         >>> list(flatten({"teacher": {"norm.weight": torch.ones(2)}, "epoch": 3}))
@@ -96,8 +96,8 @@ def flatten(content: Mapping[Any, Any]) -> dict[str, Tensor]:
     def descend(value: Any, path: str) -> None:
         if path.count("/") > _DEEPEST:
             raise InputError(
-                f"the file holds itself, or is nested more than {_DEEPEST} levels deep, at {path[:60]}...: save only "
-                "its state dict"
+                f"the file contains itself or is nested more than {_DEEPEST} levels deep, at {path[:60]}...: save only "
+                "the state dict"
             )
         if isinstance(value, Tensor):
             found[path] = value
@@ -118,42 +118,42 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read an object from a JSON file.
 
     Raises:
-        ValueError: the file is damaged or holds no object.
+        ValueError: the file is damaged or does not contain an object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InputError(f"{path} is damaged ({error}): {_AGAIN}") from error
     if not isinstance(content, dict):
-        raise InputError(f"{path} holds a {type(content).__name__}, expected an object")
+        raise InputError(f"{path} contains a {type(content).__name__}, expected an object")
     return content
 
 
 class UntrustedFile(InputError):
-    """A file that needs to run code to be read, which is not allowed or not possible."""
+    """Reading the file would run code, which is not allowed or not possible."""
 
 
 def _refuse_text(path: Path, start: bytes) -> None:
-    # safetensors and zip files have zeros near their start; msgpack and pickle start as no UTF-8 does.
+    # safetensors and zip files have zeros near their start; msgpack and pickle do not start with valid UTF-8.
     text = start.lstrip(b"\xef\xbb\xbf \t\r\n")
     if re.match(rb"(?i)<(!doctype|html|head|\?xml|error)", text):
         raise InputError(
-            f"{path} is a web page, probably of an error or a login, and no file of weights: download it again, "
-            "from the address that the page itself links to"
+            f"{path} is a web page, probably an error or login page, not a weight file: download the file "
+            "from the address to which the page links"
         )
     if text.startswith(b"version https://git-lfs"):
-        raise InputError(f"{path} is a pointer of Git LFS and not the file it stands for: fetch it with git lfs pull")
+        raise InputError(f"{path} is a Git LFS pointer, not the file itself: fetch it with git lfs pull")
     if _is_text(start):
-        raise InputError(f"{path} is a text file and no file of weights: {_AGAIN}")
+        raise InputError(f"{path} is a text file, not a weight file: {_AGAIN}")
 
 
 def _refuse_archives(path: Path, start: bytes) -> None:
-    """Refuse archives that contain a file of weights; PyTorch's own files are zip files, its oldest ones tar files."""
+    """Reject archives that contain a weight file; PyTorch's own files are zip files, its oldest ones tar files."""
     for magic, (kind, program) in _ARCHIVES.items():
         if start.startswith(magic):
-            raise InputError(f"{path} is a {kind} archive: unpack it ({program}), and give the file of weights in it")
+            raise InputError(f"{path} is a {kind} archive: unpack it ({program}), and use the weight file in it")
     if start.startswith(b"\x89HDF\r\n"):
-        raise InputError(f"{path} is an HDF5 file, as Keras writes it: save its arrays as .npz (numpy.savez)")
+        raise InputError(f"{path} is an HDF5 file (Keras): save its arrays as .npz (numpy.savez)")
     inside: list[str] = []
     if start[:4] == b"PK\x03\x04" and zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
@@ -163,7 +163,7 @@ def _refuse_archives(path: Path, start: bytes) -> None:
             inside = archive.getnames()
     files = [name for name in inside if re.search(r"\.(pth|pt|pkl|ckpt|bin|safetensors)$", name)]
     if files and not any(name.endswith("data.pkl") for name in inside):
-        raise InputError(f"{path} is an archive that holds {files[0]}: unpack it, and give that file")
+        raise InputError(f"{path} is an archive that contains {files[0]}: unpack it, and use that file")
 
 
 _ARCHIVES = {
@@ -178,7 +178,7 @@ _ARCHIVES = {
 
 def _is_text(start: bytes) -> bool:
     try:
-        text = codecs.getincrementaldecoder("utf-8-sig")().decode(start)  # its last character may be cut off
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(start)  # the last character may be incomplete
     except UnicodeDecodeError:
         return False
     return all(character.isprintable() or character.isspace() for character in text)
@@ -190,13 +190,13 @@ def _reader(path: Path, start: bytes) -> Any:
             with zipfile.ZipFile(path) as archive:
                 names = archive.namelist()
         except zipfile.BadZipFile as error:
-            raise InputError(f"{path} is cut off or damaged ({error}): {_AGAIN}") from error
+            raise InputError(f"{path} is truncated or damaged ({error}): {_AGAIN}") from error
         if any("/code/" in name for name in names):
-            raise InputError(f"{path} is a TorchScript program and no file of weights: save its module's state dict")
+            raise InputError(f"{path} is a TorchScript program, not a weight file: save its module's state dict")
         return _read_numpy if all(name.endswith(".npy") for name in names) else _read_torch
     if len(start) > 8 and start[8:9] == b"{":
         return safetensors.torch.load_file
-    # A msgpack mapping; 0x80 alone would be an empty one, and is how pickles start.
+    # A msgpack mapping; 0x80 would be an empty one, but pickles start with it.
     if 0x81 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF):
         return _read_flax
     return _read_torch
@@ -208,12 +208,12 @@ def _read_torch(path: Path, *, trust: bool) -> Any:
             return _load(path, pickle, _is_torch(path))
         except ModuleNotFoundError as error:
             raise UntrustedFile(
-                f"{path} holds objects of {error.name}, which is not installed: install it, or save only the file's "
-                "state dict where it is"
+                f"{path} contains objects of {error.name}, which is not installed: install it, or save only the file's "
+                "state dict where it is installed"
             ) from error
     is_torch = _is_torch(path)
     if is_torch:
-        # PyTorch's own safe reader knows more kinds of tensors, ours more of what lies beside them.
+        # PyTorch's safe reader supports more kinds of tensors, ours more kinds of other objects.
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected pickle protocol")
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -224,8 +224,8 @@ def _read_torch(path: Path, *, trust: bool) -> Any:
         _refuse_shards(path, names)
         listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
         raise UntrustedFile(
-            f"{path} holds Python objects beside its tensors ({listed}) and is not read, because that could run code "
-            "in it: if you trust its maker, allow it with --trust (trust=True in Python), or save only its state dict"
+            f"{path} contains Python objects besides tensors ({listed}), and reading them could run code: "
+            "if you trust its source, allow it with --trust (trust=True in Python), or save only its state dict"
         ) from error
 
 
@@ -242,7 +242,7 @@ def _load(path: Path, pickle_module: Any, is_torch: bool) -> Any:
     if not is_torch:
         with path.open("rb") as file:
             return pickle_module.Unpickler(file, encoding="latin1").load()
-    # Mapped, so that of a training checkpoint only the network that is used comes into memory. Older files cannot be.
+    # Memory-mapped, so that only the network in use is read from a training checkpoint. Older files do not allow it.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected pickle protocol")
         return torch.load(
@@ -251,7 +251,7 @@ def _load(path: Path, pickle_module: Any, is_torch: bool) -> Any:
 
 
 def _refuse_shards(path: Path, names: Sequence[str]) -> None:
-    """Refuse sharded tensors, in which one rank of FSDP training saves its part of a network."""
+    """Reject sharded tensors, in which each rank of FSDP training saves its part of a network."""
     if not any("_shard." in name or ".distributed.tensor" in name or "DTensor" in name for name in names):
         return
     raise UntrustedFile(f"{path} {SHARD}")

@@ -1,7 +1,7 @@
-"""Finding a network in a file of weights by its keys alone, and accounting for every other tensor.
+"""Find a network in a weight file by its keys, and account for every other tensor.
 
-Tensors of the network that no rule explains are an error, because a network without them computes something else.
-Tensors beside it (heads, decoders, optimiser states, metrics) are left out, and listed.
+Tensors of the network that match no rule are an error, because the network would compute something else without them.
+Other tensors (heads, decoders, optimiser states, metrics) are ignored and listed.
 """
 
 import re
@@ -33,31 +33,31 @@ from cribo.models.positions import Resizing
 
 NetworkName = Literal["teacher", "student"]
 
-# Names of a network that is the one to evaluate.
+# Names of the network to evaluate.
 _TEACHER_LIKE = r"(^|[./_])(teacher|ema|model_ema|ema_params|momentum\w*|target\w*)([./_]|$)"
 _WRAPPERS = r"(^|[./])(?:(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.)+"
 _LISTED = 8
-_USED, _BESIDE, _IGNORED = "", "not of the network", "ignored as asked"
+_USED, _BESIDE, _IGNORED = "", "not of the network", "ignored by request"
 
 
 @dataclass(frozen=True)
 class Recognised:
-    """The network that was found in a file, under timm's names.
+    """Network found in a file, under timm's names.
 
     Attributes:
-        format: name of the project, or of the naming where the file holds one network and nothing else.
-        network: the one that was taken; None where the file holds only one.
-        part: its prefix in the file.
-        state: its tensors under timm's names.
-        used: the keys of the file that were used.
-        dropped: the keys of the file that were left out, by group.
-        num_heads: attention heads, where the file shows them.
-        expected: what the weights expect of network and images.
-        rope_periods: of DINOv3's rotary embedding, where the file holds them.
-        positions: how its training resizes the position embedding, where its configuration says so.
-        output_stride: of a ResNet, where its training says it: 8, 16 or 32.
-        numerics: all of what the weights expect of the network, where their description says it.
-        notes: what a user should know.
+        format: name of the project, or of the naming if the file contains only one network.
+        network: the network that was chosen; None if the file contains only one.
+        part: prefix of the network's keys in the file.
+        state: the network's tensors under timm's names.
+        used: keys of the file that were used.
+        dropped: keys of the file that were ignored, by group.
+        num_heads: number of attention heads, if the file shows it.
+        expected: numerics and images that the weights expect.
+        rope_periods: periods of DINOv3's rotary embedding, if in the file.
+        positions: resizing of the position embedding in training, if configured.
+        output_stride: output stride of a ResNet, if known from its training: 8, 16 or 32.
+        numerics: complete numerics, if in the weights' description.
+        notes: notes for the user.
     """
 
     format: str
@@ -83,37 +83,37 @@ def recognise(
     backbone: Backbone | None = None,
     ignore: Sequence[str] = (),
 ) -> Recognised:
-    """Find a network in a file, account for every key, and give the network's tensors timm's names.
+    """Find a network in a file, account for every key, and rename the network's tensors to timm's names.
 
     Args:
-        tensors: every tensor of the file, by path (`reading.flatten`).
-        source: names the file in errors.
-        network: of a teacher and a student, the one to take. A file without a teacher gives its student.
-        backbone: the one that the weights are for, where it is known: keys that it has keep their name, and a file
-            of no known naming is assumed to be its own.
-        ignore: patterns of keys to leave out.
+        tensors: all tensors of the file, by path (`reading.flatten`).
+        source: name of the file in error messages.
+        network: `teacher` or `student`. The student is used if the file has no teacher.
+        backbone: the backbone for the weights, if known: keys that it has keep their name, and a file of unknown
+            naming is assumed to have its names.
+        ignore: patterns of keys to ignore.
 
     Raises:
-        ValueError: no format fits, the file holds several networks of which none is named as the teacher, or it has
-            no network of the kind that was asked for.
+        ValueError: no format matches, the file contains several networks without a recognisable teacher, or it does
+            not contain the requested network.
     """
     if network not in get_args(NetworkName):
         raise InputError(f"network must be one of {', '.join(get_args(NetworkName))}, got {network!r}")
     own = dict.fromkeys(backbone.model.state_dict()) if backbone is not None else {}
-    # Wrappers of parallel training and compilation stand anywhere in a key and say nothing.
+    # Prefixes of parallel training and compilation can occur anywhere in a key.
     originals = {re.sub(_WRAPPERS, r"\1", key): key for key in tensors}
     if len(originals) < len(tensors):
         twice = set(tensors) - set(originals.values())
-        raise InputError(f"{source} has keys that differ only in the prefixes of wrappers: {first_keys(sorted(twice))}")
+        raise InputError(f"{source} contains keys that differ only in wrapper prefixes: {first_keys(sorted(twice))}")
     for pattern, reason in REFUSED:
         if any(re.search(pattern, key) for key in originals):
             raise InputError(f"{source} {reason}")
     project = next((project for project in PROJECTS if _shows(project.signs, originals)), None)
     found = _networks(originals, own)
     if not found:
-        like = f", though its other keys are those of {project.name}" if project else ""
+        like = f", although its other keys match {project.name}" if project else ""
         raise InputError(
-            f"{source} holds no network in a known format{like}; its first keys are "
+            f"{source} contains no network in a known format{like}; its first keys are "
             f"{first_keys(originals) or 'none'}: give the timm name of its architecture, if it has one"
         )
     prefix, taken = _choose(found, project, network, source)
@@ -133,9 +133,9 @@ def recognise(
         try:
             state = naming.rename(state)
             state = project.adapt(state) if project else state
-        except Exception as error:  # of tensors that are missing or have shapes that no network has
+        except Exception as error:  # of missing tensors or impossible shapes
             raise InputError(
-                f"{source} holds no whole network of {naming.name} ({type(error).__name__}: {error})"
+                f"{source} does not contain a complete network of {naming.name} ({type(error).__name__}: {error})"
             ) from error
     periods = state.pop("rope_embed.periods", None)
     return Recognised(
@@ -156,13 +156,13 @@ def recognise(
 
 
 def first_keys(keys: Iterable[str]) -> str:
-    """The first few keys, for an error message."""
+    """Return the first few keys, for an error message."""
     keys = list(keys)
     return ", ".join(keys[:_LISTED]) + (", ..." if len(keys) > _LISTED else "")
 
 
 def required_keys(backbone: Backbone) -> set[str]:
-    """The keys that weights must have: old files lack the counters of batch norms, and heads are not read."""
+    """Return the keys that weights must have: old files lack batch norm counters, and heads are not read."""
     return {
         key
         for key in backbone.model.state_dict()
@@ -175,8 +175,8 @@ def _shows(signs: Iterable[str], keys: Iterable[str]) -> bool:
 
 
 def _networks(keys: Collection[str], own: Collection[str]) -> dict[str, Naming]:
-    """The networks in a file: the prefix of each, and how its tensors are named."""
-    keys = [key for key in keys if not re.search(TRAINING, key)]  # optimisers keep copies of every weight
+    """Return the naming of each network in a file, by prefix."""
+    keys = [key for key in keys if not re.search(TRAINING, key)]  # optimisers store copies of every weight
     found: dict[str, Naming] = {}
     for naming in NAMINGS:
         for prefix in _prefixes(naming.anchor, keys):
@@ -191,7 +191,7 @@ def _networks(keys: Collection[str], own: Collection[str]) -> dict[str, Naming]:
     if fitting:
         most = max(fitting.values())
         return dict.fromkeys((prefix for prefix, count in fitting.items() if count == most), OWN)
-    # Names of another library, which timm may know how to read; they lie under one key or none.
+    # Names of another library, which timm may be able to read; they are under one key or none.
     containers = {key.partition("/")[0] + "/" for key in keys if "/" in key}
     return dict.fromkeys(containers if len(containers) == 1 else {""}, OWN) if keys else {}
 
@@ -204,7 +204,7 @@ def _prefixes(anchor: str, keys: Iterable[str]) -> list[str]:
 def _choose(
     found: Mapping[str, Naming], project: Project | None, network: NetworkName, source: str
 ) -> tuple[str, NetworkName | None]:
-    """The prefix of the network to take, and which of the two it is."""
+    """Return the prefix of the network to use, and its kind."""
     if project is not None:
         roles: dict[NetworkName, str | None] = {"teacher": project.teacher, "student": project.student}
         by_role = {
@@ -216,17 +216,15 @@ def _choose(
         by_role = {"teacher": teachers, "student": [prefix for prefix in found if prefix not in teachers]}
     named = ", ".join(repr(prefix) for prefix in found)
     if len(found) == 1 and network == "student" and not any("student" in prefix for prefix in by_role["student"]):
-        raise InputError(
-            f"{source} holds one network, under the prefix {named}, and no student: leave network as it is"
-        )
+        raise InputError(f"{source} contains one network, under the prefix {named}, and no student: do not set network")
     if len(by_role[network]) == 1:
         is_only = len(found) == 1 and (project is None or project.student is None)
         return by_role[network][0], None if is_only else network
     if network == "teacher" and not by_role["teacher"] and len(by_role["student"]) == 1:
         return by_role["student"][0], None if project is None else "student"
     raise InputError(
-        f"{source} holds several networks and does not say which is the {network}: under the prefixes {named}; save "
-        "the one you want in a file of its own"
+        f"{source} contains several networks, under the prefixes {named}, none marked as the {network}: save "
+        "the one to use in a separate file"
     )
 
 
@@ -238,10 +236,10 @@ def _group(
     own: Collection[str],
     tensor: Tensor,
 ) -> str:
-    """What a key belongs to: the network that is taken, or a group that is left out."""
+    """Return the group of a key: the network in use, or a group that is ignored."""
     if re.search(TRAINING, key):
         return "training state"
-    # One prefix may begin with another: the longer one names the network.
+    # Prefixes may be nested: the longest one determines the network.
     owner = max((each for each in found if key.startswith(each)), key=len, default=None)
     if owner is not None and owner != prefix:
         roles: dict[str, str | None] = {"student": None, "teacher": None}
@@ -256,7 +254,7 @@ def _group(
         return _USED
     if group := _first_match(found[prefix].dropped, inner) or _first_match((*rules, METRICS), key):
         return group
-    # A network lies in one container of a nested file; numbers beside it, such as a best score, are no part of it.
+    # A network is in one container of a nested file; scalars beside it, such as a best score, are not part of it.
     if ("/" in inner and not found[prefix].is_nested) or (tensor.ndim == 0 and "num_batches_tracked" not in key):
         return _first_match(BESIDE, key) or _BESIDE
     return _USED
@@ -271,8 +269,8 @@ def _first_match(rules: Rules, key: str) -> str | None:
 
 def _notes(expected: Expected, taken: NetworkName | None, network: NetworkName, beside: Sequence[str]) -> Iterator[str]:
     if taken is not None and taken != network:
-        yield f"the file holds no {network}, so its {taken} was taken"
+        yield f"the file contains no {network}: using its {taken}"
     if expected.note:
         yield expected.note
     if beside:
-        yield f"ignored {len(beside)} tensors that are not of the network: {first_keys(beside)}"
+        yield f"ignored {len(beside)} tensors that do not belong to the network: {first_keys(beside)}"

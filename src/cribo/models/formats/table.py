@@ -1,11 +1,11 @@
-"""The formats of other projects' weights: a row for each project and for each way of naming a network's tensors.
+"""Formats of other projects' weights: one row per project and per naming of a network's tensors.
 
-A file is recognised by its keys alone. A `Project` says which networks its files hold under which prefixes, and what is
-stored beside them; a `Naming` says how the tensors of one network are named. What the weights expect (normalisation,
-epsilon, resizing of positions) is taken from the project first, and then from the naming.
+A file is recognised by its keys only. A `Project` describes the networks and other tensors in its files, with their
+prefixes; a `Naming` describes the names of one network's tensors. What the weights expect (normalisation, epsilon,
+resizing of positions) comes from the project first, then from the naming.
 
-Facts are from each project's public repository, named in its row. To add one: a row here, a function in `naming` where
-its names are new, and a case in tests/models/formats.
+Facts are from each project's public repository, given in its row. To add a format: a row here, a function in `naming`
+if its names are new, and a case in tests/models/formats.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from cribo.models.formats.naming import State
 from cribo.models.positions import RelativeResizing, Resizing, Windows
 
 Rules = tuple[tuple[str, str], ...]
-"""(group, pattern): keys that match belong to the group and are left out."""
+"""(group, pattern): matching keys belong to the group and are ignored."""
 
 HALF = (0.5, 0.5, 0.5)
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -25,21 +25,21 @@ _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.2613
 
 @dataclass(frozen=True)
 class Expected:
-    """What weights expect of a network and its images; None: timm's own, ImageNet's.
+    """Numerics and images that weights expect; None means timm's values, or ImageNet's normalisation.
 
     Attributes:
         norm_eps: epsilon of the layer norms.
-        final_norm_eps: epsilon of the last one, where it differs.
+        final_norm_eps: epsilon of the last norm, if different.
         mean, std: normalisation of images.
         act_layer: activation of the MLPs, by timm's name.
-        assumed_act_layer: the same, where the project has several and files do not show which.
-        positions: how the position embedding is resized.
-        rope_coordinates: how DINOv3's rotary embedding scales places (`Numerics`).
-        heads: attention heads by width, where they are not the usual ones.
+        assumed_act_layer: activation to assume if the project has several and files do not show it.
+        positions: see `Numerics`.
+        rope_coordinates: see `Numerics`.
+        heads: number of attention heads by width, if unusual.
         dilate_entries: see `Numerics`.
-        windows: how Swin pads and shifts its windows.
-        relative_positions: how the position biases of BEiT are resized.
-        note: what a user should know.
+        windows: see `Numerics`.
+        relative_positions: see `Numerics`.
+        note: note for the user.
     """
 
     norm_eps: float | None = None
@@ -57,22 +57,22 @@ class Expected:
     note: str | None = None
 
     def over(self, other: "Expected") -> "Expected":
-        """This, with the other's values where this has none."""
+        """Return these values, with the other's where None."""
         return replace(other, **{name: value for name, value in vars(self).items() if value not in (None, {})})
 
 
 @dataclass(frozen=True)
 class Project:
-    """Which networks a project's file holds, and what is stored beside them.
+    """Networks and other tensors in a project's files.
 
     Attributes:
-        name: for people.
-        source: its public repository.
-        signs: patterns, each of which some key of the file matches.
-        teacher, student: patterns of the prefixes of the two networks; None: it has no such network.
-        dropped: keys outside of the network, in addition to `BESIDE`.
+        name: display name.
+        source: public repository.
+        signs: patterns, each of which must match some key of the file.
+        teacher, student: patterns of the prefixes of the two networks; None if the project has no such network.
+        dropped: rules for keys outside the network, in addition to `BESIDE`.
         expected: see `Expected`.
-        adapt: changes a network's tensors, under timm's names, where the project uses them in a way of its own.
+        adapt: function that changes a network's tensors, under timm's names, if the project uses them differently.
     """
 
     name: str
@@ -87,17 +87,17 @@ class Project:
 
 @dataclass(frozen=True)
 class Naming:
-    """How the tensors of one network are named.
+    """Names of one network's tensors.
 
     Attributes:
-        name: for people.
-        source: where these names are defined.
+        name: display name.
+        source: code that defines the names.
         anchor: pattern of a key that each network of this naming has exactly once.
-        needs: patterns, each of which some key of the network matches.
-        rename: gives the network's tensors timm's names.
-        dropped: keys within the network that are left out.
-        count_heads: reads the attention heads off the network's tensors, where these show them.
-        is_nested: whether the keys of one network have slashes, as Flax's do.
+        needs: patterns, each of which must match some key of the network.
+        rename: function that renames the network's tensors to timm's names.
+        dropped: rules for keys of the network that are ignored.
+        count_heads: function that returns the number of attention heads, if the tensors show it.
+        is_nested: whether the keys of one network contain slashes, as in Flax.
         expected: see `Expected`.
     """
 
@@ -116,10 +116,10 @@ TRAINING = (
     r"^(optim\w*|\w*sched\w*|\w*scaler\w*|amp|loops|callbacks|opt_state|rng\w*|meta\w*|message_hub|hyper_parameters|"
     r"args|config|global_step|step|iteration|epoch|ema_state|state)(/|$)"
 )
-"""Keys of the state of a training, in any project."""
+"""Keys of training state, in any project."""
 
 METRICS = ("metric", r"(^|[./])(best_\w+|\w*acc[15]?|\w*miou\w*|class_weights?|\w*metrics?|n_averaged)([./]|$)")
-"""Numbers about a training, wherever they are stored."""
+"""Keys of training statistics, anywhere in a file."""
 
 BESIDE: Rules = (
     (
@@ -139,31 +139,31 @@ BESIDE: Rules = (
         r"(\.\d+)?([./]|$)",
     ),
 )
-"""What many projects store beside their networks; patterns of whole keys."""
+"""Tensors that many projects store beside their networks; patterns match whole keys."""
 
 SHARD = (
-    "holds one rank's part of a network that was trained in shards (FSDP): give the whole network, such as the "
+    "contains one rank's part of a sharded network (FSDP): use the whole network, such as the "
     "eval/training_<step>/teacher_checkpoint.pth of DINOv2 and DINOv3, or a folder of torch.distributed.checkpoint"
 )
 REFUSED: tuple[tuple[str, str], ...] = (
     (r"(^|[./])_?flat_params?(_\d+)?$|\.parametrizations\.\w+\.original$", SHARD),
     (
         r"(^|[./])patch_generator\.embedder\.weight$",
-        "is of RADIO, which crops its positions to the image's form: load timm's copy by name, such as "
+        "is a RADIO checkpoint; it crops its positions to the image's aspect ratio: load timm's copy by name, such as "
         "vit_large_patch16_radio_v3.c_radio",
     ),
     (
         r"^visual_model\.head\.|^(text_model\.)?backbone\.token_embedding\.",
-        "is of dino.txt, which stores its vision head and its text encoder without the image network: give the "
+        "is a dino.txt checkpoint, with vision head and text encoder but without the image network: use the "
         "weights of the DINOv2 or DINOv3 network that it was trained with",
     ),
     (
         r"(^|/)res2_0_branch2a_w$",
-        "is a network of Caffe2, whose strides lie in the first convolution of a block; no network of timm has that, "
-        "so that features could not be the same",
+        "is a Caffe2 network, with strides in the first convolution of a block; no network of timm has them there, "
+        "so features would differ",
     ),
 )
-"""Files that are known and cannot be loaded: a pattern of a key that only they have, and why. Sources:
+"""Known files that cannot be loaded: a pattern of a distinctive key, and the reason. Sources:
 github.com/NVlabs/RADIO, github.com/facebookresearch/dinov2 (`hub/dinotxt.py`), github.com/facebookresearch/detectron2
 (`checkpoint/c2_model_loading.py`), github.com/facebookresearch/capi (`fsdp.py`)."""
 
@@ -178,7 +178,7 @@ _TOWER_PROJECTS: tuple[Project, ...] = (
         teacher=r"([\w/]+/)?encoder\.",
         expected=Expected(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), note=""),
     ),
-    # The state of its TorchScript archives; once loaded into a module of its own, it is as open_clip's.
+    # The state of its TorchScript archives; once loaded into its own module, it has open_clip's format.
     Project(
         "OpenAI CLIP",
         "github.com/openai/CLIP (clip/model.py)",
@@ -187,7 +187,7 @@ _TOWER_PROJECTS: tuple[Project, ...] = (
         dropped=(("text encoder", r"(^|/)(input_resolution|context_length|vocab_size)$"),),
         expected=Expected(act_layer="quick_gelu"),
     ),
-    # SigLIP's loss has a bias beside its temperature.
+    # SigLIP's loss has a bias in addition to its temperature.
     Project(
         "open_clip SigLIP, tower of timm",
         "github.com/mlfoundations/open_clip (timm_model.py)",
@@ -261,7 +261,7 @@ PROJECTS: tuple[Project, ...] = (
         signs=(r"(^|/)(momentum|base)_encoder\.", r"(^|/)(predictor|momentum_encoder)\."),
         teacher=r"(\w+/)?momentum_encoder\.",
         student=r"(\w+/)?base_encoder\.",
-        # Its ViT-S has 12 heads of 32 channels, where every other ViT-S has 6. It takes no images of another size.
+        # Its ViT-S has 12 heads of 32 channels; every other ViT-S has 6. It supports a single image size.
         expected=Expected(heads={384: 12}, positions="timm"),
     ),
     Project(
@@ -317,7 +317,7 @@ PROJECTS: tuple[Project, ...] = (
         dropped=(("metric", r"(^|[./])\w*miou\w*\."),),
         expected=_OFFSET,
     ),
-    # With its mask transformer or its linear decoder; its encoder keeps a classifier head.
+    # With mask transformer or linear decoder; the encoder keeps a classifier head.
     Project(
         "Segmenter",
         "github.com/rstrudel/segmenter",
@@ -329,7 +329,7 @@ PROJECTS: tuple[Project, ...] = (
         teacher=r"(\w+/)?encoder\.",
         expected=Expected(norm_eps=1e-5, mean=HALF, std=HALF, positions="bilinear"),
     ),
-    # Its mask transformer keeps class embeddings; the networks it is trained from expect images of mean 0.5.
+    # Its mask transformer has class embeddings; its initial networks expect images of mean 0.5.
     Project(
         "MMSegmentation Segmenter",
         "github.com/open-mmlab/mmsegmentation",
@@ -337,7 +337,7 @@ PROJECTS: tuple[Project, ...] = (
         teacher=r"(\w+/)?backbone\.",
         expected=Expected(mean=HALF, std=HALF),
     ),
-    # Its blocks never see [CLS] (`with_cls_token=False` in configs/_base_/models/setr_mla.py).
+    # Its blocks never read [CLS] (`with_cls_token=False` in configs/_base_/models/setr_mla.py).
     Project(
         "MMSegmentation SETR-MLA",
         "github.com/open-mmlab/mmsegmentation",
@@ -353,7 +353,7 @@ PROJECTS: tuple[Project, ...] = (
         teacher=r"(\w+/)?backbone\.",
         expected=Expected(positions="bilinear"),
     ),
-    # Its configuration leaves the norms' epsilon to mmcv (configs/_base_/models/dpt_vit-b16.py).
+    # Its norms have mmcv's default epsilon (configs/_base_/models/dpt_vit-b16.py).
     Project(
         "MMSegmentation DPT",
         "github.com/open-mmlab/mmsegmentation",
@@ -368,7 +368,7 @@ PROJECTS: tuple[Project, ...] = (
         teacher=r"(\w+/)?backbone\.",
         dropped=(("decoder", r"^(\w+/)?backbone\.fpn\d\."),),
     ),
-    # Checkpoints of its own trainings. Networks converted for it have bare names and are recognised by the naming.
+    # Checkpoints of its trainings. Networks converted for it have bare names and are recognised by their naming.
     Project(
         "detectron2",
         _DETECTRON2,
@@ -397,12 +397,12 @@ PROJECTS: tuple[Project, ...] = (
 )
 
 _MASK: Rules = (("mask token", r"^(mask_token|masked_embed|embeddings\.mask_token)$"),)
-# The head of a network that is kept with it.
+# A head stored with its network.
 _HEAD: Rules = (
     ("head", r"^(\w*head\w*|fc|classifier|pooler|pre_logits|projection_head|projector|predictor|prototypes)[./]"),
     ("head", r"^(head|fc)\d*[./]"),
 )
-# Decoders whose tensors are named as siblings of the encoder's.
+# Decoders at the same level as the encoder.
 _DECODER: Rules = (("decoder", r"^decoder_\w+([./]|$)"),)
 
 _RESNET_HEAD = ("head", r"^(fc\w*|head\w*|projector|projection_head|prototypes)\.")
@@ -420,9 +420,8 @@ _DINOV3 = Naming(
     dropped=(*_MASK, *_HEAD, ("norm of local crops", r"^local_cls_norm\.")),
     count_heads=naming.count_heads_of_dinov3,
 )
-# Weights do not show whether they were trained on web or on satellite images, which are normalised differently. Among
-# the released ones, the ViT-L of satellite images and both ViT-7B have a norm of local crops, and only the ViT-7B has
-# no bias in its attention.
+# Weights do not show whether they were trained on web or satellite images, which are normalised differently. Among the
+# released ones, the satellite ViT-L and both ViT-7B have a norm of local crops, and only ViT-7B has no attention bias.
 _DINOV3_SATELLITE = replace(
     _DINOV3,
     name="DINOv3 SAT-493M",
@@ -430,25 +429,25 @@ _DINOV3_SATELLITE = replace(
     expected=Expected(
         mean=(0.430, 0.411, 0.296),
         std=(0.213, 0.156, 0.143),
-        note="took the normalisation of satellite images: the only released weights of this form are for them",
+        note="assumed the normalisation of satellite images, for which all released weights of this form are",
     ),
 )
 _DINOV3_EITHER = replace(
     _DINOV3,
     needs=(*_DINOV3.needs, r"^local_cls_norm\."),
     expected=Expected(
-        note="took ImageNet's normalisation; if these are the weights for satellite images (SAT-493M), load timm's "
+        note="assumed ImageNet's normalisation; if these are the weights for satellite images (SAT-493M), load timm's "
         "copy by name instead"
     ),
 )
 
-# Image towers that were trained with a text tower.
+# Image towers trained with a text tower.
 _CLIP = Expected(norm_eps=1e-5, mean=_CLIP_MEAN, std=_CLIP_STD)
 _SIGLIP = Expected(norm_eps=1e-6, mean=HALF, std=HALF)
 _HF_TOWER = r"embeddings\.patch_embedding\.weight"
 _BUFFERS: Rules = (("buffer", r"(^|\.)(position_ids|relative_position_index|relative_coords_table|attn_mask)$"),)
 _TOWERS: tuple[Naming, ...] = (
-    # Its default activation is GELU; weights of OpenAI, DFN and MetaCLIP have configurations with quick_gelu.
+    # The default activation is GELU; weights of OpenAI, DFN and MetaCLIP have configurations with quick_gelu.
     Naming(
         "open_clip",
         "github.com/mlfoundations/open_clip (transformer.py; pos_embed.py resizes as timm does)",
@@ -469,7 +468,7 @@ _TOWERS: tuple[Naming, ...] = (
             _CLIP,
             assumed_act_layer="quick_gelu",
             positions="bicubic",
-            note="tokens are after the final norm (post_layernorm), last_hidden_state of transformers is before it",
+            note="tokens are after the final norm (post_layernorm); last_hidden_state of transformers is before it",
         ),
     ),
     Naming(
@@ -491,7 +490,7 @@ _TOWERS: tuple[Naming, ...] = (
         dropped=_HEAD,
         expected=replace(_SIGLIP, assumed_act_layer="gelu"),
     ),
-    # timm has networks with both activations under one naming, so none is assumed.
+    # timm has networks of both activations with this naming, so none is assumed.
     Naming(
         "timm CLIP",
         "github.com/huggingface/pytorch-image-models (vision_transformer.py)",
@@ -522,7 +521,7 @@ _PYRAMIDS: tuple[Naming, ...] = (
         naming.from_huggingface_convnext,
         needs=(r"^encoder\.stages\.0\.layers\.0\.dwconv\.weight$",),
         dropped=_HEAD,
-        # Its configuration speaks of the last norm only.
+        # Its configuration specifies the last norm only.
         expected=Expected(norm_eps=1e-6, final_norm_eps=1e-12),
     ),
     Naming(
@@ -574,10 +573,10 @@ _HF_BEIT = Expected(
     std=HALF,
     positions="bicubic",
     relative_positions="bilinear",
-    note="tokens are after the last norm; where it is the pooler's, last_hidden_state of transformers is before it",
+    note="tokens are after the last norm; if it is the pooler's, last_hidden_state of transformers is before it",
 )
 _BEITS: tuple[Naming, ...] = (
-    # Its fine-tuning resizes both kinds of positions when it loads weights; its networks take images of one size.
+    # Its fine-tuning resizes both kinds of positions when loading weights; its networks support a single image size.
     Naming(
         "BEiT",
         "github.com/microsoft/unilm/tree/master/beit (modeling_finetune.py, run_class_finetuning.py)",
@@ -592,7 +591,7 @@ _BEITS: tuple[Naming, ...] = (
             std=HALF,
             positions="bicubic",
             relative_positions="geometric_spline",
-            note="took a mean of 0.5 for images, as BEiT has; BEiT v2 and the fine-tuned networks of SimMIM have "
+            note="assumed an image mean of 0.5, as in BEiT; BEiT v2 and the fine-tuned networks of SimMIM have "
             "ImageNet's",
         ),
     ),
@@ -764,4 +763,4 @@ NAMINGS: tuple[Naming, ...] = (
 )
 
 OWN = Naming("timm", "", "", naming.unchanged, dropped=(*_MASK, *_HEAD, *_DECODER), is_nested=True)
-"""The names of timm, for networks that are built before their weights are read."""
+"""Timm's names, for networks built before their weights are read."""

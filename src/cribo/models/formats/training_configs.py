@@ -1,4 +1,4 @@
-"""Configurations of training runs, inside a checkpoint, beside it or in a folder above it."""
+"""Configurations of training runs, in a checkpoint, in its folder or in a folder above it."""
 
 import re
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from cribo.models.positions import Resizing
 
 
 class PlainYamlLoader(yaml.SafeLoader):
-    """Plain data and tuples, which Segmenter's files hold; any other tag of Python is refused."""
+    """Loader of plain data and tuples, which Segmenter's files contain; rejects all other Python tags."""
 
 
 PlainYamlLoader.add_constructor("tag:yaml.org,2002:python/tuple", yaml.SafeLoader.construct_yaml_seq)
@@ -34,8 +34,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def expecting(recognised: Recognised, *notes: str, **values: Any) -> Recognised:
-    """Replace expectations, and put notes before the existing ones."""
+def with_expected(recognised: Recognised, *notes: str, **values: Any) -> Recognised:
+    """Replace values of `expected`, and prepend notes."""
     expected = Expected(**values).over(recognised.expected)
     return replace(recognised, expected=expected, notes=(*notes, *recognised.notes))
 
@@ -51,15 +51,15 @@ _RESIZINGS: dict[tuple[bool, bool], Resizing] = {  # antialiased, with an offset
 }
 
 
-def as_trained_by_dino(recognised: Recognised, path: Path) -> Recognised:
+def apply_dino_config(recognised: Recognised, path: Path) -> Recognised:
     """Apply the `config.yaml` that the training of DINOv2 or DINOv3 writes at the top of its folder.
 
-    Its checkpoints lie up to three folders deeper (`eval/training_<step>/teacher_checkpoint.pth`, `ckpt/<step>/`).
+    Checkpoints are up to three folders deeper (`eval/training_<step>/teacher_checkpoint.pth`, `ckpt/<step>/`).
 
     Source: github.com/facebookresearch/dinov2, /dinov3: `configs/ssl_default_config.yaml`.
 
     Raises:
-        ValueError: the configuration asks for arithmetic that cannot be built.
+        ValueError: the configuration has unsupported numerics.
     """
     state = recognised.state
     is_rotary = recognised.rope_periods is not None
@@ -75,10 +75,10 @@ def as_trained_by_dino(recognised: Recognised, path: Path) -> Recognised:
             return _as_configured(recognised, student, content.get("crops") or {}, config)
     if is_rotary and "training" in recognised.format:
         note = (
-            "no config.yaml of its training lies beside or above it: took an epsilon of 1e-5 and rotary coordinates "
-            "that are scaled for each side by itself, as in the released networks"
+            "no config.yaml of its training beside or above it: assumed an epsilon of 1e-5 and rotary coordinates "
+            "scaled for each side separately, as in the released networks"
         )
-        return expecting(recognised, note)
+        return with_expected(recognised, note)
     return recognised
 
 
@@ -90,8 +90,8 @@ def _as_configured(
     if recognised.rope_periods is None:
         how = (bool(student.get("interpolate_antialias", False)), bool(student.get("interpolate_offset", 0.1)))
         if how not in _RESIZINGS:
-            raise InputError(f"{config} resizes positions antialiased and by an offset, which is not supported")
-        return replace(expecting(recognised, note, **values), positions=_RESIZINGS[how])
+            raise InputError(f"{config} resizes positions with antialiasing and an offset, which is not supported")
+        return replace(with_expected(recognised, note, **values), positions=_RESIZINGS[how])
     norm = student.get("norm_layer", "layernorm")
     if norm not in _DINOV3_EPS:
         raise InputError(f"{config} has norm_layer {norm!r}: it must be one of {', '.join(_DINOV3_EPS)}")
@@ -99,14 +99,14 @@ def _as_configured(
     if student.get("pos_embed_rope_dtype", "bf16") != "fp32":
         notes.append("its training computes the rotary embedding in bfloat16; here it is computed in float32")
     coordinates = student.get("pos_embed_rope_normalize_coords", "separate")
-    return expecting(recognised, *notes, norm_eps=_DINOV3_EPS[norm], rope_coordinates=coordinates, **values)
+    return with_expected(recognised, *notes, norm_eps=_DINOV3_EPS[norm], rope_coordinates=coordinates, **values)
 
 
 # ------------------------------------------------------------------------------------------------------- ResNets
 
 
 def named_stride(content: Mapping[str, Any]) -> int | None:
-    """Output stride in the name that a training gave its ResNet, such as resnet50_16s; None without one."""
+    """Return the output stride in the name of a training's ResNet, such as resnet50_16s; None without one."""
     options = content.get("args", content.get("hyper_parameters"))
     options = options if isinstance(options, Mapping) else getattr(options, "__dict__", {})
     arch = content.get("arch", options.get("arch"))
@@ -114,14 +114,14 @@ def named_stride(content: Mapping[str, Any]) -> int | None:
     return int(found[1]) if found else None
 
 
-def as_of_mmsegmentation(recognised: Recognised, content: Mapping[str, Any], path: Path) -> Recognised:
+def apply_mmsegmentation_config(recognised: Recognised, content: Mapping[str, Any], path: Path) -> Recognised:
     """Apply the strides and dilations in the configuration of MMSegmentation, if there is one.
 
     Source: github.com/open-mmlab/mmsegmentation: `models/backbones/resnet.py`, `models/utils/res_layer.py`, where the
     first block of a dilated stage has half of its dilation with `contract_dilation` only.
 
     Raises:
-        ValueError: strides and dilations that no network of timm has.
+        ValueError: timm has no network with these strides and dilations.
     """
     text, source = _mmsegmentation_config(content, path)
     match = re.search(r"backbone=dict\(.*?(?=decode_head|neck=|auxiliary_head|$)", text, flags=re.DOTALL)
@@ -144,48 +144,48 @@ def as_of_mmsegmentation(recognised: Recognised, content: Mapping[str, Any], pat
     if output_stride < 32 and "layer1.0.conv3.weight" not in recognised.state:
         raise InputError(
             f"{path} has a dilated ResNet of basic blocks: MMSegmentation dilates the first convolution of a block, "
-            "timm both, so that features could not be the same"
+            "timm both, so features would differ"
         )
     notes = [] if source is None else [f"strides and dilations are those of {source}"]
     dilates = output_stride < 32 and "contract_dilation=True" not in match[0]
-    return replace(expecting(recognised, *notes, dilate_entries=dilates), output_stride=output_stride)
+    return replace(with_expected(recognised, *notes, dilate_entries=dilates), output_stride=output_stride)
 
 
 def _mmsegmentation_config(content: Mapping[str, Any], path: Path) -> tuple[str, Path | None]:
-    """The Python text of a training's configuration, and the file that MMEngine wrote it to, beside its checkpoints."""
+    """Return the Python text of a training's configuration, and the file beside the checkpoint if it comes from one."""
     meta = content.get("meta")
     kept = [meta.get(key) for key in ("cfg", "config")] if isinstance(meta, Mapping) else []
     if text := next((text for text in kept if isinstance(text, str)), None):
         return text, None
     texts = {file: file.read_text(encoding="utf-8", errors="replace") for file in path.parent.glob("*.py")}
-    # A configuration with `_base_` lists only part of the settings.
+    # A configuration with `_base_` contains only part of the settings.
     whole = [file for file, text in texts.items() if "backbone=dict(" in text and "_base_" not in text]
     return (texts[whole[0]], whole[0]) if len(whole) == 1 else ("", None)
 
 
-def as_of_detectron2(recognised: Recognised, path: Path) -> Recognised:
+def apply_detectron2_config(recognised: Recognised, path: Path) -> Recognised:
     """Apply the colour order, normalisation and strides in the `config.yaml` of detectron2.
 
-    Files with bare names are made from networks of PyTorch (`tools/convert-torchvision-to-d2.py`), which take RGB.
+    Files with bare names are converted from PyTorch networks (`tools/convert-torchvision-to-d2.py`), which expect RGB.
 
     Raises:
-        ValueError: there is no such file, or its network has strides that no network of timm has.
+        ValueError: there is no such file, or timm has no network with its strides.
     """
     if not re.search(r"(^|[./])backbone\.(bottom_up\.)?$", recognised.part):
-        note = "took RGB images with ImageNet's normalisation, as of networks that were converted for detectron2"
-        return expecting(recognised, note)
+        note = "assumed RGB images with ImageNet's normalisation, as for networks converted for detectron2"
+        return with_expected(recognised, note)
     config = path.with_name("config.yaml")
     content = read_yaml(config) if config.is_file() else {}
     if not isinstance(model := content.get("MODEL"), Mapping):
         raise InputError(
-            f"{path} is of a training of detectron2, and no config.yaml of it lies beside it: only that shows the "
-            "order of colours, the normalisation and the strides that the weights expect"
+            f"{path} is from a detectron2 training, but its config.yaml is not beside it: only that file shows the "
+            "channel order, the normalisation and the strides that the weights expect; copy it there"
         )
     resnet = model.get("RESNETS", {})
     if resnet.get("STRIDE_IN_1X1", True):
         raise InputError(
-            f"{config} has STRIDE_IN_1X1: true, as networks of Caffe, whose strides lie in the first convolution of a "
-            "block; no network of timm has that, so that features could not be the same"
+            f"{config} has STRIDE_IN_1X1: true, as in Caffe, whose networks have strides in the first convolution of a "
+            "block; no network of timm has them there, so features would differ"
         )
     if resnet.get("RES5_DILATION", 1) != 1:
         raise InputError(f"{config} has RES5_DILATION {resnet['RES5_DILATION']}: only 1 is supported")
@@ -193,14 +193,14 @@ def as_of_detectron2(recognised: Recognised, path: Path) -> Recognised:
     if content.get("INPUT", {}).get("FORMAT", "BGR") == "BGR":
         state = {**recognised.state, "conv1.weight": recognised.state["conv1.weight"].flip(1)}
         recognised, mean, std = replace(recognised, state=state), mean[::-1], std[::-1]
-    return expecting(recognised, f"colours and normalisation are those of {config}", mean=mean, std=std)
+    return with_expected(recognised, f"colours and normalisation are those of {config}", mean=mean, std=std)
 
 
 # --------------------------------------------------------------------------------------------------------- shards
 
 
-def whole_network_near(path: Path) -> Path | None:
-    """The most recent unsharded network that DINOv2, DINOv3 or CAPI saved during sharded training."""
+def find_whole_network(path: Path) -> Path | None:
+    """Return the most recent unsharded network saved by DINOv2, DINOv3 or CAPI during sharded training."""
     found = [
         whole
         for folder in (path.parent, *path.absolute().parents[1:3])
