@@ -32,7 +32,7 @@ _NYU_LISTS = {
 _NYU_FOLDERS = {"train": ("", "sync"), "val": ("", "official_splits/test", "test")}
 _SPLITS = ("train", "val")
 _SAMPLED = 8  # maps of a split that are read to check their unit
-_TOO_NEAR = 0.01  # of the greatest depth: half of the pixels below show another unit
+_TOO_NEAR = 0.01  # share of the greatest depth; a median below it shows another unit
 
 
 class DepthImages(UnlabelledFiles):
@@ -42,7 +42,7 @@ class DepthImages(UnlabelledFiles):
         folder: of the images.
         names: paths of the images below it.
         depth_files: the depth map of each image, as paths below `folder` or absolute.
-        scale: values of a metre; 0 is no measurement.
+        scale: units of the depth maps per metre; 0 is no measurement.
         max_depth: metres, above which values are no measurements either.
         window: rows and columns that are scored; None for all.
     """
@@ -81,8 +81,7 @@ class DepthImages(UnlabelledFiles):
         """Check on a few depth maps that they hold measurements in the unit that is expected.
 
         Raises:
-            DataError: there is no measurement in them, or half of the measured pixels are beyond `max_depth`, or
-                within a hundredth of it.
+            DataError: there is no measurement in them, or their median is above `max_depth` or below a hundredth of it.
         """
         count = min(_SAMPLED, len(self))
         maps = [self._metres(place * len(self) // count) for place in range(count)]
@@ -96,10 +95,9 @@ class DepthImages(UnlabelledFiles):
         median = float(measured.median())
         if not _TOO_NEAR * self.max_depth <= median <= self.max_depth:
             raise DataError(
-                f"the median of {count} depth maps, such as {first}, is {median:.3g} m, but depth must be in another "
-                f"unit or range for that: {_TOO_NEAR * self.max_depth:g} to {self.max_depth:g} m are expected. Give "
-                f"the values of a metre with --data.scale, now {self.scale:g} (1000 for millimetres, 256 for KITTI), "
-                "or the greatest depth with --data.max_depth"
+                f"the median depth of {count} maps, such as {first}, must be {_TOO_NEAR * self.max_depth:g} to "
+                f"{self.max_depth:g} m, got {median:.3g} m: give the units per metre with --data.scale, now "
+                f"{self.scale:g} (1000 for millimetres, 256 for KITTI), or the greatest depth with --data.max_depth"
             )
 
     def _metres(self, index: int) -> Float[Tensor, "h w"]:
@@ -146,7 +144,7 @@ def open_depth(
 
     Args:
         root: the folder.
-        scale: values of a metre in the depth maps.
+        scale: units of the depth maps per metre.
         max_depth: in metres; depths above it are ignored.
         partial: accept missing images and depth maps.
 

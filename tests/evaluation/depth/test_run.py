@@ -151,8 +151,11 @@ def rewrite(folder: Path, values: np.ndarray, split: str) -> None:
     ("values", "reason"),
     [
         (np.zeros(SIZE, np.uint16), "all pixels of 2 depth maps are 0, which is no measurement, such as"),
-        (np.full(SIZE, 20_000, np.uint16), "is 20 m, but depth must be in another unit or range for that: 0.1 to 10 m"),
-        (np.full(SIZE, 3, np.uint16), "is 0.003 m, but depth must be in another unit"),
+        (
+            np.full(SIZE, 20_000, np.uint16),
+            "must be 0.1 to 10 m, got 20 m: give the units per metre with --data.scale, now 1000",
+        ),
+        (np.full(SIZE, 3, np.uint16), "must be 0.1 to 10 m, got 0.003 m"),
         (np.full(SIZE, 30, np.uint8), "depth must be a grey PNG with 16 bits, got mode L"),
         (np.full((*SIZE, 3), 30, np.uint8), "depth must be a grey PNG with 16 bits, got mode RGB"),
         (

@@ -25,7 +25,7 @@ class DepthData:
     Attributes:
         root: NYU-Depth v2 (nyu_train.txt and nyu_test.txt, or BTS's lists), or a folder of your own with images/train,
             images/val, depth/train and depth/val (16-bit PNG, 0 for no measurement).
-        scale: values of a metre in the depth maps: 1000 for millimetres, 256 for KITTI.
+        scale: units of the depth maps per metre: 1000 for millimetres, 256 for KITTI.
         max_depth: in metres; depths above it are ignored, and predictions are limited to it: 10 for NYU-Depth v2, 80
             for KITTI.
         partial: accept missing images and depth maps. The scores cannot be compared with published ones.

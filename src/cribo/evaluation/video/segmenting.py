@@ -72,10 +72,9 @@ def segment_videos(
     Raises:
         UnreadableImage, DataError: an annotation that cannot be used.
     """
-    start, done, frames = 0, 0, sum(len(video.frames) for video in videos)
+    start, frames = 0, sum(len(video.frames) for video in videos)
     for video in videos:
         views = [EncodedView(start + number) for number in range(len(video.frames))]
-        start += len(views)
         size = image_size(images.path(video.frames[0]))
         first = images.objects(video.frames[0])
         maps, scores = [_png(first, video.objects)], []
@@ -86,8 +85,8 @@ def segment_videos(
             if number < len(views) - 1:
                 scores.append(score_frame(found, images.objects(video.frames[number]), video.objects))
             if progress is not None:
-                progress("objects of the frames", done + number + 1, frames)
-        done += len(views)
+                progress("objects of the frames", start + number + 1, frames)
+        start += len(views)
         regions, boundaries = (torch.stack(parts, dim=1) for parts in zip(*scores, strict=True))
         yield Segmented(video, maps, VideoScore(video.name, regions, boundaries))
 
