@@ -14,7 +14,9 @@ class Options:
     Attributes:
         layers: how many of the last blocks give tokens, concatenated; of a graph only.
         opset: of ONNX.
+        fixed_size: (height, width) in pixels of the only images that a graph takes, one at a time; None for any.
     """
 
     layers: int = 1
     opset: int = 20
+    fixed_size: tuple[int, int] | None = None
