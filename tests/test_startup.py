@@ -26,6 +26,7 @@ REFUSED = {
     "evaluate video": ["--backbone", "x", "--data", "x", "--radius", "0"],
     "evaluate compare": [],
     "segment": ["--backbone", "x", "--examples", "x", "--images", "x", "--out", "x", "--batch_size", "0"],
+    "embed": ["x", "--backbone", "x", "--out", "x", "--batch_size", "0"],
     "index": ["--db", "x", "--batch_size", "0"],
     "search": ["--db", "x", "--image", "x", "--k", "0"],
     "explore": [],

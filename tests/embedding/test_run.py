@@ -106,7 +106,9 @@ def test_all_formats_hold_the_same(images: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(run, "_MOST_IMAGES", 3)
     for name in ("numpy", "parquet", "safetensors"):
         embed(images, "mean-colour", features="patches", precision="float16", format=name, out=name)
-    expected = [(image, *place, vector) for image, found in rows(images, "numpy").items() for place, vector in found]
+    expected: list[tuple[Any, ...]] = [
+        (image, *place, vector) for image, found in rows(images, "numpy").items() for place, vector in found
+    ]
     table = pq.read_table(images.parent / "parquet" / "features").to_pydict()
     named = []
     for path in sorted((images.parent / "safetensors" / "features").iterdir()):
@@ -182,11 +184,12 @@ def test_only_unreadable_images(images: Path) -> None:
 
 
 def test_what_is_refused_leaves_nothing(images: Path) -> None:
-    for changes, message in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"blocks": (1,)}, "--blocks goes with --features patches or objects"),
         ({"size": -1}, "size must be >= 0, got -1"),
         ({"features": "objects", "num_objects": 0}, "num_objects must be >= 1, got 0"),
-    ):
+    ]
+    for changes, message in refused:
         with pytest.raises(ConfigError, match=message):
             embed(images, "mean-colour", **changes)
     assert not (images.parent / "out").exists()

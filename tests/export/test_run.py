@@ -11,12 +11,14 @@ import pytest
 import safetensors.torch
 import timm
 import torch
+import yaml
 from PIL import Image
 from timm.data.config import resolve_data_config
 from transformers import AutoImageProcessor, AutoModel
 
 from cribo import load_backbone
 from cribo.cli import main
+from cribo.errors import InputError
 from cribo.export import DifferentFeatures, export_backbone
 from cribo.export.run import compare_features
 from cribo.export.timm_folder import load as load_timm
@@ -202,6 +204,51 @@ def test_the_backbone_is_not_changed(network: Network, tmp_path: Path) -> None:
     assert backbone.training
     assert backbone.fingerprint() == fingerprint
     assert next(backbone.parameters()).requires_grad
+
+
+@pytest.mark.parametrize("target", ["onnx", "torch-export"])
+def test_a_graph_of_fixed_shapes_takes_one_image_of_its_size(target: str, network: Network, tmp_path: Path) -> None:
+    backbone = network("registers")
+    report = export_backbone(backbone, target, tmp_path / "out", fixed_size=(42, 70))  # pyright: ignore[reportArgumentType]
+    assert report.checked == ((1, 42, 70),)
+    assert "(70, 42)" in report.how_to_load  # Pillow's width and height
+    image = torch.rand(1, 3, 42, 70, generator=torch.Generator().manual_seed(3))
+    tokens, global_token = expected(backbone, image)
+    if target == "onnx":
+        session = onnxruntime.InferenceSession(tmp_path / "out" / "backbone.onnx")
+        assert session.get_inputs()[0].shape == [1, 3, 42, 70]
+        assert [output.shape for output in session.get_outputs()] == [[1, 15, 32], [1, 32]]
+        found = [torch.from_numpy(part) for part in session.run(None, {"images": image.numpy()})]
+    else:
+        found = torch.export.load(tmp_path / "out" / "backbone.pt2").module()(image)
+    assert_near(found[0], tokens)
+    assert_near(found[1], global_token)
+
+
+@pytest.mark.parametrize(
+    ("target", "size", "message"),
+    [
+        ("timm", (42, 70), "fixed_size 42,70 is for onnx and torch-export"),
+        ("onnx", (42, 71), "fixed_size must be multiples of 14"),
+    ],
+)
+def test_fixed_sizes_that_are_refused(
+    target: str, size: tuple[int, int], message: str, network: Network, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=message):
+        export_backbone(network("registers"), target, tmp_path / "out", fixed_size=size)  # pyright: ignore[reportArgumentType]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_card_tells_what_it_is_and_how_to_load_it(network: Network, tmp_path: Path) -> None:
+    backbone = network("vit")
+    report = export_backbone(backbone, "timm", tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    _, header, text = card.split("---\n", 2)
+    assert yaml.safe_load(header)["library_name"] == "timm"
+    assert yaml.safe_load(header)["pipeline_tag"] == "image-feature-extraction"
+    assert report.how_to_load in text
+    assert "0.4, 0.45, 0.5; 0.2, 0.25, 0.3" in text
 
 
 def test_networks_with_window_attention_are_supported_by_timm_and_transformers(tmp_path: Path) -> None:

@@ -50,6 +50,12 @@ def _export(words: list[str]) -> None:
         "resized at each use. Unchanged by default",
     )
     parser.add_argument("--opset", type=int, default=20, help="ONNX opset; lower it for older runtimes, at least 18")
+    parser.add_argument(
+        "--fixed_size",
+        type=tuple[int, int] | None,
+        help="height,width in pixels, or one number for a square: the graph of onnx or torch-export takes one image of "
+        "this size, for runtimes that need fixed shapes. Batch, height and width are free by default",
+    )
     parser.add_class_arguments(BackboneSource, "backbone")
     parsed = parser.parse_args(words)
     config = parser.instantiate(parsed)["backbone"]
@@ -67,6 +73,7 @@ def _export(words: list[str]) -> None:
             overwrite=parsed.overwrite,
             layers=config.layers,
             opset=parsed.opset,
+            fixed_size=parsed.fixed_size,
             progress=progress,
         )
     sizes = ", ".join(f"{batch}x3x{height}x{width}" for batch, height, width in report.checked)

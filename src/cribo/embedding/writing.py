@@ -43,7 +43,8 @@ def _write_parquet(path: Path, rows: Rows) -> None:
 
 def _write_numpy(path: Path, rows: Rows) -> None:
     with path.open("wb") as file:  # given a name, NumPy would add its own suffix to it
-        np.savez(file, names=np.array(rows.names, dtype=np.str_), **rows.columns, embedding=rows.embedding)
+        arrays: dict[str, Any] = {"names": np.array(rows.names, dtype=np.str_), **rows.columns}
+        np.savez(file, embedding=rows.embedding, **arrays)
 
 
 def _write_safetensors(path: Path, rows: Rows) -> None:

@@ -33,13 +33,13 @@ _TRACED, _LEAST, _MOST = (5, 7), 2, 4096  # rows and columns of patches: of the 
 _LOAD_TORCH = """\
 import numpy, torch
 encode = torch.export.load("{{folder}}/{file}").module()
-pixels = numpy.asarray(picture.convert("RGB").resize(({size}, {size}), 3), "float32")  # 3: bicubic
+pixels = numpy.asarray(picture.convert("RGB").resize(({width}, {height}), 3), "float32")  # 3: bicubic
 images = torch.from_numpy(pixels / 255).permute(2, 0, 1)[None]  # RGB in 0-1
 tokens, global_token = encode(images)"""
 _LOAD_ONNX = """\
 import numpy, onnxruntime
 session = onnxruntime.InferenceSession("{{folder}}/{file}")
-pixels = numpy.asarray(picture.convert("RGB").resize(({size}, {size}), 3), "float32")  # 3: bicubic
+pixels = numpy.asarray(picture.convert("RGB").resize(({width}, {height}), 3), "float32")  # 3: bicubic
 images = (pixels / 255).transpose(2, 0, 1)[None]  # RGB in 0-1
 tokens, global_token = session.run(["tokens", "global_token"], {{{{"images": images}}}})"""
 
@@ -61,8 +61,8 @@ class _Graph(nn.Module):
 
 
 @torch.no_grad()
-def trace(backbone: Backbone, layers: int) -> ExportedProgram:
-    """Trace the graph of a backbone on the host, for any batch and image size.
+def trace(backbone: Backbone, options: ExportOptions) -> ExportedProgram:
+    """Trace the graph of a backbone on the host, for any batch and image size or for one image of a fixed size.
 
     Raises:
         ValueError: the network cannot be traced.
@@ -70,11 +70,14 @@ def trace(backbone: Backbone, layers: int) -> ExportedProgram:
     patch = backbone.patch_size
     rows, columns = (Dim(name, min=_LEAST, max=_MOST) for name in ("rows", "columns"))
     free: dict[int, Any] = {0: Dim("batch", min=1), 2: patch * rows, 3: patch * columns}
-    size = (_TRACED[0] * patch, _TRACED[1] * patch)
+    example = torch.rand(2, 3, _TRACED[0] * patch, _TRACED[1] * patch)
+    shapes: dict[str, Any] | None = {"images": free}
+    if options.fixed_size is not None:
+        example, shapes = torch.rand(1, 3, *options.fixed_size), None
     try:
         with _free_sizes(backbone.model):
-            graph = _Graph(backbone, layers).eval()
-            return torch.export.export(graph, (torch.rand(2, 3, *size),), dynamic_shapes={"images": free})
+            graph = _Graph(backbone, options.layers).eval()
+            return torch.export.export(graph, (example,), dynamic_shapes=shapes)
     except Exception as error:  # torch.export raises various errors
         reason = str(error).partition("\n")[0]
         raise InputError(
@@ -118,7 +121,7 @@ def _rotation(rope: Any, feat_shape: Sequence[int], no_aug: bool = False) -> Flo
 
 def write_torch(backbone: Backbone, folder: Path, options: ExportOptions) -> Written:
     """Write a file for `torch.export.load`."""
-    program = trace(backbone, options.layers)
+    program = trace(backbone, options)
     about = {f"{_METADATA}.json": _about(backbone, options)}
     try:
         with warnings.catch_warnings():
@@ -127,7 +130,7 @@ def write_torch(backbone: Backbone, folder: Path, options: ExportOptions) -> Wri
     except SerializeError as error:
         reason = str(error).partition("\n")[0]
         raise InputError(f"PyTorch cannot store the graph of {backbone.name} ({reason}): use --to onnx") from error
-    return Written(_LOAD_TORCH.format(file=_TORCH_FILE, size=backbone.image_size), _notes(backbone))
+    return Written(_load(_LOAD_TORCH, _TORCH_FILE, backbone, options), _notes(backbone, options))
 
 
 def load_torch(folder: Path) -> Encode:
@@ -152,7 +155,7 @@ def write_onnx(backbone: Backbone, folder: Path, options: ExportOptions) -> Writ
         import onnxscript  # noqa: F401 (needed by PyTorch's exporter)
     except ImportError as error:
         raise MissingExtra("onnx", error) from error
-    program = trace(backbone, options.layers)
+    program = trace(backbone, options)
     with _quiet("torch.onnx", "onnxscript"):
         exported = torch.onnx.export(
             program,
@@ -165,14 +168,15 @@ def write_onnx(backbone: Backbone, folder: Path, options: ExportOptions) -> Writ
     assert exported is not None
     model: Any = exported.model_proto
     del model.graph.value_info[:]  # which contains the tracer's names of sizes
-    _name_sizes(model.graph.input[0], ("batch", None, "height", "width"))
-    _name_sizes(model.graph.output[0], ("batch", "patches", None))
-    _name_sizes(model.graph.output[1], ("batch", None))
+    if options.fixed_size is None:
+        _name_sizes(model.graph.input[0], ("batch", None, "height", "width"))
+        _name_sizes(model.graph.output[0], ("batch", "patches", None))
+        _name_sizes(model.graph.output[1], ("batch", None))
     onnx.helper.set_model_props(model, json.loads(_about(backbone, options)))
     path = folder / _ONNX_FILE
     onnx.save_model(model, path, save_as_external_data=model.ByteSize() > _EXTERNAL_BYTES)
     onnx.checker.check_model(path)
-    return Written(_LOAD_ONNX.format(file=_ONNX_FILE, size=backbone.image_size), _notes(backbone))
+    return Written(_load(_LOAD_ONNX, _ONNX_FILE, backbone, options), _notes(backbone, options))
 
 
 def load_onnx(folder: Path) -> Encode:
@@ -216,9 +220,16 @@ def _about(backbone: Backbone, options: ExportOptions) -> str:
     return json.dumps({key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()})
 
 
-def _notes(backbone: Backbone) -> tuple[str, ...]:
+def _load(lines: str, file: str, backbone: Backbone, options: ExportOptions) -> str:
+    height, width = options.fixed_size or (backbone.image_size, backbone.image_size)
+    return lines.format(file=file, height=height, width=width)
+
+
+def _notes(backbone: Backbone, options: ExportOptions) -> tuple[str, ...]:
     patch = backbone.patch_size
     images = f"images are RGB in 0-1, with sides that are multiples of {patch} and at least {_LEAST * patch} pixels"
+    if options.fixed_size is not None:
+        images = f"one image at a time, RGB in 0-1, of {options.fixed_size[0]} x {options.fixed_size[1]} pixels (h x w)"
     return (images,) if backbone.readout is None else (images, "the readout layer is part of the graph")
 
 

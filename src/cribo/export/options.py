@@ -14,7 +14,9 @@ class ExportOptions:
     Attributes:
         layers: number of last blocks whose tokens are concatenated; for `onnx` and `torch-export` only.
         opset: version of the ONNX operator set.
+        fixed_size: (height, width) in pixels of the only image that a graph takes at a time; None for any size.
     """
 
     layers: int = 1
     opset: int = 20
+    fixed_size: tuple[int, int] | None = None

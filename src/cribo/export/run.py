@@ -13,9 +13,10 @@ from torch import Tensor
 
 from cribo.data.randomness import keyed_generator
 from cribo.errors import InputError, Stopped
+from cribo.export.card import CARD, model_card
 from cribo.export.options import TARGETS, ExportOptions, Target
 from cribo.export.target import Encode, Exporter
-from cribo.files import write_json
+from cribo.files import write_json, write_text
 from cribo.folders import ResultFolder
 from cribo.models import Backbone, describe, normalise
 
@@ -77,6 +78,7 @@ def export_backbone(
     overwrite: bool = False,
     layers: int = 1,
     opset: int = 20,
+    fixed_size: tuple[int, int] | None = None,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> ExportReport:
     """Export a backbone to another library, and verify that the features of the export differ by at most 1e-4.
@@ -94,6 +96,8 @@ def export_backbone(
         overwrite: replace an existing export.
         layers: number of last blocks whose tokens are concatenated; for `onnx` and `torch-export` only.
         opset: version of the ONNX operator set, 18 to 23.
+        fixed_size: (height, width) in pixels: the graph takes one image of this size, for runtimes that need fixed
+            shapes; for `onnx` and `torch-export` only.
         progress: called with the phase, the number of processed items and their total.
 
     Raises:
@@ -108,10 +112,10 @@ def export_backbone(
         >>> small = build_backbone("resnet18", args={"channels": (8, 8, 8, 8)})
         >>> report = export_backbone(small, "timm", getfixture("tmp_path") / "small")
         >>> sorted(report.files), report.difference < 1e-4
-        (['config.json', 'cribo.json', 'export.json', 'model.safetensors'], True)
+        (['README.md', 'config.json', 'cribo.json', 'export.json', 'model.safetensors'], True)
     """
     out = Path(out)
-    options = ExportOptions(layers=layers, opset=opset)
+    options = ExportOptions(layers=layers, opset=opset, fixed_size=fixed_size)
     exporter = _exporter(to)
     _check(backbone, to, options)
     source = None if backbone.loaded is None else backbone.loaded.source
@@ -124,13 +128,17 @@ def export_backbone(
         written = exporter.write(plain, folder, options)
         progress("writing", 1, 1)
         try:
-            difference, checked = compare_features(plain, lambda: exporter.load(folder), layers, progress)
+            difference, checked = compare_features(
+                plain, lambda: exporter.load(folder), layers, progress, _sizes(plain, fixed_size)
+            )
         except DifferentFeatures as error:
             raise DifferentFeatures(f"{to}: {error}; the export was removed{_others(plain, to)}") from error
         report = ExportReport(
             to, out, {}, difference, checked, written.how_to_load.format(folder=out.as_posix()), written.notes
         )
         write_json(folder / ABOUT, _describe(report, plain, options))
+        card = model_card(plain, to, difference=difference, how_to_load=report.how_to_load)
+        write_text(folder / CARD, card)
         files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
         reports.append(replace(report, files=files))
 
@@ -140,7 +148,11 @@ def export_backbone(
 
 @torch.no_grad()
 def compare_features(
-    backbone: Backbone, load: Callable[[], Encode], layers: int, progress: Callable[[str, int, int], None]
+    backbone: Backbone,
+    load: Callable[[], Encode],
+    layers: int,
+    progress: Callable[[str, int, int], None],
+    sizes: tuple[tuple[int, int, int], ...] | None = None,
 ) -> tuple[float, tuple[tuple[int, int, int], ...]]:
     """Compute the largest relative difference between the features of a backbone and of its export.
 
@@ -150,7 +162,7 @@ def compare_features(
     Raises:
         DifferentFeatures: the export cannot be loaded, or its features have another shape or differ by more than 1e-4.
     """
-    sizes = _sizes(backbone)
+    sizes = sizes or _sizes(backbone, None)
     largest = 0.0
     try:
         encode = load()
@@ -189,8 +201,10 @@ def _difference(own: Tensor, other: Tensor, what: str) -> float:
     return float((own - other).abs().max() / own.abs().max().clamp(min=torch.finfo(torch.float32).tiny))
 
 
-def _sizes(backbone: Backbone) -> tuple[tuple[int, int, int], ...]:
+def _sizes(backbone: Backbone, fixed_size: tuple[int, int] | None) -> tuple[tuple[int, int, int], ...]:
     """Return batch and image sizes to compare: the network's own and, if supported, a wide and a tall image."""
+    if fixed_size is not None:
+        return ((1, *fixed_size),)
     own, patch = backbone.image_size, backbone.patch_size
     if not backbone.takes_any_size:
         return (1, own, own), (2, own, own)
@@ -211,6 +225,8 @@ def _check(backbone: Backbone, to: Target, options: ExportOptions) -> None:
             f"layers={options.layers} is supported by onnx and torch-export only: {to} returns tokens of the last "
             "block, and those of other blocks by its own options"
         )
+    if options.fixed_size is not None:
+        _check_fixed(backbone, to, options.fixed_size)
     if options.opset not in _OPSETS:
         raise InputError(f"opset must be {_OPSETS[0]} to {_OPSETS[-1]}, got {options.opset}")
     if reason := _exporter(to).unsupported_reason(backbone, options):
@@ -218,6 +234,16 @@ def _check(backbone: Backbone, to: Target, options: ExportOptions) -> None:
     for key, value in backbone.model.state_dict().items():
         if not value.isfinite().all():
             raise InputError(f"weights must be finite, got NaN or infinity in {key}; nothing was written")
+
+
+def _check_fixed(backbone: Backbone, to: Target, size: tuple[int, int]) -> None:
+    said, patch, own = f"fixed_size {size[0]},{size[1]}", backbone.patch_size, backbone.image_size
+    if to in ("timm", "transformers"):
+        raise InputError(f"{said} is for onnx and torch-export: {to} holds a network, whose images may have any size")
+    if min(size) < patch or size[0] % patch or size[1] % patch:
+        raise InputError(f"fixed_size must be multiples of {patch}, the patch size of {backbone.name}, got {size}")
+    if not backbone.takes_any_size and size != (own, own):
+        raise InputError(f"{backbone.name} takes images of {own} x {own} pixels only, got {said}: give {own}")
 
 
 def _others(backbone: Backbone, to: Target) -> str:
