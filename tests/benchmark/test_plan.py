@@ -95,7 +95,7 @@ def test_data_without_find_is_taken_if_it_opens(sets: Path) -> None:
     ("options", "error", "message"),
     [
         ({"only": ("dens-nn",)}, ConfigError, "did you mean dense-nn?"),
-        ({"only": ("linear",), "quick": True}, ConfigError, "linear cannot be measured: it trains, and --quick"),
+        ({"only": ("linear",), "quick": True}, ConfigError, "linear cannot be measured: --quick leaves out"),
         ({"only": ("segmenter",), "source": "mean-colour"}, ConfigError, "segmenter cannot be measured: backbone mean"),
         ({"sets": ("square",)}, DataError, "no known set 'square' in .*; the sets there are: boxes, half, kinds, sq"),
         (

@@ -117,7 +117,7 @@ def _layout(protocol: type[Protocol]) -> str:
 def _obstacle(protocol: type[Protocol], config: BenchmarkConfig) -> str:
     """The reason why a protocol is not for this backbone or schedule; empty if there is none."""
     if config.quick and protocol.trains():
-        return "it trains, and --quick measures without training"
+        return "--quick leaves out protocols that train"
     try:
         protocol().check_backbone(config.backbone)
     except ConfigError as error:
