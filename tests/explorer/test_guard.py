@@ -65,7 +65,7 @@ def test_large_uploads_are_refused(ask: Callable[..., httpx.Response], uploads: 
     assert ask("POST", "/gradio_api/queue/join", content=b"0" * 2_000_000).status_code == 413
     (uploads.folder / "earlier.png").write_bytes(b"0" * 195_000)
     answer = ask("POST", "/gradio_api/upload", content=b"0" * 9_000)
-    assert (answer.status_code, answer.text.partition(",")[0]) == (507, "The uploads exceed 0 MB in total")
+    assert (answer.status_code, answer.text.partition(";")[0]) == (507, "The uploads exceed 0 MB in total")
 
 
 def test_concurrent_uploads_share_the_quota(guard: Guard, uploads: Uploads) -> None:

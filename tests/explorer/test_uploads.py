@@ -29,9 +29,9 @@ def test_refusals_contain_advice(uploads: Uploads, tmp_path: Path) -> None:
     (tmp_path / "outside.png").write_bytes(b"x")
     (uploads.folder / "link.png").symlink_to(tmp_path / "outside.png")
     for what, said in (
-        (None, "There is no picture yet: drop one on the page"),
-        ({}, "There is no picture yet"),
-        ({"path": 3}, "There is no picture yet"),
+        (None, "No picture was uploaded yet: drop one on the page"),
+        ({}, "No picture was uploaded yet"),
+        ({"path": 3}, "No picture was uploaded yet"),
         ({"path": str(tmp_path / "outside.png")}, "was not uploaded to this page"),
         ({"path": str(uploads.folder / "link.png")}, "was not uploaded to this page"),
         ({"path": "http://elsewhere.example/x.png"}, "was not uploaded to this page"),
