@@ -83,9 +83,8 @@ def test_concurrent_uploads_share_the_quota(guard: Guard, uploads: Uploads) -> N
             return await asyncio.gather(*sent, return_exceptions=True)
 
     answers = asyncio.run(upload())
-    assert (
-        sum(isinstance(answer, MultiPartException) for answer in answers) >= 2
-    )  # which Gradio turns into an error response
+    # Gradio turns these exceptions into error responses.
+    assert sum(isinstance(answer, MultiPartException) for answer in answers) >= 2
     assert "The uploads exceed" in str(next(answer for answer in answers if isinstance(answer, Exception)))
 
 
