@@ -173,7 +173,10 @@ def test_a_network_that_does_not_improve_is_not_kept(scenes: Path, source: Path,
         ({"dims": 400, "steps": None, "minutes": 1}, "dims must be 1 to"),
         ({"training": {"optim.lr": -1}}, "optim.lr"),
         ({"training": {"backbone.train_blocks": 0}}, "train_blocks must be"),
-        ({"training": {"backbone.train_blocks": 5}}, "train_blocks must be at most 4, the blocks of .*, got 5"),
+        (
+            {"training": {"backbone.train_blocks": 5}},
+            "train_blocks must be at most 4, the number of blocks of .*, got 5",
+        ),
         ({"stride": 16}, "stride applies to convolutional networks"),
     ],
 )

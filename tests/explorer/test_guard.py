@@ -65,7 +65,7 @@ def test_large_uploads_are_refused(ask: Callable[..., httpx.Response], uploads: 
     assert ask("POST", "/gradio_api/queue/join", content=b"0" * 2_000_000).status_code == 413
     (uploads.folder / "earlier.png").write_bytes(b"0" * 195_000)
     answer = ask("POST", "/gradio_api/upload", content=b"0" * 9_000)
-    assert (answer.status_code, answer.text.partition(",")[0]) == (507, "The uploads exceed 0 MB in total")
+    assert (answer.status_code, answer.text.partition(";")[0]) == (507, "The uploads exceed 0 MB in total")
 
 
 def test_concurrent_uploads_share_the_quota(guard: Guard, uploads: Uploads) -> None:
@@ -83,9 +83,8 @@ def test_concurrent_uploads_share_the_quota(guard: Guard, uploads: Uploads) -> N
             return await asyncio.gather(*sent, return_exceptions=True)
 
     answers = asyncio.run(upload())
-    assert (
-        sum(isinstance(answer, MultiPartException) for answer in answers) >= 2
-    )  # which Gradio turns into an error response
+    # Gradio turns these exceptions into error responses.
+    assert sum(isinstance(answer, MultiPartException) for answer in answers) >= 2
     assert "The uploads exceed" in str(next(answer for answer in answers if isinstance(answer, Exception)))
 
 

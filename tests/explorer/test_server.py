@@ -95,9 +95,9 @@ def test_shown_pictures_match_the_requests(visitor: Visitor) -> None:
     [
         ("nearest", (None, 99, 0, 3), "The image must be 0 to 7, got 99."),
         ("nearest", (None, "../../etc/passwd", 0, 3), "Not a number"),
-        ("nearest", ({"path": "", "url": "http://127.0.0.1:9/"}, 0, 0, 3), "There is no picture yet"),
-        ("likeness", (None, 0, 0), "There is no picture yet"),
-        ("add_example", (None, "visitor-of-this-test"), "There is no picture to paint on yet"),
+        ("nearest", ({"path": "", "url": "http://127.0.0.1:9/"}, 0, 0, 3), "No picture was uploaded yet"),
+        ("likeness", (None, 0, 0), "No picture was uploaded yet"),
+        ("add_example", (None, "visitor-of-this-test"), "No picture to paint on was uploaded yet"),
     ],
 )
 def test_errors_are_shown_as_messages(visitor: Visitor, what: str, data: tuple[object, ...], said: str) -> None:
@@ -320,7 +320,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 def test_contents_are_required(refused: Callable[..., str], tmp_path: Path) -> None:
     assert "--run DIR, --db DIR or --backbone SOURCE is required" in refused()
-    assert "has no config.yaml, so it is not a run" in refused("--run", str(tmp_path))
+    assert "is not a run (no config.yaml)" in refused("--run", str(tmp_path))
     assert "there is no 'street'" in refused("--run", str(tmp_path / "street"))
     assert "holds no database of objects" in refused("--db", str(tmp_path))
     assert "no images in" in refused("--backbone", "mean-colour", "--images", str(tmp_path))

@@ -53,7 +53,7 @@ def test_a_partially_written_row_is_skipped(run: Path) -> None:
 
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no config.yaml, so it is not a run"):
+    with pytest.raises(ValueError, match=r"is not a run \(no config.yaml\)"):
         require_run(tmp_path)
     (tmp_path / "streets").mkdir()
     with pytest.raises(FileNotFoundError, match="did you mean 'streets'"):

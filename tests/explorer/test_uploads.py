@@ -29,15 +29,18 @@ def test_refusals_contain_advice(uploads: Uploads, tmp_path: Path) -> None:
     (tmp_path / "outside.png").write_bytes(b"x")
     (uploads.folder / "link.png").symlink_to(tmp_path / "outside.png")
     for what, said in (
-        (None, "There is no picture yet: drop one on the page"),
-        ({}, "There is no picture yet"),
-        ({"path": 3}, "There is no picture yet"),
+        (None, "No picture was uploaded yet: drop one on the page"),
+        ({}, "No picture was uploaded yet"),
+        ({"path": 3}, "No picture was uploaded yet"),
         ({"path": str(tmp_path / "outside.png")}, "was not uploaded to this page"),
         ({"path": str(uploads.folder / "link.png")}, "was not uploaded to this page"),
         ({"path": "http://elsewhere.example/x.png"}, "was not uploaded to this page"),
         ({"path": str(uploads.folder / "gone.png")}, "has expired: upload it again"),
         (sent(uploads, "heavy", b"0" * 20_000), r"0.0 MB, but at most 0.01 MB are allowed.*--max_megabytes"),
-        ({"path": str(uploads.folder / "large.png")}, r"200 x 100 pixels and 0.01 megapixels.*--max_megapixels"),
+        (
+            {"path": str(uploads.folder / "large.png")},
+            r"200 x 100 pixels, but at most 0.01 megapixels.*--max_megapixels",
+        ),
         (sent(uploads, "text.png", b"hello"), "cannot be used: not an image of a known format"),
         (sent(uploads, "empty.png", b""), "cannot be used: the file is empty"),
     ):

@@ -430,7 +430,9 @@ def test_errors_of_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="got 101 for 100 keys"):
         ApproximateIndex(keys).search(unit(2, 8), 101)
     monkeypatch.setattr(search, "available_memory", lambda device: 10)
-    with pytest.raises(ValueError, match=r"an index of 100 keys may need .* GiB, 0.0 GiB are free: use exact search"):
+    with pytest.raises(
+        ValueError, match=r"an index of 100 keys may need .* GiB, but only 0.0 GiB are free: use exact search"
+    ):
         ApproximateIndex(keys)
 
 
