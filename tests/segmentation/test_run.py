@@ -385,6 +385,18 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (folder / "again").exists()
 
 
+def test_the_halves_of_one_example_are_not_called_an_expectation(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (folder / "examples").glob("b*"):
+        path.unlink()
+    words = ["segment", "--backbone", "mean-colour", "--images", str(folder / "images"), "--out", str(folder / "out")]
+    assert main([*words, "--examples", str(folder / "examples"), "--workers", "1"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "between the halves of the single example" in said
+    assert "expected from" not in said
+
+
 def test_names_that_look_like_markup_are_printed_as_they_are(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
