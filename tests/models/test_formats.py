@@ -140,9 +140,9 @@ def test_a_moving_average_of_the_network_is_used(tmp_path: Path):
 
 def test_a_network_with_other_heads_than_the_file_is_refused(tmp_path: Path):
     path, case, teacher = written("MoCo v3", tmp_path)
-    with pytest.raises(ValueError, match=r"MoCo v3, .* num_heads 12, the backbone has 6: .*args=\{'num_heads': 12\}"):
+    with pytest.raises(ValueError, match=r"MoCo v3, .* num_heads 12 .*the backbone has 6: .*args=\{'num_heads': 12\}"):
         load_pretrained(network(3, args={"depth": 2}), path)
-    with pytest.raises(ValueError, match=r"num_heads 12, the backbone has 6"):
+    with pytest.raises(ValueError, match=r"num_heads 12 .*the backbone has 6"):
         load_backbone(path, name=VIT, args={"depth": 2})
     named = load_backbone(path, name=VIT, args={"depth": 2, "num_heads": 12}, image_size=SIZE)
     assert deviation(named, teacher, case.sizes[0]) < 1e-5
@@ -224,7 +224,7 @@ def test_heads_that_weights_do_not_show_come_from_the_caller(tmp_path: Path):
     torch.save(wide.model.state_dict(), tmp_path / "weights.pth")
     guessed = load_backbone(tmp_path / "weights.pth").loaded
     assert guessed is not None
-    assert "took 2 of 64 channels each" in guessed.notes[0]
+    assert "assumed 2 of 64 channels each" in guessed.notes[0]
     assert_same_features(load_backbone(tmp_path / "weights.pth", args={"num_heads": 4}), wide)
 
 

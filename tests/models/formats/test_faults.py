@@ -350,7 +350,7 @@ def test_sharded_tensors_are_rejected(tmp_path: Path):
             if name.endswith("data.pkl"):
                 data = b"\x80\x02ctorch.distributed._shard.sharded_tensor.api\nShardedTensor\n)\x81."
             forged.writestr(name, data)
-    with pytest.raises(ValueError, match=r"rank_0\.pth contains one rank's part of a network"):
+    with pytest.raises(ValueError, match=r"rank_0\.pth contains one rank's part of a sharded network"):
         load_backbone(tmp_path / "model.rank_0.pth")
 
 
