@@ -193,7 +193,7 @@ def test_options_that_may_change_on_resume(tiny: Tiny, train: Train, resumed: Tr
         with pytest.raises(ConfigError, match=f"{name} cannot change when a run is resumed"):
             resumed("stopped", **{name: 1})
     assert_same_run(whole, resumed("stopped", **{"data.workers": 1, "runtime.log_every": 1}))
-    with pytest.raises(FolderError, match="no run to resume"):
+    with pytest.raises(FolderError, match="not a run that can be resumed"):
         resumed("nothing")
 
 

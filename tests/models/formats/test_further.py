@@ -69,7 +69,7 @@ def test_a_resnet_without_its_whole_configuration_has_a_note(tmp_path: Path, tex
 def test_a_network_trained_by_detectron2_needs_its_configuration(tmp_path: Path, prefix: str):
     content = {"model": under(prefix, with_names_of_detectron2(resnet_state(1)))}
     path = save(tmp_path, content, "model_final.pth")
-    with pytest.raises(ValueError, match=r"model_final\.pth .*config\.yaml .*colour"):
+    with pytest.raises(ValueError, match=r"model_final\.pth .*config\.yaml .*channel order"):
         load_backbone(path)
     config = CONFIG.format("BGR", [103.53, 116.28, 123.675], [1.0, 2.0, 4.0])
     # As in Caffe: strides in another convolution.
