@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -486,3 +487,11 @@ def test_plain_timm_gets_the_expected_normalisation_from_our_description(tmp_pat
     about = json.loads((tmp_path / "backbone.json").read_text())
     model = timm.create_model(about["name"], **about["args"])
     assert resolve_data_config(model=model)["mean"] == [0.485, 0.456, 0.406]
+
+
+def test_a_damaged_list_of_files_in_an_archive_is_reported(tmp_path: Path):
+    path = tmp_path / "weights.npz"
+    np.savez(path, **{name: value.numpy() for name, value in vit_state().items()})
+    path.write_bytes(path.read_bytes().replace(b"PK\x01\x02", b"PK\x01\x03"))  # the list at the end of a zip file
+    with pytest.raises(ValueError, match=r"weights\.npz is damaged or not a weight file"):
+        load_backbone(path)

@@ -154,16 +154,21 @@ def _refuse_archives(path: Path, start: bytes) -> None:
             raise InputError(f"{path} is a {kind} archive: unpack it ({program}), and use the weight file in it")
     if start.startswith(b"\x89HDF\r\n"):
         raise InputError(f"{path} is an HDF5 file (Keras): save its arrays as .npz (numpy.savez)")
-    inside: list[str] = []
-    if start[:4] == b"PK\x03\x04" and zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            inside = archive.namelist()
-    elif tarfile.is_tarfile(path):
-        with tarfile.open(path) as archive:
-            inside = archive.getnames()
+    inside = _read_or_explain(path, partial(_archived_names, start=start))
     files = [name for name in inside if re.search(r"\.(pth|pt|pkl|ckpt|bin|safetensors)$", name)]
     if files and not any(name.endswith("data.pkl") for name in inside):
         raise InputError(f"{path} is an archive that contains {files[0]}: unpack it, and use that file")
+
+
+def _archived_names(path: Path, start: bytes) -> list[str]:
+    """List the files in a zip or tar file; none in other files."""
+    if start[:4] == b"PK\x03\x04" and zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            return archive.namelist()
+    if tarfile.is_tarfile(path):
+        with tarfile.open(path) as archive:
+            return archive.getnames()
+    return []
 
 
 _ARCHIVES = {
