@@ -198,7 +198,7 @@ def test_images_and_objects_are_looked_up_by_indices(index: Index, pictures: Pat
 def test_two_indexers_at_once_are_refused(tmp_path: Path) -> None:
     with (
         index_lock(str(tmp_path / "objects.db")),
-        pytest.raises(FolderError, match="another cribo index is writing to .*: wait until it has finished"),
+        pytest.raises(FolderError, match=r"another cribo index is writing to .*: wait until it has finished"),
         index_lock(str(tmp_path / "objects.db")),
     ):
         pass
