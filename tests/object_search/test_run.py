@@ -141,7 +141,7 @@ def test_pairs_of_images_that_are_alike(cribo: Run, pictures: Path, tmp_path: Pa
     pairs = json.loads((tmp_path / "all" / "results.json").read_text())["pairs"]
     assert pairs[0]["images"] == ["a/1.png", "b/copy.png"]
     assert pairs[0]["similarity"] == pytest.approx(1)
-    assert f"{len(pairs)} pairs of images" in said
+    assert f"{len(pairs)} pairs of similar images" in said
     similarities = [each["similarity"] for each in pairs]
     assert similarities == sorted(similarities, reverse=True)
     assert {tuple(each["images"]): pytest.approx(each["similarity"], abs=1e-5) for each in pairs} == {
