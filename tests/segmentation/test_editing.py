@@ -69,7 +69,7 @@ def test_a_memory_without_an_example_is_as_if_it_had_never_been_added(saved: Pat
     [
         (["d.bmp"], "no example is named d.bmp, and numbers are 1 to 3"),
         (["a.bmp", "4"], "no example is named 4, and numbers are 1 to 3"),
-        (["a.bmp", "b.bmp", "3"], "these are all 3 examples of the memory"),
+        (["a.bmp", "b.bmp", "3"], "cannot remove all 3 examples of the memory"),
     ],
 )
 def test_what_cannot_be_removed_leaves_the_memory_as_it_was(saved: Path, words: list[str], message: str) -> None:

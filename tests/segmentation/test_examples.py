@@ -68,9 +68,7 @@ def test_annotations_of_cocos_format(tmp_path: Path) -> None:
 def test_an_image_without_labels(tmp_path: Path) -> None:
     save_example(tmp_path, "a", LABELS)
     save_image(tmp_path / "b.bmp", LABELS)
-    with pytest.raises(
-        DataError, match=r"the image b\.bmp has no labels: .* contains neither b\.png nor b_labels\.png"
-    ):
+    with pytest.raises(DataError, match=r"image b\.bmp has no labels: .* contains neither b\.png nor b_labels\.png"):
         find_examples(tmp_path)
     save_image(tmp_path / "two" / "images" / "b.bmp", LABELS)
     (tmp_path / "two" / "labels").mkdir()
