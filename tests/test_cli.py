@@ -142,7 +142,7 @@ def test_invalid_arguments_are_refused(words: list[str], message: str, refused: 
         (["--score.root", "scenes", "--score.size", "[30, 32]"], "score.size must be multiples of the patch size 8"),
         (["--runtime.devices", "0"], "runtime.accelerator cpu"),
         (["--runtime.accelerator", "abacus"], "abacus"),
-        (["--resume", "empty"], "--config does not go with --resume"),
+        (["--resume", "empty"], "--config cannot be used with --resume"),
     ],
 )
 def test_invalid_values_are_refused_before_any_file_is_written(
@@ -161,8 +161,8 @@ def test_invalid_values_are_refused_before_any_file_is_written(
     [
         (["--resume", "nothing"], "it is not a run that can be resumed"),
         (["--resume", "--out", "nothing"], "no run to resume in nothing"),
-        (["--resume", "a", "--name", "b"], "--name does not go with --resume"),
-        (["--resume", "a", "--minutes", "3"], "--minutes does not go with --resume"),
+        (["--resume", "a", "--name", "b"], "--name cannot be used with --resume"),
+        (["--resume", "a", "--minutes", "3"], "--minutes cannot be used with --resume"),
         (["--resume", "run", "--optim.lr", "0.1"], "optim.lr cannot change when a run is resumed"),
         (["--resume", "run", "--seed=3"], "seed cannot change when a run is resumed"),
         (["--resume", "run", "--objects", "{num_objects: 3}"], "objects cannot change when a run is resumed"),

@@ -1,4 +1,4 @@
-"""Work in threads ahead of its consumer, within a number of items and bytes."""
+"""Bounded prefetching: apply a function in threads ahead of the consumer."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
@@ -9,7 +9,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 BUDGET = 2**28
-"""Bytes that are held ahead of a consumer."""
+"""Default memory limit of prefetched items and results, in bytes."""
 
 
 def map_ahead(
@@ -23,16 +23,16 @@ def map_ahead(
 ) -> Generator[Result, None, None]:
     """Apply a function to items in threads, and yield the results in order.
 
-    The queue is kept full: an item is taken in before the oldest result is waited for.
+    The queue is filled up to its limits before the oldest result is awaited.
 
     Args:
-        function: called in the threads.
-        items: iterated over in the calling thread, while the threads work.
-        threads: that work.
-        ahead: limit on the number of items that are being worked on or whose results are not consumed.
-        nbytes: bytes that an item and its result hold; the result is None until it is complete. Where it then returns
-            None, the size of the last complete one is assumed.
-        budget: of these bytes; an item is let in while less is held.
+        function: function to call in the threads.
+        items: items, iterated over in the calling thread.
+        threads: number of threads.
+        ahead: limit on the number of items that are queued, processed, or not yet consumed.
+        nbytes: returns the size in bytes of an item and its result, which is None until it is complete. If it returns
+            None, the size of the last complete item is assumed.
+        budget: limit on the total size in bytes; items are added to the queue while the total is below it.
 
     Example:
         >>> list(map_ahead(abs, [-3, 2, -1], threads=2, ahead=2, nbytes=lambda item, result: 8))

@@ -148,7 +148,7 @@ def test_a_stopped_run_goes_on_and_a_finished_one_is_not_redone(images: Path, mo
     with pytest.raises(KeyboardInterrupt):
         embed(images, "mean-colour")
     assert not json.loads((images.parent / "out" / "about.json").read_text())["finished"]
-    with pytest.raises(FolderError, match="go on with it with --resume"):
+    with pytest.raises(FolderError, match="continue it with --resume"):
         embed(images, "mean-colour")
     first = images.parent / "out" / "features" / "part-00000.npz"
     before = first.stat().st_mtime_ns
@@ -185,7 +185,7 @@ def test_only_unreadable_images(images: Path) -> None:
 
 def test_what_is_refused_leaves_nothing(images: Path) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"blocks": (1,)}, "--blocks goes with --features patches or objects"),
+        ({"blocks": (1,)}, "--blocks requires --features patches or objects"),
         ({"size": -1}, "size must be >= 0, got -1"),
         ({"features": "objects", "num_objects": 0}, "num_objects must be >= 1, got 0"),
     ]
@@ -207,4 +207,4 @@ def test_the_command(images: Path, backbone: Path, capsys: pytest.CaptureFixture
     assert table.schema.field("embedding").type.list_size == 32
     assert main(words) == 2
     assert main([*words, "--resume"]) == 0
-    assert "5 were there already" in capsys.readouterr().out
+    assert "5 were already encoded" in capsys.readouterr().out

@@ -142,7 +142,7 @@ def test_an_unknown_variant_is_refused_with_the_known_ones(capsys: pytest.Captur
 @pytest.mark.parametrize("option", [["--variant", "released"], ["--variant=released"]])
 def test_a_protocol_without_variants_says_so(name: str, option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", name, *WORDS, *option]) == 2
-    assert f"{name} has no variants: leave out --variant" in capsys.readouterr().err
+    assert f"{name} has no variants: omit --variant" in capsys.readouterr().err
 
 
 def test_the_protocols_of_the_table_are_there() -> None:

@@ -322,10 +322,10 @@ def test_contents_are_required(refused: Callable[..., str], tmp_path: Path) -> N
     assert "--run DIR, --db DIR or --backbone SOURCE is required" in refused()
     assert "is not a run (no config.yaml)" in refused("--run", str(tmp_path))
     assert "there is no 'street'" in refused("--run", str(tmp_path / "street"))
-    assert "holds no database of objects" in refused("--db", str(tmp_path))
+    assert "contains no database of objects" in refused("--db", str(tmp_path))
     assert "no images in" in refused("--backbone", "mean-colour", "--images", str(tmp_path))
     assert "limit must be >= 1, got 0" in refused("--backbone", "mean-colour", "--limit", "0")
-    assert "contradict each other" in refused("--backbone", "mean-colour", "--password", "x", "--no_password")
+    assert "exclude each other" in refused("--backbone", "mean-colour", "--password", "x", "--no_password")
     assert "max_megabytes must be > 0, got 0" in refused("--backbone", "mean-colour", "--max_megabytes", "0")
 
 

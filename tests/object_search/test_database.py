@@ -145,7 +145,7 @@ def test_objects_that_were_added_after_the_index_are_found(database: ObjectDatab
 
 
 def test_an_empty_database_says_how_to_fill_it(database: ObjectDatabase) -> None:
-    with pytest.raises(DatabaseError, match="holds no objects: index images with cribo index"):
+    with pytest.raises(DatabaseError, match="contains no objects: index images with cribo index"):
         database.search(np.ones((1, DIM)), 3)
 
 
@@ -154,7 +154,7 @@ def test_an_empty_database_says_how_to_fill_it(database: ObjectDatabase) -> None
     [
         (np.ones((1, DIM)), 0, "k must be >= 1, got 0"),
         (np.ones((1, 4)), 1, r"shape \(Q, 3\), got \(1, 4\)"),
-        (np.zeros((1, DIM)), 1, "length above 0"),
+        (np.zeros((1, DIM)), 1, "non-zero length"),
         (np.full((1, DIM), np.nan), 1, "finite"),
     ],
 )
@@ -172,7 +172,7 @@ def test_another_backbone_is_refused_with_the_name_of_the_one_it_was_built_with(
 
 def test_other_settings_are_refused_with_those_it_was_built_with(database: ObjectDatabase) -> None:
     settings = dataclasses.replace(database.info.settings, num_objects=7, size=32)
-    with pytest.raises(ConfigError, match=r"num_objects 4 \(asked for: 7\), size None \(asked for: 32\)"):
+    with pytest.raises(ConfigError, match=r"num_objects 4 \(requested: 7\), size None \(requested: 32\)"):
         database.require_settings(settings)
     database.require_settings(ObjectSettings(num_objects=4, size=None))
 
@@ -183,7 +183,7 @@ def test_places_that_hold_no_database(tmp_path: Path, encoder: PatchEncoder) -> 
     assert not (tmp_path / "some.db").exists()
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "mine.png").touch()
-    with pytest.raises(DatabaseError, match="holds no database of objects: make one with cribo index"):
+    with pytest.raises(DatabaseError, match="contains no database of objects: create one with cribo index"):
         ObjectDatabase.open(tmp_path / "photos")
     with pytest.raises(DatabaseError, match=r"contains 'mine.png' and was not created by cribo"):
         ObjectDatabase.create(tmp_path / "photos", info_of(encoder, tmp_path))
@@ -223,7 +223,7 @@ def test_a_later_format_is_refused(database: ObjectDatabase) -> None:
     connection = lancedb.connect(database.uri)
     text = connection.open_table("about").to_arrow()["json"][0].as_py().replace('"format": 1', '"format": 2')
     connection.create_table("about", [{"json": text}], mode="overwrite")
-    with pytest.raises(DatabaseError, match="has the format 2, this version of cribo reads 1"):
+    with pytest.raises(DatabaseError, match="has format 2, but this version of cribo reads format 1"):
         ObjectDatabase.open(database.uri)
 
 

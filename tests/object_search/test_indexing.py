@@ -198,7 +198,7 @@ def test_images_and_objects_are_looked_up_by_indices(index: Index, pictures: Pat
 def test_two_indexers_at_once_are_refused(tmp_path: Path) -> None:
     with (
         index_lock(str(tmp_path / "objects.db")),
-        pytest.raises(FolderError, match="is being written by another cribo index: wait for its end"),
+        pytest.raises(FolderError, match=r"another cribo index is writing to .*: wait until it has finished"),
         index_lock(str(tmp_path / "objects.db")),
     ):
         pass
@@ -246,7 +246,7 @@ def test_a_damaged_database_is_told(index: Index) -> None:
     database, _ = index()
     for path in (Path(database.uri) / "objects.lance" / "data").iterdir():
         path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(DatabaseError, match="cannot be read"):
+    with pytest.raises(DatabaseError, match="cannot read"):
         ObjectDatabase.open(database.uri).objects_of("a/0.png")
 
 

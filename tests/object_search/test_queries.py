@@ -85,7 +85,7 @@ def test_an_image_from_elsewhere(index: Index, tmp_path: Path, opened: OpenEncod
         (QueryPlace(box=(10, 10, 10, 20)), r"x0 < x1 and y0 < y1, got 10,10,10,20"),
         (QueryPlace(box=(10, 30, 20, 20)), "got 10,30,20,20"),
         (QueryPlace(box=(0, 0, 97, 20)), r"--box must lie in the image of 96 x 64 pixels, got 0,0,97,20"),
-        (QueryPlace(number=99), r"--object must be 0 to \d+, the objects of .*1.png, got 99"),
+        (QueryPlace(number=99), r"--object must be 0 to \d+ for .*1.png, got 99"),
         (QueryPlace(number=-1), "got -1"),
     ],
 )
@@ -102,12 +102,12 @@ def test_a_point_in_no_object_says_so(index: Index, pictures: Path) -> None:
     smallest = database.objects_of("a/1.png")[-1]
     database._objects.delete(f"entry = {row.entry} AND number = {smallest.number}")
     rows, columns = smallest.mask.pixels().nonzero()
-    with pytest.raises(ConfigError, match="only a region too small to be one: choose a pixel beside it"):
+    with pytest.raises(ConfigError, match="the region there is smaller than min_share: choose a pixel nearby"):
         make_query(database, "a/1.png", QueryPlace(point=(int(columns[0]), int(rows[0]))), refused)
 
 
 def test_one_place_at_most() -> None:
-    with pytest.raises(ConfigError, match="give one of --point, --box and --object"):
+    with pytest.raises(ConfigError, match="give at most one of --point, --box and --object"):
         QueryPlace(point=(1, 1), number=2)
 
 

@@ -141,7 +141,7 @@ def test_pairs_of_images_that_are_alike(cribo: Run, pictures: Path, tmp_path: Pa
     pairs = json.loads((tmp_path / "all" / "results.json").read_text())["pairs"]
     assert pairs[0]["images"] == ["a/1.png", "b/copy.png"]
     assert pairs[0]["similarity"] == pytest.approx(1)
-    assert f"{len(pairs)} pairs of images" in said
+    assert f"{len(pairs)} pairs of similar images" in said
     similarities = [each["similarity"] for each in pairs]
     assert similarities == sorted(similarities, reverse=True)
     assert {tuple(each["images"]): pytest.approx(each["similarity"], abs=1e-5) for each in pairs} == {
@@ -227,7 +227,7 @@ def test_object_storage(cribo: Run, pictures: Path, tmp_path: Path, monkeypatch:
         cribo("search", "--db", "s3://bucket/objects", "--image", "a/1.png", "--object", 0, "--out", "found")
         assert "b/3.png" not in {each["image"] for each in results(tmp_path / "found")[0]["found"]}
         said = cribo("search", "--db", "s3://nobody/objects", "--image", "a/1.png", status=2)
-        assert "s3://nobody/objects cannot be opened: The specified bucket does not exist" in said
+        assert "cannot open s3://nobody/objects: The specified bucket does not exist" in said
     finally:
         storage.stop()
 
@@ -250,13 +250,13 @@ def test_a_backbone_that_was_moved_is_found_again(cribo: Run, indexed: Path, bac
 
 def test_other_settings_are_refused(cribo: Run, indexed: Path) -> None:
     said = cribo("index", "--db", indexed, "--num_objects", 9, status=2)
-    assert "num_objects 4 (asked for: 9)" in said
+    assert "num_objects 4 (requested: 9)" in said
 
 
 def test_images_that_were_moved(cribo: Run, indexed: Path, pictures: Path, tmp_path: Path) -> None:
     moved = pictures.rename(tmp_path / "archive")
     said = cribo("index", "--db", indexed, "--images", moved, status=2)
-    assert "add --moved if these are the same images elsewhere" in said
+    assert "add --moved if the same images were moved there" in said
     cribo("search", "--db", indexed, "--images", moved, "--image", "a/1.png", "--object", 0, "--out", "found")
     assert "0 new images, 0 changed, 6 unchanged" in cribo("index", "--db", indexed, "--images", moved, "--moved")
     assert ObjectDatabase.open(indexed).root == moved
@@ -275,10 +275,13 @@ def test_images_that_were_moved(cribo: Run, indexed: Path, pictures: Path, tmp_p
         ),
         (("index", "--db", "pictures/a/1.png", "--images", "pictures", "--backbone", "mean-colour"), "is a file"),
         (("index", "--db", "pictures", "--images", "pictures", "--backbone", "mean-colour"), "not created by cribo"),
-        (("search", "--db", "pictures", "--image", "x.png"), "holds no database of objects"),
+        (("search", "--db", "pictures", "--image", "x.png"), "contains no database of objects"),
         (("search", "--db", "nowhere", "--image", "x.png"), "there is no 'nowhere'"),
         (("search", "--db", "nowhere", "--image", "x.png", "--k", "0"), "k must be >= 1, got 0"),
-        (("search", "--db", "nowhere", "--image", "x.png", "--point", "1,1", "--object", "1"), "give one of --point"),
+        (
+            ("search", "--db", "nowhere", "--image", "x.png", "--point", "1,1", "--object", "1"),
+            "give at most one of --point",
+        ),
         (("search", "--db", "nowhere", "--image", "x.png", "--pint", "1,1"), "did you mean point?"),
     ],
 )
@@ -296,7 +299,7 @@ def test_an_empty_database_is_told(cribo: Run, tmp_path: Path) -> None:
     cribo("index", "--backbone", "mean-colour", "--images", "photos", "--db", "objects.db")
     write_picture(tmp_path / "query.png", 0)
     said = cribo("search", "--db", "objects.db", "--image", "query.png", status=2)
-    assert "holds no objects: index images with cribo index" in said
+    assert "contains no objects: index images with cribo index" in said
 
 
 def test_results_are_not_overwritten_unasked(cribo: Run, indexed: Path) -> None:
@@ -374,12 +377,12 @@ def test_an_index_reads_the_blocks_that_it_is_told_and_keeps_to_them(
     assert results(tmp_path / "found")[0]["found"][0]["similarity"] == pytest.approx(nearest.similarity, abs=1e-5)
     assert "6 unchanged" in cribo("index", "--db", "blocks.db")
     error = cribo("index", "--db", "blocks.db", "--blocks", "2", status=2)
-    assert "was built with --blocks 1,2 (asked for: --blocks 2): leave the option out" in error
+    assert "was built with --blocks 1,2 (requested: --blocks 2): omit the option" in error
     error = cribo("index", "--db", "blocks.db", "--backbone", backbone, "--layers", 2, status=2)
-    assert "was built with --blocks 1,2 (asked for: --layers 2): leave the option out" in error
+    assert "was built with --blocks 1,2 (requested: --layers 2): omit the option" in error
     cribo("index", "--db", "last.db", "--backbone", backbone, *words)
     error = cribo("index", "--db", "last.db", "--blocks", "1", status=2)
-    assert "was built with the last blocks (asked for: --blocks 1): leave the option out" in error
+    assert "was built with the last blocks (requested: --blocks 1): omit the option" in error
     error = cribo("index", "--db", "other.db", "--backbone", backbone, "--blocks", "3", *words, status=2)
     assert "blocks must be 1 to 2" in error
     error = cribo("index", "--db", "other.db", "--backbone", backbone, "--blocks", "1", "--layers", 2, *words, status=2)

@@ -67,9 +67,9 @@ def test_a_memory_without_an_example_is_as_if_it_had_never_been_added(saved: Pat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["d.bmp"], "no example is called d.bmp, and numbers are 1 to 3"),
-        (["a.bmp", "4"], "no example is called 4, and numbers are 1 to 3"),
-        (["a.bmp", "b.bmp", "3"], "these are all 3 examples of the memory"),
+        (["d.bmp"], "no example is named d.bmp, and numbers are 1 to 3"),
+        (["a.bmp", "4"], "no example is named 4, and numbers are 1 to 3"),
+        (["a.bmp", "b.bmp", "3"], "cannot remove all 3 examples of the memory"),
     ],
 )
 def test_what_cannot_be_removed_leaves_the_memory_as_it_was(saved: Path, words: list[str], message: str) -> None:
@@ -83,7 +83,7 @@ def test_a_name_that_two_examples_share_is_refused_and_its_number_taken(tmp_path
     memory = memory_of("ab")
     memory.add(image_of(MAPS["c.bmp"]), MAPS["c.bmp"], name="a.bmp")
     memory.save(tmp_path / "m")
-    with pytest.raises(DataError, match=r"2 examples are called a\.bmp: give a number of 1, 3 instead"):
+    with pytest.raises(DataError, match=r"2 examples are named a\.bmp: give one of the numbers 1, 3 \(see"):
         remove_examples(tmp_path / "m", ["a.bmp"])
     assert remove_examples(tmp_path / "m", ["3"]).names == ["a.bmp", "b.bmp"]
 

@@ -191,7 +191,7 @@ def test_an_interrupted_command_goes_on(folder: Path, monkeypatch: pytest.Monkey
         segment(folder, batch_size=1)
     assert not json.loads((folder / "out" / "about.json").read_text())["finished"]
     assert not (folder / "out" / "summary.csv").exists()
-    with pytest.raises(FolderError, match=r"out already exists: .* go on with it with --resume"):
+    with pytest.raises(FolderError, match=r"out already exists: .* continue it with --resume"):
         segment(folder)
     (folder / "out" / "labels" / "1.png").unlink()  # as if it had been lost: it is made again
     with (folder / "out" / "segmented.jsonl").open("a") as file:
@@ -222,10 +222,10 @@ def test_images_that_changed_or_were_added_are_labelled_when_it_goes_on(folder: 
 def test_other_settings_or_examples_do_not_go_on(folder: Path) -> None:
     segment(folder)
     before = files(folder / "out")
-    with pytest.raises(FolderError, match=r"was made otherwise .*: neighbours was 1, is 2"):
+    with pytest.raises(FolderError, match=r"was created with different settings .*: neighbours was 1, is 2"):
         segment(folder, resume=True, neighbours=2)
     save_labels(folder / "examples" / "b_labels.png", enlarged(FIRST), PALETTE)
-    with pytest.raises(FolderError, match="there were 2 examples, are 2, not all of them the same"):
+    with pytest.raises(FolderError, match=r"the examples differ \(2 before, 2 now\)"):
         segment(folder, resume=True)
     assert files(folder / "out") == before
     (folder / "other").mkdir()
@@ -239,7 +239,7 @@ def test_a_refused_command_leaves_the_memory_alone(folder: Path) -> None:
     segment(folder, memory=str(memory))
     before = memory.read_bytes()
     save_labels(folder / "examples" / "b_labels.png", enlarged(FIRST), PALETTE)
-    with pytest.raises(FolderError, match="was made otherwise"):
+    with pytest.raises(FolderError, match="was created with different settings"):
         segment(folder, memory=str(memory), resume=True)
     assert memory.read_bytes() == before
 
@@ -298,9 +298,9 @@ def test_what_is_refused_leaves_nothing_behind(folder: Path) -> None:
     refused: list[tuple[dict, type[Exception], str]] = [
         ({"window": 8}, ValueError, "window must be a multiple of the backbone's patch size 16, got 8: use 16"),
         ({"neighbours": 0}, ValueError, "neighbours must be >= 1, got 0"),
-        ({"images": str(folder / "*.gif")}, DataError, "no image matches"),
+        ({"images": str(folder / "*.gif")}, DataError, "no images match"),
         ({"examples": str(folder / "nothing")}, MissingData, "no 'nothing'"),
-        ({"memory": str(folder / "x" / "m")}, FolderError, "no folder .*x for --memory m"),
+        ({"memory": str(folder / "x" / "m")}, FolderError, "folder of --memory .*m does not exist"),
         ({"memory": str(folder / "m"), "examples": None}, MissingData, "no 'm'"),
         ({"device": "cuda:99"}, ConfigError, "device: 'cuda:99' cannot be used"),
     ]
@@ -322,7 +322,7 @@ def test_examples_that_contradict_each_other_are_refused(folder: Path) -> None:
     save_labels(folder / "examples" / "b_labels.png", enlarged(SECOND), [*PALETTE[:9], 9, 9, 9])
     save_labels(folder / "examples" / "a_labels.png", enlarged(FIRST).clamp(min=1) + 1, PALETTE)
     with pytest.raises(
-        DataError, match=r"b\.bmp: class 3 has the colour \(9, 9, 9\) in its palette, and \(0, 0, 200\)"
+        DataError, match=r"b\.bmp: class 3 has the colour \(9, 9, 9\) in its palette, but \(0, 0, 200\)"
     ):
         segment(folder)
     assert not (folder / "out").exists()
@@ -332,7 +332,7 @@ def test_classes_other_than_those_of_the_memory_are_refused(folder: Path) -> Non
     memory = str(folder / "m.safetensors")
     segment(folder, memory=memory)
     (folder / "examples" / "classes.txt").write_text("road\nsky\ntree\ncar\n")
-    with pytest.raises(DataError, match=r"are road, sky, tree, car; those of the memory .* are road, sky, car, tree"):
+    with pytest.raises(DataError, match=r"classes road, sky, tree, car, but the memory .* has road, sky, car, tree"):
         segment(folder, out="again", memory=memory)
 
 
@@ -345,7 +345,7 @@ def test_masks_of_0_and_255_are_explained(folder: Path, caplog: pytest.LogCaptur
     logging.getLogger("cribo").propagate = True
     with caplog.at_level(logging.WARNING, "cribo"):
         segment(folder)
-    assert "write 1 for what it shows" in caplog.text
+    assert "use 1 for the foreground" in caplog.text
 
 
 def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -377,11 +377,11 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert picture.width > 600
     again = [*words, *memory, "--out", str(folder / "again"), "--window", "32"]
     assert main(again) == 2
-    assert "window is None in the memory and cannot be 32" in capsys.readouterr().err
+    assert "window is None in the memory and cannot be changed to 32" in capsys.readouterr().err
     other = save_backbone(build_backbone("vit_tiny_patch16_224", args=args, image_size=32, seed=1), folder / "other")
     words[2] = str(other)
     assert main([*words, *memory, "--out", str(folder / "again")]) == 2
-    assert f"made with the features of another backbone, {backbone}" in capsys.readouterr().err
+    assert f"created with another backbone, {backbone}" in capsys.readouterr().err
     assert not (folder / "again").exists()
 
 

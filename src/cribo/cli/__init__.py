@@ -12,18 +12,18 @@ usage: cribo <command> [options]
 
 commands:
   pretrain    learn dense representations from unlabelled images
-  adapt       adapt a pretrained backbone to your images, and tell whether it helped
+  adapt       adapt a pretrained backbone to your images, and measure whether it helped
   profile     measure the cost of each part of a training step on this machine
   evaluate    evaluate a backbone on labelled images
-  benchmark   evaluate a backbone by every protocol on every set of a folder, as one card
-  segment     label the pixels of many images by a few labelled examples, without training
+  benchmark   evaluate a backbone by every protocol on every dataset of a folder, and write a card
+  segment     label the pixels of many images given a few labelled examples, without training
   embed       write the features of a folder of images to Parquet, NumPy or safetensors
   index       find the objects of a folder of images and store them in a database
-  search      find the objects in such a database that are most similar to a given one
+  search      find the objects in a database that are most similar to a given one
   explore     open a web page to inspect a run and a collection's objects
   figures     draw the figures of a paper from a run: matches, clusters, bootstrapping ratio, features
   export      write a backbone for timm, transformers, ONNX or torch.export, and verify it
-  shard       pack images into few large files, to train from a network or from object storage
+  shard       pack images into a few large files, for training from network file systems or object storage
 
 examples:
   cribo pretrain                                      three minutes on synthetic scenes, on any laptop
@@ -51,7 +51,7 @@ COMMANDS = (
     "export",
     "shard",
 )
-"""Each command is the function `main` of the module of its name."""
+"""Names of the commands; each is implemented by `main` of the module of the same name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ Adapt a pretrained backbone to your images: without labels, in a quarter of an h
 
 IMAGES is a folder, nested or not, or a text file that lists images. First, a linear layer is fitted in closed form to
 the patches of the images (about a minute; --minutes 1 stops here). Then the last blocks are trained to give the same
-place the same features in two views. At the end, the command tells whether this helped: by dense retrieval and by
+place the same features in two views. At the end, the command reports whether this helped: by dense retrieval and by
 segmentation on labelled images (at least ten), or by signs that need no labels. It exports the best network, which
 evaluate, segment, index and export take as --backbone. To continue after an interruption, repeat the command with
 --name NAME --resume.
@@ -43,8 +43,8 @@ def _adapt(words: list[str]) -> None:
     )
     parser.add_argument("images", type=str, help="a folder of images, or a text file that lists images")
     parser.add_argument("--out", type=Path, default=Path("adapted"), help="parent folder of the results")
-    parser.add_argument("--name", type=str, help="name of the results' folder; by default the backbone's")
-    parser.add_argument("--resume", action="store_true", help="continue the adaptation --name where it stopped")
+    parser.add_argument("--name", type=str, help="name of the output folder; by default, that of the backbone")
+    parser.add_argument("--resume", action="store_true", help="continue the interrupted adaptation --name")
     parser.add_argument("--overwrite", action="store_true", help="replace the adaptation --name")
     parser.add_argument("--config", action="config", help="a YAML file of options, overridden by the command line")
     parser.add_class_arguments(AdaptConfig, skip={"images"})

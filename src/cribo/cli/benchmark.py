@@ -1,4 +1,4 @@
-"""`cribo benchmark`: measure a backbone by every protocol on every set of a folder."""
+"""`cribo benchmark`: evaluate a backbone by every protocol on every dataset of a folder."""
 
 import shlex
 from pathlib import Path
@@ -7,21 +7,21 @@ from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_
 from cribo.console import command_console, loading, log_to
 
 HELP = """\
-Measure a backbone by every protocol on every set of a folder, and write a card: a table with baselines, a picture,
-and published values of the same setting.
+Evaluate a backbone by every protocol on every dataset of a folder, and write a card: a table with baselines, a
+picture, and published values of the same setting.
 
   cribo benchmark --backbone checkpoint.pth --data SETS --quick
   cribo benchmark --backbone runs/mine --data SETS --only dense-nn,linear --data.sets camvid,voc
 
-SETS is a folder that contains sets in the layouts of `cribo evaluate`, or one set. Baselines are the same network with
-random weights, and the mean colour of patches. --quick takes minutes on a CPU: few and small images, one draw, and no
-protocol that trains. Without it, protocols that train take hours on a CPU: choose others with --only.
+SETS is a folder that contains datasets in the layouts of `cribo evaluate`, or one dataset. Baselines are the same
+network with random weights, and the mean colour of patches. --quick takes minutes on a CPU: few and small images, one
+draw, and no protocol that trains. Without it, protocols that train take hours on a CPU: choose others with --only.
 
-Each row is an evaluation in --rows. To continue after an interruption, repeat the command: what was measured with the
-same backbone, data and settings is not measured again.
+Each row is an evaluation in --rows. To continue after an interruption, repeat the command: evaluations with the same
+backbone, data and settings are reused.
 """
 
-LESS_MEMORY = "lower --runtime.batch_size or --runtime.memory_gib, or leave out the last row with --only or --data.sets"
+LESS_MEMORY = "lower --runtime.batch_size or --runtime.memory_gib, or omit the last row with --only or --data.sets"
 
 _SWITCHES = ("--quick", "--overwrite")
 
@@ -49,7 +49,7 @@ def _benchmark(words: list[str]) -> None:
         },
         switches=(*BACKBONE_SWITCHES, *_SWITCHES),
     )
-    parser.add_argument("--out", type=Path, help="folder of the card; cards/<backbone>, numbered, by default")
+    parser.add_argument("--out", type=Path, help="folder of the card; by default cards/<backbone>, numbered")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing card in --out")
     parser.add_argument(
         "--rows", type=Path, default=Path("evaluations"), help="parent folder of the evaluations behind the rows"

@@ -9,10 +9,9 @@ from argcomplete.lexers import split_line
 
 
 def words_to_complete(commands: Sequence[str]) -> list[str]:
-    """Complete the name of a command and exit; or return the words of the command whose parser completes the rest.
+    """Complete the name of a command and exit, or return the words of the command whose parser completes the rest.
 
-    Each command has its own parser, which knows nothing of the words before its options. `_ARGCOMPLETE` tells it the
-    number of the word that takes the place of the program's name.
+    Each command has its own parser. `_ARGCOMPLETE` is the index of the word that it treats as the program name.
     """
     from cribo.cli.evaluate import EVALUATIONS
 

@@ -59,7 +59,7 @@ def _embed(words: list[str]) -> None:
         console=console,
     )
     fresh = embedded.images - embedded.reused
-    before = f", {embedded.reused} were there already" if embedded.reused else ""
+    before = f", {embedded.reused} were already encoded" if embedded.reused else ""
     console.print(f"{fresh} images in {duration(embedded.seconds)}{before}")
     if embedded.skipped:
         console.print(f"{len(embedded.skipped)} could not be read: {', '.join(embedded.skipped)}")

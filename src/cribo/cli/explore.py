@@ -11,12 +11,12 @@ Open a web page with the curves of a run, its view pairs and their clusters, nea
 images, features as colours, and segmentation from a few painted examples.
 
   cribo explore --run runs/camvid                       a run; finds the objects of some of its images at start-up
-  cribo explore --db street.db                          a database of objects, made by cribo index
+  cribo explore --db street.db                          a database of objects, created by cribo index
   cribo explore --run runs/camvid --db street.db        both
   cribo explore --backbone vit_small_patch16_224.dino --images PHOTOGRAPHS
 
-The page is served to this machine only (127.0.0.1). With --host 0.0.0.0, other machines can open it, too, with a
-password, which is printed. Nothing is sent to, or loaded from, other servers. Ctrl-C stops the server.
+The page is served to this machine only (127.0.0.1). With --host 0.0.0.0, other machines can open it with a password,
+which is printed. Nothing is sent to, or loaded from, other servers. Ctrl-C stops the server.
 """
 
 LESS_MEMORY = "lower --max_megapixels, or use --device cpu"
@@ -43,7 +43,7 @@ def _explore(words: list[str]) -> None:
     )
     parser.add_argument("--run", type=Path, help="a run folder of cribo pretrain; the run may still be in progress")
     parser.add_argument("--db", type=str, help="a database of objects of cribo index, a folder or URL")
-    parser.add_argument("--images", type=Path, help="folder of the images, if not that of the run or database")
+    parser.add_argument("--images", type=Path, help="folder of the images; by default, that of the run or database")
     parser.add_argument(
         "--limit", type=int, default=100, help="number of images whose objects are found at start-up, without --db"
     )
@@ -52,10 +52,10 @@ def _explore(words: list[str]) -> None:
     parser.add_argument(
         "--password", type=str, help="password of the page; with a --host other than this machine, random by default"
     )
-    parser.add_argument("--no_password", action="store_true", help="let all who can reach the port see the images")
+    parser.add_argument("--no_password", action="store_true", help="allow access to the page without a password")
     parser.add_argument("--max_megabytes", type=float, default=20.0, help="size limit of an uploaded picture")
     parser.add_argument("--max_megapixels", type=float, default=40.0, help="pixel limit of an uploaded picture")
-    parser.add_argument("--device", type=str, help="device of the network, such as cuda:0; a GPU if there is one")
+    parser.add_argument("--device", type=str, help="such as cuda:0 or cpu; by default the first GPU, else the CPU")
     parser.add_class_arguments(BackboneSource, "backbone", skip={"source"})
     parser.add_argument(
         "--backbone.source",
@@ -74,7 +74,7 @@ def _explore(words: list[str]) -> None:
         device=parsed.device,
     )
     if parsed.no_password and parsed.password is not None:
-        raise ConfigError("--password and --no_password contradict each other: give one of them")
+        raise ConfigError("--password and --no_password exclude each other: omit one of them")
     with loading(console):
         from cribo.explorer.run import explore
         from cribo.explorer.server import is_loopback

@@ -18,7 +18,7 @@ Any backbone that can be evaluated can be exported: a run, a checkpoint of anoth
 transformers to continue training or to publish weights, and onnx for other runtimes.
 """
 
-LESS_MEMORY = "use --to timm, which needs least memory"
+LESS_MEMORY = "use --to timm, which needs the least memory"
 
 
 def main(words: list[str]) -> int:
@@ -41,13 +41,13 @@ def _export(words: list[str]) -> None:
         switches=BACKBONE_SWITCHES,
     )
     parser.add_argument("--to", required=True, choices=TARGETS, help="format to write")
-    parser.add_argument("--out", type=Path, help="folder to write; exports/BACKBONE-TARGET by default")
+    parser.add_argument("--out", type=Path, help="output folder; by default exports/BACKBONE-TARGET")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing export in --out")
     parser.add_argument(
         "--image_size",
         type=int,
         help="image size in pixels for which the position embedding is resized and stored; for other sizes it is "
-        "resized at each use. Unchanged by default",
+        "resized at each use. By default unchanged",
     )
     parser.add_argument("--opset", type=int, default=20, help="ONNX opset; lower it for older runtimes, at least 18")
     parser.add_argument(

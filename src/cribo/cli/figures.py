@@ -38,7 +38,7 @@ def _figures(words: list[str]) -> None:
     parser = Parser(prog="cribo figures", description=HELP, usage="cribo figures --run RUN [options]")
     parser.add_argument("--run", action="append", type=str, required=True, help="a run folder; repeat to compare runs")
     parser.add_argument("--label", action="append", type=str, help="name of a run, in the order of --run")
-    parser.add_argument("--out", type=Path, help="folder to write; RUN/figures by default")
+    parser.add_argument("--out", type=Path, help="output folder; by default RUN/figures")
     parser.add_argument("--overwrite", action="store_true", help="replace existing figures in --out")
     parser.add_argument("--only", type=str, default=",".join(FIGURES), help="figures to draw")
     parser.add_argument("--format", type=str, default=",".join(FIGURE_FORMATS), help="pdf for print, png for screens")
@@ -50,10 +50,10 @@ def _figures(words: list[str]) -> None:
         "--size",
         type=int,
         default=480,
-        help="shorter side of these images in pixels, at most; larger sizes show more detail",
+        help="limit on the shorter side of these images in pixels; larger sizes show more detail",
     )
-    parser.add_argument("--root", type=str, help="folder of the run's images, if they have moved")
-    parser.add_argument("--device", type=str, help="device of the network; a GPU by default if there is one")
+    parser.add_argument("--root", type=str, help="new location of the run's images, if they were moved")
+    parser.add_argument("--device", type=str, help="such as cuda:0 or cpu; by default the first GPU, else the CPU")
     parsed = parser.parse_args(words)
     runs = [Path(run) for run in parsed.run]
     labels: list[str] = parsed.label or [run.name for run in runs]

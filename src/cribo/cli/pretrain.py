@@ -19,14 +19,14 @@ Learn dense representations from unlabelled images.
 
   cribo pretrain                                                      three minutes on synthetic scenes
   cribo pretrain --config coco_vits16 --data.root COCO                from random weights, as published
-  cribo pretrain --config camvid --name mine --objects.num_objects 8  other values
+  cribo pretrain --config camvid --name mine --objects.num_objects 8  a preset with changed values
   cribo pretrain --resume runs/mine                                   continue an interrupted run
 
 To start from pretrained weights, use `cribo adapt`.
 
 data.root is a folder (read recursively), a text file that lists images, or a folder or URL of tar shards, which
-`cribo shard` writes. --config is a preset or a YAML file of the values below; the defaults shown apply where it sets
-nothing. --print_config prints the resulting configuration.
+`cribo shard` writes. --config is a preset or a YAML file of the values below; values that it does not set have the
+defaults shown. --print_config prints the resulting configuration.
 """
 
 _QUICKSTART_MINUTES = 3.0
@@ -40,7 +40,7 @@ def main(words: list[str]) -> int:
 
 
 def _pretrain(words: list[str]) -> None:
-    # Imported here, so that neither help nor a wrong option waits for torch and Lightning.
+    # Local imports: `--help` and invalid options do not import torch and Lightning.
     from cribo.pretraining.presets import (
         SHORT,
         ConfigParser,
@@ -50,7 +50,7 @@ def _pretrain(words: list[str]) -> None:
         with_preset,
     )
 
-    # Other ranks run this command too, and print nothing.
+    # Only rank 0 prints.
     console = command_console(quiet=not is_first_process())
     log_to(console)
     parser = ConfigParser(
@@ -59,13 +59,13 @@ def _pretrain(words: list[str]) -> None:
         usage="cribo pretrain [options]",
         short=SHORT,
     )
-    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of run folders")
-    parser.add_argument("--name", type=str, help="of this run; the preset's, numbered, by default")
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="parent folder of run folders")
+    parser.add_argument("--name", type=str, help="name of the run; by default that of the preset, numbered")
     parser.add_argument(
         "--minutes",
         type=float,
-        help="about how long to train here: sets optim.epochs by a short timing; the quickstart takes 3 unless "
-        "--optim.epochs is given",
+        help="approximate duration of the training: sets optim.epochs by timing a few steps; 3 in the quickstart "
+        "without --optim.epochs",
     )
     parser.add_argument(
         "--resume",
@@ -73,20 +73,20 @@ def _pretrain(words: list[str]) -> None:
         const="latest",
         metavar="RUN",
         help="continue the run in this folder from its last checkpoint (without a folder: the latest run); "
-        "only runtime.* and where and how images are read can be changed",
+        "only runtime.* and the options for reading images can be changed",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a run of the same --name")
     parser.add_argument(
         "--continue",
         action="store_true",
-        help="continue the run of this --name if there is one: for a scheduler that starts the same command again",
+        help="continue the run --name if it exists; for schedulers that restart the same command",
     )
     add_config_arguments(parser)
     parsed = parser.parse_args(with_preset(words))
     if parsed.resume is not None:
         for option in ("name", "minutes", "config", "overwrite", "continue"):
             if parsed[option]:
-                raise InputError(f"--{option} does not go with --resume: it is taken from the run")
+                raise InputError(f"--{option} cannot be used with --resume: it is taken from the run")
         with loading(console):
             from cribo.pretraining.run import latest_run, overrides_in, resume
 
@@ -113,7 +113,7 @@ def _pretrain(words: list[str]) -> None:
 
 
 def _plans_itself(parsed: Any, words: list[str]) -> bool:
-    """Whether this is the quickstart on one device, with no number of epochs asked for."""
+    """Whether this is the quickstart on one device without --optim.epochs."""
     from cribo.pretraining.presets import DEFAULT_PRESET, find_config
 
     return (
@@ -136,8 +136,8 @@ def _print_summary(run: "Run", console: Console) -> None:
             ("this network before training", "before"),
             ("this network after training", "after"),
         ):
-            said = "not known" if score[key] is None else f"{100 * score[key]:.1f} %"
-            table.add_row(label, said, style="bold" if key == "after" else None)
+            value = "not measured" if score[key] is None else f"{100 * score[key]:.1f} %"
+            table.add_row(label, value, style="bold" if key == "after" else None)
         console.print(table)
     console.print(
         f"{summary['steps']} steps in {duration(summary['seconds'])}, "

@@ -1,4 +1,4 @@
-"""`cribo profile`: what a training step costs on this machine, part by part."""
+"""`cribo profile`: measure the cost of each part of a training step."""
 
 import shlex
 from pathlib import Path
@@ -7,14 +7,14 @@ from cribo.cli.running import guarded, print_places
 from cribo.console import Phases, command_console, loading, log_to
 
 HELP = """\
-What a training step costs on this machine, part by part: the paper's profiling table for your own configuration, with
-images per second and peak memory.
+Measure the cost of each part of a training step on this machine: the paper's profiling table for your configuration,
+with images per second and peak memory.
 
   cribo profile --config coco_vits16 --data.root COCO --kept 8,16,32
   cribo profile --config imagenet_vitb16 --data.root scenes --data.scenes.size 224 --optim.batch_size 128
 
-Takes steps of the real training on a full memory bank, and discards them. For a run over several devices, the part of
-one device is profiled. Without --kept, an image has as many objects as an untrained network finds.
+The command runs training steps with a full memory bank and discards the result. For a run on several devices, it
+profiles the share of one device. Without --kept, an image has as many objects as an untrained network finds.
 """
 
 LESS_MEMORY = "raise --optim.micro_batches, lower --optim.batch_size, or set --backbone.checkpointing selective"
@@ -36,20 +36,20 @@ def _profile(words: list[str]) -> None:
         description=HELP,
         usage="cribo profile [--config PRESET] [options]",
     )
-    parser.add_argument("--out", type=Path, default=Path("profiles"), help="folder of the folders of profiles")
+    parser.add_argument("--out", type=Path, default=Path("profiles"), help="parent folder of the results")
     parser.add_argument(
         "--kept",
         type=list[int],
         default=[],
-        help="objects to give every image, such as 8,16,32: they decide the cost; as found if not given",
+        help="numbers of objects per image to profile, such as 8,16,32; by default, as found by an untrained network",
     )
     parser.add_argument(
-        "--bootstrapping_ratio", type=float, default=0.5, help="share of the objects to give a valid match"
+        "--bootstrapping_ratio", type=float, default=0.5, help="share of the objects with a valid match"
     )
-    parser.add_argument("--steps", type=int, default=10, help="steps to time, after --warmup others")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
+    parser.add_argument("--steps", type=int, default=10, help="number of timed steps")
+    parser.add_argument("--warmup", type=int, default=3, help="number of steps before the timed ones")
     parser.add_argument(
-        "--trace", type=Path | None, help="file for a trace of two more steps, for chrome://tracing or ui.perfetto.dev"
+        "--trace", type=Path | None, help="file for a trace of two steps, for chrome://tracing or ui.perfetto.dev"
     )
     add_config_arguments(parser)
     words = with_preset(words)

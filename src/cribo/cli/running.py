@@ -12,7 +12,7 @@ from cribo.errors import InputError, MissingPackage, Stopped
 from cribo.processes import is_first_process
 
 DEBUG = "--debug"
-"""The option of all commands that shows the traceback of every error."""
+"""Option of all commands to print the traceback of every error."""
 
 # Short options for the fields of a `BackboneSource`.
 BACKBONE_SHORT = {
@@ -46,13 +46,13 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 def guarded(name: str, command: Callable[[list[str]], None], words: list[str], *, less_memory: str) -> int:
     """Run a command, and print errors that the user can fix as one line.
 
-    These are errors of files and connections, `InputError` and `MissingPackage`. All others keep their traceback. With
-    `--debug` among the arguments, every error has one.
+    These are errors of files and connections, `InputError` and `MissingPackage`. Other errors are raised with their
+    traceback. With `--debug` among the arguments, the traceback of every error is printed.
 
     Args:
-        name: of the command, for messages.
-        command: the function to call.
-        words: its arguments.
+        name: name of the command, for messages.
+        command: function to call.
+        words: arguments of the command.
         less_memory: advice if a device runs out of memory.
 
     Returns:
@@ -66,14 +66,14 @@ def guarded(name: str, command: Callable[[list[str]], None], words: list[str], *
         if isinstance(error, Stopped):
             # Other ranks exit 0; otherwise the launcher would report a crash.
             return 0 if error.everywhere and not is_first_process() else _failed(name, error, error.status)
-        if isinstance(error, OSError):  # a missing file, no network; or a full disk, for example
+        if isinstance(error, OSError):  # for example, a missing file or a full disk
             return _failed(name, error, 2 if isinstance(error, FileNotFoundError | ConnectionError) else 1)
         if isinstance(error, InputError | MissingPackage):
             return _failed(name, error, 2)
         if _is_out_of_memory(error):
             reason = str(error).partition(". ")[0] or "out of memory"
             return _failed(name, f"{reason}: {less_memory}", 1)
-        error.add_note(f"{name}: an error in cribo or a library that it uses: please report it with the lines above")
+        error.add_note(f"{name}: this is a bug in cribo or one of its libraries: please report it with the lines above")
         raise
     return 0
 
@@ -84,7 +84,7 @@ def _failed(name: str, error: object, status: int) -> int:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    torch = sys.modules.get("torch")  # not imported: not its error
+    torch = sys.modules.get("torch")  # avoids importing torch
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
     # On the CPU, torch raises a plain RuntimeError.

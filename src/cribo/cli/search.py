@@ -24,8 +24,8 @@ Find the objects in a database of `cribo index` that are most similar to a given
   cribo search --db photographs.db --image ONE.jpg --path 'night/*' --one_per_image --min_similarity 0.6
   cribo search --db photographs.db --duplicates                         pairs of similar images
 
-ONE.jpg may be any image. The backbone is not needed for an indexed and unchanged image, except with --box. --out
-receives results.json (boxes, masks as in COCO, similarities), sheet.png, a contact sheet, and with --coco coco.json.
+ONE.jpg may be any image. The backbone is not needed for an indexed and unchanged image, except with --box. Results are
+results.json (boxes, masks in COCO format, similarities), sheet.png (a contact sheet), and coco.json with --coco.
 """
 
 _LISTED = 20  # pairs of images
@@ -52,7 +52,7 @@ def _search(words: list[str]) -> None:
         switches=("--include_own", "--exact", "--trust", "--duplicates", "--one_per_image", "--coco"),
     )
     parser.add_class_arguments(SearchConfig)
-    parser.add_argument("--out", type=Path, help="folder for results; searches/<image>, numbered, by default")
+    parser.add_argument("--out", type=Path, help="folder for the results; by default searches/<image>, numbered")
     parser.add_argument("--overwrite", action="store_true", help="replace existing results in --out")
     parsed = parser.parse_args(words)
     config = SearchConfig(**{name: parsed[name] for name in SearchConfig.__dataclass_fields__})
@@ -78,8 +78,8 @@ def _search(words: list[str]) -> None:
 
 
 def _table_of_pairs(pairs: "list[DuplicatePair]") -> Table:
-    """The most similar pairs."""
-    table = Table(title=f"{len(pairs)} pairs of images that are alike")
+    """Return a table of the most similar pairs."""
+    table = Table(title=f"{len(pairs)} pairs of similar images")
     for name in ("similarity", "image", "image"):
         table.add_column(name, overflow="fold")
     for pair in pairs[:_LISTED]:
@@ -90,7 +90,7 @@ def _table_of_pairs(pairs: "list[DuplicatePair]") -> Table:
 
 
 def _table(result: "SearchResult") -> Table:
-    """One row per object found; for several queries, one row each with the nearest object."""
+    """Return a table of the found objects; for several queries, of the nearest object of each."""
     query, found, states, _ = result
     several = len(found) > 1
     what = "each object" if several else query.regions[0].name
@@ -108,5 +108,5 @@ def _table(result: "SearchResult") -> Table:
                 *((states.get(one.image) or "as indexed",) if any(states.values()) else ()),
             )
     if several:
-        table.caption = "the nearest object of each; see the picture and results.json for the others"
+        table.caption = "only the nearest object of each query; see the picture and results.json for the others"
     return table

@@ -1,4 +1,4 @@
-"""`cribo segment`: label the pixels of many images by a few labelled examples."""
+"""`cribo segment`: label the pixels of many images given a few labelled examples."""
 
 import shlex
 from pathlib import Path
@@ -11,21 +11,21 @@ from cribo.cli.running import BACKBONE_SHORT, BACKBONE_SWITCHES, guarded, print_
 from cribo.console import command_console, loading, log_to
 
 HELP = """\
-Label the pixels of many images by a few labelled examples; two are enough to begin. The backbone is not trained. Its
-blocks, whitening, and the head (nearest neighbours, ridge regression or both) are chosen by leaving out examples. The
-command prints the choice and the mIoU to expect.
+Label the pixels of many images given a few labelled examples; two are enough to start. The backbone is not trained. Its
+blocks, whitening, and the head (nearest neighbours, ridge regression or both) are chosen by cross-validation over the
+examples. The command prints the choice and the expected mIoU.
 
   cribo segment --backbone runs/mine --examples EXAMPLES --images FRAMES --out RESULT
   cribo segment --backbone runs/mine --examples EXAMPLES --images FRAMES --out RESULT --memory mine.safetensors
   cribo segment --backbone runs/mine --memory mine.safetensors --images 'MORE/**/*.jpg' --out RESULT2
-  cribo segment --memory mine.safetensors --list               its examples: classes, share correct if left out
-  cribo segment --memory mine.safetensors --remove a.jpg 7     remove examples by name or number; keeps the others
+  cribo segment --memory mine.safetensors --list               list its examples with their accuracy when left out
+  cribo segment --memory mine.safetensors --remove a.jpg 7     remove examples by name or number
 
 EXAMPLES contains a.jpg and a.png (or a_labels.png), or images/a.jpg and labels/a.png, or images and one JSON file in
-COCO's format. RESULT receives label maps, overlays, confidences, summary.csv and contact.png. To continue after an
-interruption, repeat the command with --resume. If classes are confused, add examples of them; --suggest 5 names images
-that show what is uncertain. If small things are missed in large images, use --scale 1 --window 448. If it is too slow,
-use --size 384.
+COCO format. RESULT contains label maps, overlays, confidences, summary.csv and contact.png. To continue after an
+interruption, repeat the command with --resume. If classes are confused, add examples of them; --suggest 5 lists images
+with uncertain labels. If small objects are missed in large images, use --scale 1 --window 448. If it is too slow, use
+--size 384.
 """
 
 LESS_MEMORY = "lower --batch_size or --size, or use --window"
@@ -57,7 +57,7 @@ def _segment(words: list[str]) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace existing results in --out")
     parser.add_argument("--pictures", type=int, default=6, help="number of images in contact.png")
     parser.add_argument("--suggest", type=int, default=0, help="number of images to suggest for labelling next")
-    parser.add_argument("--coco", action="store_true", help="write all labels to coco.json, too, in COCO's format")
+    parser.add_argument("--coco", action="store_true", help="also write all labels to coco.json, in COCO format")
     parser.add_argument("--config", action="config", help="a YAML file of options, overridden by the command line")
     parser.add_class_arguments(SegmentConfig)
     parsed = parser.parse_args(words)
@@ -101,7 +101,7 @@ def _segment(words: list[str]) -> None:
 
 
 def _edit_memory(words: list[str], console: Console) -> None:
-    """List the examples of a memory, after removing some."""
+    """Print the examples of a memory, after removing those of --remove."""
     from cribo.arguments import Parser
 
     parser = Parser(prog="cribo segment", usage="cribo segment --memory FILE (--list | --remove EXAMPLE ...)")

@@ -1,4 +1,4 @@
-"""`cribo shard`: pack images into few large files."""
+"""`cribo shard`: pack images into a few large files."""
 
 from pathlib import Path
 
@@ -6,15 +6,15 @@ from cribo.cli.running import guarded, print_places
 from cribo.console import Phases, command_console, loading, log_to
 
 HELP = """\
-Pack images into few large tar files, which are faster to read from network file systems and object storage than single
-files.
+Pack images into a few large tar files, which are faster to read from network file systems and object storage than
+many small files.
 
-  cribo shard IMAGES OUT                  the files as they are
+  cribo shard IMAGES OUT                  unchanged files
   cribo shard PHOTOGRAPHS OUT --size 512  shorter side at most 512 pixels
-  cribo pretrain --data.root OUT          or --data.root s3://bucket/prefix, if OUT was copied there
+  cribo pretrain --data.root OUT          train on the shards; or s3://bucket/prefix, if OUT was copied there
 
-Crops are usually smaller than photographs: --size reduces decoding and downloads. OUT appears when it is complete;
-unreadable images are left out and listed in OUT/skipped.csv.
+Crops are usually smaller than photographs, so --size reduces the time for decoding and downloads. OUT is created
+atomically; unreadable images are omitted and listed in OUT/skipped.csv.
 """
 
 LESS_MEMORY = "lower --threads"
@@ -34,13 +34,13 @@ def _shard(words: list[str]) -> None:
     parser = Parser(prog="cribo shard", description=HELP, usage="cribo shard IMAGES OUT [options]")
     parser.add_argument("images", metavar="IMAGES", type=str, help="a folder, or a text file that lists images")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder of the shards; it must not exist")
-    parser.add_argument("--size", type=int, help="maximum shorter side in pixels; images are unchanged by default")
+    parser.add_argument("--size", type=int, help="maximum shorter side in pixels; by default, images are unchanged")
     parser.add_argument("--shard_mb", type=float, default=64.0, help="approximate size of a shard in MB")
     parser.add_argument(
-        "--max_unreadable", type=float, default=0.01, help="maximum share of unreadable images, which are left out"
+        "--max_unreadable", type=float, default=0.01, help="maximum share of unreadable images, which are omitted"
     )
     parser.add_argument("--max_pixels", type=int, default=MAX_PIXELS, help="larger images count as unreadable")
-    parser.add_argument("--threads", type=int, help="number of reading and decoding threads; one per core by default")
+    parser.add_argument("--threads", type=int, help="number of threads that read and decode; by default one per core")
     parsed = parser.parse_args(words)
     with loading(console):
         from cribo.data.images import open_images

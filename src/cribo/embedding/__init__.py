@@ -1,1 +1,1 @@
-"""Features of a collection of images as files for other programs."""
+"""Export of the features of an image collection to files."""

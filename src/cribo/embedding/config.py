@@ -1,4 +1,4 @@
-"""Options of `cribo embed`; the command line and Python share them."""
+"""Options of `cribo embed`, shared by the command line and Python."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,26 +15,27 @@ Format = Literal["parquet", "numpy", "safetensors"]
 
 @dataclass
 class EmbedConfig:
-    """Features of many images, written to files.
+    """Write the features of many images to files.
 
     Attributes:
-        images: a folder of images of any depth, or a text file that lists images.
-        backbone: whose features.
+        images: a folder of images (read recursively), or a text file that lists images.
+        backbone: the network to use.
         features: global (a vector for each image), patches (one for each patch) or objects (one for each cluster of
             an image's patches, as in cribo index).
         format: parquet, numpy (.npz) or safetensors.
-        precision: of the written features: float16 takes half the room.
+        precision: data type of the written features; float16 takes half the space.
         blocks: numbers, from 1, of the blocks whose features are concatenated, such as 6,8,9,10; not for global. [the
             last block]
-        size: shorter side at which an image is encoded, in pixels; 0 for each image's own. [480; for global, the
+        size: shorter side in pixels at which images are encoded; 0 for each image's own size. [480; for global, the
             network's own]
-        num_objects: K, the objects of an image at most.
-        marginals: adaptive lets the number and sizes of objects follow the image; uniform makes K of about one size.
-        position_weight: weight of nearness against likeness; 0 joins what looks alike wherever it is.
-        min_share: objects that cover less of the image are left out.
-        batch_size: images of one size that are encoded at once. Lower it if the device runs out of memory.
-        workers: threads that read images; when not given, half of the cores.
-        device: such as cuda:0 or cpu; a GPU if there is one, when not given.
+        num_objects: K, the maximum number of objects per image.
+        marginals: adaptive adapts number and sizes of the objects to the image; uniform gives K objects of about equal
+            size.
+        position_weight: weight of position relative to similarity; 0 joins similar patches regardless of position.
+        min_share: minimum share of the image that an object covers; smaller objects are dropped.
+        batch_size: number of images of equal size to encode at once. Lower it if the device runs out of memory.
+        workers: number of threads that read images. [half of the cores]
+        device: such as cuda:0 or cpu. [the first GPU, else the CPU]
     """
 
     images: str
@@ -61,18 +62,18 @@ class EmbedConfig:
             if not self.blocks or self.blocks[0] < 1:
                 raise ConfigError(f"blocks must be numbers from 1, got {list(self.blocks)}")
             if self.features == "global":
-                raise ConfigError("--blocks goes with --features patches or objects: global features have one block")
+                raise ConfigError("--blocks requires --features patches or objects: global features have one block")
             if self.backbone.layers != 1:
-                raise ConfigError(f"--layers {self.backbone.layers} and --blocks exclude each other: leave one out")
+                raise ConfigError(f"--layers {self.backbone.layers} and --blocks exclude each other: omit one of them")
 
     def settings(self, own_size: int) -> ObjectSettings:
-        """How images are resized, and what counts as an object.
+        """Return the settings that define the size of images and their objects.
 
         Args:
-            own_size: of the network, in pixels.
+            own_size: image size of the network in pixels.
 
         Raises:
-            ConfigError: a value out of range.
+            ConfigError: a value is out of range.
         """
         default = own_size if self.features == "global" else ObjectSettings.size
         return ObjectSettings(

@@ -1,4 +1,4 @@
-"""`cribo embed` from beginning to end: images, their features, and the parts of files that these are written to."""
+"""Implementation of `cribo embed`: encode images and write their features to files in parts."""
 
 import hashlib
 import json
@@ -36,12 +36,12 @@ log = logging.getLogger("cribo")
 
 ABOUT, SKIPPED, PARTS = "about.json", "skipped.jsonl", "features"
 
-_MOST_IMAGES = 512  # of a part: what is lost when a run is stopped
-_MOST_PATCHES = 4096  # of an image (`encoded_size`)
+_MOST_IMAGES = 512  # limit per part; an interrupted part is encoded again
+_MOST_PATCHES = 4096  # limit per image (`encoded_size`)
 _OBJECT_COLUMNS = ("object", "x0", "y0", "x1", "y1", "area")
 
 Encoded = list[tuple[Float[np.ndarray, "n d"], dict[str, Int[np.ndarray, " n"]]]]
-"""For each image, its rows and what these are of."""
+"""Feature rows and index columns of each image."""
 
 
 class NothingEmbedded(Stopped):
@@ -50,14 +50,14 @@ class NothingEmbedded(Stopped):
 
 @dataclass(frozen=True)
 class Embedded:
-    """What became of the images.
+    """Result of `embed_images`.
 
     Attributes:
-        folder: of the results.
-        images: number of images in all parts, unreadable ones included.
-        reused: how many of them were there before.
-        skipped: what could not be read, and why.
-        seconds: that the others took.
+        folder: output folder.
+        images: number of images in all parts, including unreadable ones.
+        reused: number of images in parts that already existed.
+        skipped: reasons why images could not be read, by name.
+        seconds: duration of encoding the other images.
     """
 
     folder: Path
@@ -68,7 +68,7 @@ class Embedded:
 
 
 class _Read(NamedTuple):
-    """An image that was read, or why it cannot be read."""
+    """Result of reading an image: its pixels, or the reason of an error."""
 
     name: str
     prepared: PreparedImage | None = None
@@ -88,18 +88,18 @@ def embed_images(
     command: str = "",
     console: Console | None = None,
 ) -> Embedded:
-    """Write the features of a collection of images to files, in parts, each whole or not at all.
+    """Write the features of a collection of images to files in parts, each atomically.
 
     Args:
-        config: what is asked for.
-        out: the folder.
-        resume: go on with the parts in `out`, if they are of the same images, backbone and settings.
-        overwrite: replace the results in `out`.
-        command: by which it can be repeated, for the record.
-        console: shows the progress.
+        config: options of the command.
+        out: output folder.
+        resume: keep existing parts in `out` and write the missing ones; images, backbone and settings must be the same.
+        overwrite: replace existing results in `out`.
+        command: command line to record in the results.
+        console: console for progress.
 
     Raises:
-        ValueError: backbone, images, settings or folder cannot be used; raised before anything is written.
+        ValueError: backbone, images, settings or folder are invalid; raised before anything is written.
         FileNotFoundError: a file of the backbone or the images does not exist.
         ImportError: the library of the format is not installed.
         NothingEmbedded: none of the images can be read.
@@ -107,7 +107,7 @@ def embed_images(
     """
     console = console or Console(quiet=True)
     if resume and overwrite:
-        raise InputError("--resume goes on with results and --overwrite replaces them: choose one")
+        raise InputError("--resume and --overwrite exclude each other: choose one")
     require_writer(config.format)
     target = ResultFolder(
         out,
@@ -115,7 +115,7 @@ def embed_images(
         overwrite=overwrite,
         resume=resume,
         inputs=(config.images, config.backbone.source),
-        advice="choose another --out, go on with it with --resume, or replace it with --overwrite",
+        advice="choose another --out, continue it with --resume, or replace it with --overwrite",
     )
     files = open_images(config.images)
     names = list(dict.fromkeys(files.names))  # a list may name an image twice
@@ -171,7 +171,7 @@ def embed_images(
 
 
 def _fingerprint(files: ImageFiles, names: Sequence[str]) -> str:
-    """Hash of the names and sizes of files."""
+    """Return a hash of the names and sizes of files."""
     digest = hashlib.sha256()
     for name in names:
         path = Path(files.folder) / name
@@ -180,12 +180,12 @@ def _fingerprint(files: ImageFiles, names: Sequence[str]) -> str:
 
 
 def _check_same(path: Path, same: dict[str, Any]) -> None:
-    """Refuse to go on with results of other images, another backbone or other settings."""
+    """Raise FolderError if results are of other images, another backbone or other settings."""
     try:
         before = json.loads(path.read_text(encoding="utf-8"))["same"]
         different = [f"{name} was {before[name]}, is {value}" for name, value in same.items() if before[name] != value]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FolderError(f"{path} is damaged: choose another --out, or --overwrite it") from error
+        raise FolderError(f"{path} is damaged: choose another --out, or replace it with --overwrite") from error
     if different:
         raise FolderError(
             f"{path.parent} was created with different settings and cannot be resumed: {'; '.join(different)}. Choose "
@@ -199,7 +199,7 @@ def _check_same(path: Path, same: dict[str, Any]) -> None:
 def _by_size(
     encode: Callable[[Tensor], Float[Tensor, "b rows columns d"]], *places: str
 ) -> Callable[[Sequence[PreparedImage]], Encoded]:
-    """Encode images of one size together; the rows of an image are those of its grid, named by `places`."""
+    """Return an encoder of batches of equal size; the rows of an image are its grid cells, with columns `places`."""
 
     @torch.no_grad()
     def encoded(images: Sequence[PreparedImage]) -> Encoded:
@@ -246,7 +246,7 @@ def _write_parts(
     out: Path,
     progress: Phases,
 ) -> Embedded:
-    """Encode and write the parts that are not there yet; images are read ahead across parts."""
+    """Encode and write the missing parts; images are prefetched across parts."""
     size = _images_in_part(config, settings, dim)
     parts = [names[start : start + size] for start in range(0, len(names), size)]
     missing = [number for number in range(len(parts)) if not part_path(out / PARTS, number, config.format).exists()]
@@ -282,13 +282,13 @@ def _write_parts(
 
 
 def _images_in_part(config: EmbedConfig, settings: ObjectSettings, dim: int) -> int:
-    """So few images that a part fits into memory, whatever their sizes; the same each time a run is resumed."""
+    """Return the number of images per part that fits into memory for any image sizes; equal in resumed runs."""
     rows = {"global": 1, "patches": _MOST_PATCHES, "objects": settings.num_objects}[config.features]
     return min(_MOST_IMAGES, max(1, BUDGET // (rows * dim * 4)))
 
 
 def _batches(images: Iterator[_Read], size: int) -> Iterator[tuple[int, list[_Read]]]:
-    """Batches of images, each with the place of its first one."""
+    """Yield batches of images with the index of their first image."""
     first = 0
     while batch := list(islice(images, size)):
         yield first, batch
@@ -298,7 +298,7 @@ def _batches(images: Iterator[_Read], size: int) -> Iterator[tuple[int, list[_Re
 def _encode(
     batch: list[_Read], first: int, encode: Callable[[Sequence[PreparedImage]], Encoded], out: Path
 ) -> list[tuple[int, np.ndarray, dict[str, np.ndarray]]]:
-    """Rows of a batch with the place of their image in the part; images that cannot be read are noted."""
+    """Return the rows of each image with its index in the part; unreadable images are recorded as skipped."""
     readable = [(place, read.prepared) for place, read in enumerate(batch, start=first) if read.prepared is not None]
     if len(readable) < len(batch):
         with (out / SKIPPED).open("a", encoding="utf-8") as file:
@@ -324,14 +324,14 @@ def _joined(
 
 
 def _skipped(out: Path) -> dict[str, str]:
-    """Images that could not be read, in this run or before it was resumed, with the reasons."""
+    """Return the reasons of unreadable images, by name, including those of earlier interrupted runs."""
     if not (out / SKIPPED).is_file():
         return {}
     skipped: dict[str, str] = {}
     for line in (out / SKIPPED).read_text(encoding="utf-8").splitlines():
         try:
             entry = json.loads(line)
-        except ValueError:  # the last line of a process that was killed
+        except ValueError:  # incomplete last line of a killed process
             continue
         skipped[entry["image"]] = entry["reason"]
     return skipped

@@ -1,4 +1,4 @@
-"""Files of features: rows with the image that each belongs to, as Parquet, NumPy or safetensors."""
+"""Writing of feature files in Parquet, NumPy or safetensors format."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -15,11 +15,11 @@ from cribo.files import write_whole
 
 
 class Rows(NamedTuple):
-    """Features of some images.
+    """Features of a part.
 
     Attributes:
-        names: of the images.
-        columns: what each row is of; `image` is a place in `names`.
+        names: names of the images.
+        columns: index columns; `image` is an index into `names`.
         embedding: a row for each image, patch or object.
     """
 
@@ -42,7 +42,7 @@ def _write_parquet(path: Path, rows: Rows) -> None:
 
 
 def _write_numpy(path: Path, rows: Rows) -> None:
-    with path.open("wb") as file:  # given a name, NumPy would add its own suffix to it
+    with path.open("wb") as file:  # for a path, NumPy would append .npz
         arrays: dict[str, Any] = {"names": np.array(rows.names, dtype=np.str_), **rows.columns}
         np.savez(file, embedding=rows.embedding, **arrays)
 
@@ -75,14 +75,14 @@ def require_writer(kind: Format) -> None:
 
 
 def part_path(folder: Path, number: int, kind: Format) -> Path:
-    """Where a part is written."""
+    """Return the path of a part."""
     return folder / f"part-{number:05d}{_WRITERS[kind][0]}"
 
 
 def write_part(folder: Path, number: int, kind: Format, rows: Rows) -> None:
-    """Write a part, whole or not at all.
+    """Write a part atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     write_whole(part_path(folder, number, kind), lambda part: _WRITERS[kind][1](part, rows))

@@ -1,4 +1,4 @@
-"""Find things across a collection of images: its objects in a database, and what is like one of them."""
+"""Similarity search over the objects of an image collection, stored in a database."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What an indexing and a search can be asked for, typed: the command line and Python share it."""
+"""Options of `cribo index` and `cribo search`, shared by the command line and Python."""
 
 from dataclasses import dataclass
 
@@ -10,30 +10,32 @@ from cribo.retrieval.source import BackboneSource
 
 @dataclass
 class IndexConfig:
-    """Indexing of a folder of images.
+    """Index the objects of a folder of images.
 
-    If the database exists, the defaults of backbone, images and settings are those that it was built with.
+    If the database exists, backbone, images and settings default to those that it was built with.
 
     Attributes:
         db: the database: a folder, or a URL such as s3://bucket/name.
         images: a folder of images (read recursively), or a text file that lists images.
         backbone: the network to use.
         blocks: numbers, from 1, of the blocks whose features are concatenated, such as 6,8,9,10; the linear layer of an
-            adapted backbone is then not used. [the last block; for an adapted backbone, through its linear layer]
-        num_objects: K, the maximum number of objects per image. More find smaller objects, and split large ones. [16]
+            adapted backbone is then ignored. [the last block; for an adapted backbone, through its linear layer]
+        num_objects: K, the maximum number of objects per image. Higher values find smaller objects and split large
+            ones. [16]
         marginals: adaptive adapts number and sizes of the objects to the image; uniform gives K objects of about equal
             size. [adaptive]
-        position_weight: weight of position relative to similarity; 0 joins similar patches wherever they are. [1.0]
-        size: shorter side in pixels at which an image is encoded; larger sizes find smaller objects and take longer. 0
+        position_weight: weight of position relative to similarity; 0 joins similar patches regardless of position.
+            [1.0]
+        size: shorter side in pixels at which images are encoded; larger sizes find smaller objects and take longer. 0
             for each image's own size. [480]
-        min_share: smaller objects, as a share of the image, are left out. [0.005]
-        prune: remove images that are gone from the folder, and old versions of the database at once; false keeps
-            these images. [up to 5 % of the images are removed; old versions are kept for a week]
-        moved: the folder was moved since it was indexed; --images says where it is now.
+        min_share: minimum share of the image that an object covers; smaller objects are dropped. [0.005]
+        prune: remove images that are no longer in the folder, and old versions of the database immediately; false
+            keeps these images. [up to 5 % of the images are removed; old versions are kept for a week]
+        moved: the folder was moved after it was indexed; --images is its new location.
         max_pixels: larger images count as unreadable.
-        device: such as cuda:0 or cpu. [the first GPU, or the CPU if there is none]
-        batch_size: images of equal size that are encoded at once. Lower it if the device runs out of memory.
-        threads: number of threads that read and decode. [one per core, 16 at most]
+        device: such as cuda:0 or cpu. [the first GPU, else the CPU]
+        batch_size: number of images of equal size to encode at once. Lower it if the device runs out of memory.
+        threads: number of threads that read and decode images. [one per core, at most 16]
     """
 
     db: str
@@ -61,12 +63,12 @@ class IndexConfig:
             if not self.blocks or self.blocks[0] < 1:
                 raise ConfigError(f"blocks must be numbers from 1, got {list(self.blocks)}")
             if self.backbone is not None and self.backbone.layers != 1:
-                raise ConfigError(f"--layers {self.backbone.layers} and --blocks exclude each other: leave one out")
+                raise ConfigError(f"--layers {self.backbone.layers} and --blocks exclude each other: omit one of them")
         if self.moved and self.images is None:
-            raise ConfigError("--moved requires --images, the new place of the folder")
+            raise ConfigError("--moved requires --images, the new location of the folder")
 
     def settings(self, default: ObjectSettings) -> ObjectSettings:
-        """What counts as an object: what was given, and `default` where nothing was.
+        """Return the object settings; options that are not given are taken from `default`.
 
         Raises:
             ConfigError: a value out of range.
@@ -88,20 +90,20 @@ class SearchConfig:
         db: the database: a folder, or a URL.
         image: the query image: a file, or the path of an indexed one relative to the indexed folder.
         point: x,y of a pixel; the query is the object that contains it.
-        box: x0,y0,x1,y1 in pixels; the query is its content.
+        box: x0,y0,x1,y1 in pixels; the query is the content of this box.
         object: number of an object, as shown in tables and pictures.
         duplicates: find pairs of similar images instead of objects.
-        k: number of objects to find for each query; with duplicates, number of nearest images of each to compare.
-        path: pattern of the paths of images to search in, such as 'night/*'; `*` also matches `/`.
+        k: number of objects to find for each query; with duplicates, number of nearest images to compare with each.
+        path: pattern of the paths of images to search, such as 'night/*'; `*` also matches `/`.
         one_per_image: find only the most similar object of each image.
-        min_similarity: lowest cosine similarity, -1 to 1, of what is found. [no limit; 0.95 for duplicates]
-        coco: also write the found objects to coco.json, in COCO's format.
+        min_similarity: minimum cosine similarity of results, -1 to 1. [no limit; 0.95 for duplicates]
+        coco: also write the found objects to coco.json, in COCO format.
         include_own: also find objects of the query image.
         exact: compare with every object, without the index.
-        images: where the indexed folder is now, if it was moved.
-        backbone: where the backbone is now, if it was moved since the images were indexed. It must be the same one.
+        images: new location of the indexed folder, if it was moved.
+        backbone: new location of the backbone, if it was moved after indexing. It must be the same one.
         trust: run code stored in a checkpoint with Python objects. Only for files from sources that you trust.
-        device: such as cuda:0 or cpu. [the first GPU, or the CPU if there is none]
+        device: such as cuda:0 or cpu. [the first GPU, else the CPU]
     """
 
     db: str
@@ -130,8 +132,6 @@ class SearchConfig:
         of_query = ("image", "point", "box", "object", "one_per_image", "include_own", "coco")
         given = [name for name in of_query if getattr(self, name) not in (None, False)]
         if self.duplicates and given:
-            raise ConfigError(f"--duplicates and --{given[0]} exclude each other: leave one of them out")
+            raise ConfigError(f"--duplicates and --{given[0]} exclude each other: omit one of them")
         if not self.duplicates and self.image is None:
-            raise ConfigError(
-                "give --image, whose objects are searched for, or --duplicates, for images that are alike"
-            )
+            raise ConfigError("give --image to search for its objects, or --duplicates to find similar images")

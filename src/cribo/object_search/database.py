@@ -1,10 +1,10 @@
-"""The objects of a collection in LanceDB: which images there are, which objects they have, which are nearest.
+"""LanceDB database of the images of a collection, their objects and the objects' vectors.
 
-Three tables in a folder, or below a URL of object storage. `about` says what the database was built with; it is made
-last, so that a database is there whole or not at all. `images` has one row for each image file, with a number of its
-own for each state of the file that was indexed, and `objects` the objects with the number of their image. Objects are
-written before the row of their image, and removed after it: those whose number no row names are not there for any
-reader, whenever the writing stopped.
+A database consists of three tables in a folder, or below a URL of object storage. `about` holds the settings of the
+database; it is created last, so that creation is atomic. `images` has one row per image file, with a unique entry
+number for each indexed state of the file, and `objects` holds the objects with the entry number of their image. Objects
+are written before the row of their image and removed after it. Readers ignore objects whose entry number is in no row
+of `images`, so they never see the partial state of an interrupted write.
 """
 
 import dataclasses
@@ -36,29 +36,29 @@ from cribo.retrieval.source import BackboneSource
 _FORMAT = 1
 _ABOUT, _IMAGES, _OBJECTS = "about", "images", "objects"
 _INDEX = "vector_idx"
-_NAMES_AT_ONCE = 1000  # in one condition of a query
+_NAMES_AT_ONCE = 1000  # maximum number of values in one IN condition
 _KEPT_VERSIONS = timedelta(days=7)
-_OLD_VERSIONS = timedelta(hours=1)  # kept where others may be reading them or writing
+_OLD_VERSIONS = timedelta(hours=1)  # age of versions to keep while other processes may use them
 
 T = TypeVar("T")
 
 
 class DatabaseError(DataError):
-    """A place that holds no database of objects, or one that cannot be used as asked; the message says what to do."""
+    """The database is missing, unreadable or incompatible; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class DatabaseInfo:
-    """What a database was built with.
+    """Backbone, images and settings of a database.
 
     Attributes:
-        identity: of the encoder: network, weights, normalisation and layers.
-        backbone: what `open_encoder` says about it.
-        config: of the backbone, to open it again (`BackboneSource`).
-        dim: D, of an object's vector.
-        settings: what counts as an object.
-        root: the folder of the images, absolute; their paths are relative to it.
-        images: what was indexed: that folder, or a text file in it that lists images.
+        identity: hash of the encoder's network, weights, normalisation and layers.
+        backbone: description of the backbone by `open_encoder`.
+        config: fields of the `BackboneSource` that opens the backbone.
+        dim: D, the dimension of an object's vector.
+        settings: settings that define objects.
+        root: absolute path of the folder of the images; their paths are relative to it.
+        images: indexed folder, or text file in it that lists images.
         blocks: numbers of the blocks that give features; None for the last ones (`config.layers`).
     """
 
@@ -73,31 +73,31 @@ class DatabaseInfo:
 
     @property
     def backbone_name(self) -> str:
-        """What to call the backbone."""
+        """Name of the backbone."""
         return str(self.backbone["name"])
 
     @property
     def backbone_config(self) -> BackboneSource:
-        """The backbone, to be opened again without running code of its file.
+        """Source of the backbone, with `trust` off.
 
-        Whether to trust a file is for whoever runs this to say, not for a database, which may be somebody else's.
+        A database from an untrusted source must not be able to allow code in checkpoints to run.
         """
         return BackboneSource(**{**self.config, "trust": False})
 
 
 class IndexedImage(NamedTuple):
-    """One image file as it was when it was indexed.
+    """State of an image file at the time of indexing.
 
     Attributes:
-        path: below the root, with `/` between its parts.
-        entry: the number of this state of this file; its objects bear it.
-        size_bytes: of the file.
-        mtime_ns: when the file was last written to, in nanoseconds since 1970.
-        sha256: of the file's content.
-        height: in pixels, upright; 0 if it is unreadable.
-        width: as well.
-        objects: how many it has.
-        error: why it could not be read; empty if it could.
+        path: path relative to the root, separated by `/`.
+        entry: unique number of this state of the file, stored with its objects.
+        size_bytes: size of the file in bytes.
+        mtime_ns: modification time of the file, in nanoseconds since 1970.
+        sha256: hash of the file's content.
+        height: height in pixels after applying the EXIF orientation; 0 if the file is unreadable.
+        width: width in pixels after applying the EXIF orientation; 0 if the file is unreadable.
+        objects: number of objects.
+        error: reason why the file is unreadable; empty if it is readable.
     """
 
     path: str
@@ -112,12 +112,12 @@ class IndexedImage(NamedTuple):
 
 
 class FoundObject(NamedTuple):
-    """An object that a search has found.
+    """An object found by a search.
 
     Attributes:
-        similarity: cosine with the query.
-        image: path of its image below the root.
-        object: what it is; without its vector, which is empty.
+        similarity: cosine similarity to the query.
+        image: path of its image, relative to the root.
+        object: the object, with an empty vector.
     """
 
     similarity: float
@@ -126,13 +126,13 @@ class FoundObject(NamedTuple):
 
 
 class ObjectDatabase:
-    """Objects of a collection of images, by their image and by their nearness; `open` and `create` make one.
+    """Database of the objects of an image collection; use `open` or `create` to get one.
 
-    Readers see what has been committed when they ask, and may ask while another process writes.
+    Each read sees the latest commit and may run while another process writes.
 
     Attributes:
-        uri: the folder or URL.
-        info: what it was built with.
+        uri: the folder or URL of the database.
+        info: backbone, images and settings of the database.
         root: the folder of the images.
 
     Example:
@@ -147,18 +147,18 @@ class ObjectDatabase:
         self._objects = connection.open_table(_OBJECTS)
         self._images = connection.open_table(_IMAGES)
 
-    # ------------------------------------------------------------------ opening and making
+    # ------------------------------------------------------------------ opening and creating
 
     @classmethod
     def open(cls, uri: str | os.PathLike[str], *, images: str | os.PathLike[str] | None = None) -> "ObjectDatabase":
-        """Open a database to read or write.
+        """Open an existing database for reading and writing.
 
         Args:
             uri: a folder, or a URL of object storage (s3://bucket/name).
-            images: where the folder of images is now, if it is not where it was when it was indexed.
+            images: new location of the folder of images, if it was moved after indexing.
 
         Raises:
-            DataError: there is none, or one of another format.
+            DataError: the place contains no database, or one of another format.
             ImportError: LanceDB is not installed.
         """
         place = as_uri(uri)
@@ -167,17 +167,17 @@ class ObjectDatabase:
         connection = _connect(place)
         if not _is_made(connection, _ABOUT):
             raise DatabaseError(
-                f"{place} holds no database of objects: make one with cribo index --images DIR --db {place}"
+                f"{place} contains no database of objects: create one with cribo index --images DIR --db {place}"
             )
         info = _read_info(place, connection)
         return cls(place, connection, info, Path(images or info.root))
 
     @classmethod
     def create(cls, uri: str | os.PathLike[str], info: DatabaseInfo) -> "ObjectDatabase":
-        """Make an empty database.
+        """Create an empty database.
 
         Raises:
-            DatabaseError: there is something else, or a database already.
+            DatabaseError: the place already contains a database or other files.
             ImportError: LanceDB is not installed.
         """
         place = as_uri(uri)
@@ -185,7 +185,7 @@ class ObjectDatabase:
         if _is_made(connection, _ABOUT):
             raise DatabaseError(f"{place} already contains a database: open it, or use another --db")
         require_free(place)
-        # What a making that was cut short has left is empty and made again.
+        # Empty tables are left over from an interrupted `create`; replace them.
         tables = ((_OBJECTS, _objects_schema(info.dim)), (_IMAGES, _images_schema()))
         for name, _ in tables:
             if _is_made(connection, name) and connection.open_table(name).count_rows():
@@ -198,66 +198,66 @@ class ObjectDatabase:
         return cls(place, connection, info, Path(info.root))
 
     def require_encoder(self, encoder: PatchEncoder, name: str) -> None:
-        """Refuse features of another backbone, or of other blocks, than the database holds.
+        """Check that an encoder is the one with which the database was built.
 
         Raises:
-            ConfigError: it was built with others; the message names both.
+            ConfigError: backbone or blocks differ; the message names both.
         """
         if encoder.identity != self.info.identity:
             source = self.info.config["source"]
             raise ConfigError(
                 f"{self.uri} was built with the backbone {self.info.backbone_name} ({source}, "
                 f"{_short(self.info.identity)}), not with {name} ({_short(encoder.identity)}): vectors of different "
-                f"backbones or blocks cannot be compared. Use --backbone {source} as it was then, or build another "
-                "database with cribo index --db ELSEWHERE"
+                f"backbones or blocks cannot be compared. Use the same version of --backbone {source}, or build "
+                "another database with cribo index --db ELSEWHERE"
             )
 
     def require_settings(self, settings: ObjectSettings) -> None:
-        """Refuse to put objects of another kind beside those that are there.
+        """Check that settings are those with which the database was built.
 
         Raises:
-            ConfigError: it was built with other settings; the message names them.
+            ConfigError: settings differ; the message names them.
         """
         theirs, ours = dataclasses.asdict(self.info.settings), dataclasses.asdict(settings)
         different = [name for name in ours if ours[name] != theirs[name]]
         if different:
-            said = ", ".join(f"{name} {theirs[name]} (asked for: {ours[name]})" for name in different)
+            stored = ", ".join(f"{name} {theirs[name]} (requested: {ours[name]})" for name in different)
             raise ConfigError(
-                f"{self.uri} was built with {said}: leave these options out to go on with it, or build another "
+                f"{self.uri} was built with {stored}: omit these options to use the stored values, or build another "
                 "database with cribo index --db ELSEWHERE"
             )
 
     # ------------------------------------------------------------------ reading
 
     def __len__(self) -> int:
-        """Number of objects."""
+        """Return the number of objects."""
         counts = self._read(lambda: self._images.search().select(["objects"]).to_arrow())["objects"]
         return sum(counts.to_pylist())
 
     def count_images(self) -> int:
-        """Number of image files, unreadable ones among them."""
+        """Return the number of image files, including unreadable ones."""
         return self._read(lambda: self._images.count_rows())
 
     @property
     def num_rows(self) -> int:
-        """Rows of the table of objects, those that nobody will read among them; quicker than the length."""
+        """Number of rows of the table of objects, including stale ones; faster than `len`."""
         return self._read(lambda: self._objects.count_rows())
 
     def images(self) -> list[IndexedImage]:
-        """All images, unreadable ones among them, by path."""
+        """Return all images, including unreadable ones, sorted by path."""
         rows = self._read(lambda: self._images.search().select(list(IndexedImage._fields)).to_arrow())
         return sorted(_image_rows(rows))
 
     def image(self, path: str) -> IndexedImage | None:
-        """An image by its path below the root; None if it is not indexed."""
+        """Return the image with a path relative to the root; None if it is not indexed."""
         found = self._images_where(f"path = {_quoted(path)}")
         return found[0] if found else None
 
     def objects_of(self, image: str) -> list[ImageObject]:
-        """The objects of an image, by number; none if it is not indexed or unreadable.
+        """Return the objects of an image, sorted by number; empty if it is not indexed or unreadable.
 
         Args:
-            image: its path below the root.
+            image: path of the image, relative to the root.
         """
         row = self.image(image)
         if row is None:
@@ -277,20 +277,23 @@ class ObjectDatabase:
         one_per_image: bool = False,
         exact: bool = False,
     ) -> list[list[FoundObject]]:
-        """The objects most similar to each of some vectors, by cosine, the most similar first.
+        """Find the k objects most similar to each query vector by cosine, in descending order of similarity.
 
         Args:
-            vectors: (Q, D), of any length but 0.
-            k: how many; fewer are found where there are fewer.
-            exclude_image: path of an image whose objects shall not be found.
-            path: pattern of the images' paths, as in a shell; `*` also matches `/`. All objects of such images are
-                compared.
-            one_per_image: find only the most similar object of each image.
-            exact: compare with every object although there is an index.
+            vectors: (Q, D) query vectors of non-zero length.
+            k: maximum number of objects per query.
+            exclude_image: path of an image whose objects are excluded.
+            path: shell-style pattern of the images' paths; `*` also matches `/`. The search among these images is
+                exact.
+            one_per_image: return only the most similar object of each image.
+            exact: compare with every object, without the vector index.
+
+        Returns:
+            The objects found for each query.
 
         Raises:
-            ValueError: k out of range, or vectors of another shape, zero or not finite.
-            DatabaseError: there are no objects.
+            ValueError: k is out of range, or vectors have the wrong shape, are zero or not finite.
+            DatabaseError: the database contains no objects.
         """
         vectors = self._checked(vectors, k)
         own = None if exclude_image is None else self.image(exclude_image)
@@ -298,7 +301,7 @@ class ObjectDatabase:
         available = self.num_rows
         if not available:
             raise DatabaseError(
-                f"{self.uri} holds no objects: index images with cribo index --images DIR --db {self.uri}"
+                f"{self.uri} contains no objects: index images with cribo index --images DIR --db {self.uri}"
             )
         limit = min(available, k + (own.objects if own is not None else 0))
         found: list[list[FoundObject]] = [[] for _ in vectors]
@@ -322,9 +325,9 @@ class ObjectDatabase:
         return found
 
     def is_changed(self, image: IndexedImage) -> str:
-        """How an image's file differs from what was indexed: `missing`, `changed`, or nothing.
+        """Return `missing` or `changed` if an image's file was removed or modified after indexing, else "".
 
-        By its size and time; the content is not read.
+        Compares size and modification time; the content is not read.
         """
         try:
             status = (self.root / image.path).stat()
@@ -334,21 +337,21 @@ class ObjectDatabase:
         return "" if same else "changed"
 
     def images_at(self, paths: Sequence[str]) -> dict[str, IndexedImage]:
-        """Some images by their paths; those that are not indexed are left out."""
+        """Return images by path; paths that are not indexed are omitted."""
         wanted = sorted(set(paths))
         parts = (wanted[start : start + _NAMES_AT_ONCE] for start in range(0, len(wanted), _NAMES_AT_ONCE))
         rows = (self._images_where(f"path IN ({', '.join(map(_quoted, part))})") for part in parts)
         return {row.path: row for part in rows for row in part}
 
     def sample_vectors(self, number: int, seed: int = 0) -> Float[np.ndarray, "n d"]:
-        """Vectors of some objects, drawn uniformly without repetition."""
+        """Return the vectors of objects drawn uniformly without replacement."""
         rows = self.num_rows
         places = np.random.default_rng(seed).choice(rows, size=min(number, rows), replace=False)
         found = self._read(lambda: self._objects.take_offsets(sorted(places.tolist())).select(["vector"]).to_arrow())
         return _vectors(found["vector"])
 
     def image_vectors(self) -> dict[str, Float[np.ndarray, " d"]]:
-        """The mean of the vectors of each image's objects, weighted by area; images without objects are left out."""
+        """Return the area-weighted mean of the object vectors of each image; images without objects are omitted."""
         current = {image.entry: image.path for image in self.images() if image.objects}
 
         def read() -> dict[str, Float[np.ndarray, " d"]]:
@@ -366,7 +369,7 @@ class ObjectDatabase:
         return self._read(read)
 
     def size_bytes(self) -> int | None:
-        """What it takes on disk; None for object storage."""
+        """Return the size on disk in bytes; None for object storage."""
         if is_remote(self.uri):
             return None
         return sum(path.stat().st_size for path in Path(self.uri).rglob("*") if path.is_file())
@@ -374,11 +377,11 @@ class ObjectDatabase:
     # ------------------------------------------------------------------ writing
 
     def put(self, images: Sequence[tuple[IndexedImage, Sequence[ImageObject]]], *, replaced: Sequence[int]) -> None:
-        """Write images with their objects, those that are there already anew.
+        """Insert or update images with their objects.
 
         Args:
-            images: with entries of `new_entry`.
-            replaced: entries of these images so far, whose objects go.
+            images: images with entries from `new_entry`, and their objects.
+            replaced: previous entries of these images; their objects are removed.
         """
         objects = [(image, found) for image, several in images for found in several]
         if objects:
@@ -388,7 +391,7 @@ class ObjectDatabase:
         self.drop_objects(replaced)
 
     def put_rows(self, images: Sequence[IndexedImage]) -> None:
-        """Write rows of images, whose objects are there, over those of the same path."""
+        """Insert or update the rows of images whose objects are already stored."""
         merge = self._images.merge_insert("path").when_matched_update_all().when_not_matched_insert_all()
         with self._writing():
             merge.execute(_images_table(images))
@@ -402,18 +405,18 @@ class ObjectDatabase:
         self.drop_objects([image.entry for image in images])
 
     def drop_objects(self, entries: Sequence[int]) -> None:
-        """Remove the objects of some entries, which no row of an image names."""
+        """Remove the objects of entries that are in no row of `images`."""
         for start in range(0, len(entries), _NAMES_AT_ONCE):
             part = entries[start : start + _NAMES_AT_ONCE]
             with self._writing():
                 self._objects.delete(f"entry IN ({', '.join(map(str, part))})")
 
     def move(self, root: str, images: str) -> None:
-        """Note that the folder of the images is elsewhere now.
+        """Change the stored location of the images.
 
         Args:
-            root: the folder, absolute.
-            images: it, or a text file in it that lists images.
+            root: absolute path of the folder.
+            images: this folder, or a text file in it that lists images.
         """
         self.info = dataclasses.replace(self.info, root=root, images=images)
         self.root = Path(root)
@@ -421,10 +424,12 @@ class ObjectDatabase:
             _write_info(_connect(self.uri), self.info, mode="overwrite")
 
     def mend(self) -> list[str]:
-        """After a writer that was killed: remove objects without an image, and images without all of their objects.
+        """Remove objects without an image and images with missing objects, left by a killed writer.
+
+        No other process may write at the same time.
 
         Returns:
-            paths of images that have to be indexed again. No other process may be writing.
+            Paths of the removed images, which have to be indexed again.
         """
         images = self.images()
         known = {image.entry for image in images}
@@ -436,10 +441,10 @@ class ObjectDatabase:
         return [image.path for image in broken]
 
     def tidy(self, *, alone: bool, keep_versions: bool = False) -> None:
-        """Merge small files, remove old versions, add new rows to the indices, and create missing indices of the keys.
+        """Merge small files, remove old versions, add new rows to the indices and create missing key indices.
 
         Args:
-            alone: no other process writes, so that what a killed one has left can go.
+            alone: no other process writes, so that files left by a killed writer can be removed.
             keep_versions: keep versions of the last week.
         """
         from lancedb.index import BTree
@@ -447,7 +452,7 @@ class ObjectDatabase:
         age = _KEPT_VERSIONS if keep_versions else timedelta(0) if alone else _OLD_VERSIONS
         for table in (self._objects, self._images):
             with self._writing(), warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # it warns of what `alone` says
+                warnings.simplefilter("ignore", UserWarning)  # delete_unverified warns about concurrent writers
                 table.optimize(cleanup_older_than=age, delete_unverified=alone and not keep_versions)
         for table, column in ((self._images, "path"), (self._images, "entry"), (self._objects, "entry")):
             if table.count_rows() and f"{column}_idx" not in {index.name for index in table.list_indices()}:
@@ -459,26 +464,26 @@ class ObjectDatabase:
         return _INDEX in {index.name for index in self._read(lambda: self._objects.list_indices())}
 
     def build_index(self) -> None:
-        """Make the vector index, or make it anew; objects that are added later are found beside it."""
+        """Build or rebuild the vector index; objects that are added later are searched exactly."""
         from lancedb.index import IvfFlat
 
         config = IvfFlat(distance_type="cosine", target_partition_size=_PARTITION)
         with self._writing():
             self._objects.create_index("vector", config=config, name=_INDEX, replace=True)
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internals
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """What LanceDB says of a full disk or a lost connection, as the error that it is."""
+        """Convert LanceDB's RuntimeError for a full disk or a lost connection to OSError."""
         try:
             yield
         except RuntimeError as error:
             reason = _reason(error)
-            raise OSError(f"cannot write to {self.uri}: {reason}; what was written before is kept") from error
+            raise OSError(f"cannot write to {self.uri}: {reason}; earlier writes are kept") from error
 
     def _read(self, ask: Callable[[], T]) -> T:
-        """What a question gives; asked again where a writer has removed the version that it was reading."""
+        """Run a query, and retry once if a writer has removed the version being read."""
         try:
             return ask()
         except (RuntimeError, OSError):
@@ -488,7 +493,7 @@ class ObjectDatabase:
                 return ask()
             except (RuntimeError, OSError) as error:
                 raise DatabaseError(
-                    f"{self.uri} cannot be read: {_reason(error)}; try again, or build it anew with cribo index "
+                    f"cannot read {self.uri}: {_reason(error)}; try again, or rebuild the database with cribo index "
                     "--db ELSEWHERE"
                 ) from error
 
@@ -500,20 +505,20 @@ class ObjectDatabase:
             raise InputError(f"k must be >= 1, got {k}")
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
         if not np.isfinite(vectors).all() or not lengths.all():
-            raise InputError("vectors must be finite and have a length above 0, for they are compared by cosine")
+            raise InputError("vectors must be finite and of non-zero length, because they are compared by cosine")
         return vectors / lengths
 
     def _nearest(
         self, vectors: Float[np.ndarray, "q d"], limit: int, path: str | None, *, exact: bool
     ) -> list[list[dict[str, Any]]]:
-        """Rows of the table nearest to each vector, of images whose paths may match a pattern."""
+        """Return the nearest rows of each vector; with a pattern, a superset of the images that match it."""
 
         def ask() -> Any:
             query = self._objects.search(vectors, vector_column_name="vector", query_type="vector")
             query = query.distance_type("cosine").limit(limit).select([*_OBJECT_COLUMNS, "_distance"])
             if path is not None:
                 query = query.where(f"image LIKE {_quoted(_like(path))}", prefilter=True)
-            is_exact = exact or path is not None  # an index may hold too few that match in the parts it looks into
+            is_exact = exact or path is not None  # the probed partitions may contain too few matching images
             return (query.bypass_vector_index() if is_exact else query.nprobes(_PROBES)).to_arrow()
 
         rows = self._read(ask).to_pylist()
@@ -525,7 +530,7 @@ class ObjectDatabase:
         return found
 
     def _current_entries(self, entries: set[int]) -> set[int]:
-        """Those of some entries that a row of an image names."""
+        """Return the subset of entries that are in a row of `images`."""
         wanted = sorted(entries)
         current: set[int] = set()
         for start in range(0, len(wanted), _NAMES_AT_ONCE):
@@ -541,7 +546,7 @@ class ObjectDatabase:
         return self._read(lambda: self._objects.search().select(["entry"]).to_arrow())["entry"].to_numpy()
 
 
-# Objects of a partition of the index on average, and partitions that are compared with a query.
+# Average number of objects per partition of the index, and number of partitions compared with a query.
 _PARTITION, _PROBES = 2048, 40
 _OBJECT_COLUMNS = (
     *("entry", "image", "number", "mask", "grid_height", "grid_width", "height", "width"),
@@ -550,12 +555,12 @@ _OBJECT_COLUMNS = (
 
 
 def new_entry() -> int:
-    """A number for a state of a file that no other state has: of 62 random bits."""
+    """Return a unique entry number for a state of a file: 62 random bits."""
     return secrets.randbits(62)
 
 
 def holds_database(uri: str | os.PathLike[str]) -> bool:
-    """Whether there is a database of objects at a place, of whatever format.
+    """Whether a folder or URL contains a database of objects, in any format.
 
     Raises:
         ImportError: LanceDB is not installed.
@@ -568,10 +573,10 @@ def holds_database(uri: str | os.PathLike[str]) -> bool:
 
 
 def require_free(uri: str | os.PathLike[str]) -> None:
-    """Refuse a folder that holds anything but what the making of a database may have left; URLs are not looked at.
+    """Check that a folder is empty except for leftovers of an interrupted `create`; URLs are not checked.
 
     Raises:
-        DatabaseError: it holds something else, or is a file.
+        DatabaseError: the place is a file, or a folder with other contents.
     """
     place = as_uri(uri)
     if is_remote(place) or not Path(place).exists():
@@ -585,12 +590,12 @@ def require_free(uri: str | os.PathLike[str]) -> None:
 
 
 def is_remote(uri: str) -> bool:
-    """Whether a place is a URL of object storage."""
+    """Whether a location is a URL of object storage."""
     return "://" in uri
 
 
 def as_uri(uri: str | os.PathLike[str]) -> str:
-    """A folder with the home directory written out, or a URL as it is."""
+    """Expand `~` in the path of a folder; return a URL unchanged."""
     text = os.fspath(uri)
     return text if is_remote(text) else str(Path(text).expanduser())
 
@@ -604,35 +609,35 @@ def _lancedb() -> Any:
 
 
 def _connect(place: str) -> Any:
-    # Every question looks for what others have committed since.
+    # An interval of 0 makes every read see the latest commit.
     try:
         return _lancedb().connect(place, read_consistency_interval=timedelta(0))
     except (RuntimeError, ValueError, OSError) as error:
-        raise DatabaseError(f"{place} cannot be opened: {_reason(error)}: check the place, and your keys") from error
+        raise DatabaseError(f"cannot open {place}: {_reason(error)}: check the URL and your credentials") from error
 
 
 def _tables(connection: Any) -> set[str]:
     try:
         return set(connection.list_tables(limit=1000).tables)
-    except (RuntimeError, OSError) as error:  # of object storage: no such bucket, no answer, no right to look
-        raise ConnectionError(f"{connection.uri} cannot be read: {_reason(error)}") from error
+    except (RuntimeError, OSError) as error:  # object storage: missing bucket, no connection, or no permission
+        raise ConnectionError(f"cannot read {connection.uri}: {_reason(error)}") from error
 
 
 def _is_made(connection: Any, name: str) -> bool:
-    """Whether a table is there whole: it is listed as soon as its folder is."""
+    """Whether a table is complete; LanceDB lists a table as soon as its folder exists."""
     if name not in _tables(connection):
         return False
     try:
         connection.open_table(name)
-    except (ValueError, FileNotFoundError):  # what LanceDB says of a table without any version
+    except (ValueError, FileNotFoundError):  # raised by LanceDB for a table without any version
         return False
     return True
 
 
 def _reason(error: Exception) -> str:
-    """What a storage says is wrong, without the places in its code."""
-    said = re.search("<Message>(.*?)</Message>", str(error))
-    return said[1] if said else textwrap.shorten(str(error).partition("\n")[0], 200)
+    """Return the storage's error message without source locations."""
+    message = re.search("<Message>(.*?)</Message>", str(error))
+    return message[1] if message else textwrap.shorten(str(error).partition("\n")[0], 200)
 
 
 def _read_info(place: str, connection: Any) -> DatabaseInfo:
@@ -641,7 +646,7 @@ def _read_info(place: str, connection: Any) -> DatabaseInfo:
         version = content["format"]
         if version != _FORMAT:
             raise DatabaseError(
-                f"{place} has the format {version}, this version of cribo reads {_FORMAT}: build it anew with "
+                f"{place} has format {version}, but this version of cribo reads format {_FORMAT}: rebuild it with "
                 "cribo index"
             )
         names = [field.name for field in dataclasses.fields(DatabaseInfo)]
@@ -665,7 +670,7 @@ def _short(identity: str | None) -> str:
 
 
 def _like(pattern: str) -> str:
-    """A pattern of SQL that matches at least what a pattern of a shell does."""
+    """Return an SQL LIKE pattern that matches a superset of a shell-style pattern."""
     return re.sub(r"\[.+?\]|[?\\]", "_", pattern).replace("*", "%")
 
 
@@ -749,6 +754,6 @@ def _found(row: Mapping[str, Any]) -> FoundObject:
 
 
 def _vectors(column: Any) -> Float[np.ndarray, "n d"]:
-    """A column of vectors as a matrix."""
+    """Return a column of vectors as a matrix."""
     parts = [chunk.flatten().to_numpy().reshape(len(chunk), -1) for chunk in column.chunks]
     return np.concatenate(parts)

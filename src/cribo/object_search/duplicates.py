@@ -1,4 +1,4 @@
-"""Near-duplicates in a database: pairs of images whose objects are alike as a whole."""
+"""Near-duplicates in a database: pairs of images with similar objects."""
 
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -11,12 +11,12 @@ from cribo.retrieval.search import TensorKeys, nearest
 
 
 class DuplicatePair(NamedTuple):
-    """Two images that are alike.
+    """Two similar images.
 
     Attributes:
-        similarity: cosine of the means of their objects' vectors, weighted by area.
-        first: path of an image below the root.
-        second: the other, which comes later in the order of paths.
+        similarity: cosine similarity of the area-weighted means of their object vectors.
+        first: path of the image that is first in the order of paths, relative to the root.
+        second: path of the other image, relative to the root.
     """
 
     similarity: float
@@ -27,20 +27,20 @@ class DuplicatePair(NamedTuple):
 def find_duplicates(
     database: ObjectDatabase, *, min_similarity: float, k: int = 10, path: str | None = None
 ) -> list[DuplicatePair]:
-    """Find pairs of images that are alike, the most similar first; exact, by comparing all images.
+    """Find pairs of similar images by exact search, in descending order of similarity.
 
     Args:
-        database: whose images.
-        min_similarity: of a pair.
-        k: how many nearest images of each are considered.
-        path: pattern that the paths of both images match, as in a shell; `*` also matches `/`.
+        database: the database to search.
+        min_similarity: minimum similarity of a pair.
+        k: number of nearest neighbours of each image to consider.
+        path: shell-style pattern that both paths must match; `*` also matches `/`.
     """
     means = {name: mean for name, mean in database.image_vectors().items() if path is None or fnmatchcase(name, path)}
     if len(means) < 2:
         return []
     names = sorted(means)
     vectors = F.normalize(torch.stack([torch.from_numpy(means[name]) for name in names]), dim=1)
-    found = nearest(vectors, TensorKeys(vectors), min(k + 1, len(names)))  # each finds itself, too
+    found = nearest(vectors, TensorKeys(vectors), min(k + 1, len(names)))  # + 1: each image also finds itself
     pairs = {
         (min(row, other), max(row, other)): similarity
         for row, (others, similarities) in enumerate(zip(found.rows.tolist(), found.similarity.tolist(), strict=True))

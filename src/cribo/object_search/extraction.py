@@ -1,7 +1,7 @@
-"""The objects of one image: clusters of its patches, each with a vector, a mask, a box and an area.
+"""Extraction of the objects of an image: clusters of patches, each with a vector, a mask, a box and an area.
 
-Paper section 3.2.1, for one view in place of two: the tokens of one image are clustered jointly by what they hold
-and where they lie, and an object is represented by the mean of its tokens.
+Follows section 3.2.1 of the paper with one view instead of two: the tokens of an image are clustered by similarity and
+position, and an object is represented by the mean of its tokens.
 """
 
 import hashlib
@@ -27,23 +27,22 @@ from cribo.object_search.settings import ObjectSettings
 from cribo.retrieval.encoders import PatchEncoder
 from cribo.retrieval.patches import grid_size, patch_of_pixel, resize_image
 
-_INITIAL_TOKENS = 0x6F626A  # keeps its draws apart from others that are keyed by the same number
-_MOST_PATCHES = 4096  # of an image: clustering compares each with each
-_PATCHES_AT_ONCE = 16_384  # that are encoded together
+_INITIAL_TOKENS = 0x6F626A  # separates these draws from others with the same image key
+_MOST_PATCHES = 4096  # maximum per image: clustering compares all pairs of patches
+_PATCHES_AT_ONCE = 16_384  # maximum per encoded batch
 
 Box = tuple[int, int, int, int]
-"""x0, y0, x1, y1 in pixels of the image; x1 and y1 lie outside."""
+"""x0, y0, x1, y1 in pixels of the image; x1 and y1 are exclusive."""
 
 
 @dataclass(frozen=True)
 class GridMask:
-    """The patches of an object, run-length encoded as in COCO, and the size of their image.
+    """Mask of an object on the grid of patches, run-length encoded as in COCO.
 
-    Kept on the grid of patches, where a mask takes some tens of bytes; a pixel belongs to the patch that its centre
-    lies in.
+    A mask takes tens of bytes. A pixel belongs to the patch that contains its centre.
 
     Attributes:
-        grid: patches down and across.
+        grid: number of rows and columns of patches.
         counts: COCO's compressed run lengths over the grid.
         image: (height, width) of the image in pixels.
     """
@@ -53,11 +52,11 @@ class GridMask:
     image: tuple[int, int]
 
     def patches(self) -> Bool[np.ndarray, "gh gw"]:
-        """Which patches belong to the object."""
+        """Return the mask over patches."""
         return coco_mask.decode({"size": list(self.grid), "counts": self.counts}).astype(bool)
 
     def pixels(self) -> Bool[np.ndarray, "h w"]:
-        """Which pixels belong to the object."""
+        """Return the mask over pixels."""
         rows, columns = (patch_of_pixel(pixels, patches) for pixels, patches in zip(self.image, self.grid, strict=True))
         return self.patches()[np.ix_(rows, columns)]
 
@@ -68,7 +67,7 @@ class GridMask:
         return bool(self.patches()[row, column])
 
     def coco(self) -> dict[str, object]:
-        """The mask in pixels as COCO's files hold it: `size` and compressed `counts`, a text."""
+        """Return the mask over pixels in COCO format: `size` and compressed `counts` as a string."""
         return outline(self.pixels())["segmentation"]
 
 
@@ -77,12 +76,12 @@ class ImageObject:
     """One object of an image.
 
     Attributes:
-        number: among the objects of its image, from 0, the largest first.
-        vector: (D,) float32 of unit length, the mean of its tokens.
-        mask: where it is.
-        box: what encloses the mask.
-        area: pixels of the mask.
-        share: of the image's area.
+        number: index among the objects of the image, in descending order of area.
+        vector: (D,) float32 of unit length, the direction of the mean of its tokens.
+        mask: mask of the object.
+        box: bounding box of the mask.
+        area: area of the mask in pixels.
+        share: share of the image's area, 0-1.
     """
 
     number: int
@@ -93,20 +92,20 @@ class ImageObject:
 
     @property
     def share(self) -> float:
-        """How much of the image it covers."""
+        """Share of the image's area, 0-1."""
         return self.area / (self.mask.image[0] * self.mask.image[1])
 
 
 @dataclass(frozen=True, eq=False)
 class ImageObjects:
-    """The objects of one image, and what its other regions need to be searched for.
+    """The objects of one image, and its patch features for queries with other regions.
 
     Attributes:
-        height: of the image, in pixels.
-        width: of the image, in pixels.
-        objects: the largest first.
-        tokens: (N, D) patch features as the backbone gives them, row by row.
-        grid: patches down and across.
+        height: height of the image in pixels.
+        width: width of the image in pixels.
+        objects: objects in descending order of area.
+        tokens: (N, D) patch features of the backbone in row-major order.
+        grid: number of rows and columns of patches.
     """
 
     height: int
@@ -116,7 +115,7 @@ class ImageObjects:
     grid: tuple[int, int]
 
     def box_vector(self, box: Box) -> Float[np.ndarray, " d"]:
-        """(D,) of unit length: the mean of the tokens, each weighted by how much of its patch lies in a box."""
+        """Return the mean token of a box, (D,) of unit length, weighting patches by their overlap with the box."""
         down = _overlap(box[1], box[3], self.height, self.grid[0])
         across = _overlap(box[0], box[2], self.width, self.grid[1])
         weight = (down[:, None] * across).flatten()
@@ -124,13 +123,13 @@ class ImageObjects:
 
 
 class PreparedImage(NamedTuple):
-    """An image as it is encoded.
+    """An image resized for the encoder.
 
     Attributes:
-        pixels: uint8, at the size at which it is encoded.
-        height: of the image as it was, in pixels.
-        width: of the image as it was, in pixels.
-        key: of its draws: a hash of its pixels.
+        pixels: pixels of the resized image.
+        height: original height in pixels.
+        width: original width in pixels.
+        key: hash of the pixels, the key of the image's random draws.
     """
 
     pixels: UInt8[Tensor, "3 h w"]
@@ -146,10 +145,10 @@ def read_prepared(
     *,
     max_pixels: int = MAX_PIXELS,
 ) -> PreparedImage:
-    """Read and resize an image; a large JPEG is reduced while it is decoded.
+    """Read and resize an image; a large JPEG is decoded at reduced size.
 
     Raises:
-        UnreadableImage: as `read_image` does.
+        UnreadableImage: under the conditions of `read_image`.
     """
     whole = (0, 0)
 
@@ -157,8 +156,8 @@ def read_prepared(
         nonlocal whole
         whole = height, width
         rows, columns = _size(encoder, height, width, settings)
-        # Reduced pixels that extend beyond the edge would shift the others. No less than twice the size is decoded:
-        # the better filter of `prepare_image` does the rest.
+        # A reduction that does not divide the size would shift pixels. Decode at least twice the final size, because
+        # the resize in `prepare_image` filters better.
         fitting = (by for by in (8, 4, 2) if not (height % by or width % by))
         return next((by for by in fitting if min(height / rows, width / columns) >= 2 * by), 1)
 
@@ -169,13 +168,13 @@ def read_prepared(
 def prepare_image(
     image: UInt8[Tensor, "3 h w"], encoder: PatchEncoder, settings: ObjectSettings, whole: tuple[int, int] | None = None
 ) -> PreparedImage:
-    """Resize an image for `extract_objects`; threads can do this ahead of the encoder.
+    """Resize an image for `extract_prepared`; can run in threads ahead of the encoder.
 
     Args:
-        image: RGB.
-        encoder: for which it is resized.
-        settings: what counts as an object.
-        whole: (height, width) of the image before it was reduced.
+        image: RGB image.
+        encoder: encoder that determines the size.
+        settings: settings that define objects.
+        whole: (height, width) of the image before a reduction by the decoder.
     """
     height, width = whole or image.shape[1:]
     pixels = resize_image(image, _size(encoder, height, width, settings), "bicubic").contiguous()
@@ -190,7 +189,7 @@ def _size(encoder: PatchEncoder, height: int, width: int, settings: ObjectSettin
 
 
 def encoded_size(height: int, width: int, patch_size: int, size: int | None) -> tuple[int, int]:
-    """The (height, width) in pixels at which an image is encoded: multiples of the patch size.
+    """Return the (height, width) in pixels at which an image is encoded: multiples of the patch size.
 
     Example:
         >>> encoded_size(3000, 4000, 16, 480), encoded_size(360, 480, 16, None), encoded_size(9000, 9000, 16, None)
@@ -200,7 +199,7 @@ def encoded_size(height: int, width: int, patch_size: int, size: int | None) -> 
     most = _MOST_PATCHES * patch_size**2
     scale = min(scale, (most / (height * width)) ** 0.5)
     rows, columns = (side // patch_size for side in grid_size(round(scale * height), round(scale * width), patch_size))
-    # A long strip is one patch wide, however far it is shrunk.
+    # A long strip is at least one patch wide.
     return min(rows, _MOST_PATCHES // columns or 1) * patch_size, min(columns, _MOST_PATCHES) * patch_size
 
 
@@ -211,16 +210,16 @@ def extract_objects(
     *,
     device: torch.device | str = "cpu",
 ) -> list[ImageObjects]:
-    """Find the objects of images, each on its own: the same image always has the same objects.
+    """Extract the objects of images; the result for an image does not depend on the other images.
 
     Args:
-        encoder: on `device`.
-        images: RGB, of any sizes.
-        settings: what counts as an object.
-        device: where it is computed.
+        encoder: the encoder, on `device`.
+        images: RGB images of any sizes.
+        settings: settings that define objects.
+        device: device of the encoder.
 
     Raises:
-        ValueError: the encoder gives another number of features than there are patches, or values not finite.
+        ValueError: the encoder's features do not match the number of patches, or are not finite.
 
     Example:
         >>> from cribo.retrieval import mean_colour_encoder
@@ -244,7 +243,7 @@ def extract_prepared(
     *,
     device: torch.device | str = "cpu",
 ) -> list[ImageObjects]:
-    """`extract_objects` of images that `prepare_image` has prepared; those of one size are encoded together."""
+    """Extract the objects of images from `prepare_image`; images of equal size are encoded as batches."""
     by_size: dict[tuple[int, ...], list[int]] = {}
     for place, image in enumerate(prepared):
         by_size.setdefault(tuple(image.pixels.shape), []).append(place)
@@ -266,11 +265,11 @@ def _extract_batch(
     settings: ObjectSettings,
     device: torch.device | str,
 ) -> list[ImageObjects]:
-    """The objects of images of one size."""
+    """Extract the objects of images of equal size."""
     tokens = encoder.grids(torch.stack([image.pixels for image in batch]), device).flatten(1, 2)
     patches = grid[0] * grid[1]
     if not tokens.isfinite().all():
-        raise InputError("the encoder gives values that are not finite: its weights, or its precision, are of no use")
+        raise InputError("the encoder's features are not finite: check its weights, or use a higher precision")
     num_objects = min(settings.num_objects, patches)
     initial = [
         draw_initial_tokens(patches, num_objects, generator=keyed_generator(_INITIAL_TOKENS, image.key))
@@ -293,7 +292,7 @@ def _extract_batch(
 
 
 def _patch_centres(image: PreparedImage, grid: tuple[int, int]) -> Float[Tensor, "n 2"]:
-    """(x, y) of the centre of each patch in pixels of the image as it was."""
+    """Return (x, y) of the centre of each patch in pixels of the original image."""
     x = (torch.arange(grid[1]) + 0.5) * (image.width / grid[1])
     y = (torch.arange(grid[0]) + 0.5) * (image.height / grid[0])
     return torch.stack((x.repeat(grid[0]), y.repeat_interleave(grid[1])), dim=1)
@@ -302,7 +301,7 @@ def _patch_centres(image: PreparedImage, grid: tuple[int, int]) -> Float[Tensor,
 def _mean_tokens(
     tokens: Float[Tensor, "b n d"], labels: Int[Tensor, "b n"], num_objects: int
 ) -> Float[Tensor, "b k d"]:
-    """The direction of the mean of each cluster's tokens, which is that of their sum."""
+    """Return the normalised mean of each cluster's tokens, which equals their normalised sum."""
     sums = tokens.new_zeros(len(tokens), num_objects, tokens.shape[2])
     sums.scatter_add_(1, labels[..., None].expand_as(tokens), tokens)
     return F.normalize(sums, dim=-1)
@@ -315,7 +314,7 @@ def _objects(
     grid: tuple[int, int],
     settings: ObjectSettings,
 ) -> tuple[ImageObject, ...]:
-    """The clusters that are large enough, the largest first."""
+    """Return the clusters of at least the minimum area, in descending order of area."""
     size = (image.height, image.width)
     rows, columns = (np.bincount(patch_of_pixel(*sides), minlength=sides[1]) for sides in zip(size, grid, strict=True))
     pixels = (rows[:, None] * columns).flatten()
@@ -326,7 +325,7 @@ def _objects(
     return tuple(
         ImageObject(
             number,
-            vectors[k].copy(),  # a row of the batch would keep all of it alive
+            vectors[k].copy(),  # a view would keep the whole batch in memory
             GridMask(grid, encoded["counts"], size),
             _box(masks[..., number], rows, columns),
             int(areas[k]),
@@ -336,7 +335,7 @@ def _objects(
 
 
 def _box(mask: UInt8[np.ndarray, "gh gw"], rows: Int[np.ndarray, " gh"], columns: Int[np.ndarray, " gw"]) -> Box:
-    """What encloses a mask whose rows and columns have so many pixels each."""
+    """Return the bounding box of a mask, given the number of pixels of each row and column of patches."""
     x0, x1 = _extent((mask.any(axis=0) & (columns > 0)), columns)
     y0, y1 = _extent((mask.any(axis=1) & (rows > 0)), rows)
     return x0, y0, x1, y1
@@ -349,6 +348,6 @@ def _extent(present: Bool[np.ndarray, " g"], pixels: Int[np.ndarray, " g"]) -> t
 
 
 def _overlap(start: float, end: float, pixels: int, patches: int) -> Float[Tensor, " patches"]:
-    """How much of each row (or column) of patches lies between two places, in pixels."""
+    """Return the overlap in pixels of each row (or column) of patches with an interval."""
     edges = torch.arange(patches + 1, dtype=torch.double) * (pixels / patches)
     return (edges[1:].clamp(max=end) - edges[:-1].clamp(min=start)).clamp(min=0)

@@ -1,4 +1,4 @@
-"""A folder of images into a database of objects: what is new or changed since the last time, and nothing else."""
+"""Incremental indexing of a folder of images into a database of objects."""
 
 import hashlib
 import time
@@ -23,25 +23,25 @@ from cribo.retrieval.encoders import PatchEncoder
 
 INDEX_LOCK = ".index.lock"
 
-_COMMIT_IMAGES = 256  # written at once: each writing makes a file, and lists of all files
+_COMMIT_IMAGES = 256  # per commit: each commit creates a file and a manifest of all files
 _COMMIT_SECONDS = 30.0
-_PRUNED_SHARE = 0.05  # of the images; more are removed with --prune only
-_READ_AHEAD = 4  # images for each of a batch
+_PRUNED_SHARE = 0.05  # maximum share of the images to remove without --prune
+_READ_AHEAD = 4  # batches
 
 
 @dataclass
 class IndexSummary:
-    """What an indexing has done.
+    """Summary of an indexing run.
 
     Attributes:
-        new: images that were not there before.
-        changed: images that were there with other content.
-        unchanged: images whose objects were there.
-        removed: images that are gone from the folder, and now from the database.
-        unreadable: (path, reason) of files that were found to be no image; they are not tried again until they change.
-        unread: (path, reason) of files that could not be read this time.
-        objects: of the images that were read.
-        seconds: from the first image to the last commit.
+        new: number of added images.
+        changed: number of images whose content changed.
+        unchanged: number of images that were already indexed.
+        removed: number of images removed from the database because their files no longer exist.
+        unreadable: (path, reason) of files that are not valid images; they are skipped until they change.
+        unread: (path, reason) of files that could not be read; the next run tries them again.
+        objects: number of objects of the new and changed images.
+        seconds: duration from the first image to the last commit.
     """
 
     new: int = 0
@@ -55,16 +55,16 @@ class IndexSummary:
 
     @property
     def images_per_second(self) -> float:
-        """Images that were read and put into the database, per second."""
+        """Number of new and changed images per second."""
         return (self.new + self.changed) / self.seconds if self.seconds else 0.0
 
 
 @contextmanager
 def index_lock(uri: str) -> Iterator[None]:
-    """Hold a database for one writer; object storage has no locks, there it is up to the user.
+    """Lock a database for one writer. Object storage has no locks: users must run one writer at a time.
 
     Raises:
-        FolderError: another process is writing to it, or the folder cannot be written to.
+        FolderError: another process holds the lock, or the folder is not writable.
     """
     if is_remote(uri):
         with nullcontext():
@@ -73,12 +73,12 @@ def index_lock(uri: str) -> Iterator[None]:
     folder = Path(uri)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # The lock is the system's: it ends with its process, however that comes about.
+        # The operating system releases the lock when the process ends, even if it is killed.
         lock = FileLock(folder / INDEX_LOCK)
         lock.acquire(timeout=0)
     except Timeout as error:
         raise FolderError(
-            f"{folder} is being written by another cribo index: wait for its end or stop it, or use another --db"
+            f"another cribo index is writing to {folder}: wait until it has finished, stop it, or use another --db"
         ) from error
     except OSError as error:
         raise FolderError(f"cannot write to {folder}: {error.strerror or error}; use another --db") from error
@@ -99,26 +99,25 @@ def index_images(
     threads: int = 2,
     progress: Progress | None = None,
 ) -> IndexSummary:
-    """Bring a database up to date with a folder of images.
+    """Update a database with the new, changed and removed images of a folder.
 
-    It may be stopped at any moment: what has been written stays, and the next indexing goes on from there. Whoever
-    calls holds `index_lock`.
+    Can be interrupted at any time: commits are kept, and the next call resumes. The caller must hold `index_lock`.
 
     Args:
-        database: to write to.
-        encoder: that it was built with, on `device`.
-        files: all images that shall be in it.
-        prune: remove images that are not among the files any more, and old versions of the database at once; False
+        database: the database to update.
+        encoder: the encoder with which the database was built, on `device`.
+        files: all images that the database should contain.
+        prune: remove images that are no longer among the files, and old versions of the database immediately; False
             keeps them. By default, up to 5 % of the images are removed, and old versions are kept for a week.
-        device: where objects are computed.
-        batch_size: images of one size that are encoded at once.
-        threads: that read and decode images.
-        progress: is told how far it is.
+        device: device of the encoder.
+        batch_size: number of images of equal size to encode at once.
+        threads: number of threads that read and decode images.
+        progress: called with the progress.
 
     Raises:
-        ConfigError: another encoder than the database was built with.
-        DataError: more than 5 % of the images are gone and `prune` is None; nothing is changed.
-        OSError: the database cannot be written, or its disk is full.
+        ConfigError: the database was built with another encoder.
+        DataError: more than 5 % of the images are missing and `prune` is None; the database is not changed.
+        OSError: the database is not writable, or the disk is full.
     """
     database.require_encoder(encoder, "the one given")
     summary = IndexSummary()
@@ -145,17 +144,17 @@ def index_images(
 
 
 def _require_few(gone: Sequence[IndexedImage], images: int, files: ImageFiles) -> None:
-    """Refuse to remove many images: a folder that is not mounted looks empty."""
+    """Raise DataError if many images are missing, for example because a folder is not mounted."""
     if len(gone) > _PRUNED_SHARE * images:
         raise DataError(
-            f"{len(gone)} of the {images} indexed images are not in {files.folder} any more, such as {gone[0].path}, "
-            f"which is more than {_PRUNED_SHARE:.0%}: check whether a folder is missing; remove them with --prune, or "
-            "keep them with --prune false"
+            f"{len(gone)} of the {images} indexed images are no longer in {files.folder}, such as {gone[0].path}: more "
+            f"than the limit of {_PRUNED_SHARE:.0%}. Check whether a folder is missing; remove these images from the "
+            "database with --prune, or keep them with --prune false"
         )
 
 
 class _Work(NamedTuple):
-    """A file to look into, and what is known of it."""
+    """A new or changed file and its previous row, if any."""
 
     path: str
     size_bytes: int
@@ -166,7 +165,7 @@ class _Work(NamedTuple):
 def _compare(
     database: ObjectDatabase, files: ImageFiles, summary: IndexSummary, progress: Progress | None
 ) -> tuple[list[_Work], list[IndexedImage]]:
-    """Files whose size or time is not as it was, and images whose files are gone."""
+    """Return files whose size or modification time changed, and images whose files no longer exist."""
     before = {image.path: image for image in database.images()}
     work: list[_Work] = []
     seen: set[str] = set()
@@ -197,18 +196,18 @@ def _compare(
 
 
 class _Read(NamedTuple):
-    """A file that has been read: an image, or what is wrong with it."""
+    """Result of reading a file: an image or an error."""
 
     work: _Work
     sha256: str
     prepared: PreparedImage | None = None
     error: str = ""
     passing: bool = False
-    """Whether the error says nothing of the file's content."""
+    """Whether the error is temporary, so that the file is tried again by the next run."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pixels."""
+        """Size of the pixels in bytes."""
         return 0 if self.prepared is None else self.prepared.pixels.nbytes
 
 
@@ -225,7 +224,7 @@ def _read_all(
     def read(one: _Work) -> _Read:
         return _read(Path(files.folder) / one.path, one, files.max_pixels, encoder, settings)
 
-    # Threads: what decodes and resizes lets others run, and LanceDB does not survive a fork.
+    # Threads, because decoding and resizing release the GIL and LanceDB is not fork-safe.
     return map_ahead(
         read,
         work,
@@ -245,7 +244,7 @@ def _read(path: Path, work: _Work, max_pixels: int, encoder: PatchEncoder, setti
         return _Read(work, sha256)
     try:
         prepared = read_prepared(EncodedImage(work.path, content), encoder, settings, max_pixels=max_pixels)
-    except TooManyPixels as error:  # the limit's doing, which may be raised
+    except TooManyPixels as error:  # temporary: the user can raise the limit
         return _Read(work, sha256, error=error.reason, passing=True)
     except UnreadableImage as error:
         return _Read(work, sha256, error=error.reason)
@@ -272,7 +271,7 @@ class _Indexer:
         self._count = 0
 
     def take(self, read: _Read) -> None:
-        """Take one file in; objects are found when a batch is full, or too many images wait for others."""
+        """Add one file. Extracts objects if a batch is full or the limit of pending images is reached."""
         if read.prepared is None:
             self.writer.take(read, 0, 0, ())
             return
@@ -285,7 +284,7 @@ class _Indexer:
             self._extract(max(self._waiting, key=lambda size: len(self._waiting[size])))
 
     def finish(self) -> None:
-        """Find the objects of all that wait, and write them."""
+        """Extract the objects of all pending images and commit."""
         for size in list(self._waiting):
             self._extract(size)
         self.writer.commit()
@@ -300,7 +299,7 @@ class _Indexer:
 
 
 class _Writer:
-    """Collects what was found and writes it now and then."""
+    """Collects indexed images and commits them periodically."""
 
     def __init__(self, database: ObjectDatabase, summary: IndexSummary) -> None:
         self.database = database
@@ -311,7 +310,7 @@ class _Writer:
         self._written = time.perf_counter()
 
     def take(self, read: _Read, height: int, width: int, objects: Sequence[ImageObject]) -> None:
-        """Take in an image with its objects, or what is wrong with it."""
+        """Add an image with its objects, or its error."""
         work, summary = read.work, self.summary
         if read.passing:
             summary.unread.append((work.path, read.error))
@@ -338,7 +337,7 @@ class _Writer:
             self.commit()
 
     def commit(self) -> None:
-        """Write what has been collected."""
+        """Write the collected images."""
         if self._images:
             self.database.put(self._images, replaced=self._replaced)
         if self._touched:
@@ -348,31 +347,31 @@ class _Writer:
 
 
 def index_vectors(database: ObjectDatabase, *, least: int = 100_000, queries: int = 100, k: int = 10) -> float | None:
-    """Make the vector index of a database that is large enough to want one, and measure what it finds.
+    """Build the vector index of a large database if it has none, and measure its recall.
 
     Args:
-        database: whose objects; what was added since its index was made is in it after `tidy`.
-        least: objects below which every search compares with all of them, in some tens of milliseconds.
-        queries: objects that are searched for, by the index and exactly.
-        k: neighbours of each.
+        database: the database; `tidy` adds new objects to an existing index.
+        least: minimum number of objects for an index; below it, exact search takes tens of milliseconds.
+        queries: number of objects that are searched for with the index and exactly.
+        k: number of neighbours of each.
 
     Returns:
-        the mean share of the exact neighbours, without the object itself, that a search by the index finds; None
-        without an index. A neighbour as similar as the last exact one, to rounding, counts as found.
+        The mean recall of the exact neighbours, without the object itself; None without an index. A neighbour as
+        similar as the last exact one, up to rounding, counts as found.
     """
     if database.num_rows < least:
         return None
     if not database.has_index():
         database.build_index()
     vectors = database.sample_vectors(queries)
-    # One more than k, because each finds itself first.
+    # k + 1, because each object finds itself first.
     approximate, exact = (database.search(vectors, k + 1, exact=each) for each in (False, True))
     shares = [_share_found(found, *several) for found, several in zip(approximate, exact, strict=True)]
     return sum(shares) / len(shares)
 
 
 def _share_found(found: Sequence[FoundObject], itself: FoundObject, *neighbours: FoundObject) -> float:
-    """Return the share of the exact neighbours of an object that the index has found."""
+    """Return the recall of the exact neighbours of one object."""
     own = (itself.image, itself.object.number)
     others = [one for one in found if (one.image, one.object.number) != own]
     near = sum(one.similarity >= neighbours[-1].similarity - 1e-6 for one in others)

@@ -1,4 +1,4 @@
-"""The contact sheet of a search: what was searched for, and what is like it."""
+"""Contact sheets of a search: queries and the most similar objects, or pairs of similar images."""
 
 import dataclasses
 import math
@@ -20,26 +20,26 @@ from cribo.retrieval.patches import resize_image
 
 _QUERY_COLOUR, _FOUND_COLOUR = (0.9, 0.35, 0.0), (0.0, 0.62, 0.45)
 _TINT = 0.2
-_SHOWN = 300  # pixels of the shorter side of an image on the sheet
+_SHOWN = 300  # shorter side of an image on the sheet, in pixels
 _COLUMNS = 5
 _PANEL, _HEADING = 2.3, 0.42  # inch
 _MOST_ROWS = 16
-_NAME = 26  # letters of an image's name
+_NAME = 26  # maximum length of an image's name
 
 
 def write_sheet(
     path: Path, query: Query, found: Sequence[Sequence[FoundObject]], states: dict[str, str], root: Path
 ) -> Path:
-    """Draw the query at the left and the nearest objects beside it, and write it as a PNG.
+    """Draw the query on the left and the nearest objects on the right, and write a PNG.
 
-    One region has its nearest in rows of five; several have a row each, with their first five.
+    With one region, all its objects are drawn in rows of five; with several, the first five of each in one row.
 
     Args:
-        path: of the picture.
-        query: what was searched for.
-        found: for each of its regions, the most similar first.
-        states: of the images that were found: `changed`, `missing`, or nothing.
-        root: of their paths.
+        path: path of the picture.
+        query: the query.
+        found: objects found for each region, in descending order of similarity.
+        states: states of the found images: `changed`, `missing` or "".
+        root: folder that the paths are relative to.
     """
     with house_style():
         figure, queries, cells = _panels(query, len(found), len(found[0]))
@@ -52,12 +52,12 @@ def write_sheet(
 
 
 def write_pairs(path: Path, pairs: Sequence[DuplicatePair], root: Path) -> Path:
-    """Draw the first pairs of images that are alike, two pairs in a row, and write them as a PNG.
+    """Draw the first pairs of similar images, two pairs per row, and write a PNG.
 
     Args:
-        path: of the picture.
-        pairs: the most similar first.
-        root: of their paths.
+        path: path of the picture.
+        pairs: pairs in descending order of similarity.
+        root: folder that the paths are relative to.
     """
     shown = pairs[: 2 * _MOST_ROWS]
     rows = max(1, math.ceil(len(shown) / 2))
@@ -72,16 +72,16 @@ def write_pairs(path: Path, pairs: Sequence[DuplicatePair], root: Path) -> Path:
                 one.set_title(_short(name), fontsize=8)
             left.set_title(f"{pair.similarity:.3f}\n{_short(pair.first)}", fontsize=8)
         if not pairs:
-            frames[0][0].set_title("no images are alike", fontsize=8)
+            frames[0][0].set_title("no similar images", fontsize=8)
         hide_ticks(axes)
         return write_figure(path, figure)
 
 
 def _panels(query: Query, regions: int, nearest: int) -> tuple[Figure, list[Axes], list[Axes]]:
-    """A figure, the frames of the queries at its left, and those of what was found, row by row."""
+    """Return a figure, the axes of the queries on its left, and the axes of the found objects in row-major order."""
     height, width = query.pixels.shape[1:]
     rows = min(max(1, math.ceil(nearest / _COLUMNS)) if regions == 1 else regions, _MOST_ROWS)
-    # Of one query, the picture is as large as two rows and two columns of the others.
+    # A single query is drawn at twice the width and height of the found objects.
     side = 2 if regions == 1 and rows > 1 else 1
     panel = _PANEL * min(max(height / width, 0.5), 1.5) + _HEADING
     figure = Figure(figsize=(_PANEL * (_COLUMNS + side), panel * rows + 0.1), layout="constrained")
@@ -92,7 +92,7 @@ def _panels(query: Query, regions: int, nearest: int) -> tuple[Figure, list[Axes
 
 
 def _placed(cells: list[Axes], found: Sequence[Sequence[FoundObject]], rows: int) -> Iterator[tuple[Axes, FoundObject]]:
-    """Where each of the nearest is drawn; those without a place are left out."""
+    """Yield the found objects with their axes; objects beyond the available axes are omitted."""
     room = len(cells) // rows
     for number, several in enumerate(found[:rows]):
         yield from zip(cells[number * room : (number + 1) * room], several, strict=False)
@@ -104,7 +104,7 @@ def _draw_query(axes: Axes, query: Query, number: int) -> None:
     pixels = _small(query.pixels)
     small = torch.nn.functional.interpolate(torch.from_numpy(mask)[None, None].float(), pixels.shape[1:])[0, 0]
     axes.imshow(_painted(pixels, small.numpy() > 0, _QUERY_COLOUR))
-    axes.set_anchor("N")  # beside the first row of what was found
+    axes.set_anchor("N")  # aligns the query with the first row of found objects
     axes.set_title(f"{region.name}\n{_short(query.path.name)}", fontsize=8, color=_QUERY_COLOUR, fontweight="bold")
 
 
@@ -113,10 +113,10 @@ def _draw_found(axes: Axes, found: FoundObject, state: str, root: Path) -> None:
     pixels = None if state == "missing" else _load(root / found.image)
     if pixels is None:
         axes.imshow(np.full((3, 4, 3), 0.9), aspect="auto")
-        note = "is gone since indexing" if state == "missing" else "cannot be read any more"
+        note = "deleted since indexing" if state == "missing" else "unreadable"
         axes.text(0.5, 0.5, note, transform=axes.transAxes, ha="center", va="center", fontsize=8)
     elif state == "changed":
-        # Where the object was in the image as it was says nothing about the image as it is.
+        # The stored mask does not apply to the changed image.
         axes.imshow(0.4 * pixels.permute(1, 2, 0).numpy() / 255 + 0.5)
         axes.text(0.5, 0.5, "changed since indexing", transform=axes.transAxes, ha="center", va="center", fontsize=8)
     else:
@@ -131,7 +131,7 @@ def _painted(pixels: Tensor, mask: np.ndarray, colour: tuple[float, float, float
 
 
 def _load(path: Path) -> Tensor | None:
-    """An image at the size of the sheet; None if it cannot be read."""
+    """Read an image at the size of the sheet; None if it is unreadable."""
 
     def reduction(height: int, width: int) -> int:
         return max((each for each in (8, 4, 2, 1) if min(height, width) >= each * _SHOWN), default=1)
@@ -151,4 +151,4 @@ def _small(pixels: Tensor) -> Tensor:
 
 def _short(name: str) -> str:
     short = name if len(name) <= _NAME else f"…{name[1 - _NAME :]}"
-    return short.replace("$", r"\$")  # between two of them would be a formula
+    return short.replace("$", r"\$")  # matplotlib renders text between two $ as a formula

@@ -1,4 +1,4 @@
-"""What is searched for: an object of an image, or a box in it, as a vector and a region to show."""
+"""Queries of a search: objects of an image, or a box in it, as vectors and regions."""
 
 import logging
 import os
@@ -20,17 +20,17 @@ from cribo.retrieval.encoders import PatchEncoder
 log = logging.getLogger("cribo")
 
 OpenEncoder = Callable[[], tuple[PatchEncoder, str]]
-"""Gives the encoder that the database was built with, and the device that it is on; called where it is needed."""
+"""Returns the encoder of the database and its device; called only if the encoder is needed."""
 
 
 @dataclass(frozen=True)
 class QueryPlace:
-    """Where in the image the query is; at most one of the three, and every object of the image without any.
+    """Part of the image to search for; at most one attribute is set. By default, all objects are queries.
 
     Attributes:
-        point: x, y of a pixel: the object that it lies in.
-        box: x0, y0, x1, y1 in pixels: the mean of the patches inside.
-        number: of an object.
+        point: x, y of a pixel; the query is the object that contains it.
+        box: x0, y0, x1, y1 in pixels; the query is the mean of the patches inside.
+        number: number of an object.
     """
 
     point: tuple[int, int] | None = None
@@ -40,18 +40,18 @@ class QueryPlace:
     def __post_init__(self) -> None:
         given = [name for name in ("point", "box", "number") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ConfigError("give one of --point, --box and --object, or none for every object of the image")
+            raise ConfigError("give at most one of --point, --box and --object; without one, all objects are queries")
 
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """A region that is searched for.
+    """One region of a query.
 
     Attributes:
-        name: for tables and pictures.
-        vector: (D,).
-        box: what encloses it, in pixels.
-        object: what it is, unless it is a box.
+        name: name in tables and pictures.
+        vector: (D,) vector to search for.
+        box: bounding box in pixels.
+        object: the object; None for a box.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Region:
     object: ImageObject | None
 
     def pixels(self, height: int, width: int) -> Bool[np.ndarray, "h w"]:
-        """Which pixels of its image belong to it."""
+        """Return the mask of the region over the pixels of its image."""
         if self.object is not None:
             return self.object.mask.pixels()
         mask = np.zeros((height, width), dtype=bool)
@@ -70,13 +70,13 @@ class Region:
 
 @dataclass(frozen=True, eq=False)
 class Query:
-    """Regions of one image that are searched for.
+    """The regions of one image to search for.
 
     Attributes:
-        path: of the image's file.
-        indexed: its path below the database's root; None for an image that is not in the database.
+        path: path of the image file.
+        indexed: path relative to the database's root; None if the image is not in the database.
         pixels: the image.
-        regions: at least one.
+        regions: at least one region.
     """
 
     path: Path
@@ -86,21 +86,21 @@ class Query:
 
 
 def make_query(database: ObjectDatabase, image: str, place: QueryPlace, open_encoder: OpenEncoder) -> Query:
-    """Find what is searched for.
+    """Create the query for an image or a part of it.
 
-    The stored objects of an image that is indexed and unchanged are used, so that no backbone is needed; it is for
-    another image, and for a box.
+    Uses the stored objects if the image is indexed and unchanged. The backbone is needed only for other images and for
+    boxes.
 
     Args:
-        database: to search in.
-        image: a file, or the path of an indexed image below the database's root.
-        place: where in it.
-        open_encoder: gives the backbone.
+        database: the database to search.
+        image: a file, or the path of an indexed image relative to the database's root.
+        place: part of the image to search for.
+        open_encoder: function that opens the backbone.
 
     Raises:
-        MissingData: there is no such file.
-        UnreadableImage: it is no image.
-        ConfigError: the place lies outside of the image, or no object is there.
+        MissingData: the file does not exist.
+        UnreadableImage: the file is not a readable image.
+        ConfigError: `place` is outside the image or contains no object.
     """
     path, row = _locate(database, image)
     pixels = read_image(path)
@@ -109,7 +109,7 @@ def make_query(database: ObjectDatabase, image: str, place: QueryPlace, open_enc
     indexed = None if row is None else row.path
     stored = row is not None and not database.is_changed(row)
     if row is not None and not stored:
-        log.warning("%s has changed since it was indexed: its objects are found anew", path)
+        log.warning("%s has changed since it was indexed; extracting its objects again", path)
     if indexed is not None and stored and place.box is None:
         objects = database.objects_of(indexed)
         return Query(path, indexed, pixels, _object_regions(objects, place, str(path)))
@@ -127,7 +127,7 @@ def _object_regions(objects: list[ImageObject], place: QueryPlace, name: str) ->
 
 
 def _locate(database: ObjectDatabase, image: str) -> tuple[Path, IndexedImage | None]:
-    """The file, and the row of the database about it."""
+    """Return the path of an image file and its row in the database, if any."""
     path = Path(image).expanduser()
     if path.is_file():
         rows = (database.image(name) for name in _names(path, database.root))
@@ -141,7 +141,7 @@ def _locate(database: ObjectDatabase, image: str) -> tuple[Path, IndexedImage | 
 
 
 def _names(path: Path, root: Path) -> list[str]:
-    """What a file may be called in a database: below its folder, or from a list by its whole path; links as given."""
+    """Return the paths under which a database may list a file: relative or absolute, links followed or not."""
     whole = Path(os.path.abspath(path))  # noqa: PTH100 (links are followed below)
     names = [whole.as_posix()]
     for place, folder in ((whole, Path(os.path.abspath(root))), (path.resolve(), root.resolve())):  # noqa: PTH100
@@ -166,20 +166,20 @@ def _check_place(place: QueryPlace, height: int, width: int) -> None:
 
 
 def _chosen(objects: list[ImageObject], place: QueryPlace, name: str) -> list[ImageObject]:
-    """The objects that are meant."""
+    """Return the objects selected by `place`."""
     if not objects:
         raise DatabaseError(f"{name} has no objects: search with --box")
     if place.number is not None:
         if not 0 <= place.number < len(objects):
-            raise ConfigError(f"--object must be 0 to {len(objects) - 1}, the objects of {name}, got {place.number}")
+            raise ConfigError(f"--object must be 0 to {len(objects) - 1} for {name}, got {place.number}")
         return [objects[place.number]]
     if place.point is not None:
         x, y = place.point
         hit = [each for each in objects if each.mask.contains(x, y)]
         if not hit:
             raise ConfigError(
-                f"no object of {name} lies at {x},{y}, only a region too small to be one: choose a pixel beside it, "
-                "or search with --box"
+                f"--point {x},{y} is in no object of {name}, because the region there is smaller than min_share: "
+                "choose a pixel nearby, or search with --box"
             )
         return hit
     return objects

@@ -1,4 +1,4 @@
-"""Object search from beginning to end: images into a database, and a query into results and a picture."""
+"""Commands of object search: index images into a database, and write the results of a search with a picture."""
 
 import dataclasses
 import logging
@@ -40,18 +40,18 @@ from cribo.retrieval.source import BackboneSource
 log = logging.getLogger("cribo")
 
 RESULTS, SHEET, COCO = "results.json", "sheet.png", "coco.json"
-_DUPLICATES_FROM = 0.95  # similarity of a pair
+_DUPLICATES_FROM = 0.95  # default minimum similarity of a pair
 _OUT = Path("searches")
 _MOST_THREADS = 16
 
 
 class Indexed(NamedTuple):
-    """What an indexing has come to.
+    """Result of `index_collection`.
 
     Attributes:
-        summary: what it has done.
-        database: as it is now.
-        recall: of the vector index, at ten neighbours; None without an index.
+        summary: summary of the indexing run.
+        database: the updated database.
+        recall: recall of the vector index at ten neighbours; None without an index.
     """
 
     summary: IndexSummary
@@ -60,16 +60,16 @@ class Indexed(NamedTuple):
 
 
 def index_collection(config: IndexConfig, *, console: Console | None = None) -> Indexed:
-    """Bring a database of objects up to date with a folder of images; it is made where there is none.
+    """Create a database of the objects in a folder of images, or update an existing one.
 
-    It may be stopped at any moment, and goes on from there when it is started again.
+    Can be interrupted at any time; the next call resumes.
 
     Raises:
-        ValueError: backbone, images, settings or place cannot be used; said before anything is computed.
-        FileNotFoundError: the images or a file of the backbone are not there.
+        ValueError: backbone, images, settings or database are invalid; raised before any computation.
+        FileNotFoundError: the images or a file of the backbone do not exist.
         ConnectionError: timm's weights, or the object storage, cannot be reached.
         ImportError: LanceDB is not installed.
-        OSError: the database cannot be written.
+        OSError: the database is not writable.
     """
     console = console or Console(quiet=True)
     place = as_uri(config.db)
@@ -110,7 +110,7 @@ def index_collection(config: IndexConfig, *, console: Console | None = None) -> 
 
 
 def _open_files(config: IndexConfig, known: DatabaseInfo | None) -> tuple[ImageFiles, str]:
-    """The images, and where they are said to be."""
+    """Return the images and the absolute path of their folder or list."""
     source = config.images or (None if known is None else known.images or known.root)
     if source is None:
         raise ConfigError(f"--images is required to create the database {config.db}")
@@ -125,17 +125,17 @@ def _known_backbone(known: DatabaseInfo | None) -> BackboneSource:
 
 
 def _known_blocks(known: DatabaseInfo, config: IndexConfig, place: str) -> tuple[int, ...] | None:
-    """The blocks that the database was built with; others are refused."""
-    asked = None
+    """Return the blocks with which the database was built; raise ConfigError if others are requested."""
+    requested = None
     if config.blocks is not None and config.blocks != known.blocks:
-        asked = f"--blocks {_listed(config.blocks)}"
+        requested = f"--blocks {_listed(config.blocks)}"
     elif known.blocks is not None and config.backbone is not None and config.backbone.layers != 1:
-        asked = f"--layers {config.backbone.layers}"
-    if asked is not None:
+        requested = f"--layers {config.backbone.layers}"
+    if requested is not None:
         before = "the last blocks" if known.blocks is None else f"--blocks {_listed(known.blocks)}"
         raise ConfigError(
-            f"{place} was built with {before} (asked for: {asked}): leave the option out to go on with it, or build "
-            "another database with cribo index --db ELSEWHERE"
+            f"{place} was built with {before} (requested: {requested}): omit the option to use the stored value, or "
+            "build another database with cribo index --db ELSEWHERE"
         )
     return known.blocks
 
@@ -145,12 +145,12 @@ def _listed(blocks: Sequence[int]) -> str:
 
 
 def _require_same_images(known: DatabaseInfo, files: ImageFiles, source: str, place: str, *, moved: bool) -> None:
-    """Refuse another collection: all that it does not hold would be removed from the database."""
+    """Raise ConfigError for another collection, because images not in it would be removed from the database."""
     before, now = (known.images or known.root, known.root), (source, _root(files))
     if now != before and not moved:
         raise ConfigError(
-            f"{place} is a database of the images of {before[0]}, not of {source}: add --moved if these are the same "
-            "images elsewhere, --moved --prune if the others are to be removed, or use another --db"
+            f"{place} is a database of the images of {before[0]}, not of {source}: add --moved if the same images were "
+            "moved there, --moved --prune to also remove missing images from the database, or use another --db"
         )
 
 
@@ -159,7 +159,7 @@ def _root(files: ImageFiles) -> str:
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
-    """A path from the root of the file system, without `..`, so that one place has one name."""
+    """Return the absolute path without `..`, so that equal paths compare equal."""
     return os.path.abspath(path)  # noqa: PTH100 (Path.absolute keeps `..`)
 
 
@@ -173,9 +173,9 @@ def _info(
     files: ImageFiles,
     source: str,
 ) -> DatabaseInfo:
-    assert encoder.identity is not None  # those of `open_encoder` have one
+    assert encoder.identity is not None  # set by `open_encoder`
     config = dataclasses.asdict(backbone)
-    if Path(backbone.source).expanduser().exists():  # a search may be started elsewhere
+    if Path(backbone.source).expanduser().exists():  # absolute: a search may run in another working directory
         config["source"] = str(Path(backbone.source).expanduser().absolute())
     return DatabaseInfo(encoder.identity, about, config, encoder.dim(device), settings, _root(files), source, blocks)
 
@@ -184,13 +184,13 @@ def _info(
 
 
 class SearchResult(NamedTuple):
-    """What a search has come to.
+    """Result of `search_objects`.
 
     Attributes:
-        query: what was searched for.
-        found: for each of its regions, the nearest objects.
-        states: of the images that were found: `changed`, `missing`, or nothing.
-        folder: of results.json and the contact sheet.
+        query: the query.
+        found: the nearest objects of each region of the query.
+        states: states of the found images: `changed`, `missing` or "".
+        folder: folder with results.json and the contact sheet.
     """
 
     query: Query
@@ -202,22 +202,22 @@ class SearchResult(NamedTuple):
 def search_objects(
     config: SearchConfig, *, out: Path | None = None, overwrite: bool = False, command: str = ""
 ) -> SearchResult:
-    """Find the objects most like those of an image, and write them down with a contact sheet.
+    """Find the objects most similar to those of an image, and write results and a contact sheet.
 
     Args:
-        config: what is asked for.
-        out: the folder; `searches/<image>`, numbered, when not given.
-        overwrite: replace results that stand in `out`.
-        command: by which it can be repeated, for the record.
+        config: options of the search.
+        out: output folder; by default `searches/<image>`, numbered.
+        overwrite: replace existing results in `out`.
+        command: command line to record in the results.
 
     Raises:
-        ValueError: database, backbone, image or place in it cannot be used.
-        FileNotFoundError: one of them is not there.
+        ValueError: database, backbone, image or query region is invalid.
+        FileNotFoundError: the database, the backbone or the image does not exist.
         UnreadableImage: the image cannot be read.
         ImportError: LanceDB is not installed.
     """
     if config.image is None:
-        raise ConfigError("--image must be given: its objects are searched for")
+        raise ConfigError("--image is required")
     place = QueryPlace(config.point, config.box, config.object)
     folder, database = _open_search(config, Path(config.image).stem, out, overwrite)
     query = make_query(database, config.image, place, lambda: _open_known(config, database))
@@ -248,19 +248,18 @@ def search_objects(
 def search_duplicates(
     config: SearchConfig, *, out: Path | None = None, overwrite: bool = False, command: str = ""
 ) -> tuple[list[DuplicatePair], Path]:
-    """Find pairs of images that are alike, and write them down with a contact sheet.
+    """Find pairs of similar images, and write results and a contact sheet.
+
+    Raises the errors of `search_objects`.
 
     Args:
-        config: what is asked for.
-        out: the folder; `searches/duplicates`, numbered, when not given.
-        overwrite: replace results that stand in `out`.
-        command: by which it can be repeated, for the record.
+        config: options of the search.
+        out: output folder; by default `searches/duplicates`, numbered.
+        overwrite: replace existing results in `out`.
+        command: command line to record in the results.
 
     Returns:
-        the pairs, the most similar first, and the folder.
-
-    Raises:
-        as `search_objects` does.
+        The pairs in descending order of similarity, and the output folder.
     """
     folder, database = _open_search(config, "duplicates", out, overwrite)
     least = _DUPLICATES_FROM if config.min_similarity is None else config.min_similarity
@@ -290,12 +289,12 @@ def _open_search(
     )
     database = ObjectDatabase.open(config.db, images=config.images)
     if not len(database):
-        raise DatabaseError(f"{database.uri} holds no objects: index images with cribo index --db {database.uri}")
+        raise DatabaseError(f"{database.uri} contains no objects: index images with cribo index --db {database.uri}")
     return folder, database
 
 
 def _open_known(config: SearchConfig, database: ObjectDatabase) -> tuple[PatchEncoder, str]:
-    """The backbone that the database was built with, and its device."""
+    """Open the backbone with which the database was built; return it and its device."""
     device = resolve_devices(None if config.device is None else (config.device,), "device")[0]
     backbone = dataclasses.replace(_known_backbone(database.info), trust=config.trust)
     if config.backbone is not None:
@@ -313,7 +312,7 @@ def _record(
     states: dict[str, str],
     command: str,
 ) -> dict[str, Any]:
-    """What results.json holds."""
+    """Return the content of results.json."""
     results = [
         {
             "query": region.name,
@@ -351,7 +350,7 @@ def _about(config: SearchConfig, database: ObjectDatabase, command: str) -> dict
 
 
 def _write_coco(path: Path, query: Query, found: list[list[FoundObject]]) -> None:
-    """Write what was found in COCO's format: a category for each query, the similarity as `score`."""
+    """Write found objects in COCO format, with one category per query and the similarity as `score`."""
     sizes = {one.image: one.object.mask.image for several in found for one in several}
     ids = {name: number for number, name in enumerate(sizes, start=1)}
     annotations = (

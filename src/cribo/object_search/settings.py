@@ -12,17 +12,18 @@ class ObjectSettings:
     """Settings that define objects; all objects of a database share them.
 
     Attributes:
-        num_objects: K, the maximum number of clusters per image. More find smaller things, and split large ones.
+        num_objects: K, the maximum number of clusters per image. Higher values find smaller objects and split large
+            ones.
         marginals: adaptive adapts number and sizes of the objects to the image; uniform gives K objects of about equal
             size.
         position_weight: weight of distance in the image relative to similarity. 0 ignores positions.
-        size: shorter side of the encoded image in pixels: larger values find smaller things and take longer. null for
-            each image's own size. Sides are rounded to the patch size, and reduced if there would be more than 4096
+        size: shorter side of the encoded image in pixels: larger values find smaller objects and take longer. null for
+            each image's own size. Sides are rounded to the patch size, and reduced so that there are at most 4096
             patches.
-        min_share: smallest share of the image that an object covers; smaller ones are dropped.
+        min_share: minimum share of the image that an object covers; smaller objects are dropped.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
     """
 
     num_objects: int = 16

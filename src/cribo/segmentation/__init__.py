@@ -1,4 +1,4 @@
-"""Segmentation by example: a few labelled images make a memory that labels all others, without training."""
+"""Segmentation by example: label images given a few labelled ones, without training the backbone."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The examples of a memory on disk: listed and removed, without the backbone."""
+"""List and remove the examples of a memory file without loading the backbone."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +13,10 @@ class ListedExample(NamedTuple):
     """An example of a memory.
 
     Attributes:
-        number: from 1, in the order in which examples were added.
-        name: of its image.
-        shares: of each class in its labelled pixels, by name, the largest first.
-        correct: share of its patches that are labelled correctly when it is left out; None if that is unknown.
+        number: number of the example, from 1, in the order of addition.
+        name: name of its image.
+        shares: share of each class in its labelled pixels, by name, in descending order.
+        correct: share of its patches that are labelled correctly when it is left out; None if unknown.
     """
 
     number: int
@@ -26,7 +26,7 @@ class ListedExample(NamedTuple):
 
 
 def list_examples(memory: SegmentationMemory) -> list[ListedExample]:
-    """The examples of a memory, with how well the others predict each of them."""
+    """List the examples of a memory with the accuracy of their left-out predictions."""
     correct: list[float | None] = [None] * len(memory)
     if memory.fit().expected is not None:
         correct = [float(counts.trace() / counts.sum()) for counts in memory.left_out()]
@@ -37,14 +37,14 @@ def list_examples(memory: SegmentationMemory) -> list[ListedExample]:
 
 
 def remove_examples(path: str | Path, examples: Sequence[str]) -> SegmentationMemory:
-    """Remove examples from the file of a memory, choose its probe again, and return what is left.
+    """Remove examples from a memory file, choose its probe again, and return the new memory.
 
     Args:
-        path: the file, which is replaced as a whole.
-        examples: names, or numbers as `list_examples` gives them, for names that several examples share.
+        path: the memory file, which is replaced atomically.
+        examples: names of examples, or numbers from `list_examples` if several examples share a name.
 
     Raises:
-        DataError: an example that is not there, a name that several share, or no example would be left.
+        DataError: an example does not exist, a name is ambiguous, or no example would be left.
     """
     path = Path(path).expanduser()
     with memory_lock(path):
@@ -61,7 +61,7 @@ def _place(names: Sequence[str], example: str) -> int:
         return places[0]
     if places:
         numbers = ", ".join(str(place + 1) for place in places)
-        raise DataError(f"{len(places)} examples are called {example}: give a number of {numbers} instead (see --list)")
+        raise DataError(f"{len(places)} examples are named {example}: give one of the numbers {numbers} (see --list)")
     if example.isdecimal() and 1 <= int(example) <= len(names):
         return int(example) - 1
-    raise DataError(f"no example is called {example}, and numbers are 1 to {len(names)}: see --list")
+    raise DataError(f"no example is named {example}, and numbers are 1 to {len(names)}: see --list")

@@ -1,4 +1,4 @@
-"""Images of any size into features on the grid of patches: as a whole, or in windows that overlap."""
+"""Encoding of images of any size into grids of patch features, as a whole or in overlapping windows."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ def probe_encoder(backbone: Backbone, blocks: Sequence[int] | None = None) -> Pa
     regression on these blocks was 2 to 4 points better.
 
     Args:
-        backbone: on the device where it is to run.
+        backbone: the backbone, on the device where it runs.
         blocks: numbers from 1 to the backbone's depth.
 
     Raises:
@@ -36,7 +36,7 @@ def probe_encoder(backbone: Backbone, blocks: Sequence[int] | None = None) -> Pa
     depth = backbone.depth
     if depth == 1:
         if blocks is not None and set(blocks) != {1}:
-            raise MissingBlocks(f"{backbone.name} gives features of its last block alone: leave blocks out")
+            raise MissingBlocks(f"{backbone.name} only provides features of its last block: omit blocks")
         return backbone_encoder(backbone)
     if backbone.readout is not None:
         blocks = blocks or range(max(1, depth - 3), depth + 1)
@@ -51,13 +51,13 @@ class GridEncoder:
     """Encodes images into grids of patch features, normalised for each block.
 
     Args:
-        encoder: on `device`.
-        settings: how images are resized, and cut into windows.
-        device: where it is computed.
-        batch_size: images, or windows, encoded at once.
+        encoder: the encoder, on `device`.
+        settings: settings for resizing and windows.
+        device: device of the encoder.
+        batch_size: number of images or windows to encode at once.
 
     Raises:
-        ValueError: windows that do not fit the patches; a batch size below 1.
+        ValueError: window or stride is not a multiple of the patch size, or the batch size is below 1.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class GridEncoder:
         self.batch_size = batch_size
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """The (height, width) in pixels at which an image is encoded, a whole number of patches."""
+        """Return the (height, width) in pixels at which an image is encoded, multiples of the patch size."""
         factor = self.settings.factor(height, width)
         return self.encoder.size(round(height * factor), round(width * factor))
 
@@ -80,14 +80,14 @@ class GridEncoder:
     def encode(
         self, images: Sequence[UInt8[Tensor, "3 h w"]], *, blocks: Sequence[int] | None = None
     ) -> list[Float[Tensor, "rows columns l d"]]:
-        """Features of images of any sizes, on the device; those of one size are encoded together.
+        """Compute the features of images of any sizes, on the device, in batches of equal size.
 
         Args:
-            images: RGB.
+            images: RGB images.
             blocks: numbers of the L blocks to return; by default all blocks of the encoder.
 
         Raises:
-            ValueError: the encoder gives features that are not finite, or another number than there are patches.
+            ValueError: the encoder's features are not finite or do not match the number of patches.
         """
         chosen = [self.encoder.blocks.index(block) for block in blocks or self.encoder.blocks]
         sizes = [self.size(image.shape[1], image.shape[2]) for image in images]
@@ -131,11 +131,11 @@ class GridEncoder:
     ) -> Float[Tensor, "b rows columns l d"]:
         features = self.encoder.grids(pixels, self.device)
         if not features.isfinite().all():
-            raise InputError("the encoder gives features that are not finite: check its weights, or use float32")
+            raise InputError("the encoder's features are not finite: check its weights, or use float32")
         features = features.unflatten(-1, (len(self.encoder.blocks), -1))
         return F.normalize(features[..., chosen, :], dim=-1)
 
 
 def _hann(length: int) -> Float[Tensor, " n"]:
-    """Weights that fall towards the border of a window, where a patch sees least of its surroundings; none is 0."""
+    """Return non-zero Hann weights, since patches near the border of a window have the least context."""
     return torch.hann_window(length + 2, periodic=False)[1:-1]

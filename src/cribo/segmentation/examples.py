@@ -1,4 +1,4 @@
-"""The examples in a folder: images beside their label maps, in two folders, or with a file of COCO's format."""
+"""Labelled examples in a folder: images next to label maps, in two folders, or with a COCO file."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,21 +11,19 @@ from cribo.segmentation.memory import Example
 
 CLASSES_FILE = "classes.txt"
 
-_MARK = "_labels"  # what tells a label map from an image of the same name
-_LAYOUTS = (
-    "a.jpg beside a.png or a_labels.png; images/a.jpg and labels/a.png; or images and one JSON file of COCO's format"
-)
+_MARK = "_labels"  # suffix of the label map of an image
+_LAYOUTS = "a.jpg next to a.png or a_labels.png; images/a.jpg and labels/a.png; or images and one COCO JSON file"
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Images with labels, none of which has been read yet.
+    """Labelled images, read on access.
 
     Attributes:
-        names: of the images.
-        classes: names of the classes; None where nothing says them.
-        palette: colours of the classes; None to take those of the label maps.
-        example: gives one of them.
+        names: names of the images.
+        classes: names of the classes; None if unknown.
+        palette: colours of the classes; None for those of the label maps.
+        example: function that returns the example with an index.
     """
 
     names: Sequence[str]
@@ -40,16 +38,16 @@ class Examples:
 def find_examples(
     source: str | Path, *, labels: str | Path | None = None, classes: str | Path | None = None
 ) -> Examples:
-    """The examples in a folder, in any of three layouts, or with their labels elsewhere.
+    """Find the examples in a folder in any of three layouts, or with labels in another place.
 
     Args:
-        source: the folder; with `labels`, whatever `open_images` opens.
-        labels: folder of label maps, `a/b.png` for the image `a/b.jpg`; or a file of COCO's format.
-        classes: text file with the names of the classes; `classes.txt` beside the examples by default.
+        source: the folder; with `labels`, any source that `open_images` accepts.
+        labels: folder of label maps, `a/b.png` for the image `a/b.jpg`; or a file in COCO format.
+        classes: text file with the names of the classes; by default `classes.txt` in the folder.
 
     Raises:
-        DataError: no examples there, an image without labels or labels without image, several annotation files; or
-            names of classes for annotations that have their own.
+        DataError: there are no examples, images without labels, labels without images, or several annotation files; or
+            `classes` is given for annotations that define their own.
     """
     folder = Path(source).expanduser()
     require(folder)
@@ -60,11 +58,11 @@ def find_examples(
             return _of_coco(CocoLabels(labels, folder), classes)
         return _of_folders(folder, labels, classes or _class_file(folder) or _class_file(labels))
     if not folder.is_dir():
-        raise DataError(f"{folder} is a file: name the folder of its label maps with --labels, or give a folder")
+        raise DataError(f"{folder} is a file: give the folder of its label maps with --labels, or give a folder")
     annotations = [path for path in sorted(folder.glob("*.json")) if is_coco(path)]
     if len(annotations) > 1:
         names = ", ".join(path.name for path in annotations)
-        raise DataError(f"{folder} holds several files of annotations ({names}): choose one with --labels")
+        raise DataError(f"{folder} contains several annotation files ({names}): choose one with --labels")
     if annotations:
         return _of_coco(CocoLabels(annotations[0]), classes)
     if (folder / "images").is_dir() and (folder / "labels").is_dir():
@@ -79,7 +77,7 @@ def _class_file(folder: Path) -> Path | None:
 
 def _of_coco(coco: CocoLabels, classes: str | Path | None) -> Examples:
     if classes is not None:
-        raise DataError(f"--classes {classes} does not go with annotations of COCO's format, which name their own")
+        raise DataError(f"--classes {classes} cannot be used with COCO annotations, which define their own classes")
 
     def example(index: int) -> Example:
         return Example(coco.path(index), coco.labels(index), coco.name(index))
@@ -93,7 +91,7 @@ def _of_folders(images: Path, labels: Path, classes: str | Path | None) -> Examp
     stems = by_stem(found.names, EXTENSIONS)
     for stem in by_stem(list_files(labels, [".png"]), [".png"]):
         if images.is_dir() and stem not in stems:
-            raise DataError(f"the labels {labels / stem}.png have no image: there is no {stem} in {images}")
+            raise DataError(f"the labels {labels / stem}.png have no image: {images} does not contain {stem}")
 
     def example(index: int) -> Example:
         return Example(found.path(index), found.label_path(index), found.name(index))
@@ -104,7 +102,7 @@ def _of_folders(images: Path, labels: Path, classes: str | Path | None) -> Examp
 def _side_by_side(folder: Path, classes: str | Path | None) -> Examples:
     files = list(list_files(folder, EXTENSIONS))
     if not files:
-        open_images(folder)  # says what is there instead
+        open_images(folder)  # raises an error that describes the folder
     maps = by_stem((name for name in files if name.lower().endswith(f"{_MARK}.png")), [f"{_MARK}.png"])
     others = [name for name in files if name not in maps.values()]
     pictures = [name for name in others if not name.lower().endswith(".png")]
@@ -120,12 +118,12 @@ def _side_by_side(folder: Path, classes: str | Path | None) -> Examples:
     for stem, name in images.items():
         if stem not in maps:
             raise DataError(
-                f"the image {name} has no labels: there is neither {stem}.png nor {stem}{_MARK}.png in {folder}; "
-                f"examples are {_LAYOUTS}"
+                f"the image {name} has no labels: {folder} contains neither {stem}.png nor {stem}{_MARK}.png; "
+                f"supported layouts: {_LAYOUTS}"
             )
     for stem, name in maps.items():
         if stem not in images:
-            raise DataError(f"the labels {name} have no image: there is no {stem} in {folder}")
+            raise DataError(f"the labels {name} have no image: {folder} does not contain {stem}")
     stems = sorted(images)
 
     def example(index: int) -> Example:
@@ -137,17 +135,17 @@ def _side_by_side(folder: Path, classes: str | Path | None) -> Examples:
 
 
 def open_targets(source: str, *, apart_from: Path | None = None) -> tuple[Path, list[str]]:
-    """The images that are to be labelled: a folder, a glob, a text file that lists them, or one image.
+    """Find the images to label: a folder, a glob, a text file that lists images, or one image.
 
     Args:
-        source: `frames`, `frames/**/*.jpg`, `list.txt` or `frame.jpg`.
-        apart_from: a folder that is left out if it lies among them, such as that of earlier results.
+        source: such as `frames`, `frames/**/*.jpg`, `list.txt` or `frame.jpg`.
+        apart_from: a folder to exclude, such as the output folder.
 
     Returns:
-        a folder, and the paths of the images below it, in order.
+        A folder, and the sorted paths of the images relative to it.
 
     Raises:
-        DataError: there are none, or two that would share their results' names.
+        DataError: there are no images, or two images whose results would have the same name.
     """
     path = Path(source).expanduser()
     if path.is_file() and path.suffix.lower() in EXTENSIONS:
@@ -155,7 +153,7 @@ def open_targets(source: str, *, apart_from: Path | None = None) -> tuple[Path, 
     elif not path.exists() and any(sign in source for sign in "*?["):
         folder, names = _of_glob(path)
         if not names:
-            raise DataError(f"no image matches {source}: looked for {' '.join(EXTENSIONS)} below {folder.absolute()}")
+            raise DataError(f"no images match {source}: searched {folder.absolute()} for {' '.join(EXTENSIONS)}")
     else:
         found = open_images(path)
         folder, names = Path(found.folder), [*found.names]
@@ -163,16 +161,16 @@ def open_targets(source: str, *, apart_from: Path | None = None) -> tuple[Path, 
         own = apart_from.absolute()
         names = [name for name in names if own not in (folder / name).absolute().parents]
         if not names:
-            raise DataError(f"all images of {source} lie in {apart_from}, where results are written")
+            raise DataError(f"all images of {source} are in {apart_from}, the output folder: choose another --out")
     outside = next((name for name in names if Path(name).is_absolute() or ".." in Path(name).parts), None)
     if outside is not None:
-        raise DataError(f"{source} lists {outside}, which leaves no place for its results: list paths below {folder}")
+        raise DataError(f"{source} lists {outside}, which is outside {folder}: list paths relative to {folder}")
     by_stem(names, EXTENSIONS)
     return folder, names
 
 
 def _of_glob(pattern: Path) -> tuple[Path, list[str]]:
-    """The folder above the first part with a sign of a pattern, and the images below it that match."""
+    """Return the folder above the first part with a wildcard, and the matching images relative to it."""
     first = next(number for number, part in enumerate(pattern.parts) if any(sign in part for sign in "*?["))
     folder = Path(*pattern.parts[:first])
     rest = str(Path(*pattern.parts[first:]))

@@ -22,13 +22,13 @@ from cribo.retrieval.whitening import Moments, partial_whitening
 from cribo.segmentation.settings import Head
 
 POWER = 0.6
-"""Of the partial whitening (docs/adapting.md)."""
+"""Exponent of the partial whitening (docs/adapting.md)."""
 
 PENALTY = 1e-3
-"""Of the ridge regression, for one patch; it grows with the square root of their number."""
+"""Penalty of the ridge regression for one patch; it grows with the square root of the number of patches."""
 
-_MARGIN = 0.12  # of mIoU, for one example; falls with the square root of their number
-_SAMPLED = (2048, 4096)  # patches that candidates are compared on: at least, at most
+_MARGIN = 0.12  # mIoU for one example; decreases with the square root of the number of examples
+_SAMPLED = (2048, 4096)  # minimum and maximum number of patches for comparing candidates
 _SAMPLED_PER_EXAMPLE = 128
 _MOST_FOLDS = 10
 _SHARPNESS = torch.logspace(-2, 3, 26, base=2.0)
@@ -64,10 +64,10 @@ class Choice:
         probe: the chosen probe.
         sharpness: exponent that calibrates the scores (see `probabilities`).
         expected: mean IoU on left-out patches, in 0-1, of the classes in `per_class`; None if nothing can be left out.
-        last_block: the same for nearest neighbours on the last block as it is.
+        last_block: mean IoU of the baseline, nearest neighbours on the last block without whitening.
         per_class: IoU of each class index, in 0-1, on left-out patches. Classes that occur in a single fold are
             missing: no training patch remains when that fold is left out.
-        left_out: such as "one image at a time"; empty if nothing can be left out.
+        left_out: description of the folds, such as "one image at a time"; empty if nothing can be left out.
     """
 
     probe: Probe
@@ -121,7 +121,7 @@ def block_sets(depth: int) -> list[tuple[int, ...]]:
 
 
 def default_blocks(available: Sequence[int]) -> tuple[int, ...]:
-    """Four blocks from the middle of a network on; all available blocks if one of these is missing.
+    """Return four blocks of the upper half of a network, or all available blocks if one of them is missing.
 
     Example:
         >>> default_blocks(range(1, 13)), default_blocks([7, 8, 9, 10])
@@ -138,7 +138,7 @@ def _scaled(blocks: Sequence[int], depth: int) -> tuple[int, ...]:
 def candidate_probes(
     available: Sequence[int], *, blocks: tuple[int, ...] | None, whiten: bool | None, head: Head | None
 ) -> list[Probe]:
-    """List the probes of the available blocks; values other than None are fixed."""
+    """List the candidate probes; `blocks`, `whiten` and `head` are fixed unless None."""
     sets = [chosen for chosen in block_sets(max(available)) if set(chosen) <= set(available)]
     sets = list(dict.fromkeys((*sets, default_blocks(available)))) if blocks is None else [blocks]
     heads: Sequence[Head] = ("knn", "ridge", "both") if head is None else (head,)
@@ -166,18 +166,18 @@ def default_probe(candidates: Sequence[Probe], available: Sequence[int]) -> Prob
 
 
 class CrossValidation:
-    """Predictions for the patches of each example by probes that were fitted to the others.
+    """Cross-validation of probes over examples.
 
     The folds are single images, tenths of the images if there are more than ten, or the halves of a single image.
 
     Args:
-        examples: with patches in random order, of which at most 4,096 are used.
+        examples: examples with patches in random order; at most 4,096 patches are used.
         blocks: numbers of the L blocks in the features.
-        neighbours: k.
-        temperature: of the neighbours' weights.
+        neighbours: k, the number of nearest neighbours.
+        temperature: temperature of the neighbours' weights.
 
     Attributes:
-        left_out: such as "one image at a time"; empty if nothing can be left out.
+        left_out: description of the folds, such as "one image at a time"; empty if nothing can be left out.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class CrossValidation:
 
     def sharpness(self, probe: Probe) -> float:
         """Find the exponent that calibrates a probe (see `probabilities`)."""
-        # On halves of images: with a whole image of only a few left out, scores are much lower than in use.
+        # Leave out halves of images: with few examples, leaving out a whole image underestimates the scores in use.
         halves = 2 * self._folds + self._halves
         return _fit_sharpness(self._scores([probe], halves)[probe], self._truth)
 
@@ -261,11 +261,11 @@ def choose(
     channel.
 
     Args:
-        examples: with patches in random order.
-        candidates: to choose from.
+        examples: examples with patches in random order.
+        candidates: probes to choose from.
         blocks: numbers of the L blocks in the features.
-        neighbours: k.
-        temperature: of the neighbours' weights.
+        neighbours: k, the number of nearest neighbours.
+        temperature: temperature of the neighbours' weights.
     """
     if sum(len(part.shares) for part in examples) < _PER_CHANNEL * examples[0].features.shape[2]:
         # The covariance of so few patches is unreliable: whitening would amplify noise.
@@ -297,17 +297,17 @@ def thinned(examples: Sequence[LabelledPatches], most: int) -> list[LabelledPatc
 
 
 class Whitening(NamedTuple):
-    """A linear layer for each block.
+    """Partial whitening of each block by a linear layer.
 
     Attributes:
-        layers: weight (E, D) and bias (E,) of each.
+        layers: weight (E, D) and bias (E,) of each block.
     """
 
     layers: list[tuple[Tensor, Tensor]]
 
     @classmethod
     def fit(cls, features: Float[Tensor, "n l d"]) -> "Whitening":
-        """Fit a partial whitening for each block, or the identity where features do not vary."""
+        """Fit a partial whitening for each block, or the identity if the features of a block are constant."""
         layers = []
         for block in features.unbind(dim=1):
             moments = Moments(block.shape[1])
@@ -325,9 +325,9 @@ def concatenate(
     """Concatenate the normalised features of several blocks into rows of unit length.
 
     Args:
-        features: of all blocks.
-        places: of the blocks to concatenate.
-        whitening: of all blocks; None to leave features as they are.
+        features: features of all blocks.
+        places: indices of the blocks to concatenate.
+        whitening: whitening of all blocks; None for no whitening.
     """
     parts = []
     for place in places:
@@ -361,12 +361,11 @@ def left_out_ridge(
 ) -> Float[Tensor, "n c"]:
     """Predictions of ridge regressions (`ridge`) that were fitted to the other folds.
 
-    One factorisation serves all folds: with A = (K + aI)^-1, where K are the inner products of the rows and a is the
-    penalty, the prediction of the rows i without them is Y_i - (A_ii)^-1 (A Y)_i. Weights and penalty are those of all
-    rows.
+    One factorisation serves all folds: with A = (K + aI)^-1, where K is the Gram matrix of the rows and a the penalty,
+    the left-out prediction of rows i is Y_i - (A_ii)^-1 (A Y)_i. Weights and penalty are computed from all rows.
     """
     scale = row_weights(shares).sqrt()[:, None]
-    kernel = scale * (similarity + 1.0) * scale.T  # of rows with a constant
+    kernel = scale * (similarity + 1.0) * scale.T  # + 1.0 for the intercept
     kernel.diagonal().add_(_penalty(len(kernel)))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(kernel))
     targets = scale * shares
@@ -405,7 +404,7 @@ def _penalty(rows: int) -> float:
 
 
 def combined(head: Head, votes: Tensor | None, predicted: Tensor | None) -> Float[Tensor, "n c"]:
-    """Combine votes and predictions to the scores of a head, in 0-1."""
+    """Combine votes and predictions into the scores of a head, in 0-1."""
     if head == "knn":
         assert votes is not None
         return votes
@@ -432,7 +431,7 @@ def _fit_sharpness(scores: Float[Tensor, "n c"], truth: Int[Tensor, " n"]) -> fl
 
 
 def class_ious(confusions: Int[Tensor, "n c c"]) -> dict[int, float]:
-    """IoU, in 0-1, of each class that occurs in the rows of confusion matrices, over all of them."""
+    """Compute the IoU, in 0-1, of each class in the rows of the summed confusion matrices."""
     confusion = confusions.sum(dim=0)
     scores = iou(confusion)
     return {label: float(scores[label]) for label in confusion.sum(dim=1).nonzero()[:, 0].tolist()}
@@ -445,8 +444,8 @@ class Labeller:
         examples: labelled patches.
         choice: the probe and its calibration.
         blocks: numbers of the L blocks in the features.
-        neighbours: k.
-        temperature: of the neighbours' weights.
+        neighbours: k, the number of nearest neighbours.
+        temperature: temperature of the neighbours' weights.
         device: device of the neighbour search; everything else is computed on the CPU.
     """
 
@@ -474,7 +473,7 @@ class Labeller:
         self._neighbours, self._temperature, self._device = neighbours, temperature, device
 
     def rows(self, features: Float[Tensor, "n r d"]) -> Float[Tensor, "n e"]:
-        """Convert features of the probe's R blocks to the rows of unit length that the heads take."""
+        """Convert features of the probe's R blocks to the input rows of the heads, of unit length."""
         return concatenate(features, range(len(self._places)), self._whitening)
 
     def __call__(self, rows: Float[Tensor, "n e"]) -> Float[Tensor, "n c"]:

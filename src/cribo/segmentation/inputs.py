@@ -1,4 +1,4 @@
-"""Images and label maps as they may be given: files, Pillow images, arrays or tensors."""
+"""Conversion of images and label maps from files, Pillow images, arrays or tensors."""
 
 import os
 from typing import NamedTuple
@@ -25,8 +25,8 @@ class LabelMap(NamedTuple):
     """The class of each pixel of an image.
 
     Attributes:
-        labels: class, or 255 for none.
-        palette: the colours of a palette PNG; None of all else.
+        labels: class of each pixel; 255 for no class.
+        palette: colours of a palette PNG; None for other sources.
     """
 
     labels: UInt8[Tensor, "h w"]
@@ -34,11 +34,11 @@ class LabelMap(NamedTuple):
 
 
 def open_image(image: ImageLike) -> UInt8[Tensor, "3 h w"]:
-    """An image as RGB, on the host.
+    """Return an image as an RGB tensor on the CPU.
 
     Raises:
-        UnreadableImage: a file that cannot be read as an image.
-        ValueError: an array of another shape or type, or a Pillow image of 32-bit pixels.
+        UnreadableImage: the file cannot be read as an image.
+        ValueError: an array has the wrong shape or type, or a Pillow image has 32-bit pixels.
     """
     if isinstance(image, str | os.PathLike):
         return read_image(image)
@@ -54,12 +54,12 @@ def open_image(image: ImageLike) -> UInt8[Tensor, "3 h w"]:
 
 
 def open_labels(labels: LabelsLike) -> LabelMap:
-    """A label map, on the host.
+    """Return a label map as a tensor on the CPU.
 
     Raises:
-        UnreadableImage: a file that cannot be read as an image.
-        DataError: an image in colours, or a value that is no class and not 255.
-        ValueError: an array of another shape or type.
+        UnreadableImage: the file cannot be read as an image.
+        DataError: the image is not a grey or palette image of integers, or a value is not in 0-255.
+        ValueError: an array has the wrong shape or type.
     """
     if isinstance(labels, str | os.PathLike):
         with open_header(labels) as image:
@@ -79,7 +79,7 @@ def _labels_in(image: Image.Image, what: str) -> LabelMap:
     if values.ndim != 2 or mode == "F":
         raise DataError(
             f"{what}: labels must be class indices in a grey or palette PNG, got colours (mode {mode}): "
-            "replace each colour by the index of its class"
+            "replace each colour with the index of its class"
         )
     palette = None
     if colours is not None:

@@ -1,4 +1,4 @@
-"""Segmentation by example: patches of a few labelled images are the memory that labels new images."""
+"""Segmentation by example: label new images by the patches of a few labelled images."""
 
 import dataclasses
 import hashlib
@@ -51,12 +51,12 @@ _DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch
 
 
 class Example(NamedTuple):
-    """An image with the class of each of its pixels.
+    """An image with the class of each pixel.
 
     Attributes:
-        image: as `open_image` takes it.
-        labels: as `open_labels` takes them; 255 for no class.
-        name: of the example, in messages and in the file of the memory.
+        image: input for `open_image`.
+        labels: input for `open_labels`; 255 for no class.
+        name: name of the example in messages and in the memory file.
     """
 
     image: ImageLike
@@ -66,13 +66,13 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Segmentation:
-    """The labels of one image, at its own size.
+    """Predicted labels of one image, at its original size.
 
     Attributes:
-        labels: class of each pixel; 255 where `min_confidence` is not reached.
-        confidence: probability that this is the class, 0 to 1, calibrated on left-out halves of the examples; not
-            calibrated if there is only one labelled half.
-        shares: of the pixels, by the name of each class that occurs, the largest first.
+        labels: class of each pixel; 255 where the confidence is below `min_confidence`.
+        confidence: probability of the class, 0 to 1, calibrated on left-out halves of the examples; not calibrated if
+            there is only one labelled half.
+        shares: share of the pixels of each class that occurs, by name, in descending order.
     """
 
     labels: UInt8[Tensor, "h w"]
@@ -112,18 +112,18 @@ class SegmentationMemory:
     thread-safe.
 
     Args:
-        backbone: a `Backbone`, which is used on the device where it is; what `load_backbone` takes, or
-            `mean-colour`, as it is or in a `BackboneSource`; or any `PatchEncoder`.
-        classes: names of the classes, or a text file of them; when None they are numbered, up to the highest label.
-        palette: a colour for each class; those of the first example that is a palette PNG when None, or our own.
-        settings: how images are encoded and patches are labelled; values of None are chosen by cross-validation.
-        device: where it is computed; by default the backbone's, or for a source, a GPU if there is one.
-        batch_size: images, or windows, encoded at once where they are of one size.
+        backbone: a `Backbone`, used on its own device by default; a `PatchEncoder`; a `BackboneSource`; or a source
+            that `load_backbone` accepts, or `mean-colour`.
+        classes: names of the classes, or a text file with them; None for numbers up to the highest label.
+        palette: a colour for each class; None for the palette of the first palette PNG, or else `default_palette`.
+        settings: settings for encoding and labelling; values of None are chosen by cross-validation.
+        device: device of the backbone; by default its current device, or for a source, the first GPU, else the CPU.
+        batch_size: number of images or windows of equal size to encode at once.
         keep_blocks: blocks whose features are kept; by default the fixed blocks and the last one, or all candidates.
 
     Raises:
-        DataError: invalid names of classes.
-        ValueError: windows that do not fit, blocks that the backbone does not have, or an error of `load_backbone`.
+        DataError: names of classes are invalid.
+        ValueError: windows do not fit the patches, the backbone does not have the blocks, or `load_backbone` fails.
 
     Example:
         >>> from cribo.models import build_backbone
@@ -154,8 +154,8 @@ class SegmentationMemory:
         encoder, self.backbone, device = _opened(backbone, wanted, device)
         if not set(wanted or ()) <= set(encoder.blocks):
             raise MissingBlocks(
-                f"blocks must be among {_listed(encoder.blocks)}, those of {self.backbone['source']}, got "
-                f"{_listed(wanted or ())}: leave blocks out"
+                f"blocks must be among {_listed(encoder.blocks)} for {self.backbone['source']}, got "
+                f"{_listed(wanted or ())}: omit blocks"
             )
         self.encoder = GridEncoder(encoder, self.settings, device, batch_size)
         self._classes = None if classes is None else class_names(classes)
@@ -166,7 +166,7 @@ class SegmentationMemory:
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
-        """How many examples there are."""
+        """Return the number of examples."""
         return len(self._known)
 
     @property
@@ -181,12 +181,12 @@ class SegmentationMemory:
 
     @property
     def names(self) -> list[str]:
-        """Of the examples, in the order in which they were added."""
+        """Names of the examples, in the order of addition."""
         return [known.about.name for known in self._known]
 
     @property
     def classes(self) -> list[str]:
-        """The names of the classes; label c is `classes[c]`."""
+        """Names of the classes; label c is `classes[c]`."""
         if self._classes is not None:
             return self._classes
         highest = max((int(known.pixels[:, 1].max()) for known in self._known), default=-1)
@@ -194,7 +194,7 @@ class SegmentationMemory:
 
     @property
     def palette(self) -> list[Colour]:
-        """A colour for each class."""
+        """Colour of each class."""
         own = self._palette or []
         return [*own, *default_palette(self.classes)[len(own) :]][: len(self.classes)]
 
@@ -206,12 +206,12 @@ class SegmentationMemory:
 
     @property
     def absent(self) -> list[str]:
-        """Classes that occur in no example, and are therefore never predicted."""
+        """Classes that occur in no example and are therefore never predicted."""
         return [name for name, count in zip(self.classes, self.holding, strict=True) if not count]
 
     @property
     def fingerprint(self) -> str:
-        """The same for memories that label alike: of one backbone, with the same examples, classes and settings."""
+        """Hash of the backbone, examples, classes and settings; equal for memories with equal predictions."""
         about = [self.encoder.encoder.identity, self._classes, sorted(dataclasses.asdict(self.settings).items())]
         digest = hashlib.sha256(repr(about).encode())
         for known in self._known:
@@ -223,29 +223,29 @@ class SegmentationMemory:
     def add(self, image: ImageLike, labels: LabelsLike, *, name: str | None = None) -> bool:
         """Add an example.
 
-        One that is there already, pixel for pixel, is not added again. One with the same image and other labels
-        takes the place of the old one: its labels were corrected.
+        If an example with the same pixels and labels is stored, this is a no-op. If an example with the same pixels
+        and other labels is stored, it is replaced.
 
         Args:
             image: a file, a Pillow image, a uint8 array (H, W, 3) or a uint8 tensor (3, H, W).
             labels: the class of each pixel, 255 for none: a grey or palette PNG, or integers (H, W).
-            name: for messages; the file's by default.
+            name: name in messages; by default the name of the file.
 
         Returns:
-            whether the memory has changed.
+            Whether the memory has changed.
 
         Raises:
-            UnreadableImage: a file that cannot be read.
-            DataError: labels of another size than the image, without any class, or with a value that is no class;
-                a palette that gives other colours to the same classes than the examples before.
+            UnreadableImage: a file cannot be read.
+            DataError: the labels differ in size from the image, contain no class or an invalid value, or their palette
+                contradicts that of earlier examples.
         """
         return self.extend([Example(image, labels, name)]) == 1
 
     def extend(self, examples: Sequence[Example]) -> int:
-        """Add several examples, all or none, encoded together where their images are of one size.
+        """Add all examples, or none if one is invalid; images of equal size are encoded as batches.
 
         Returns:
-            how many of them have changed the memory.
+            The number of examples that have changed the memory.
 
         Raises:
             DataError: see `add`.
@@ -279,20 +279,20 @@ class SegmentationMemory:
             )
         values = labels[labels != IGNORE_INDEX]
         if not len(values):
-            raise DataError(f"{name}: every pixel is {IGNORE_INDEX} (no class): give a class to some of them")
+            raise DataError(f"{name}: every pixel is {IGNORE_INDEX} (no class): label at least one pixel")
         if self._classes is not None and int(values.max()) >= len(self._classes):
             raise DataError(
                 f"{name}: labels must be in 0..{len(self._classes) - 1} ({', '.join(self._classes)}) or "
-                f"{IGNORE_INDEX} (no class), got {int(values.max())}: correct them, or name more classes"
+                f"{IGNORE_INDEX} (no class), got {int(values.max())}: correct the labels, or add classes to the list"
             )
 
     def _labelled(self, about: StoredExample, labels: Tensor, features: Tensor) -> _Known:
         rows, columns = features.shape[:2]
         patch = self.encoder.encoder.patch_size
-        if rows > labels.shape[0] or columns > labels.shape[1]:  # a pixel has several patches
+        if rows > labels.shape[0] or columns > labels.shape[1]:  # a pixel covers several patches
             labels = resize_labels(labels, (rows * patch, columns * patch))
         classes = int(labels[labels != IGNORE_INDEX].max()) + 1
-        # As they are, and not as the image is encoded: a thin stroke would be lost on the way.
+        # Count at the size of the labels: resizing them to the encoded size would lose thin strokes.
         counts = grid_counts(labels, (rows, columns), classes, IGNORE_INDEX)
         counts, kept = labels_in_memory(counts, "outvote")
         # In random order, so that the first patches are a random sample (see `thinned`).
@@ -306,29 +306,31 @@ class SegmentationMemory:
     def _put(self, known: _Known) -> None:
         same = [place for place, other in enumerate(self._known) if other.about.image == known.about.image]
         if same:
-            log.info("%s is in the memory with other labels: these take their place", known.about.name)
+            log.info("replaced the labels of %s in the memory", known.about.name)
             self._known[same[0]] = known
         else:
             self._known.append(known)
         self._choice = self._labeller = None
 
     def remove(self, examples: Sequence[int]) -> None:
-        """Remove examples by their places in `names`, all or none.
+        """Remove examples by their indices in `names`, or none if an index is invalid.
 
         Raises:
-            DataError: there is no such place, or no example would be left.
+            DataError: an index is out of range, or no example would be left.
         """
         with self._lock:
             if wrong := [place for place in examples if not 0 <= place < len(self)]:
-                raise DataError(f"there is no example {wrong[0]}: the places of examples are 0 to {len(self) - 1}")
+                raise DataError(f"no example has the index {wrong[0]}: indices are 0 to {len(self) - 1}")
             kept = [known for place, known in enumerate(self._known) if place not in set(examples)]
             if not kept:
-                raise DataError(f"these are all {len(self)} examples of the memory: keep one, or delete the memory")
+                raise DataError(
+                    f"cannot remove all {len(self)} examples of the memory: keep at least one, or delete the memory"
+                )
             self._known = kept
             self._choice = self._labeller = None
 
     def classes_of(self, example: int) -> dict[str, float]:
-        """Share of each class in the labelled pixels of an example, by name, the largest first."""
+        """Return the share of each class in the labelled pixels of an example, by name, in descending order."""
         pixels = self._known[example].pixels
         counts = torch.bincount(pixels[:, 1], weights=pixels[:, 2].double(), minlength=len(self.classes))
         shares = zip(self.classes, (counts / counts.sum()).tolist(), strict=True)
@@ -343,13 +345,13 @@ class SegmentationMemory:
             image: a file, a Pillow image, a uint8 array (H, W, 3) or a uint8 tensor (3, H, W).
 
         Raises:
-            UnreadableImage: a file that cannot be read.
+            UnreadableImage: the file cannot be read.
             DataError: the memory is empty.
         """
         return self.segment_all([image])[0]
 
     def segment_all(self, images: Sequence[ImageLike]) -> list[Segmentation]:
-        """Label several images, encoded together where they are of one size, and searched for together.
+        """Label several images; images of equal size are encoded as batches.
 
         Raises:
             DataError: the memory is empty.
@@ -366,7 +368,7 @@ class SegmentationMemory:
 
     @torch.no_grad()
     def vote(self, features: Sequence[Float[Tensor, "rows columns l d"]]) -> list[Float[Tensor, "rows columns c"]]:
-        """The second step of `segment`: the probability of each class at each patch.
+        """Compute the probability of each class at each patch, the second step of `segment`.
 
         Raises:
             DataError: the memory is empty.
@@ -381,7 +383,7 @@ class SegmentationMemory:
         return [part.unflatten(0, own.shape[:2]) for part, own in zip(votes.split(lengths), features, strict=True)]
 
     def label(self, votes: Float[Tensor, "rows columns c"], image: UInt8[Tensor, "3 h w"]) -> Segmentation:
-        """The third step of `segment`: from votes at patches to labels of pixels."""
+        """Convert votes at patches to labels of pixels, the third step of `segment`."""
         settings = self.settings
         found = label_pixels(
             votes,
@@ -400,7 +402,7 @@ class SegmentationMemory:
     # ---------------------------------------------------------------------------------------------------- fit
 
     def fit(self) -> Choice:
-        """Choose the blocks, whitening and head that the settings leave open; cached until examples change.
+        """Choose the blocks, whitening and head that are None in the settings; cached until examples change.
 
         Raises:
             DataError: the memory is empty.
@@ -426,7 +428,7 @@ class SegmentationMemory:
             if self._labeller is None:
                 choice, neighbours = self.fit(), self.settings.neighbours
                 if self.patches > _MOST_PATCHES:
-                    log.info("%d of the %d patches of the examples are used", _MOST_PATCHES, self.patches)
+                    log.info("using %d of the %d patches of the examples", _MOST_PATCHES, self.patches)
                 self._labeller = Labeller(
                     self._examples(),
                     choice,
@@ -436,13 +438,13 @@ class SegmentationMemory:
                 )
                 if choice.probe.head != "ridge" and self.patches < neighbours:
                     log.warning(
-                        "the memory has %d patches, fewer than the %d neighbours asked for: all of them vote",
+                        "the memory has %d patches, fewer than neighbours=%d: all of them vote",
                         *(self.patches, neighbours),
                     )
             return self._labeller
 
     def left_out(self) -> Int[Tensor, "n c c"]:
-        """Classes (rows) and predictions (columns) of the left-out patches of each example, by the chosen probe.
+        """Compute the confusion matrix (rows are labels) of the left-out patches of each example for the chosen probe.
 
         `fit().expected` is their mean IoU over the classes that occur in the rows.
 
@@ -452,7 +454,7 @@ class SegmentationMemory:
         with self._lock:
             probe = self.fit().probe
             if self.fit().expected is None:
-                raise DataError("all labels lie in one half of a single image, so nothing can be left out: label more")
+                raise DataError("all labels are in one half of a single image, so nothing can be left out: label more")
             validation = CrossValidation(self._examples(), self.encoder.encoder.blocks, **self._neighbours)
             return validation.confusions([probe])[probe]
 
@@ -461,22 +463,22 @@ class SegmentationMemory:
         return {"neighbours": self.settings.neighbours, "temperature": self.settings.temperature}
 
     def _examples(self) -> list[LabelledPatches]:
-        """The labelled patches that a probe is fitted to."""
+        """Return the labelled patches to fit a probe to."""
         classes = len(self.classes)
         return thinned([known.patches(classes) for known in self._known], _MOST_PATCHES)
 
     # ----------------------------------------------------------------------------------------------- on disk
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the memory to one file, whole or not at all.
+        """Write the memory to one file atomically.
 
         Raises:
-            ValueError: the encoder has no identity by which it could be known again.
-            OSError: it cannot be written.
+            ValueError: the encoder has no identity.
+            OSError: the file cannot be written.
         """
         identity = self.encoder.encoder.identity
         if identity is None:
-            raise InputError("a memory of an encoder without identity cannot be saved: give the encoder one")
+            raise InputError("cannot save the memory of an encoder without an identity: set PatchEncoder.identity")
         with self._lock:
             stored = Stored(
                 encoder=identity,
@@ -503,19 +505,18 @@ class SegmentationMemory:
         device: torch.device | str | None = None,
         batch_size: int = 8,
     ) -> "SegmentationMemory":
-        """Read a memory that `save` wrote.
+        """Read a memory written by `save`.
 
         Args:
             path: the file.
-            backbone: the one that it was made with; None to list or remove examples only, which needs no network.
-            changes: settings, by name, in place of those that it was saved with; not those of the features.
-            device: as of a new memory.
-            batch_size: as of a new memory.
+            backbone: the backbone with which the memory was created; None to only list or remove examples.
+            changes: settings, by name, that replace the saved ones; settings of the features cannot be changed.
+            device: see `SegmentationMemory`.
+            batch_size: see `SegmentationMemory`.
 
         Raises:
-            DataError: no such file; it is damaged, or none of ours, or made with another backbone, whose name is
-                said.
-            ValueError: a change of a setting that the features depend on, or a value out of range.
+            DataError: the file does not exist, is damaged, is not a memory, or was created with another backbone.
+            ValueError: a change affects a setting of the features, or a value is out of range.
         """
         stored = read_memory(path)
         of_earlier_versions = {"refine": "bilateral"} if stored.settings["refine"] == "guided" else {}
@@ -524,11 +525,11 @@ class SegmentationMemory:
         missing = sorted(set(settings.blocks or ()) - set(stored.blocks))
         if missing:
             raise InputError(
-                f"{path} has features of blocks {_listed(stored.blocks)}, not of {_listed(missing)}: leave --blocks "
-                "out, or make another memory with these blocks"
+                f"{path} has features of blocks {_listed(stored.blocks)}, not of {_listed(missing)}: omit --blocks, or "
+                "create another memory with these blocks"
             )
         is_without, backbone = backbone is None, backbone or _without_network(stored)
-        another = f"{path} was made with the features of another backbone, {stored.source} ({stored.encoder[:12]})"
+        another = f"{path} was created with another backbone, {stored.source} ({stored.encoder[:12]})"
         try:
             memory = cls(
                 backbone,
@@ -540,11 +541,11 @@ class SegmentationMemory:
                 keep_blocks=stored.blocks,
             )
         except MissingBlocks as error:
-            raise DataError(f"{another}: give that one, or make another memory") from error
+            raise DataError(f"{another}: use that backbone, or create another memory") from error
         identity = memory.encoder.encoder.identity
         if identity != stored.encoder:
             raise DataError(
-                f"{another}, this is {memory.backbone['source']} ({str(identity)[:12]}): give that one, or make "
+                f"{another}, not with {memory.backbone['source']} ({str(identity)[:12]}): use that backbone, or create "
                 "another memory"
             )
         if is_without:
@@ -571,16 +572,16 @@ def _opened(
     if not isinstance(backbone, BackboneSource):
         backbone = BackboneSource(os.fspath(backbone))
     if backbone.layers != 1:
-        raise ConfigError(f"layers must be 1, got {backbone.layers}: name blocks in the settings (--blocks 9,10)")
+        raise ConfigError(f"layers must be 1, got {backbone.layers}: set blocks in the settings (--blocks 9,10)")
     network, about = open_network(backbone)
     return probe_encoder(network.eval().to(place), blocks), about, place
 
 
 def _without_network(stored: Stored) -> PatchEncoder:
-    """An encoder with the identity of the one that made a memory, which cannot encode images."""
+    """Return a placeholder encoder with the identity of a stored memory; it cannot encode images."""
 
     def encode(images: Tensor) -> Tensor:
-        raise InputError(f"the memory was opened without its backbone, {stored.source}: give it to encode images")
+        raise InputError(f"the memory was opened without its backbone, {stored.source}, so it cannot encode images")
 
     return PatchEncoder(encode, 1, stored.encoder, tuple(stored.blocks))
 
@@ -598,7 +599,7 @@ def _content(values: UInt8[Tensor, "*shape"]) -> str:
 
 
 def _joined(palette: list[Colour] | None, labels: LabelMap, name: str) -> list[Colour] | None:
-    """The palette after another label map: the first that is seen, which the others may not contradict."""
+    """Extend the palette by that of another label map; raise DataError if they differ in a class that occurs."""
     if labels.palette is None:
         return palette
     if palette is None:
@@ -608,8 +609,8 @@ def _joined(palette: list[Colour] | None, labels: LabelMap, name: str) -> list[C
             continue
         if labels.palette[value] != palette[value]:
             raise DataError(
-                f"{name}: class {value} has the colour {labels.palette[value]} in its palette, and {palette[value]} "
-                "in the examples before: were they labelled with other lists of classes? If not, save all of them "
-                "with one palette, or as grey PNGs"
+                f"{name}: class {value} has the colour {labels.palette[value]} in its palette, but {palette[value]} "
+                "in earlier examples: check that all were labelled with the same list of classes, and save them with "
+                "one palette, or as grey PNGs"
             )
     return [*palette, *labels.palette[len(palette) :]]

@@ -1,4 +1,4 @@
-"""Colours of classes where the examples bring none."""
+"""Default colours of classes."""
 
 from collections.abc import Sequence
 
@@ -7,16 +7,16 @@ import matplotlib as mpl
 from cribo.data.segmentation import Colour, colour_map
 
 _BACKGROUND: Colour = (0, 0, 0)
-_STRONG, _LIGHT = "tab10", "tab20"  # the second one's odd colours are the first one's, lightened
+_STRONG, _LIGHT = "tab10", "tab20"  # the odd colours of tab20 are lighter variants of tab10
 
 
 def default_palette(classes: Sequence[str]) -> list[Colour]:
-    """Colours that are told apart over a photograph, for up to 20 classes; then Pascal VOC's.
+    """Return colours that are distinct over photographs for up to 20 classes, and Pascal VOC's colours for more.
 
-    Black is the background's alone, which overlays leave unpainted.
+    Black is reserved for the background, which overlays do not paint.
 
     Args:
-        classes: names; a first one called background is black.
+        classes: names of the classes; if the first is "background", it is black.
 
     Example:
         >>> default_palette(["background", "cell"]), default_palette(["sky", "road"])

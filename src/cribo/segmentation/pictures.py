@@ -1,4 +1,4 @@
-"""What a segmentation looks like: labels over the image, and an overview of several with their legend."""
+"""Pictures of segmentations: overlays of labels, and an overview of several images with a legend."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ from torch import Tensor
 from cribo.data.segmentation import IGNORE_INDEX, Colour
 from cribo.drawing import hide_ticks, house_style, paint_classes
 
-_TINT = 0.55  # of a class over the image
-_BORDER = 0.35  # to which the colours are darkened where classes meet
+_TINT = 0.55  # opacity of a class over the image
+_BORDER = 0.35  # brightness of pixels at the border of classes
 _ROW_HEIGHT, _LEGEND_LINE, _HEADING = 2.1, 0.22, 0.35  # inch
 _COLUMNS = 6  # of the legend
 
 
 @dataclass(frozen=True)
 class SegmentedPanel:
-    """One image and what its pixels are.
+    """One image with its labels and confidence.
 
     Attributes:
-        name: of the image.
-        image: RGB.
+        name: name of the image.
+        image: RGB image.
         labels: class of each pixel.
-        confidence: 0 to 1.
+        confidence: confidence of each pixel, 0 to 1.
     """
 
     name: str
@@ -39,9 +39,9 @@ class SegmentedPanel:
 def overlay(
     image: UInt8[Tensor, "3 h w"], labels: UInt8[Tensor, "h w"], palette: Sequence[Colour]
 ) -> UInt8[np.ndarray, "h w 3"]:
-    """An image tinted with the colour of each pixel's class, with a dark line where classes meet.
+    """Return an image tinted with the colours of the classes, with dark lines at their borders.
 
-    The background, a class 0 that is black in the palette, is left as it is.
+    Class 0 is the background if it is black in the palette; it is not tinted.
     """
     picture = image.permute(1, 2, 0).numpy().astype(np.float32)
     colours = paint_classes(labels, palette, IGNORE_INDEX)
@@ -54,7 +54,7 @@ def overlay(
 
 
 def _borders(labels: UInt8[Tensor, "h w"]) -> Tensor:
-    """The pixels whose right or lower neighbour is of another class."""
+    """Return a mask of the pixels whose right or lower neighbour has another class."""
     found = torch.zeros(labels.shape, dtype=torch.bool)
     found[:, :-1] |= labels[:, :-1] != labels[:, 1:]
     found[:-1] |= labels[:-1] != labels[1:]
@@ -67,12 +67,12 @@ def draw_overview(
     palette: Sequence[Colour],
     expected: Mapping[int, float],
 ) -> Figure:
-    """Draw images beside their labels and confidence, with a legend of the classes that occur.
+    """Draw images, labels and confidence in columns, with a legend of the classes that occur.
 
     Args:
-        panels: one per row.
-        classes: their names.
-        palette: their colours.
+        panels: images, one per row.
+        classes: names of the classes.
+        palette: colours of the classes.
         expected: IoU of each class on left-out examples, 0 to 1, for the legend.
     """
     present = sorted(set().union(*(set(panel.labels.unique().tolist()) for panel in panels)) - {IGNORE_INDEX})
@@ -102,7 +102,7 @@ def draw_overview(
             loc="outside lower center",
             ncols=min(_COLUMNS, len(handles)),
             frameon=False,
-            title="classes, and their IoU expected from left-out examples" if expected else None,
+            title="classes with their IoU on left-out examples" if expected else None,
         )
     return figure
 

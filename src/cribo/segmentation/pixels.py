@@ -1,4 +1,4 @@
-"""From the votes of patches to the labels of pixels: upsampling, edges that follow those of the image, and files."""
+"""Labels of pixels from votes of patches: upsampling, refinement along image edges, and writing of label maps."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,17 +14,17 @@ from cribo.data.segmentation import IGNORE_INDEX, Colour
 from cribo.retrieval.patches import resize_image
 from cribo.segmentation.settings import Refine
 
-_BUDGET = 2**28  # bytes of the maps that are computed at once
-_STEPS = 2  # of the filter, on each side of a pixel
-_DEVIATION = 0.75  # of its weights in space, in radii
+_BUDGET = 2**28  # maximum size of the maps computed at once, in bytes
+_STEPS = 2  # samples of the filter on each side of a pixel
+_DEVIATION = 0.75  # standard deviation of the spatial weights, relative to the radius
 
 
 class PixelLabels(NamedTuple):
-    """What the pixels of an image are.
+    """Labels of the pixels of an image.
 
     Attributes:
         labels: class of each pixel.
-        confidence: score of this class, 0 to 1.
+        confidence: score of the class, 0 to 1.
     """
 
     labels: UInt8[Tensor, "h w"]
@@ -36,8 +36,8 @@ def write_labels(labels: UInt8[Tensor, "h w"], palette: Sequence[Colour], file: 
 
     Args:
         labels: class of each pixel.
-        palette: a colour for each class.
-        file: to write to.
+        palette: colour of each class.
+        file: path or file object to write to.
     """
     image = Image.fromarray(labels.numpy())
     image.putpalette([part for colour in palette for part in colour])
@@ -55,25 +55,25 @@ def label_pixels(
     reach: float = 1.0,
     contrast: float = 0.1,
 ) -> PixelLabels:
-    """Label each pixel by the votes of the patches around it; of equal ones the smaller class wins.
+    """Label each pixel by bilinearly interpolated votes of patches; ties go to the smaller class.
 
-    Votes are interpolated bilinearly. A refinement works at the size at which the image was encoded, or at its own
-    where that is smaller, so that its cost does not grow with detail that no patch has seen. Classes are taken a
-    few at a time: memory is bounded whatever the number of classes.
+    The filter runs at the size at which the image was encoded, or at the original size if that is smaller, because the
+    votes contain no finer detail. Classes are processed in groups, so that memory is bounded for any number of classes.
 
     Args:
-        votes: score of each class at each patch, 0 to 1; on the device where this is to be computed.
-        image: at its own size.
-        patch_size: pixels, at the size at which the image was encoded.
+        votes: score of each class at each patch, 0 to 1; determines the device of the computation.
+        image: the image at its original size.
+        patch_size: patch size in pixels of the encoded image.
         refine: the filter, or `none`.
-        reach: its radius, in patches.
-        contrast: sum of the differences of the three channels (0 to 1 each) at which a pixel counts e^-1/2 as much.
+        reach: radius of the filter, in patches.
+        contrast: sum of the differences of the three channels (0 to 1 each) at which the weight of a pixel falls to
+            e^-1/2.
 
     Returns:
-        labels and confidence on the host, at the image's own size.
+        Labels and confidence on the CPU, at the original size of the image.
     """
     height, width = image.shape[1:]
-    present = (votes.amax(dim=(0, 1)) > 0).nonzero()[:, 0]  # the others win nowhere
+    present = (votes.amax(dim=(0, 1)) > 0).nonzero()[:, 0]  # skip classes without votes
     best = torch.full((height, width), -1.0, device=votes.device)
     labels = torch.zeros((height, width), dtype=torch.uint8, device=votes.device)
     working = min(height, votes.shape[0] * patch_size), min(width, votes.shape[1] * patch_size)
@@ -93,7 +93,7 @@ def label_pixels(
 
 
 def radius(reach: float, rows: int, columns: int, size: tuple[int, int]) -> int:
-    """Pixels that a reach in patches is in an image of some (height, width); at least 1."""
+    """Convert a radius from patches to pixels of an image of (height, width) `size`; at least 1."""
     return max(1, round(reach * min(size[0] / rows, size[1] / columns)))
 
 
@@ -106,9 +106,9 @@ def _resized(maps: Float[Tensor, "1 c h w"], size: tuple[int, int]) -> Float[Ten
 def _bilateral(
     guide: Float[Tensor, "3 h w"], radius: int, contrast: float
 ) -> Callable[[Float[Tensor, "c h w"]], Float[Tensor, "c h w"]]:
-    """Joint bilateral filter (Petschnigg et al. 2004): means over pixels that are near in place and alike in colour.
+    """Return a joint bilateral filter (Petschnigg et al. 2004), which averages nearby pixels of similar colour.
 
-    The maps are smooth, so that 5 x 5 pixels, evenly spaced over the square of the radius, stand for all of them.
+    The maps are smooth, so 5 x 5 pixels, evenly spaced over the square window, are sufficient.
     """
     height, width = guide.shape[1:]
     step = max(1, round(radius / _STEPS))

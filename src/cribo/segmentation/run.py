@@ -1,4 +1,4 @@
-"""`cribo segment` from beginning to end: examples, memory, images, and what is written of them."""
+"""Implementation of `cribo segment`: build a memory of examples, label images and write the results."""
 
 import csv
 import dataclasses
@@ -49,7 +49,7 @@ from cribo.segmentation.suggesting import suggest
 log = logging.getLogger("cribo")
 
 ABOUT = "about.json"
-"""The file that describes the results, in their folder."""
+"""File in the output folder that describes the results."""
 
 SUMMARY, OVERVIEW = "summary.csv", "contact.png"
 COCO = "coco.json"
@@ -59,7 +59,7 @@ _DONE = "segmented.jsonl"  # a line for each image whose files are complete
 _JPEG_QUALITY = 90
 _WEAKEST = 3  # number of classes to name
 _SUGGESTED_FROM = 300  # limit on the images to choose from
-_OVERVIEW_SIDE = 480  # pixels of an image in the overview, at most
+_OVERVIEW_SIDE = 480  # limit on the longer side of an image in the overview, in pixels
 
 
 class NothingSegmented(Stopped):
@@ -68,15 +68,15 @@ class NothingSegmented(Stopped):
 
 @dataclass(frozen=True)
 class Segmented:
-    """What became of the images.
+    """Result of `segment_images`.
 
     Attributes:
-        folder: with the results.
-        images: how many are labelled there.
-        reused: how many of them were, before.
-        skipped: what could not be read, and why.
-        seconds: that the others took.
-        shares: of each class in the pixels of all images.
+        folder: output folder.
+        images: number of labelled images.
+        reused: number of images that were already labelled.
+        skipped: reasons why images could not be read, by name.
+        seconds: duration of labelling the other images.
+        shares: share of each class in the pixels of all images.
     """
 
     folder: Path
@@ -88,13 +88,13 @@ class Segmented:
 
     @property
     def per_second(self) -> float:
-        """Images per second, of those that were labelled now."""
+        """Number of newly labelled images per second."""
         return (self.images - self.reused) / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
 class _Record:
-    """What `summary.csv` says of an image, and by what its results are known to be of it."""
+    """Row of `summary.csv` for an image, with the hash of the image file."""
 
     name: str
     content: str
@@ -115,23 +115,23 @@ def segment_images(
     command: str = "",
     console: Console | None = None,
 ) -> Segmented:
-    """Label many images by a few examples, and write label maps, overlays, confidences and a summary.
+    """Label many images given a few examples, and write label maps, overlays, confidences and a summary.
 
     Args:
-        config: what is asked for.
-        out: the folder.
-        resume: go on with what stands in `out`, if it was made with the same memory and settings.
-        overwrite: replace what stands in `out`.
-        pictures: how many images the overview shows; 0 for none.
+        config: options of the command.
+        out: output folder.
+        resume: resume results in `out` that were created with the same memory and settings.
+        overwrite: replace existing results in `out`.
+        pictures: number of images in the overview; 0 for no overview.
         suggestions: number of images to suggest for labelling next.
-        coco: write all labels to one file in COCO's format, too.
-        command: by which it can be repeated, for the record.
-        console: shows how far it is.
+        coco: also write all labels to one file in COCO format.
+        command: command line to record in the results.
+        console: console for progress.
 
     Raises:
-        ValueError: backbone, examples, memory, settings or folder cannot be used; said before anything is written.
-        FileNotFoundError: a file of the backbone, the examples or the images is not there.
-        ConnectionError: timm's weights cannot be fetched.
+        ValueError: backbone, examples, memory, settings or folder are invalid; raised before anything is written.
+        FileNotFoundError: a file of the backbone, the examples or the images does not exist.
+        ConnectionError: timm's weights cannot be downloaded.
         NothingSegmented: none of the images can be read.
         OSError: results cannot be written.
     """
@@ -147,7 +147,7 @@ def segment_images(
         resume=resume,
         known_by=ABOUT,
         inputs=(config.examples, config.labels, config.classes, config.memory, config.backbone.source),
-        advice="choose another --out, go on with it with --resume, or replace it with --overwrite",
+        advice="choose another --out, continue it with --resume, or replace it with --overwrite",
     )
     settings = SegmentationSettings(**config.chosen)
     folder, names = open_targets(config.images, apart_from=out)
@@ -169,7 +169,7 @@ def segment_images(
             writer.check_same()
         else:
             target.create()
-        if config.memory is not None and has_new:  # after what may refuse: examples do not go out of it again
+        if config.memory is not None and has_new:  # after all checks, because added examples stay in the file
             memory.save(Path(config.memory).expanduser())
         locked.close()
         segmented = _segment_all(memory, folder, names, writer, config, progress, pictures, console)
@@ -187,7 +187,7 @@ def segment_images(
 def _open_memory(
     config: SegmentConfig, settings: SegmentationSettings, examples: Examples | None
 ) -> SegmentationMemory:
-    """The memory in the file, or a new one; nothing is added yet."""
+    """Load the memory file, or create an empty memory."""
     device = resolve_devices(None if config.device is None else (config.device,), "device")[0]
     if device == "cpu":
         keep_freed_memory()
@@ -196,11 +196,11 @@ def _open_memory(
         if examples is None:
             require(path)
         if not path.parent.is_dir():
-            raise FolderError(f"there is no folder {path.parent} for --memory {path.name}: make it, or choose another")
+            raise FolderError(f"the folder of --memory {path} does not exist: create it, or choose another")
         if path.is_dir():
-            raise FolderError(f"--memory {path} is a folder: name a file")
+            raise FolderError(f"--memory {path} is a folder: give a file")
     if path is None or not path.exists():
-        assert examples is not None  # `SegmentConfig` asks for one of them
+        assert examples is not None  # `SegmentConfig` requires examples or a memory
         return SegmentationMemory(
             config.backbone,
             classes=examples.classes,
@@ -214,14 +214,14 @@ def _open_memory(
     )
     if examples is not None and examples.classes is not None and examples.classes != memory.classes:
         raise DataError(
-            f"the classes of the examples in {config.examples} are {', '.join(examples.classes)}; those of the memory "
-            f"{path} are {', '.join(memory.classes)}: label both by one list, or make another memory"
+            f"the examples in {config.examples} have the classes {', '.join(examples.classes)}, but the memory {path} "
+            f"has {', '.join(memory.classes)}: use the same list for both, or create another memory"
         )
     return memory
 
 
 def _add_examples(memory: SegmentationMemory, examples: Examples, config: SegmentConfig, progress: Phases) -> bool:
-    """Add what is not in the memory yet, and say whether there was anything."""
+    """Add new examples to the memory; return whether the memory has changed."""
     changed = 0
     progress("examples", 0, len(examples))
     for start in range(0, len(examples), config.batch_size):
@@ -229,7 +229,7 @@ def _add_examples(memory: SegmentationMemory, examples: Examples, config: Segmen
         changed += memory.extend([examples.example(number) for number in part])
         progress("examples", part[-1] + 1, len(examples))
     if changed < len(examples):
-        log.info("%d of the %d examples are in the memory already", len(examples) - changed, len(examples))
+        log.info("%d of the %d examples are already in the memory", len(examples) - changed, len(examples))
     return changed > 0
 
 
@@ -244,11 +244,11 @@ def describe_memory(memory: SegmentationMemory, console: Console) -> None:
         console.print(sentence, markup=False, highlight=False)
     present = len(memory.classes) - len(memory.absent)
     if memory.absent:
-        log.warning("no example of %s: no pixel will be labelled so", ", ".join(memory.absent))
+        log.warning("no examples of %s: these classes are never predicted", ", ".join(memory.absent))
     if present == 1:
         log.warning(
-            "the examples hold one class only, so all pixels will be of it. In a mask of 0 and 255 the latter means "
-            "no class: write 1 for what it shows"
+            "the examples contain only one class, so all pixels are assigned to it. In a mask of 0 and 255, 255 means "
+            "no class: use 1 for the foreground"
         )
 
 
@@ -256,7 +256,7 @@ def _describe_choice(memory: SegmentationMemory) -> list[str]:
     """Describe the chosen probe, its expected score, and the classes that need more examples."""
     choice, classes, holding = memory.fit(), memory.classes, memory.holding
     if choice.expected is None or choice.last_block is None:
-        return [f"reads {choice.probe}; its score is unknown because all labels lie in one half of a single image"]
+        return [f"reads {choice.probe}; its score is unknown because all labels are in one half of a single image"]
     compared = f"(nearest neighbours on the last block: {choice.last_block:.0%})"
     if len(memory) == 1:  # on CamVid the halves gave 42 %, new images 28 % (benchmarks/RESULTS.md)
         sentences = [
@@ -278,7 +278,7 @@ def _describe_choice(memory: SegmentationMemory) -> list[str]:
         sentences.append(f"weakest classes, which need more examples: {', '.join(weak)}")
     unmeasured = [name for c, name in enumerate(classes) if holding[c] and c not in choice.per_class]
     if unmeasured:
-        sentences.append(f"in one example only, so not measured: {', '.join(unmeasured)}")
+        sentences.append(f"not measured, because only one example contains them: {', '.join(unmeasured)}")
     return sentences
 
 
@@ -295,7 +295,7 @@ def _segment_all(
     pictures: int,
     console: Console,
 ) -> Segmented:
-    """Label all images that are not labelled yet, and sum up."""
+    """Label all images that are not labelled yet, and write the summary."""
     done = writer.done()
     writer.begin(len(names))
     records: dict[str, _Record] = {}
@@ -325,8 +325,8 @@ def _segment_all(
         except BaseException:
             if records:
                 console.print(
-                    f"{len(records)} of {len(names)} images are done in {writer.folder}: the same command with "
-                    "--resume goes on",
+                    f"{len(records)} of {len(names)} images are done in {writer.folder}: continue with the same "
+                    "command and --resume",
                     markup=False,
                     highlight=False,
                 )
@@ -364,7 +364,7 @@ def _suggest(
 
 @dataclass(frozen=True)
 class _Read:
-    """An image that was read, or the record of what was made of it before, or why it cannot be read."""
+    """Result of reading an image: its pixels, the record of earlier results, or the reason of an error."""
 
     name: str
     content: str = ""
@@ -374,19 +374,19 @@ class _Read:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the image."""
+        """Size of the image in bytes."""
         return 0 if self.image is None else self.image.nbytes
 
 
 class _Labelled(NamedTuple):
-    """What was read, with its labels where it is an image that had none."""
+    """A read image, with its segmentation if it is new."""
 
     read: _Read
     found: Segmentation | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the image and of its labels."""
+        """Size of the image and its segmentation in bytes."""
         own = 0 if self.found is None else self.found.labels.nbytes + self.found.confidence.nbytes
         return self.read.nbytes + own
 
@@ -406,7 +406,7 @@ def _read(folder: Path, done: dict[str, _Record], name: str) -> _Read:
 
 
 def _label(memory: SegmentationMemory, images: Iterator[_Read], batch_size: int) -> Iterator[_Labelled]:
-    """Label images in batches, in order; those without pixels pass through."""
+    """Label images in batches, in order; entries without pixels are passed through."""
     for batch in _batches(images, batch_size):
         pixels = [read.image for read in batch if read.image is not None]
         found = iter(memory.segment_all(pixels) if pixels else ())
@@ -414,7 +414,7 @@ def _label(memory: SegmentationMemory, images: Iterator[_Read], batch_size: int)
 
 
 def _batches(images: Iterator[_Read], size: int) -> Iterator[list[_Read]]:
-    """Batches of so many images, or fewer where these are large."""
+    """Group images into batches of `size`, or fewer if they are large."""
     batch: list[_Read] = []
     for image in images:
         batch.append(image)
@@ -429,13 +429,13 @@ def _batches(images: Iterator[_Read], size: int) -> Iterator[list[_Read]]:
 
 
 class _Results:
-    """The folder of results.
+    """The output folder.
 
     Args:
-        folder: that is claimed for them.
-        memory: by which images are labelled.
-        config: of the command.
-        command: by which it can be repeated.
+        folder: path of the folder.
+        memory: memory that labels the images.
+        config: options of the command.
+        command: command line to record.
     """
 
     def __init__(self, folder: Path, memory: SegmentationMemory, config: SegmentConfig, command: str) -> None:
@@ -463,20 +463,22 @@ class _Results:
         }
 
     def check_same(self) -> None:
-        """See whether what stands in the folder was made with the same memory and settings.
+        """Check that results in the folder were created with the same memory and settings.
 
         Raises:
-            FolderError: it was not; the differences are named.
+            FolderError: memory or settings differ; the message names the differences.
         """
         try:
             old = json.loads((self.folder / ABOUT).read_text(encoding="utf-8"))
             differences = self._differences(old)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FolderError(f"{self.folder / ABOUT} is damaged: choose another --out, or --overwrite it") from error
+            raise FolderError(
+                f"{self.folder / ABOUT} is damaged: choose another --out, or replace it with --overwrite"
+            ) from error
         if differences:
             raise FolderError(
-                f"{self.folder} was made otherwise and cannot be gone on with: {'; '.join(differences)}. Choose "
-                "another --out, or replace it with --overwrite"
+                f"{self.folder} was created with different settings and cannot be resumed: {'; '.join(differences)}. "
+                "Choose another --out, or replace it with --overwrite"
             )
 
     def _differences(self, old: dict[str, Any]) -> list[str]:
@@ -494,21 +496,21 @@ class _Results:
             found.append(f"the classes were {', '.join(old['classes'])}, are {', '.join(self.classes)}")
         before, now = old["memory"]["examples"], self._about["memory"]["examples"]
         if before != now or not found:
-            found.append(f"there were {len(before)} examples, are {len(now)}, not all of them the same")
+            found.append(f"the examples differ ({len(before)} before, {len(now)} now)")
         return found
 
     def begin(self, images: int) -> None:
-        """Write down what is going to be done.
+        """Create the folders and write the description of the results.
 
         Raises:
-            OSError: the folder cannot be written.
+            OSError: the folder is not writable.
         """
         for part in ("labels", "overlays", "confidence"):
             (self.folder / part).mkdir(exist_ok=True)
         write_json(self.folder / ABOUT, {**self._about, "images": {"found": images}})
 
     def done(self) -> dict[str, _Record]:
-        """The images whose files are complete, by name."""
+        """Return the records of images whose files are complete, by name."""
         path = self.folder / _DONE
         records: dict[str, _Record] = {}
         if not path.is_file():
@@ -517,15 +519,15 @@ class _Results:
             try:
                 values = json.loads(line)
                 record = _Record(**{**values, "size": tuple(values["size"])})
-            except (ValueError, TypeError, KeyError):  # the last line of a process that was killed
+            except (ValueError, TypeError, KeyError):  # incomplete last line of a killed process
                 continue
             if all(target.is_file() for target in self._targets(record.name)):
-                # Two images may have had these files, one after the other: they are those of the last.
+                # Images that differ only in the extension share files; keep the last one.
                 records[record.name.rpartition(".")[0]] = record
         return {record.name: record for record in records.values()}
 
     def _targets(self, name: str) -> tuple[Path, Path, Path]:
-        """Where label map, overlay and confidence of an image go."""
+        """Return the paths of label map, overlay and confidence of an image."""
         stem = Path(name).with_suffix("")
         return (
             self.folder / "labels" / f"{stem}.png",
@@ -534,7 +536,7 @@ class _Results:
         )
 
     def finish(self, labelled: _Labelled) -> _Read:
-        """Write the files of an image if it has new labels, note it, and return its record without the pixels."""
+        """Write and record the files of an image if it has new labels; return its record without the pixels."""
         read, found = labelled
         if found is None:
             return read
@@ -544,7 +546,7 @@ class _Results:
         return _Read(read.name, read.content, record=record)
 
     def write(self, read: _Read, found: Segmentation) -> _Record:
-        """Write the files of an image, each whole or not at all."""
+        """Write the files of an image, each atomically."""
         labels, painted, confidence = self._targets(read.name)
         for path in (labels, painted, confidence):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -559,7 +561,7 @@ class _Results:
         return _Record(read.name, read.content, size, pixels, float(found.confidence.mean()))
 
     def shares(self, records: Sequence[_Record]) -> dict[str, float]:
-        """The share of each class in the pixels of all images, the largest first."""
+        """Return the share of each class in the pixels of all images, in descending order."""
         pixels = {name: sum(record.pixels.get(name, 0) for record in records) for name in self.classes}
         total = max(1, sum(height * width for height, width in (record.size for record in records)))
         return {name: count / total for name, count in sorted(pixels.items(), key=lambda pair: -pair[1])}
@@ -572,7 +574,7 @@ class _Results:
         seconds: float,
         reused: int,
     ) -> None:
-        """Write the summary, and what has been done."""
+        """Write the summary and the final description of the results."""
         by_name = {record.name: record for record in records}
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
@@ -599,7 +601,7 @@ class _Results:
             remove_parts(path)
 
     def write_coco(self, names: Sequence[str], progress: Phases) -> None:
-        """Write the labels of images in COCO's format: an annotation for each class of an image but a background."""
+        """Write labels in COCO format, with one annotation per image and class except the background."""
         things = [c for c, name in enumerate(self.classes) if name.lower() != BACKGROUND]
 
         def annotations() -> Iterator[dict[str, Any]]:
@@ -641,9 +643,9 @@ def _save(image: Image.Image, path: Path, kind: str, **options: Any) -> None:
 
 
 def speed(segmented: Segmented) -> str:
-    """A line for people on how long it took."""
+    """Return a line with the number of images and the speed."""
     fresh = segmented.images - segmented.reused
     if not fresh:
-        return f"all {segmented.images} images were there already"
-    before = f", {segmented.reused} were there already" if segmented.reused else ""
+        return f"all {segmented.images} images were already labelled"
+    before = f", {segmented.reused} were already labelled" if segmented.reused else ""
     return f"{fresh} images in {duration(segmented.seconds)}, {segmented.per_second:.1f} images/s{before}"

@@ -1,4 +1,4 @@
-"""Every choice that a segmentation depends on, beside the backbone and the examples."""
+"""Settings of segmentation by example."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,37 +11,37 @@ from cribo.retrieval.choices import FeaturePrecision
 Refine = Literal["none", "bilateral"]
 Head = Literal["knn", "ridge", "both"]
 OF_FEATURES = ("size", "scale", "window", "stride", "precision")
-"""The settings that the features in a memory depend on: they stay as they were when it was begun."""
+"""Settings on which the stored features depend; fixed when a memory is created."""
 
 _ENLARGED = 2.0
-_LEAST, _LARGEST = 384, 1024  # pixels of the shorter side
+_LEAST, _LARGEST = 384, 1024  # limits of the shorter side in pixels
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentationSettings:
-    """How images are encoded, how patches vote, and how their votes become labels of pixels.
+    """Settings for encoding images, labelling patches, and converting their votes to labels of pixels.
 
     Args:
-        size: pixels of the shorter side at which images are encoded, rounded to patches.
-        scale: factor by which images are enlarged before encoding, in place of a size. A larger image has more
-            patches and finer labels, at a cost that grows with its area. Without either, small images are enlarged to
-            a shorter side of 384 pixels, at most 2 times, and large ones are reduced to one of 1024 pixels.
-        window: side in pixels of square windows in which resized images are encoded; features are averaged where
-            windows overlap. None encodes each image as a whole. For images far larger than those of the training.
-        stride: pixels between windows; two thirds of the window by default.
-        precision: of the features in the memory; `float16` takes half the space.
+        size: shorter side in pixels at which images are encoded, rounded to the patch size.
+        scale: factor by which images are enlarged before encoding, instead of a size. A larger image has more
+            patches and finer labels, at a cost that grows with its area. Without size and scale, small images are
+            enlarged to a shorter side of 384 pixels, at most 2 times, and large ones are reduced to 1024 pixels.
+        window: side in pixels of square windows in which resized images are encoded, for images far larger than those
+            of the backbone's training; features are averaged where windows overlap. None encodes images as a whole.
+        stride: distance between windows in pixels; two thirds of the window by default.
+        precision: data type of the features in the memory; `float16` takes half the space.
         blocks: numbers, from 1, of the blocks whose features are used; None to choose by cross-validation.
         whiten: whether features are partially whitened; None to choose.
         head: `knn` (nearest neighbours), `ridge` (ridge regression) or `both` (their mean); None to choose.
         neighbours: k, the number of nearest patches that vote.
         temperature: weights of neighbours are the softmax of cosine / temperature; lower values favour the nearest.
-        min_confidence: pixels below it (0 to 1) get no label.
-        refine: move the borders of the labels to the edges of the image with a joint `bilateral` filter, or `none`.
-        reach: radius of that filter, in patches.
-        contrast: difference in colour (sum of three channels, each 0 to 1) that makes an edge.
+        min_confidence: pixels below this confidence (0 to 1) get no label.
+        refine: align the borders of the labels with the edges of the image by a joint `bilateral` filter, or `none`.
+        reach: radius of the filter, in patches.
+        contrast: difference in colour (sum over three channels, each 0 to 1) that counts as an edge.
 
     Raises:
-        ValueError: a value out of range, or two that exclude each other.
+        ValueError: a value is out of range, or two values exclude each other.
     """
 
     size: int | None = None
@@ -75,20 +75,20 @@ class SegmentationSettings:
         if self.refine not in get_args(Refine):
             raise InputError(f"refine must be {' or '.join(get_args(Refine))}, got {self.refine!r}")
         if self.size is not None and self.scale is not None:
-            raise InputError(f"size={self.size} and scale={self.scale} exclude each other: leave one of them out")
+            raise InputError(f"size={self.size} and scale={self.scale} exclude each other: omit one of them")
         if self.stride is not None and (self.window is None or self.stride > self.window):
             raise InputError(
-                f"stride must be at most the window, got {self.stride} with a window of {self.window}: windows that "
-                "lie further apart leave gaps"
+                f"stride must be at most the window, got {self.stride} with a window of {self.window}: a larger stride "
+                "leaves gaps"
             )
 
     @property
     def of_choice(self) -> tuple[Any, ...]:
-        """The settings that the choice of a probe depends on."""
+        """Settings on which the choice of a probe depends."""
         return self.blocks, self.whiten, self.head, self.neighbours, self.temperature
 
     def factor(self, height: int, width: int) -> float:
-        """By how much an image is resized before it is encoded."""
+        """Return the factor by which an image is resized before encoding."""
         shorter = min(height, width)
         if self.size is not None:
             return self.size / shorter
@@ -97,10 +97,10 @@ class SegmentationSettings:
         return min(_ENLARGED, max(1.0, _LEAST / shorter), _LARGEST / shorter)
 
     def check(self, patch_size: int) -> None:
-        """See whether windows fit a backbone's patches.
+        """Check that windows fit the patches of a backbone.
 
         Raises:
-            ValueError: a window or stride that is no multiple of the patch size, or below it.
+            ValueError: window or stride is not a positive multiple of the patch size.
         """
         for name in ("window", "stride"):
             value = getattr(self, name)
@@ -112,22 +112,22 @@ class SegmentationSettings:
                 )
 
     def steps(self, patch_size: int) -> tuple[int, int] | None:
-        """Side of a window and distance of windows in patches; None where there are no windows."""
+        """Return side and stride of windows in patches; None without windows."""
         if self.window is None:
             return None
         side = self.window // patch_size
         return side, self.stride // patch_size if self.stride is not None else max(1, side * 2 // 3)
 
     def changed(self, changes: Mapping[str, Any]) -> "SegmentationSettings":
-        """These settings with some others, for a memory that is there already.
+        """Return a copy with some settings changed, for an existing memory.
 
         Raises:
-            ValueError: a setting that the features in the memory depend on, or a value out of range.
+            ValueError: a setting of the stored features changes, or a value is out of range.
         """
         for name in OF_FEATURES:
             if name in changes and changes[name] != getattr(self, name):
                 raise InputError(
-                    f"{name} is {getattr(self, name)} in the memory and cannot be {changes[name]} for new images: "
-                    f"leave it out, or make another memory with it"
+                    f"{name} is {getattr(self, name)} in the memory and cannot be changed to {changes[name]}: omit it, "
+                    "or create another memory"
                 )
         return dataclasses.replace(self, **changes)

@@ -1,4 +1,4 @@
-"""The file of a memory: features and labels of its patches, and what they are of."""
+"""Memory files: features and labels of patches, with metadata."""
 
 import hashlib
 import json
@@ -30,11 +30,11 @@ _KIND = "cribo segmentation memory"
 
 
 class StoredExample(NamedTuple):
-    """What is known of an example.
+    """Metadata of an example.
 
     Attributes:
-        name: for people.
-        image, labels: hashes of their pixels.
+        name: name for messages.
+        image, labels: hashes of the pixels.
     """
 
     name: str
@@ -42,26 +42,26 @@ class StoredExample(NamedTuple):
     labels: str
 
     def is_same(self, other: "StoredExample") -> bool:
-        """Whether both are of the same pixels."""
+        """Whether image and labels are equal."""
         return (self.image, self.labels) == (other.image, other.labels)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What is in the file.
+    """Content of a memory file.
 
     Attributes:
-        encoder: identity of the encoder, by which it is known again.
-        source: where its weights came from, for people.
-        classes: names; None where they are numbered.
-        palette: colours; None where no example had any.
-        settings: of `SegmentationSettings`.
-        examples: what they are.
-        features: of the patches of each example, for each block.
-        pixels: of each example, (patch, class, number of pixels).
-        halves: of each example, 1 for patches in the right half of the image.
+        encoder: identity of the encoder.
+        source: source of the encoder's weights, for messages.
+        classes: names of the classes; None if they are numbered.
+        palette: colours of the classes; None if no example had a palette.
+        settings: fields of `SegmentationSettings`.
+        examples: metadata of the examples.
+        features: features of the patches of each example, for each block.
+        pixels: rows of patch, class and number of pixels, for each example.
+        halves: 1 for patches in the right half of the image, else 0, for each example.
         blocks: numbers of the L blocks.
-        choice: how patches are labelled, as JSON; None if that was not chosen yet.
+        choice: the chosen probe (`Choice.as_json`); None if none was chosen yet.
     """
 
     encoder: str
@@ -79,15 +79,15 @@ class Stored:
 
 @contextmanager
 def memory_lock(path: Path) -> Iterator[None]:
-    """Let only one command at a time change a memory; others wait, and change what it has saved."""
+    """Lock a memory file while it is changed; other commands block until the lock is released."""
     lock = FileLock(path.with_name(f".{path.name}.lock"))
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        log.info("another command is changing %s: waiting for its end", path)
+        log.info("waiting for another command that is changing %s", path)
         lock.acquire()
     except (NotImplementedError, OSError):
-        log.warning("%s cannot be locked: make sure that no other command changes it", path)
+        log.warning("cannot lock %s: make sure that no other command changes it", path)
     try:
         yield
     finally:
@@ -95,15 +95,15 @@ def memory_lock(path: Path) -> Iterator[None]:
 
 
 def write_memory(path: str | os.PathLike[str], stored: Stored) -> None:
-    """Write a memory, whole or not at all.
+    """Write a memory file atomically.
 
     Raises:
-        ValueError: a memory without examples.
-        OSError: it cannot be written.
+        ValueError: the memory has no examples.
+        OSError: the file cannot be written.
     """
     path = Path(path)
     if not stored.examples:
-        raise InputError(f"an empty memory is not written to {path}: add an image with labels first")
+        raise InputError(f"cannot write an empty memory to {path}: add a labelled image first")
     tensors = {
         "features": torch.cat(list(stored.features)),
         "pixels": torch.cat(list(stored.pixels)),
@@ -134,11 +134,11 @@ def write_memory(path: str | os.PathLike[str], stored: Stored) -> None:
 
 
 def read_memory(path: str | os.PathLike[str]) -> Stored:
-    """Read what `write_memory` wrote.
+    """Read a memory file written by `write_memory`.
 
     Raises:
-        MissingData: there is no such file.
-        DataError: it is damaged, none of ours, or of a newer version.
+        MissingData: the file does not exist.
+        DataError: the file is damaged, is not a memory, or has another format version.
     """
     path = Path(path).expanduser()
     require(path)
@@ -154,12 +154,12 @@ def read_memory(path: str | os.PathLike[str]) -> Stored:
     about = json.loads(metadata[_KIND])
     if about["format"] > MEMORY_FORMAT:
         raise DataError(
-            f"{path} has the format {about['format']}, this version of cribo knows {MEMORY_FORMAT}: update it"
+            f"{path} has format {about['format']}, but this version of cribo reads format {MEMORY_FORMAT}: update cribo"
         )
     if about["format"] < MEMORY_FORMAT:
-        raise DataError(f"{path} was made by an older version of cribo: make it again from the examples")
+        raise DataError(f"{path} was created by an older version of cribo: create it again from the examples")
     if about.pop("sha256") != _sha256(tensors, about):
-        raise DataError(f"{path} is damaged: its content does not fit its checksum; copy it again, or make it again")
+        raise DataError(f"{path} is damaged: its checksum does not match; copy it again, or create it again")
     return Stored(
         encoder=about["encoder"],
         source=about["source"],

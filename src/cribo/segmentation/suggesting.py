@@ -14,16 +14,15 @@ _LABELLED = 2048  # limit on the labelled patches that images are compared with
 
 
 def suggest(memory: SegmentationMemory, images: Iterable[UInt8[Tensor, "3 h w"]], count: int) -> list[int]:
-    """Choose images that show what is uncertain, to label next.
+    """Choose images with uncertain regions to label next.
 
     Greedy facility location: the gain of an image is the increase in similarity between the patches of all images and
-    their nearest labelled or chosen patch, weighted by the uncertainty of their labels. It is added up for each class
-    that the patches may have, and each sum counts by its square root: otherwise, the classes with most patches would
-    decide alone.
+    their nearest labelled or chosen patch, weighted by the uncertainty of their labels. Gains are summed per possible
+    class, and the square roots of the sums are added, so that frequent classes do not dominate.
 
     Args:
-        memory: of the examples so far.
-        images: unlabelled images, of which a few patches each are encoded.
+        memory: memory of the labelled examples.
+        images: unlabelled images; a few patches of each are compared.
         count: number of images to choose.
 
     Returns:

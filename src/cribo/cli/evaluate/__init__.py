@@ -1,4 +1,4 @@
-"""`cribo evaluate`: evaluate a backbone on labelled images; options and help come from the classes of the protocols."""
+"""`cribo evaluate`: evaluate a backbone on labelled images; options and help are those of the protocol's class."""
 
 import shlex
 import sys
@@ -23,12 +23,12 @@ evaluations:
   image-nn        image-level nearest neighbours: classify images by their nearest training images
   overclustering  unsupervised segmentation: cluster patches, and match the clusters with classes
   discovery       object discovery: find an object in each image by LOST and TokenCut
-  correspondence  semantic correspondence: find the keypoints of an image in another one
-  depth           depth: by the most similar patches of other images, and by a linear probe
+  correspondence  semantic correspondence: find the keypoints of one image in another
+  depth           depth estimation: by the most similar patches of other images, and by a linear probe
   video           video label propagation: follow the objects of the first frame through a video
   compare         compare results, also with published ones if the settings are the same
 
-An evaluation may also be the import path of a protocol of your own (docs/extending.md).
+An evaluation may also be the import path of a custom protocol (docs/extending.md).
 `cribo evaluate <evaluation> --help` lists its options.
 """
 
@@ -69,7 +69,7 @@ def _run(name: str, protocol: type[Any], words: list[str]) -> None:
     console = command_console(quiet=not is_first_process())
     log_to(console)
     if not protocol.variants() and any(word.partition("=")[0] == "--variant" for word in words):
-        raise ConfigError(f"{name} has no variants: leave out --variant")
+        raise ConfigError(f"{name} has no variants: omit --variant")
     parser = evaluation_parser(name, protocol)
     parsed = parser.parse_args(words)
     made = parser.instantiate(parsed)
@@ -93,8 +93,8 @@ def evaluation_parser(name: str, protocol: type[Any]) -> Parser:
     """Return the parser of a protocol's options.
 
     Args:
-        name: on the command line.
-        protocol: its class.
+        name: name on the command line.
+        protocol: class of the protocol.
     """
     from cribo.retrieval.source import BackboneSource
 
@@ -117,13 +117,13 @@ def evaluation_parser(name: str, protocol: type[Any]) -> Parser:
         switches=[f"--{option}" for option, field in options.items() if field.default is False],
     )
     parser.add_argument(
-        "--out", type=Path, help=f"folder for results and pictures; evaluations/{name}-..., numbered, by default"
+        "--out", type=Path, help=f"folder for results and pictures; by default evaluations/{name}-..., numbered"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing evaluation in --out")
     parser.add_argument("--pictures", type=int, default=6, help=f"number of {protocol.pictures}")
     parser.add_argument("--config", action="config", help="a YAML file of options, overridden by the command line")
     if protocol.trains():
-        advice = "continue the evaluation in --out, if there is one, or start it; for job schedulers"
+        advice = "continue the evaluation in --out if it exists, else start it; for job schedulers"
         parser.add_argument("--resume", action="store_true", help=advice)
     for part, kind in parts.items():
         parser.add_class_arguments(kind, part or None)
