@@ -92,7 +92,7 @@ def write_pictures(
     Args:
         result: of the evaluation.
         panels: images with labels and predictions, may be none.
-        palette: a colour for each class.
+        palette: colour of each class.
         folder: an existing folder.
     """
     figures: dict[str, Figure] = {}
@@ -231,7 +231,7 @@ def draw_confusion(
     Args:
         confusion: counts, rows are labels, columns predictions; a column after those of the classes counts
             predictions of no class.
-        classes: their names.
+        classes: class names.
         title: of the figure.
         metric: of each class: `IoU`, of pixels or patches, or `accuracy`, of images.
 
@@ -355,8 +355,8 @@ def draw_predictions(panels: Sequence[Panel], classes: Sequence[str], palette: S
 
     Args:
         panels: at least one.
-        classes: their names.
-        palette: a colour for each class.
+        classes: class names.
+        palette: colour of each class.
 
     Raises:
         ValueError: no panel, or not a colour for each class.
