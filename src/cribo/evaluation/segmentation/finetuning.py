@@ -88,7 +88,7 @@ def warn_of_batch_norms(runtime: TrainingRuntime, segmenter: Segmenter) -> None:
     several = runtime.num_nodes > 1 or runtime.devices not in ("auto", 1, "1")
     if several and not runtime.on_gpu and any(isinstance(module, _BatchNorm) for module in segmenter.modules()):
         log.warning(
-            "batch norms are synchronised on GPUs only: with several CPU processes, statistics are computed per process "
+            "batch norms are synchronised on GPUs only: several CPU processes compute their statistics independently, "
             "and training differs from that of a single process"
         )
 

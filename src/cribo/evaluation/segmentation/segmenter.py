@@ -44,7 +44,7 @@ class Segmenter(nn.Module):
 
         Args:
             images: images normalised with the backbone's `mean` and `std`; H and W are multiples of its `patch_size`.
-            drop_path_noise: (B, num_drop_path_sites) uniform random numbers (`Backbone.encode`); None disables drop path.
+            drop_path_noise: (B, num_drop_path_sites) uniform random numbers, as in `Backbone.encode`.
         """
         noise: tuple[Tensor | None, Tensor | None] = (None, None)
         if drop_path_noise is not None:
