@@ -58,7 +58,7 @@ def benchmark(
         out: the folder of the card; by default `cards/<backbone>`, numbered.
         rows: the parent of the folders of the evaluations.
         overwrite: replace an existing card in `out`.
-        command: by which it can be repeated, for the record.
+        command: command line that reproduces the benchmark, stored in the result.
         console: shows the plan and the progress.
 
     Returns:

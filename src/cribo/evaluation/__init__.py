@@ -1,4 +1,4 @@
-"""The field's evaluation protocols on labelled images, the runner of all, and one format for their results."""
+"""Evaluation protocols for dense features, their common runner, and a common format of results."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""A cache of features on disk, with a key of encoder, image and preparation."""
+"""Disk cache of features, keyed by encoder, image content and preparation."""
 
 import hashlib
 import shutil
@@ -19,62 +19,62 @@ from cribo.retrieval.choices import FeaturePrecision
 from cribo.retrieval.search import available_memory
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
-"""The types that features are stored in."""
+"""Data types of stored features."""
 
-# Raised when the same backbone and image would give other features than before.
+# Increased whenever the features of the same backbone and image change.
 _CACHE_VERSION = 1
 _ABOUT = "about.json"
 
 
 class Encoder(Protocol):
-    """Something that gives features."""
+    """An encoder of images."""
 
     @property
     def identity(self) -> str | None:
-        """What tells this encoder from all others; None keeps it out of the cache."""
+        """Unique key of the encoder; None disables caching."""
         ...
 
 
 class FeatureCache:
-    """Features on disk, under names that tell encoder, images and preparation apart.
+    """Disk cache of features, keyed by encoder, image content and preparation.
 
-    Files are written atomically and never change: several processes may fill one cache at once, and an interrupted
-    one continues. Nothing needs clearing when weights, images or sizes change; files no longer asked for are not read.
+    Files are written atomically and never modified, so several processes may fill one cache concurrently, and an
+    interrupted run reuses its files. Changed weights, images or sizes have other keys and need no clearing.
 
     Args:
-        folder: created with the first features.
-        encoder: whose features.
-        about: facts about the encoder, for people who look into the folder.
+        folder: parent folder of the cache, created on the first write.
+        encoder: encoder of the features.
+        about: description of the encoder, written to `about.json` for information.
 
     Raises:
-        ValueError: an encoder without identity.
+        ValueError: the encoder has no identity.
     """
 
     def __init__(self, folder: Path, encoder: Encoder, about: Mapping[str, object] | None = None) -> None:
         if encoder.identity is None:
-            raise InputError("an encoder without identity cannot be cached: give it one, or use no cache")
+            raise InputError("an encoder without identity cannot be cached: set its identity, or disable the cache")
         # Another version of timm may compute a network differently.
         identity = f"{_CACHE_VERSION} {timm.__version__} {encoder.identity}"
         self.folder = folder.expanduser() / hashlib.sha256(identity.encode()).hexdigest()[:20]
         self._about = {"encoder": encoder.identity, "timm": timm.__version__, **(about or {})}
 
     def path(self, content: str, preparation: str, precision: FeaturePrecision) -> Path:
-        """Return the file for the features of images with this content."""
+        """Return the file of the features of an image, given its content hash."""
         name = hashlib.sha256(f"{content} {preparation} {precision}".encode()).hexdigest()
         return self.folder / name[:2] / f"{name[2:34]}.npy"
 
     def read(self, path: Path) -> np.ndarray | None:
-        """Return the (N, D) features in a file, None if it does not exist or is damaged."""
+        """Return the (N, D) features in a file, None if it does not exist or is corrupt."""
         try:
             return np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError):  # shorter than its header says, or no array
+        except (OSError, ValueError, EOFError):  # truncated, or not an array
             return None
 
     def write(self, path: Path, features: np.ndarray) -> None:
         """Store features.
 
         Raises:
-            ValueError: the folder cannot be written, or is full.
+            ValueError: the folder is not writable, or the disk is full.
         """
 
         def save(part: Path) -> None:
@@ -89,21 +89,21 @@ class FeatureCache:
             write_whole(path, save)
         except OSError as error:
             raise InputError(
-                f"cannot keep features in {self.folder} ({error.strerror or error}): make room, give another --cache, "
-                "or do without with --cache none"
+                f"cannot write features to {self.folder} ({error.strerror or error}): free disk space, choose another "
+                "--cache, or disable it with --cache none"
             ) from error
 
 
 @dataclass
 class Machine:
-    """Resources of an evaluation that does not train; the result does not depend on them beyond rounding.
+    """Resources of an evaluation without training; results do not depend on them beyond rounding.
 
     Args:
-        devices: the search is shared among them.
-        batch_size: images encoded at once, if they have the same size.
-        workers: processes that read images.
-        memory_gib: what the search may use on each device; half of the free memory if None.
-        cache: stores features; None keeps them in memory.
+        devices: devices that share the search; the first one encodes.
+        batch_size: number of images of equal size to encode at once.
+        workers: number of worker processes that read images.
+        memory_gib: memory limit of the search on each device, in GiB; half of the free memory if None.
+        cache: cache of the features; None keeps them in memory.
     """
 
     devices: tuple[str, ...] = ("cpu",)
@@ -114,42 +114,42 @@ class Machine:
 
     @property
     def budget(self) -> int:
-        """Bytes that a search may use on each device."""
+        """Memory limit of a search on each device, in bytes."""
         if self.memory_gib is not None:
             return int(self.memory_gib * 2**30)
         return min(available_memory(device) for device in self.devices) // 2
 
 
 def store(rows: Float[Tensor, "n d"], path: Path | None, cache: FeatureCache | None) -> Tensor | Path:
-    """Write features to the cache and return their path; without a cache, return a copy of them."""
+    """Write features to the cache and return their path, or return a copy if there is no cache."""
     if cache is None or path is None:
-        return rows.clone()  # a view of the batch would keep all of it alive
+        return rows.clone()  # a view would keep the whole batch in memory
     cache.write(path, rows.numpy())
     return path
 
 
 def stored(held: Tensor | Path) -> Float[Tensor, "n d"]:
-    """Return features that `store` has stored."""
+    """Return features stored by `store`."""
     return held if isinstance(held, Tensor) else torch.from_numpy(np.load(held, allow_pickle=False))
 
 
 def require_room(needed: float, cache: FeatureCache | None) -> None:
-    """Check that features fit where they are to be stored.
+    """Check that features fit in memory or on the disk of the cache.
 
     Args:
-        needed: bytes.
-        cache: that stores them; None for memory.
+        needed: size of the features in bytes.
+        cache: cache that stores them; None for memory.
 
     Raises:
         ValueError: they do not fit.
     """
     if cache is None:
         room, place = available_memory("cpu"), "memory"
-        advice = "keep them on disk with --cache FOLDER, or in half the room with --precision float16"
+        advice = "store them on disk with --cache FOLDER, or halve their size with --precision float16"
     else:
         folder = next(parent for parent in (cache.folder, *cache.folder.parents) if parent.exists())
         room, place = shutil.disk_usage(folder).free, str(folder)
-        advice = "give a --cache with more room, or halve what is needed with --precision float16"
+        advice = "choose a --cache on a larger disk, or halve their size with --precision float16"
     if needed > room:
         raise InputError(
             f"the features need about {needed / 2**30:.1f} GiB, {place} has {room / 2**30:.1f} GiB free: {advice}"

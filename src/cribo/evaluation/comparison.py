@@ -1,4 +1,4 @@
-"""Comparison of results: their metrics, the settings and classes that differ, and published values."""
+"""Comparison of results with each other and with published values."""
 
 import dataclasses
 import os
@@ -37,27 +37,27 @@ from cribo.evaluation.results import (
 from cribo.files import FolderError, write_json, write_text
 
 COMPARISON = "compare.json"
-"""The file in the folder of a comparison, by which the folder is recognised."""
+"""File name of a comparison, which identifies its folder."""
 
 COMPARISON_FORMAT = 1
 
-_BEST_OF = "learning_rate"  # of which only the best row is reported
-_BY_CHANCE = frozenset({"settings.seed", "settings.draws", "settings.precision"})  # change metrics by noise only
+_BEST_OF = "learning_rate"  # only the best row is reported if this setting varies
+_BY_CHANCE = frozenset({"settings.seed", "settings.draws", "settings.precision"})  # affect metrics by noise only
 _FOLLOWS = frozenset({"data.memory_patches", "data.query_patches", "data.patches"})  # follow from the patch size
-_CLASSES = 10  # that differ most
+_CLASSES = 10  # number of classes with the largest differences
 _TITLE_WIDTH = 90  # characters
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A result, and its name in a comparison."""
+    """A result with its name in a comparison."""
 
     name: str
     result: EvaluationResult
 
     @cached_property
     def points(self) -> dict[Any, dict[str, Any]]:
-        """Rows by the value of the setting in which they differ; of learning rates the best row only, under None."""
+        """Rows by value of the varied setting; for learning rates only the best row, with key None."""
         if self.result.varies == _BEST_OF:
             return {None: self.result.best}
         return {row[self.result.varies]: row for row in self.result.results}
@@ -65,11 +65,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting in which results differ.
+    """A setting that differs between results.
 
     Attributes:
-        setting: its dotted name, which begins with `settings.` or `data.`.
-        values: of each result; `NONE` for a result without it.
+        setting: dotted name, which starts with `settings.` or `data.`.
+        values: value of each result; `NONE` if the result does not have the setting.
     """
 
     setting: str
@@ -77,23 +77,23 @@ class Difference:
 
     @property
     def matters(self) -> bool:
-        """Whether metrics under these settings cannot be compared."""
+        """Whether the difference makes metrics incomparable."""
         return self.setting not in _BY_CHANCE
 
     @property
     def name(self) -> str:
-        """The setting as it is printed."""
+        """Display name of the setting."""
         return self.setting.removeprefix("settings.").replace("_", " ").replace(".", " ")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Results of one protocol on one data set, and the published values of the same.
+    """Results of one protocol on one data set, with published values.
 
     Attributes:
         entries: the results.
-        published: rows that can be compared with at least one of the results.
-        apart: the reasons why a result cannot be compared with published values, by its name.
+        published: published rows that are comparable with at least one of the results.
+        apart: reasons why a result is not comparable with published values, by name of the result.
     """
 
     entries: list[Entry]
@@ -102,7 +102,7 @@ class Group:
 
     @classmethod
     def of(cls, entries: list[Entry], *, sweeps: bool = False) -> "Group":
-        """Find the published values for some results."""
+        """Create a group from results, with their published values."""
         found: dict[tuple[str, int], PublishedFigures] = {}
         apart: dict[str, list[str]] = {}
         for entry in entries:
@@ -124,12 +124,12 @@ class Group:
 
     @property
     def values(self) -> list[Any]:
-        """The values of the setting in which rows differ."""
+        """Values of the varied setting."""
         return [None] if self.first.varies == _BEST_OF else varied_values([entry.result for entry in self.entries])
 
     @cached_property
     def differences(self) -> list[Difference]:
-        """The settings in which the results differ, those of the data last."""
+        """Settings that differ between the results, those of the data last."""
         known = [_comparable(entry.result) for entry in self.entries]
         names = sorted(dict.fromkeys(name for settings in known for name in settings), key=_is_of_data)
         found = [Difference(name, [settings.get(name, NONE) for settings in known]) for name in names]
@@ -137,21 +137,21 @@ class Group:
 
     @property
     def verdict(self) -> str:
-        """The consequence of the differences."""
+        """Sentence about the comparability of the results; empty if no setting differs."""
         names = [difference.name for difference in self.differences]
         if matter := [difference.name for difference in self.differences if difference.matters]:
             return f"These figures are NOT comparable: the results differ in {_listed(matter)}."
         if names:
-            return f"The results differ in {_listed(names)}, which changes figures by chance or rounding only."
+            return f"The results differ in {_listed(names)}, which affects figures by noise or rounding only."
         return ""
 
     def class_differences(self) -> tuple[Any, list[tuple[str, float, float]]]:
-        """Return the classes whose metric differs most between two results.
+        """Return the classes with the largest differences between two results.
 
         Returns:
-            The value of the varied setting at which they are compared, the first that both results have, and (class,
-            metric of the first result, metric of the second) in descending order of the difference; no classes unless
-            there are two results with classes.
+            The first value of the varied setting that both results have, and tuples (class, metric of the first result,
+            metric of the second result) in descending order of the absolute difference; empty unless there are two
+            results with classes.
         """
         if len(self.entries) != 2:
             return None, []
@@ -167,32 +167,32 @@ class Group:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Results side by side, in one group for each protocol and data set."""
+    """Comparison of results, grouped by protocol and data set."""
 
     groups: list[Group]
 
     def table(self) -> RenderableType:
-        """Return metrics, differing settings and classes of each group for a terminal."""
+        """Return tables of metrics, differing settings and classes of each group for a terminal."""
         return Stack(*(part for group in self.groups for section in _sections(group) for part in section.rich()))
 
     def markdown(self) -> str:
-        """Return the same as Markdown."""
+        """Return the tables as Markdown."""
         lines = [line for group in self.groups for section in _sections(group) for line in section.markdown()]
         return "\n".join(lines).strip() + "\n"
 
     def record(self) -> list[dict[str, Any]]:
-        """Return the same for JSON, a dictionary for each group."""
+        """Return the comparison as JSON types, one dictionary per group."""
         return [_record(group) for group in self.groups]
 
     def figure(self) -> Figure:
-        """Draw the headline metric of each group against the setting in which rows differ."""
+        """Plot the headline metric of each group as a function of the varied setting."""
         heights = [
             4.2 if len(group.values) > 1 else 1.2 + 0.42 * (len(group.entries) + len(group.published))
             for group in self.groups
         ]
         figure = Figure(figsize=(9.5, sum(heights)), layout="constrained")
         with house_style():
-            # Separate subfigures: the names beside the bars of one group would take space from the curves of another.
+            # Separate subfigures, so that long bar labels of one group do not shrink the axes of another.
             parts = figure.subfigures(len(self.groups), squeeze=False, height_ratios=heights)[:, 0]
             for part, group in zip(parts, self.groups, strict=True):
                 axes = part.subplots()
@@ -202,11 +202,11 @@ class Comparison:
         return figure
 
     def write(self, folder: Path) -> list[Path]:
-        """Write `compare.json`, `compare.md` and `compare.png` into a folder, each atomically.
+        """Write `compare.json`, `compare.md` and `compare.png` to a folder, each atomically.
 
         Raises:
-            FolderError: the folder has a comparison already.
-            OSError: they cannot be written.
+            FolderError: the folder already contains a comparison.
+            OSError: a file cannot be written.
         """
         paths = [Path(folder) / name for name in (COMPARISON, "compare.md", "compare.png")]
         if existing := [path for path in paths if path.exists()]:
@@ -224,21 +224,21 @@ def compare(
     names: Sequence[str] | None = None,
     sweeps: bool = False,
 ) -> Comparison:
-    """Compare results with each other, and with published values of the same setting.
+    """Compare results with each other and with published values of the same setting.
 
-    Results of different protocols, data sets or classes go to different groups. Within a group settings may differ; the
-    comparison lists those that do.
+    Results are grouped by protocol, data set and classes. Settings may differ within a group; the comparison lists the
+    differences.
 
     Args:
         results: folders of evaluations, their `results.json`, or results.
-        names: of the results; by default those of the backbones, with those of the folders where needed.
-        sweeps: also compare with published values of other hyperparameters of the pretraining.
+        names: names of the results; by default those of the backbones, with folder names if ambiguous.
+        sweeps: also compare with published hyperparameter sweeps of the pretraining.
 
     Raises:
-        ResultError: no result, one that is given twice or cannot be read, or names that do not fit.
+        ResultError: there are no results, a result is given twice or unreadable, or names are invalid.
     """
     if not results:
-        raise ResultError("there must be at least one result to compare, got 0: give folders of evaluations")
+        raise ResultError("at least one result is required, got 0: give folders of evaluations")
     paths = [None if isinstance(given, EvaluationResult) else Path(given).expanduser().resolve() for given in results]
     for path, count in Counter(path for path in paths if path).items():
         if count > 1:
@@ -246,7 +246,7 @@ def compare(
     read = [given if isinstance(given, EvaluationResult) else read_result(given) for given in results]
     names = _names(read, paths) if names is None else names
     if len(names) != len(read) or len(set(names)) < len(names):
-        raise ResultError(f"names must be {len(read)} different ones, a name for each result, got {', '.join(names)}")
+        raise ResultError(f"names must be distinct, one for each of the {len(read)} results, got {', '.join(names)}")
     groups: dict[tuple[Any, ...], list[Entry]] = {}
     for name, result in zip(names, read, strict=True):
         kind = result.evaluation, result.data["name"], result.varies, *result.metrics, *result.classes
@@ -255,7 +255,7 @@ def compare(
 
 
 def _names(results: Sequence[EvaluationResult], paths: Sequence[Path | None]) -> list[str]:
-    """Names of the backbones, if necessary with those of the folders, or else with numbers."""
+    """Return the names of the backbones, with folder names or numbers if ambiguous."""
     backbones = [result.backbone["name"] for result in results]
     folders = ["" if path is None else (path.parent if path.is_file() else path).name for path in paths]
     named = [
@@ -269,11 +269,11 @@ def _names(results: Sequence[EvaluationResult], paths: Sequence[Path | None]) ->
 
 
 def _comparable(result: EvaluationResult) -> dict[str, Any]:
-    """The settings and data that metrics depend on, without the setting in which rows differ."""
+    """Return the settings and data that metrics depend on, without the varied setting."""
     settings = {f"settings.{name}": value for name, value in flat(result.settings)}
     data = {f"data.{name}": value for name, value in flat(result.data)}
     unimportant = {f"settings.{result.varies}", f"settings.{result.varies}s", *_FOLLOWS}
-    if result.data["name"] != "folder":  # the place of a known set does not matter
+    if result.data["name"] != "folder":  # the path of a known data set does not matter
         unimportant |= {f"data.{place}" for place in PLACES}
     return {name: value for name, value in {**settings, **data}.items() if name not in unimportant}
 
@@ -382,13 +382,13 @@ def _notes(group: Group) -> Iterator[str]:
             said = ", ".join(f"{name.replace('_', ' ')} {setting_value(used.get(name, NONE))}" for name in silent)
             chosen.setdefault(said, []).append(entry.name)
         for said, names in chosen.items():
-            yield f"Where the paper is silent: {said} ({_listed(names)})."
+            yield f"Not specified in the paper: {said} ({_listed(names)})."
     if any(one.row.reproduced for one in group.published):
         yield "† trained by the authors of that paper, not by those of the method."
     if taken := dict.fromkeys(one.row.taken_from for one in group.published if one.row.taken_from):
         yield f"* as they report it from {'; '.join(map(str, taken))}."
     for name, reasons in group.apart.items():
-        yield f"No published figures beside {name}: {'; '.join(reasons)}."
+        yield f"No published figures for {name}: {'; '.join(reasons)}."
 
 
 def _sources(published: Sequence[PublishedFigures]) -> str:

@@ -1,4 +1,4 @@
-"""The labelled images of an evaluation. Nothing here needs torch until a set is opened."""
+"""Labelled images for evaluation. Torch is imported only when a data set is opened."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -13,22 +13,22 @@ from cribo.evaluation.runtime import require_least
 
 SCENES = "scenes"
 PLACES = ("root", "train_annotations", "val_annotations")
-"""Facts about data that say where it lies, not what it is."""
+"""Fields of data configurations that locate the data without identifying it."""
 
 _SCENE_COUNTS = 400, 100  # in train and val
-_FIRST_SCENE = 1_000_000  # no training uses that many scenes
+_FIRST_SCENE = 1_000_000  # above the indices of all training scenes
 _LABELLED_IMAGES = ("__len__", "load", "labels", "name", "classes")
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Opened data of an evaluation.
+    """Opened splits of a data set.
 
     Attributes:
-        train: images that are searched or trained on.
-        val: images that are scored; None if each training image is scored by the others.
-        title: for names of folders.
-        about: what `results.json` says of the data.
+        train: images to train on or to search.
+        val: images to score; None to score each training image against all others.
+        title: short name, for folder names.
+        about: description of the data in `results.json`.
     """
 
     train: Any
@@ -39,18 +39,17 @@ class Splits:
 
 @dataclass
 class SegmentationData:
-    """Images with a class for each pixel.
+    """Images with pixel-wise class labels.
 
     Attributes:
         name: voc, pascal-context, pascal-context-60, coco-stuff, ade20k, cityscapes, camvid, or folder for
             images/<split> and labels/<split> (PNG indices, 255 for none), with or without classes.txt; or scenes,
-            which are synthetic; or the import path of a function of your own (docs/extending.md).
-        root: the folder that the set was unpacked to.
-        partial: accept a set with missing images. Its scores cannot be compared with published ones.
-        limit: use only this many images of each split, evenly spread, to try things out.
-        train: split that is trained on, or whose patches are searched; the training images when not given (trainaug of
-            voc, if it exists).
-        val: split that is scored; the validation images when not given.
+            which are synthetic; or the import path of your own function (docs/extending.md).
+        root: folder of the unpacked data set.
+        partial: accept a data set with missing images. Its scores are not comparable with published ones.
+        limit: maximum number of images per split, evenly spaced, for a quick trial.
+        train: split to train on or to search; by default the training images (trainaug of voc, if it exists).
+        val: split to score; by default the validation images.
     """
 
     layout: ClassVar[str] = (
@@ -72,7 +71,7 @@ class SegmentationData:
 
     @classmethod
     def find(cls, folder: Path) -> Self | None:
-        """Return the set in a folder: a published one if folder and layout have its names, or one of your own."""
+        """Return the data set in a folder, recognised by folder name and layout; None if there is none."""
         for known in SEGMENTATION_SETS.values():
             if _is_named_after(folder, known) and _has_labels(folder, known):
                 return cls(known.name, str(folder))
@@ -83,8 +82,8 @@ class SegmentationData:
         """Open both splits.
 
         Raises:
-            ConfigError: no root, or options that do not fit together.
-            DataError: a folder of another layout, missing images or labels, or different classes in the two splits.
+            ConfigError: `root` is missing, or options contradict each other.
+            DataError: unknown layout, missing images or labels, or splits with different classes.
         """
         (train, train_name), (val, val_name) = self._scenes() if self.name == SCENES else self._sets()
         if list(train.classes) != list(val.classes):
@@ -96,7 +95,7 @@ class SegmentationData:
 
         given = {"root": self.root, "partial": self.partial or None, "a split": self.train or self.val}
         if unused := [option for option, value in given.items() if value is not None]:
-            raise ConfigError(f"data scenes are made by the program and take no {' and no '.join(unused)}")
+            raise ConfigError(f"data scenes are synthetic and take no {' and no '.join(unused)}")
         train, val = (count if self.limit is None else min(self.limit, count) for count in _SCENE_COUNTS)
         return [
             (Scenes(train, first=_FIRST_SCENE), "held out"),
@@ -109,7 +108,7 @@ class SegmentationData:
         if own := "." in self.name:
             function, defaults = import_by_path(self.name, "data.name"), ("train", "val")
         elif self.root is None:
-            raise ConfigError(f"data.root must be given: the folder that {self.name} was unpacked to")
+            raise ConfigError(f"data.root is required: the folder of the unpacked data set {self.name}")
         else:
             function: Any = partial(open_segmentation, self.name, partial=self.partial)
             defaults = default_splits(self.name, self.root)
@@ -134,7 +133,7 @@ def _is_named_after(folder: Path, known: SegmentationSet) -> bool:
 
 
 def _has_labels(folder: Path, known: SegmentationSet) -> bool:
-    """Whether the label maps of a split of a published set are in a folder."""
+    """Whether a folder has the label maps of any split of a published data set."""
     return any(
         (folder / place).is_dir()
         for layout in known.layouts
@@ -145,17 +144,17 @@ def _has_labels(folder: Path, known: SegmentationSet) -> bool:
 
 @dataclass
 class ImageData:
-    """Images of one class each.
+    """Images with one class each, for classification.
 
     Attributes:
         name: imagenet (ImageNet-1k: train/<class>/*, and val/<class>/* or val/* with LOC_val_solution.csv or val.txt),
-            or folder for train/<class>/* and val/<class>/*, or, without splits, <class>/*: each image is then
+            or folder for train/<class>/* and val/<class>/* or, without splits, <class>/*, where each image is
             classified by all others.
-        root: the folder that the set was unpacked to.
-        train: folder of the images whose classes are known, below the root. [train]
-        val: folder of the images to classify. [val, for a folder also validation, valid, test]
-        partial: accept an ImageNet with missing images. Its scores cannot be compared with published ones.
-        limit: use only this many images of each split, of each class in turn, to try things out.
+        root: folder of the unpacked data set.
+        train: subfolder of the labelled training images. [train]
+        val: subfolder of the images to classify. [val, for a folder also validation, valid, test]
+        partial: accept an ImageNet with missing images. Its scores are not comparable with published ones.
+        limit: maximum number of images per split, spread over all classes, for a quick trial.
     """
 
     layout: ClassVar[str] = "train/<class>/* and val/<class>/*, or <class>/*, also below images"
@@ -172,7 +171,7 @@ class ImageData:
 
     @classmethod
     def find(cls, folder: Path) -> Self | None:
-        """Return the images in a folder that has a folder for each class, itself or in its `images`."""
+        """Return the data set in a folder with a subfolder per class, also below `images`; None if there is none."""
         from cribo.data.classification import has_class_folders, is_imagenet
 
         if is_imagenet(folder):
@@ -181,14 +180,14 @@ class ImageData:
         return None if found is None else cls("folder", str(found))
 
     def open(self) -> Splits:
-        """Open the images whose classes are known, and those to classify.
+        """Open both splits.
 
         Raises:
-            ConfigError: no root.
-            DataError: a folder of another layout, or missing images.
+            ConfigError: `root` is missing.
+            DataError: unknown layout, or missing images.
         """
         if self.root is None:
-            raise ConfigError(f"data.root must be given: the folder of {self.name}")
+            raise ConfigError(f"data.root is required: the folder of {self.name}")
         from cribo.data.classification import open_classification
 
         found = open_classification(self.name, self.root, train=self.train, val=self.val, partial=self.partial)
@@ -202,7 +201,7 @@ class ImageData:
 def about_splits(
     config: Any, root: str | None, train: Any, train_name: str, val: Any, val_name: str | None
 ) -> dict[str, Any]:
-    """Return what `results.json` says of data; the root is absolute, so that it identifies a folder of your own."""
+    """Return the description of a data set in `results.json`, with an absolute root."""
     return {
         **dataclasses.asdict(config),
         "root": None if root is None else str(Path(root).expanduser().absolute()),

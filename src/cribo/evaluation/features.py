@@ -1,4 +1,4 @@
-"""Features of all patches of many images, computed once."""
+"""Extraction of patch features from images, in memory or in the disk cache."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,16 +23,16 @@ from cribo.retrieval.encoders import PatchEncoder
 from cribo.retrieval.patches import augment_image, augment_labels, class_counts, grid_size, resize_image
 from cribo.retrieval.search import in_blocks
 
-_PROBE_VIEWS = 32  # after these are encoded, the space for all of them is estimated
-_PENDING_BATCHES = 8  # bound of the images that wait for others of their size
+_PROBE_VIEWS = 32  # number of encoded views from which the total size is estimated
+_PENDING_BATCHES = 8  # maximum number of images queued for batches of equal size, in batches
 
 
 class EncodedView(NamedTuple):
-    """An image as it is encoded.
+    """An image or one of its augmented views.
 
     Attributes:
-        image: its index in its collection.
-        augmentation: number of the augmented view, None for the image itself.
+        image: index of the image in its data set.
+        augmentation: index of the augmented view; None for the image itself.
     """
 
     image: int
@@ -41,13 +41,13 @@ class EncodedView(NamedTuple):
 
 @dataclass(frozen=True)
 class Preparation:
-    """How an image is resized or augmented before it is encoded, and whether its features are normalised.
+    """Resizing and augmentation of images before encoding, and normalisation of their features.
 
     Attributes:
-        patch_size: pixels.
-        size: (height, width) of all images; None for the closest multiple of the patch size of each.
-        interpolation: of the resized image.
-        seed: of the augmentations.
+        patch_size: patch size in pixels.
+        size: (height, width) of all images; None rounds the size of each image to multiples of the patch size.
+        interpolation: interpolation of resized images.
+        seed: seed of the augmentations.
         unit: whether features are scaled to unit length.
     """
 
@@ -58,7 +58,7 @@ class Preparation:
     unit: bool = True
 
     def image(self, images: LabelledImages, view: EncodedView) -> UInt8[Tensor, "3 h w"]:
-        """Return the pixels to encode."""
+        """Return the resized or augmented image."""
         image = images.load(view.image)
         size = grid_size(image.shape[1], image.shape[2], self.patch_size, self.size)
         if view.augmentation is None:
@@ -66,7 +66,7 @@ class Preparation:
         return augment_image(image, size, self.interpolation, (self.seed, view.image, view.augmentation))
 
     def labels(self, images: LabelledImages, view: EncodedView) -> UInt8[Tensor, "h w"]:
-        """Return the labels of these pixels."""
+        """Return the label map, resized or augmented like the image."""
         labels = images.labels(view.image)
         size = grid_size(labels.shape[0], labels.shape[1], self.patch_size, self.size)
         if view.augmentation is None:
@@ -74,19 +74,19 @@ class Preparation:
         return augment_labels(labels, size, (self.seed, view.image, view.augmentation))
 
     def key(self, view: EncodedView) -> str:
-        """Return everything that decides the features of a view, apart from the image and the encoder."""
+        """Return the cache key of the preparation, which does not include the image and the encoder."""
         augmentation = "" if view.augmentation is None else f" {self.seed} {view.image} {view.augmentation}"
         return f"{self.patch_size} {self.size} {self.interpolation}{augmentation}{'' if self.unit else ' raw'}"
 
 
 class SparseCounts(NamedTuple):
-    """Pixels of each class in each patch of a view, without the zeros.
+    """Pixel counts of each class in each patch of a view, as a sparse matrix.
 
     Attributes:
         patches: number of patches.
-        columns: classes, and one for pixels without class.
-        places: patch * columns + class of each pair that occurs, ascending.
-        pixels: number of pixels of each pair.
+        columns: number of classes, plus one for unlabelled pixels.
+        places: flat indices (patch * columns + class) of the non-zero counts, ascending.
+        pixels: the non-zero counts.
     """
 
     patches: int
@@ -95,14 +95,14 @@ class SparseCounts(NamedTuple):
     pixels: np.ndarray
 
     def dense(self) -> Int[Tensor, "n c_plus_1"]:
-        """Return them as `patches.class_counts` does."""
+        """Return the counts as a dense matrix, as returned by `patches.class_counts`."""
         counts = torch.zeros(self.patches * self.columns, dtype=torch.long)
         counts[torch.from_numpy(self.places).long()] = torch.from_numpy(self.pixels).long()
         return counts.view(self.patches, self.columns)
 
 
 def sparse_counts(counts: Int[Tensor, "n c_plus_1"]) -> SparseCounts:
-    """Keep the counts above 0."""
+    """Convert counts to a sparse matrix."""
     flat = counts.flatten()
     places = flat.nonzero()[:, 0]
     patches, columns = counts.shape
@@ -111,13 +111,13 @@ def sparse_counts(counts: Int[Tensor, "n c_plus_1"]) -> SparseCounts:
 
 @dataclass
 class PatchFeatures:
-    """Features of views, in memory or in the cache, with the classes of their patches.
+    """Patch features of views, in memory or in the cache, with the class counts of each patch.
 
     Attributes:
-        dim: D.
-        counts: pixels of each class in each patch, by view.
+        dim: D, number of feature channels.
+        counts: pixel counts of each class in each patch, by view.
         sizes: (height, width) at which each view was encoded.
-        held: features of each view, or the file of the cache that holds them.
+        held: features of each view, or the path of their cache file.
     """
 
     dim: int = 0
@@ -131,22 +131,22 @@ class PatchFeatures:
         return sum(counts.patches for counts in self.counts.values())
 
     def features(self, view: EncodedView) -> Float[Tensor, "n d"]:
-        """Return the features of a view as they are stored; of unit length unless `Preparation.unit` is False."""
+        """Return the stored features of a view, of unit length unless `Preparation.unit` is False."""
         return stored(self.held[view])
 
     def grid(self, view: EncodedView) -> tuple[int, int]:
-        """Return the number of patches down and across."""
+        """Return the number of rows and columns of patches."""
         height, width = self.sizes[view]
         side = round((height * width / self.counts[view].patches) ** 0.5)
         return height // side, width // side
 
 
 class SelectedKeys:
-    """Some patches of some views as the keys of a search (`search.Keys`).
+    """Selected patches as the keys of a search (`search.Keys`).
 
     Args:
-        source: the features.
-        rows: of each view, the patches to take.
+        source: features of the views.
+        rows: indices of the selected patches, by view.
     """
 
     def __init__(self, source: PatchFeatures, rows: Mapping[EncodedView, Int[Tensor, " m"]]) -> None:
@@ -157,7 +157,7 @@ class SelectedKeys:
         return self._length
 
     def blocks(self, rows: int) -> Iterator[Float[Tensor, "m d"]]:
-        """All keys in order, at most `rows` at once."""
+        """Yield all keys in order, in blocks of at most `rows`."""
         return in_blocks(map(self._selected, self.rows), rows)
 
     def _selected(self, view: EncodedView) -> Float[Tensor, "m d"]:
@@ -177,22 +177,22 @@ def extract_patches(
     progress: Progress | None = None,
     what: str = "features",
 ) -> PatchFeatures:
-    """Encode views, except those in the cache, and count the classes in their patches.
+    """Encode views that are not cached yet, and count the classes in their patches.
 
     Args:
-        encoder: on the machine's first device.
-        images: of the views.
-        views: which ones.
-        preparation: how they are resized or augmented.
-        machine: its resources; without a cache, all features are held in memory.
-        precision: in which features are stored.
-        progress: is called with the progress.
-        what: the name of this phase in `progress`.
+        encoder: encoder on the machine's first device.
+        images: images of the views.
+        views: views to encode.
+        preparation: resizing and augmentation of the views.
+        machine: resources; without a cache, all features are kept in memory.
+        precision: precision of the stored features.
+        progress: progress callback.
+        what: name of this phase in `progress`.
 
     Raises:
-        UnreadableImage, DataError: an image or label map that cannot be used.
+        UnreadableImage, DataError: an image or label map is unusable.
         ValueError: the features do not fit in memory (without a cache) or on the disk (with one), raised after the
-            first images; or the encoder gives another number of features than there are patches.
+            first images; or the encoder returns a number of features that differs from the number of patches.
     """
     machine = machine or Machine()
     cache, found = machine.cache, PatchFeatures()
@@ -203,7 +203,7 @@ def extract_patches(
         prefetch_factor=4 if machine.workers else None,
     )
     batches = _SameSize(machine.batch_size)
-    missing = seen = 0  # views that are not in the cache, of those since the first of them
+    missing = seen = 0  # uncached views, and all views from the first uncached one on
     checked = False
 
     def encode(batch: list[_Prepared]) -> None:
@@ -225,7 +225,7 @@ def extract_patches(
             for batch in batches.add(prepared):
                 encode(batch)
         if not checked and missing >= _PROBE_VIEWS and found.dim:
-            expected = (len(views) - len(found.held)) * missing / seen  # views still to be encoded
+            expected = (len(views) - len(found.held)) * missing / seen  # estimated number of views left to encode
             patches = found.patches / len(found.counts)
             require_room(patches * expected * found.dim * DTYPES[precision].itemsize, cache)
             checked = True
@@ -237,7 +237,7 @@ def extract_patches(
 
 
 def content_hash(images: LabelledImages, index: int) -> str:
-    """Return a hash of the file of an image, or of its pixels if it has none."""
+    """Return the SHA-256 hash of an image's file, or of its pixels if it has no file."""
     if isinstance(images, LabelledSubset):
         return content_hash(images.images, images.indices[index])
     if isinstance(images, ImageFiles):
@@ -248,7 +248,7 @@ def content_hash(images: LabelledImages, index: int) -> str:
 
 
 class _Prepared(NamedTuple):
-    """A view to encode; without `image` if the cache has its features."""
+    """A prepared view; `image` is None if its features are cached."""
 
     view: EncodedView
     image: UInt8[np.ndarray, "3 h w"] | None
@@ -260,7 +260,7 @@ class _Prepared(NamedTuple):
 
 @dataclass
 class _Views(Dataset[_Prepared]):
-    """Reads, resizes and counts, in the workers."""
+    """Data set that reads, resizes and counts classes in the workers."""
 
     images: LabelledImages
     views: list[EncodedView]
@@ -278,8 +278,8 @@ class _Views(Dataset[_Prepared]):
             content = content_hash(self.images, view.image)
             path = self.cache.path(content, self.preparation.key(view), self.precision)
             kept = self.cache.read(path)
-        # NumPy arrays are pickled to the main process; tensors would each hold a file open, and use shared memory, of
-        # which containers have little.
+        # NumPy arrays are pickled to the main process; tensors would use file descriptors and shared memory, which is
+        # scarce in containers.
         image = self.preparation.image(self.images, view).numpy() if kept is None else None
         labels = self.preparation.labels(self.images, view)
         counts = class_counts(labels, self.preparation.patch_size, len(self.images.classes), self.images.ignore_index)
@@ -288,7 +288,7 @@ class _Views(Dataset[_Prepared]):
 
 
 class _SameSize:
-    """Collects images of one size into batches; the number of waiting images is bounded."""
+    """Collects images of equal size into batches, with a bounded queue."""
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
@@ -296,7 +296,7 @@ class _SameSize:
         self._count = 0
 
     def add(self, prepared: _Prepared) -> Iterator[list[_Prepared]]:
-        """Add an image; yields a batch if one is full, or too many images wait."""
+        """Add an image; yield a batch if one is full or the queue has reached its limit."""
         self._waiting.setdefault(prepared.size, []).append(prepared)
         self._count += 1
         fullest = max(self._waiting, key=lambda size: len(self._waiting[size]))
@@ -304,7 +304,7 @@ class _SameSize:
             yield self._take(fullest)
 
     def rest(self) -> Iterator[list[_Prepared]]:
-        """All batches that still wait."""
+        """Yield the remaining batches."""
         for size in list(self._waiting):
             yield self._take(size)
 

@@ -1,4 +1,4 @@
-"""A data loader that raises the errors of samples in the main process, unchanged."""
+"""Data loader that re-raises errors of samples unchanged in the main process."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,14 +10,14 @@ from cribo.data.loading import unchanged
 
 
 class Batches:
-    """Load batches of a data set; an error in reading a sample is raised unchanged in this process.
+    """Data loader that re-raises errors of samples unchanged in the main process.
 
-    A `DataLoader` by itself turns errors in workers into others, with a traceback as their text.
+    A plain `DataLoader` wraps the errors of workers in other exceptions whose message is the traceback.
 
     Args:
-        dataset: of the samples.
-        collate: makes a batch of a list of samples; torch's default if None. Unused if `batch_size` is None.
-        options: of the `DataLoader`.
+        dataset: map-style data set of the samples.
+        collate: collates a list of samples; torch's default if None. Ignored if `batch_size` is None.
+        options: further options of `DataLoader`.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Batches:
 
 
 class _Caught(Dataset[Any]):
-    """A data set that returns the error of a sample in its place."""
+    """Data set that returns the exception of an unreadable sample instead of raising it."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self._dataset = dataset

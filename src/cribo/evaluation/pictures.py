@@ -1,4 +1,4 @@
-"""Pictures of results: curves of metrics, the confusion, and predictions beside images and labels."""
+"""Pictures of results: curves of metrics, confusion matrices, and predictions next to images and labels."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ from cribo.evaluation.results import EvaluationResult, metric_title, percent, va
 from cribo.evaluation.scores import accuracy, count_confusion, iou, mean_iou
 
 RIGHT: Colour = (0, 158, 115)
-"""The colour of correct pixels."""
+"""Colour of correct pixels."""
 
 WRONG: Colour = (213, 94, 0)
-"""The colour of wrong pixels; distinguishable from `RIGHT` by colour-blind people."""
+"""Colour of wrong pixels; distinguishable from `RIGHT` with colour vision deficiency."""
 
 _NO_CLASS = "no class"
-_TINT = 0.6  # of right and wrong over the image
-_NUMBERED_CLASSES = 24  # up to which the cells of a confusion contain numbers
-_LISTED_CLASSES = 60  # up to which they keep the order of the class list
+_TINT = 0.6  # opacity of RIGHT and WRONG over the image
+_NUMBERED_CLASSES = 24  # maximum number of classes for numbers in the cells of a confusion matrix
+_LISTED_CLASSES = 60  # maximum number of classes that keep the order of the class list
 _TITLE, _HEADING, _LEGEND_LINE = 0.36, 0.22, 0.21  # inches
 _ROWS_PER_PICTURE = 8
 _CLASS_FIGURES: Mapping[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
@@ -51,11 +51,11 @@ class Panel:
     """An image with its labels and predictions.
 
     Args:
-        name: of the image.
-        image: RGB.
+        name: name of the image.
+        image: RGB image.
         labels: class of each pixel.
         prediction: predicted class of each pixel.
-        ignore_index: no class: such labels do not count, such predictions are wrong.
+        ignore_index: value of unlabelled pixels, which are not scored; as a prediction it is always wrong.
     """
 
     name: str
@@ -71,11 +71,11 @@ class Panel:
 
     @property
     def counts(self) -> Bool[Tensor, "h w"]:
-        """Which pixels have a label."""
+        """Mask of the labelled pixels."""
         return self.labels != self.ignore_index
 
     def confusion(self, classes: int) -> Int[Tensor, "c p"]:
-        """Labels against predictions, with a last column for predictions of no class."""
+        """Return the confusion matrix, with an additional last column for predictions of no class."""
         labels, predicted = self.labels[self.counts].long(), self.prediction[self.counts].long()
         predicted = torch.where(predicted == self.ignore_index, classes, predicted)
         return count_confusion(labels, predicted, classes, classes + 1)
@@ -84,15 +84,15 @@ class Panel:
 def write_pictures(
     result: EvaluationResult, panels: Sequence[Panel], palette: Sequence[Colour], folder: Path
 ) -> list[Path]:
-    """Write the pictures of a result as PNG files into a folder, and return their paths.
+    """Write the pictures of a result to a folder as PNG files, and return their paths.
 
-    These are `<metric>.png` of several rows, `confusion.png` of the first row that has one, and `predictions.png`,
-    `predictions-2.png`, ... of eight images each.
+    The files are `<metric>.png` if there are several rows, `confusion.png` for the first row with a confusion matrix,
+    and `predictions.png`, `predictions-2.png`, ... with eight images each.
 
     Args:
-        result: of the evaluation.
-        panels: images with labels and predictions, may be none.
-        palette: a colour for each class.
+        result: result of the evaluation.
+        panels: images with labels and predictions; may be empty.
+        palette: colour of each class.
         folder: an existing folder.
     """
     figures: dict[str, Figure] = {}
@@ -117,7 +117,7 @@ def write_pictures(
 
 
 def pages(name: str, panels: Sequence[_P], most: int) -> Iterator[tuple[str, Sequence[_P]]]:
-    """Split panels into pictures of at most `most`: `name`, `name-2`, ..."""
+    """Yield pages of at most `most` panels with their names `name`, `name-2`, ..."""
     for number, start in enumerate(range(0, len(panels), most), start=1):
         yield name if number == 1 else f"{name}-{number}", panels[start : start + most]
 
@@ -127,13 +127,13 @@ def pages(name: str, panels: Sequence[_P], most: int) -> Iterator[tuple[str, Seq
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric against a setting.
+    """Values of a metric as a function of a setting.
 
     Args:
-        label: in the legend.
-        points: the metric in 0-1 by the value of the setting, None if unknown.
-        spread: standard deviations in 0-1, if known.
-        published: whether it is drawn as a published one.
+        label: label in the legend.
+        points: metric in 0-1 by value of the setting; None if unknown.
+        spread: standard deviation in 0-1 by value of the setting, if known.
+        published: whether the curve is drawn in the style of published values.
     """
 
     label: str
@@ -143,16 +143,16 @@ class Curve:
 
     @classmethod
     def of(cls, rows: Mapping[Any, Mapping[str, Any]], metric: str, label: str) -> "Curve":
-        """Return a metric of the rows of a result, by the value of the setting in which they differ."""
+        """Create the curve of a metric from rows by value of the varied setting."""
         std = {value: row[f"{metric}_std"] for value, row in rows.items() if row.get(f"{metric}_std") is not None}
         return cls(label, {value: row[metric] for value, row in rows.items()}, std)
 
 
 def varied_values(results: Sequence[EvaluationResult]) -> list[object]:
-    """Return all values of the setting in which the rows of results differ, in the order to show them.
+    """Return all values of the varied setting of results, in display order.
 
-    Shares grow, as in the paper: 1/128, 1/64, 1/8, 1/1. Other values keep the order of the first result if it has all
-    of them, and ascend otherwise.
+    Memory shares are in ascending order as in the paper: 1/128, 1/64, 1/8, 1/1. Other values keep the order of the
+    first result if it has all of them, and are sorted otherwise.
     """
     values = dict.fromkeys(row[result.varies] for result in results for row in result.results)
     if results[0].varies == "ratio":
@@ -161,10 +161,10 @@ def varied_values(results: Sequence[EvaluationResult]) -> list[object]:
 
 
 def plot_curves(axes: Axes, curves: Sequence[Curve], *, metric: str, varies: str, values: Sequence[object]) -> None:
-    """Draw a metric against a setting.
+    """Plot a metric as a function of a setting.
 
-    Numbers are joined by lines, with error bars; names, such as those of methods, are not joined, for they have no
-    order. If the setting has one value, horizontal bars are drawn.
+    Numeric values are connected by lines, with error bars; names, such as those of methods, are not connected. A
+    setting with a single value is drawn as horizontal bars.
     """
     if len(values) == 1:
         _plot_bars(axes, curves, values[0], f"{metric_title(metric)} [%]")
@@ -224,19 +224,19 @@ def _plot_bars(axes: Axes, curves: Sequence[Curve], value: object, label: str) -
 def draw_confusion(
     confusion: Int[Tensor, "c p"], classes: Sequence[str], *, title: str = "Confusion", metric: str = "IoU"
 ) -> Figure:
-    """Draw the predictions of each class as shares of its labels, and the metric of each class.
+    """Draw a confusion matrix normalised by row, and the metric of each class.
 
-    Up to 60 classes keep the order of their list; more are sorted from the most frequent to the rarest.
+    Up to 60 classes are drawn in the order of `classes`; more are sorted by descending frequency.
 
     Args:
-        confusion: counts, rows are labels, columns predictions; a column after those of the classes counts
-            predictions of no class.
-        classes: their names.
-        title: of the figure.
-        metric: of each class: `IoU`, of pixels or patches, or `accuracy`, of images.
+        confusion: counts with labels in rows and predictions in columns; an additional last column counts predictions
+            of no class.
+        classes: class names.
+        title: title of the figure.
+        metric: per-class metric: `IoU`, of pixels or patches, or `accuracy`, of images.
 
     Raises:
-        ValueError: another number of rows or columns than classes.
+        ValueError: the numbers of rows or columns do not match the number of classes.
     """
     count, columns = confusion.shape
     if count != len(classes) or columns not in (count, count + 1):
@@ -258,7 +258,7 @@ def draw_confusion(
     bars.sharey(matrix)
     drawn = matrix.imshow(
         shares.numpy(),
-        # Small shares are what one looks for off the diagonal.
+        # The square root emphasises small values off the diagonal.
         norm=PowerNorm(0.5, vmin=0, vmax=1),
         cmap=mpl.colormaps["Blues"].with_extremes(bad="0.93"),
         aspect="auto",
@@ -318,18 +318,18 @@ def draw_rows(
 
     Args:
         panels: at least one.
-        draw: draws a panel into the axes of its row, and returns the title of the row.
-        aspects: height by width of each panel.
-        cell: width and greatest height of a picture, in inches.
-        headings: of the columns.
-        handles: of the legend.
-        title: of the figure.
+        draw: function that draws a panel into the axes of its row, and returns the title of the row.
+        aspects: aspect ratio (height / width) of each panel.
+        cell: width and maximum height of a picture, in inches.
+        headings: titles of the columns.
+        handles: handles of the legend.
+        title: title of the figure.
 
     Raises:
-        ValueError: no panel.
+        ValueError: `panels` is empty.
     """
     if not panels:
-        raise InputError("panels must hold at least one image, got 0")
+        raise InputError("panels must contain at least one image, got 0")
     columns = min(len(handles), 8)
     spaces = [min(cell[1], cell[0] * aspect) + _TITLE for aspect in aspects]
     spaces = [spaces[0] + _HEADING, *spaces[1:], _LEGEND_LINE * -(-len(handles) // columns) + 0.15]
@@ -348,18 +348,18 @@ def draw_rows(
 
 
 def draw_predictions(panels: Sequence[Panel], classes: Sequence[str], palette: Sequence[Colour]) -> Figure:
-    """Draw image, labels, prediction, and which pixels are right, a row for each image.
+    """Draw images, labels, predictions and their correctness, one row per image.
 
-    The title of a row contains the mIoU over the classes that occur in the image or its prediction, and the share of
-    the labelled pixels that are right. Pixels without class are striped. The legend lists the classes drawn.
+    The title of a row contains the mIoU over the classes that occur in the image or its prediction, and the fraction of
+    correct labelled pixels. Unlabelled pixels are striped. The legend lists the classes drawn.
 
     Args:
         panels: at least one.
-        classes: their names.
-        palette: a colour for each class.
+        classes: class names.
+        palette: colour of each class.
 
     Raises:
-        ValueError: no panel, or not a colour for each class.
+        ValueError: `panels` is empty, or the palette does not have one colour per class.
     """
     if len(palette) != len(classes):
         raise InputError(f"palette must have a colour for each of the {len(classes)} classes, got {len(palette)}")
@@ -371,7 +371,7 @@ def draw_predictions(panels: Sequence[Panel], classes: Sequence[str], palette: S
             paint_classes(panel.prediction, palette, panel.ignore_index),
             paint_right_and_wrong(panel),
         )
-        # Colours of classes are not mixed: the mixture of two may be that of a third.
+        # Without interpolation, since a mixture of two class colours may equal that of a third class.
         for part, picture, interpolation in zip(axes, pictures, ("antialiased", *3 * ["nearest"]), strict=True):
             part.imshow(picture, interpolation=interpolation)
             part.set_axis_off()
@@ -392,7 +392,7 @@ def draw_predictions(panels: Sequence[Panel], classes: Sequence[str], palette: S
 
 
 def paint_right_and_wrong(panel: Panel) -> UInt8[np.ndarray, "h w 3"]:
-    """`RIGHT` or `WRONG` over the image in grey; stripes where there is no label."""
+    """Return the greyscale image tinted with `RIGHT` or `WRONG`; unlabelled pixels are striped."""
     grey = panel.image.float().mean(dim=0)[..., None]
     right = (panel.prediction == panel.labels)[..., None]
     colour = torch.where(right, torch.tensor(RIGHT), torch.tensor(WRONG))
@@ -415,6 +415,6 @@ def _legend_handles(panels: Sequence[Panel], classes: Sequence[str], palette: Se
 
 
 def rgb(colour: Colour) -> tuple[float, float, float]:
-    """Return a colour as matplotlib takes it."""
+    """Return a colour as a matplotlib RGB tuple in 0-1."""
     red, green, blue = colour
     return red / 255, green / 255, blue / 255

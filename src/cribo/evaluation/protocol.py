@@ -1,4 +1,4 @@
-"""What an evaluation protocol is, and the table of those that exist. Nothing here needs torch."""
+"""Base class and registry of evaluation protocols. This module does not import torch."""
 
 import importlib.util
 from abc import ABC, abstractmethod
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from cribo.evaluation.runner import Run
 
     _T = TypeVar("_T")
-    Decided = Annotated[_T, "None until `prepare` has decided"]
+    Decided = Annotated[_T, "None until set by `prepare`"]
 else:
 
     class Decided:
-        """The type of a setting that is None until `Protocol.prepare` has decided it."""
+        """Type of a setting that is None until `Protocol.prepare` sets it."""
 
         def __class_getitem__(cls, kind: Any) -> Any:
             return Optional[kind]  # noqa: UP045 (the kind may be a Literal)
@@ -33,7 +33,7 @@ QUICK_SIDE = 224
 """Side of square images for `cribo benchmark --quick`, in pixels."""
 
 UNDECIDED: Any = None
-"""The default of a setting that the variant or the schedule decides."""
+"""Default of a setting whose value depends on the variant or the schedule."""
 
 PROTOCOLS: Mapping[str, str] = {
     "dense-nn": "cribo.evaluation.dense_neighbours.protocol.DenseNN",
@@ -47,24 +47,24 @@ PROTOCOLS: Mapping[str, str] = {
     "depth": "cribo.evaluation.depth.protocol.Depth",
     "video": "cribo.evaluation.video.protocol.VideoPropagation",
 }
-"""The class of each protocol, by its name on the command line."""
+"""Import path of each protocol's class, by its name on the command line."""
 
 
 @dataclass
 class Outcome:
-    """What a protocol returns.
+    """Measurement of a protocol.
 
     Attributes:
-        rows: one for each value of the setting that varies, with its metrics in 0-1 and, where they exist,
-            `<metric>_std`, `per_class`, `confusion` and `draws` (`EvaluationResult`).
-        classes: names of the classes.
-        panels: images with labels and predictions, for the pictures.
-        palette: a colour for each class.
-        data: facts about the data that were found on the way, for `results.json`.
-        packages: versions of further software that the result depends on.
-        device: on which it ran, if not the first of the run.
-        seconds: that the measurement took, if not the time since the start of the evaluation.
-        write: writes further pictures and files into the folder; called with the result on rank 0.
+        rows: one row per value of the varied setting, with its metrics in 0-1 and optionally `<metric>_std`,
+            `per_class`, `confusion` and `draws` (`EvaluationResult`).
+        classes: class names.
+        panels: images with labels and predictions, to draw.
+        palette: colour of each class.
+        data: further description of the data for `results.json`.
+        packages: versions of further packages that the result depends on.
+        device: device of the measurement; the run's first device if None.
+        seconds: duration of the measurement; the time since the start of the evaluation if None.
+        write: callback that writes further files to the folder; called on rank 0 with the result and the folder.
     """
 
     rows: list[dict[str, Any]]
@@ -82,33 +82,33 @@ class Outcome:
 class Protocol(ABC):
     """A way to measure a backbone: the data it takes, what it does, and what it returns.
 
-    A protocol is a frozen dataclass. Its fields are its settings, and become options of `cribo evaluate` with the help
-    under `Attributes:` of its docstring; backbone, data and runtime are not part of it. Modules of protocols import
-    torch inside functions, so that help and errors about options come at once.
+    A protocol is a frozen dataclass. Its fields are its settings; they become options of `cribo evaluate`, with the
+    `Attributes:` section of its docstring as their help. Backbone, data and runtime are not part of it. Modules of
+    protocols import torch inside functions, which keeps help and option errors fast.
 
-    A protocol that several publications follow by different rules has a setting `variant`, whose type is a `Literal` of
-    the names of these rules, the default first. Results carry it, and published values are shown only beside results of
-    the same variant.
+    A protocol that publications implement differently has a setting `variant`, whose type is a `Literal` of the names
+    of these implementations, the default first. It is stored in results, and published values are only compared with
+    results of the same variant.
 
     Attributes:
-        name: on the command line.
-        title: in headings.
-        metrics: that each row has, the headline first.
-        varies: the setting in which the rows differ.
-        class_metric: the metric of each class: IoU, accuracy or AP.
-        data_type: the dataclass behind `--data`; its `open` returns `Splits`. For `cribo benchmark`, its `find` returns
-            the data in a folder, and its `layout` names the files that are looked for.
-        runtime_type: the dataclass behind `--runtime`, `EvaluationRuntime` or `TrainingRuntime`.
-        runtime_defaults: values in place of its defaults.
-        roles: other names of facts about the data in `results.json`, such as memory for train.
-        description: the help of the command.
-        aliases: short names of options, beside those that all protocols have.
-        pictures: what --pictures counts.
-        quick_limit: images of each split that `cribo benchmark --quick` uses.
-        less_memory: advice if a device runs out of memory.
+        name: name on the command line.
+        title: title in headings.
+        metrics: metrics of each row, the headline metric first.
+        varies: setting that varies between rows.
+        class_metric: per-class metric: IoU, accuracy or AP.
+        data_type: dataclass of the `--data` options; its `open` returns `Splits`. For `cribo benchmark`, its `find`
+            returns the data in a folder, and its `layout` names the expected files.
+        runtime_type: dataclass of the `--runtime` options, `EvaluationRuntime` or `TrainingRuntime`.
+        runtime_defaults: defaults that override those of `runtime_type`.
+        roles: names that replace keys of the data description in `results.json`, such as memory for train.
+        description: help text of the command.
+        aliases: aliases of options, in addition to the common ones.
+        pictures: meaning of the number --pictures, for its help.
+        quick_limit: number of images per split for `cribo benchmark --quick`.
+        less_memory: advice printed when a device runs out of memory.
 
     Raises:
-        InputError: the protocol does not have this variant.
+        InputError: unknown variant.
     """
 
     name: ClassVar[str]
@@ -132,21 +132,21 @@ class Protocol(ABC):
 
     @classmethod
     def variants(cls) -> tuple[str, ...]:
-        """Return the values of the setting `variant`, the default first; none if there is no such setting."""
+        """Return the names of the variants, the default first; empty for a protocol without variants."""
         has_variants = any(setting.name == "variant" for setting in fields(cls))
         return get_args(get_type_hints(cls)["variant"]) if has_variants else ()
 
     @classmethod
     def trains(cls) -> bool:
-        """Whether the protocol trains: its folder then has checkpoints, and the evaluation can be resumed."""
+        """Whether the protocol trains; its evaluations write checkpoints and can be resumed."""
         return issubclass(cls.runtime_type, TrainingRuntime)
 
     @classmethod
     def data_in(cls, folder: Path) -> Any | None:
-        """Return the `data_type` that opens a folder, None if the folder has another layout.
+        """Return the data configuration of a folder, None if its layout does not match.
 
-        Part of a set counts: opening it raises the error that names what is missing. A `data_type` without `find` must
-        take the folder as `root`, and have no other setting without default; a folder fits if it can be opened.
+        An incomplete data set matches; opening it raises an error that names the missing files. A `data_type` without
+        `find` matches if it can be opened with the folder as `root`, provided that no other field is required.
         """
         if hasattr(cls.data_type, "find"):
             return cls.data_type.find(folder)
@@ -162,62 +162,62 @@ class Protocol(ABC):
 
     @classmethod
     def quick(cls, patch_size: int, image_size: int | None) -> Self:
-        """Return the protocol with the settings of `cribo benchmark --quick`, the defaults unless overridden.
+        """Return the protocol with the settings of `cribo benchmark --quick`; by default its default settings.
 
         Args:
-            patch_size: of the backbone, in pixels.
-            image_size: side of the only images that the backbone takes; None if it takes any.
+            patch_size: patch size of the backbone in pixels.
+            image_size: fixed input size of the backbone in pixels; None if it accepts any size.
         """
         return cls()
 
     def check_backbone(self, source: BackboneSource) -> None:  # noqa: B027 (optional)
-        """Check what is known of a backbone before it is opened.
+        """Validate the source of a backbone before it is opened.
 
         Raises:
-            ConfigError: the protocol cannot measure it.
+            ConfigError: the protocol does not support the backbone.
         """
 
     def prepare(self, run: "Run") -> Self:
-        """Return this protocol with every setting decided, checked against backbone and data, before any work.
+        """Return this protocol with all settings set and validated against backbone and data.
 
         Raises:
-            ValueError: settings, backbone and data do not fit together.
+            ValueError: settings, backbone and data are incompatible.
         """
         return self
 
     def used(self, run: "Run") -> dict[str, Any]:
-        """Return the settings that the metrics depend on, for `results.json`; called after `prepare`."""
+        """Return the settings for `results.json` that the metrics depend on; called after `prepare`."""
         return asdict(self)
 
     @abstractmethod
     def measure(self, run: "Run") -> Outcome:
-        """Measure the backbone of a run; called after `prepare`."""
+        """Evaluate the backbone of a run; called after `prepare`."""
 
     def report(self, result: "EvaluationResult") -> list[Any]:
-        """Return further rich renderables to print below the tables of a result."""
+        """Return further renderables to print below the tables of a result."""
         return []
 
     def places(self, folder: Path) -> dict[str, Any]:
-        """Return further paths to print, by what they hold."""
+        """Return further paths to print, by label."""
         return {}
 
     def is_decided(self, name: str) -> bool:
-        """Whether a setting has a value."""
+        """Whether a setting is not None."""
         return getattr(self, name) is not None
 
     def decided(self, defaults: Mapping[str, Any]) -> Self:
-        """Return a copy in which settings that are None have the values of `defaults`."""
+        """Return a copy in which `defaults` replace settings that are None."""
         return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
 
 
 def square(side: int, patch_size: int) -> tuple[int, int]:
-    """Return the height and width of square images: the multiple of the patch size at or below `side`."""
+    """Return the (height, width) of square images, `side` rounded down to a multiple of the patch size."""
     side = max(1, side // patch_size) * patch_size
     return side, side
 
 
 def require_whole_patches(size: tuple[int, int], patch_size: int) -> None:
-    """Check the height and width of images.
+    """Check that height and width of images are multiples of the patch size.
 
     Raises:
         InputError: a side is not a positive multiple of the patch size.
@@ -228,25 +228,25 @@ def require_whole_patches(size: tuple[int, int], patch_size: int) -> None:
 
 
 def require_packages(purpose: str, *packages: str, otherwise: str = "") -> None:
-    """Check that packages of the extra `evaluation` are installed.
+    """Check that packages of the `evaluation` extra are installed.
 
     Args:
-        purpose: what needs them.
-        packages: their names.
-        otherwise: what to do without them.
+        purpose: feature that needs them, for the error message.
+        packages: import names.
+        otherwise: alternative to installing them, appended to the error message.
 
     Raises:
-        MissingPackage: one of them is not installed.
+        MissingPackage: a package is not installed.
     """
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         raise MissingPackage(f"{purpose} needs {' and '.join(missing)}: pip install 'cribo-ssl[evaluation]'{otherwise}")
 
 
 def find_protocol(name: str) -> type[Protocol]:
-    """Return the class of a protocol, by its name or the import path of one of your own.
+    """Return the class of a protocol, by its name or the import path of your own protocol.
 
     Raises:
-        ConfigError: there is no such protocol, or the class does not have what a protocol needs.
+        ConfigError: no such protocol, or the class does not implement `Protocol`.
     """
     found = import_by_path(PROTOCOLS.get(name, name), "evaluation", known=PROTOCOLS)
     if not (isinstance(found, type) and issubclass(found, Protocol)):

@@ -1,4 +1,4 @@
-"""Values that papers report, for comparison with results of the same setting."""
+"""Published values of papers, for comparison with results of the same setting."""
 
 import json
 import re
@@ -20,21 +20,21 @@ _VITS = {
 }
 # Names such as vit_small_patch16_18x2_224 have other depths.
 _VIT_NAME = re.compile(r"vit_(tiny|small|base|large|giant)_patch\d+_(?!\d+x\d)")
-_ANY = "any of"  # the key of a requirement that several values meet
+_ANY = "any of"  # key of requirements with several accepted values
 
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One row of a table.
+    """One row of a published table.
 
     Attributes:
-        method: that pretrained the backbone.
-        backbone: such as `ViT-S/16`.
-        values: in per cent as printed, one for each column, None for a dash.
-        variant: of the protocol, by which the values were obtained.
-        parameters, pretraining, epochs: as printed, a dash where the table has none.
-        reproduced: the backbone was trained by the authors of the table, not by those of the method.
-        taken_from: the source of the values, if they are not those of the authors of the table.
+        method: pretraining method of the backbone.
+        backbone: architecture, such as `ViT-S/16`.
+        values: values in per cent as printed, one per column; None for a dash.
+        variant: variant of the protocol.
+        parameters, pretraining, epochs: as printed; a dash if not given in the table.
+        reproduced: whether the backbone was trained by the authors of the table instead of those of the method.
+        taken_from: original source of values that the authors of the table quote.
     """
 
     method: str
@@ -49,7 +49,7 @@ class PublishedRow:
 
     @property
     def training(self) -> str:
-        """Data and epochs of the pretraining, as far as they are printed."""
+        """Data and epochs of the pretraining, as far as printed."""
         return self.pretraining if self.epochs == NONE else f"{self.pretraining} ({self.epochs})"
 
     @property
@@ -60,14 +60,14 @@ class PublishedRow:
 
 @dataclass(frozen=True)
 class PublishedFigures:
-    """The values of a row of a table for one data set.
+    """Values of a table row for one data set.
 
     Attributes:
-        row: of the table.
-        source: the paper, and the number of the table in it.
-        points: metrics in 0-1 by name, by the value of the setting in which rows differ (None for the best).
-        silent: settings that the values depend on, and that the paper does not mention.
-        remark: a note that is printed with the values.
+        row: row of the table.
+        source: paper and table number.
+        points: metrics in 0-1 by name, by value of the varied setting (None for the best).
+        silent: settings that affect the values but are not specified in the paper.
+        remark: note printed with the values.
     """
 
     row: PublishedRow
@@ -82,23 +82,22 @@ class PublishedTable:
     """A table of a paper.
 
     Attributes:
-        source: the paper, and the number of the table in it.
-        title: of the table.
+        source: paper and table number.
+        title: title of the table.
         evaluation: name of the protocol.
-        variants: by name of the variant, the settings that a comparable result must have (dotted names if nested, and
-            `{"any of": [...]}` for one of several values); that of rows without a variant first. Protocols without
-            variants have the single one `paper`.
-        data: by name of the set, the facts that a comparable result must have.
-        columns: of each column, the `data`, the `metric`, and `at` which value of the setting in which rows of a
-            result differ; None for the best one.
-        rows: of the table.
-        schedules: by name of the set, further settings of a comparable result.
-        silent: settings that the values depend on, and that the paper does not mention.
-        remark: a note that is printed with the values.
-        label: of the table in the LaTeX of CrIBo's paper.
+        variants: required settings of comparable results, by variant (dotted names if nested, `{"any of": [...]}` for
+            one of several values); the first is that of rows without a variant. Protocols without variants use the
+            single name `paper`.
+        data: required description of the data of comparable results, by name of the data set.
+        columns: the `data` and `metric` of each column, and the value of the varied setting, `at`; None for the best.
+        rows: rows of the table.
+        schedules: further required settings, by name of the data set.
+        silent: settings that affect the values but are not specified in the paper.
+        remark: note printed with the values.
+        label: LaTeX label of the table in CrIBo's paper.
         sweep: whether rows differ in hyperparameters of the pretraining.
-        beside: variants whose results are also compared with rows of the first variant, and a note that is printed with
-            the values then.
+        beside: variants whose results are also compared with rows of the first variant, with the note printed in that
+            case.
     """
 
     source: str
@@ -116,7 +115,7 @@ class PublishedTable:
     beside: Mapping[str, str] = field(default_factory=dict)
 
     def obstacles(self, result: EvaluationResult, variant: str) -> list[tuple[str, str, str]]:
-        """Return the settings that differ from a variant's: dotted name, value of the result, published value."""
+        """Return the settings that differ from those of a variant: dotted name, value, published value."""
         name = result.data["name"]
         requirements = (
             ({**self.variants[variant], **self.schedules.get(name, {})}, dict(flat(result.settings))),
@@ -130,12 +129,12 @@ class PublishedTable:
         ]
 
     def rows_of(self, variant: str) -> list[PublishedRow]:
-        """Return the rows that are compared with results of a variant."""
+        """Return the rows to compare with results of a variant."""
         shown = next(iter(self.variants)) if variant in self.beside else variant
         return [row for row in self.rows if row.variant == shown]
 
     def figures(self, row: PublishedRow, data: str, variant: str = "") -> PublishedFigures:
-        """Return the values of a row for a data set, for comparison with results of a variant."""
+        """Return the values of a row for a data set, to compare with results of a variant."""
         points: dict[Any, dict[str, float]] = {}
         for column, value in zip(self.columns, row.values, strict=True):
             if column["data"] == data and value is not None:
@@ -162,11 +161,11 @@ def published_beside(result: EvaluationResult, *, sweeps: bool = False) -> tuple
     """Return the published values of the same protocol, variant, data and architecture as a result.
 
     Args:
-        result: of an evaluation.
-        sweeps: also return those of tables whose rows differ in hyperparameters of the pretraining.
+        result: result of an evaluation.
+        sweeps: also return values of tables whose rows differ in hyperparameters of the pretraining.
 
     Returns:
-        The values, and if there are none although the protocol is published on this data, the reasons.
+        The values, and the reasons why none match if the protocol is published on this data.
     """
     name = result.data["name"]
     tables = [table for table in published_tables() if table.evaluation == result.evaluation and name in table.data]
@@ -190,7 +189,7 @@ def published_beside(result: EvaluationResult, *, sweeps: bool = False) -> tuple
 
 
 def _reasons(obstacles: Sequence[Sequence[tuple[str, str, str]]]) -> list[str]:
-    """Describe the obstacles of the tables with the fewest."""
+    """Return the differing settings of the closest tables as text."""
     fewest = min(map(len, obstacles))
     wanted: dict[tuple[str, str], dict[str, None]] = {}
     for setting, value, published in (one for table in obstacles if len(table) == fewest for one in table):
@@ -206,17 +205,17 @@ def _wanted_value(wanted: Any) -> str:
 
 
 def _same(value: Any, wanted: Any) -> bool:
-    """Whether two settings are equal, or a setting is one of several; lists in any order."""
+    """Whether a setting has the required value or one of several; lists are compared in any order."""
     if isinstance(wanted, Mapping):
         return any(_same(value, one) for one in wanted[_ANY])
     return sorted(value) == sorted(wanted) if isinstance(value, list) and isinstance(wanted, list) else value == wanted
 
 
 def architecture_name(backbone: Mapping[str, Any]) -> str | None:
-    """Return the name of an architecture in papers, None if it has no such name.
+    """Return the name of an architecture as used in papers, None if unknown.
 
     Args:
-        backbone: with the timm name as `architecture`, its `args`, `embed_dim` and `patch_size`.
+        backbone: description with the timm name as `architecture`, `args`, `embed_dim` and `patch_size`.
 
     Example:
         >>> architecture_name({"architecture": "vit_small_patch16_224.dino", "embed_dim": 384, "patch_size": 8})

@@ -1,4 +1,4 @@
-"""The result of an evaluation: one format for all protocols, its file and its tables."""
+"""Results of evaluations: common format of all protocols, JSON file and tables."""
 
 import dataclasses
 import importlib.metadata
@@ -26,15 +26,15 @@ from cribo.evaluation.scores import best_place
 from cribo.files import FolderError, write_text
 
 RESULTS = "results.json"
-"""The file of a result."""
+"""File name of a result."""
 
 OUT = Path("evaluations")
-"""Parent of the folders of evaluations without --out."""
+"""Parent folder of evaluations without --out."""
 
 RESULTS_FORMAT = 1
 
 NONE = "-"
-"""Shown in tables in place of a missing value."""
+"""Placeholder of missing values in tables."""
 
 _PACKAGES = {"cribo": "cribo-ssl", **{name: name for name in ("torch", "torchvision", "timm", "numpy")}}
 _METRICS = {
@@ -61,40 +61,40 @@ _SETS = {
     "nyu": "NYU-Depth v2",
     "davis2017": "DAVIS 2017",
 }
-_ALL_CLASSES = 40  # that are printed; of more, only the best and the worst
+_ALL_CLASSES = 40  # maximum number of classes printed in full; otherwise only the best and the worst
 _EXTREME_CLASSES = 10
-_LEAST_WIDTH = 14  # characters, to which a column of names may shrink in a narrow terminal
+_LEAST_WIDTH = 14  # minimum width in characters of a column of names in narrow terminals
 
 
 class ResultError(InputError):
-    """A result that cannot be read or used; the message gives the reason."""
+    """Raised if a result cannot be read or used."""
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The scores of one backbone by one protocol on one data set, and everything that they depend on.
+    """Scores of a backbone on a data set with one protocol, and all settings that they depend on.
 
-    Values are converted to those of JSON: sequences, arrays and tensors to lists, paths to text, and numbers that are
-    not finite to None. A result that is read from its file is therefore equal to the one that was written.
+    Values are converted to JSON types: sequences, arrays and tensors to lists, paths to strings, and non-finite numbers
+    to None. A result read from its file therefore equals the one written.
 
     Args:
         evaluation: name of the protocol, such as `dense-nn`.
-        settings: every setting, flat or nested.
-        backbone: `name` (for tables), `source`, `architecture`, and other facts that identify it.
-        data: `name` of the set, its splits, their numbers of images, and whether it is a part of the set.
-        classes: names of the classes, if there are classes.
-        metrics: names of the metrics in each row, the headline first; fractions in 0-1, errors of depth in metres.
-        varies: the setting in which the rows differ, such as `ratio`.
-        results: rows, each with the value of that setting, its metrics, and further values: `<metric>_std`,
-            `per_class` (IoU, AP or accuracy by class, None where a class does not occur), `confusion` (rows are
-            labels, columns predictions), `draws`.
-        seconds: that the evaluation took.
-        versions: of the software, and the hardware.
-        command: by which it can be repeated.
+        settings: all settings, flat or nested.
+        backbone: `name` (for tables), `source`, `architecture`, and further identification of the backbone.
+        data: `name` of the data set, splits, numbers of images, and whether only a part of the data set is used.
+        classes: class names; empty for protocols without classes.
+        metrics: names of the metrics of each row, the headline first; fractions in 0-1, depth errors in metres.
+        varies: setting that varies between rows, such as `ratio`.
+        results: rows with the value of the varied setting, the metrics, and optionally `<metric>_std`, `per_class`
+            (IoU, AP or accuracy by class, None for absent classes), `confusion` (labels in rows, predictions in
+            columns) and `draws`.
+        seconds: duration of the evaluation.
+        versions: versions of the software, and the hardware.
+        command: command line that reproduces the evaluation.
 
     Raises:
-        ValueError: a row lacks a metric, or backbone or data their name.
-        TypeError: a value that JSON cannot hold.
+        ValueError: a row lacks a metric, or backbone or data lack a name.
+        TypeError: a value is not JSON serialisable.
     """
 
     evaluation: str
@@ -116,7 +116,7 @@ class EvaluationResult:
             if not isinstance(getattr(self, name).get("name"), str):
                 raise InputError(f"{name} must have a name, got {sorted(getattr(self, name))}")
         if not self.metrics or not self.results:
-            raise InputError(f"a result needs a metric and a row, got {self.metrics} and {len(self.results)} rows")
+            raise InputError(f"a result must have a metric and a row, got {self.metrics} and {len(self.results)} rows")
         for number, row in enumerate(self.results):
             missing = [name for name in (self.varies, *self.metrics) if name not in row]
             if missing:
@@ -124,17 +124,17 @@ class EvaluationResult:
 
     @property
     def headline(self) -> str:
-        """The most important metric."""
+        """Name of the headline metric."""
         return self.metrics[0]
 
     @property
     def best(self) -> dict[str, Any]:
-        """The row with the highest headline metric, the first of equal ones."""
+        """Row with the highest headline metric, the first on ties."""
         return self.results[best_place([row[self.headline] for row in self.results])]
 
     @property
     def variant(self) -> str | None:
-        """The variant of the protocol, None if it has no variants."""
+        """Variant of the protocol, None if it has no variants."""
         return self.settings.get("variant")
 
     @property
@@ -144,15 +144,15 @@ class EvaluationResult:
 
     @property
     def class_metric(self) -> str:
-        """The metric of each class, for headings."""
+        """Name of the per-class metric, for headings."""
         return find_protocol(self.evaluation).class_metric if self.evaluation in PROTOCOLS else "IoU"
 
     def write(self, folder: Path) -> Path:
         """Write `results.json` atomically, and return its path.
 
         Raises:
-            FolderError: it already exists.
-            OSError: it cannot be written.
+            FolderError: the file already exists.
+            OSError: the file cannot be written.
         """
         path = Path(folder) / RESULTS
         if path.exists():
@@ -163,46 +163,46 @@ class EvaluationResult:
 
 
 def read_result(path: str | os.PathLike[str]) -> EvaluationResult:
-    """Read a result from the folder of its evaluation, or from its `results.json`.
+    """Read a result from the folder of an evaluation, or from its `results.json`.
 
     Raises:
-        ResultError: it does not exist, is damaged, or was written by a newer version.
+        ResultError: the file does not exist, is corrupt, or was written by a newer version.
     """
     path = Path(path).expanduser()
     file = path / RESULTS if path.is_dir() else path
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        where = f"{path} holds no {RESULTS}" if path.is_dir() else f"{path} is not there"
-        raise ResultError(f"{where}: give the folder that an evaluation has written") from error
+        where = f"{path} has no {RESULTS}" if path.is_dir() else f"{path} does not exist"
+        raise ResultError(f"{where}: give the output folder of a finished evaluation") from error
     except OSError as error:
         raise ResultError(f"{file} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ResultError(f"{file} is damaged and not valid JSON ({error}): run the evaluation again") from error
+        raise ResultError(f"{file} is not valid JSON ({error}): repeat the evaluation") from error
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
-        raise ResultError(f"{file} is not a result of an evaluation: it names no format")
+        raise ResultError(f"{file} is not a result of an evaluation: it has no 'format'")
     if content["format"] > RESULTS_FORMAT:
         raise ResultError(
             f"{file} has format {content['format']}, this version of cribo reads up to {RESULTS_FORMAT}: update cribo"
         )
     if content.get("kind") == "card":
-        raise ResultError(f"{file} is a card of several evaluations: give the folders of its rows, which it names")
+        raise ResultError(f"{file} is a card of several evaluations: give the folders of its rows, listed in the file")
     hints = get_type_hints(EvaluationResult)
     for name, hint in hints.items():
         kind = get_origin(hint) or hint
         if name not in content:
-            raise ResultError(f"{file} is damaged: it has no {name!r}; run the evaluation again")
+            raise ResultError(f"{file} is corrupt: it has no {name!r}; repeat the evaluation")
         if not isinstance(content[name], (int, float) if kind is float else kind):
-            raise ResultError(f"{file} is damaged: {name!r} must be a {kind.__name__}, got {content[name]!r:.60}")
+            raise ResultError(f"{file} is corrupt: {name!r} must be a {kind.__name__}, got {content[name]!r:.60}")
     content["settings"] = _with_variant(content["evaluation"], content["settings"])
     try:
         return EvaluationResult(**{name: content[name] for name in hints})
     except (ValueError, TypeError) as error:
-        raise ResultError(f"{file} is damaged: {error}") from error
+        raise ResultError(f"{file} is corrupt: {error}") from error
 
 
 def _with_variant(evaluation: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a result from before variants had names as those of today."""
+    """Return the settings of a result with variant names, converting those of older versions."""
     variants = find_protocol(evaluation).variants() if evaluation in PROTOCOLS else ()
     if not variants or "variant" in settings:
         return settings
@@ -216,10 +216,10 @@ def _with_variant(evaluation: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def versions(device: torch.device | str = "cpu") -> dict[str, str]:
-    """Return the versions of the software that results depend on, and the `hardware` in a line.
+    """Return the versions of the software that results depend on, and a description of the `hardware`.
 
     Args:
-        device: on which the evaluation ran.
+        device: device of the evaluation.
     """
     packages = {name: importlib.metadata.version(package) for name, package in _PACKAGES.items()}
     device = torch.device(device)
@@ -242,7 +242,7 @@ def _processor() -> str:
 
 
 def result_title(results: Sequence[EvaluationResult]) -> str:
-    """Return protocol, variants and data of results of one protocol on one data set, for headings."""
+    """Return the title of results of one protocol on one data set: protocol, variants and data."""
     evaluation = results[0].evaluation
     title = find_protocol(evaluation).title if evaluation in PROTOCOLS else evaluation
     variants = ", ".join(dict.fromkeys(result.variant for result in results if result.variant is not None))
@@ -251,7 +251,7 @@ def result_title(results: Sequence[EvaluationResult]) -> str:
 
 
 def data_title(data: Mapping[str, Any]) -> str:
-    """Return the title of a data set in papers, or the name of the folder."""
+    """Return the name of a data set as used in papers, or the folder name of your own data."""
     name = data["name"]
     if name == "folder" and data.get("root"):
         return Path(data["root"]).name or str(data["root"])
@@ -289,12 +289,12 @@ def metric_value(metric: str, value: float | None, std: float | None = None) -> 
 
 
 def varied_title(varies: str) -> str:
-    """Return the title of the setting in which rows differ."""
+    """Return the title of the varied setting."""
     return "memory share" if varies == "ratio" else varies.replace("_", " ")
 
 
 def varied_value(varies: str, value: Any) -> str:
-    """Return a value of the setting in which rows differ as text; a ratio as a share.
+    """Return a value of the varied setting as text; a ratio as a fraction.
 
     Example:
         >>> varied_value("ratio", 8), varied_value("learning_rate", 0.0003)
@@ -328,7 +328,7 @@ def percent(value: float | None, std: float | None = None) -> str:
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested settings one by one, with dotted names.
+    """Yield nested settings with dotted names.
 
     Example:
         >>> dict(flat({"k": 50, "optim": {"lr": 0.1}}))
@@ -349,11 +349,11 @@ class Section:
     """A table with a title and notes, for a terminal or as Markdown.
 
     Attributes:
-        title: above the table.
-        header: titles of the columns.
-        blocks: of rows, kept apart.
-        notes: below the table.
-        names: number of columns aligned to the left; the others are numbers.
+        title: title above the table.
+        header: column titles.
+        blocks: groups of rows, separated by lines.
+        notes: notes below the table.
+        names: number of left-aligned columns of names; the others are numbers.
     """
 
     title: str
@@ -363,13 +363,13 @@ class Section:
     names: int = 1
 
     def rich(self) -> Iterator[RenderableType]:
-        """Rich renderables."""
-        yield Text(self.title, style="bold")  # a table would break a title that is wider than it is
+        """Yield rich renderables."""
+        yield Text(self.title, style="bold")  # a table title would be wrapped to the width of the table
         table = Table()
         for place, name in enumerate(self.header):
             is_number = place >= self.names
             longest = max((len(row[place]) for block in self.blocks for row in block), default=0)
-            # Numbers stay on a line; in a narrow terminal, headings break, and names where they remain readable.
+            # In narrow terminals, headings and names are wrapped, but numbers are not.
             table.add_column(
                 Text(name),
                 justify="right" if is_number else "left",
@@ -384,7 +384,7 @@ class Section:
         yield from (Text(note) for note in (*self.notes, ""))
 
     def markdown(self) -> Iterator[str]:
-        """Lines of Markdown."""
+        """Yield lines of Markdown."""
         rule = [":--" if place < self.names else "--:" for place in range(len(self.header))]
         yield f"**{self.title}**\n"
         for row in (self.header, rule, *(row for block in self.blocks for row in block)):
@@ -394,9 +394,9 @@ class Section:
 
 
 def result_tables(result: EvaluationResult) -> list[RenderableType]:
-    """Return the tables of a result for a terminal: its metrics, its classes, and all settings.
+    """Return the tables of a result for a terminal: metrics, classes and settings.
 
-    Of more than 40 classes, the ten best and the ten worst of the first row are shown.
+    With more than 40 classes, only the ten best and the ten worst of the first row are shown.
     """
     known = {result.varies, *result.metrics, *(f"{metric}_std" for metric in result.metrics)}
     numbers = dict.fromkeys(
@@ -432,7 +432,7 @@ def _classes(result: EvaluationResult) -> Section:
     title = f"{metric[0].upper()}{metric[1:]} of each class [%], by {varied_title(result.varies)}"
     blocks = [result.classes]
     if len(result.classes) > _ALL_CLASSES:
-        title += f"; the best and the worst of {len(result.classes)}, {RESULTS} has all"
+        title += f"; best and worst of {len(result.classes)} classes, see {RESULTS} for all"
         first = next(row["per_class"] for row in result.results if row.get("per_class"))
         ranked = sorted((name for name in result.classes if first.get(name) is not None), key=lambda name: -first[name])
         blocks = [ranked[:_EXTREME_CLASSES], ranked[_EXTREME_CLASSES:][-_EXTREME_CLASSES:]]
@@ -470,14 +470,14 @@ def _listed(settings: Mapping[str, Any]) -> str:
 
 
 def plain(value: Any, name: str = "value") -> Any:
-    """Convert a value to those of JSON, as results have them.
+    """Convert a value to JSON types.
 
     Args:
-        value: any.
-        name: of the value, for errors.
+        value: any value.
+        name: name of the value, for error messages.
 
     Raises:
-        TypeError: JSON cannot hold it.
+        TypeError: the value is not JSON serialisable.
     """
     if isinstance(value, Tensor | np.ndarray | np.generic):
         value = value.tolist()
@@ -491,11 +491,11 @@ def plain(value: Any, name: str = "value") -> Any:
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, str | int):
         return value
-    raise TypeError(f"{name} must be something that JSON can hold, got {type(value).__name__}")
+    raise TypeError(f"{name} must be JSON serialisable, got {type(value).__name__}")
 
 
 def _json(value: Any, depth: int = 0) -> str:
-    """Indented JSON, in which a list of plain values, such as a row of the confusion, takes one line."""
+    """Return indented JSON, with lists of plain values, such as rows of a confusion matrix, on a single line."""
     if isinstance(value, dict) and value:
         parts = [f"{json.dumps(key, ensure_ascii=False)}: {_json(part, depth + 1)}" for key, part in value.items()]
         opening, closing = "{", "}"

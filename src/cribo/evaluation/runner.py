@@ -1,4 +1,4 @@
-"""The runner of all evaluations: opens backbone and data, runs a protocol, and writes its folder."""
+"""Runner of all evaluations: opens backbone and data, runs a protocol, and writes the results."""
 
 import logging
 import time
@@ -40,19 +40,19 @@ _CALIBRATION_IMAGES = 64
 
 @dataclass
 class Run:
-    """An evaluation in progress: what a protocol is given.
+    """Context of a running evaluation, passed to its protocol.
 
     Attributes:
-        source: whose backbone.
-        data: the opened splits.
-        runtime: how and where it runs.
-        backbone: the network, on the host.
-        about: what `results.json` says of the backbone.
-        console: shows progress.
+        source: source of the backbone.
+        data: opened splits.
+        runtime: runtime configuration of the protocol.
+        backbone: the network, on the CPU.
+        about: description of the backbone in `results.json`.
+        console: console for progress bars.
         num_pictures: number of images to draw.
-        folder: of the results, from `measure` on; a protocol that trains writes its checkpoints there.
-        prepared: anything that `prepare` leaves for `measure`.
-        started: `time.perf_counter` when it was opened.
+        folder: output folder, set before `measure`; protocols that train write their checkpoints there.
+        prepared: any object passed from `prepare` to `measure`.
+        started: `time.perf_counter` at the start.
     """
 
     source: BackboneSource
@@ -68,18 +68,18 @@ class Run:
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
-        """Where it runs."""
+        """Devices of the run."""
         if isinstance(self.runtime, EvaluationRuntime):
             return resolve_devices(self.runtime.devices)
         return ("cuda" if self.runtime.on_gpu else "cpu",)
 
     @cached_property
     def encoder(self) -> PatchEncoder:
-        """The encoder of patches on the first device; `source.layers` last blocks give features."""
+        """Patch encoder on the first device, with the features of the last `source.layers` blocks."""
         return backbone_encoder(self.backbone.to(self.devices[0]), layers=self.source.layers)
 
     def machine(self, encoder: Encoder) -> Machine:
-        """Return the resources of a protocol that does not train, with the cache of an encoder's features."""
+        """Return the resources of a protocol that does not train, with the feature cache of an encoder."""
         runtime, cache = self.runtime, None
         if runtime.cache != "none":
             about = {name: self.about[name] for name in ("source", "architecture")}
@@ -96,19 +96,19 @@ class Run:
         precision: FeaturePrecision = "float32",
         unit: bool = True,
     ) -> PatchFeatures:
-        """Return the features of all patches of images, and the classes in each patch.
+        """Return the features of all patches of images, with the class counts of each patch.
 
-        Features are cached by encoder, image and size: protocols that encode images alike share them.
+        Features are cached by encoder, image and size, and are shared between protocols.
 
         Args:
-            images: which images.
-            size: (height, width) in pixels to which they are resized; the closest multiple of the patch size if None.
-            interpolation: of the images.
-            precision: in which the features are stored.
-            unit: whether they are scaled to unit length.
+            images: images to encode.
+            size: (height, width) in pixels of all images; None rounds each size to multiples of the patch size.
+            interpolation: interpolation of resized images.
+            precision: precision of the stored features.
+            unit: whether features are scaled to unit length.
 
         Raises:
-            UnreadableImage, DataError: an image or label map that cannot be used.
+            UnreadableImage, DataError: an image or label map is unusable.
             ValueError: the features do not fit in memory or on the disk.
         """
         encoder = self.encoder
@@ -126,11 +126,11 @@ class Run:
             )
 
     def facts(self, protocol: Protocol) -> dict[str, Any]:
-        """Return what `results.json` says of the data before the measurement."""
+        """Return the description of the data in `results.json`, as far as known before the measurement."""
         return {protocol.roles.get(name, name): value for name, value in self.data.about.items()}
 
     def has_result(self, result: EvaluationResult, protocol: Protocol) -> bool:
-        """Whether a result is that of this backbone, protocol, and data at the same place, with the same settings."""
+        """Whether a result has the same backbone, protocol, settings and data (at the same path) as this run."""
         wanted = {
             "evaluation": protocol.name,
             "fingerprint": self.about["fingerprint"],
@@ -146,7 +146,7 @@ class Run:
         return plain(wanted) == found
 
     def identity(self, protocol: Protocol) -> dict[str, Any]:
-        """Return what a resumed evaluation must have in common with its beginning."""
+        """Return the settings that must be unchanged when an evaluation is resumed."""
         about = {name: value for name, value in self.data.about.items() if name not in PLACES}
         settings = protocol.used(self)
         return {"evaluation": protocol.name, "backbone": self.about["fingerprint"], "data": about, "settings": settings}
@@ -165,34 +165,34 @@ def evaluate(
     command: str = "",
     console: Console | None = None,
 ) -> tuple[EvaluationResult, Path]:
-    """Measure a backbone by a protocol, and write the results and pictures into a folder.
+    """Evaluate a backbone with a protocol, and write results and pictures to a folder.
 
     Args:
-        protocol: with its settings, such as `DenseNN(ratios=(1, 8))`.
-        backbone: its source, such as a run folder or a name of timm.
-        data: the protocol's `data_type`, such as `SegmentationData("camvid", "CAMVID")`.
-        runtime: the protocol's `runtime_type`; its defaults if None.
-        out: the folder; by default `evaluations/<protocol>-<data>-<backbone>`, numbered.
+        protocol: protocol with its settings, such as `DenseNN(ratios=(1, 8))`.
+        backbone: source of the backbone, such as a run folder or a timm model name.
+        data: an instance of the protocol's `data_type`, such as `SegmentationData("camvid", "CAMVID")`.
+        runtime: an instance of the protocol's `runtime_type`; its defaults if None.
+        out: output folder; by default a numbered folder `evaluations/<protocol>-<data>-<backbone>`.
         overwrite: replace an existing evaluation in `out`.
-        resume: continue the evaluation in `out` if it exists, else start it; for protocols that train.
+        resume: resume the evaluation in `out`, or start it if it does not exist; for protocols that train.
         pictures: number of images to draw.
-        command: by which it can be repeated, for the record.
-        console: shows progress.
+        command: command line that reproduces the evaluation, stored in the result.
+        console: console for progress bars.
 
     Returns:
         The result and its folder.
 
     Raises:
-        ValueError: backbone, data, settings or folder cannot be used; as far as possible before any work.
+        ValueError: backbone, data, settings or folder are invalid; raised before any work as far as possible.
         ImportError: an optional package is not installed.
         FileNotFoundError: a file of the backbone or the data does not exist.
-        ConnectionError: timm's weights cannot be fetched.
-        UnreadableImage: an image is damaged.
-        Interrupted: SIGTERM or SIGUSR1 was received; `resume` continues. (Ctrl-C is a KeyboardInterrupt.)
+        ConnectionError: timm's weights cannot be downloaded.
+        UnreadableImage: an image is corrupt.
+        Interrupted: SIGTERM or SIGUSR1 was received; use `resume` to continue. (Ctrl-C raises KeyboardInterrupt.)
         NonFiniteLoss: training has diverged.
     """
     if resume and not protocol.trains():
-        raise ConfigError(f"{protocol.name} does not train, so there is nothing to resume: leave out --resume")
+        raise ConfigError(f"{protocol.name} does not train and cannot be resumed: omit --resume")
     run, protocol = open_run(protocol, backbone, data, runtime, pictures=pictures, console=console)
     return evaluate_run(run, protocol, out=out, overwrite=overwrite, resume=resume, command=command)
 
@@ -206,13 +206,13 @@ def open_run(
     pictures: int = 6,
     console: Console | None = None,
 ) -> tuple[Run, Protocol]:
-    """Open backbone and data for an evaluation, and decide the settings of the protocol; arguments as of `evaluate`.
+    """Open backbone and data of an evaluation, and set all settings of the protocol; arguments as in `evaluate`.
 
     Returns:
-        The run, and the protocol with its settings decided.
+        The run, and the protocol with all settings set.
 
     Raises:
-        errors of `evaluate` that concern backbone, data and settings.
+        errors of `evaluate` about backbone, data and settings.
     """
     if pictures < 0:
         raise InputError(f"pictures must be >= 0, got {pictures}")
@@ -235,15 +235,15 @@ def evaluate_run(
     resume: bool = False,
     command: str = "",
 ) -> tuple[EvaluationResult, Path]:
-    """Measure an opened backbone; result and errors as of `evaluate`.
+    """Evaluate an opened backbone; result and errors as in `evaluate`.
 
     Args:
-        run: of `open_run`.
-        protocol: with its settings decided.
-        out: the folder; by default `evaluations/<protocol>-<data>-<backbone>`, numbered.
+        run: run returned by `open_run`.
+        protocol: protocol returned by `open_run`.
+        out: output folder; by default a numbered folder `evaluations/<protocol>-<data>-<backbone>`.
         overwrite: replace an existing evaluation in `out`.
-        resume: continue the evaluation in `out` if it exists, else start it; for protocols that train.
-        command: by which it can be repeated, for the record.
+        resume: resume the evaluation in `out`, or start it if it does not exist; for protocols that train.
+        command: command line that reproduces the evaluation, stored in the result.
     """
     source, splits, runtime = run.source, run.data, run.runtime
     if not source.pretrained and not protocol.trains():
@@ -276,8 +276,8 @@ def evaluate_run(
         except Exception:
             if protocol.trains():
                 raise  # --resume draws again
-            log.exception("not all pictures could be written; the results are complete")
-        result.write(folder)  # last: an evaluation with a result has finished
+            log.exception("some pictures could not be written; the results are complete")
+        result.write(folder)  # written last: marks the evaluation as finished
 
     if not protocol.trains():
         target = ResultFolder(out or OUT / name, "evaluation", numbered=out is None, overwrite=overwrite, inputs=inputs)
@@ -303,17 +303,17 @@ def evaluate_run(
 
 
 def measure(protocol: Protocol, backbone: Backbone, data: Splits, *, device: torch.device | str = "cpu") -> Outcome:
-    """Measure a network in memory, as `evaluate` does, by a protocol that does not train; writes nothing.
+    """Evaluate a network in memory with a protocol that does not train, without writing files.
 
     Args:
-        protocol: with its settings.
-        backbone: on the device; its mode does not matter.
-        data: the opened splits.
-        device: where it runs.
+        protocol: protocol with its settings.
+        backbone: the network, on `device`, in any mode.
+        data: opened splits.
+        device: device of the evaluation.
 
     Raises:
-        ValueError: settings, network and data do not fit together.
-        UnreadableImage, DataError: an image that cannot be used.
+        ValueError: settings, network and data are incompatible.
+        UnreadableImage, DataError: an image is unusable.
     """
     runtime = EvaluationRuntime(devices=(str(device),), workers=0, cache="none")
     source = BackboneSource(backbone.name)
@@ -322,11 +322,11 @@ def measure(protocol: Protocol, backbone: Backbone, data: Splits, *, device: tor
 
 
 def calibrate_batch_norms(backbone: Backbone, images: LabelledImages) -> None:
-    """Set the batch norm statistics of an untrained network from 64 images; without them it is a weaker baseline.
+    """Estimate the batch norm statistics of an untrained network from 64 images, for a stronger baseline.
 
     Args:
-        backbone: changed in place; unchanged if it has no batch norms.
-        images: of any sizes.
+        backbone: modified in place; no-op if it has no batch norms.
+        images: images of any size.
     """
     device = next(backbone.parameters()).device
 
@@ -335,7 +335,7 @@ def calibrate_batch_norms(backbone: Backbone, images: LabelledImages) -> None:
         height, width = (side // patch * patch for side in image.shape[1:])
         if not backbone.takes_any_size:
             height = width = backbone.image_size
-        if not backbone.takes_any_size or min(height, width) < 2 * patch:  # statistics need several values
+        if not backbone.takes_any_size or min(height, width) < 2 * patch:  # statistics need more than one value
             height, width = max(height, 2 * patch), max(width, 2 * patch)
             image = resize_image(image, (height, width), "bicubic")
         pixels = image[None, :, :height, :width].to(device).float() / 255

@@ -1,4 +1,4 @@
-"""Where and how an evaluation runs, as a configuration says it. Nothing here needs torch until it is asked for."""
+"""Runtime configuration of evaluations: devices, precision, memory. Torch is imported on use only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from cribo.arguments import ConfigError
 TrainerPrecision = Literal["32-true", "bf16-mixed", "16-mixed"]
 
 Schedule = Literal["paper", "short"]
-"""Whose settings a training has: the paper's, for GPUs, or short ones for small sets and CPUs."""
+"""Training schedule: the paper's, for GPUs, or a short one for small data sets and CPUs."""
 
 
 def require_least(settings: object, least: Mapping[str, int], prefix: str = "") -> None:
-    """Check that settings are not too small; None is valid.
+    """Check lower bounds of settings; None is valid.
 
     Args:
-        settings: an object with the settings as attributes.
-        least: the smallest valid value of each.
-        prefix: of the names in errors.
+        settings: object with the settings as attributes.
+        least: minimum of each setting, by name.
+        prefix: prefix of the names in error messages.
 
     Raises:
-        ConfigError: a setting is smaller.
+        ConfigError: a setting is below its minimum.
     """
     for name, bound in least.items():
         if (value := getattr(settings, name)) is not None and value < bound:
@@ -33,12 +33,12 @@ class EvaluationRuntime:
     """Devices, memory and cache; results do not depend on them beyond rounding.
 
     Attributes:
-        devices: such as cuda:0,cuda:1 or cpu; they share the search. [all GPUs, or the CPU if there is none]
-        batch_size: images of equal size that are encoded at once. Lower it if the device runs out of memory.
-        workers: processes that read images. [half of the cores]
-        memory_gib: memory limit of the search on each device. With less memory the keys are read more often, with the
-            same result. [half of the free memory]
-        cache: folder of the features, for further evaluations of this backbone; none keeps them in memory.
+        devices: comma-separated devices that share the search, such as cuda:0,cuda:1 or cpu. [all GPUs, else the CPU]
+        batch_size: number of images of equal size to encode at once. Lower it if the device runs out of memory.
+        workers: number of worker processes that read images. [half of the cores]
+        memory_gib: memory limit of the search on each device, in GiB. With less memory the keys are read more often,
+            with the same result. [half of the free memory]
+        cache: folder in which features are cached for further evaluations of the backbone; none keeps them in memory.
     """
 
     devices: tuple[str, ...] | None = None
@@ -58,15 +58,15 @@ class TrainingRuntime:
     """Devices, precision and logging; results do not depend on devices beyond rounding.
 
     Attributes:
-        accelerator: of the Lightning Trainer: auto, cpu, gpu, ...
-        devices: number of devices of each machine, or auto for all GPUs (one process on a CPU).
+        accelerator: accelerator of the Lightning Trainer: auto, cpu, gpu, ...
+        devices: number of devices per machine, or auto for all GPUs (one process on a CPU).
         num_nodes: number of machines.
-        precision: 32-true, or on GPUs bf16-mixed (16-mixed on old ones): about twice as fast for half the memory.
-        workers: processes that read images, for each device. [half of the cores]
-        threads: of torch on a CPU. [torch's default]
-        log_every: steps between two points in TensorBoard.
-        checkpoint_every: steps between two checkpoints; one is also written at the end.
-        evaluate_every: steps between two scores during training; 0 for the final score only.
+        precision: 32-true, or on GPUs bf16-mixed (16-mixed on older GPUs), about twice as fast with half the memory.
+        workers: number of worker processes that read images, per device. [half of the cores]
+        threads: number of CPU threads of torch. [torch's default]
+        log_every: number of steps between two entries in TensorBoard.
+        checkpoint_every: number of steps between two checkpoints; one is also written at the end.
+        evaluate_every: number of steps between two validations; 0 validates only at the end.
     """
 
     accelerator: str = "auto"
@@ -87,7 +87,7 @@ class TrainingRuntime:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it is trained on GPUs of NVIDIA or AMD."""
+        """Whether training runs on NVIDIA or AMD GPUs."""
         import torch
 
         return self.accelerator in ("gpu", "cuda") or (self.accelerator == "auto" and torch.cuda.is_available())

@@ -1,4 +1,4 @@
-"""Counts and scores of predictions against labels."""
+"""Confusion matrices and the metrics computed from them."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def count_confusion(
         labels: 0 to `classes` - 1.
         predicted: 0 to `columns` - 1.
         classes: number of rows.
-        columns: number of columns, as many as rows if None; further ones stand for predictions of no class.
+        columns: number of columns, `classes` if None; columns after the first `classes` count predictions of no class.
 
     Example:
         >>> count_confusion(torch.tensor([0, 0, 1]), torch.tensor([0, 2, 1]), 2, 3).tolist()
@@ -33,7 +33,7 @@ def count_confusion(
 
 
 class Confusion(Metric):
-    """The confusion over all batches and processes (`count_confusion`); labels equal to `ignore_index` do not count."""
+    """Confusion matrix over all batches and ranks (`count_confusion`), without labels equal to `ignore_index`."""
 
     full_state_update = False
 
@@ -44,20 +44,20 @@ class Confusion(Metric):
         self.counts: Any
 
     def update(self, labels: Int[Tensor, "..."], predicted: Int[Tensor, "..."]) -> None:
-        """Count pixels."""
+        """Add the pixels of a batch."""
         known = labels != self.ignore_index
         self.counts += count_confusion(labels[known], predicted[known], self.classes)
 
     def compute(self) -> Int[Tensor, "c c"]:
-        """Return the counts of all processes."""
+        """Return the counts over all ranks."""
         return self.counts
 
 
 def iou(confusion: Int[Tensor, "c p"]) -> Float64[Tensor, " c"]:
-    """Intersection over union of each class, NaN where it occurs neither in labels nor in predictions.
+    """Return the IoU of each class; NaN for a class absent from both labels and predictions.
 
     Args:
-        confusion: counts, rows are labels, columns predictions; columns after those of the classes count predictions
+        confusion: counts with labels in rows and predictions in columns; columns after the first C count predictions
             of no class, which are always wrong.
 
     Raises:
@@ -77,7 +77,7 @@ def iou(confusion: Int[Tensor, "c p"]) -> Float64[Tensor, " c"]:
 
 
 def pairwise_iou(confusion: Int[Tensor, "c p"]) -> Float64[Tensor, "c p"]:
-    """Intersection over union of each label (row) with each prediction (column), 0 where both are empty.
+    """Return the IoU of each label (row) with each prediction (column); 0 where both are empty.
 
     Example:
         >>> pairwise_iou(torch.tensor([[5, 4], [0, 3]]))[1].tolist()
@@ -88,12 +88,12 @@ def pairwise_iou(confusion: Int[Tensor, "c p"]) -> Float64[Tensor, "c p"]:
 
 
 def matched_iou(confusion: Int[Tensor, "c p"]) -> Float64[Tensor, " p"]:
-    """Intersection over union after predicted classes are matched one to one to true ones, for the highest mean.
+    """Return the IoUs after Hungarian matching of predicted with true classes, which maximises their mean.
 
-    A class that does not occur has 0. The result also has a value for each column after those of the classes, 0.
+    Absent classes have an IoU of 0, and so have columns after the first C.
 
     Args:
-        confusion: as for `iou`.
+        confusion: as in `iou`.
 
     Example:
         >>> matched_iou(torch.tensor([[0, 4, 0], [3, 1, 0], [0, 0, 0]])).tolist()
@@ -108,12 +108,12 @@ def matched_iou(confusion: Int[Tensor, "c p"]) -> Float64[Tensor, " p"]:
 
 
 def mean_iou(confusion: Int[Tensor, "c p"]) -> float:
-    """Mean IoU of the classes that occur."""
+    """Return the mean IoU of the classes that occur."""
     return float(iou(confusion).nanmean())
 
 
 def best_place(values: Sequence[float | None]) -> int:
-    """Return the place of the highest value, the first of equal ones; None is lower than any number.
+    """Return the index of the highest value, the first on ties; None is lower than any number.
 
     Example:
         >>> best_place([None, 0.1, 0.3, 0.3])
@@ -123,15 +123,15 @@ def best_place(values: Sequence[float | None]) -> int:
 
 
 def accuracy(confusion: Int[Tensor, "c p"]) -> Float[Tensor, " c"]:
-    """Share of the labels of each class that are predicted correctly, NaN for a class without labels."""
+    """Return the fraction of correctly predicted labels of each class; NaN for a class without labels."""
     return confusion.diagonal().double() / confusion.sum(dim=1)
 
 
 def calibration_error(confidence: Float[Tensor, " n"], right: Float[Tensor, " n"], bins: int = 10) -> float:
-    """Expected calibration error (Guo et al. 2017): the mean gap of confidence and accuracy over bins of equal width.
+    """Return the expected calibration error (Guo et al. 2017) over bins of equal width.
 
     Args:
-        confidence: of each prediction, in 0-1.
+        confidence: confidence of each prediction, in 0-1.
         right: 1 for correct predictions, 0 for others.
         bins: number of bins.
 

@@ -1,4 +1,4 @@
-"""Common to protocols that train: a folder that can be resumed, and Lightning's trainer."""
+"""Common code of protocols that train: resumable folders, and the Lightning trainer."""
 
 import json
 import logging
@@ -35,36 +35,36 @@ from cribo.training.progress import StepProgress
 log = logging.getLogger("cribo")
 
 SETTINGS = "evaluation.json"
-"""The file of the settings of an evaluation that trains, by which a resumption is compared."""
+"""File of the settings of an evaluation that trains; resuming requires equal settings."""
 
 _KEPT_CHECKPOINTS = 2
-_ORDER = 0x6F7264  # keeps the draws of the order apart from others of the same seed
+_ORDER = 0x6F7264  # key of the random order, distinct from other uses of the seed
 _WORKER_DIED = "DataLoader worker (pid"
 
 
 class TrainedModule(ResumableModule):
-    """A module trained by Lightning's automatic optimisation.
+    """A module trained with Lightning's automatic optimisation.
 
-    All random numbers must be keyed, so that a resumed training equals an uninterrupted one. Values logged with
-    `prog_bar=True` are shown beside the progress bar.
+    All random numbers must be keyed, so that resumed and uninterrupted training are identical. Values logged with
+    `prog_bar=True` are shown in the progress bar.
     """
 
 
 class KeyStream(Sampler[list[tuple[int, int]]]):
-    """The keys (epoch, index) of each batch from the next step on: one permutation of the data after the other.
+    """Batch sampler that yields keys (epoch, index) from the next step on, with one permutation per epoch.
 
-    Batches may cross the ends of epochs, and the place in the data depends on the step alone.
+    Batches may span two epochs; the position in the data depends on the step only.
 
     Args:
         count: number of samples.
-        batch_size: over all processes.
-        steps: of the whole training.
-        seed: of the permutations.
-        position: returns the next step.
-        rank, world_size: of this process, which gets its share of each batch.
+        batch_size: total batch size over all ranks.
+        steps: total number of training steps.
+        seed: seed of the permutations.
+        position: callback that returns the next step.
+        rank, world_size: rank of this process, which gets its share of each batch, and number of ranks.
 
     Raises:
-        ConfigError: the batch size is not a multiple of the processes.
+        ConfigError: the batch size is not a multiple of the number of ranks.
 
     Example:
         >>> keys = KeyStream(3, 2, 3, seed=0, position=lambda: 0)
@@ -121,40 +121,40 @@ def fit(
     collate: Callable[[list[Any]], Any] | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> L.Trainer:
-    """Train a module and score it, from the last checkpoint in the folder if there is one.
+    """Train and validate a module, resuming from the last checkpoint in the folder if there is one.
 
     Args:
-        module: ends with the weights of the last step.
-        train: samples by (epoch, index).
-        validation: samples by index, scored one by one; each process gets its share, without repetition.
-        batch_size: samples of a step, over all devices.
-        steps: optimiser steps.
-        seed: of the order of the data.
-        folder: for checkpoints and TensorBoard's log.
-        label: of the progress bar.
-        runtime: where and how.
-        console: shows progress.
-        collate: makes a batch of samples; torch's default if None.
+        module: trained in place; has the weights of the last step afterwards.
+        train: training samples, indexed by (epoch, index).
+        validation: samples to score, in batches of one; each rank gets its share, without repetition.
+        batch_size: total batch size over all devices.
+        steps: number of optimiser steps.
+        seed: seed of the order of the data.
+        folder: folder of the checkpoints and TensorBoard logs.
+        label: label of the progress bar.
+        runtime: devices, precision and logging.
+        console: console for the progress bar.
+        collate: collates a list of samples; torch's default if None.
         callbacks: further callbacks.
 
     Returns:
-        The trainer, after its validation.
+        The trainer, after validation.
 
     Raises:
-        ConfigError: devices that do not exist, cannot share a batch, or have nothing to score.
-        Interrupted: SIGTERM or SIGUSR1 was received; a checkpoint was written. (Ctrl-C is a KeyboardInterrupt.)
+        ConfigError: devices do not exist, cannot share a batch evenly, or outnumber the validation samples.
+        Interrupted: SIGTERM or SIGUSR1 was received; a checkpoint was written. (Ctrl-C raises KeyboardInterrupt.)
         NonFiniteLoss: weights are not finite.
-        Stopped: a process that reads images was killed.
-        errors of reading a sample.
+        Stopped: a data loader worker was killed.
+        errors of reading samples.
     """
     checkpoint = resume_point(folder) if is_first_process() else next(iter(checkpoint_files(folder)), None)
     if checkpoint is not None:
-        log.info("%s: going on from %s", label, checkpoint)
+        log.info("%s: resuming from %s", label, checkpoint)
     checkpoints = Checkpoints(
         folder, every_steps=runtime.checkpoint_every, keep=_KEPT_CHECKPOINTS, resume_from=checkpoint
     )
     progress = StepProgress(console, label, every_steps=min(runtime.log_every, 10))
-    advice = "go on with the same command and --resume"
+    advice = "resume with the same command and --resume"
     interruption = Interruption(lambda trainer: checkpoints.on_train_end(trainer, module), advice=advice)
     with quiet_lightning():
         trainer = _trainer(runtime, folder, [progress, *callbacks, checkpoints, interruption], steps)
@@ -171,9 +171,9 @@ def fit(
         )
         batches = Batches(train, collate, batch_sampler=keys, **loading)
         if (count := len(cast(Any, validation))) < processes:
-            # Lightning would leave a process without samples out of the validation, and the others would hang.
+            # Lightning skips validation on a rank without samples, and the other ranks would hang.
             raise ConfigError(
-                f"each of the {processes} devices must have something to score, got {count}: use fewer "
+                f"each of the {processes} devices needs at least one image to score, got {count} images: use fewer "
                 "--runtime.devices, or raise data.limit"
             )
         share = [[index] for index in range(rank, count, processes)]
@@ -186,7 +186,7 @@ def fit(
             if _WORKER_DIED not in str(error):
                 raise
             raise Stopped(
-                f"a process that reads images has ended ({error}): if the machine ran out of memory, lower "
+                f"a data loader worker was killed ({error}): if the machine ran out of memory, lower "
                 f"--runtime.workers; {advice}"
             ) from error
     return trainer
@@ -203,23 +203,23 @@ def evaluation_folder(
     runtime: TrainingRuntime,
     inputs: Sequence[str | os.PathLike[str] | None] = (),
 ) -> Iterator[Path]:
-    """Claim and lock the folder of an evaluation that trains on rank 0, for all ranks.
+    """Create or reopen the folder of an evaluation that trains, and lock it on rank 0 for all ranks.
 
     Args:
-        out: the folder; `evaluations/<name>`, numbered, if None.
-        name: of a numbered folder.
-        settings: everything that the result depends on.
+        out: output folder; a numbered folder `evaluations/<name>` if None.
+        name: name of the numbered folder.
+        settings: all settings that the result depends on.
         overwrite: replace an existing evaluation.
-        resume: continue an existing evaluation, or start one.
-        runtime: of the processes.
-        inputs: files and folders that are read, which must not be in `out`.
+        resume: resume the evaluation in `out`, or start it if it does not exist.
+        runtime: devices and number of machines.
+        inputs: input files and folders, which must not be inside `out`.
 
     Raises:
-        FolderError: it exists and neither is set, is in use, or has an evaluation of other settings.
-        ConfigError: devices that do not exist, or both are set.
+        FolderError: the folder exists and neither flag is set, is in use, or has other settings.
+        ConfigError: devices do not exist, `resume` is set with `overwrite`, or without `out`.
     """
     if resume and (overwrite or out is None):
-        raise ConfigError("--resume does not go with --overwrite" if overwrite else "--resume needs --out, the folder")
+        raise ConfigError("--resume cannot be combined with --overwrite" if overwrite else "--resume requires --out")
     end_with_launcher()
     require_launched(runtime.devices, runtime.num_nodes)
     settings = json.loads(json.dumps(settings))
@@ -232,7 +232,7 @@ def evaluation_folder(
     ):
         try:
             yield folder
-        except ConfigError:  # before any work: remove the folder, once the lock is released
+        except ConfigError:  # raised before training: remove the new folder after the lock is released
             if is_first_process() and {path.name for path in folder.iterdir()} <= {MARKER, SETTINGS, RUN_LOCK}:
                 for file in (MARKER, SETTINGS):
                     (folder / file).unlink(missing_ok=True)
@@ -246,7 +246,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def is_evaluation_of(folder: Path, settings: dict[str, Any]) -> bool:
-    """Whether a folder has an unfinished evaluation of these settings, which `resume` continues."""
+    """Whether a folder has an unfinished evaluation with these settings, which can be resumed."""
     try:
         begun = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -255,7 +255,7 @@ def is_evaluation_of(folder: Path, settings: dict[str, Any]) -> bool:
 
 
 def finished_result(out: Path | None, *, resume: bool) -> EvaluationResult | None:
-    """Return the result of an evaluation to resume that is already finished, else None."""
+    """Return the result of an evaluation to resume if it is already finished, else None."""
     if not resume or out is None or not (out / RESULTS).is_file():
         return None
     if is_first_process():
@@ -283,7 +283,7 @@ def _open(
             resume=resume,
             known_by=SETTINGS,
             inputs=inputs,
-            advice="choose another --out, go on with it by --resume, or replace it with --overwrite",
+            advice="choose another --out, resume it with --resume, or replace it with --overwrite",
         ),
     )
     if (folder / SETTINGS).is_file():
@@ -299,18 +299,18 @@ def _require_same(folder: Path, settings: dict[str, Any]) -> None:
     try:
         before = dict(flat(json.loads((folder / SETTINGS).read_text(encoding="utf-8"))))
     except ValueError as error:
-        raise FolderError(f"{folder / SETTINGS} is damaged ({error}): begin again with --overwrite") from error
+        raise FolderError(f"{folder / SETTINGS} is corrupt ({error}): restart with --overwrite") from error
     now = dict(flat(settings))
     for setting in dict.fromkeys((*before, *now)):
         if before.get(setting) != now.get(setting):
             raise FolderError(
-                f"{folder} was begun with {setting} {setting_value(before.get(setting))}, not "
-                f"{setting_value(now.get(setting))}: leave it as it was, or choose another --out"
+                f"{folder} was created with {setting} {setting_value(before.get(setting))}, got "
+                f"{setting_value(now.get(setting))}: use the same settings to resume it, or choose another --out"
             )
 
 
 def _trainer(runtime: TrainingRuntime, folder: Path | None, callbacks: Sequence[Callback], steps: int) -> L.Trainer:
-    """Return a trainer that stops after `steps`, and logs to `folder` if there is one."""
+    """Return a trainer that stops after `steps`, and logs to `folder` unless it is None."""
     every, devices = runtime.evaluate_every or None, runtime.devices
     if runtime.num_nodes > 1 or devices != "auto":
         is_shared = runtime.num_nodes > 1 or int(devices) > 1

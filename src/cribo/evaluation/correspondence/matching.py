@@ -31,7 +31,7 @@ def match_pairs(
         features: of the patches of all images.
         images: in pairs.
         device: on which they are matched.
-        progress: is called with the progress.
+        progress: progress callback.
 
     Returns:
         For each pair, (k, 2): x and y in pixels of the target.

@@ -28,7 +28,7 @@ def write_pairs(
     Args:
         matches: the points that were found in the target of each pair.
         images: in pairs.
-        folder: to write to.
+        folder: output folder.
         alpha: up to which points are correct.
         number: of pairs to draw.
     """

@@ -1,4 +1,4 @@
-"""Semantic correspondence as a protocol: data, settings, and what it returns."""
+"""Semantic correspondence protocol: data, settings and measurement."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ class CorrespondenceData:
     """Pairs of images with keypoints: SPair-71k, or a folder with files in its format.
 
     Attributes:
-        root: SPair-71k (PairAnnotation, JPEGImages), or a folder of your own with images, and pairs/*.json in the
+        root: SPair-71k (PairAnnotation, JPEGImages), or your own folder with images, and pairs/*.json in the
             format of SPair-71k.
         split: of SPair-71k: trn, val or test. [test]
-        partial: accept SPair-71k with missing pairs. Its scores cannot be compared with published ones.
-        limit: use only this many pairs, evenly spread, to try things out.
+        partial: accept SPair-71k with missing pairs. Its scores are not comparable with published ones.
+        limit: maximum number of pairs, evenly spaced, for a quick trial.
     """
 
     layout: ClassVar[str] = "pairs/*.json with images, or PairAnnotation of SPair-71k"
@@ -73,13 +73,13 @@ class Correspondence(Protocol):
     """Semantic correspondence by nearest features, as in DIFT's `eval_spair.py`.
 
     Attributes:
-        alphas: a point is correct up to this share of the longer side of the object's box; a row of results each.
-        size: height,width of all images, or one number for a square. [768, or the multiple of the patch size below]
-        interpolation: of images.
-        precision: of the stored features: float16 takes half the space.
+        alphas: a point is correct up to this share of the longer side of the object's box; one row of results each.
+        size: height,width of all images, or a single number for squares. [768, or the multiple of the patch size below]
+        interpolation: interpolation of resized images.
+        precision: precision of the stored features; float16 halves their size.
 
     Raises:
-        InputError: a value out of range.
+        InputError: a value is out of range.
     """
 
     name: ClassVar[str] = "correspondence"
@@ -121,7 +121,7 @@ Features are cached on disk. For a first try: --limit 50 --size 448
         return cls(size=square(image_size or 2 * QUICK_SIDE, patch_size))
 
     def prepare(self, run: "Run") -> Self:
-        """Decide the size."""
+        """Set the image size."""
         backbone = run.backbone
         side = _SIDE if backbone.takes_any_size else backbone.image_size
         settings = self.decided({"size": square(side, backbone.patch_size)})
@@ -129,7 +129,7 @@ Features are cached on disk. For a first try: --limit 50 --size 448
         return settings
 
     def used(self, run: "Run") -> dict[str, Any]:
-        """Return the settings, with the layers that give features."""
+        """Return the settings, with the number of layers that provide features."""
         return {**dataclasses.asdict(self), "layers": run.source.layers}
 
     def measure(self, run: "Run") -> Outcome:

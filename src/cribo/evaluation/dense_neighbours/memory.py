@@ -1,4 +1,4 @@
-"""The memory of dense nearest-neighbour retrieval: labelled patches that are searched and vote."""
+"""Memory of dense nearest-neighbour retrieval: labelled patches, their search and their votes."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,25 +21,25 @@ from cribo.retrieval.search import (
 )
 from cribo.retrieval.voting import LabelShares, Voters, label_shares
 
-_PATCH_DRAW = 0x706174  # keeps the draws of patches apart from others of the same seed
+_PATCH_DRAW = 0x706174  # key of the draws of patches, distinct from other uses of the seed
 _RECALL_QUERIES = 1000
 
 
 class PatchMemory:
-    """Labelled patches: their features as keys of a search, and their votes.
+    """Labelled patches as keys of a search, with their votes.
 
     Args:
-        known: features and classes of the views.
-        views: in this memory.
-        settings: of the protocol.
-        num_classes: C.
-        draw: number of the draw, on which the patches of a bounded memory depend.
-        device: where votes are counted.
+        known: features and class counts of the views.
+        views: views in this memory.
+        settings: settings of the protocol.
+        num_classes: C, number of classes.
+        draw: index of the draw; a bounded memory selects other patches in each draw.
+        device: device on which votes are counted.
         progress: called after each view.
 
     Attributes:
-        keys: for the search.
-        columns: of a vote, C, or C + 1 if having no class is a class of its own.
+        keys: keys of the search.
+        columns: number of columns of a vote: C, or C + 1 if unlabelled pixels form a class.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PatchMemory:
                 key = (_PATCH_DRAW, settings.seed, draw, view.image, view.augmentation or 0)
                 chosen = rarest_patches(counts, limit, keyed_generator(*key))
                 counts, kept = counts[chosen], kept[chosen]
-            rows[view] = kept.int()  # half the room of what torch counts with
+            rows[view] = kept.int()  # int32 halves the memory
             labels.append(label_shares(counts, settings.patch_labels))
             if progress is not None:
                 progress()
@@ -79,7 +79,7 @@ class PatchMemory:
         machine: Machine,
         progress: Callable[[int], None] | None = None,
     ) -> tuple[Neighbours, float]:
-        """Return the nearest patches of each query, and the recall of the search."""
+        """Return the nearest patches of each query, and the recall of the search (1 if exact)."""
         if settings.search == "exact":
             return self._exact(queries, settings, machine, progress), 1.0
         if self._index is None:
@@ -112,5 +112,5 @@ class PatchMemory:
         )
 
     def vote(self, neighbours: Neighbours, settings: DenseNN) -> Float[Tensor, "q p"]:
-        """Return the share of the vote for each class."""
+        """Return the fraction of votes for each class."""
         return self._voters.vote(neighbours, settings.vote, settings.temperature)

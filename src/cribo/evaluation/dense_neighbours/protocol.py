@@ -1,4 +1,4 @@
-"""Dense nearest-neighbour retrieval as a protocol: its settings, its variants, and what it returns."""
+"""Dense nearest-neighbour retrieval protocol: settings, variants and measurement."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -34,40 +34,41 @@ class DenseNN(Protocol):
     """Dense nearest-neighbour retrieval (CrIBo, section 4.1; Balazevic et al. 2023).
 
     Attributes:
-        variant: the rules to follow: cribo (CrIBo, section 4.1), hummingbird (the public toolkit for Balazevic et al.
-            2023), hummingbird-strict (the same, but pixels without class are never a class of the set, and the mean is
-            over the classes that occur), dip or franca (with the changes of these papers). It sets the defaults of the
-            following, see [brackets], in which hummingbird stands for all but cribo.
-        ratios: share of the memory's images, a row of results each: 1,8,64,128 for all, one in 8, ...
-        draws: how often the images of a share are drawn; the score is the mean.
-        lists: folder with the images of each share, in place of draws: 1_div_<ratio>/*.txt, one name per line, as in
-            file_sets of the toolkit.
-        seed: of the draws and the augmentations.
+        variant: implementation to follow: cribo (CrIBo, section 4.1), hummingbird (the public toolkit for Balazevic et
+            al. 2023), hummingbird-strict (the same, but unlabelled pixels are never a class of the data set, and the
+            mean is over the classes that occur), dip or franca (with the changes of these papers). It sets the
+            defaults in [brackets] below, where hummingbird stands for all variants except cribo.
+        ratios: fractions of the memory's images, one row of results each: 1,8,64,128 for all images, 1/8, ...
+        draws: number of random draws of images per ratio; the score is the mean.
+        lists: folder with lists of the images of each ratio, instead of random draws: 1_div_<ratio>/*.txt, one name
+            per line, as in file_sets of the toolkit.
+        seed: seed of the draws and the augmentations.
         neighbours: k, the number of nearest patches that vote. [50, hummingbird: 30]
-        vote: weight of a neighbour: majority (all equal), similarity (its cosine) or attention (softmax of
-            cosine / temperature). The paper is silent. [majority, hummingbird: attention]
-        temperature: of the attention. [0.02, dip: 0.07]
-        patch_labels: hard, the class of most pixels of a patch, or soft, the share of each. [hard, hummingbird: soft]
-        unlabelled: pixels without class in the memory: drop patches in which they are most frequent, outvote them by
-            any labelled pixel, treat them as a class that is never correct, or as the first class. The paper is silent.
-            [drop, hummingbird: first, of ADE20K class; hummingbird-strict: first if that is background, else class]
-        score: what is counted: every patch, by the class of most of its pixels, every pixel of the labels on disk,
-            or every pixel of the resized labels. The paper is silent. [patch, hummingbird: resized]
-        mean: of the IoU over the classes that occur (present), or over all, with 0 for a class that does not occur,
-            after predicted classes are matched one to one to true ones for the highest mean. [present, hummingbird and
-            franca: matched]
-        size: height,width of all images, or one number for a square. [each image's own, rounded to the patch size;
+        vote: weight of a neighbour: majority (equal weights), similarity (its cosine) or attention (softmax of
+            cosine / temperature). Not specified in the paper. [majority, hummingbird: attention]
+        temperature: temperature of the attention. [0.02, dip: 0.07]
+        patch_labels: hard (most frequent class of a patch) or soft (fraction of each class). [hard, hummingbird: soft]
+        unlabelled: handling of unlabelled pixels in the memory: drop patches in which they are most frequent, outvote
+            them by any labelled pixel, treat them as a class that is never correct (class), or as the first class
+            (first). Not specified in the paper. [drop, hummingbird: first, of ADE20K class; hummingbird-strict: first
+            if that is background, else class]
+        score: unit of the score: patch (each patch counts, with the class of most of its pixels), pixel (each pixel of
+            the labels on disk) or resized (each pixel of the resized labels). Not specified in the paper. [patch,
+            hummingbird: resized]
+        mean: mean IoU over the classes that occur (present), or over all classes after Hungarian matching of predicted
+            with true classes, with 0 for absent classes (matched). [present, hummingbird and franca: matched]
+        size: height,width of all images, or a single number for squares. [each image's own, rounded to the patch size;
             hummingbird: square, 512, franca 518, or the multiple of the patch size below]
-        interpolation: of images. The paper is silent. [bicubic, hummingbird: bilinear]
-        augmentations: augmented views of each image in the memory, 0 for the image itself. [0, hummingbird: 2]
-        memory_patches: bound of the memory, patches of rare classes first; 0 for none. [0, hummingbird: 10240000,
-            franca: 0]
-        search: exact, or faiss for an approximate index (its recall is printed).
-        probes: lists that the approximate index looks through: more are slower and find more.
-        precision: of the stored features: float16 takes half the space.
+        interpolation: interpolation of resized images. Not specified in the paper. [bicubic, hummingbird: bilinear]
+        augmentations: number of augmented views per image in the memory; 0 for the image itself. [0, hummingbird: 2]
+        memory_patches: maximum number of patches in the memory, patches of rare classes first; 0 for no limit. [0,
+            hummingbird: 10240000, franca: 0]
+        search: exact, or faiss for an approximate index, whose recall is printed.
+        probes: number of lists searched by the approximate index; more lists increase recall and time.
+        precision: precision of the stored features; float16 halves their size.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
     """
 
     name: ClassVar[str] = "dense-nn"
@@ -82,15 +83,15 @@ class DenseNN(Protocol):
     }
     aliases: ClassVar[Mapping[str, str]] = {"--data.memory": "--data.train", "--data.queries": "--data.val"}
     description: ClassVar[str] = """\
-Dense nearest-neighbour retrieval: every patch of a new image takes its label from the most similar patches of
-labelled images, and the labels are scored (mIoU). Nothing is trained.
+Dense nearest-neighbour retrieval: each patch of a validation image is labelled by the most similar patches of the
+labelled training images, and the predictions are scored (mIoU). Nothing is trained.
 
   cribo evaluate dense-nn --backbone runs/camvid --data camvid --data.root CAMVID
   cribo evaluate dense-nn --backbone checkpoint.pth --data voc --data.root VOCdevkit/VOC2012
   cribo evaluate dense-nn --backbone vit_small_patch16_224.dino --data folder --data.root MINE
 
---variant hummingbird follows the public toolkit for "Towards in-context scene understanding". Features are cached
-on disk: the next evaluation of the same backbone and images starts with the search. For a first try:
+--variant hummingbird follows the public toolkit for "Towards in-context scene understanding". Features are cached on
+disk and reused by further evaluations of the same backbone and images. For a quick trial:
 --data.limit 50 --ratios 1
 """
 
@@ -123,15 +124,15 @@ on disk: the next evaluation of the same backbone and images starts with the sea
             raise InputError(f"temperature must be > 0, got {self.temperature}")
 
     def for_data(self, patch_size: int, classes: Sequence[str]) -> Self:
-        """Return a copy in which the variant has decided all settings.
+        """Return a copy with all settings set, with the defaults of the variant.
 
         Args:
-            patch_size: of the backbone, in pixels.
-            classes: of the data.
+            patch_size: patch size of the backbone in pixels.
+            classes: classes of the data.
 
         Raises:
-            ValueError: a size that is not a multiple of the patch size.
-            ImportError: predictions are to be matched to classes, and scipy is not installed.
+            ValueError: the size is not a multiple of the patch size.
+            ImportError: `mean` is matched and scipy is not installed.
 
         Example:
             >>> DenseNN(variant="hummingbird", neighbours=20).for_data(14, ["road", "sky"]).size
@@ -146,11 +147,11 @@ on disk: the next evaluation of the same backbone and images starts with the sea
 
     @classmethod
     def quick(cls, patch_size: int, image_size: int | None) -> Self:
-        """Return the protocol with the whole memory and small images."""
+        """Return the protocol with the full memory and small images."""
         return cls(ratios=(1,), size=square(image_size or QUICK_SIDE, patch_size))
 
     def effective(self) -> dict[str, Any]:
-        """Return the settings by name, without those that others make meaningless."""
+        """Return the settings by name, without those that have no effect."""
         values = dataclasses.asdict(self)
         unused = {
             "temperature": self.vote != "attention",
@@ -161,15 +162,15 @@ on disk: the next evaluation of the same backbone and images starts with the sea
         return {name: value for name, value in values.items() if not unused.get(name)}
 
     def prepare(self, run: "Run") -> Self:
-        """Decide all settings."""
+        """Set all settings that are None."""
         return self.for_data(run.backbone.patch_size, run.data.train.classes)
 
     def used(self, run: "Run") -> dict[str, Any]:
-        """Return the settings, with the layers that give features."""
+        """Return the settings, with the number of layers that provide features."""
         return {**self.effective(), "layers": run.source.layers}
 
     def measure(self, run: "Run") -> Outcome:
-        """Label the patches of val by those of train."""
+        """Label the patches of val by their nearest patches in train."""
         from cribo.console import Phases
         from cribo.evaluation.dense_neighbours.retrieval import dense_nn, panels, row
 
@@ -195,7 +196,7 @@ on disk: the next evaluation of the same backbone and images starts with the sea
 
 
 def _cribo(patch_size: int, classes: Sequence[str]) -> dict[str, Any]:
-    """CrIBo, section 4.1; what it does not mention is chosen here."""
+    """Return the defaults of CrIBo, section 4.1, with our choices for unspecified settings."""
     return {
         "neighbours": 50,
         "vote": "majority",
@@ -211,7 +212,7 @@ def _cribo(patch_size: int, classes: Sequence[str]) -> dict[str, Any]:
 
 
 def _hummingbird_strict(patch_size: int, classes: Sequence[str]) -> dict[str, Any]:
-    """Balazevic et al. 2023, with only the classes of the data set in labels and mean."""
+    """Return the defaults of Balazevic et al. 2023, with only the data set's classes in labels and mean."""
     return {
         "neighbours": 30,
         "vote": "attention",
@@ -228,7 +229,7 @@ def _hummingbird_strict(patch_size: int, classes: Sequence[str]) -> dict[str, An
 
 
 def _hummingbird(patch_size: int, classes: Sequence[str]) -> dict[str, Any]:
-    """The public toolkit, which labels pixels without class 0: of ADE20K that is no class, of others the first one."""
+    """Return the defaults of the public toolkit, which labels unlabelled pixels 0: no class in ADE20K, else the first."""
     is_ade20k = list(classes) == SEGMENTATION_SETS["ade20k"].classes
     return {
         **_hummingbird_strict(patch_size, classes),
@@ -238,12 +239,12 @@ def _hummingbird(patch_size: int, classes: Sequence[str]) -> dict[str, Any]:
 
 
 def _dip(patch_size: int, classes: Sequence[str]) -> dict[str, Any]:
-    """Its authors' copy of the toolkit, which neither matches predictions nor counts classes that do not occur."""
+    """Return the defaults of DIP's copy of the toolkit, without matching of predictions and absent classes."""
     return {**_hummingbird(patch_size, classes), "temperature": 0.07, "mean": "present"}
 
 
 def _franca(patch_size: int, classes: Sequence[str]) -> dict[str, Any]:
-    """The toolkit with all patches of images of 518 pixels in the memory (appendix C of the paper)."""
+    """Return the defaults of Franca: the toolkit with 518-pixel images and unbounded memory (its appendix C)."""
     return {**_hummingbird(patch_size, classes), "size": square(518, patch_size), "memory_patches": 0}
 
 

@@ -1,7 +1,6 @@
 """Dense nearest-neighbour retrieval (paper section 4.1; Balazevic et al. 2023).
 
-The patches of labelled images are the memory. Each patch of a new image takes its label from the nearest patches in the
-memory, and the labels are scored. Nothing is trained.
+Each patch of a query image is labelled by its nearest patches in a memory of labelled images. Nothing is trained.
 """
 
 import itertools
@@ -33,24 +32,24 @@ from cribo.retrieval.encoders import PatchEncoder
 from cribo.retrieval.patches import majority_label
 from cribo.retrieval.search import Neighbours, available_memory
 
-_LABEL_MAP_BYTES = 2**30  # of label maps that are kept for the next memory; others are read again
-_MEMORY_DRAW = 0x6D656D  # keeps the draws of images apart from others of the same seed
+_LABEL_MAP_BYTES = 2**30  # maximum size of label maps kept in memory; others are read again
+_MEMORY_DRAW = 0x6D656D  # key of the draws of images, distinct from other uses of the seed
 _NOT_SCORED = -1
 
 
 @dataclass(frozen=True)
 class RatioScore:
-    """The score with a share of the memory's images.
+    """Score with a fraction of the memory's images.
 
     Attributes:
-        ratio: one in this many images is used.
+        ratio: the fraction is 1 / ratio.
         draws: mIoU in 0-1 of each draw.
-        per_class: IoU of each class, mean of the draws; where it occurs neither in labels nor in predictions, 0 if
+        per_class: IoU of each class, averaged over the draws; for a class absent from labels and predictions 0 if
             predictions are matched, else NaN.
-        confusion: (C, P) patches or pixels, summed over the draws; rows are labels, columns predictions. A column C, if
-            it exists, counts predictions of no class.
-        patches: of the memory, mean of the draws.
-        recall: of the approximate search, None for the exact search.
+        confusion: (C, P) counts of patches or pixels, summed over the draws, with labels in rows and predictions in
+            columns. Column C, if it exists, counts predictions of no class.
+        patches: number of patches in the memory, averaged over the draws.
+        recall: recall of the approximate search; None for the exact search.
     """
 
     ratio: int
@@ -69,7 +68,7 @@ class RatioScore:
         recalls: Sequence[float],
         mean: Mean = "present",
     ) -> "RatioScore":
-        """Summarise the draws of a ratio."""
+        """Create the score of a ratio from its draws."""
         scores = torch.stack([(matched_iou if mean == "matched" else iou)(tally) for tally in tallies])
         return cls(
             ratio,
@@ -82,22 +81,22 @@ class RatioScore:
 
     @property
     def miou(self) -> float:
-        """Mean of the draws, in 0-1."""
+        """Mean mIoU of the draws, in 0-1."""
         return statistics.fmean(self.draws)
 
     @property
     def miou_std(self) -> float | None:
-        """Sample standard deviation of the draws, None of one draw."""
+        """Sample standard deviation of the draws; None for a single draw."""
         return statistics.stdev(self.draws) if len(self.draws) > 1 else None
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted label of each patch of an image, for pictures.
+    """Predicted labels of the patches of an image, for pictures.
 
     Attributes:
-        index: of the image among the queries.
-        labels: (h, w), the grid of patches; C for no class.
+        index: index of the image among the queries.
+        labels: (h, w) labels on the grid of patches; C for no class.
     """
 
     index: int
@@ -106,13 +105,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class DenseRetrieval:
-    """The result of `dense_nn`.
+    """Result of `dense_nn`.
 
     Attributes:
-        settings: that were used, all decided.
-        scores: one for each ratio.
-        predictions: of some images, with the memory of the first ratio.
-        memory_patches, query_patches: numbers of encoded patches.
+        settings: settings used, without None.
+        scores: score of each ratio.
+        predictions: predictions for some images, with the memory of the first ratio.
+        memory_patches, query_patches: number of encoded patches.
     """
 
     settings: DenseNN
@@ -133,21 +132,21 @@ def dense_nn(
     pictures: int = 0,
     progress: Progress | None = None,
 ) -> DenseRetrieval:
-    """Label every patch of the queries by its nearest patches in the memory, and score the labels.
+    """Label each patch of the queries by its nearest patches in the memory, and score the predictions.
 
     Args:
-        encoder: gives the features; on the machine's first device.
-        memory: images whose patches are searched.
-        queries: images whose patches are labelled.
-        settings: of the protocol.
-        machine: its resources.
+        encoder: patch encoder on the machine's first device.
+        memory: labelled images whose patches are searched.
+        queries: images to label and score.
+        settings: settings of the protocol.
+        machine: resources of the search.
         pictures: number of queries whose predictions are returned.
-        progress: is called with the progress.
+        progress: progress callback.
 
     Raises:
-        ValueError: different classes in the two sets, an empty set, settings that do not fit (`DenseNN`), a memory
-            without a labelled patch or with fewer patches than `neighbours`, or queries without labels.
-        UnreadableImage, DataError: an image or label map that cannot be used.
+        ValueError: memory and queries have different classes, one of them is empty, settings are invalid (`DenseNN`),
+            the memory has no labelled patches or fewer patches than `neighbours`, or the queries have no labels.
+        UnreadableImage, DataError: an image or label map is unusable.
     """
     machine = machine or Machine()
     _check_sets(memory, queries)
@@ -182,7 +181,7 @@ def dense_nn(
         _require_neighbours(memories[-1], ratio, settings)
     scorer = _Scorer(queries, asked, settings, pictures, machine.devices[0])
     if not scorer.has_labels():
-        raise InputError("the queries have nothing to score: the labels of their images are all ignored")
+        raise InputError("the queries cannot be scored: all labels of their images are ignored")
     tallies, recalls = _score_all(scorer, memories, settings, machine, progress)
     scores = []
     for ratio in settings.ratios:
@@ -208,7 +207,7 @@ def row(score: RatioScore, classes: Sequence[str]) -> dict[str, Any]:
 
 
 def panels(found: DenseRetrieval, queries: LabelledImages) -> list[Panel]:
-    """Return images beside their labels and predictions, patches drawn as they are."""
+    """Return panels of images, labels and predictions, with patch predictions not interpolated."""
     drawn = []
     for prediction in sorted(found.predictions, key=lambda prediction: prediction.index):
         image, labels = queries.load(prediction.index), queries.labels(prediction.index)
@@ -219,10 +218,10 @@ def panels(found: DenseRetrieval, queries: LabelledImages) -> list[Panel]:
 
 
 def images_of(memory: LabelledImages, ratio: int, settings: DenseNN) -> list[list[int]]:
-    """Return the images of each draw of a ratio, as the settings say: all, listed ones, or random ones.
+    """Return the images of each draw of a ratio: all images, those of the lists, or random ones.
 
     Raises:
-        InputError: there are no lists for the ratio, or they name an image that the memory does not have.
+        InputError: the lists of the ratio do not exist, or contain an image that is not in the memory.
     """
     if ratio == 1:
         return [list(range(len(memory)))]
@@ -231,19 +230,19 @@ def images_of(memory: LabelledImages, ratio: int, settings: DenseNN) -> list[lis
     folder = Path(settings.lists).expanduser() / f"1_div_{ratio}"
     files = sorted(folder.glob("*.txt"))
     if not files:
-        raise InputError(f"{folder} holds no list (*.txt) for ratio {ratio}: leave out the ratio, or --lists")
+        raise InputError(f"{folder} has no lists (*.txt) for ratio {ratio}: omit the ratio, or --lists")
     places = {Path(memory.name(index)).stem: index for index in range(len(memory))}
     draws = [file.read_text(encoding="utf-8").split() for file in files]
     for file, names in zip(files, draws, strict=True):
         if not names:
             raise InputError(f"{file} is empty: it must list images of the memory, one name per line")
         if missing := [name for name in names if name not in places]:
-            raise InputError(f"{file} lists {missing[0]}, which is none of the {len(memory)} images of the memory")
+            raise InputError(f"{file} lists {missing[0]}, which is not among the {len(memory)} images of the memory")
     return [sorted({places[name] for name in names}) for names in draws]
 
 
 def draw_images(count: int, ratio: int, seed: int, draw: int) -> list[int]:
-    """The images of one draw, ascending: one in `ratio`, rounded, one at least, uniformly and without replacement.
+    """Draw a fraction 1 / `ratio` of the images, at least one, without replacement; return sorted indices.
 
     Example:
         >>> [len(draw_images(10582, ratio, 0, 0)) for ratio in (1, 8, 64, 128)]  # Pascal VOC's trainaug
@@ -256,7 +255,7 @@ def draw_images(count: int, ratio: int, seed: int, draw: int) -> list[int]:
 
 
 class _Scorer:
-    """Turns votes into predictions, and counts labels against predictions."""
+    """Predicts labels from votes, and accumulates the confusion matrix."""
 
     def __init__(
         self, queries: LabelledImages, asked: PatchFeatures, settings: DenseNN, pictures: int, device: str
@@ -273,7 +272,7 @@ class _Scorer:
             }
 
     def has_labels(self) -> bool:
-        """Whether there is anything to score."""
+        """Whether any patch or pixel can be scored."""
         if self.settings.score == "patch":
             return any(len(self.rows(view)) for view in self._patch_labels)
         return any(
@@ -281,13 +280,13 @@ class _Scorer:
         )
 
     def rows(self, view: EncodedView) -> Int[Tensor, " m"]:
-        """Return the patches to search for: those with a label, or all if pixels are scored."""
+        """Return the patches to classify: those with a label, or all if pixels are scored."""
         if self.settings.score == "patch":
             return (self._patch_labels[view] != _NOT_SCORED).nonzero()[:, 0]
         return torch.arange(self.asked.counts[view].patches)
 
     def score(self, chunk: "_Chunk", part: PatchMemory, neighbours: Neighbours, *, keep: bool) -> Int[Tensor, "c p"]:
-        """Count labels against predictions in the images of a chunk."""
+        """Return the confusion matrix of the images of a chunk."""
         votes = part.vote(neighbours, self.settings)
         rows, columns = len(self.queries.classes), part.columns
         tally = torch.zeros(rows, columns, dtype=torch.long, device=self.device)
@@ -306,8 +305,8 @@ class _Scorer:
         return tally.cpu()
 
     def _upsampled(self, votes: Float[Tensor, "n p"], view: EncodedView, size: tuple[int, int]) -> Int[Tensor, "h w"]:
-        """Return the class of each pixel, from votes that are upsampled bilinearly."""
-        present = (votes.amax(dim=0) > 0).nonzero()[:, 0]  # the others cannot win
+        """Return the class of each pixel, from bilinearly upsampled votes."""
+        present = (votes.amax(dim=0) > 0).nonzero()[:, 0]  # classes without votes cannot win
         grid = votes[:, present].mT.unflatten(1, self.asked.grid(view))[None]
         return present[F.interpolate(grid, size=size, mode="bilinear")[0].argmax(dim=0)]
 
@@ -319,7 +318,7 @@ class _Scorer:
 
 @dataclass
 class _Chunk:
-    """Queries that are searched together: the patches of each view."""
+    """Patches of several queries that are searched together."""
 
     asked: PatchFeatures
     rows: dict[EncodedView, Int[Tensor, " m"]] = field(default_factory=dict)
@@ -332,11 +331,11 @@ class _Chunk:
         return sum(len(rows) for rows in self.rows.values())
 
     def features(self) -> Float[Tensor, "q d"]:
-        """Return their features, image by image."""
+        """Return the features of the patches, image by image."""
         return torch.cat([self.asked.features(view)[rows] for view, rows in self.rows.items()])
 
     def label_map(self, images: LabelledImages, view: EncodedView, settings: DenseNN) -> UInt8[Tensor, "h w"]:
-        """Return the labels by which an image is scored; read once for all memories, within bounded space."""
+        """Return the labels of an image for scoring, cached for further memories up to a size limit."""
         if view in self._label_maps:
             return self._label_maps[view]
         labels = images.labels(view.image)
@@ -355,12 +354,12 @@ def _score_all(
     machine: Machine,
     progress: Progress | None,
 ) -> tuple[list[Int[Tensor, "c p"]], list[float]]:
-    """Search and score all queries in all memories; returns confusion and recall of each memory."""
+    """Search and score all queries in all memories; return the confusion matrix and recall of each memory."""
     tallies = [torch.zeros(len(scorer.queries.classes), part.columns, dtype=torch.long) for part in memories]
     recalls = [0.0] * len(memories)
     chunks = deque(_chunks(scorer, memories, settings, machine))
     patches = sum(chunk.patches for chunk in chunks)
-    # Scoring counts as one more key, so that the progress is complete only at the end.
+    # Scoring counts as one more key, so that the progress reaches 100 % only at the end.
     pairs = patches * sum(len(part.keys) + 1 for part in memories)
     done = 0
 
@@ -369,7 +368,7 @@ def _score_all(
             progress("search [%]", 100 * (done + chunk.patches * keys) // pairs, 100)
 
     while chunks:
-        chunk = chunks.popleft()  # frees its label maps afterwards
+        chunk = chunks.popleft()  # releases the label maps of the previous chunk
         features = chunk.features()
         for number, part in enumerate(memories):
             neighbours, share = part.search(features, settings, machine, partial(report, chunk))
@@ -381,11 +380,11 @@ def _score_all(
 
 
 def _chunks(scorer: _Scorer, memories: Sequence[PatchMemory], settings: DenseNN, machine: Machine) -> Iterator[_Chunk]:
-    """Split the queries into as few chunks as memory allows: all keys are read once for each."""
+    """Split the queries into as few chunks as fit in memory, since all keys are read once per chunk."""
     rows = {view: scorer.rows(view) for view in scorer.asked.counts}
     largest = max(memories, key=lambda part: len(part.keys))
     limit = largest.plan(sum(map(len, rows.values())), settings, machine).query_chunk
-    # Features, neighbours and votes of a chunk are also on the host, and each is copied once.
+    # Features, neighbours and votes of a chunk are also on the CPU, and each is copied once.
     row_bytes = 2 * (4 * largest.keys.dim + 12 * settings.neighbours + 4 * largest.columns)
     limit = min(limit, available_memory("cpu") // 2 // row_bytes)
     chunk = _Chunk(scorer.asked)
@@ -411,20 +410,20 @@ def _require_bound(views: int, settings: DenseNN) -> None:
     if 0 < settings.memory_patches < views:
         raise InputError(
             f"memory_patches must be at least the number of images in the memory (times their augmentations), "
-            f"{views}, got {settings.memory_patches}: allow more patches, or 0 for all"
+            f"{views}, got {settings.memory_patches}: increase it, or use 0 for no limit"
         )
 
 
 def _require_neighbours(part: PatchMemory, ratio: int, settings: DenseNN) -> None:
     if not len(part.keys):
         raise InputError(
-            f"the memory has no labelled patch at ratio {ratio}: the labels of its images are all ignored"
+            f"the memory has no labelled patch at ratio {ratio}: all labels of its images are ignored"
             + ("; try a smaller ratio" if ratio > 1 else "")
         )
     if len(part.keys) < settings.neighbours:
         raise InputError(
             f"neighbours must be at most the number of patches in the memory, got {settings.neighbours} with "
-            f"{len(part.keys)} patches at ratio {ratio}: ask for fewer neighbours or leave out this ratio"
+            f"{len(part.keys)} patches at ratio {ratio}: use fewer neighbours, or omit this ratio"
         )
 
 

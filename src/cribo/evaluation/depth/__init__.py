@@ -1,1 +1,1 @@
-"""Depth from frozen features: by nearest patches, and by a linear probe."""
+"""Depth prediction from frozen features, by nearest patches and by a linear probe."""

@@ -34,14 +34,14 @@ def write_depths(
     *,
     number: int,
 ) -> None:
-    """Draw some of the images: `depth.png`, `depth-2.png`, ... of six each.
+    """Draw some of the images, six per file: `depth.png`, `depth-2.png`, ...
 
     Args:
-        found: the predicted depth of patches, by method.
-        scores: of all images, by method.
-        images: with depth maps.
-        folder: to write to.
-        number: of images to draw.
+        found: predicted depth of patches, by method.
+        scores: scores of all images, by method.
+        images: images with depth maps.
+        folder: output folder.
+        number: number of images to draw.
     """
     for name, part in pages("depth", spread(len(images), number), _ROWS_PER_PICTURE):
         write_figure(folder / f"{name}.png", draw_depths(part, found, scores, images))
@@ -53,13 +53,13 @@ def draw_depths(
     scores: Mapping[str, Sequence[DepthScore | None]],
     images: DepthImages,
 ) -> Figure:
-    """Draw image, measured depth, and the predictions of each method in the same colours; stripes are no measurement.
+    """Draw images, measured depth and the prediction of each method; pixels without measurement are striped.
 
     Args:
-        indices: of the images, at least one.
-        found: the predicted depth of patches, by method.
-        scores: of all images, by method.
-        images: with depth maps.
+        indices: indices of the images, at least one.
+        found: predicted depth of patches, by method.
+        scores: scores of all images, by method.
+        images: images with depth maps.
     """
     depths = {index: images.depth(index) for index in indices}
     farthest = max(float(depth.max()) for depth in depths.values())

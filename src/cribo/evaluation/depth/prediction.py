@@ -1,4 +1,4 @@
-"""Depth of patches, and its prediction by nearest patches and by ridge regression."""
+"""Depth prediction for patches by nearest neighbours and by ridge regression."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ from cribo.retrieval.search import available_memory, nearest, plan_search
 from cribo.retrieval.voting import vote_weights
 
 PatchDepths = Mapping[EncodedView, Float[Tensor, " n"]]
-"""The depth of each patch of images in metres, NaN where there is no measurement."""
+"""Depth of each patch of images in metres; NaN without measurement."""
 
 Predictions = Mapping[EncodedView, Float[Tensor, "rows columns"]]
-"""The predicted depth of each patch of images in metres."""
+"""Predicted depth of each patch of images in metres."""
 
 
 def patch_depths(depth: Float[Tensor, "h w"], grid: tuple[int, int]) -> Float[Tensor, " n"]:
-    """Return the mean of the measured depths of each patch, row by row, NaN for patches without a measurement.
+    """Return the mean measured depth of each patch, row by row; NaN for patches without measurement.
 
     Args:
-        depth: of the pixels, 0 where there is no measurement.
-        grid: patches down and across; each pixel belongs to the patch that its centre lies in.
+        depth: depth of the pixels in metres; 0 for no measurement.
+        grid: number of rows and columns of patches; a pixel belongs to the patch that contains its centre.
 
     Example:
         >>> patch_depths(torch.tensor([[1.0, 3.0, 0.0, 4.0, 0.0, 0.0]]), (1, 3)).tolist()
@@ -53,19 +53,19 @@ def predict(
     machine: Machine,
     progress: Progress | None = None,
 ) -> dict[str, Predictions]:
-    """Predict the depth of patches by each method.
+    """Predict the depth of patches with each method.
 
     Args:
-        known: features of the images with known depth.
-        images: with known depth.
-        asked: features of the patches whose depth is predicted.
-        settings: all decided.
+        known: features of the training images.
+        images: training images with depth maps.
+        asked: features of the images to predict.
+        settings: settings of the protocol after `prepare`.
         machine: resources of the search.
-        progress: is called with the progress.
+        progress: progress callback.
 
     Raises:
-        InputError: too few patches with a measurement, or features that are not finite.
-        UnreadableImage, DataError: a depth map that cannot be used.
+        InputError: too few patches have a measurement, or features are not finite.
+        UnreadableImage, DataError: a depth map is unusable.
     """
     depths: dict[EncodedView, Tensor] = {}
     for number, view in enumerate(known.counts, start=1):
@@ -80,7 +80,7 @@ def predict(
 
 
 class UnitKeys(SelectedKeys):
-    """Patches as keys of a search by cosine: their features, scaled to unit length."""
+    """Selected patches with features of unit length, as keys of a cosine search."""
 
     def _selected(self, view: EncodedView) -> Float[Tensor, "m d"]:
         return _unit(super()._selected(view))
@@ -98,12 +98,12 @@ def predict_by_neighbours(
     """Predict the depth of each patch as the weighted mean depth of the nearest patches with a measurement.
 
     Args:
-        known: features of the patches that are searched.
-        depths: of these patches.
-        asked: features of the patches whose depth is predicted.
-        settings: of the search and the weights.
-        machine: its resources.
-        progress: is called with the progress.
+        known: features of the searched patches.
+        depths: depth of these patches.
+        asked: features of the images to predict.
+        settings: settings of the protocol.
+        machine: resources of the search.
+        progress: progress callback.
 
     Raises:
         InputError: fewer patches with a measurement than neighbours.
@@ -112,7 +112,7 @@ def predict_by_neighbours(
     if len(keys) < settings.neighbours:
         raise InputError(
             f"neighbours must be at most the number of patches with a measurement, {len(keys)}, got "
-            f"{settings.neighbours}: ask for fewer, or give more or larger images"
+            f"{settings.neighbours}: use fewer neighbours, or more or larger images"
         )
     values = torch.cat([depth[~depth.isnan()] for depth in depths.values()])
     chunks = list(_chunks(asked, keys.dim, settings.neighbours))
@@ -143,7 +143,7 @@ def predict_by_neighbours(
 
 @dataclass(frozen=True)
 class LinearDepth:
-    """Depth as a linear function of a feature: feature @ weight + bias, in metres."""
+    """Linear depth model in metres: feature @ weight + bias."""
 
     weight: Float64[Tensor, " d"]
     bias: float
@@ -157,15 +157,15 @@ class LinearDepth:
 
 
 def fit_linear(known: PatchFeatures, depths: PatchDepths, ridge: float) -> LinearDepth:
-    """Fit the depth of patches by ridge regression on standardised features, in closed form and float64.
+    """Fit the depth of patches by ridge regression on standardised features, in closed form in float64.
 
-    Minimises the mean of (depth - prediction)² over all patches with a measurement, plus `ridge` times the sum of the
+    Minimises the mean of (depth - prediction)² over the patches with a measurement, plus `ridge` times the sum of the
     squared weights of standardised channels.
 
     Args:
         known: features of the patches.
-        depths: of these patches.
-        ridge: > 0.
+        depths: depth of these patches.
+        ridge: L2 penalty, > 0.
 
     Raises:
         InputError: no patch has a measurement, or features are not finite.
@@ -180,9 +180,9 @@ def fit_linear(known: PatchFeatures, depths: PatchDepths, ridge: float) -> Linea
         total += rows.sum(dim=0)
         products += rows.T @ rows
     if not count:
-        raise InputError("no patch of the training images has a depth: every pixel is 0 or beyond data.max_depth")
+        raise InputError("no patch of the training images has a depth: all pixels are 0 or above data.max_depth")
     if not products.isfinite().all():
-        raise InputError("the backbone gives features that are not finite, to which no depth can be fitted")
+        raise InputError("the features of the backbone are not finite: depth cannot be fitted")
     mean = total / count
     covariance = products / count - mean[:, None] * mean
     deviation = covariance.diagonal()[:-1].clamp_min(0).sqrt()
@@ -197,7 +197,7 @@ def _unit(features: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
 
 
 def _chunks(asked: PatchFeatures, dim: int, neighbours: int) -> Iterator[list[EncodedView]]:
-    """Split images so that features and neighbours of each part take at most half of the free memory."""
+    """Split images into chunks whose features and neighbours take at most half of the free memory."""
     limit = available_memory("cpu") // 2 // (2 * (4 * dim + 16 * neighbours))
     part: list[EncodedView] = []
     patches = 0

@@ -1,4 +1,4 @@
-"""Depth from frozen features as a protocol: data, settings, and what it returns."""
+"""Depth from frozen features protocol: data, settings and measurement."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ METHODS = ("neighbours", "linear")
 
 @dataclass
 class DepthData:
-    """Images with a depth map each.
+    """Images with depth maps.
 
     Attributes:
-        root: NYU-Depth v2 (nyu_train.txt and nyu_test.txt, or BTS's lists), or a folder of your own with images/train,
+        root: NYU-Depth v2 (nyu_train.txt and nyu_test.txt, or BTS's lists), or your own folder with images/train,
             images/val, depth/train and depth/val (16-bit PNG, 0 for no measurement).
         scale: units of the depth maps per metre: 1000 for millimetres, 256 for KITTI.
         max_depth: in metres; depths above it are ignored, and predictions are limited to it: 10 for NYU-Depth v2, 80
             for KITTI.
-        partial: accept missing images and depth maps. The scores cannot be compared with published ones.
-        limit: use only this many images of each split, evenly spread, to try things out.
+        partial: accept missing images and depth maps. The scores are not comparable with published ones.
+        limit: maximum number of images per split, evenly spaced, for a quick trial.
     """
 
     root: str
@@ -45,7 +45,7 @@ class DepthData:
                 raise InputError(f"data.{name} must be > 0, got {getattr(self, name)}")
 
     def open(self) -> Splits:
-        """Open the images for training and validation.
+        """Open both splits.
 
         Raises:
             errors of `open_depth`.
@@ -61,23 +61,23 @@ class DepthData:
 
 @dataclass(frozen=True, kw_only=True)
 class Depth(Protocol):
-    """Depth from frozen features, by nearest patches and by a linear probe.
+    """Depth prediction from frozen features, by nearest patches and by a linear probe.
 
     Attributes:
         methods: neighbours (the weighted mean depth of the nearest patches, as in Balazevic et al. 2023) or linear
-            (ridge regression on the features); a row of results each.
+            (ridge regression on the features); one row of results each.
         neighbours: k, the number of nearest patches.
-        vote: weight of a neighbour: majority (all equal), similarity (its cosine) or attention (softmax of
+        vote: weight of a neighbour: majority (equal weights), similarity (its cosine) or attention (softmax of
             cosine / temperature).
-        temperature: of the attention.
-        ridge: of the linear probe: penalty on the squared weights of standardised channels.
-        size: height,width of all images, or one number for a square. [each image's own, rounded to the patch size, or
-            the only size that the network takes]
-        interpolation: of images.
-        precision: of the stored features: float16 takes half the space.
+        temperature: temperature of the attention.
+        ridge: L2 penalty of the linear probe on the weights of standardised channels.
+        size: height,width of all images, or a single number for squares. [each image's own, rounded to the patch size,
+            or the fixed input size of the network]
+        interpolation: interpolation of resized images.
+        precision: precision of the stored features; float16 halves their size.
 
     Raises:
-        InputError: a value out of range.
+        InputError: a value is out of range.
     """
 
     name: ClassVar[str] = "depth"
@@ -86,13 +86,13 @@ class Depth(Protocol):
     varies: ClassVar[str] = "method"
     data_type: ClassVar[type[Any]] = DepthData
     description: ClassVar[str] = """\
-Depth from frozen features: the depth of each patch is predicted by its most similar patches of other images, and by a
-linear function of its feature, and is scored by pixels (share within a factor of 1.25, RMSE). No network is trained.
+Depth prediction from frozen features: the depth of each patch is predicted from its most similar training patches and
+by ridge regression, and scored per pixel (fraction within a factor of 1.25, RMSE). No network is trained.
 
   cribo evaluate depth --backbone vit_small_patch16_224.dino --data NYU
   cribo evaluate depth --backbone runs/mine --data MINE --data.scale 1000 --data.max_depth 30
 
-Features are cached on disk. For a first try: --limit 50
+Features are cached on disk. For a quick trial: --limit 50
 """
 
     methods: tuple[str, ...] = METHODS
@@ -107,13 +107,13 @@ Features are cached on disk. For a first try: --limit 50
     def __post_init__(self) -> None:
         require_least(self, {"neighbours": 1})
         if not self.methods or len(set(self.methods)) < len(self.methods) or not set(self.methods) <= {*METHODS}:
-            raise InputError(f"methods must be different ones of {','.join(METHODS)}, got {','.join(self.methods)}")
+            raise InputError(f"methods must be distinct values of {','.join(METHODS)}, got {','.join(self.methods)}")
         for name in ("temperature", "ridge"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise InputError(f"{name} must be > 0, got {getattr(self, name)}")
 
     def prepare(self, run: "Run") -> Self:
-        """Decide the size."""
+        """Set the image size."""
         backbone = run.backbone
         only = {} if backbone.takes_any_size else {"size": square(backbone.image_size, backbone.patch_size)}
         settings = self.decided(only)
@@ -122,7 +122,7 @@ Features are cached on disk. For a first try: --limit 50
         return settings
 
     def used(self, run: "Run") -> dict[str, Any]:
-        """Return the settings, with the layers that give features."""
+        """Return the settings, with the number of layers that provide features."""
         return {**dataclasses.asdict(self), "layers": run.source.layers}
 
     def measure(self, run: "Run") -> Outcome:

@@ -1,4 +1,4 @@
-"""Errors of depth maps, as in the evaluations of BTS and DINOv2."""
+"""Metrics of depth maps, as in the evaluations of BTS and DINOv2."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,18 +15,18 @@ from cribo.evaluation.depth.prediction import Predictions
 from cribo.evaluation.features import EncodedView
 
 MIN_DEPTH = 1e-3
-"""Metres, the least predicted depth."""
+"""Minimum of predicted depth in metres."""
 
 _DELTA = 1.25
 
 
 class DepthScore(NamedTuple):
-    """The errors of one image.
+    """Metrics of one image.
 
     Attributes:
-        delta1: share of the pixels whose predicted and true depth differ by a factor below 1.25.
-        rmse: root of the mean squared error, in metres.
-        abs_rel: mean of the error as a share of the true depth.
+        delta1: fraction of pixels whose predicted and true depth differ by a factor below 1.25.
+        rmse: root mean squared error in metres.
+        abs_rel: mean absolute error relative to the true depth.
     """
 
     delta1: float
@@ -35,13 +35,13 @@ class DepthScore(NamedTuple):
 
 
 def upsample(prediction: Float[Tensor, "rows columns"], size: Sequence[int], max_depth: float) -> Float[Tensor, "h w"]:
-    """Return the depth of each pixel: that of the patches, upsampled bilinearly and clamped to 0.001 m to max_depth."""
+    """Return the depth of pixels, upsampled bilinearly from patches and clamped to 0.001 m to `max_depth`."""
     whole = F.interpolate(prediction[None, None], size=tuple(size), mode="bilinear")[0, 0]
     return whole.clamp(MIN_DEPTH, max_depth)
 
 
 def scored_pixels(depth: Float[Tensor, "h w"], window: tuple[slice, slice] | None) -> Bool[Tensor, "h w"]:
-    """Return which pixels are scored: those with a measurement inside of the window."""
+    """Return the mask of scored pixels: those with a measurement, inside the window."""
     inside = torch.zeros_like(depth, dtype=torch.bool)
     inside[window or ...] = True
     return inside & (depth > MIN_DEPTH)
@@ -50,12 +50,12 @@ def scored_pixels(depth: Float[Tensor, "h w"], window: tuple[slice, slice] | Non
 def score_depth(
     prediction: Float[Tensor, "h w"], depth: Float[Tensor, "h w"], window: tuple[slice, slice] | None = None
 ) -> DepthScore | None:
-    """Compare a predicted with a true depth map, both in metres; None if there is no pixel to score.
+    """Compare a predicted with a true depth map, both in metres; return None if no pixel can be scored.
 
     Args:
-        prediction: above 0.
-        depth: 0 where there is no measurement.
-        window: rows and columns that are scored; None for all.
+        prediction: predicted depth, > 0.
+        depth: true depth; 0 for no measurement.
+        window: rows and columns to score; None for all.
 
     Example:
         >>> score_depth(torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 3.0]])).delta1
@@ -90,13 +90,13 @@ def score_images(
 
 
 def row(method: str, scores: Sequence[DepthScore | None]) -> dict[str, Any]:
-    """Return the row of a result: the mean over the images that have pixels to score.
+    """Return the row of a result, averaged over the images with scored pixels.
 
     Raises:
-        InputError: no image has any.
+        InputError: no image has scored pixels.
     """
     known = [score for score in scores if score is not None]
     if not known:
-        raise InputError("there is nothing to score: no pixel of the validation images has a depth")
+        raise InputError("no pixel of the validation images can be scored: they have no depth")
     means = torch.tensor(known, dtype=torch.float64).mean(dim=0).tolist()
     return {"method": method, **dict(zip(DepthScore._fields, means, strict=True)), "images": len(known)}

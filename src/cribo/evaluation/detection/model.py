@@ -44,7 +44,7 @@ def build_yolos(
 
     Args:
         backbone: a plain vision transformer of timm; it is not changed.
-        classes: their names.
+        classes: class names.
         positions: height and width in pixels of the images for which position embeddings are stored, in the first
             layer and between the others; for other images they are interpolated at each step.
         tokens: number of objects that can be found in an image.

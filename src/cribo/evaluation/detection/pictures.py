@@ -71,7 +71,7 @@ def draw_boxes(panels: Sequence[BoxPanel], classes: Sequence[str], *, title: str
 
     Args:
         panels: at least one.
-        classes: their names.
+        classes: class names.
         title: of the figure.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Object detection with YOLOS as a protocol: data, settings, and what it returns."""
+"""Object detection with YOLOS protocol: data, settings and measurement."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class DetectionData:
         train_images: their folder; that of the layout, or the file's own, when not given.
         val_annotations: the JSON file of the images to score.
         val_images: their folder.
-        limit: use only this many images of each split, evenly spread, to try things out.
+        limit: maximum number of images per split, evenly spaced, for a quick trial.
     """
 
     layout: ClassVar[str] = "instances_<split>.json with images/<split>, or another layout of COCO's format"

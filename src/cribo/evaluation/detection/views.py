@@ -173,7 +173,7 @@ class Collate:
     it cuts off incomplete patches at the right and at the bottom.)
 
     Args:
-        patch_size: pixels.
+        patch_size: patch size in pixels.
         colour: red, green and blue of the filling, in 0-1.
     """
 

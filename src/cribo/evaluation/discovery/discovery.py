@@ -61,16 +61,16 @@ def discover(
     Args:
         backbone: on the device where it runs.
         images: an ImageSource with `boxes(index)`; each image has an object that is no crowd.
-        settings: all decided.
-        workers: processes that read images.
-        progress: is called with the progress.
+        settings: settings of the protocol after `prepare`.
+        workers: number of worker processes that read images.
+        progress: progress callback.
 
     Returns:
         What was found, by method.
 
     Raises:
         InputError: an image with too many patches, or features that are not finite.
-        UnreadableImage: an image is damaged.
+        UnreadableImage: an image is corrupt.
     """
     methods = {
         "lost": partial(lost, candidates=settings.candidates),

@@ -27,8 +27,8 @@ def write_objects(found: Mapping[str, Discovered], images: Any, folder: Path, *,
     Args:
         found: by method.
         images: in which they were found.
-        folder: to write to.
-        number: how many images to draw.
+        folder: output folder.
+        number: number of images to draw.
     """
     boxes = {
         method: {images.name(index): [round(side, 2) for side in box] for index, box in enumerate(part.boxes.tolist())}
@@ -43,7 +43,7 @@ def draw_objects(indices: Sequence[int], found: Mapping[str, Discovered], images
     """Draw annotated objects, and beside them what each method has found: patches in blue, their box, and the seed.
 
     Args:
-        indices: of the images, at least one.
+        indices: indices of the images, at least one.
         found: by method.
         images: in which they were found.
     """

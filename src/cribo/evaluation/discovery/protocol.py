@@ -1,4 +1,4 @@
-"""Object discovery as a protocol: data, settings, and what it returns."""
+"""Object discovery protocol: data, settings and measurement."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class DiscoveryData:
         split: of VOC, the name of a list in ImageSets/Main; of other sets, train or val. [VOC: trainval, others: val]
         annotations: a JSON file in COCO's format, at any path.
         images: the folder of its images; that of the layout, or the file's own, when not given.
-        limit: use only this many images, evenly spread, to try things out.
+        limit: maximum number of images, evenly spaced, for a quick trial.
     """
 
     layout: ClassVar[str] = "Annotations, ImageSets and JPEGImages of Pascal VOC, or a layout of COCO's format"
@@ -93,7 +93,7 @@ class Discovery(Protocol):
     """Object discovery by LOST and TokenCut on frozen features.
 
     Attributes:
-        methods: lost (Siméoni et al. 2021) or tokencut (Wang et al. 2022), a row of results each.
+        methods: lost (Siméoni et al. 2021) or tokencut (Wang et al. 2022), one row of results each.
         features: keys of the last attention layer, as in both papers, its queries or values, or tokens, the features of
             all other protocols. [keys; tokens for networks that have none, or a linear layer behind their features]
         candidates: of LOST: number of patches that may join the seed.
@@ -102,7 +102,7 @@ class Discovery(Protocol):
             network takes]
 
     Raises:
-        InputError: a value out of range.
+        InputError: a value is out of range.
     """
 
     name: ClassVar[str] = "discovery"

@@ -95,10 +95,10 @@ def extract_global(
         encoders: one for each device of the machine, on that device; batches go round.
         images: to encode.
         preparation: how they are resized.
-        machine: its resources.
+        machine: resources of the search.
         precision: in which features are stored.
-        progress: is called with the progress.
-        what: the name of this phase in `progress`.
+        progress: progress callback.
+        what: name of this phase in `progress`.
 
     Raises:
         UnreadableImage: an image that cannot be used.

@@ -28,8 +28,8 @@ def write_neighbours(
         found: the result of `image_nn`.
         train: images whose classes are known.
         asked: images that were classified.
-        folder: to write to.
-        number: how many images to draw.
+        folder: output folder.
+        number: number of images to draw.
     """
     score = shown_score(found.scores)
     for name, images in pages("neighbours", chosen_images(score, number), _ROWS_PER_PICTURE):

@@ -1,4 +1,4 @@
-"""Image-level nearest neighbours as a protocol: its settings, and what it returns."""
+"""Image-level nearest neighbours protocol: settings and measurement."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -29,12 +29,12 @@ class ImageNN(Protocol):
     """Image-level nearest neighbours, as in DINO's `eval_knn.py`.
 
     Attributes:
-        neighbours: k, the number of nearest training images that vote, a row of results each; published scores have
+        neighbours: k, the number of nearest training images that vote, one row of results each; published scores have
             k = 20. [10,20,100,200, as far as there are training images]
         temperature: the vote of a neighbour is exp(cosine / temperature): lower values favour near ones.
         resize: pixels of an image's shorter side.
         crop: pixels of the square that is cut from its centre; a multiple of the patch size.
-        precision: of the stored features: float16 takes half the space.
+        precision: precision of the stored features; float16 halves their size.
 
     Raises:
         ConfigError: a value out of range.

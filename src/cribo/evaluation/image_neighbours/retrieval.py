@@ -86,7 +86,7 @@ def image_nn(
         train: images whose classes are known.
         val: images to classify, of the same classes; None to classify each training image by the others.
         settings: of the protocol.
-        machine: its resources.
+        machine: resources of the search.
         progress: called with the progress.
 
     Raises:

@@ -63,9 +63,9 @@ def overclustering(
     Args:
         features: of all patches of the images, all encoded at one size.
         images: whose labels are matched and scored.
-        settings: all decided.
+        settings: settings of the protocol after `prepare`.
         pictures: number of images of the first number of clusters to return as panels.
-        progress: is called with the progress.
+        progress: progress callback.
 
     Returns:
         A score for each number of clusters, and the panels.

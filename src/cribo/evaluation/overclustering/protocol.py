@@ -1,4 +1,4 @@
-"""Overclustering as a protocol: its settings, and what it returns."""
+"""Overclustering protocol: settings and measurement."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Overclustering(Protocol):
     """Unsupervised segmentation by k-means, as in Leopart, TimeT and NeCo.
 
     Attributes:
-        clusters: K, the number of clusters, a row of results each. With as many clusters as classes, the Hungarian
+        clusters: K, the number of clusters, one row of results each. With as many clusters as classes, the Hungarian
             algorithm gives each class one cluster; with any other number, each cluster takes the class of most of its
             pixels. [number of classes,300,500, as far as there are patches]
         draws: how often k-means is repeated, each time with another seed; the score is the mean.
@@ -45,12 +45,12 @@ class Overclustering(Protocol):
         patches_per_cluster: patches drawn for each cluster to compute the centres, as in faiss; all patches are then
             assigned to the nearest centre.
         mask_size: pixels of the sides to which labels and clusters are resized for scoring.
-        size: height,width of all images, or one number for a square. [448, or the multiple of the patch size below]
-        interpolation: of images.
-        precision: of the stored features: float16 takes half the space.
+        size: height,width of all images, or a single number for squares. [448, or the multiple of the patch size below]
+        interpolation: interpolation of resized images.
+        precision: precision of the stored features; float16 halves their size.
 
     Raises:
-        InputError: a value out of range.
+        InputError: a value is out of range.
     """
 
     name: ClassVar[str] = "overclustering"
@@ -92,13 +92,13 @@ Requires: pip install "cribo-ssl[evaluation]"
             raise InputError(f"clusters must be different numbers >= 1, such as 21,300,500, got {self.clusters}")
 
     def for_data(self, patch_size: int, classes: Sequence[str], images: int, image_size: int | None = None) -> Self:
-        """Return a copy in which all settings are decided.
+        """Return a copy in which all settings are set.
 
         Args:
-            patch_size: of the backbone, in pixels.
+            patch_size: patch size of the backbone in pixels.
             classes: of the data.
             images: number of images to cluster.
-            image_size: side of the only images that the backbone takes; None if it takes any.
+            image_size: fixed input size of the backbone in pixels; None if it accepts any size.
 
         Raises:
             InputError: a size that is not a multiple of the patch size, more clusters than patches, or `foreground`
@@ -128,14 +128,14 @@ Requires: pip install "cribo-ssl[evaluation]"
         return cls(draws=1, restarts=1, size=square(image_size or QUICK_SIDE, patch_size))
 
     def prepare(self, run: "Run") -> Self:
-        """Decide all settings, and check that the packages are installed."""
+        """Set all settings that are None, and check that the packages are installed."""
         require_packages("overclustering", "faiss", "scipy")
         backbone, val = run.backbone, run.data.val
         image_size = None if backbone.takes_any_size else backbone.image_size
         return self.for_data(backbone.patch_size, val.classes, len(val), image_size)
 
     def used(self, run: "Run") -> dict[str, Any]:
-        """Return the settings, with the layers that give features."""
+        """Return the settings, with the number of layers that provide features."""
         return {**dataclasses.asdict(self), "layers": run.source.layers}
 
     def measure(self, run: "Run") -> Outcome:

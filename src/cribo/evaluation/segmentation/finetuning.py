@@ -1,4 +1,4 @@
-"""Finetuning with Segmenter: one training for each learning rate, and the network of the best one."""
+"""Finetuning with Segmenter for several learning rates; the best network is kept."""
 
 import copy
 import json
@@ -32,14 +32,14 @@ from cribo.training.checkpoints import CHECKPOINTS
 log = logging.getLogger("cribo")
 
 _SCORE = "score.json"
-"""Written when the training of a learning rate has finished; it is not repeated then."""
+"""Score of a learning rate, written when its training has finished."""
 
 
 def finetune(settings: FinetunedSegmenter, run: Run) -> Outcome:
     """Finetune the network once for each learning rate, score it, and keep the best one.
 
-    Each training has a folder of its own, `lr=8e-05` for example, with its checkpoints and TensorBoard's log. The
-    network of the best rate becomes `segmenter.safetensors` (`load_segmenter`). Finished trainings are not repeated.
+    Each training has its own folder, such as `lr=8e-05`, with checkpoints and TensorBoard logs. The network of the best
+    learning rate is saved as `segmenter.safetensors` (`load_segmenter`). Finished trainings are not repeated.
     """
     trainings = [_Training(settings, run, rate) for rate in settings.learning_rates]
     for number, training in enumerate(trainings, start=1):
@@ -53,7 +53,7 @@ def finetune(settings: FinetunedSegmenter, run: Run) -> Outcome:
     module = trainings[best].module()
     if is_first_process():
         network = trainings[best].folder / SEGMENTER_FILE
-        if network.is_file():  # else an evaluation that was killed here has moved it already
+        if network.is_file():  # already moved if the evaluation was killed here before
             network.replace(run.folder / SEGMENTER_FILE)
         trained = load_segmenter(run.folder)
         module = SegmenterFinetuning(trained.network, learning_rate=1.0, steps=1, inference=trained.inference)
@@ -62,10 +62,10 @@ def finetune(settings: FinetunedSegmenter, run: Run) -> Outcome:
 
 
 def build_segmenter(settings: FinetunedSegmenter, run: Run) -> Segmenter:
-    """Return the network before training: the backbone with positions resized to the crops, and a new decoder.
+    """Return the untrained network: the backbone with position embeddings resized to the crops, and a new decoder.
 
     Raises:
-        ValueError: backbone, decoder and settings do not fit together.
+        ValueError: backbone, decoder and settings are incompatible.
     """
     backbone = open_backbone(run.source, image_size=settings.crop, drop_path=settings.drop_path)
     backbone.set_checkpointing(settings.checkpointing)
@@ -88,19 +88,19 @@ def warn_of_batch_norms(runtime: TrainingRuntime, segmenter: Segmenter) -> None:
     several = runtime.num_nodes > 1 or runtime.devices not in ("auto", 1, "1")
     if several and not runtime.on_gpu and any(isinstance(module, _BatchNorm) for module in segmenter.modules()):
         log.warning(
-            "batch norms are synchronised on GPUs only: on several CPU processes each has the statistics of its own "
-            "share of the batch, and the training differs from that of one process"
+            "batch norms are synchronised on GPUs only: several CPU processes compute their statistics independently, "
+            "and training differs from that of a single process"
         )
 
 
 class _Training:
-    """The training of one learning rate, in a folder of its own.
+    """Training with one learning rate, in its own folder.
 
     Attributes:
         rate: the learning rate.
-        folder: for its checkpoints, TensorBoard's log, score and network.
-        confusion: labels against predictions, once it has finished.
-        seconds: that it took, once it has finished; a resumed training counts from its continuation.
+        folder: folder of checkpoints, TensorBoard logs, score and network.
+        confusion: confusion matrix (labels in rows), set when training has finished.
+        seconds: duration, set when training has finished; excludes the time before resuming.
     """
 
     def __init__(self, settings: FinetunedSegmenter, run: Run, rate: float) -> None:
@@ -110,7 +110,7 @@ class _Training:
         self.seconds = 0.0
 
     def module(self) -> SegmenterFinetuning:
-        """Return the module before training; the prepared network is not changed."""
+        """Return the untrained module, with a copy of the prepared network."""
         return SegmenterFinetuning(
             copy.deepcopy(self.run.prepared),
             learning_rate=self.rate,
@@ -120,13 +120,13 @@ class _Training:
         )
 
     def finish(self) -> None:
-        """Train, resume, or read the score of a finished training."""
+        """Train or resume, or read the score of a finished training."""
         if (self.folder / _SCORE).is_file():
             self._read()
         else:
             self._train()
         if is_first_process():
-            # They are many times larger than the network, and no longer needed.
+            # Checkpoints are much larger than the network, and no longer needed.
             shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
 
     def _read(self) -> None:
@@ -135,7 +135,7 @@ class _Training:
             score = json.loads(path.read_text(encoding="utf-8"))
             self.confusion, self.seconds = torch.tensor(score["confusion"]), float(score["seconds"])
         except (ValueError, KeyError, TypeError) as error:
-            raise FolderError(f"{path} is damaged ({error}): remove {self.folder} to train it again") from error
+            raise FolderError(f"{path} is corrupt ({error}): remove {self.folder} to repeat the training") from error
         if is_first_process():
             log.info("learning rate %g is finished: mIoU %.1f %%", self.rate, 100 * mean_iou(self.confusion))
 
@@ -171,5 +171,5 @@ class _Training:
 
 
 def _best(finished: Sequence[_Training]) -> _Training:
-    """Return the training with the highest mIoU, the first of equal ones."""
+    """Return the training with the highest mIoU, the first on ties."""
     return finished[best_place([mean_iou(training.confusion) for training in finished])]

@@ -1,4 +1,4 @@
-"""The classes of all pixels of an image of any size, at once or through overlapping windows."""
+"""Segmentation of images of any size, whole or with sliding windows."""
 
 import math
 from collections.abc import Callable
@@ -16,26 +16,26 @@ from cribo.models import Backbone, normalise
 from cribo.retrieval.patches import window_starts
 
 Logits = Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "heads b c rows columns"]]
-"""Gives the logits of each class on the grid of patches, by each of one or more heads, of normalised images."""
+"""Returns the logits of each class on the grid of patches, for one or more heads, of normalised images."""
 
-_BUDGET = 2**28  # bytes of upsampled logits that are alive beside those of the image
+_BUDGET = 2**28  # maximum bytes of upsampled logits, in addition to those of the image
 
 
 @dataclass(frozen=True)
 class Inference:
-    """How a resized image is looked at; MMSegmentation's two test modes.
+    """Inference settings, equivalent to MMSegmentation's test modes.
 
     Attributes:
-        mode: `whole`, or `slide`: in windows whose logits are averaged where they overlap, the last ones flush with
-            the edges of the image.
+        mode: `whole` for whole images, or `slide` for windows whose logits are averaged where they overlap; the last
+            windows are aligned with the edges of the image.
         window: side of a window in pixels.
-        stride: pixels from one window to the next.
-        batch_size: windows in one pass.
-        stretch: the logits of a padded window are stretched to the window, as in MMSegmentation; otherwise those of
-            the padding are cut off, so that logits stay where they belong.
+        stride: stride of the windows in pixels.
+        batch_size: number of windows per forward pass.
+        stretch: whether the logits of a padded window are stretched to the window, as in MMSegmentation; otherwise
+            the logits of the padding are cropped, which keeps all logits at their position.
 
     Raises:
-        ValueError: a window, stride or batch size below 1, a stride beyond the window.
+        ValueError: window, stride or batch size is below 1, or the stride is larger than the window.
     """
 
     mode: InferenceMode = "whole"
@@ -50,7 +50,7 @@ class Inference:
             raise InputError(f"stride must be at most the window ({self.window}), got {self.stride}")
 
     def windows(self, height: int, width: int) -> list[tuple[slice, slice]]:
-        """Rows and columns of each window of an image; none is larger than the image."""
+        """Return rows and columns of each window of an image; windows are clipped to the image size."""
         if self.mode == "whole":
             return [(slice(0, height), slice(0, width))]
         rows, columns = (
@@ -63,14 +63,14 @@ class Inference:
 def segment_pixels(
     pixels: UInt8[Tensor, "3 h w"], backbone: Backbone, logits: Logits, size: tuple[int, int], inference: Inference
 ) -> UInt8[Tensor, "heads label_h label_w"]:
-    """Segment an image as files hold it: normalise it for a backbone, and call `segment_image`.
+    """Normalise an RGB image for a backbone, and segment it with `segment_image`.
 
     Args:
-        pixels: RGB, resized within the scale of the set, on the device of the backbone.
-        backbone: of the network.
-        logits: of the network.
+        pixels: RGB image, resized to the scale of the data set, on the device of the backbone.
+        backbone: backbone of the network.
+        logits: function that returns the logits of the network.
         size: (height, width) of the result.
-        inference: how the image is looked at.
+        inference: inference settings.
     """
     image = normalise(pixels[None].float().div_(255), mean=backbone.mean, std=backbone.std)[0]
     divisor = backbone.patch_size if backbone.takes_any_size else backbone.image_size
@@ -81,31 +81,31 @@ def segment_pixels(
 def segment_image(
     image: Float[Tensor, "3 h w"], logits: Logits, size: tuple[int, int], inference: Inference, *, divisor: int
 ) -> UInt8[Tensor, "heads label_h label_w"]:
-    """The class of each pixel of an image at some size, by each head.
+    """Return the class of each pixel of an image at a given size, for each head.
 
-    A window whose sides are not multiples of `divisor` is padded with zeros, which is the mean colour, at its right
-    and bottom, as in MMSegmentation. Logits are upsampled to the window (`Inference.stretch`), averaged over windows,
-    and upsampled to the labels' size; both bilinearly (`align_corners` False). Of equal ones the smaller class wins.
-    Heads, and where there are many, classes are upsampled one after the other.
+    Windows whose sides are not multiples of `divisor` are padded with 0, the mean colour, at the right and bottom, as
+    in MMSegmentation. Logits are upsampled to the window (`Inference.stretch`), averaged over windows, and upsampled
+    to the size of the labels, both bilinearly (`align_corners=False`). Ties are resolved in favour of the smaller
+    class. Heads and large numbers of classes are upsampled in chunks to save memory.
 
     Args:
-        image: normalised, on the network's device.
-        logits: of the network.
+        image: normalised image on the network's device.
+        logits: function that returns the logits of the network.
         size: (height, width) of the labels.
-        inference: how the image is looked at.
-        divisor: what the sides of the network's input are multiples of.
+        inference: inference settings.
+        divisor: divisor of the height and width of network inputs.
 
     Returns:
-        classes, on the device of the image.
+        Classes, on the device of the image.
     """
     windows = inference.windows(image.shape[1], image.shape[2])
-    height, width = (side.stop - side.start for side in windows[0])  # all are of one size
+    height, width = (side.stop - side.start for side in windows[0])  # all windows have the same size
     padded = math.ceil(height / divisor) * divisor, math.ceil(width / divisor) * divisor
     coarse = []
     for start in range(0, len(windows), inference.batch_size):
         parts = torch.stack([image[:, *window] for window in windows[start : start + inference.batch_size]])
         coarse.append(logits(F.pad(parts, (0, padded[1] - width, 0, padded[0] - height))).float())
-    # Of all windows at once: on the grid of patches they take little room.
+    # Logits of all windows fit in memory on the grid of patches.
     full = (height, width) if inference.stretch else padded
     return torch.stack([_classes(head, windows, full, image, size) for head in torch.cat(coarse, dim=1)])
 
@@ -117,7 +117,7 @@ def _classes(
     image: Float[Tensor, "3 h w"],
     size: tuple[int, int],
 ) -> UInt8[Tensor, "label_h label_w"]:
-    """The class of each pixel by one head; classes are upsampled some at a time."""
+    """Return the class of each pixel for one head, upsampling classes in chunks."""
     count = image.new_zeros(image.shape[1:])
     for window in windows:
         count[window] += 1
@@ -138,7 +138,7 @@ def _averaged(
     full: tuple[int, int],
     count: Float[Tensor, "h w"],
 ) -> Float[Tensor, "c h w"]:
-    """Logits of the pixels of the image; those of a window are upsampled to `full` and cut to the window."""
+    """Return the averaged logits of pixels; those of a window are upsampled to `full` and cropped to the window."""
     total = count.new_zeros(coarse.shape[1], *count.shape)
     for (rows, columns), part in zip(windows, coarse, strict=True):
         height, width = rows.stop - rows.start, columns.stop - columns.start

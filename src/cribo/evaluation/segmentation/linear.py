@@ -1,4 +1,4 @@
-"""Linear segmentation: one linear layer on frozen patch tokens (paper, section 4.2), for several learning rates."""
+"""Linear segmentation: a linear layer on frozen patch tokens (paper, section 4.2), for several learning rates."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,27 +21,27 @@ from cribo.models import Backbone
 from cribo.retrieval.encoders import open_backbone
 from cribo.retrieval.source import MEAN_COLOUR
 
-_HEAD = 0x6C696E65  # keeps its draws apart from others of the same seed
+_HEAD = 0x6C696E65  # key of these draws, distinct from other uses of the seed
 _STD = 0.01
 
 
 class LinearSegmentation(SegmentationModule):
     """Linear heads on the tokens of a frozen backbone, one for each learning rate, trained in one pass.
 
-    A head is MMSegmentation's `FCNHead` without convolutions: one linear layer, its weights drawn with a standard
-    deviation of 0.01, the same for each rate, its bias 0. Heads share features and crops but no parameters, and Adam is
-    element-wise: each is trained as it would be alone. The backbone stays in evaluation mode, but for drop path if it
-    has any, gets no gradient, and is not part of checkpoints.
+    A head is MMSegmentation's `FCNHead` without convolutions: one linear layer, whose weights are drawn with a standard
+    deviation of 0.01, equal for all rates, and whose bias is 0. Heads share features and crops but no parameters, and
+    Adam is element-wise, so that each head trains as if alone. The backbone stays in evaluation mode (except for drop
+    path), has no gradients, and is not saved in checkpoints.
 
     Args:
-        backbone: gives the tokens.
-        classes: C.
-        layers: number of its last blocks whose tokens are concatenated.
-        learning_rates: of each head, all different.
-        steps: of the whole training.
-        inference: how images are scored, whole or in windows.
-        rules: of the variant.
-        seed: of the weights.
+        backbone: backbone of the tokens, frozen in place.
+        classes: C, number of classes.
+        layers: number of last blocks whose tokens are concatenated.
+        learning_rates: learning rate of each head, all different.
+        steps: total number of training steps.
+        inference: inference mode, whole images or windows.
+        rules: rules of the variant.
+        seed: seed of the initial weights.
 
     Example:
         >>> from cribo.models import build_backbone
@@ -79,7 +79,7 @@ class LinearSegmentation(SegmentationModule):
     def logits(
         self, images: Float[Tensor, "b 3 h w"], *, drop_path_noise: Float[Tensor, "b sites"] | None = None
     ) -> Float[Tensor, "heads b c rows columns"]:
-        """The logits of each class on the grid of patches, by each head."""
+        """Return the logits of each class on the grid of patches, for each head."""
         with torch.no_grad():
             features = self.backbone.encode(
                 images, self.layers, normalised_layers=self.rules.normalised_layers, drop_path_noise=drop_path_noise
@@ -87,7 +87,7 @@ class LinearSegmentation(SegmentationModule):
         return torch.stack([head(features.tokens).mT.unflatten(2, features.grid) for head in self.heads])
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """The heads, each with its learning rate."""
+        """Return one parameter group per head, with its learning rate."""
         return [
             {"params": list(head.parameters()), "lr": rate}
             for head, rate in zip(self.heads, self.learning_rates, strict=True)
@@ -100,35 +100,35 @@ class LinearSegmentation(SegmentationModule):
         return self
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave out the backbone, which does not change."""
+        """Remove the frozen backbone from the checkpoint."""
         super().on_save_checkpoint(checkpoint)
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name: value for name, value in state.items() if not name.startswith("backbone.")}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the backbone of this process."""
+        """Add the weights of the current backbone to the loaded state."""
         super().on_load_checkpoint(checkpoint)
         own = {name: value for name, value in self.state_dict().items() if name.startswith("backbone.")}
         checkpoint["state_dict"] = {**own, **checkpoint["state_dict"]}
 
 
 def open_frozen(settings: Linear, run: Run) -> Backbone:
-    """Return the backbone that the heads are trained on, with the normalisation and the drop path of the variant.
+    """Return the backbone with the normalisation and drop path of the variant.
 
     Raises:
-        ConfigError, ValueError: it has no drop path, and a rate above 0 is set.
+        ConfigError, ValueError: the backbone has no drop path, and a rate above 0 is set.
     """
     backbone = run.backbone
     if settings.drop_path > 0:
         if run.source.source == MEAN_COLOUR:
-            raise ConfigError(f"{MEAN_COLOUR} has no drop path: give --drop_path 0, got {settings.drop_path:g}")
+            raise ConfigError(f"{MEAN_COLOUR} has no drop path: use --drop_path 0, got {settings.drop_path:g}")
         backbone = open_backbone(run.source, drop_path=settings.drop_path)
     follow_rules(settings.rules, backbone)
     return backbone
 
 
 def train_heads(settings: Linear, run: Run) -> Outcome:
-    """Train the heads of an evaluation on the prepared backbone, and score them."""
+    """Train and score the heads on the prepared backbone."""
     backbone: Backbone = run.prepared
     module = LinearSegmentation(
         backbone,
@@ -158,7 +158,7 @@ def train_heads(settings: Linear, run: Run) -> Outcome:
 
 
 def linear_head(dim: int, classes: int, seed: int) -> nn.Linear:
-    """Return a linear layer with MMSegmentation's initial weights, which depend on the seed alone."""
+    """Return a linear layer with MMSegmentation's initialisation, which depends on the seed only."""
     head = nn.Linear(dim, classes)
     with torch.no_grad():
         head.weight.normal_(std=_STD, generator=keyed_generator(_HEAD, seed))

@@ -1,4 +1,4 @@
-"""Segmenter's decoder: classes are tokens, and a mask is the similarity of patches to a class (Strudel 2021)."""
+"""Segmenter's decoder, a transformer with one token per class (Strudel et al. 2021)."""
 
 import torch
 import torch.nn.functional as F
@@ -13,35 +13,35 @@ from cribo.models.backbone import DropPathNoise, replace_drop_path
 from cribo.models.linear import use_onednn
 
 HEAD_WIDTH = 64
-"""Channels of an attention head, in vision transformers of all sizes."""
+"""Channels per attention head, in vision transformers of all sizes."""
 
 _MLP_RATIO = 4
 _STD = 0.02
 
 
 class MaskTransformer(nn.Module):
-    """Masks of K classes from patch tokens (Segmenter, section 3.2).
+    """Decoder that predicts masks of K classes from patch tokens (Segmenter, section 3.2).
 
-    The tokens are projected to the decoder's width, and pass with K learnable class tokens through a few transformer
-    blocks. Patches and classes are then projected and normalised; a mask is the cosine of each patch with its class,
-    and a layer norm over the classes turns cosines into scores.
+    The tokens are projected to the decoder's width, and processed together with K learnable class tokens by a few
+    transformer blocks. Patches and classes are then projected and normalised; a mask is the cosine similarity of each
+    patch with its class, and a layer norm over the classes turns cosines into scores.
 
-    Initial weights are truncated normal of 0.02 for linear layers and class tokens, and 0 for biases. In the original,
-    the two last projections are normal of D^-1/2; in MMSegmentation they are like the others, and the joint weight of
-    queries, keys and values is Xavier uniform.
+    Linear layers and class tokens are initialised from a truncated normal distribution with standard deviation 0.02,
+    biases with 0. In the original, the last two projections have standard deviation D^-1/2; in MMSegmentation they are
+    initialised like the others, and the joint weight of queries, keys and values is Xavier uniform.
 
     Args:
-        in_channels: of the patch tokens.
-        classes: K, at least 2: over a single one, the layer norm is always 0.
-        width: D; None for that of the patch tokens.
-        layers: transformer blocks.
-        heads: of their attention; None for 64 channels each, or one head if D is less.
-        drop_path: rate of the last block's residual branches; the rates rise linearly from 0.
-        initial_weights: those of the original, `segmenter`, or of `mmsegmentation`.
-        seed: of the initial weights.
+        in_channels: number of channels of the patch tokens.
+        classes: K, at least 2, since the layer norm over a single class is always 0.
+        width: D, number of channels; that of the patch tokens if None.
+        layers: number of transformer blocks.
+        heads: number of attention heads; one per 64 channels, at least one, if None.
+        drop_path: drop path rate of the last block; the rates rise linearly from 0.
+        initial_weights: initialisation of the original, `segmenter`, or of `mmsegmentation`.
+        seed: seed of the initial weights.
 
     Raises:
-        ValueError: a number out of range, or a width that is not a multiple of the heads.
+        ValueError: a number is out of range, or the width is not a multiple of the heads.
 
     Example:
         >>> decoder = MaskTransformer(192, classes=21)
@@ -64,7 +64,7 @@ class MaskTransformer(nn.Module):
         super().__init__()
         width = in_channels if width is None else width
         if classes < 2:
-            raise InputError(f"Segmenter tells classes from one another and needs at least 2, got {classes}")
+            raise InputError(f"Segmenter requires at least 2 classes, got {classes}")
         for name, value in (("width", width), ("layers", layers)):
             if value < 1:
                 raise InputError(f"decoder.{name} must be >= 1, got {value}")
@@ -74,7 +74,7 @@ class MaskTransformer(nn.Module):
         self.width = width
         self.heads = _heads(width, heads)
         with torch.random.fork_rng(devices=[]):
-            # Not torch.manual_seed, which would reseed the GPU's generators as well.
+            # torch.manual_seed would also reseed the GPU generators.
             torch.default_generator.manual_seed(seed)
             self.project_tokens = nn.Linear(in_channels, width)
             self.class_tokens = nn.Parameter(torch.empty(1, classes, width))
@@ -93,7 +93,7 @@ class MaskTransformer(nn.Module):
 
     @property
     def num_drop_path_sites(self) -> int:
-        """Number of residual branches that can be dropped: those with a rate above 0."""
+        """Number of residual branches with a drop path rate above 0."""
         return len(self.drop_path_rates)
 
     def forward(
@@ -103,12 +103,12 @@ class MaskTransformer(nn.Module):
         *,
         drop_path_noise: Float[Tensor, "b sites"] | None = None,
     ) -> Float[Tensor, "b k h w"]:
-        """The scores of each class in each patch.
+        """Return the scores of each class in each patch.
 
         Args:
-            tokens: of the patches, row by row.
-            grid: (h, w), patches down and across, N = h * w.
-            drop_path_noise: (B, num_drop_path_sites) uniform numbers, as `Backbone.encode` takes them.
+            tokens: patch tokens, row by row.
+            grid: (h, w), number of rows and columns of patches, N = h * w.
+            drop_path_noise: (B, num_drop_path_sites) uniform random numbers, as in `Backbone.encode`.
         """
         x = torch.cat((self.project_tokens(tokens), self.class_tokens.expand(len(tokens), -1, -1)), dim=1)
         self._noise.value = drop_path_noise
@@ -126,7 +126,7 @@ class MaskTransformer(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
-            elif parameter.ndim > 1:  # norms begin with 1
+            elif parameter.ndim > 1:  # norm weights stay 1
                 trunc_normal_(parameter, std=_STD)
         if initial_weights == "segmenter":
             for projection in (self.project_patches, self.project_classes):
@@ -146,7 +146,7 @@ def _heads(width: int, heads: int | None) -> int:
         below, above = width // heads * heads, (width // heads + 1) * heads
         near = f"{below} or {above}" if below else f"{above}"
         raise InputError(
-            f"decoder.width {width} does not divide into {heads} heads: choose decoder.heads among its divisors, or "
+            f"decoder.width {width} is not divisible by {heads} heads: choose decoder.heads among its divisors, or "
             f"decoder.width {near}"
         )
     return heads

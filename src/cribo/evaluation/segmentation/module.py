@@ -1,4 +1,4 @@
-"""Common to the training of segmentations: loss, schedule and score."""
+"""Lightning module for training segmentation heads: loss, schedules and score."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,12 +29,12 @@ POWER = 0.9
 LAST_RATE = 0.1
 MOMENTUM = 0.9
 
-_BUDGET = 2**29  # bytes of upsampled logits, and what goes with them, that are alive at once
-_NOISE = 0x64726F70  # separates these draws from others of the same seed
+_BUDGET = 2**29  # maximum bytes of upsampled logits and their gradients
+_NOISE = 0x64726F70  # key of these draws, distinct from other uses of the seed
 
 
 class NoisyCrop(NamedTuple):
-    """A `Crop`, with a uniform number for each site of drop path."""
+    """A `Crop` with a uniform random number for each drop path site."""
 
     pixels: UInt8[Tensor, "3 size size"]
     labels: UInt8[Tensor, "mask mask"]
@@ -44,7 +44,7 @@ class NoisyCrop(NamedTuple):
 
 @dataclass
 class NoisyCrops(Dataset[NoisyCrop]):
-    """Crops with noise for `sites` of drop path; draws depend on seed, epoch and index alone."""
+    """Crops with noise for `sites` drop path sites; draws depend on seed, epoch and index only."""
 
     crops: LabelledCrops | SquareCrops
     sites: int
@@ -63,15 +63,15 @@ class SegmentationModule(TrainedModule):
     Subclasses define `logits` and `parameter_groups`.
 
     Args:
-        backbone: gives the features.
-        classes: C.
-        heads: a name for each head, for curves and messages.
+        backbone: backbone of the features.
+        classes: C, number of classes.
+        heads: names of the heads, for curves and messages.
         steps: of the whole training; the learning rates fall until the last one.
-        inference: how images are scored, whole or in windows.
-        rules: of the variant.
+        inference: inference mode, whole images or windows.
+        rules: rules of the variant.
 
     Attributes:
-        confusions: of each head, labels (rows) against predictions, over all images and processes, of the last score.
+        confusions: confusion matrix of each head (labels in rows) over all images and ranks, from the last validation.
     """
 
     def __init__(
@@ -96,20 +96,20 @@ class SegmentationModule(TrainedModule):
     def logits(
         self, images: Float[Tensor, "b 3 h w"], *, drop_path_noise: Float[Tensor, "b sites"] | None = None
     ) -> Float[Tensor, "heads b c rows columns"]:
-        """The logits of each class on the grid of patches, by each head.
+        """Return the logits of each class on the grid of patches, for each head.
 
         Args:
-            images: normalised; height and width are multiples of the patch size.
-            drop_path_noise: uniform numbers, as for `Backbone.encode`; None drops nothing.
+            images: normalised images; height and width are multiples of the patch size.
+            drop_path_noise: uniform random numbers, as in `Backbone.encode`; None disables drop path.
         """
         raise NotImplementedError
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """The parameters for Adam, each group with its learning rate, `lr`."""
+        """Return the parameter groups of the optimiser, each with its learning rate `lr`."""
         raise NotImplementedError
 
     def training_step(self, batch: NoisyCrop, batch_idx: int) -> Float[Tensor, ""]:
-        """The sum of the heads' losses: heads that share nothing trainable are trained as each would be alone."""
+        """Return the sum of the heads' losses; without shared parameters, heads train independently."""
         images = normalise(batch.pixels.float().div_(255), mean=self.backbone.mean, std=self.backbone.std)
         images = images * _inside(batch)
         noise = batch.drop_path_noise if batch.drop_path_noise.shape[1] else None
@@ -123,23 +123,23 @@ class SegmentationModule(TrainedModule):
         return total
 
     def segment(self, pixels: UInt8[Tensor, "3 h w"], size: tuple[int, int]) -> UInt8[Tensor, "heads label_h label_w"]:
-        """The class of each pixel of an image, by each head.
+        """Return the class of each pixel of an image, for each head.
 
         Args:
-            pixels: RGB, resized within the scale of the set (`WholeImages`), on the device of the module.
+            pixels: RGB image, resized to the scale of the data set (`WholeImages`), on the device of the module.
             size: (height, width) of the result.
         """
         return segment_pixels(pixels, self.backbone, self.logits, size, self.inference)
 
     def validation_step(self, batch: WholeImage, batch_idx: int) -> None:
-        """Count the pixels of an image."""
+        """Add the pixels of an image to the confusion matrices."""
         (pixels,), (labels,) = batch
         predicted = self.segment(pixels, (labels.shape[0], labels.shape[1]))
         for score, found in zip(self._scores, predicted, strict=True):
             score.update(labels, found)
 
     def on_validation_epoch_end(self) -> None:
-        """Sum the counts of all processes."""
+        """Reduce the confusion matrices over all ranks, and log the mIoU."""
         self.confusions = []
         for score in self._scores:
             self.confusions.append(score.compute().cpu())
@@ -148,11 +148,11 @@ class SegmentationModule(TrainedModule):
             self.log("miou" if len(self.head_names) == 1 else f"miou/{name}", miou)
 
     def mious(self) -> list[float]:
-        """The mIoU of each head in the last score."""
+        """Return the mIoU of each head in the last validation."""
         return list(map(mean_iou, self.confusions))
 
     def configure_optimizers(self) -> Any:
-        """Create Adam or SGD with L2 regularisation, and the schedule of the learning rates."""
+        """Create Adam or SGD with L2 regularisation, and the learning rate schedule."""
         kinds = {"adam": torch.optim.Adam, "sgd": partial(torch.optim.SGD, momentum=MOMENTUM)}
         optimizer = kinds[self.rules.optimiser](self.parameter_groups(), weight_decay=self.rules.weight_decay)
         decay = {"polynomial": polynomial_decay, "step": step_decay}[self.rules.rate_decay]
@@ -161,7 +161,7 @@ class SegmentationModule(TrainedModule):
 
 
 def polynomial_decay(steps: int, power: float = POWER, last: float = LAST_RATE) -> Callable[[int], float]:
-    """The factor of the learning rate at each step: 1 at the first, `last` at the last (MMSegmentation's PolyLR).
+    """Return the polynomial learning rate factor, from 1 at the first to `last` at the last step (PolyLR).
 
     Example:
         >>> [round(polynomial_decay(3)(step), 3) for step in range(4)]
@@ -176,7 +176,7 @@ def polynomial_decay(steps: int, power: float = POWER, last: float = LAST_RATE) 
 
 
 def step_decay(steps: int, last: float = LAST_RATE) -> Callable[[int], float]:
-    """The factor of the learning rate at each step: 1, and `last` from four fifths of the steps on.
+    """Return the step-wise learning rate factor: 1, and `last` from four fifths of the steps on.
 
     Example:
         >>> [step_decay(10)(step) for step in (0, 7, 8, 9)]
@@ -188,16 +188,16 @@ def step_decay(steps: int, last: float = LAST_RATE) -> Callable[[int], float]:
 def pixel_cross_entropy(
     logits: Float[Tensor, "b c rows columns"], labels: UInt8[Tensor, "b h w"], count: Float[Tensor, ""] | None = None
 ) -> Float[Tensor, ""]:
-    """Mean cross-entropy over the pixels of logits that are upsampled bilinearly.
+    """Return the mean cross-entropy over pixels, with bilinearly upsampled logits.
 
-    Pixels without class have none, but count in the mean, as in MMSegmentation, unless a count is given. To bound
-    memory, the gradient is computed together with the loss, some images at a time; only logits on the grid are kept
-    for the backward pass.
+    Unlabelled pixels have a loss of 0 but count in the mean, as in MMSegmentation, unless a count is given. To bound
+    memory, the gradient is computed together with the loss, for a few images at a time; only logits on the grid are
+    kept for the backward pass.
 
     Args:
-        logits: on the grid of patches, of any type; computed in float32.
+        logits: logits on the grid of patches, of any dtype; the loss is computed in float32.
         labels: class of each pixel, `IGNORE_INDEX` for none.
-        count: by which the sum is divided; that of all pixels if None.
+        count: divisor of the sum; the number of all pixels if None.
 
     Example:
         >>> pixel_cross_entropy(torch.zeros(1, 4, 2, 2), torch.tensor([[[0, 3], [1, 255]]], dtype=torch.uint8))
@@ -207,10 +207,10 @@ def pixel_cross_entropy(
 
 
 def labelled_pixels(labels: UInt8[Tensor, "b h w"]) -> Float[Tensor, ""]:
-    """Count the pixels with a class in the batches of all processes, as the mean over processes, at least 1."""
+    """Return the number of labelled pixels of a batch, averaged over ranks, at least 1."""
     count = (labels != IGNORE_INDEX).sum().float()
     if dist.is_available() and dist.is_initialized():
-        # Gradients are averaged over processes: this makes theirs that of the mean over all labelled pixels.
+        # DDP averages gradients over ranks, which yields the gradient of the mean over all labelled pixels.
         dist.all_reduce(count)
         count /= dist.get_world_size()
     return count.clamp(min=1)
@@ -221,7 +221,7 @@ class _PixelCrossEntropy(torch.autograd.Function):
     def forward(ctx: FunctionCtx, logits: Tensor, labels: Tensor, count: Tensor | int) -> Tensor:
         gradient = torch.empty_like(logits, dtype=torch.float32)
         total = torch.zeros((), device=logits.device)
-        # The logits, their logarithms and both gradients.
+        # Logits, log-probabilities and both gradients, in float32.
         image_bytes = 4 * 4 * logits.shape[1] * labels.shape[1] * labels.shape[2]
         with torch.enable_grad(), torch.autocast(logits.device.type, enabled=False):
             for images in torch.arange(len(logits)).split(max(1, _BUDGET // image_bytes)):
@@ -242,7 +242,7 @@ class _PixelCrossEntropy(torch.autograd.Function):
 
 
 def follow_rules(rules: Rules, backbone: Backbone, *decoders: MaskTransformer) -> None:
-    """Set the normalisation of a backbone and the branches with drop path, its own and those of decoders, in place."""
+    """Apply the rules on normalisation and drop path to a backbone and its decoders, in place."""
     if rules.mean_std is not None:
         mean, std = rules.mean_std
         backbone.mean, backbone.std = (mean,) * 3, (std,) * 3
@@ -252,7 +252,7 @@ def follow_rules(rules: Rules, backbone: Backbone, *decoders: MaskTransformer) -
 
 
 def _inside(batch: NoisyCrop) -> Float[Tensor, "b 1 size size"]:
-    """1 inside the image, 0 beyond: normalised images are padded with 0."""
+    """Return a mask that is 1 inside the image and 0 in the padding, since normalised images are padded with 0."""
     places = torch.arange(batch.pixels.shape[-1], device=batch.pixels.device)
     rows, columns = (places < batch.extent[:, side, None] for side in (0, 1))
     return (rows[:, None, :, None] & columns[:, None, None, :]).float()

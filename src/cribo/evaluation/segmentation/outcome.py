@@ -1,4 +1,4 @@
-"""What trained segmentations read and return: their samples, rows and pictures."""
+"""Data sets, result rows and pictures of the segmentation protocols."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ from cribo.processes import is_first_process
 
 
 def training_crops(settings: SegmentationTraining, run: Run, sites: int) -> NoisyCrops:
-    """Return the crops of the training images, with noise for the sites of drop path."""
+    """Return crops of the training images, with noise for the drop path sites."""
     rules, name, crop = settings.rules, run.data.about["name"], settings.crop
     if rules.mask_size is not None:
         return NoisyCrops(SquareCrops(run.data.train, crop, rules.mask_size, seed=settings.seed), sites)
@@ -36,18 +36,18 @@ def training_crops(settings: SegmentationTraining, run: Run, sites: int) -> Nois
 
 
 def whole_images(settings: SegmentationTraining, run: Run) -> WholeImages | SquareImages:
-    """Return the images that are scored."""
+    """Return the images to score."""
     if (mask_size := settings.rules.mask_size) is not None:
         return SquareImages(run.data.val, settings.crop, mask_size)
     return WholeImages(run.data.val, scale_of(run.data.about["name"]))
 
 
 def rows_of(confusions: Mapping[float, Int[Tensor, "c c"]], run: Run) -> tuple[list[dict[str, Any]], int]:
-    """Return the row of each learning rate, and the place of the best one, which has the whole confusion.
+    """Return the row of each learning rate and the index of the best one, which has the confusion matrix.
 
     Args:
-        confusions: labels against predictions, by learning rate.
-        run: of the evaluation.
+        confusions: confusion matrices (labels in rows), by learning rate.
+        run: the evaluation.
     """
     rows = []
     for rate, confusion in confusions.items():
@@ -73,14 +73,14 @@ def outcome(
     run: Run,
     **more: Any,
 ) -> Outcome:
-    """Return the outcome of a protocol, with some images of val, evenly spread, labelled by a head.
+    """Return the outcome of a protocol, with predictions of a head for evenly spaced images of val.
 
     Args:
-        settings: of the protocol.
-        rows: of the result.
-        module: on the device to use.
-        head: which of its heads.
-        run: of the evaluation.
+        settings: settings of the protocol.
+        rows: rows of the result.
+        module: trained module, on the device to use.
+        head: index of the head.
+        run: the evaluation.
         more: further fields of the outcome.
     """
     images, panels, val = whole_images(settings, run), [], run.data.val

@@ -1,4 +1,4 @@
-"""Segmentation with trained heads as protocols: settings, schedules, and what they return."""
+"""Linear segmentation and Segmenter protocols: settings, schedules and measurement."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -24,42 +24,42 @@ if TYPE_CHECKING:
     from cribo.models import Backbone
 
 
-# Crops of whole patches of 8, 14 and 16 pixels.
+# Crop sizes that are multiples of the patch sizes 8, 14 and 16.
 _SCHEDULES: Mapping[Schedule, Mapping[str, int]] = {
     "paper": {"iterations": 80_000, "batch_size": 16, "crop": 512},
     "short": {"iterations": 300, "batch_size": 8, "crop": 224},
 }
-_LONG_ITERATIONS, _LONG_SETS = 160_000, ("coco-stuff", "ade20k")  # of the paper's schedule
-_STRIDE = 480, 512  # of windows, as a share of their side
+_LONG_ITERATIONS, _LONG_SETS = 160_000, ("coco-stuff", "ade20k")  # longer schedule of the paper
+_STRIDE = 480, 512  # stride of windows, relative to their side
 _RULES_TO_SET = "inference", "weight_decay", "drop_path"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentationTraining(Protocol):
-    """Common to the linear head and Segmenter.
+    """Common settings of linear segmentation and Segmenter.
 
     Attributes:
-        variant: the rules to follow; docs/evaluation.md lists them.
+        variant: implementation to follow, see docs/evaluation.md.
         schedule: paper (512-pixel crops, batches of 16, 80,000 iterations, 160,000 for COCO-Stuff and ADE20K) or
-            short, for a small machine. It decides the next four unless given, see [brackets].
-        iterations: optimiser steps. [80000 or 160000, short: 300]
-        batch_size: crops of a step, over all devices. [16, short: 8]
+            short, for a small machine. It sets the defaults of the next four options, see [brackets].
+        iterations: number of optimiser steps. [80000 or 160000, short: 300]
+        batch_size: number of crops per step, over all devices. [16, short: 8]
         crop: side of the training crops, and of the windows of --inference slide, in pixels. [512, short: 224]
-        learning_rates: the best one is reported; the schedule's when not given.
-        inference: how images are scored: whole, or slide, in windows of the crop's size whose logits are averaged
-            where they overlap (stride 480 of 512). [whole, released: slide]
-        weight_decay: factor of the weights that is added to their gradient (L2). The paper is silent. [0, released:
-            0.01, neco-linear: 1e-4]
-        drop_path: rate at which the residual branches of the last block are dropped in training; the rates of those
-            before rise from 0. [0, released: 0.1]
-        seed: of the crops and their order, and of the initial weights of the head.
+        learning_rates: learning rates to train with; the best one is reported. [those of the schedule]
+        inference: whole (whole images) or slide (windows of the crop size, whose logits are averaged where they
+            overlap; stride 480 of 512). [whole, released: slide]
+        weight_decay: L2 penalty that is added to the gradient. Not specified in the paper. [0, released: 0.01,
+            neco-linear: 1e-4]
+        drop_path: drop path rate of the last block in training; the rates of earlier blocks rise linearly from 0. [0,
+            released: 0.1]
+        seed: seed of the crops, their order, and the initial weights of the head.
     """
 
     RATES: ClassVar[Mapping[Schedule, tuple[float, ...]]]
-    """The learning rates of each schedule."""
+    """Learning rates of each schedule."""
 
     RULES: ClassVar[Mapping[str, Rules]]
-    """The rules of each variant."""
+    """Rules of each variant."""
 
     metrics: ClassVar[tuple[str, ...]] = ("miou",)
     varies: ClassVar[str] = "learning_rate"
@@ -85,21 +85,21 @@ class SegmentationTraining(Protocol):
             return
         rates = self.learning_rates
         if not rates:
-            raise ConfigError("learning_rates must hold at least one: give --learning_rates 8e-4,3e-4, say")
+            raise ConfigError("learning_rates must not be empty: use --learning_rates 8e-4,3e-4, for example")
         if (wrong := next((rate for rate in rates if not 0 < rate < float("inf")), None)) is not None:
             raise ConfigError(f"learning_rates must be > 0, got {wrong:g}")
         if (twice := next((rate for rate in rates if rates.count(rate) > 1), None)) is not None:
             raise ConfigError(f"learning_rates must be all different, got {twice:g} {rates.count(twice)} times")
 
     def for_data(self, name: str, backbone: "Backbone") -> Self:
-        """Return a copy in which variant and schedule have decided all settings.
+        """Return a copy with all settings set, with the defaults of variant and schedule.
 
         Args:
-            name: of the data set.
-            backbone: that is trained on.
+            name: name of the data set.
+            backbone: backbone of the segmentation.
 
         Raises:
-            ConfigError: a crop that does not fit the patches of the backbone, or the only size that it takes.
+            ConfigError: the crop is not a multiple of the patch size, or not the backbone's fixed input size.
         """
         defaults: dict[str, Any] = {**_SCHEDULES[self.schedule], "learning_rates": self.RATES[self.schedule]}
         defaults |= {name: getattr(self.rules, name) for name in _RULES_TO_SET}
@@ -112,38 +112,38 @@ class SegmentationTraining(Protocol):
 
     @property
     def rules(self) -> Rules:
-        """The rules of the variant, with those that are set."""
+        """Rules of the variant, overridden by the settings."""
         decided = {name: getattr(self, name) for name in _RULES_TO_SET if self.is_decided(name)}
         return dataclasses.replace(self.RULES[self.variant], **decided)
 
     @property
     def stride(self) -> int:
-        """Pixels from one window to the next."""
+        """Stride of the windows in pixels."""
         part, whole = _STRIDE
         return max(1, self.crop * part // whole)
 
     @property
     def windows(self) -> "Inference":
-        """How images are scored."""
+        """Inference mode for scoring."""
         from cribo.evaluation.segmentation.inference import Inference
 
         stretch = self.rules.stretches_windows
         return Inference(self.inference, window=self.crop, stride=self.stride, stretch=stretch)
 
     def prepare(self, run: "Run") -> Self:
-        """Decide all settings, and check that there are labels."""
+        """Set all settings that are None, and check that both splits have labels."""
         for split in ("train", "val"):
             images = getattr(run.data, split)
-            # Reads labels up to the first image that has some.
+            # Reads label maps up to the first one with a labelled pixel.
             if not any(bool((images.labels(index) != images.ignore_index).any()) for index in range(len(images))):
                 name = run.data.about[split]
                 raise DataError(
-                    f"the labels of all {len(images)} images of {name} are ignored: nothing can be learned or scored"
+                    f"all labels of the {len(images)} images of {name} are ignored: no head can be trained or scored"
                 )
         return self.for_data(run.data.about["name"], run.backbone)
 
     def used(self, run: "Run") -> dict[str, Any]:
-        """Return the settings, with those that follow from the data."""
+        """Return the settings, including those that depend on the data."""
         return {
             "variant": self.variant,
             "schedule": self.schedule,
@@ -161,7 +161,7 @@ class SegmentationTraining(Protocol):
         }
 
     def report(self, result: "EvaluationResult") -> list[Any]:
-        """Return the best learning rate, if there are several."""
+        """Return the best learning rate, if there is more than one."""
         from cribo.evaluation.results import percent, setting_value
 
         if len(result.results) == 1:
@@ -172,13 +172,13 @@ class SegmentationTraining(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Linear(SegmentationTraining):
-    """Linear segmentation: a linear head on frozen features, all learning rates in one pass.
+    """Linear segmentation: a linear head on frozen features.
 
     Attributes:
-        variant: paper, as the paper's text says; released, as its code does; or neco-linear, as in Leopart and NeCo,
-            with 2,050 iterations of 128 crops of 448 pixels (docs/evaluation.md lists the rules).
-        learning_rates: all trained in one pass; the best one is reported. [8e-4,3e-4,1e-4,8e-5, neco-linear: 0.01,
-            short: 3e-2,1e-2,3e-3,1e-3]
+        variant: paper, following the paper's text; released, following its code; or neco-linear, as in Leopart and
+            NeCo, with 2,050 iterations of 128 crops of 448 pixels (see docs/evaluation.md).
+        learning_rates: learning rates, trained concurrently in one pass; the best one is reported.
+            [8e-4,3e-4,1e-4,8e-5, neco-linear: 0.01, short: 3e-2,1e-2,3e-3,1e-3]
     """
 
     RATES: ClassVar[Mapping[Schedule, tuple[float, ...]]] = {
@@ -194,9 +194,9 @@ class Linear(SegmentationTraining):
     less_memory: ClassVar[str] = "lower --batch_size or --crop"
     description: ClassVar[str] = """\
 Linear segmentation: one linear layer is trained on the patch tokens of the frozen backbone, its logits are
-upsampled to pixels, and the labels of the validation images are scored (mIoU). All learning rates are trained
-in one pass over the features; the best one is reported. --variant released follows the paper's code in place of
-its text, --variant neco-linear the linear segmentation of Leopart and NeCo (docs/evaluation.md lists the rules).
+upsampled to pixels, and the predictions for the validation images are scored (mIoU). All learning rates are trained
+in one pass over the features; the best one is reported. --variant released follows the paper's code instead of its
+text, --variant neco-linear the linear segmentation of Leopart and NeCo (see docs/evaluation.md).
 
   cribo evaluate linear --backbone runs/coco --data voc --data.root VOCdevkit/VOC2012
   cribo evaluate linear --backbone vit_small_patch16_224.dino --data ade20k --data.root ADEChallengeData2016 \\
@@ -204,12 +204,12 @@ its text, --variant neco-linear the linear segmentation of Leopart and NeCo (doc
   cribo evaluate linear --backbone runs/camvid --data camvid --data.root CAMVID --schedule short
 
 The default settings are the paper's: 80,000 or 160,000 iterations of 16 crops of 512 pixels, which take hours on a
-GPU. --schedule short takes minutes on a laptop; its scores are only comparable with each other. For a first try:
+GPU. --schedule short takes minutes on a laptop; its scores are only comparable with each other. For a quick trial:
 --schedule short --limit 20 --iterations 20
 """
 
     def prepare(self, run: "Run") -> Self:
-        """Decide all settings, and open the backbone with the drop path of the variant."""
+        """Set all settings that are None, and open the backbone with the drop path of the variant."""
         from cribo.evaluation.segmentation.linear import open_frozen
 
         settings = super().prepare(run)
@@ -217,7 +217,7 @@ GPU. --schedule short takes minutes on a laptop; its scores are only comparable 
         return settings
 
     def used(self, run: "Run") -> dict[str, Any]:
-        """Return the settings, with the layers that give tokens."""
+        """Return the settings, with the number of layers that provide tokens."""
         return {**super().used(run), "layers": run.source.layers}
 
     def measure(self, run: "Run") -> Outcome:
@@ -227,7 +227,7 @@ GPU. --schedule short takes minutes on a laptop; its scores are only comparable 
         return train_heads(self, run)
 
     def places(self, folder: "Path") -> dict[str, Any]:
-        """Return the path of the curves."""
+        """Return the path of the training curves."""
         return {"curves": folder / "tensorboard"}
 
 
@@ -236,9 +236,9 @@ class DecoderConfig:
     """Segmenter's decoder, the mask transformer.
 
     Attributes:
-        layers: transformer blocks.
-        width: channels; as many as the backbone's tokens have, when not given.
-        heads: of their attention; of 64 channels each, when not given.
+        layers: number of transformer blocks.
+        width: number of channels. [that of the backbone's tokens]
+        heads: number of attention heads. [one per 64 channels]
     """
 
     layers: int = 2
@@ -248,19 +248,19 @@ class DecoderConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FinetunedSegmenter(SegmentationTraining):
-    """Finetuning with Segmenter: backbone and decoder, from the same initial weights for each learning rate.
+    """End-to-end finetuning with Segmenter.
 
     Attributes:
-        variant: paper, as the paper's text says, or released, as its code does (docs/evaluation.md lists the rules).
-        learning_rates: each is trained separately, one after the other; the best one is reported. One of them takes a
-            quarter of the time. [8e-5,3e-5,1e-5,8e-6, short: 1e-3,3e-4]
-        inference: how images are scored: slide, in windows of the crop's size whose logits are averaged where they
-            overlap (stride 480 of 512), as in the released code, or whole. [slide]
-        drop_path: rate at which the residual branches of the last blocks of backbone and decoder are dropped in
-            training; the rates of those before rise from 0. The paper is silent; 0 for a network without. [0.1]
+        variant: paper, following the paper's text, or released, following its code (see docs/evaluation.md).
+        learning_rates: learning rates, trained separately from the same initial weights; the best one is reported. A
+            single one takes a quarter of the time. [8e-5,3e-5,1e-5,8e-6, short: 1e-3,3e-4]
+        inference: slide (windows of the crop size, whose logits are averaged where they overlap; stride 480 of 512),
+            as in the released code, or whole (whole images). [slide]
+        drop_path: drop path rate of the last blocks of backbone and decoder in training; the rates of earlier blocks
+            rise linearly from 0. Not specified in the paper; use 0 for networks without drop path. [0.1]
         decoder: Segmenter's mask transformer.
-        checkpointing: if a GPU runs out of memory: selective or blocks recompute activations of a vision
-            transformer's blocks in the backward pass, with the same result.
+        checkpointing: selective or blocks recompute activations of a vision transformer's blocks in the backward
+            pass, which saves GPU memory with the same result.
     """
 
     RATES: ClassVar[Mapping[Schedule, tuple[float, ...]]] = {
@@ -276,9 +276,9 @@ class FinetunedSegmenter(SegmentationTraining):
     less_memory: ClassVar[str] = "use --checkpointing selective (vision transformers), or lower --batch_size or --crop"
     description: ClassVar[str] = """\
 Finetuning with Segmenter: the backbone is trained end to end with a mask transformer on its tokens (two blocks,
-one learnable token per class), and the labels of the validation images are scored (mIoU). Each learning rate is
+one learnable token per class), and the predictions for the validation images are scored (mIoU). Each learning rate is
 trained separately from the same weights; the best one is reported, and its network is saved. --variant released
-follows the paper's code in place of its text (docs/evaluation.md lists the rules).
+follows the paper's code instead of its text (see docs/evaluation.md).
 
   cribo evaluate segmenter --backbone runs/coco --data voc --data.root VOCdevkit/VOC2012 \\
       --runtime.precision bf16-mixed --out segmenter-voc --resume
@@ -290,7 +290,7 @@ The default settings are the paper's: 80,000 iterations of 16 crops of 512 pixel
 floating-point operations for a ViT-S/16 (ViT-B/16: 3.9e18), and 160,000 iterations twice that. This takes hours to
 days on GPUs with --runtime.precision bf16-mixed, and is not feasible on CPUs. To reduce it, use one learning rate (a
 quarter), fewer --iterations, or --schedule short, which takes minutes for a small network on a laptop. Scores are only
-comparable between equal settings. For a first try: --schedule short --limit 20 --iterations 20 --learning_rates 1e-3
+comparable between equal settings. For a quick trial: --schedule short --limit 20 --iterations 20 --learning_rates 1e-3
 
 If a GPU runs out of memory: --checkpointing selective, more --devices, or a smaller --batch_size.
 """
@@ -299,16 +299,16 @@ If a GPU runs out of memory: --checkpointing selective, more --devices, or a sma
     checkpointing: Checkpointing = "none"
 
     def check_backbone(self, source: BackboneSource) -> None:
-        """Refuse backbones that cannot be finetuned."""
+        """Raise ConfigError for backbones that cannot be finetuned."""
         if source.source == MEAN_COLOUR:
-            raise ConfigError(f"backbone {MEAN_COLOUR} has nothing that can be finetuned: give a network")
+            raise ConfigError(f"backbone {MEAN_COLOUR} has no weights to finetune: choose a network")
         if source.layers != 1:
             raise ConfigError(
                 f"backbone.layers must be 1, got {source.layers}: Segmenter decodes the tokens of the last block"
             )
 
     def prepare(self, run: "Run") -> Self:
-        """Decide all settings, also those of the decoder."""
+        """Set all settings that are None, including those of the decoder."""
         from cribo.evaluation.segmentation.finetuning import build_segmenter, warn_of_batch_norms
 
         settings = super().prepare(run)
@@ -318,22 +318,22 @@ If a GPU runs out of memory: --checkpointing selective, more --devices, or a sma
         return dataclasses.replace(settings, decoder=DecoderConfig(len(built.blocks), built.width, built.heads))
 
     def used(self, run: "Run") -> dict[str, Any]:
-        """Return the settings, with those of the decoder."""
+        """Return the settings, including those of the decoder."""
         return {**super().used(run), "decoder": dataclasses.asdict(self.decoder)}
 
     def measure(self, run: "Run") -> Outcome:
-        """Finetune the network with each learning rate, and score it."""
+        """Finetune and score the network with each learning rate."""
         from cribo.evaluation.segmentation.finetuning import finetune
 
         return finetune(self, run)
 
     def places(self, folder: "Path") -> dict[str, Any]:
-        """Return the paths of the curves and of the network."""
+        """Return the paths of the training curves and the network."""
         return {"curves": folder / "lr=*" / "tensorboard", "network": folder / "segmenter.safetensors"}
 
 
 def scale_of(name: str) -> "Scale | None":
-    """Return the scale to which the images of a set are resized; None for their own size."""
+    """Return the scale to which images of a data set are resized; None keeps their size."""
     return SEGMENTATION_SETS[name].scale if name in SEGMENTATION_SETS else None
 
 
@@ -341,8 +341,8 @@ def _check_crop(crop: int, mode: InferenceMode, backbone: "Backbone") -> None:
     if not backbone.takes_any_size:
         if crop != backbone.image_size or mode != "slide":
             raise ConfigError(
-                f"{backbone.name} takes images of {backbone.image_size} pixels alone, got crop {crop} and inference "
-                f"{mode}: give --crop {backbone.image_size} --inference slide"
+                f"{backbone.name} only accepts images of {backbone.image_size} pixels, got crop {crop} and inference "
+                f"{mode}: use --crop {backbone.image_size} --inference slide"
             )
     elif crop % backbone.patch_size:
         below, above = crop // backbone.patch_size * backbone.patch_size, crop + -crop % backbone.patch_size

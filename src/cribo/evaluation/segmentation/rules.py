@@ -1,4 +1,4 @@
-"""The rules of each variant of linear segmentation and Segmenter. This module does not import torch."""
+"""Rules of each variant of linear segmentation and Segmenter. This module does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,28 +13,29 @@ InitialWeights = Literal["segmenter", "mmsegmentation"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The rules in which variants differ.
+    """Implementation details in which variants differ.
 
     Attributes:
-        schedule: settings of `--schedule paper` that are not the paper's.
+        schedule: settings of `--schedule paper` that differ from the paper's.
         optimiser: `adam`, or `sgd` with a momentum of 0.9.
-        rate_decay: the learning rates fall to a tenth: as a `polynomial` of power 0.9, or in one `step` after four
-            fifths of the iterations.
-        weight_decay: factor of the weights that is added to their gradient (L2 regularisation, not AdamW's decay).
-        labelled_mean: whether the loss is the mean over the labelled pixels of a batch, or over all.
-        mask_size: side of the label maps to which squares are trained and scored (`SquareCrops`, `SquareImages`); None
-            for images that are prepared as in MMSegmentation (`LabelledCrops`, `WholeImages`).
-        inference: `whole`, or `slide` in windows of the crop's size.
-        drop_path: rate of the last block while training, of a frozen backbone too; the rates rise linearly from 0.
-        drop_path_branches: `all` branches of a block, or only its `feed-forward` branch.
-        initial_weights: of Segmenter's decoder: those of its original code, or of MMSegmentation.
-        normalised_layers: which of several concatenated layers pass the final norm.
-        mean_std: mean and standard deviation by which all channels (in 0-1) are normalised; the backbone's if None.
-        black_padding: sets whose small crops are padded before the normalisation, with black. Those of all other sets
-            are padded after it, with 0, which is the mean colour.
-        narrow_crops: sets cropped at 480 of 512 pixels and padded to 512.
-        stretches_windows: windows whose sides are not multiples of the patch size are padded; whether the logits of
-            the padded window are stretched to the window, or cut to it.
+        rate_decay: decay of the learning rates to a tenth: `polynomial` of power 0.9, or one `step` after four fifths
+            of the iterations.
+        weight_decay: L2 penalty that is added to the gradient (not AdamW's decoupled weight decay).
+        labelled_mean: whether the loss is averaged over the labelled pixels of a batch instead of all pixels.
+        mask_size: side of the label maps of square images (`SquareCrops`, `SquareImages`), for training and scoring;
+            None for images that are prepared as in MMSegmentation (`LabelledCrops`, `WholeImages`).
+        inference: `whole` images, or `slide` for windows of the crop size.
+        drop_path: drop path rate of the last block in training, also in a frozen backbone; the rates rise linearly
+            from 0.
+        drop_path_branches: `all` branches of a block, or only the `feed-forward` branch.
+        initial_weights: initialisation of Segmenter's decoder, that of the original code or of MMSegmentation.
+        normalised_layers: layers to which the final norm is applied, if several are concatenated.
+        mean_std: mean and standard deviation for normalising all channels (in 0-1); the backbone's if None.
+        black_padding: data sets whose small crops are padded with black before normalisation. Crops of all others are
+            padded after normalisation with 0, the mean colour.
+        narrow_crops: data sets with crops of 480 of 512 pixels, padded to 512.
+        stretches_windows: whether the logits of windows that are padded to multiples of the patch size are stretched
+            to the window, instead of cropped.
     """
 
     schedule: Mapping[str, Any] = field(default_factory=dict)
@@ -70,7 +71,7 @@ _RELEASED = Rules(
     stretches_windows=True,
 )
 
-# Leopart's linear segmentation of VOC as NeCo's code has it: 25 epochs of 82 batches.
+# Leopart's linear segmentation of VOC as implemented by NeCo: 25 epochs of 82 batches.
 _NECO = Rules(
     schedule={"iterations": 2050, "batch_size": 128, "crop": 448, "learning_rates": (0.01,)},
     optimiser="sgd",
@@ -81,9 +82,9 @@ _NECO = Rules(
 )
 
 LINEAR: Mapping[str, Rules] = MappingProxyType({"paper": PAPER, "released": _RELEASED, "neco-linear": _NECO})
-"""The rules of each variant of linear segmentation."""
+"""Rules of each variant of linear segmentation."""
 
 SEGMENTER: Mapping[str, Rules] = MappingProxyType(
     {"paper": Rules(inference="slide", drop_path=0.1), "released": _RELEASED}
 )
-"""The rules of each variant of Segmenter."""
+"""Rules of each variant of Segmenter."""

@@ -1,4 +1,4 @@
-"""Segmenter: a backbone and a mask transformer, one network that is trained from end to end."""
+"""Segmenter: a backbone and a mask transformer, trained end to end."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from cribo.models import Backbone
 
 
 class Segmenter(nn.Module):
-    """A backbone and a mask transformer on the tokens of its last block: scores of each class in each patch.
+    """Segmentation network: a backbone and a mask transformer on the tokens of its last block.
 
     Args:
-        backbone: gives the tokens.
-        decoder: takes tokens of the backbone's width.
+        backbone: backbone of the tokens.
+        decoder: mask transformer for tokens of the backbone's width.
 
     Example:
         >>> import torch
@@ -34,17 +34,17 @@ class Segmenter(nn.Module):
 
     @property
     def num_drop_path_sites(self) -> int:
-        """Number of residual branches that can be dropped, those of the backbone first."""
+        """Number of residual branches with drop path, those of the backbone first."""
         return self.backbone.num_drop_path_sites + self.decoder.num_drop_path_sites
 
     def forward(
         self, images: Float[Tensor, "b 3 h w"], *, drop_path_noise: Float[Tensor, "b sites"] | None = None
     ) -> Float[Tensor, "b k rows columns"]:
-        """The scores of each class in each patch.
+        """Return the scores of each class in each patch.
 
         Args:
-            images: normalised with the backbone's `mean` and `std`; H and W multiples of its `patch_size`.
-            drop_path_noise: (B, num_drop_path_sites) uniform numbers, as for `Backbone.encode`; None drops nothing.
+            images: images normalised with the backbone's `mean` and `std`; H and W are multiples of its `patch_size`.
+            drop_path_noise: (B, num_drop_path_sites) uniform random numbers, as in `Backbone.encode`.
         """
         noise: tuple[Tensor | None, Tensor | None] = (None, None)
         if drop_path_noise is not None:
@@ -55,18 +55,17 @@ class Segmenter(nn.Module):
 
 
 class SegmenterFinetuning(SegmentationModule):
-    """Trains backbone and decoder with one learning rate.
+    """Module that trains backbone and decoder with one learning rate.
 
-    Batch norms use the statistics of their batches (of all GPUs together), as in MMSegmentation and in pretraining; a
-    network that was never trained could hardly be trained otherwise. Parameters that `encode` does not use are not
-    changed.
+    Batch norms use batch statistics (synchronised over GPUs), as in MMSegmentation and in pretraining, which untrained
+    networks require. Parameters that `encode` does not use are not changed.
 
     Args:
-        segmenter: trained in place.
-        learning_rate: at the start.
-        steps: of the whole training.
-        inference: how images are scored, whole or in windows.
-        rules: of the variant.
+        segmenter: network, trained in place.
+        learning_rate: initial learning rate.
+        steps: total number of training steps.
+        inference: inference mode, whole images or windows.
+        rules: rules of the variant.
     """
 
     def __init__(
@@ -97,9 +96,9 @@ class SegmenterFinetuning(SegmentationModule):
     def logits(
         self, images: Float[Tensor, "b 3 h w"], *, drop_path_noise: Float[Tensor, "b sites"] | None = None
     ) -> Float[Tensor, "1 b c rows columns"]:
-        """The scores of each class on the grid of patches."""
+        """Return the scores of each class on the grid of patches."""
         return self.segmenter(images, drop_path_noise=drop_path_noise)[None]
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """All trained parameters, with one learning rate."""
+        """Return all trainable parameters as one group."""
         return [{"params": [part for part in self.parameters() if part.requires_grad], "lr": self.learning_rate}]

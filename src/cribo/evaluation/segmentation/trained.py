@@ -1,4 +1,4 @@
-"""A trained segmenter in one file: weights, classes, and how images are looked at."""
+"""Saving and loading of trained segmenters in a single file."""
 
 import dataclasses
 import json
@@ -26,26 +26,26 @@ from cribo.models.backbone import RESERVED_ARGS
 from cribo.models.saving import numerics_of
 
 SEGMENTER_FILE = "segmenter.safetensors"
-"""The network of the best learning rate of `cribo evaluate segmenter`."""
+"""File of the network with the best learning rate of `cribo evaluate segmenter`."""
 
 _ENTRY = "cribo_segmenter"
-_FORMAT = 2  # 1: without `stretch` of the inference
+_FORMAT = 2  # 1 has no `stretch` in `inference`
 
 
 class UnusableSegmenter(InputError):
-    """A file without a usable segmenter; the message gives the reason."""
+    """Raised if a file does not contain a usable segmenter."""
 
 
 @dataclass(frozen=True)
 class TrainedSegmenter:
-    """A segmenter that labels images as when it was scored.
+    """A trained segmenter with its preprocessing and inference settings.
 
     Attributes:
-        network: in evaluation mode.
-        classes: their names.
-        palette: the colour of each class in pictures.
-        scale: to which images are resized; None for their own size.
-        inference: how resized images are looked at.
+        network: network in evaluation mode.
+        classes: class names.
+        palette: colour of each class in pictures.
+        scale: scale to which images are resized; None keeps their size.
+        inference: inference settings.
     """
 
     network: Segmenter
@@ -56,7 +56,7 @@ class TrainedSegmenter:
 
     @torch.no_grad()
     def segment(self, image: UInt8[Tensor, "3 h w"]) -> UInt8[Tensor, "h w"]:
-        """The class of each pixel of an RGB image, on the network's device."""
+        """Return the class of each pixel of an RGB image, on the network's device."""
         backbone = self.network.backbone
         device = next(backbone.parameters()).device
         height, width = image.shape[1:]
@@ -69,10 +69,10 @@ class TrainedSegmenter:
 
 
 def save_segmenter(trained: TrainedSegmenter, path: str | os.PathLike[str]) -> None:
-    """Write a segmenter into one file, atomically.
+    """Write a segmenter to a file atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     network, decoder = trained.network, trained.network.decoder
     layers = len(decoder.blocks)
@@ -85,7 +85,7 @@ def save_segmenter(trained: TrainedSegmenter, path: str | os.PathLike[str]) -> N
         "scale": trained.scale,
         "inference": dataclasses.asdict(trained.inference),
     }
-    # Clones, because safetensors refuses tensors that share memory.
+    # Clone tensors, because safetensors rejects tensors that share memory.
     state = {name: value.detach().cpu().contiguous().clone() for name, value in network.state_dict().items()}
 
     def write(part: Path) -> None:
@@ -98,15 +98,15 @@ def save_segmenter(trained: TrainedSegmenter, path: str | os.PathLike[str]) -> N
 
 
 def load_segmenter(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> TrainedSegmenter:
-    """Load a segmenter, to label images.
+    """Load a segmenter for inference.
 
     Args:
         path: folder of an evaluation, or its `segmenter.safetensors`.
-        device: where it runs.
+        device: device of the network.
 
     Raises:
-        FileNotFoundError: it does not exist.
-        UnusableSegmenter: the file is damaged, not a segmenter, or of a newer version.
+        FileNotFoundError: the file does not exist.
+        UnusableSegmenter: the file is corrupt, not a segmenter, or of a newer format.
 
     Example:
         >>> from cribo.data.reading import read_image
@@ -118,9 +118,7 @@ def load_segmenter(path: str | os.PathLike[str], device: torch.device | str = "c
     path = Path(path).expanduser()
     file = path / SEGMENTER_FILE if path.is_dir() else path
     if not file.is_file():
-        raise FileNotFoundError(
-            f"no segmenter at {file}: give the folder that a finished `cribo evaluate segmenter` has written"
-        )
+        raise FileNotFoundError(f"no segmenter at {file}: give the folder of a finished `cribo evaluate segmenter`")
     try:
         with safetensors.safe_open(file, framework="pt") as content:
             about = json.loads((content.metadata() or {}).get(_ENTRY, "null"))
@@ -128,7 +126,7 @@ def load_segmenter(path: str | os.PathLike[str], device: torch.device | str = "c
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise UnusableSegmenter(f"{file} cannot be read ({error}): copy it again") from error
     if not isinstance(about, dict):
-        raise UnusableSegmenter(f"{file} holds no segmenter: give what `cribo evaluate segmenter` has written")
+        raise UnusableSegmenter(f"{file} is not a segmenter: give a file written by `cribo evaluate segmenter`")
     if about["format"] > _FORMAT:
         raise UnusableSegmenter(
             f"{file} has format {about['format']}, this version of cribo reads up to {_FORMAT}: update cribo"

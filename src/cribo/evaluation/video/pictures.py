@@ -35,7 +35,7 @@ def write_videos(found: Sequence[Segmented], images: VideoFrames, folder: Path, 
     Args:
         found: the videos.
         images: their frames.
-        folder: to write to.
+        folder: output folder.
         number: of videos to draw.
     """
     for part in found:

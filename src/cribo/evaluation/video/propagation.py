@@ -87,7 +87,7 @@ def object_map(labels: Float[Tensor, "rows columns c"], patch_size: int, size: t
 
     Args:
         labels: of the patches.
-        patch_size: pixels.
+        patch_size: patch size in pixels.
         size: (height, width) of the frame.
     """
     encoded = labels.shape[0] * patch_size, labels.shape[1] * patch_size

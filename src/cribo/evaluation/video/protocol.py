@@ -1,4 +1,4 @@
-"""Video label propagation as a protocol: data, settings, and what it returns."""
+"""Video label propagation protocol: data, settings and measurement."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -72,10 +72,10 @@ class VideoPropagation(Protocol):
         side: pixels of the shorter side to which frames are resized; rounded down to a multiple of the patch size, the
             longer side to a multiple of 64 pixels, or of the patch size if it does not divide 64. [480]
         interpolation: of frames.
-        precision: of the stored features: float16 takes half the space.
+        precision: precision of the stored features; float16 halves their size.
 
     Raises:
-        InputError: a value out of range.
+        InputError: a value is out of range.
     """
 
     name: ClassVar[str] = "video"
@@ -115,7 +115,7 @@ Features are cached on disk. For a first try: --limit 2 --side 240
         return self if backbone.takes_any_size else dataclasses.replace(self, side=backbone.image_size)
 
     def used(self, run: "Run") -> dict[str, Any]:
-        """Return the settings, with the layers that give features."""
+        """Return the settings, with the number of layers that provide features."""
         return {**dataclasses.asdict(self), "layers": run.source.layers}
 
     def measure(self, run: "Run") -> Outcome:

@@ -65,9 +65,9 @@ def segment_videos(
         images: the frames of all videos.
         videos: which ones.
         settings: of the propagation.
-        patch_size: pixels.
+        patch_size: patch size in pixels.
         device: on which labels are propagated.
-        progress: is called with the progress.
+        progress: progress callback.
 
     Raises:
         UnreadableImage, DataError: an annotation that cannot be used.
