@@ -211,7 +211,7 @@ class SegmentationMemory:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the backbone, examples, classes and settings; equal for memories with equal predictions."""
+        """Hash of backbone, examples, classes and settings; memories with equal hashes predict the same labels."""
         about = [self.encoder.encoder.identity, self._classes, sorted(dataclasses.asdict(self.settings).items())]
         digest = hashlib.sha256(repr(about).encode())
         for known in self._known:
