@@ -136,7 +136,7 @@ def _print_summary(run: "Run", console: Console) -> None:
             ("this network before training", "before"),
             ("this network after training", "after"),
         ):
-            value = "not measured" if score[key] is None else f"{100 * score[key]:.1f} %"
+            value = "unknown" if score[key] is None else f"{100 * score[key]:.1f} %"
             table.add_row(label, value, style="bold" if key == "after" else None)
         console.print(table)
     console.print(
